@@ -25,8 +25,8 @@ from r2ccl.failover.migration.repairs import Repair
 from r2ccl.failover.shrink.driver import regroup
 from r2ccl.failover.shrink.protocol import Shrinking
 from r2ccl.gpu.collectives import DeviceCollectives
+from r2ccl.gpu.hardware import Hardware
 from r2ccl.gpu.plan_selector import PlanSelector
-from r2ccl.job import ABORT_S, LEAVE_S, Job, nodes_of
 from r2ccl.planning.cost_model import Fabric
 from r2ccl.planning.plan_cache import PlanCache, in_job
 from r2ccl.planning.planner import Explanation
@@ -35,6 +35,7 @@ from r2ccl.runtime.arguments import as_buffer
 from r2ccl.runtime.async_work import Worker
 from r2ccl.runtime.collectives import Collectives
 from r2ccl.runtime.engine import Engine, RegisteredMemory
+from r2ccl.runtime.job import ABORT_S, LEAVE_S, Job, nodes_of
 from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.messenger import MessageRequest
 from r2ccl.runtime.signal_dump import require_main_thread
@@ -44,6 +45,7 @@ from r2ccl.types import ReduceOp
 
 if TYPE_CHECKING:
     from r2ccl.gpu.backends import GpuBackend
+    from r2ccl.gpu.pxn.transport import PxnTransport
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +70,14 @@ class Communicator:
     """
 
     def __init__(
-        self, job: Job, engine: Engine, *, members: tuple[int, ...], assemble: Assemble | None
+        self,
+        job: Job,
+        engine: Engine,
+        *,
+        members: tuple[int, ...],
+        assemble: Assemble | None,
+        hardware: Hardware,
+        relayed: PxnTransport | None = None,
     ) -> None:
         self.rank = engine.rank
         self.nranks = engine.nranks
@@ -78,6 +87,9 @@ class Communicator:
         self._engine = engine
         #: Makes the communicator of the survivors; None in a communicator made by `split`.
         self._assemble = assemble
+        self._hardware = hardware
+        #: Part of the transport that can use PXN routes.
+        self._relayed = relayed
         self._peers = [job.control.peers[rank] for rank in engine.context.members]
         fabric = Fabric(job.homes, job.control.nwires, nodes_of(self._peers))
         context_id, _, in_job_of = engine.context
@@ -95,7 +107,7 @@ class Communicator:
             timeout_s=self.config.timeout_s,
             worker=self._worker,
             check=engine.check,
-            open_device=job.hardware.open,
+            open_device=hardware.open,
             select_backends=self._select_backends,
         )
         self._collectives = Collectives(
@@ -658,7 +670,9 @@ class Communicator:
             return None
         context, members = part
         engine = self._engine.derived(context)
-        made = Communicator(self._job, engine, members=members, assemble=None)
+        made = Communicator(
+            self._job, engine, members=members, assemble=None, hardware=self._hardware
+        )
         made._plans.measured(self._plans.fabric.rates)
         return made
 
@@ -1028,8 +1042,8 @@ class Communicator:
             nodes=_hosts(self._peers),
             allgather=self._collectives.allgather_bytes,
             labels=[self._job.rails[at].name for at in self._engine.joined],
-            hardware=self._job.hardware,
-            pxn=self._job.relayed if self._assemble is not None else None,
+            hardware=self._hardware,
+            pxn=self._relayed,
         )
         return selector.select(device, kernels)
 

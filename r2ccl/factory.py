@@ -30,9 +30,9 @@ from r2ccl.failover.migration.path import Announcement, ClosePaths, ConnectPaths
 from r2ccl.failover.revocation import Leaving, Revoke, Spared
 from r2ccl.failover.shrink.protocol import Message as Shrinking
 from r2ccl.gpu.hardware import CudaHardware
-from r2ccl.job import Job
 from r2ccl.runtime.contexts import InContext
 from r2ccl.runtime.desync_check import Calling
+from r2ccl.runtime.job import Job
 from r2ccl.runtime.signal_dump import require_main_thread
 from r2ccl.topology.hcas import GidFinder, Hca, list_hcas, select_hcas
 from r2ccl.topology.interfaces import discover
@@ -182,11 +182,14 @@ def _assemble(
             transport,
             config,
             (*control.nics, *ports)[: transport.nrails],
-            hardware=CudaHardware(),
-            relayed=relayed,
         )
         return Communicator(
-            job, job.engine, members=members, assemble=partial(_assemble, config, hcas)
+            job,
+            job.engine,
+            members=members,
+            assemble=partial(_assemble, config, hcas),
+            hardware=CudaHardware(),
+            relayed=relayed,
         )
     except BaseException:
         try:

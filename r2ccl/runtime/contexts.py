@@ -20,7 +20,7 @@ from r2ccl.failover.health.table import Health
 from r2ccl.runtime.desync_check import Calling
 
 #: Control message of one communicator.
-Message = Report | Prepare | Promise | Commit | Calling
+ContextMessage = Report | Prepare | Promise | Commit | Calling
 
 
 class InContext(msgspec.Struct, frozen=True, tag="in_context"):
@@ -32,7 +32,7 @@ class InContext(msgspec.Struct, frozen=True, tag="in_context"):
 
     context_id: int
     first_op: int
-    message: Message
+    message: ContextMessage
 
 
 class Context(NamedTuple):
@@ -73,7 +73,7 @@ class ContextPost:
 
     def send(self, peer: int, message: object) -> None:
         """Implement `Post.send`."""
-        assert isinstance(message, Message)
+        assert isinstance(message, ContextMessage)
         context_id, first_op, members = self._context
         self._control.send(members[peer], InContext(context_id, first_op, message))
 
@@ -89,7 +89,7 @@ class ContextPost:
             self.send(peer, message)
 
 
-class Member(Protocol):
+class ContextEngine(Protocol):
     """Communicator as `Contexts` uses it.
 
     Attributes
@@ -116,7 +116,7 @@ class Contexts:
     """
 
     def __init__(self) -> None:
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, ContextEngine] = {}
         #: Messages for communicators that this rank has not made yet.
         self._early: dict[int, list[tuple[int, InContext]]] = {}
         self._lock = threading.Lock()
@@ -177,7 +177,7 @@ class Contexts:
 
     # Owner of the data loop
 
-    def add(self, member: Member) -> None:
+    def add(self, member: ContextEngine) -> None:
         """Add a new communicator, and pass on the messages that arrived for it."""
         context_id, first_op, _ = member.context
         self._members[context_id] = member
@@ -185,7 +185,7 @@ class Contexts:
             if wrapped.first_op == first_op:
                 member.on_message(peer, wrapped.message)
 
-    def remove(self, member: Member, last_op: int) -> None:
+    def remove(self, member: ContextEngine, last_op: int) -> None:
         """Remove a communicator that was closed, the last call of which was `last_op`."""
         context_id, first_op, _ = member.context
         del self._members[context_id]
@@ -216,4 +216,12 @@ _NIDS = 2048
 #: Offer of a rank at which another thread makes a communicator.
 NO_OFFER = bytes(_NIDS // 8 + 8)
 
-__all__ = ["NO_OFFER", "Context", "ContextPost", "Contexts", "InContext", "Member", "Message"]
+__all__ = [
+    "NO_OFFER",
+    "Context",
+    "ContextEngine",
+    "ContextMessage",
+    "ContextPost",
+    "Contexts",
+    "InContext",
+]

@@ -145,7 +145,7 @@ class DataLoop:
         self._migration = self.failover.migration
         self._revocation = self.failover.revocation
         #: Re-entrant, because only such a lock can tell whether this thread holds it.
-        self._owner = threading.RLock()
+        self.owner = threading.RLock()
         #: One entry per thread that waits for the owner to stand aside.
         self._newcomers: deque[None] = deque()
         self._followers: list[_Follower] = []
@@ -169,23 +169,23 @@ class DataLoop:
         Call it inside of ``try: ... finally: release()``, so that a Ctrl-C that arrives in between
         leaves no loop owned.
         """
-        if self._owner.acquire(blocking=False):
+        if self.owner.acquire(blocking=False):
             return
         self._newcomers.append(None)
         try:
             while True:
                 if self._sleeping:
                     self._transport.wake()
-                if self._owner.acquire(timeout=_TICK_S):
+                if self.owner.acquire(timeout=_TICK_S):
                     return
         finally:
             self._newcomers.pop()
 
     def release(self) -> None:
         """Give the data loop up, if this thread owns it; a thread that stands aside takes it."""
-        if not self._owner._is_owned():  # type: ignore[attr-defined]
+        if not self.owner._is_owned():  # type: ignore[attr-defined]
             return
-        self._owner.release()
+        self.owner.release()
         if self._followers:
             for follower in self._followers.copy():
                 follower.turn.set()
@@ -198,14 +198,14 @@ class DataLoop:
         interrupt: BaseException | None = None
         self.release()
         try:
-            while self._newcomers or not self._owner.acquire(blocking=False):
+            while self._newcomers or not self.owner.acquire(blocking=False):
                 follower.turn.wait(_TICK_S)
                 follower.turn.clear()
                 if is_done() or self.error is not None or self._clock() >= deadline:
                     break
         except BaseException as exc:
             interrupt = exc
-        while not self._owner._is_owned():  # type: ignore[attr-defined]
+        while not self.owner._is_owned():  # type: ignore[attr-defined]
             try:
                 self.acquire()
             except BaseException as exc:
@@ -226,10 +226,10 @@ class DataLoop:
         """Run what is in the inbox, unless a thread owns the data loop; then wake that thread."""
         while self.inbox:
             # A signal handler may run inside of the thread that owns the loop.
-            if self._owner._is_owned():  # type: ignore[attr-defined]
+            if self.owner._is_owned():  # type: ignore[attr-defined]
                 return
             try:
-                if not self._owner.acquire(blocking=False):
+                if not self.owner.acquire(blocking=False):
                     if self._sleeping:
                         self._transport.wake()
                     return
@@ -453,7 +453,7 @@ class DataLoop:
         give_up_s = self._clock() + _LAST_CALL_S
         while self._clock() < give_up_s:
             try:
-                if self._owner.acquire(timeout=_TICK_S) and not self._followers:
+                if self.owner.acquire(timeout=_TICK_S) and not self._followers:
                     self._transport.close()
                     return
             finally:

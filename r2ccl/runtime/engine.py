@@ -115,6 +115,7 @@ class Engine:
         self._transport = job.transport
         self._clock = job.clock
         self._loop = loop
+        self._owner = loop.owner
         self._contexts = contexts
         self._links = loop.links
         self._progress = loop.progress
@@ -464,8 +465,9 @@ class Engine:
         """
         loop, links, progress, calls = self._loop, self._links, self._progress, self._calls
         try:
-            loop.acquire()
             # Most calls are small; each function call here takes 1 % of the time of such a call.
+            if not self._owner.acquire(blocking=False):
+                loop.acquire()
             if self._revocation.error is not None:
                 self.check()
             if not isinstance(plan, Plan):
@@ -482,8 +484,7 @@ class Engine:
             self.peers = plan.layout.peers
             self.is_calling = is_calling = True
             try:
-                links.ncalls += 1
-                calls.begin(plan.signature)
+                links.begin(calls, plan.signature)
                 runs = make(plan, links)
                 consumers: dict[int, Consumer] = {}
                 for run in runs:

@@ -13,7 +13,7 @@ from typing import Protocol
 from r2ccl.dtypes import dtype_name
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.failover import Failover
-from r2ccl.failover.migration.calls import Calls, context_of
+from r2ccl.failover.migration.calls import CONTEXT_SHIFT, Calls
 from r2ccl.failover.migration.link import RecvLink
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.migration.path import Path
@@ -100,7 +100,7 @@ class Progress:
     # Called by the engine
 
     def begin(self, calls: Calls[Consumer], computer: Computer | None = None) -> None:
-        """Prepare the data loop for the call that `Calls.begin` started.
+        """Prepare the data loop for the call that `Links.begin` started.
 
         Revoke the communicator if a peer has started a different call with this number. May be left
         out if there is no `computer` and ``calls.ahead`` is empty.
@@ -235,8 +235,7 @@ class Progress:
         links = self._links
         path = self._paths[key]
         path.activity += 1
-        path.last_used = links.ncalls
-        context_id = context_of(frame.channel)
+        context_id = frame.channel >> CONTEXT_SHIFT
         calls = links.calls.get(context_id) or links.calls_of(context_id)
         if frame.op > calls.seen.get(key.peer, 0):
             calls.seen[key.peer] = frame.op

@@ -121,7 +121,7 @@ def returns_early() -> bool:
             comm.broadcast(x, root=0)
         was_full = transport.has_unsent()
         # The periodic check of the rails would send a little each time.
-        comm._engine._background = lambda now: None  # type: ignore[method-assign]
+        comm._engine._loop.on_tick = lambda now: None  # type: ignore[method-assign]
         until_s = time.monotonic() + TIMEOUT_S / 2
         while transport.has_unsent() and time.monotonic() < until_s:
             time.sleep(0.01)

@@ -384,7 +384,7 @@ def does_not_shrink() -> str:
     """Let rank 1 not call shrink() while the others wait for it; return the error of each rank."""
     comm = r2ccl.init()
     # A short timeout for shrink() only: init() may be slow on a busy machine.
-    control = comm._control
+    control = comm._job.control
     impatient = msgspec.structs.replace(control.setting.config, init_timeout_s=5.0)
     control.setting = msgspec.structs.replace(control.setting, config=impatient)
     # A rank that has already passed the barrier may have revoked the communicator.
@@ -392,7 +392,7 @@ def does_not_shrink() -> str:
         comm.barrier()
     if comm.rank == 1:
         deadline = time.monotonic() + 40
-        while len(comm._event_queue._news) < 4 and time.monotonic() < deadline:
+        while len(comm._job.event_queue._news) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)  # two Views, and two Goodbyes once the others have given up
     try:
         comm.shrink()

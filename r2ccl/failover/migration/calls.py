@@ -28,7 +28,7 @@ class Calls(Generic[_C]):
     signature : int
         Packed signature of the same call.
     signatures : dict of int to int
-        Signatures of the last `_HISTORY` calls, by number.
+        Signatures of the last calls, by number.
     ahead : dict
         Signatures received for calls that this rank has not started: number of the call to
         signature to the first peer that sent it.
@@ -55,13 +55,6 @@ class Calls(Generic[_C]):
         self.consumers: Mapping[int, _C] = {}
         self.on_unposted: Callable[[Any], None] | None = None
 
-    def begin(self, signature: int) -> None:
-        """Start the next call, whose packed signature is `signature`."""
-        self.op += 1
-        self.signature = signature
-        self.signatures[self.op] = signature
-        self.signatures.pop(self.op - _HISTORY, None)
-
     def finish(self) -> None:
         """End the call, which is complete or has failed."""
         self.consumers = {}
@@ -76,7 +69,7 @@ class Calls(Generic[_C]):
 
 def context_of(channel: int) -> int:
     """Return the context id of a link channel."""
-    return channel >> _CONTEXT_SHIFT
+    return channel >> CONTEXT_SHIFT
 
 
 def message_context(context_id: int) -> int:
@@ -86,19 +79,24 @@ def message_context(context_id: int) -> int:
 
 def first_channel(context_id: int) -> int:
     """Return the lowest link channel of a communicator."""
-    return context_id << _CONTEXT_SHIFT
+    return context_id << CONTEXT_SHIFT
 
 
 def local_channel(channel: int) -> int:
     """Return the number of a link channel among those of its communicator."""
-    return channel & ((1 << _CONTEXT_SHIFT) - 1)
+    return channel & ((1 << CONTEXT_SHIFT) - 1)
 
 
-#: Number of calls whose signatures are kept to compare them with those of slower ranks.
-_HISTORY = 64
 #: A channel has 32 bits on the wire: the context id, then the channel within the communicator.
-_CONTEXT_SHIFT = 16
+CONTEXT_SHIFT = 16
 #: Bit of the context ids of messages between two ranks.
 _MESSAGES = 1 << 15
 
-__all__ = ["Calls", "context_of", "first_channel", "local_channel", "message_context"]
+__all__ = [
+    "CONTEXT_SHIFT",
+    "Calls",
+    "context_of",
+    "first_channel",
+    "local_channel",
+    "message_context",
+]

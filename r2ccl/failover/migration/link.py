@@ -107,8 +107,8 @@ class SendLink:
     """
 
     __slots__ = (
-        "channel", "clears", "confirmed", "is_confirmed", "op", "outstanding", "peer", "posted",
-        "retired_below", "route", "slots",
+        "channel", "clears", "confirmed", "is_confirmed", "last_used", "outstanding", "peer",
+        "posted", "retired_below", "route", "slots",
     )  # fmt: skip
 
     def __init__(self, peer: int, channel: int, slots: int, *, is_confirmed: bool = True) -> None:
@@ -120,8 +120,8 @@ class SendLink:
         self.route: PathKey | None = None
         self.posted = 0
         self.confirmed = 0
-        #: Number of the last collective that posted a slice; 0: none.
-        self.op = 0
+        #: `Links.ncalls` when a slice was last posted; 0: none was.
+        self.last_used = 0
         #: `newly_retired` has passed every slice below this number.
         self.retired_below = 0
         #: Slices not yet released, contiguous in ``seq``, oldest first.
@@ -144,7 +144,6 @@ class SendLink:
         """
         seq = self.posted
         self.posted = seq + 1
-        self.op = op
         item = Slice(seq, view, is_eager, op, signature, owner, index)
         self.outstanding.append(item)
         token: object = None
@@ -327,8 +326,8 @@ class RecvLink:
     """Receiving end of a link."""
 
     __slots__ = (
-        "acked", "arrivals", "channel", "consumed", "delivered", "duplicates", "landings", "op",
-        "peer", "posted", "received", "replay_from", "route",
+        "acked", "arrivals", "channel", "consumed", "delivered", "duplicates", "landings",
+        "last_used", "peer", "posted", "received", "replay_from", "route",
     )  # fmt: skip
 
     def __init__(self, peer: int, channel: int) -> None:
@@ -343,8 +342,8 @@ class RecvLink:
         self.consumed = 0
         #: Value of ``consumed`` that was last sent to the peer.
         self.acked = 0
-        #: Number of the last collective that posted a receive; 0: none.
-        self.op = 0
+        #: `Links.ncalls` when a receive was last posted; 0: none was.
+        self.last_used = 0
         #: Receives posted whose slices are not delivered, by number.
         self.landings: dict[int, Landing] = {}
         #: Slices received but not delivered: seq -> payload if eager, None if cleared.
@@ -361,7 +360,6 @@ class RecvLink:
         """
         seq = self.posted
         self.posted = seq + 1
-        self.op = op
         landing = Landing(seq, region, op, signature, owner, index, is_last)
         self.landings[seq] = landing
         if region is not None:

@@ -16,7 +16,7 @@ from typing import Protocol
 from r2ccl.errors import InternalError
 from r2ccl.failover.bandwidth.protocol import Balance
 from r2ccl.failover.context import RankContext
-from r2ccl.failover.migration.calls import Calls, context_of
+from r2ccl.failover.migration.calls import CONTEXT_SHIFT, Calls
 from r2ccl.failover.migration.link import Landing, LinkReport, RecvLink, SendLink, Slice
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.transport.base import Frame
@@ -145,6 +145,14 @@ class Links:
         """
         return self.calls.get(context_id) or self.calls.setdefault(context_id, Calls(context_id))
 
+    def begin(self, calls: Calls[Consumer], signature: int) -> None:
+        """Start the next call of a communicator, whose packed signature is `signature`."""
+        self.ncalls += 1
+        op = calls.op = calls.op + 1
+        calls.signature = signature
+        calls.signatures[op] = signature
+        calls.signatures.pop(op - _HISTORY, None)
+
     def forget(self) -> None:
         """Drop all links and their slices; no path may be in use any more."""
         for calls in self.calls.values():
@@ -191,16 +199,16 @@ class Links:
         Peers to which a path is being repaired, or no path on a rail is up, are left out.
         """
         idle = set(self.connected)
-        # Not `Path.op`: a peer that only confirms slices does not name its collective.
+        # By slices posted here: a peer that only confirms slices names no call.
         last_used = self._wanted.copy()
         for sender in self.senders.values():
             if sender.outstanding or sender.confirmed != sender.posted:
                 idle.discard(sender.peer)
-            last_used[sender.peer] = max(last_used[sender.peer], sender.op)
+            last_used[sender.peer] = max(last_used[sender.peer], sender.last_used)
         for receiver in self.receivers.values():
             if receiver.landings or receiver.arrivals or receiver.acked != receiver.consumed:
                 idle.discard(receiver.peer)
-            last_used[receiver.peer] = max(last_used[receiver.peer], receiver.op)
+            last_used[receiver.peer] = max(last_used[receiver.peer], receiver.last_used)
         lit = set()
         for key, path in self.paths.items():
             is_up = path.state is PathState.UP
@@ -249,7 +257,8 @@ class Links:
                     f"{link.posted} of channel {link.channel}, but this rank sends "
                     f"{len(view)} bytes"
                 )
-        calls = self.calls[context_of(link.channel)]
+        calls = self.calls[link.channel >> CONTEXT_SHIFT]
+        link.last_used = self.ncalls
         item, token = link.post(view, is_eager, calls.op, calls.signature, consumer, index)
         if item.path is not None:
             self.write(link, item, token)
@@ -272,7 +281,8 @@ class Links:
         is_last : bool
             True for the last receive on the link in this collective.
         """
-        calls = self.calls[context_of(link.channel)]
+        calls = self.calls[link.channel >> CONTEXT_SHIFT]
+        link.last_used = self.ncalls
         landing = link.post(region, calls.op, calls.signature, consumer, index, is_last)
         if landing.path is not None:
             self.name(link, landing)
@@ -282,7 +292,7 @@ class Links:
     def deliver(self, link: RecvLink) -> None:
         """Deliver the slices that have arrived and have a posted receive, in order."""
         taken = link.take()
-        calls = self.calls[context_of(link.channel)]
+        calls = self.calls[link.channel >> CONTEXT_SHIFT]
         while taken is not None:
             landing, payload = taken
             if landing.signature == calls.signature:
@@ -392,9 +402,12 @@ class Links:
 
     def touch_channel(self, channel: int) -> None:
         """Mark the consumer of `channel`, if any, to be advanced before the data loop sleeps."""
-        consumer = self.calls_of(context_of(channel)).consumers.get(channel)
+        consumer = self.calls_of(channel >> CONTEXT_SHIFT).consumers.get(channel)
         if consumer is not None:
             self.touch(consumer)
 
+
+#: Number of calls whose signatures are kept to compare them with those of slower ranks.
+_HISTORY = 64
 
 __all__ = ["Consumer", "Links"]

@@ -102,8 +102,8 @@ class Path:
     """State of one path at this end."""
 
     __slots__ = (
-        "activity", "announcement", "cause", "epoch", "is_idle", "key", "last_used",
-        "nbytes_received", "nbytes_sent", "nslices_received", "nslices_sent", "since_s", "state",
+        "activity", "announcement", "cause", "epoch", "is_idle", "key", "nbytes_received",
+        "nbytes_sent", "nslices_received", "nslices_sent", "since_s", "state",
     )  # fmt: skip
 
     def __init__(self, key: PathKey) -> None:
@@ -120,8 +120,6 @@ class Path:
         self.activity = 0
         #: Time when the path was last taken into or out of use, in seconds of its owner's clock.
         self.since_s = 0.0
-        #: `Links.ncalls` when a slice or landing place of the peer last arrived on this path.
-        self.last_used = 0
         #: Slices and payload bytes sent and received on the path, with replays and duplicates.
         self.nslices_sent = 0
         self.nslices_received = 0

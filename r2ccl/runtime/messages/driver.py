@@ -207,6 +207,7 @@ class MessageDriver:
     def send(self, view: memoryview, dtype: int, to: int, tag: int) -> SendRequest:
         """Begin to send the bytes `view` to rank `to`; they are borrowed until it is done."""
         self._next_ident += 1
+        self._links.ncalls += 1
         peer = self._members[to]
         request = SendRequest(self, peer, view, self._next_ident)
         if to == self._rank:
@@ -320,19 +321,18 @@ class MessageDriver:
     def _refuse(self, request: ReceiveRequest, envelope: Envelope) -> None:
         """End a receive that the message does not fit; a short message stays to be received."""
         given = f"{len(request.view) // dtype_of(request.dtype).itemsize}"
-        text = (
+        request.error = InvalidArgument(
             f"rank {envelope.source} sent {_described(envelope).count} elements of "
             f"{dtype_name(envelope.dtype)} with tag {envelope.tag}, but rank {self._rank} receives "
             f"up to {given} of {dtype_name(request.dtype)}: make the buffers fit, or look with "
             "probe() first"
         )
-        request.error = InvalidArgument(text)
         request.is_done = True
         if envelope.payload is not None:
             self._matching.put_back(envelope)
         else:
             peer = self._members[envelope.source]
-            self._put(peer, _REFUSE, 0, 0, envelope.ident, 0, text.encode())
+            self._put(peer, _REFUSE, 0, 0, envelope.ident, 0, str(request.error).encode())
 
     def _note_taken(self, peer: int, nbytes: int) -> None:
         took = self._took[peer] = self._took.get(peer, 0) + nbytes

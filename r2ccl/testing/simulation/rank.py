@@ -347,8 +347,7 @@ class SimRank:
         self.phase = RankPhase.CALLING
         call = self.operands(task)
         layout, progress = call.layout, self.progress
-        self.links.ncalls += 1
-        self.calls.begin(task.signature.pack())
+        self.links.begin(self.calls, task.signature.pack())
         runs = [CheckedRun(lane, call, self.links, self.pool) for lane in layout.lanes]
         self._runs = list(runs)
         self._peers = layout.peers

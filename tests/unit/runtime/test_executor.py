@@ -79,7 +79,7 @@ class Group:
                 slice_nbytes=self.config.slice_nbytes,
                 eager_nbytes=self.config.eager_nbytes,
             )
-            calls.begin(7)
+            path.links.begin(calls, 7)
             call = HostCall(layout, sources[rank], outputs[rank], reduce, finish)
             mine = [LaneRun(lane, call, path.links, self.pools[rank]) for lane in layout.lanes]
             calls.consumers = dict(enumerate(mine))

@@ -148,7 +148,7 @@ class World:
     def join(self, rank: int) -> None:
         other = self.others[rank - 1]
         progress, calls = other.progress, other.links.calls_of(0)
-        calls.begin(SIGNATURE)
+        other.links.begin(calls, SIGNATURE)
         runs = self.lanes(self.plan(rank), other.links)
         calls.consumers = dict(enumerate(runs))
         progress.begin(calls)

@@ -352,7 +352,7 @@ def closed_by(world: World) -> list[int]:
 def test_paths_that_others_need_count_towards_the_limit() -> None:
     world = World(is_open=False, nranks=6, limit=2)
     for peer in (3, 2, 1):
-        world.links.begin(0)
+        world.links.begin(world.links.calls_of(0), 0)
         world.failover.on_message(peer, ConnectPaths())
         world.migration.on_opened(peer, 0, 0, Endpoint())
     assert closed_by(world) == [3]
@@ -377,7 +377,7 @@ def test_a_peer_that_only_confirms_slices_counts_as_used() -> None:
     for peer in (2, 3):
         world.migration.on_opened(peer, 0, 0, Endpoint())
     for peer in (2, 1):
-        world.links.begin(0)
+        world.links.begin(world.links.calls_of(0), 0)
         link = world.links.sender(peer, 0)
         world.links.send(link, memoryview(b"x"), True, None, 0)  # type: ignore[arg-type]
         assert link.route is not None
@@ -439,7 +439,7 @@ def test_a_report_that_brings_credits_wakes_the_call() -> None:
 
     world = World()
     call = Call()
-    world.links.calls_of(0).begin(0)
+    world.links.begin(world.links.calls_of(0), 0)
     world.links.calls_of(0).consumers = {0: call}  # type: ignore[dict-item]
     link = world.links.sender(1, 0)
     for _ in range(4):
@@ -786,7 +786,7 @@ def test_every_call_seen_ahead_is_held_against_this_ranks(signatures: tuple[int,
     world.progress.step()
     assert world.revocation.error is None
     calls = world.links.calls_of(0)
-    calls.begin(7)
+    world.links.begin(calls, 7)
     world.progress.begin(calls)
     assert isinstance(world.revocation.error, InvalidArgument)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from r2ccl.algos.neighbors import neighbors
 from r2ccl.bootstrap.control import ControlPlane
@@ -20,7 +20,6 @@ from r2ccl.errors import CommunicatorRevoked, R2cclError, TransportError
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.port_map import port_map_of
 from r2ccl.failover.shrink.driver import EventQueue
-from r2ccl.gpu.hardware import Hardware
 from r2ccl.runtime import forking
 from r2ccl.runtime.ending import Ending
 from r2ccl.runtime.engine import Engine
@@ -29,9 +28,6 @@ from r2ccl.runtime.signal_dump import SignalDump, write_line
 from r2ccl.topology.monitor import LinkMonitor
 from r2ccl.transport.base import Transport
 from r2ccl.types import Nic
-
-if TYPE_CHECKING:
-    from r2ccl.gpu.pxn.transport import PxnTransport
 
 _log = logging.getLogger(__name__)
 
@@ -73,10 +69,6 @@ class Job:
     config : Config
     rails : sequence of Nic
         Local NIC of each rail.
-    hardware : Hardware
-        Opens GPUs.
-    relayed : PxnTransport, optional
-        Part of `transport` that can use PXN routes.
 
     Attributes
     ----------
@@ -99,16 +91,11 @@ class Job:
         transport: Transport,
         config: Config,
         rails: Sequence[Nic],
-        *,
-        hardware: Hardware,
-        relayed: PxnTransport | None,
     ) -> None:
         self.rank = control.rank
         self.nranks = control.nranks
         self.config = config
         self.control = control
-        self.hardware = hardware
-        self.relayed = relayed
         self.nrails = transport.nrails
         #: Local NICs of all rails; those of TCP rails come from the control plane.
         self.rails = tuple(rails) or control.nics
