@@ -35,7 +35,7 @@ from r2ccl.types import PathKey
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
-TOOLS = ("LabError", "RdmaLabError")
+TOOLS = ("LabError", "RdmaLabError", "MpiError")
 CLASSES = (*errors.__all__, *TOOLS)
 
 #: Errors whose class writes the message.
@@ -179,8 +179,9 @@ def test_the_collector_sees_the_places_that_raise() -> None:
     }  # fmt: skip
     inner = {"_failure", "HandshakeRejected", "HandshakeTimeout", "FrameError", "Violation",
              "_RemoteTraceback", "FakePyverbsError"}  # fmt: skip
-    builtin = {"AssertionError", "AttributeError", "ConnectionAbortedError",
-               "ConnectionResetError", "OSError", "SystemExit", "TypeError"}  # fmt: skip
+    builtin = {"AssertionError", "AttributeError", "BufferError", "ConnectionAbortedError",
+               "ConnectionResetError", "KeyError", "OSError", "SystemExit", "TypeError",
+               "ValueError"}  # fmt: skip
     assert raised - set(CLASSES) - returning - inner - builtin == set()
 
 

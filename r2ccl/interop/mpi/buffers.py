@@ -1,0 +1,333 @@
+"""Buffer arguments in the forms of mpi4py, as bytes that r2ccl can send.
+
+A *specification* is what a program passes: ``array``, ``[array, datatype]``, ``[array, count]``,
+``[array, count, datatype]``, ``[array, (count, displacement), datatype]`` or ``[array, count,
+displacement, datatype]``. A datatype is an ``MPI.Datatype`` or its character code. Without one, it
+follows from the array.
+
+Data of a predefined datatype is sent from, and received in, the memory of the array. Data of a
+derived datatype is packed into new memory by ``MPI_Pack`` before it is sent, and unpacked after it
+was received. MPICH and Open MPI pack the elements without gaps and in the byte order of the
+machine, so the ranks of a call may describe the same elements with different datatypes.
+
+Invariant: no byte outside the caller's array is read or written.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+from mpi4py import MPI
+
+from r2ccl.interop.mpi.errors import MpiError
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+_NATIVE = "@=<" if sys.byteorder == "little" else "@=>"
+#: DLPack device types whose memory the processor can address: kDLCPU, kDLCUDAHost, kDLROCMHost.
+_HOST_DEVICES = (1, 3, 11)
+
+
+class Message(msgspec.Struct, frozen=True, eq=False):
+    """Elements in the memory of the caller.
+
+    Parameters
+    ----------
+    memory : ndarray of uint8, shape (nbytes,)
+        Memory of the caller from the first element on; longer than the elements if the caller
+        passed a count. Read-only if the caller's array is.
+    count : int
+        Number of elements of one block.
+    nblocks : int
+        Number of blocks, which lie one after another.
+    datatype : MPI.Datatype
+    """
+
+    memory: Array
+    count: int
+    nblocks: int
+    datatype: Any
+
+    @property
+    def block_nbytes(self) -> int:
+        """Size of the data of one block, in bytes, without gaps."""
+        return int(self.count * self.datatype.size) if self.count else 0
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the elements lie in memory in their order and without gaps."""
+        if not self.count:
+            return True
+        datatype = self.datatype
+        return bool(datatype.is_predefined and datatype.size == datatype.extent)
+
+    def data(self, *, writable: bool) -> Array:
+        """Return bytes for a call of r2ccl: the caller's memory if possible, otherwise new memory.
+
+        Parameters
+        ----------
+        writable : bool
+            True if r2ccl needs memory that it can write to.
+
+        Returns
+        -------
+        ndarray of uint8, shape (block_nbytes * nblocks,)
+            Not initialized if it is new memory: see `pack`.
+        """
+        nbytes = self.block_nbytes * self.nblocks
+        if self.is_contiguous and (self.memory.flags.writeable or not writable):
+            return self.memory[:nbytes]
+        return np.empty(nbytes, np.uint8)
+
+    def elements(self, dtype: np.dtype[Any]) -> Array:
+        """Return the elements, of a predefined datatype, as an array of `dtype` without a copy."""
+        return self.memory[: self.block_nbytes * self.nblocks].view(dtype)
+
+    def pack(self, data: Array) -> None:
+        """Copy the elements to `data`, unless `data` is their memory."""
+        if self.is_contiguous:
+            if data.size and not np.may_share_memory(data, self.memory):
+                data[:] = self.memory[: data.size]
+        else:
+            self.datatype.Pack(self._extents(), data, 0, MPI.COMM_SELF)
+
+    def unpack(self, data: Array) -> None:
+        """Copy `data` to the elements, unless `data` is their memory; gaps are not written."""
+        if self.is_contiguous:
+            if data.size and not np.may_share_memory(data, self.memory):
+                self.memory[: data.size] = data
+        else:
+            self.datatype.Unpack(data, 0, self._extents(), MPI.COMM_SELF)
+
+    def _extents(self) -> Any:
+        """Return memory of as many extents as there are elements, from which MPI counts them.
+
+        The last extent may end behind the array. `message` has checked that the elements do not.
+        """
+        nbytes = self.count * self.nblocks * self.datatype.extent
+        return MPI.buffer.fromaddress(self.memory.ctypes.data, nbytes)
+
+
+def is_in_place(spec: Any) -> bool:
+    """Return whether `spec` is ``MPI.IN_PLACE`` or None, which mpi4py takes for it."""
+    return spec is None or spec is MPI.IN_PLACE
+
+
+def message(spec: Any, *, writable: bool, nblocks: int = 1) -> Message:
+    """Read a specification.
+
+    Parameters
+    ----------
+    spec : object
+    writable : bool
+        True if a result will be written.
+    nblocks : int
+        Number of blocks of equal size that the specification describes. A count in it is that of
+        one block.
+
+    Raises
+    ------
+    TypeError, ValueError, KeyError, BufferError
+        Where mpi4py raises them: if `spec` has none of the forms, its count cannot be inferred, its
+        datatype is unknown, or its memory is not contiguous or is read-only. Unlike mpi4py, also if
+        the elements do not fit the memory.
+    MpiError
+        ``ERR_BUFFER`` for ``MPI.BOTTOM`` and memory of a GPU, ``ERR_TYPE`` for a datatype that is
+        null or not committed.
+    """
+    owner, count, displacement, datatype = _parts(spec)
+    if owner is MPI.BOTTOM:
+        raise MpiError(
+            "MPI.BOTTOM, which means absolute addresses, was given: pass the array itself",
+            MPI.ERR_BUFFER,
+        )
+    memory = _memory(owner, writable=writable)
+    datatype = _datatype(owner, datatype)
+    offset = _offset(displacement, datatype, memory.size)
+    memory = memory[offset:]
+    if count is not None:
+        count = operator.index(count)
+        if count < 0:
+            raise ValueError(f"message: negative count {count}")
+        if count and owner is None:
+            raise ValueError(f"message: buffer is None but count is {count}")
+    else:
+        count = _inferred(memory.size, datatype, nblocks)
+    if count:
+        _require_usable(datatype)
+        _require_room(memory.size, count * nblocks, datatype)
+    return Message(memory, count, nblocks, datatype)
+
+
+def _parts(spec: Any) -> tuple[Any, Any, Any, Any]:
+    """Return memory, count, displacement and datatype; None: not given."""
+    if not isinstance(spec, list | tuple):
+        if not _is_memory(spec):
+            raise TypeError("message: expecting buffer or list/tuple")
+        return spec, None, None, None
+    count = displacement = datatype = None
+    if len(spec) == 2:
+        owner, second = spec
+        if isinstance(second, MPI.Datatype | str):
+            datatype = second
+        else:
+            count = second
+    elif len(spec) == 3:
+        owner, count, datatype = spec
+    elif len(spec) == 4:
+        owner, count, displacement, datatype = spec
+        return owner, count, displacement, datatype
+    else:
+        raise ValueError("message: expecting 2 to 4 items")
+    if isinstance(count, list | tuple):
+        count, displacement = _pair(count)
+    return owner, count, displacement, datatype
+
+
+def _pair(values: Sequence[Any]) -> tuple[Any, Any]:
+    if len(values) != 2:
+        raise ValueError(f"message: expecting (count, displacement), not {len(values)} values")
+    return values[0], values[1]
+
+
+def _is_memory(owner: Any) -> bool:
+    try:
+        memoryview(owner)
+    except TypeError:
+        return hasattr(owner, "__dlpack__") or hasattr(owner, "__cuda_array_interface__")
+    except (BufferError, ValueError):  # a buffer, whose layout or dtype is refused later
+        return True
+    return True
+
+
+def _memory(owner: Any, *, writable: bool) -> Array:
+    """View the memory of `owner` as bytes."""
+    if owner is None:
+        return np.empty(0, np.uint8)
+    _require_host(owner)
+    return np.asarray(MPI.buffer.frombuffer(owner, readonly=not writable))
+
+
+def _require_host(owner: Any) -> None:
+    device = getattr(owner, "__dlpack_device__", None)
+    is_device = (
+        hasattr(owner, "__cuda_array_interface__")
+        if device is None
+        else device()[0] not in _HOST_DEVICES
+    )
+    if is_device:
+        raise MpiError(
+            f"{type(owner).__name__} in the memory of a GPU was given: call the methods of "
+            "comm.communicator, which take GPU arrays and streams",
+            MPI.ERR_BUFFER,
+        )
+
+
+def _datatype(owner: Any, given: Any) -> Any:
+    """Return the datatype that was given, or that of the elements of `owner`."""
+    if isinstance(given, MPI.Datatype):
+        return given
+    code = given
+    if given is None and owner is not None:
+        code = _exporter(owner).format
+        if code[:1] in ("<", ">", "!") and code[0] not in _NATIVE:
+            raise BufferError(f"format string {code!r} with non-native byte order")
+        code = code.lstrip(_NATIVE)
+    try:
+        return MPI.Datatype.fromcode(code)
+    except (TypeError, ValueError):
+        raise KeyError(f"cannot map {code!r} to MPI datatype") from None
+
+
+def _exporter(owner: Any) -> memoryview:
+    """View the elements of `owner` by the buffer protocol or, if it has none, by DLPack."""
+    try:
+        return memoryview(owner)
+    except TypeError:
+        return np.from_dlpack(owner).data
+
+
+def _offset(displacement: Any, datatype: Any, nbytes: int) -> int:
+    """Return the distance in bytes from the start of the memory to the first element."""
+    if displacement is None:
+        return 0
+    displacement = operator.index(displacement)
+    if displacement < 0:
+        raise ValueError(f"message: negative displacement {displacement}")
+    if displacement == 0:
+        return 0
+    extent = _extent(datatype, "handle displacement")
+    if displacement * extent > nbytes:
+        raise ValueError(
+            f"message: displacement {displacement} out of bounds, number of datatype entries "
+            f"{nbytes // extent}"
+        )
+    return int(displacement * extent)
+
+
+def _inferred(nbytes: int, datatype: Any, nblocks: int) -> int:
+    """Return the number of elements of each of `nblocks` blocks that fill `nbytes`."""
+    if not nbytes:
+        return 0
+    extent = _extent(datatype, "infer count")
+    entries, rest = divmod(nbytes, extent)
+    if rest:
+        raise ValueError(
+            f"message: cannot infer count, buffer length {nbytes} is not a multiple of datatype "
+            f"extent {extent} (lb:{datatype.lb}, ub:{datatype.ub})"
+        )
+    if entries % nblocks:
+        raise ValueError(
+            f"message: cannot infer count, number of entries {entries} is not a multiple of "
+            f"required number of blocks {nblocks}"
+        )
+    return int(entries // nblocks)
+
+
+def _extent(datatype: Any, purpose: str) -> int:
+    if datatype == MPI.DATATYPE_NULL:
+        raise ValueError(f"message: cannot {purpose}, datatype is null")
+    extent = int(datatype.extent)
+    if extent <= 0:
+        raise ValueError(
+            f"message: cannot {purpose}, datatype extent {extent} "
+            f"(lb:{datatype.lb}, ub:{datatype.ub})"
+        )
+    return extent
+
+
+def _require_usable(datatype: Any) -> None:
+    """Raise the error of MPI if `datatype` is null or not committed."""
+    if datatype == MPI.DATATYPE_NULL:
+        raise MpiError("the datatype is MPI.DATATYPE_NULL: pass one of the elements", MPI.ERR_TYPE)
+    if datatype.is_predefined:
+        return
+    try:
+        datatype.Pack_size(1, MPI.COMM_SELF)
+    except MPI.Exception as exc:
+        raise MpiError(
+            "the datatype has not been committed: call its Commit() first", MPI.ERR_TYPE
+        ) from exc
+    if datatype.extent <= 0:
+        raise MpiError(
+            f"the datatype has the extent {datatype.extent}: allowed are 1 byte and more",
+            MPI.ERR_TYPE,
+        )
+
+
+def _require_room(nbytes: int, count: int, datatype: Any) -> None:
+    first, last = datatype.true_lb, (count - 1) * datatype.extent + datatype.true_ub
+    if first < 0 or last > nbytes:
+        raise ValueError(
+            f"message: count {count} of {datatype.name or 'the derived datatype'} needs bytes "
+            f"{first} to {last} of a buffer of {nbytes} bytes: pass a smaller count or a larger "
+            "buffer"
+        )
+
+
+__all__ = ["Array", "Message", "is_in_place", "message"]

@@ -1,0 +1,277 @@
+"""`r2ccl.interop.mpi` does what mpi4py does: each case of `mpi_rank` has the same outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract.mpi_rank import CASES
+from support.mpi import find_mpiexec
+
+pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("mpi_rank.py")
+NRANKS = 3
+
+
+def mpiexec(nranks: int, *argv: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a Python program under MPI."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [find_mpiexec(), "-n", str(nranks), sys.executable, *map(str, argv)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+def written(program: str, nranks: int = 2) -> Any:
+    """Run a program that must succeed; return the JSON that it writes."""
+    done = mpiexec(nranks, "-c", program)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@cache
+def outcomes() -> list[dict[str, Any]]:
+    """Outcomes of all cases on each rank."""
+    done = mpiexec(NRANKS, PROGRAM)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    assert len(found) == NRANKS
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_have_the_same_outcome(name: str) -> None:
+    for rank, found in enumerate(outcomes()):
+        expected, got = found[name]["mpi4py"], found[name]["r2ccl"]
+        texts = [each.pop("text", "") for each in (expected, got)]
+        assert got == expected, f"rank {rank}: {texts}"
+        assert ("error" in got) == (name.startswith("error")), texts
+
+
+SIGNATURES = """
+import inspect, json
+from mpi4py import MPI
+from r2ccl.interop import mpi
+
+def shape(owner, name):
+    found = inspect.signature(getattr(owner, name)).parameters.values()
+    return [[each.name, repr(each.default)] for each in found][1:]
+
+pairs = ((MPI.Intracomm, mpi.Comm), (MPI.Prequest, mpi.Prequest))
+print(json.dumps({
+    name: [shape(plain, name), shape(own, name)]
+    for plain, own in pairs
+    for name in [*vars(own), *vars(own.__base__)]
+    if not name.startswith("_") and callable(getattr(plain, name, None))
+    and vars(own).get(name, getattr(own, name)).__doc__[:5] != "Raise"
+    and name not in mpi.comm.NOT_YET | mpi.comm.PASSED
+}))
+"""
+
+
+def test_arguments_and_defaults_are_those_of_mpi4py() -> None:
+    found = written(SIGNATURES, 1)
+    assert len(found) > 40
+    assert {name: own for name, (_, own) in found.items()} == {
+        name: plain for name, (plain, _) in found.items()
+    }
+
+
+NAMES = """
+import json
+from mpi4py import MPI
+from r2ccl.interop.mpi import comm
+
+public = {name for name in dir(MPI.Intracomm) if not name.startswith("_")}
+own = set(vars(comm.Comm))
+refused = {name for name in own & public if getattr(comm.Comm, name).__doc__[:6] == "Raise "}
+print(json.dumps({
+    "refused": sorted(refused),
+    "unknown": sorted((comm.NOT_YET | comm.PASSED) - public),
+    "twice": sorted(comm.NOT_YET & comm.PASSED | own & (comm.NOT_YET | comm.PASSED)),
+    "missing": sorted(public - own - comm.NOT_YET - comm.PASSED),
+    "carried": sorted(own & public - refused),
+    "not_yet": sorted(comm.NOT_YET),
+}))
+"""
+
+
+def names_in(rows: list[str]) -> set[str]:
+    """Return the names of methods in rows of the page, in lower case."""
+    return {name.lower() for row in rows for name in re.findall(r"`([A-Z]?[a-z_]+)`", row)}
+
+
+def undocumented(names: list[str], documented: set[str]) -> list[str]:
+    """Return the names that are neither documented nor a form of a documented method."""
+
+    def bases(name: str) -> set[str]:
+        base = name.lower().removesuffix("_init")
+        return {name.lower(), base, base.removeprefix("i")}
+
+    return [name for name in names if not bases(name) & documented]
+
+
+def test_every_name_is_carried_passed_or_refused() -> None:
+    found = written(NAMES, 1)
+    carried, not_yet = found.pop("carried"), found.pop("not_yet")
+    table = (ROOT / "docs/mpi.md").read_text(encoding="utf-8").split("<!-- table:mpi -->")[1]
+    rows = table.split("<!-- /table -->")[0].splitlines()[3:]
+    assert undocumented(carried, names_in(rows[:3])) == []
+    assert undocumented(not_yet, names_in(rows[3:5])) == []
+    assert names_in(rows[:3]) <= {name.lower() for name in carried}
+    assert names_in(rows[3:5]) <= {name.lower() for name in not_yet}
+    assert found == {
+        "refused": [
+            "Ack_failed", "Agree", "Get_failed", "Iagree", "Idup", "Idup_with_info", "Is_revoked",
+            "Ishrink", "Revoke", "Shrink",
+        ],
+        "unknown": [], "twice": [], "missing": [],
+    }  # fmt: skip
+
+
+REFUSALS = """
+import json
+import numpy as np
+from mpi4py import MPI
+from r2ccl.interop.mpi import Comm
+
+comm = Comm(MPI.COMM_WORLD)
+said = []
+for run in (
+    lambda: comm.Agree(1),
+    lambda: comm.Revoke(),
+    lambda: comm.Bcast([MPI.BOTTOM, 1, MPI.INT]),
+    lambda: comm.Allreduce(np.zeros(2), np.zeros(2), MPI.Op.Create(lambda a, b, t: None)),
+    lambda: comm.Allreduce(np.zeros(2, "i4"), np.zeros(2, "i4"), MPI.LAND),
+    lambda: comm.Bcast([np.zeros(2), 3, MPI.DOUBLE]),
+    lambda: comm.Bcast([np.zeros(2), (1, 2), MPI.DOUBLE]),
+    lambda: comm.Ibarrier().Free(),
+    lambda: comm.Bcast(type("Card", (), {"__cuda_array_interface__": {}})()),
+    lambda: Comm(MPI.COMM_WORLD, timeout_s=-1),
+    lambda: Comm(MPI.COMM_SELF.Create_intercomm(0, MPI.COMM_WORLD, 1 - comm.rank)),
+):
+    try:
+        run()
+    except Exception as exc:
+        said.append([type(exc).__name__, str(exc)])
+comm.Barrier()
+if comm.rank == 0:
+    print(json.dumps(said))
+"""
+
+
+def test_refusals_say_what_to_do() -> None:
+    said = written(REFUSALS)
+    expected = [
+        ("MpiError", "r2ccl does not carry Agree: call comm.mpi.Agree, which MPI runs"),
+        ("MpiError", "does not carry Revoke: call comm.communicator.revoke()"),
+        ("MpiError", "MPI.BOTTOM, which means absolute addresses, was given: pass the array"),
+        ("MpiError", "op made by MPI.Op.Create for datatype MPI_DOUBLE: allowed are SUM, PROD"),
+        ("MpiError", "op LAND for datatype MPI_INT: allowed are SUM, PROD, MIN, MAX"),
+        ("ValueError", "count 3 of MPI_DOUBLE needs bytes 0 to 24 of a buffer of 16 bytes"),
+        ("ValueError", "count 1 of MPI_DOUBLE needs bytes 0 to 8 of a buffer of 0 bytes"),
+        ("MpiError", "the collective of the request is running: wait for the request"),
+        ("MpiError", "Card in the memory of a GPU was given: call the methods of comm.comm"),
+        ("InvalidArgument", "timeout_s"),
+        ("TypeError", "expecting an intracommunicator"),
+    ]
+    for (kind, text), (expected_kind, expected_text) in zip(said, expected, strict=True):
+        assert kind == expected_kind
+        assert expected_text in text
+
+
+LOST = """
+import json, sys
+import numpy as np
+from mpi4py import MPI
+from r2ccl import PeerLost, CommunicatorRevoked
+from r2ccl.interop.mpi import Comm
+
+comm = Comm(MPI.COMM_WORLD)
+comm.Barrier()
+if comm.rank == 1:
+    comm.communicator.abort("the test ends it")
+said = []
+for _ in range(2):
+    try:
+        comm.Allreduce(MPI.IN_PLACE, np.zeros(1))
+    except MPI.Exception as exc:
+        is_revoked = exc.Get_error_class() == MPI.ERR_REVOKED
+        said.append([is_revoked, exc.Get_error_string(), type(exc.__cause__).__name__])
+said = MPI.COMM_WORLD.gather(said)
+if comm.rank == 0:
+    print(json.dumps(said))
+"""
+
+
+def test_an_ended_communicator_raises_an_mpi_exception() -> None:
+    for rank, said in enumerate(written(LOST)):
+        assert [[is_revoked, cause] for is_revoked, _, cause in said] == [
+            [True, "CommunicatorRevoked"]
+        ] * 2
+        assert rank == 1 or "the test ends it" in said[0][1]
+
+
+FATAL = """
+import numpy as np
+from mpi4py import MPI
+from r2ccl.interop.mpi import Comm
+
+comm = Comm(MPI.COMM_WORLD)
+comm.Set_errhandler(MPI.ERRORS_ARE_FATAL)
+try:
+    comm.Bcast(np.zeros(1), root=9)
+finally:
+    print("not reached")
+"""
+
+UNCAUGHT = """
+import numpy as np
+from mpi4py import MPI
+from r2ccl.interop.mpi import Comm
+
+comm = Comm(MPI.COMM_WORLD)
+comm.Barrier()
+if comm.rank == 1:
+    raise KeyError("a defect of the program")
+comm.Barrier()
+"""
+
+ABORTED = """
+from mpi4py import MPI
+from r2ccl.interop.mpi import Comm
+
+comm = Comm(MPI.COMM_WORLD)
+comm.Barrier()
+if comm.rank == 1:
+    comm.Abort(7)
+comm.Barrier()
+"""
+
+
+def test_a_fatal_error_ends_the_job() -> None:
+    done = mpiexec(2, "-c", FATAL)
+    assert done.returncode != 0
+    assert "not reached" not in done.stdout
+
+
+def test_an_uncaught_exception_ends_the_other_ranks() -> None:
+    done = mpiexec(2, "-c", UNCAUGHT)
+    assert done.returncode != 0
+    assert (
+        "rank 1 gave up: the program ended with KeyError('a defect of the program')" in done.stderr
+    )
+
+
+def test_abort_ends_the_job_with_its_code() -> None:
+    assert mpiexec(2, "-c", ABORTED).returncode == 7
