@@ -1,0 +1,92 @@
+"""Programs for mpi4py run on r2ccl with one changed line, and lose a rail without losing a bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.mpi import find_mpiexec
+from support.slow import slow_but
+
+pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = sorted((ROOT / "examples/mpi").glob("*.py"))
+IMPORTS = ("from mpi4py import MPI\n", "from r2ccl.interop import mpi as MPI\n")
+#: Collective of r2ccl, of those that a program runs, in which a rail is lost.
+LOST_AT = {"heat": 20, "kmeans": 30, "conjugate_gradient": 30}
+
+#: Runs a program; then rank 0 writes the number of repairs of all ranks, because mpiexec mixes what
+#: several ranks write. Fault plans take the rank from RANK.
+RUN = """
+import os, runpy, sys
+
+os.environ["RANK"] = os.environ["PMI_RANK"]
+runpy.run_path(sys.argv[1], run_name="__main__")
+if "r2ccl" in sys.modules:
+    from r2ccl.interop import mpi
+    comm = mpi.COMM_WORLD
+    nrepairs = comm.mpi.reduce(len(comm.communicator.repairs()))
+    if comm.rank == 0:
+        print(f"{nrepairs} repairs")
+"""
+
+
+def run(program: Path, nranks: int, **env: str) -> tuple[str, int]:
+    """Return what a program writes, and the number of repairs on all ranks; 0 on MPI."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [find_mpiexec(), "-n", str(nranks), sys.executable, "-c", RUN, str(program)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = re.fullmatch(r"(.*digest .*\n)(?:(\d+) repairs\n)?", done.stdout)
+    assert found, done.stdout
+    return found[1], int(found[2] or 0)
+
+
+def changed(program: Path, folder: Path) -> Path:
+    """Return a copy of a program with the import of MPI changed, which is one line."""
+    source = program.read_text(encoding="utf-8")
+    assert source.count(IMPORTS[0]) == 1
+    copy = folder / program.name
+    copy.write_text(source.replace(*IMPORTS), encoding="utf-8")
+    return copy
+
+
+def losing_a_rail(program: Path, folder: Path) -> dict[str, str]:
+    """Return the environment in which rank 1 loses its rail 0 in the middle of a program."""
+    plan = folder / "plan.json"
+    at_op = LOST_AT[program.stem]
+    fault = {"action": "nic_down", "node": 1, "rank": 1, "rail": 0, "at_op": at_op}
+    plan.write_text(json.dumps([fault]), encoding="utf-8")
+    wrapper = "r2ccl.testing.fault_plan:wrap_by_env"
+    return {"R2CC_FAULT_PLAN": str(plan), "R2CC_TRANSPORT_WRAPPER": wrapper}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_two_ranks_have_the_bits_of_mpi(program: Path, tmp_path: Path) -> None:
+    """The sum of two numbers does not depend on their order, so MPI computes the same bits."""
+    ours = changed(program, tmp_path)
+    expected, _ = run(program, 2)
+    assert run(ours, 2)[0] == expected
+    written, nrepairs = run(ours, 2, **losing_a_rail(program, tmp_path))
+    assert written == expected
+    assert nrepairs >= 2  # both ends moved their channels
+
+
+@pytest.mark.parametrize(
+    "program", slow_but(PROGRAMS[:1], PROGRAMS), ids=lambda program: program.stem
+)
+def test_a_lost_rail_changes_no_bit_of_three_ranks(program: Path, tmp_path: Path) -> None:
+    ours = changed(program, tmp_path)
+    expected, _ = run(ours, 3)
+    written, nrepairs = run(ours, 3, **losing_a_rail(program, tmp_path))
+    assert written == expected
+    assert nrepairs >= 2
