@@ -9,6 +9,7 @@ Invariant: an error fences all paths, so no peer can write into the memory of a 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
@@ -103,8 +104,9 @@ class Failover:
         )
         self._watch = Watch(self._config.suspicion_timeout_s)
         self._join_by_s = 0.0
-        #: Ranks of the last plan that needed new paths; those of the running call at the last tick.
-        self._joining: frozenset[int] = frozenset()
+        #: Number of calls that wait for paths to each rank.
+        self._joining: Counter[int] = Counter()
+        #: Ranks that the running calls exchange data with, as of the last tick.
         self._calling: frozenset[int] = frozenset()
         #: Determines what failed; None in the fail-stop baseline.
         self.diagnosis = self._make_diagnosis() if self._config.is_resilient else None
@@ -163,20 +165,26 @@ class Failover:
     def connect_peers(self, peers: frozenset[int]) -> None:
         """Connect data paths to `peers`, and have them do the same.
 
+        Until `joined` ends the wait, paths that a peer closes meanwhile are connected again.
+
         Above ``R2CC_MAX_CONNECTIONS`` peers, close the idle paths of as many others, of which those
         least recently used come first. Paths made by `start` are never closed.
         """
-        self._joining = peers
+        self._joining.update(peers)
         self._make_room(peers)
         for peer in sorted(peers - self._links.connected):
             self.add_peer(peer)
+
+    def joined(self, peers: frozenset[int]) -> None:
+        """End a call's wait for the paths to `peers`, which `connect_peers` began."""
+        self._joining.subtract(peers)
+        self._joining = +self._joining
 
     def _make_room(self, peers: frozenset[int]) -> None:
         """Close idle paths to as many ranks as `peers` exceed ``R2CC_MAX_CONNECTIONS`` by."""
         config = self._config
         surplus = len(self._links.connected | peers) - config.max_connections
         if surplus > 0 and config.max_connections and config.is_resilient:
-            # While a call waits for paths, it does not connect them again if they are closed.
             kept = peers.union(self._context.first_peers, self._joining, self._calling)
             idle = [peer for peer in self._links.idle_peers() if peer not in kept]
             for peer in idle[:surplus]:
@@ -344,7 +352,8 @@ class Failover:
         self.revocation.spread()
         closed = self._links.peers - self._links.connected
         # The peer may have closed paths as idle that this rank was about to use.
-        for peer in closed and sorted(closed & (peers | self._links.awaited_peers())):
+        wanted = closed and peers.union(self._joining, self._links.awaited_peers())
+        for peer in sorted(closed.intersection(wanted)):
             self.migration.reopen(peer)
         # Otherwise a sender would wait for ever for the confirmation of its last eager slices.
         self._links.confirm_all()

@@ -533,7 +533,10 @@ class Engine:
             return self._blocked(doing, waits=self._waits_for_paths(peers))
 
         patience = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending)
-        self._loop.wait(self, is_connected, patience)
+        try:
+            self._loop.wait(self, is_connected, patience)
+        finally:
+            self._failover.joined(peers)
 
     def call(self, fn: Callable[[], Any]) -> Any:
         """Run ``fn()`` as the owner of the data loop.

@@ -295,6 +295,7 @@ class SimRank:
             if all(map(self.migration.is_connected, peers)) or (
                 self._timeline.now >= self._enough_s and all(map(self.migration.up, peers))
             ):
+                self.failover.joined(peers)
                 self._begin(self._task)
         elif self.phase is RankPhase.CALLING:
             if not any(run.remaining for run in self._runs):

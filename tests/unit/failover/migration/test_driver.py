@@ -359,17 +359,31 @@ def test_paths_that_others_need_count_towards_the_limit() -> None:
     assert world.links.connected == {1, 2}
 
 
-def test_paths_that_a_call_uses_or_waits_for_are_not_closed() -> None:
+def test_paths_that_calls_wait_for_are_not_closed() -> None:
     world = World(is_open=False, nranks=6, limit=2)
-    world.failover.connect_peers(frozenset({1, 2}))
     for peer in (1, 2):
+        world.failover.connect_peers(frozenset({peer}))
         world.migration.on_opened(peer, 0, 0, Endpoint())
     world.look(0.1, frozenset())
     world.failover.on_message(3, ConnectPaths())
-    assert closed_by(world) == []
     world.migration.on_opened(3, 0, 0, Endpoint())
+    assert closed_by(world) == []
+    for peer in (1, 2):
+        world.failover.joined(frozenset({peer}))
     world.failover.connect_peers(frozenset({4}))
     assert closed_by(world) == [1, 2]
+
+
+def test_paths_closed_while_a_call_waits_for_them_open_again() -> None:
+    world = World(is_open=False, nranks=3, limit=2)
+    world.failover.connect_peers(frozenset({1}))
+    world.open(0, 0)
+    close(world, A)
+    world.failover.on_message(1, Announcement(1, 0, "idle", (), is_idle=True))
+    before = nasked(world)
+    world.look(0.1, frozenset())
+    assert nasked(world) == before + 1
+    assert world.links.connected == {1}
 
 
 def test_a_peer_that_only_confirms_slices_counts_as_used() -> None:
