@@ -71,12 +71,12 @@ class DeviceOperands:
         out = self._at(step.dst_space, lo)
         sources: tuple[int, ...]
         if step.kind is OpKind.RECV_REDUCE:
-            mine, theirs = self._at(step.src_space, lo), address_of(received)
+            mine, theirs = self._at(step.src_space, lo + step.shift), address_of(received)
             sources = (theirs, mine) if step.is_left else (mine, theirs)
         elif step.kind is OpKind.REDUCE:
-            sources = (out, self._at(step.src_space, lo))
+            sources = (out, self._at(step.src_space, lo + step.shift))
         elif step.kind is OpKind.COPY:
-            sources = (self._at(step.src_space, lo),)
+            sources = (self._at(step.src_space, lo + step.shift),)
         else:
             sources = (out,)
         form = self._by_kind.get((len(sources), step.is_final))

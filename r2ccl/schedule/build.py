@@ -2,7 +2,8 @@
 
 Every op waits for the earlier op of the same rank and channel that last wrote its memory; an op
 that writes also waits for the ops that have read the memory since. INPUT and OUTPUT count as the
-same memory, as in an in-place call, so the program is correct in place and out of place. An order
+same memory, as in an in-place call, so the program is correct in place and out of place, except for
+collectives in `r2ccl.schedule.ir.APART`. An order
 that only messages between ranks guarantee is not known here; the checker verifies it.
 """
 
@@ -12,8 +13,8 @@ from collections.abc import Sequence
 
 from r2ccl.schedule.ir import Op, OpKind, Space
 
-#: A memory location: True for SCRATCH, False for INPUT and OUTPUT; and a chunk index.
-_Place = tuple[bool, int]
+#: A memory location: a space and a chunk index.
+_Place = tuple[Space, int]
 
 
 class ProgramBuilder:
@@ -22,9 +23,16 @@ class ProgramBuilder:
     Ops read a chunk from INPUT until an op has written it to OUTPUT, and from OUTPUT afterwards.
     The methods that add an op return its index; ``after`` names further ops that it waits for,
     besides those derived from the memory it uses.
+
+    Parameters
+    ----------
+    can_be_in_place : bool
+        If False, INPUT and OUTPUT are different memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, can_be_in_place: bool = True) -> None:
+        #: Space whose memory INPUT shares.
+        self._input = Space.OUTPUT if can_be_in_place else Space.INPUT
         self._ops: list[Op] = []
         self._written: dict[_Place, int] = {}
         self._readers: dict[_Place, list[int]] = {}
@@ -38,11 +46,13 @@ class ProgramBuilder:
 
     def held(self, chunk: int) -> Space:
         """Return the space that holds this rank's `chunk`: OUTPUT once written, INPUT before."""
-        return Space.OUTPUT if (False, chunk) in self._written else Space.INPUT
+        return Space.OUTPUT if (Space.OUTPUT, chunk) in self._written else Space.INPUT
 
-    def send(self, peer: int, chunk: int, *, after: Sequence[int] = ()) -> int:
-        """Add an op that sends this rank's `chunk` to `peer`."""
-        source = self.held(chunk)
+    def send(
+        self, peer: int, chunk: int, *, after: Sequence[int] = (), space: Space | None = None
+    ) -> int:
+        """Add an op that sends this rank's `chunk` to `peer`; by default the one that is `held`."""
+        source = self.held(chunk) if space is None else space
         waits = self._reading(source, chunk)
         return self._add(Op(OpKind.SEND, peer, source, chunk, Space.OUTPUT, -1, _all(waits, after)))
 
@@ -78,20 +88,22 @@ class ProgramBuilder:
         waits = _all(self._reading(source, chunk), self._writing(target, chunk))
         return self._add(Op(OpKind.COPY, -1, source, chunk, target, chunk, waits, is_final))
 
-    def reduce(self, chunk: int, source: Space, *, is_final: bool = False) -> int:
-        """Add an op that reduces this rank's `chunk` in space `source` into the one in OUTPUT."""
-        waits = _all(self._reading(source, chunk), self._writing(Space.OUTPUT, chunk))
-        return self._add(Op(OpKind.REDUCE, -1, source, chunk, Space.OUTPUT, chunk, waits, is_final))
+    def reduce(
+        self, chunk: int, source: Space, target: Space = Space.OUTPUT, *, is_final: bool = False
+    ) -> int:
+        """Add an op that reduces this rank's `chunk` in space `source` into the one in `target`."""
+        waits = _all(self._reading(source, chunk), self._writing(target, chunk))
+        return self._add(Op(OpKind.REDUCE, -1, source, chunk, target, chunk, waits, is_final))
 
     def _reading(self, space: Space, chunk: int) -> list[int]:
         """Record that the next op reads a chunk; return the indices it must wait for."""
-        place = space == Space.SCRATCH, chunk
+        place = space or self._input, chunk
         self._readers.setdefault(place, []).append(len(self._ops))
         return [self._written[place]] if place in self._written else []
 
     def _writing(self, space: Space, chunk: int) -> list[int]:
         """Record that the next op writes a chunk; return the indices it must wait for."""
-        place = space == Space.SCRATCH, chunk
+        place = space or self._input, chunk
         number = len(self._ops)
         readers = [index for index in self._readers.pop(place, ()) if index != number]
         before = self._written.get(place)

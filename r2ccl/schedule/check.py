@@ -2,7 +2,7 @@
 
 A schedule that `check` accepts computes its collective in place and out of place, for any slice
 size, on any executor that follows the rules of `r2ccl.schedule.ir` and can hold at least one
-unreduced slice per link.
+unreduced slice per link. Collectives in `r2ccl.schedule.ir.APART` are computed out of place only.
 
 The checks, in this order:
 
@@ -57,7 +57,7 @@ def check(schedule: Schedule) -> None:
     other = match(arrays)
     events = build_events(arrays, other)
     check_slices(arrays, events)
-    check_hazards(arrays, other, events)
+    check_hazards(arrays, other, events, can_be_in_place=schedule.can_be_in_place)
     replay(schedule, conditions, arrays, other, events)
 
 

@@ -13,6 +13,9 @@ channel divides its piece of a chunk further.
 
 The pieces cover the buffer without overlap. They are computed with integers from the arguments
 only, so ranks with equal counts, weights and item sizes get the same layout without communication.
+
+A buffer may consist of parts (`Parts`), which can differ in size and lie anywhere in memory. The
+division of a part depends only on its own size, so it is equal on the two ranks that know it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TypeAlias
+
+import msgspec
 
 from r2ccl.errors import InvalidArgument
 
@@ -35,6 +40,26 @@ ALIGNMENT_NBYTES = 64
 #: aligned. Alignment moves a boundary by less than one granule, which is less than 2 % of such a
 #: piece. Smaller buffers are divided at the exact element.
 MIN_GRANULES = 64
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """Places of the parts of a call in the memory of one rank.
+
+    Attributes
+    ----------
+    inputs, outputs : tuple of Range
+        Elements of each part in the input and in the output; empty for parts that the rank does not
+        have there. A part number stands for a rank; in an alltoall, part k of rank r goes to rank
+        ``r + k`` and comes from rank ``r - k``, both modulo the number of ranks.
+    """
+
+    inputs: tuple[Range, ...]
+    outputs: tuple[Range, ...]
+
+
+def consecutive(counts: Sequence[int]) -> tuple[Range, ...]:
+    """Return the ranges of parts of `counts` elements that follow one another without gaps."""
+    return tuple(pairwise(accumulate(counts, initial=0)))
 
 
 def cut(count: int, weights: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
@@ -82,6 +107,9 @@ def layout(
     weights: Sequence[int],
     itemsize: int = 1,
     nparts: int = 1,
+    *,
+    parts: Sequence[Range] = (),
+    whole: int = 0,
 ) -> tuple[tuple[Range, ...], ...]:
     """Divide a buffer into chunks, and each chunk among the channels.
 
@@ -92,7 +120,11 @@ def layout(
     nchunks, weights : sequence of int
         Number of chunks and share of each channel.
     nparts : int
-        Number of equal parts of the buffer; no chunk straddles two parts.
+        Number of parts of the buffer; no chunk straddles two parts.
+    parts : sequence of Range, optional
+        Elements of each part. Default: equal parts that follow one another.
+    whole : int
+        A part of at most this many elements is not divided: it belongs to the first channel.
 
     Returns
     -------
@@ -102,23 +134,26 @@ def layout(
     Raises
     ------
     InvalidArgument
-        As `cut`; or if there is not one weight per channel, or `nparts` does not divide `count` and
-        the number of chunks of every channel.
+        As `cut`; or if there is not one weight per channel, `nparts` does not divide the number of
+        chunks of every channel or, without `parts`, `count`, or `parts` has another length.
     """
     if len(weights) != len(nchunks):
         raise InvalidArgument(
             f"weights={tuple(weights)}: give {len(nchunks)} integers, one per channel"
         )
     common = math.gcd(*nchunks)
-    if nparts < 1 or count % nparts or common % nparts:
+    if nparts < 1 or common % nparts or (len(parts) != nparts if parts else count % nparts):
         raise InvalidArgument(
             f"nparts={nparts}: give a number that divides {count} elements and {tuple(nchunks)} "
-            "chunks"
+            "chunks, and as many parts if any"
         )
-    size = count // nparts
-    within = pairwise(cut(size, [1] * (common // nparts), itemsize))
-    chunks = [(part * size + lo, hi - lo) for lo, hi in within for part in range(nparts)]
-    shares = [(lo, cut(n, weights, itemsize)) for lo, n in sorted(chunks)]
+    parts = parts or consecutive([count // nparts] * nparts)
+    alone = [1] + [0] * (len(nchunks) - 1)
+    shares = [
+        (at + lo, cut(hi - lo, alone if end - at <= whole else weights, itemsize))
+        for at, end in parts
+        for lo, hi in pairwise(cut(end - at, [1] * (common // nparts), itemsize))
+    ]
     return tuple(
         tuple(
             piece
@@ -135,4 +170,4 @@ def _pieces(lo: int, hi: int, number: int, itemsize: int) -> list[Range]:
     return [(lo + a, lo + b) for a, b in pairwise(cut(hi - lo, [1] * number, itemsize))]
 
 
-__all__ = ["ALIGNMENT_NBYTES", "MIN_GRANULES", "Range", "cut", "layout"]
+__all__ = ["ALIGNMENT_NBYTES", "MIN_GRANULES", "Parts", "Range", "consecutive", "cut", "layout"]

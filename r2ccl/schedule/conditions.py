@@ -4,9 +4,10 @@ An algorithm is correct if and only if its ops lead from ``initial`` to ``wanted
 `r2ccl.schedule.check.check` verifies that.
 
 A contribution is the input data of one rank for one chunk. A set of contributions is an int used as
-a bit set: bit ``r`` stands for rank ``r``. All spaces have the same chunks. In an allgather a
-rank's INPUT holds data in some chunks only, in a reduce_scatter only some chunks of a rank's OUTPUT
-are defined; in place, their positions are those of NCCL's in-place operations.
+a bit set: bit ``r`` stands for rank ``r``. All spaces have the same chunks. In an allgather or a
+gather a rank's INPUT holds data in some chunks only, in a reduce_scatter or a scatter only some
+chunks of a rank's OUTPUT are defined; in place, their positions are those of NCCL's in-place
+operations. In an alltoall, a chunk index stands for the distance from source to destination.
 """
 
 from __future__ import annotations
@@ -31,12 +32,17 @@ class Conditions(msgspec.Struct, frozen=True):
         ``wanted(rank, chunk)`` returns the contributions that the rank's OUTPUT chunk must hold at
         the end; None if the chunk is undefined.
     is_reduction : bool
-        True if contributions are reduced. The ops that complete a reduction then have `is_final`.
+        True if all contributions are reduced. The ops that complete a reduction then have
+        `is_final`.
+    is_ordered : bool
+        True if contributions may only be reduced in rank order: every operand holds consecutive
+        ranks, and the left operand the ranks just below those of the right one.
     """
 
     initial: Callable[[int, int], int]
     wanted: Callable[[int, int], int | None]
     is_reduction: bool
+    is_ordered: bool = False
 
 
 def allreduce(nranks: int, nchunks: int) -> Conditions:
@@ -95,16 +101,83 @@ def broadcast(nranks: int, nchunks: int, root: int) -> Conditions:
     )
 
 
+def gather(nranks: int, nchunks: int, root: int) -> Conditions:
+    """Return the conditions of a gather.
+
+    Rank `root` ends with the data of rank ``chunk * nranks // nchunks`` for each `chunk`.
+    """
+    _require_rank(root, nranks)
+    every = allgather(nranks, nchunks)
+    return Conditions(
+        every.initial,
+        lambda rank, chunk: every.wanted(rank, chunk) if rank == root else None,
+        False,
+    )
+
+
+def scatter(nranks: int, nchunks: int, root: int) -> Conditions:
+    """Return the conditions of a scatter.
+
+    Rank ``chunk * nranks // nchunks`` ends with the data of rank `root` for each `chunk`.
+    """
+    _require_rank(root, nranks)
+    _require_multiple(nranks, nchunks)
+    return Conditions(
+        lambda rank, chunk: 1 << root if rank == root else 0,
+        lambda rank, chunk: 1 << root if chunk * nranks // nchunks == rank else None,
+        False,
+    )
+
+
+def alltoall(nranks: int, nchunks: int) -> Conditions:
+    """Return the conditions of an alltoall.
+
+    For a chunk of part ``k = chunk * nranks // nchunks``, rank r sends its data to rank ``r + k``
+    and ends with the data of rank ``r - k``, both modulo `nranks`.
+    """
+    _require_multiple(nranks, nchunks)
+    return Conditions(
+        lambda rank, chunk: 1 << rank,
+        lambda rank, chunk: 1 << (rank - chunk * nranks // nchunks) % nranks,
+        False,
+    )
+
+
+def scan(nranks: int, nchunks: int) -> Conditions:
+    """Return the conditions of a scan: rank r ends with the contributions of ranks 0 to r."""
+    return Conditions(
+        lambda rank, chunk: 1 << rank, lambda rank, chunk: (2 << rank) - 1, False, is_ordered=True
+    )
+
+
+def exscan(nranks: int, nchunks: int) -> Conditions:
+    """Return the conditions of an exscan: rank r ends with the contributions of ranks below r.
+
+    The output of rank 0 is undefined.
+    """
+    return Conditions(
+        lambda rank, chunk: 1 << rank,
+        lambda rank, chunk: (1 << rank) - 1 or None,
+        False,
+        is_ordered=True,
+    )
+
+
 #: Collectives without a root, by the name in `Schedule.collective`.
 CONDITIONS: dict[str, Callable[[int, int], Conditions]] = {
     "allgather": allgather,
     "allreduce": allreduce,
+    "alltoall": alltoall,
+    "exscan": exscan,
     "reduce_scatter": reduce_scatter,
+    "scan": scan,
 }
 #: Collectives with a root, by name.
 ROOTED: dict[str, Callable[[int, int, int], Conditions]] = {
     "broadcast": broadcast,
+    "gather": gather,
     "reduce": reduce,
+    "scatter": scatter,
 }
 
 
@@ -146,8 +219,13 @@ __all__ = [
     "Conditions",
     "allgather",
     "allreduce",
+    "alltoall",
     "broadcast",
     "conditions_of",
+    "exscan",
+    "gather",
     "reduce",
     "reduce_scatter",
+    "scan",
+    "scatter",
 ]

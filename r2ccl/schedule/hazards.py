@@ -9,8 +9,8 @@ possible order of the ops is sufficient.
 Conflicting ops work on the same chunk index, and each rule holds slice by slice or for all slices.
 The result for whole ops is therefore valid for every slice.
 
-INPUT and OUTPUT count as the same memory, as in an in-place call. A schedule without races in place
-has none out of place.
+INPUT and OUTPUT count as the same memory, as in an in-place call, unless the collective is in
+`r2ccl.schedule.ir.APART`. A schedule without races in place has none out of place.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from r2ccl.schedule.ir import OpKind, Space
 Place = tuple[int, int, int, int]
 
 
-def check_hazards(arrays: ScheduleArrays, other: Ints, events: Events) -> None:
+def check_hazards(
+    arrays: ScheduleArrays, other: Ints, events: Events, *, can_be_in_place: bool = True
+) -> None:
     """Verify that every read follows the last write, and every write all earlier uses.
 
-    Also verifies every `Op.is_proof`.
+    Also verifies every `Op.is_proof`. With `can_be_in_place`, INPUT shares the memory of OUTPUT.
 
     Raises
     ------
@@ -43,6 +45,7 @@ def check_hazards(arrays: ScheduleArrays, other: Ints, events: Events) -> None:
     readers: dict[Place, list[int]] = {}
     rows = arrays.ops[order]
     columns = ("channel", "rank", "kind", "src_space", "dst_space")
+    shared = Space.OUTPUT if can_be_in_place else Space.INPUT
     for op in np.flatnonzero(rows["proof"]).tolist():
         waits.require_proof(int(order[op]))
     fields = zip(arrays.chunks()[order].tolist(), *(rows[c].tolist() for c in columns), strict=True)
@@ -50,7 +53,7 @@ def check_hazards(arrays: ScheduleArrays, other: Ints, events: Events) -> None:
         order.tolist(), fields, strict=True
     ):
         if kind != OpKind.RECV:
-            place = (channel, chunk, rank, src_space or Space.OUTPUT)
+            place = (channel, chunk, rank, src_space or shared)
             if place in written:
                 waits.require(written[place], op, "reads")
             readers.setdefault(place, []).append(op)

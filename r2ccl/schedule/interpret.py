@@ -69,12 +69,14 @@ def interpret(
     Raises
     ------
     InvalidArgument
-        If there is not one flat array per rank, if the arrays differ in length or dtype, or if
-        there is not one weight per channel.
+        If there is not one flat array per rank, if the arrays differ in length or dtype, if there
+        is not one weight per channel, or if the collective cannot be in place.
     ScheduleError
         If the ops deadlock, or wait for messages that no rank sends.
     """
     _require_alike(schedule, inputs)
+    if in_place and not schedule.can_be_in_place:
+        raise InvalidArgument(f"{schedule.collective} cannot be in place: pass in_place=False")
     machine = _Machine(schedule, inputs, op, finish, weights, in_place=in_place)
     waiting = _tasks(schedule)
     while waiting:

@@ -7,7 +7,7 @@ Execution model
 ---------------
 A channel owns a share of the buffer, divided into nearly equal chunks (`r2ccl.schedule.chunks`).
 Channels can differ in their number of chunks. Every op works on one chunk index; the same index has
-the same size on all ranks and in all spaces. An op runs as soon as the ops in its ``after`` are
+the same size at both ends of a message. An op runs as soon as the ops in its ``after`` are
 done. The position in the program orders only the ops of one directed link (source rank, destination
 rank, channel): the n-th send matches the n-th receive.
 
@@ -32,8 +32,10 @@ import msgspec
 
 from r2ccl.errors import InvalidArgument
 
-#: Collectives whose buffer consists of one equal part per rank. No chunk straddles two parts.
-PARTED = frozenset({"allgather", "reduce_scatter"})
+#: Collectives whose buffer consists of one part per rank. No chunk straddles two parts.
+PARTED = frozenset({"allgather", "reduce_scatter", "gather", "scatter", "alltoall"})
+#: Collectives whose INPUT and OUTPUT are never the same memory.
+APART = frozenset({"alltoall", "exscan"})
 
 
 class OpKind(enum.IntEnum):
@@ -53,7 +55,10 @@ class OpKind(enum.IntEnum):
 
 
 class Space(enum.IntEnum):
-    """Buffer that a chunk index refers to. In place, INPUT and OUTPUT are the same memory."""
+    """Buffer that a chunk index refers to.
+
+    In place, INPUT and OUTPUT are the same memory, except for collectives in `APART`.
+    """
 
     INPUT = 0
     OUTPUT = 1
@@ -99,6 +104,11 @@ class Op(msgspec.Struct, frozen=True, gc=False):
     def chunk(self) -> int:
         """Index of the chunk that the op works on."""
         return self.dst if self.src < 0 else self.src
+
+    @property
+    def memory(self) -> Space:
+        """Space that the op writes; for a SEND, the space that it reads."""
+        return self.src_space if self.dst < 0 else self.dst_space
 
 
 class RankProgram(msgspec.Struct, frozen=True):
@@ -156,7 +166,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         Relative share of each channel in the buffer, 0 or more and not all 0. Default: equal
         shares.
     root : int
-        Rank that provides (broadcast) or gets (reduce) the data, in a collective with a root.
+        Rank that provides (broadcast, scatter) or gets (reduce, gather) the data, in a collective
+        with a root.
 
     Raises
     ------
@@ -202,12 +213,17 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nparts(self) -> int:
-        """Number of equal parts of the buffer: `nranks` for collectives in `PARTED`, else 1.
+        """Number of parts of the buffer: `nranks` for collectives in `PARTED`, else 1.
 
         In a schedule that `check` accepts, the number of chunks of every channel is a multiple of
         it.
         """
         return self.nranks if self.collective in PARTED else 1
+
+    @property
+    def can_be_in_place(self) -> bool:
+        """True if INPUT and OUTPUT may be the same memory."""
+        return self.collective not in APART
 
     def digest(self) -> int:
         """Generate the programs of all ranks and return their CRC-32."""
@@ -232,4 +248,4 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         return RankProgram(rank, self.nranks, self.nparts, self.nchunks, self.weights, channels)
 
 
-__all__ = ["PARTED", "Cost", "Op", "OpKind", "RankProgram", "Schedule", "Space"]
+__all__ = ["APART", "PARTED", "Cost", "Op", "OpKind", "RankProgram", "Schedule", "Space"]

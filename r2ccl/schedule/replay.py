@@ -56,7 +56,7 @@ def replay(
     ScheduleError
         If an op reads memory that was never written or reduces a complete chunk, a contribution is
         missing, added twice or in an output where it does not belong, an ``is_final`` is wrong, or
-        ranks reduce in different orders.
+        ranks reduce in different orders or, where the collective requires it, not in rank order.
     """
     order, _ = replay_order(arrays, events)
     firsts = list(accumulate(schedule.nchunks, initial=0))
@@ -65,7 +65,7 @@ def replay(
     for channel, nchunks in enumerate(schedule.nchunks):
         for chunk, number in enumerate(range(firsts[channel], firsts[channel] + nchunks)):
             members = order[cuts[number] : cuts[number + 1]]
-            for in_place in (False, True):
+            for in_place in (False, True)[: 1 + schedule.can_be_in_place]:
                 lane = _Lane(
                     schedule.nranks, conditions[channel], arrays, channel, chunk, in_place=in_place
                 )
@@ -144,6 +144,14 @@ class _Lane:
         if twice:
             raise error_at(
                 self._arrays, op, f"adds rank {_lowest(twice)}'s data twice ({self._mode})"
+            )
+        gap = _lowest(right.contributions) - left.contributions.bit_length()
+        if self._conditions.is_ordered and gap:
+            raise error_at(
+                self._arrays,
+                op,
+                "reduces ranks that do not follow those of the left operand, but the reduction "
+                f"must be in rank order ({self._mode})",
             )
         pair = (left.expression, right.expression)
         number = self._expressions.setdefault(pair, len(self._expressions))

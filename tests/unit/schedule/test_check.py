@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -11,6 +12,7 @@ from r2ccl.algos import recursive_doubling, ring
 from r2ccl.errors import InvalidArgument, ScheduleError
 from r2ccl.schedule import conditions
 from r2ccl.schedule.check import check
+from r2ccl.schedule.interpret import interpret
 from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 
 IN, OUT, SCRATCH = Space.INPUT, Space.OUTPUT, Space.SCRATCH
@@ -218,6 +220,35 @@ REDUCE_SCATTER = (
     [send(1, 1), reduce(1, 0, is_final=True)],
     [send(0, 0), reduce(0, 1, is_final=True)],
 )
+GATHER = (
+    [local(OpKind.COPY, IN, OUT, 0), recv(1, 1)],
+    [send(0, 1)],
+)
+SCATTER = (
+    [local(OpKind.COPY, IN, OUT, 0), send(1, 1)],
+    [recv(0, 1)],
+)
+ALLTOALL = (
+    [local(OpKind.COPY, IN, OUT, 0), send(1, 1), recv(1, 1)],
+    [local(OpKind.COPY, IN, OUT, 0), send(0, 1), recv(0, 1)],
+)
+SCAN = (
+    [send(1), local(OpKind.COPY, IN, OUT, after=(0,))],
+    [reduce(0), send(2, space=OUT, after=(0,))],
+    [reduce(1)],
+)
+EXSCAN = (
+    [send(1)],
+    [
+        recv(0),
+        local(OpKind.COPY, OUT, SCRATCH, after=(0,)),
+        local(OpKind.REDUCE, IN, SCRATCH, after=(1,)),
+        send(2, space=SCRATCH, after=(2,)),
+    ],
+    [recv(1)],
+)
+#: Collectives whose every schedule is also a schedule of another one.
+IMPLIED = {"allgather": {"gather"}}
 
 
 @pytest.mark.parametrize(
@@ -227,13 +258,18 @@ REDUCE_SCATTER = (
         ("reduce", REDUCE, 1),
         ("allgather", ALLGATHER, 2),
         ("reduce_scatter", REDUCE_SCATTER, 2),
+        ("gather", GATHER, 2),
+        ("scatter", SCATTER, 2),
+        ("alltoall", ALLTOALL, 2),
+        ("scan", SCAN, 1),
+        ("exscan", EXSCAN, 1),
     ],
 )
 def test_other_collectives_are_told_apart_by_their_conditions(collective, programs, nchunks):
     schedule = by_hand(*programs, collective=collective, nchunks=nchunks)
     check(schedule)
     for other in (*conditions.CONDITIONS, *conditions.ROOTED):
-        if other != collective:
+        if other != collective and other not in IMPLIED.get(collective, ()):
             with pytest.raises((ScheduleError, InvalidArgument)):
                 check(replace(schedule, collective=other))
 
@@ -262,8 +298,28 @@ def test_owned_chunks_must_be_shared_evenly(make):
 
 
 def test_an_unknown_collective_is_refused():
-    with pytest.raises(ScheduleError, match="'alltoall' is unknown"):
-        check(by_hand([], collective="alltoall"))
+    with pytest.raises(ScheduleError, match="'allsum' is unknown"):
+        check(by_hand([], collective="allsum"))
+
+
+def test_a_prefix_is_reduced_in_rank_order():
+    """Rank 2 must not add rank 0's data before rank 1's, though the sum would be the same."""
+    wrong = (
+        [send(1), send(2), local(OpKind.COPY, IN, OUT, after=(0, 1))],
+        [send(2), reduce(0, after=(0,))],
+        [reduce(0), reduce(1, source=OUT, after=(0,))],
+    )
+    with pytest.raises(ScheduleError, match="must be in rank order"):
+        check(by_hand(*wrong, collective="scan"))
+
+
+@pytest.mark.parametrize(("collective", "programs"), [("alltoall", ALLTOALL), ("exscan", EXSCAN)])
+def test_input_and_output_of_some_collectives_are_never_the_same_memory(collective, programs):
+    nchunks = 2 if collective == "alltoall" else 1
+    schedule = by_hand(*programs, collective=collective, nchunks=nchunks)
+    inputs = [np.arange(2) for _ in programs]
+    with pytest.raises(InvalidArgument, match=f"{collective} cannot be in place"):
+        interpret(schedule, inputs, np.add, in_place=True)
 
 
 def test_an_empty_program_leaves_the_output_unwritten():
