@@ -29,6 +29,7 @@ from r2ccl.testing.simulation import (
     Workload,
     simulate,
 )
+from r2ccl.types import ReduceOp
 
 IS_THOROUGH = int(os.environ.get("R2CC_SIM_EXAMPLES", "0")) >= 20_000
 LIMIT = pytest.mark.timeout(7200 if IS_THOROUGH else 120)
@@ -78,7 +79,9 @@ def test_every_operation_and_element_type_survives_a_cut(schedule: str) -> None:
     """Use eager slices in every other run, and separate output memory in every third."""
     draw = random.Random(schedule)
     repairs = 0
-    for number, (dtype, op) in enumerate(PAIRS):
+    # A mean over the ranks up to each rank is refused: see `r2ccl.runtime.arguments`.
+    pairs = [pair for pair in PAIRS if pair[1] is not ReduceOp.AVG or "scan" not in schedule]
+    for number, (dtype, op) in enumerate(pairs):
         workload = job(
             schedule,
             4 if schedule in FOUR else 3,
@@ -93,7 +96,7 @@ def test_every_operation_and_element_type_survives_a_cut(schedule: str) -> None:
         outcome = simulate(workload, FailurePlan((breakage(at, workload.nranks),)), seed=at)
         assert outcome.is_clean, (workload, at, outcome.errors)
         repairs += outcome.repairs
-    assert repairs > len(PAIRS) // 2, "hardly a cut was noticed: the test shows nothing"
+    assert repairs > len(pairs) // 2, "hardly a cut was noticed: the test shows nothing"
 
 
 #: Rank 1 has half of its rail 0 from the beginning, and rank 2 loses its rail 1 before the first

@@ -37,7 +37,7 @@ _FUNCTIONS: dict[ReduceOp, Any] = {
     ReduceOp.MAX: np.maximum,
 }
 #: Collectives without reduction.
-_MOVES = frozenset({"allgather", "broadcast"})
+_MOVES = frozenset({"allgather", "alltoall", "broadcast", "gather", "scatter"})
 #: Machine epsilon of bfloat16, which ``np.finfo`` does not support: the gap between 1 and the next
 #: number.
 _BFLOAT16_EPS = 2.0**-7
@@ -62,9 +62,11 @@ def draw(dtype: str, count: int, call: int, rank: int) -> Array:
 
 def part(schedule: Schedule, rank: int, count: int) -> slice:
     """Return the slice of a rank's output, in elements, that the schedule defines."""
-    if schedule.collective == "reduce_scatter":
+    if schedule.collective in ("reduce_scatter", "scatter"):
         return slice(rank * count // schedule.nranks, (rank + 1) * count // schedule.nranks)
-    is_promised = schedule.collective != "reduce" or rank == schedule.root
+    if schedule.collective == "exscan":
+        return slice(0, count if rank else 0)
+    is_promised = schedule.collective not in ("reduce", "gather") or rank == schedule.root
     return slice(0, count if is_promised else 0)
 
 
@@ -86,9 +88,11 @@ def expected(
     for rank, output in enumerate(outputs):
         promised = part(schedule, rank, count)
         if schedule.collective in _MOVES:
-            np.testing.assert_array_equal(output[promised], _moved(schedule, inputs)[promised])
-        else:
-            _require_near(output[promised], [each[promised] for each in inputs], op)
+            moved = _moved(schedule, inputs, rank)
+            np.testing.assert_array_equal(output[promised], moved[promised])
+        elif output[promised].size:
+            reduced = inputs[: _nreduced(schedule, rank)]
+            _require_near(output[promised], [each[promised] for each in reduced], op)
         results.append(output[promised].tobytes())
     return tuple(results)
 
@@ -108,12 +112,21 @@ def _mean(total: Array, nranks: int) -> Array:
     return np.asarray(parts / parts.dtype.type(nranks)).view(total.dtype)
 
 
-def _moved(schedule: Schedule, inputs: list[Array]) -> Array:
-    """Return the output of every rank for a collective without reduction."""
-    if schedule.collective == "broadcast":
+def _nreduced(schedule: Schedule, rank: int) -> int:
+    """Return how many ranks, from rank 0 on, contribute to the result of `rank`."""
+    return {"scan": rank + 1, "exscan": rank}.get(schedule.collective, schedule.nranks)
+
+
+def _moved(schedule: Schedule, inputs: list[Array], rank: int) -> Array:
+    """Return the output of `rank` for a collective without reduction."""
+    if schedule.collective in ("broadcast", "scatter"):
         return inputs[schedule.root]
-    count = inputs[0].size // schedule.nranks
-    return np.concatenate([each[rank * count :][:count] for rank, each in enumerate(inputs)])
+    n, count = schedule.nranks, inputs[0].size // schedule.nranks
+    is_alltoall = schedule.collective == "alltoall"
+    sources = [(rank - part) % n if is_alltoall else part for part in range(n)]
+    return np.concatenate(
+        [inputs[source][part * count :][:count] for part, source in enumerate(sources)]
+    )
 
 
 def _require_near(found: Array, inputs: list[Array], op: ReduceOp) -> None:

@@ -112,7 +112,7 @@ class GpuRank(SimRank):
 
     def operands(self, task: SimTask) -> Operands:
         """Allocate and fill the GPU memory of the next call."""
-        source, output = self._work.memory(self.ncalls, self.rank)
+        source, output = self._work.memory(self.ncalls, self.rank, task.schedule)
         self._like = output
         first = self._put(source)
         second = first if output is source else self._put(np.zeros_like(output))

@@ -363,7 +363,7 @@ class SimRank:
 
     def operands(self, task: SimTask) -> Operands:
         """Allocate and fill the memory of the next call."""
-        source, output = self._work.memory(self.ncalls, self.rank)
+        source, output = self._work.memory(self.ncalls, self.rank, task.schedule)
         call = HostCall(task.layout, source, output, *self._work.arithmetic(task))
         self._arrays = call.spaces
         return call

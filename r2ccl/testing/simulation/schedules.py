@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from r2ccl.algos import (
     bridged_ring,
+    direct_exchange,
     dissemination,
     hierarchy,
     leaf_ring,
@@ -21,7 +22,9 @@ from r2ccl.algos import (
     r2cc_allreduce,
     recursive_doubling,
     ring,
+    scan,
     tree,
+    tree_gather,
 )
 from r2ccl.schedule.ir import Schedule
 
@@ -100,6 +103,12 @@ RINGS: dict[str, Maker] = {
     "chain/allreduce": lambda n, c: tree.allreduce(_chains(n, c)),
     "chain/broadcast": lambda n, c: tree.broadcast(_chains(n, c)),
     "chain/reduce": lambda n, c: tree.reduce(_chains(n, c)),
+    "binomial/gather": lambda n, c: tree_gather.gather(tree_gather.binomial(n, n - 1), c),
+    "binomial/scatter": lambda n, c: tree_gather.scatter(tree_gather.binomial(n, n - 1), c),
+    "doubling/scan": scan.doubling,
+    "doubling/exscan": lambda n, c: scan.doubling(n, c, is_exclusive=True),
+    "chain/scan": scan.chain,
+    "chain/exscan": lambda n, c: scan.chain(n, c, is_exclusive=True),
     "bridged_ring": _bridged,
     "hierarchy/ring": _ring_of_nodes,
 }
@@ -108,6 +117,9 @@ RINGS: dict[str, Maker] = {
 #: `r2ccl.planning.placement.place_edges` chooses their rails.
 UNEVEN: dict[str, Maker] = {
     "ring/turning": _turning_rings,
+    "direct/alltoall": direct_exchange.alltoall,
+    "direct/gather": lambda n, c: direct_exchange.gather(n, n - 1, c),
+    "direct/scatter": lambda n, c: direct_exchange.scatter(n, n - 1, c),
     "double_binary_tree": _double_binary,
     "packed_trees": lambda n, c: packed_trees.allreduce(_uneven(n), c),
     "leaf_ring": lambda n, c: leaf_ring.allreduce(_severe(n), 2, c),

@@ -74,11 +74,15 @@ class SimWork:
         divide = kernels.divider(code, self.workload.nranks) if is_mean else None
         return kernels.reducer(code, op), divide
 
-    def memory(self, call: int, rank: int) -> tuple[Array, Array]:
-        """Return new input and output arrays of a call; one array for both if it is in place."""
+    def memory(self, call: int, rank: int, schedule: Schedule) -> tuple[Array, Array]:
+        """Return new input and output arrays of a call; one array for both if it is in place.
+
+        If the call's `schedule` cannot be in place, the arrays are different.
+        """
         spec = self.calls[call]
         source = data.draw(spec.dtype, spec.count, call, rank).copy()
-        return source, source if spec.is_in_place else np.empty_like(source)
+        is_in_place = spec.is_in_place and schedule.can_be_in_place
+        return source, source if is_in_place else np.empty_like(source)
 
     def result(self, call: int, rank: int, task: SimTask, output: Array) -> tuple[bytes, bytes]:
         """Return the bytes that `rank` has in its part of the output, and the expected bytes."""

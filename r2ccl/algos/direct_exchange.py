@@ -1,0 +1,129 @@
+"""Direct exchanges: every part travels from its source to its destination in one message.
+
+In the alltoall rank r sends a part to every rank, in the order r + 1, r + 2, ..., and receives one
+from every rank, in the order r - 1, r - 2, ...; ranks that proceed alike never send to the same
+port at once. In the gather all ranks send their part to the root, in the scatter the root sends to
+all ranks.
+
+Steps: 1. Bytes on the wire: only what a rank has to send and to receive itself.
+
+Channel 0 carries no share of a part that is divided: it carries parts that are too small to be
+divided among the channels, and an empty message for every other part. A receiver thus gets one
+message at once from every rank that it expects a part of, and finds a wrong size at once.
+`r2ccl.planning.lowering.lower` with ``whole_nbytes`` divides parts in this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import msgspec
+
+from r2ccl.schedule.build import ProgramBuilder
+from r2ccl.schedule.ir import Cost, Op, Schedule, Space
+
+
+def alltoall(nranks: int, nchannels: int = 1) -> Schedule:
+    """Build the direct alltoall: part k of rank r goes to rank r + k, modulo `nranks`.
+
+    Parameters
+    ----------
+    nranks : int
+        Number of ranks. With one rank the schedule copies input to output.
+    nchannels : int
+        Number of channels that share a part, besides channel 0.
+
+    Raises
+    ------
+    InvalidArgument
+        If a size is below 1.
+    """
+    share = _others(nranks)
+    cost = Cost(min(1, nranks - 1), share, share, 2 * nranks - 1)
+    return _schedule("alltoall", nranks, nchannels, lambda rank: _exchange(nranks, rank), cost)
+
+
+def gather(nranks: int, root: int = 0, nchannels: int = 1) -> Schedule:
+    """Build the direct gather: rank `root` gets part r from rank r.
+
+    Arguments and errors as in `alltoall`; also raises `InvalidArgument` if `root` is not a rank.
+    """
+    cost = _rooted_cost(nranks)
+    return _schedule("gather", nranks, nchannels, lambda r: _collect(nranks, root, r), cost, root)
+
+
+def scatter(nranks: int, root: int = 0, nchannels: int = 1) -> Schedule:
+    """Build the direct scatter: rank r gets part r from rank `root`.
+
+    Arguments and errors as in `gather`.
+    """
+    cost = _rooted_cost(nranks)
+    cost = msgspec.structs.replace(cost, sent=cost.received, received=cost.sent)
+    return _schedule("scatter", nranks, nchannels, lambda r: _deal(nranks, root, r), cost, root)
+
+
+def _others(nranks: int) -> Fraction:
+    return Fraction(nranks - 1, max(nranks, 1))
+
+
+def _rooted_cost(nranks: int) -> Cost:
+    own = Fraction(min(1, nranks - 1), max(nranks, 1))
+    return Cost(min(1, nranks - 1), own, _others(nranks), nranks)
+
+
+def _schedule(
+    collective: str,
+    nranks: int,
+    nchannels: int,
+    ops_of: Callable[[int], tuple[Op, ...]],
+    cost: Cost,
+    root: int = 0,
+) -> Schedule:
+    # Without a channel besides 0, no weight is above 0, which `Schedule` refuses.
+    return Schedule(
+        name="direct",
+        collective=collective,
+        nranks=nranks,
+        nchunks=(nranks,) * (nchannels + 1),
+        cost=cost,
+        generate=lambda rank: (ops_of(rank),) * (nchannels + 1),
+        weights=(0,) + (1,) * nchannels,
+        root=root,
+    )
+
+
+def _exchange(nranks: int, rank: int) -> tuple[Op, ...]:
+    program = ProgramBuilder(can_be_in_place=False)
+    program.copy(0, Space.INPUT)
+    for distance in range(1, nranks):
+        program.send((rank + distance) % nranks, distance)
+        program.recv((rank - distance) % nranks, distance)
+    return program.ops()
+
+
+def _collect(nranks: int, root: int, rank: int) -> tuple[Op, ...]:
+    program = ProgramBuilder()
+    if rank != root:
+        program.send(root, rank)
+        return program.ops()
+    program.copy(root, Space.INPUT)
+    for distance in range(1, nranks):
+        source = (root + distance) % nranks
+        program.recv(source, source)
+    return program.ops()
+
+
+def _deal(nranks: int, root: int, rank: int) -> tuple[Op, ...]:
+    program = ProgramBuilder()
+    if rank != root:
+        program.recv(root, rank)
+        return program.ops()
+    program.copy(root, Space.INPUT)
+    for distance in range(1, nranks):
+        target = (root + distance) % nranks
+        program.send(target, target)
+    return program.ops()
+
+
+__all__ = ["alltoall", "gather", "scatter"]
