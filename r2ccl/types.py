@@ -28,14 +28,45 @@ class Collective(enum.IntEnum):
     REDUCE_SCATTER = 3
     BROADCAST = 4
     REDUCE = 5
+    GATHER = 6
+    SCATTER = 7
+    ALLTOALL = 8
+    GATHERV = 9
+    SCATTERV = 10
+    ALLTOALLV = 11
+    SCAN = 12
+    EXSCAN = 13
 
 
 #: Collectives that reduce data.
-REDUCTIONS = frozenset((Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE))
+REDUCTIONS = frozenset(
+    (
+        Collective.ALLREDUCE,
+        Collective.REDUCE_SCATTER,
+        Collective.REDUCE,
+        Collective.SCAN,
+        Collective.EXSCAN,
+    )
+)
 #: Collectives with a root rank.
-ROOTED = frozenset((Collective.BROADCAST, Collective.REDUCE))
-#: Collectives whose larger buffer has one part per rank.
+ROOTED = frozenset(
+    (
+        Collective.BROADCAST,
+        Collective.REDUCE,
+        Collective.GATHER,
+        Collective.SCATTER,
+        Collective.GATHERV,
+        Collective.SCATTERV,
+    )
+)
+#: Collectives of which every rank has or gets one part of the larger buffer.
 PARTED = frozenset((Collective.ALLGATHER, Collective.REDUCE_SCATTER))
+#: Collectives whose parts can differ in size, of which a rank knows only those it sends or gets.
+PAIRWISE = frozenset((Collective.GATHERV, Collective.SCATTERV, Collective.ALLTOALLV))
+#: Collectives in which every part travels from its source to its destination directly.
+DIRECT = PAIRWISE | {Collective.GATHER, Collective.SCATTER, Collective.ALLTOALL}
+#: Reductions over the ranks up to each rank, in rank order.
+PREFIXES = frozenset((Collective.SCAN, Collective.EXSCAN))
 
 #: Allgather of bytes: returns the bytes passed by each rank, in rank order.
 #: *Collective*: all ranks must call with equally many bytes.
@@ -117,9 +148,11 @@ class ProbeKey(NamedTuple):
 class CallSignature(msgspec.Struct, frozen=True):
     """Arguments of a call that must be equal on all ranks; sent with every slice, in 64 bits.
 
-    ``count`` is the number of elements of the whole buffer, all ranks' parts together. ``op`` is
-    SUM and ``root`` 0 for collectives without them. For an allreduce that runs a schedule of the
-    caller, ``root`` is derived from the digest of that schedule: see `with_schedule`.
+    ``count`` is the number of elements of the whole buffer, all ranks' parts together; for a
+    collective in `PAIRWISE` it is 0 or, in a slice, the number of elements that the sender of the
+    slice sends to its receiver in the call. ``op`` is SUM and ``root`` 0 for collectives without
+    them. For an allreduce that runs a schedule of the caller, and for a collective in `PARTED`
+    whose parts differ in size, ``root`` is derived from a digest: see `with_digest`.
     """
 
     collective: int
@@ -128,8 +161,8 @@ class CallSignature(msgspec.Struct, frozen=True):
     count: int
     root: int = 0
 
-    def with_schedule(self, digest: int) -> CallSignature:
-        """Return the signature of this allreduce run with the schedule whose `digest` is given."""
+    def with_digest(self, digest: int) -> CallSignature:
+        """Return the signature with the digest of the caller's schedule, or of the counts."""
         return msgspec.structs.replace(self, root=1 + digest % _ROOT_MASK)
 
     def pack(self) -> int:
@@ -158,6 +191,10 @@ _COUNT_MASK = (1 << 38) - 1
 
 __all__ = [
     "BYPASS",
+    "DIRECT",
+    "PAIRWISE",
+    "PARTED",
+    "PREFIXES",
     "REDUCTIONS",
     "ROOTED",
     "AllgatherBytes",

@@ -1,7 +1,8 @@
 """Candidate schedules of large collectives other than allreduce.
 
 Allgather and reduce-scatter run as rings or disseminations, or as a spanning tree if no ring
-exists; broadcast and reduce run as chains or packed trees. On a healthy network each channel has
+exists; broadcast and reduce run as chains or packed trees; scan and exscan run as chains in rank
+order or by doubling. On a healthy network each channel has
 one home rail. On a degraded network every edge is placed separately. A ring has one edge into and
 one out of a node per channel, so the number of channels is chosen to fill the ports of the node
 with the least bandwidth.
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations, pairwise
 
-from r2ccl.algos import bridged_ring, dissemination, packed_trees, ring, spanning_tree, tree
+from r2ccl.algos import bridged_ring, dissemination, packed_trees, ring, scan, spanning_tree, tree
 from r2ccl.errors import InvalidArgument
 from r2ccl.failover.health.table import WHOLE
 from r2ccl.planning.allreduce_registry import (
@@ -28,7 +29,7 @@ from r2ccl.planning.allreduce_registry import (
 )
 from r2ccl.planning.edge_loads import flows_of_cycle, flows_of_dissemination, flows_of_rooted_trees
 from r2ccl.schedule.ir import Schedule
-from r2ccl.types import Collective
+from r2ccl.types import PREFIXES, Collective
 
 
 def collective_candidates(
@@ -39,7 +40,7 @@ def collective_candidates(
     Parameters
     ----------
     collective : Collective
-        Allgather, reduce-scatter, broadcast or reduce.
+        Allgather, reduce-scatter, broadcast, reduce, scan or exscan.
     root : int
         Root rank of broadcast and reduce.
     terms : Terms
@@ -48,6 +49,10 @@ def collective_candidates(
         common home rail: the result then has the same bits whichever ports have failed. Where no
         ring is found, the only candidate is a spanning tree.
     """
+    if collective in PREFIXES:
+        is_exclusive = collective == Collective.EXSCAN
+        yield from _prefixes(terms, is_exclusive=is_exclusive, is_chain=keeps_order)
+        return
     order = ring_order(terms, keeps_order=keeps_order)
     if collective in (Collective.BROADCAST, Collective.REDUCE):
         yield from _rooted(collective, root, order, terms, is_chain=keeps_order)
@@ -200,6 +205,18 @@ def _rooted(
         for ntrees in _counts(terms, 1):
             rooms = terms.rooms(_edges_for(terms, ntrees))
             yield candidate("packed_trees", packed_trees.pack_rooted(rooms, ntrees, root))
+
+
+def _prefixes(terms: Terms, *, is_exclusive: bool, is_chain: bool) -> Iterator[Candidate]:
+    nranks = sum(map(len, terms.teams))
+    counts = [terms.nchannels] if terms.is_whole else _counts(terms, 1)
+    for nchannels in counts:
+        schedule = scan.chain(nranks, nchannels, is_exclusive=is_exclusive)
+        flows = flows_of_rooted_trees([tree.chain(range(nranks))] * nchannels, is_down=True)
+        yield Candidate(schedule.name, schedule, schedule.cost.steps, flows=flows)
+        if not is_chain:
+            schedule = scan.doubling(nranks, nchannels, is_exclusive=is_exclusive)
+            yield Candidate(schedule.name, schedule)
 
 
 def _crossings(order: Sequence[int], terms: Terms) -> int:

@@ -277,6 +277,9 @@ NOT_TREES = (
     "dissemination",
     "recursive_doubling",
     "one_shot",
+    "direct",
+    "prefix_chain",
+    "prefix_doubling",
 )
 #: Fraction of a dissemination's step latencies that counts: steps overlap, because the first parts
 #: that a step sends have arrived before the previous step ends.

@@ -3,26 +3,28 @@
 The result is computed once per plan and kept in the plan cache. A *link channel* is the channel
 number that links use; `r2ccl.planning.placement` assigns one to each edge of the schedule.
 
-Invariant: chunks with the same index are cut into the same slices on every rank, so a dependency
-can hold slice by slice.
+Invariant: a chunk is cut into the same slices at both ends of its message, and in both memories of
+an op, so a dependency can hold slice by slice.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from r2ccl.schedule.chunks import Range, layout
+from r2ccl.schedule.chunks import Parts, Range, layout
 from r2ccl.schedule.ir import Op, OpKind, RankProgram, Space
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
     """An op with its position in memory and its slice boundaries.
 
-    ``cuts`` holds the slice boundaries in elements of the buffer. Each entry of ``after`` has the
+    ``cuts`` holds the slice boundaries in elements of the memory that the op writes; for a send, of
+    the memory that it reads. ``shift`` is the distance, in elements, from there to the same element
+    of the memory that the op reads. Each entry of ``after`` has the
     index of an op to wait for, whether the dependency holds slice by slice, and whether a retired
     send satisfies it (otherwise a send must be released). ``is_left`` is true if the received data
     is the left operand of the reduction.
@@ -37,6 +39,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     is_eager: bool
     is_final: bool
     is_left: bool
+    shift: int = 0
 
     @property
     def nslices(self) -> int:
@@ -110,6 +113,8 @@ def lower(
     weights: Sequence[int] | None = None,
     channels: Sequence[int] | None = None,
     numbers: Mapping[tuple[int, int], int] | None = None,
+    parts: Parts | None = None,
+    whole_nbytes: int = 0,
 ) -> Layout:
     """Map `program` to a buffer of `count` elements of `itemsize` bytes and cut it into slices.
 
@@ -126,23 +131,32 @@ def lower(
     numbers : mapping of (int, int) to int, optional
         Link channels of single edges that differ from `channels`, by channel of the program and
         peer.
+    parts : Parts, optional
+        Places of the parts in this rank's memory; scratch memory has equal parts. Default: equal
+        parts that follow one another everywhere.
+    whole_nbytes : int
+        If above 0, parts of at most this size are sent whole and eagerly on the first channel. The
+        other channels then send no empty chunks, unless another op depends on it.
 
     Raises
     ------
     InvalidArgument
-        If `count` is not a multiple of the program's ``nparts``, or the weights are not one integer
-        per channel, 0 or more and not all 0.
+        If, without `parts`, `count` is not a multiple of the program's ``nparts``, or the weights
+        are not one integer per channel, 0 or more and not all 0.
     """
     nchannels = len(program.channels)
-    pieces = layout(count, program.nchunks, weights or program.weights, itemsize, program.nparts)
+    pieces = _pieces(program, count, itemsize, weights or program.weights, parts, whole_nbytes)
     slice_elements = max(1, slice_nbytes // itemsize)
     lanes = []
-    for at, (channel, ops, chunks) in enumerate(
-        zip(channels or range(nchannels), program.channels, pieces, strict=True)
+    for at, (channel, every) in enumerate(
+        zip(channels or range(nchannels), program.channels, strict=True)
     ):
+        ops, eager = every, eager_nbytes
+        if whole_nbytes:
+            ops = _without_empty(every, pieces, at) if at else every
+            eager = eager_nbytes if at else max(eager_nbytes, whole_nbytes)
         steps = tuple(
-            _place(op, ops, program.rank, chunks, slice_elements, itemsize, eager_nbytes)
-            for op in ops
+            _place(op, ops, program.rank, pieces, at, slice_elements, itemsize, eager) for op in ops
         )
         peers = {step.peer for step in steps if step.peer >= 0}
         lanes.append(
@@ -155,9 +169,7 @@ def lower(
         slice_elements * itemsize,
         tuple(lanes),
         frozenset(op.peer for ops in program.channels for op in ops if op.peer >= 0),
-        any(
-            Space.SCRATCH in (op.src_space, op.dst_space) for ops in program.channels for op in ops
-        ),
+        _uses_scratch(program),
     )
 
 
@@ -203,16 +215,66 @@ def _cleared(lane: Lane) -> Lane:
     return msgspec.structs.replace(lane, steps=steps)
 
 
+#: Ranges of elements by space, channel and chunk.
+_Pieces: TypeAlias = Mapping[Space, Sequence[Sequence[Range]]]
+
+
+def _pieces(
+    program: RankProgram,
+    count: int,
+    itemsize: int,
+    weights: Sequence[int],
+    parts: Parts | None,
+    whole_nbytes: int,
+) -> _Pieces:
+    def divide(ranges: Sequence[Range] = ()) -> tuple[tuple[Range, ...], ...]:
+        return layout(
+            count, program.nchunks, weights, itemsize, program.nparts,
+            parts=ranges, whole=whole_nbytes // itemsize,
+        )  # fmt: skip
+
+    if parts is None:
+        return dict.fromkeys(Space, divide())
+    found = {Space.INPUT: divide(parts.inputs), Space.OUTPUT: divide(parts.outputs)}
+    if _uses_scratch(program):
+        found[Space.SCRATCH] = divide()
+    return found
+
+
+def _uses_scratch(program: RankProgram) -> bool:
+    return any(
+        Space.SCRATCH in (op.src_space, op.dst_space) for ops in program.channels for op in ops
+    )
+
+
+def _without_empty(ops: Sequence[Op], pieces: _Pieces, channel: int) -> tuple[Op, ...]:
+    """Return the ops without those of empty chunks that no dependency involves."""
+    awaited = {index for op in ops for index in op.after}
+    kept = []
+    for index, op in enumerate(ops):
+        lo, hi = pieces[op.memory][channel][op.chunk]
+        if hi > lo or op.after or index in awaited:
+            kept.append(index)
+    places = {index: place for place, index in enumerate(kept)}
+    return tuple(
+        msgspec.structs.replace(ops[index], after=tuple(places[each] for each in ops[index].after))
+        for index in kept
+    )
+
+
 def _place(
     op: Op,
     ops: Sequence[Op],
     rank: int,
-    chunks: Sequence[Range],
+    pieces: _Pieces,
+    channel: int,
     slice_elements: int,
     itemsize: int,
     eager_nbytes: int,
 ) -> Step:
-    lo, hi = chunks[op.chunk]
+    lo, hi = pieces[op.memory][channel][op.chunk]
+    has_both = op.src >= 0 and op.dst >= 0
+    shift = pieces[op.src_space][channel][op.src][0] - lo if has_both else 0
     cuts = (*range(lo, hi, slice_elements), hi) if hi > lo else (lo, hi)
     largest = min(hi - lo, slice_elements) * itemsize
     return Step(
@@ -225,6 +287,7 @@ def _place(
         largest <= eager_nbytes,
         op.is_final,
         op.peer < rank,
+        shift,
     )
 
 

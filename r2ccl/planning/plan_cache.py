@@ -27,8 +27,9 @@ from r2ccl.planning.cost_model import UNMEASURED, Choice, Fabric, Rates
 from r2ccl.planning.lowering import Layout, limit_windows, lower, renumbered
 from r2ccl.planning.planner import Explanation, Planner
 from r2ccl.schedule.check import check
-from r2ccl.schedule.ir import Schedule
-from r2ccl.types import CallSignature, ReduceOp
+from r2ccl.schedule.chunks import Parts
+from r2ccl.schedule.ir import OpKind, RankProgram, Schedule
+from r2ccl.types import DIRECT, PAIRWISE, PREFIXES, CallSignature, ReduceOp
 
 
 class Plan(NamedTuple):
@@ -45,6 +46,9 @@ class Plan(NamedTuple):
         Division of the finished sum, for AVG.
     is_bandwidth_sample : bool
         True if the traffic of the call can measure the bandwidth of rails.
+    pairs : dict of (int, bool) to int, or None
+        For a collective in `r2ccl.types.PAIRWISE`, the signature of the slices from a peer, or with
+        True to a peer, which has their number of elements; replaces `signature`.
     """
 
     signature: int
@@ -52,6 +56,7 @@ class Plan(NamedTuple):
     reduce: kernels.Reducer
     finish: kernels.Divider | None
     is_bandwidth_sample: bool
+    pairs: dict[tuple[int, bool], int] | None = None
 
 
 class Planning(msgspec.Struct, frozen=True):
@@ -229,6 +234,7 @@ class PlanCache:
         health: Health,
         op: int | None = None,
         own: Schedule | None = None,
+        parts: Parts | None = None,
     ) -> Plan:
         """Return the plan of `call` for the given health.
 
@@ -242,6 +248,8 @@ class PlanCache:
         own : Schedule, optional
             Schedule of the user, which replaces the planner's choice. The caller has verified that
             its collective and its number of ranks are those of the call.
+        parts : Parts, optional
+            Places of the parts in this rank's memory, as for `r2ccl.planning.lowering.lower`.
 
         Raises
         ------
@@ -253,11 +261,11 @@ class PlanCache:
         is_bandwidth_sample = (
             op is not None and own is None and self._is_bandwidth_sample(call, health, op)
         )
-        key = (health.version, call, is_bandwidth_sample, own)
+        key = (health.version, call, is_bandwidth_sample, own, parts)
         found = self._plans.get(key)
         if found is None:
             begun_s = monotonic()
-            found = self._make(call, health, is_bandwidth_sample, own)
+            found = self._make(call, health, is_bandwidth_sample, own, parts)
             self._note(health.version, monotonic() - begun_s)
             if len(self._plans) >= _KEPT:
                 self._plans.pop(next(iter(self._plans)))
@@ -293,7 +301,12 @@ class PlanCache:
             self._checked_own.add(schedule)
 
     def _make(
-        self, call: CallSignature, health: Health, is_bandwidth_sample: bool, own: Schedule | None
+        self,
+        call: CallSignature,
+        health: Health,
+        is_bandwidth_sample: bool,
+        own: Schedule | None,
+        parts: Parts | None,
     ) -> Plan:
         op = kernels.check_op(call.dtype, call.op)
         itemsize = dtype_of(call.dtype).itemsize
@@ -306,27 +319,45 @@ class PlanCache:
         else:
             self.check_own(own)
             choice = self._planner.own(own, nbytes, health)
-            call = call.with_schedule(own.digest())
+            call = call.with_digest(own.digest())
         placement = choice.placement
         is_bulk = placement.edges and nbytes > self.fabric.inlet_nbytes
+        whole_nbytes = self._whole_nbytes() if choice.name == "direct" else 0
+        program = choice.schedule.program(self._rank)
         layout = lower(
-            choice.schedule.program(self._rank),
+            program,
             call.count,
             itemsize,
             slice_nbytes=choice.slice_nbytes,
             # Eager slices ignore the receive window and would overrun ports with several senders.
-            eager_nbytes=0 if is_bulk else self._config.eager_nbytes,
+            eager_nbytes=0 if is_bulk or whole_nbytes else self._config.eager_nbytes,
             weights=placement.weights,
             channels=placement.channels,
             numbers=placement.numbers(self._rank),
+            parts=parts,
+            whole_nbytes=whole_nbytes,
         )
         layout = limit_windows(layout, len(self.fabric.homes), self.fabric.inlet_nbytes)
         if self.place is not None:
             layout = self.place(layout)
         finish = kernels.divider(call.dtype, self._nranks) if op is ReduceOp.AVG else None
+        if call.collective in PAIRWISE:  # different from the signature of every pair
+            call = msgspec.structs.replace(call, count=-1)
         return Plan(
-            call.pack(), layout, kernels.reducer(call.dtype, op), finish, choice.is_bandwidth_sample
+            call.pack(),
+            layout,
+            kernels.reducer(call.dtype, op),
+            finish,
+            choice.is_bandwidth_sample,
+            None if parts is None else _pairs(call, program, parts),
         )
+
+    def _whole_nbytes(self) -> int:
+        """Return the size up to which a part of a direct exchange is sent whole and eagerly.
+
+        All other ranks may send such a part to one port at once.
+        """
+        return min(self._config.eager_nbytes, self.fabric.inlet_nbytes // self._nranks)
 
     def _is_bandwidth_sample(self, call: CallSignature, health: Health, op: int) -> bool:
         """Return whether collective number `op` is a bandwidth sample, even a slower one.
@@ -336,6 +367,8 @@ class PlanCache:
         all see a new health at the same call.
         """
         if not self._measures or self.fabric.rates == UNMEASURED:
+            return False
+        if call.collective in DIRECT or call.collective in PREFIXES:
             return False
         if health.version != self._since[0]:
             is_slow = any(0 < share < WHOLE for share in health.shares)
@@ -374,8 +407,24 @@ class PlanCache:
             self._checked.add(key)
 
 
-#: Health version, call, whether the plan is a bandwidth sample, and the user's schedule.
-_Key = tuple[int, CallSignature, bool, Schedule | None]
+def _pairs(
+    call: CallSignature, program: RankProgram, parts: Parts
+) -> dict[tuple[int, bool], int] | None:
+    """Return `Plan.pairs` of a direct exchange."""
+    if call.collective not in PAIRWISE:
+        return None
+    found = {}
+    for op in program.channels[0]:
+        if op.peer >= 0:
+            is_sent = op.kind == OpKind.SEND
+            lo, hi = (parts.inputs if is_sent else parts.outputs)[op.chunk]
+            found[op.peer, is_sent] = msgspec.structs.replace(call, count=hi - lo).pack()
+    return found
+
+
+#: Health version, call, whether the plan is a bandwidth sample, the user's schedule, and the places
+#: of unequal parts.
+_Key = tuple[int, CallSignature, bool, Schedule | None, Parts | None]
 
 #: Most plans kept per cache. A training job has a few dozen call shapes.
 _KEPT = 1024

@@ -6,7 +6,9 @@ keeps from call to call save time and never change a choice.
 
 Data that fits one eager slice is bound by latency and runs recursive doubling, dissemination or a
 binary tree. Larger collectives run the candidate with the least predicted time, or a preferred one
-whose time is within 2 % of it (`r2ccl.planning.cost_model`, `best`). ``R2CC_ALGO`` fixes the
+whose time is within 2 % of it (`r2ccl.planning.cost_model`, `best`). An alltoall, and a gather or a
+scatter except of little data, is a direct exchange (`r2ccl.planning.exchange_placement`).
+``R2CC_ALGO`` fixes the
 schedule family, ``R2CC_MODE`` restricts the families. If some nodes have no common rail, schedules
 whose neighbours share one replace the others, as long as one exists.
 """
@@ -18,15 +20,16 @@ from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
 
-from r2ccl.algos import recursive_doubling, spanning_tree, tree
+from r2ccl.algos import recursive_doubling, scan, spanning_tree, tree, tree_gather
 from r2ccl.config import Config
 from r2ccl.failover.health.table import Health
 from r2ccl.planning.allreduce_registry import FAMILIES, Candidate, Terms, candidates, expand
 from r2ccl.planning.collective_registry import DISSEMINATIONS, collective_candidates, parted
 from r2ccl.planning.cost_model import NOT_TREES, UNMEASURED, Choice, Fabric, Placed, predict, put
+from r2ccl.planning.exchange_placement import place_exchange
 from r2ccl.planning.placement import place
 from r2ccl.schedule.ir import Schedule
-from r2ccl.types import PARTED, CallSignature, Collective
+from r2ccl.types import DIRECT, PAIRWISE, PARTED, PREFIXES, CallSignature, Collective
 
 
 class Explanation(NamedTuple):
@@ -97,6 +100,10 @@ class Planner:
             found = self.compare(nbytes, health, ("ring",) if is_ring else None)
             gauges = [each for each in found if each.is_bandwidth_sample] if is_ring else []
             return _expanded(best(gauges or found), terms)
+        if call.collective in _TREE_GATHERS and (is_small or _is_bridged(terms)):
+            return self._tree_gather(call, nbytes, terms, carried)
+        if call.collective in DIRECT:
+            return self._direct(call, nbytes, carried)
         if is_small or call.collective == Collective.BARRIER:
             return self._small(call, terms, carried)
         placed = self._placed_for(call, terms, carried)
@@ -107,13 +114,15 @@ class Planner:
     def _small(self, call: CallSignature, terms: Terms, health: Health) -> Choice:
         """Return the choice for a call without data, or whose data fits one eager slice."""
         nranks = health.nranks
-        is_bridged = not terms.is_connected and terms.is_joined
+        is_bridged = _is_bridged(terms)
         if call.collective in PARTED:
             collective = Collective(call.collective)
             if is_bridged or self._keeps_order:
                 schedule = parted(collective, terms, 1)
             else:
                 schedule = DISSEMINATIONS[collective](nranks, 1)
+        elif call.collective in PREFIXES:
+            schedule = scan.doubling(nranks, is_exclusive=call.collective == Collective.EXSCAN)
         elif is_bridged:
             # Some nodes have no common home rail; neighbours in this tree have one.
             parents = spanning_tree.span(nranks, terms.rank_meets(), call.root)
@@ -127,6 +136,33 @@ class Planner:
             return self.own(schedule, 0, health)
         placement = place(schedule.nchannels, self.fabric.homes, health)
         return Choice(schedule.name, schedule, placement, self._config.slice_nbytes)
+
+    def _tree_gather(
+        self, call: CallSignature, nbytes: int, terms: Terms, health: Health
+    ) -> Choice:
+        """Return the choice for a gather or scatter over a tree.
+
+        It is binomial, or spans nodes that have no common home rail.
+        """
+        make = _TREE_GATHERS[call.collective]
+        if _is_bridged(terms):
+            parents = spanning_tree.span(health.nranks, terms.rank_meets(), call.root)
+            return self.own(make(parents, terms.nchannels, "spanning_tree"), nbytes, health)
+        schedule = make(tree_gather.binomial(health.nranks, call.root))
+        placement = place(1, self.fabric.homes, health)
+        return Choice(schedule.name, schedule, placement, self._config.slice_nbytes)
+
+    def _direct(self, call: CallSignature, nbytes: int, health: Health) -> Choice:
+        """Return the choice for a direct exchange, which is placed once per health."""
+        collective = Collective(call.collective)
+        key = (health.version, f"{collective.name} {call.root}", 0)
+        found = self._placed.get(key)
+        if found is None:
+            channels = self._config.channels
+            placed = place_exchange(collective, call.root, channels, self.fabric, health)
+            found = self._remember(key, [placed])
+        size = _NOMINAL_NBYTES if collective in PAIRWISE else nbytes
+        return predict(found[0], size, self.fabric, self._config)
 
     def _placed_for(self, call: CallSignature, terms: Terms, health: Health) -> list[Placed]:
         """Return the placed candidates of a collective other than allreduce, kept per health."""
@@ -185,10 +221,13 @@ class Planner:
     ) -> list[Placed]:
         found = self._placed.get(key)
         if found is None:
-            found = [put(each, self.fabric, health) for each in make()]
-            if len(self._placed) >= _KEPT:
-                self._placed.pop(next(iter(self._placed)))
-            self._placed[key] = found
+            found = self._remember(key, [put(each, self.fabric, health) for each in make()])
+        return found
+
+    def _remember(self, key: _Key, found: list[Placed]) -> list[Placed]:
+        if len(self._placed) >= _KEPT:
+            self._placed.pop(next(iter(self._placed)))
+        self._placed[key] = found
         return found
 
     def own(self, schedule: Schedule, nbytes: int, health: Health) -> Choice:
@@ -291,6 +330,11 @@ def _expanded(choice: Choice, terms: Terms) -> Choice:
     return choice._replace(schedule=schedule, placement=placement, is_among_nodes=False)
 
 
+def _is_bridged(terms: Terms) -> bool:
+    """Return whether some nodes have no common home rail, but home rails connect all nodes."""
+    return not terms.is_connected and terms.is_joined
+
+
 def full_channels(nhomes: int, nrails: int) -> int:
     """Return the number of channels that keeps all home rails busy, even if one rail is lost.
 
@@ -305,6 +349,13 @@ _TREES: dict[int, Callable[..., Schedule]] = {
     Collective.BROADCAST: tree.broadcast,
     Collective.REDUCE: tree.reduce,
 }
+#: Functions that build a gather or scatter over a tree.
+_TREE_GATHERS: dict[int, Callable[..., Schedule]] = {
+    Collective.GATHER: tree_gather.gather,
+    Collective.SCATTER: tree_gather.scatter,
+}
+#: Size for which collectives in `PAIRWISE` are planned: no rank knows the size of all parts.
+_NOMINAL_NBYTES = 1 << 30
 #: Health version, family or call, and channel count of a ring.
 _Key = tuple[int, str, int]
 

@@ -1,4 +1,4 @@
-"""Allgather, reduce-scatter, broadcast and reduce, made for what nodes have left."""
+"""Collectives other than allreduce and direct exchanges, made for what nodes have left."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from r2ccl.planning.cost_model import Fabric, Rates, put
 from r2ccl.planning.edge_loads import flows_of
 from r2ccl.schedule.check import check
 from r2ccl.schedule.cost import measure
-from r2ccl.types import PARTED, ROOTED, Collective
+from r2ccl.types import PARTED, PREFIXES, Collective
 
-COLLECTIVES = sorted((*PARTED, *ROOTED))
+TREES = (Collective.BROADCAST, Collective.REDUCE)
+COLLECTIVES = sorted((*PARTED, *TREES, *PREFIXES))
 Rows = list[tuple[int, ...]]
 
 
@@ -90,7 +91,7 @@ def test_nodes_that_lack_something_are_kept_apart() -> None:
 def test_the_order_of_ranks_is_kept_where_bits_must_not_change() -> None:
     rows: Rows = [(16, 16), (16, 1), (1, 16), (16, 16), (16, 16)]
     assert ring_order(terms(rows), keeps_order=True) == (0, 1, 2, 3, 4)
-    for collective in ROOTED:
+    for collective in TREES:
         names = {
             each.schedule.name
             for each in collective_candidates(collective, 0, terms(rows), keeps_order=True)

@@ -1,0 +1,124 @@
+"""Placement of direct exchanges: alltoall, gather and scatter, also with parts of unequal size.
+
+A part is divided evenly among channels, and each channel of each pair of ranks is placed on a rail.
+On a whole network channel c uses home rail c for all pairs, which loads all ports of a rank alike.
+On a degraded network the pairs are placed one by one, so that the ports of a rank are loaded in
+proportion to their shares.
+
+The placement is made for parts of equal size. In collectives in `PAIRWISE` no rank knows the sizes
+of all parts, and all ranks must place alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import combinations
+
+from r2ccl.algos import direct_exchange
+from r2ccl.failover.health.table import WHOLE, Health
+from r2ccl.planning.allreduce_registry import Candidate
+from r2ccl.planning.cost_model import Fabric, Placed
+from r2ccl.planning.edge_loads import Flow, Flows
+from r2ccl.planning.placement import Edge, Placement, mean_time, place_edges, port_time
+from r2ccl.schedule.ir import Schedule
+from r2ccl.types import Collective
+
+
+def place_exchange(
+    collective: Collective, root: int, nchannels: int, fabric: Fabric, health: Health
+) -> Placed:
+    """Return the direct exchange of a collective, placed on the rails.
+
+    Parameters
+    ----------
+    collective : Collective
+        One of `r2ccl.types.DIRECT`.
+    root : int
+        Root rank of gather and scatter.
+    nchannels : int
+        Number of channels among which a part is divided; 0: one or two per rail that adds
+        bandwidth, whichever loads the ports of a degraded network more evenly.
+    fabric : Fabric
+    health : Health
+    """
+    n, width = health.nranks, len(fabric.homes)
+    is_whole = all(health.share(rank, rail) == WHOLE for rank in range(n) for rail in fabric.homes)
+    nwires = min(width, fabric.nwires)
+    counts = [nchannels] if nchannels else [nwires]
+    if not is_whole and not nchannels and nwires > 1:
+        counts.append(2 * nwires)
+    found = []
+    for count in counts:
+        schedule = _MAKERS[collective](n, root, count)
+        flows = flows_of_exchange(schedule)
+        if is_whole or fabric.nwires == 1 or len(flows.flows) > _MOST_EDGES_PLACED:
+            placement = _alike(schedule, width)
+        else:
+            placement = _with_whole_parts(
+                place_edges(schedule, fabric.homes, health, fabric.nodes, flows), width
+            )
+        load = port_time(schedule, placement, fabric.homes, health, fabric.nodes, flows)
+        mean = mean_time(flows, fabric.homes, health, fabric.nodes) * WHOLE
+        nlinks = (n - 1) * -(-count // width)
+        busy = (load or Fraction(0)) * WHOLE
+        candidate = Candidate("direct", schedule, flows=flows)
+        found.append(Placed(candidate, placement, busy, mean, nlinks, load is not None))
+    return min(found, key=lambda placed: placed.load)
+
+
+def flows_of_exchange(schedule: Schedule) -> Flows:
+    """Return the flows of a direct exchange of equal parts, without those of channel 0."""
+    n, root = schedule.nranks, schedule.root
+    collective = schedule.collective
+    if collective == "alltoall":
+        pairs = [(low, high, 1, 1) for low, high in combinations(range(n), 2)]
+    else:
+        is_up = [(rank < root) == (collective == "gather") for rank in range(n)]
+        pairs = [
+            (min(rank, root), max(rank, root), int(is_up[rank]), int(not is_up[rank]))
+            for rank in range(n)
+            if rank != root
+        ]
+    channels = range(1, schedule.nchannels)
+    flows = tuple(Flow(channel, *pair) for channel in channels for pair in pairs)
+    return Flows(flows, n * len(channels))
+
+
+def _alike(schedule: Schedule, width: int) -> Placement:
+    """Place every channel on one rail for all pairs, and whole parts on all rails in turn."""
+    channels = tuple(c * width + (c - 1) % width for c in range(1, schedule.nchannels))
+    pairs = {flow[1:3] for flow in flows_of_exchange(schedule).flows}
+    edges = tuple(Edge(0, low, high, (low + high) % width) for low, high in sorted(pairs))
+    return Placement((0, *channels), schedule.weights, edges)
+
+
+def _with_whole_parts(placement: Placement, width: int) -> Placement:
+    """Place the whole parts of every pair on a rail that the pair uses for divided ones."""
+    rails: dict[tuple[int, int], list[int]] = {}
+    for _, low, high, number in placement.edges:
+        rails.setdefault((low, high), []).append(number % width)
+    edges = [
+        Edge(0, low, high, found[(low + high) % len(found)])
+        for (low, high), found in sorted(rails.items())
+    ]
+    return placement._replace(edges=(*edges, *placement.edges))
+
+
+#: Functions ``make(nranks, root, nchannels)`` that build the schedules.
+_MAKERS: dict[Collective, Callable[[int, int, int], Schedule]] = {
+    Collective.ALLTOALL: lambda nranks, root, nchannels: direct_exchange.alltoall(
+        nranks, nchannels
+    ),
+    Collective.ALLTOALLV: lambda nranks, root, nchannels: direct_exchange.alltoall(
+        nranks, nchannels
+    ),
+    Collective.GATHER: direct_exchange.gather,
+    Collective.GATHERV: direct_exchange.gather,
+    Collective.SCATTER: direct_exchange.scatter,
+    Collective.SCATTERV: direct_exchange.scatter,
+}
+#: Most edges that are placed one by one (0.2 s). With more, the links of lost ports detour.
+_MOST_EDGES_PLACED = 20_000
+
+__all__ = ["flows_of_exchange", "place_exchange"]
