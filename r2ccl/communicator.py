@@ -381,6 +381,461 @@ class Communicator:
             stream, async_op, arguments.reduce, x, out, op, root, self.rank
         )
 
+    def gather(
+        self,
+        x: Any,
+        out: Any = None,
+        root: int = 0,
+        *,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Gather the `x` of every rank on rank `root`.
+
+        Parameters
+        ----------
+        x : array_like, any shape
+            In host memory, otherwise as for `allreduce`. On `root` it may be the root's part of
+            `out`, which saves a copy.
+        out : array_like, optional
+            On `root`, receives the data of all ranks in rank order, as for `allgather`. Ignored on
+            other ranks.
+        root : int
+        stream, async_op
+            As for `allreduce`; a stream is refused, because device memory is not supported.
+
+        Returns
+        -------
+        array_like or None or Work
+            On `root`, `out`, or the new array without `out`; None on other ranks. With
+            ``async_op`` a `Work`.
+
+        Raises
+        ------
+        InvalidArgument
+            As for `allgather`, if `root` is not a rank, or if an array is in device memory.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: one message from every rank to the root; log2(n) messages
+        one after another over a binomial tree if all data fits one eager slice.
+        """
+        root, make = self._rank_of(root), arguments.gather
+        return self._collectives.start(stream, async_op, make, x, out, root, self.rank, self.nranks)
+
+    def gatherv(
+        self,
+        x: Any,
+        out: Any = None,
+        root: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+        displs: Sequence[int] | None = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Gather the `x` of every rank, whose sizes may differ, on rank `root`.
+
+        Parameters
+        ----------
+        x : array_like
+            As for `gather`, of any number of elements, 0 allowed.
+        out : array_like, optional
+            On `root`, receives the data. Elements outside all parts are not modified. Default: a
+            new flat array that ends with the last part. Ignored on other ranks.
+        root : int
+        counts : sequence of int
+            On `root`, the number of elements of each rank's `x`. Ignored on other ranks.
+        displs : sequence of int, optional
+            On `root`, the first element of each rank's part of `out`; parts must not overlap.
+            Default: the parts follow one another in rank order. Ignored on other ranks.
+        stream, async_op
+            As for `gather`.
+
+        Returns
+        -------
+        array_like or None or Work
+            As for `gather`.
+
+        Raises
+        ------
+        InvalidArgument
+            As for `gather`, if counts or displacements are wrong or, on all ranks, if a rank passes
+            another number of elements than `root` expects, which revokes the communicator.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: one message from every rank to the root.
+        """
+        root, make = self._rank_of(root), arguments.gatherv
+        given = (x, out, root, counts, displs, self.rank, self.nranks)
+        return self._collectives.start(stream, async_op, make, *given)
+
+    def scatter(
+        self,
+        x: Any,
+        out: Any = None,
+        root: int = 0,
+        *,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Send one equal part of the `x` of rank `root` to every rank.
+
+        Parameters
+        ----------
+        x : array_like
+            On `root`, the parts of all ranks in rank order; the number of elements must be a
+            multiple of ``nranks``. In host memory. Ignored on other ranks, which may pass None.
+        out : array_like, optional
+            Receives this rank's part. On `root` it may be the same part of `x`, which saves a copy,
+            and the default is a new array, as for `reduce_scatter`. Required on other ranks.
+        root : int
+        stream, async_op
+            As for `gather`.
+
+        Returns
+        -------
+        array_like or Work
+            `out`, or on `root` the new array without `out`; with ``async_op`` a `Work`.
+
+        Raises
+        ------
+        InvalidArgument
+            As for `gather`, or if `out` is missing or has a wrong size.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: as for `gather`, in the opposite direction.
+        """
+        root, make = self._rank_of(root), arguments.scatter
+        return self._collectives.start(stream, async_op, make, x, out, root, self.rank, self.nranks)
+
+    def scatterv(
+        self,
+        x: Any,
+        out: Any = None,
+        root: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+        displs: Sequence[int] | None = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Send one part of the `x` of rank `root`, of any size, to every rank.
+
+        Parameters
+        ----------
+        x : array_like
+            On `root`, contains the parts of all ranks. In host memory. Ignored on other ranks,
+            which may pass None.
+        out : array_like, optional
+            Receives this rank's part and has its size. On `root` it may be the same part of `x`,
+            and the default is a new flat array. Required on other ranks.
+        root : int
+        counts : sequence of int
+            On `root`, the number of elements of each rank's part. Ignored on other ranks.
+        displs : sequence of int, optional
+            On `root`, the first element of each rank's part of `x`; parts may overlap. Default: the
+            parts follow one another in rank order. Ignored on other ranks.
+        stream, async_op
+            As for `gather`.
+
+        Returns
+        -------
+        array_like or Work
+            As for `scatter`.
+
+        Raises
+        ------
+        InvalidArgument
+            As for `scatter`, if counts or displacements are wrong or, on all ranks, if `out` of a
+            rank has another size than `root` sends, which revokes the communicator.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: one message from the root to every rank.
+        """
+        root, make = self._rank_of(root), arguments.scatterv
+        given = (x, out, root, counts, displs, self.rank, self.nranks)
+        return self._collectives.start(stream, async_op, make, *given)
+
+    def alltoall(
+        self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False
+    ) -> Any:
+        """Send one equal part of `x` to every rank; receive one from every rank.
+
+        Parameters
+        ----------
+        x : array_like
+            The parts for all ranks in rank order; the number of elements must be a multiple of
+            ``nranks``. In host memory, otherwise as for `allreduce`.
+        out : array_like, optional
+            Receives the parts from all ranks in rank order; has the size of `x`. May be `x` itself.
+            Default: a new array like `x`.
+        stream, async_op
+            As for `gather`.
+
+        Returns
+        -------
+        array_like or Work
+            `out`, or the new array without `out`; with ``async_op`` a `Work`.
+
+        Raises
+        ------
+        InvalidArgument
+            As for `allreduce`, if the number of elements is not a multiple of ``nranks``, or if an
+            array is in device memory.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: one message to every rank; each rank sends (n - 1)/n of
+        `x`. If `out` is `x`, the data is copied once, to memory that is reused across calls.
+        """
+        make = arguments.alltoall
+        return self._collectives.start(stream, async_op, make, x, out, self.rank, self.nranks)
+
+    def alltoallv(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        sendcounts: Sequence[int],
+        recvcounts: Sequence[int],
+        senddispls: Sequence[int] | None = None,
+        recvdispls: Sequence[int] | None = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Send a part of `x`, of any size, to every rank; receive one from every rank.
+
+        Parameters
+        ----------
+        x : array_like
+            Contains the parts for all ranks. In host memory, otherwise as for `allreduce`.
+        out : array_like, optional
+            Receives the parts from all ranks. May be `x` itself. Elements outside all parts are not
+            modified. Default: a new flat array that ends with the last part.
+        sendcounts, recvcounts : sequence of int
+            Number of elements sent to, and received from, each rank; 0 allowed.
+        senddispls, recvdispls : sequence of int, optional
+            First element of each rank's part of `x`, and of `out`; parts of `out` must not overlap.
+            Default: the parts follow one another in rank order.
+        stream, async_op
+            As for `gather`.
+
+        Returns
+        -------
+        array_like or Work
+            As for `alltoall`.
+
+        Raises
+        ------
+        InvalidArgument
+            As for `alltoall`, if counts or displacements are wrong or, on all ranks, if a rank
+            sends another number of elements than the receiver expects, which revokes the
+            communicator.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: one message to every rank, also for empty parts. No rank
+        learns the counts of other pairs.
+        """
+        counts, displs = (sendcounts, recvcounts), (senddispls, recvdispls)
+        given = (x, out, counts, displs, self.rank, self.nranks)
+        return self._collectives.start(stream, async_op, arguments.alltoallv, *given)
+
+    def allgatherv(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        counts: Sequence[int],
+        displs: Sequence[int] | None = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Gather the `x` of every rank, whose sizes may differ, on every rank.
+
+        Parameters
+        ----------
+        x : array_like
+            As for `allgather`, with ``counts[rank]`` elements. Unless all counts are equal and
+            `displs` is left out, in host memory.
+        out : array_like, optional
+            Receives the data of all ranks. Elements outside all parts are not modified. Default: a
+            new flat array that ends with the last part.
+        counts : sequence of int
+            Number of elements of each rank's `x`, equal on all ranks; 0 allowed.
+        displs : sequence of int, optional
+            First element of each rank's part of `out`; parts must not overlap. May differ between
+            ranks. Default: the parts follow one another in rank order.
+        stream, async_op
+            As for `allreduce`.
+
+        Returns
+        -------
+        array_like or Work
+            As for `allgather`.
+
+        Raises
+        ------
+        InvalidArgument
+            As for `allgather`, if counts or displacements are wrong, if an array is in device
+            memory or, on all ranks, if the ranks pass different counts, which revokes the
+            communicator.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: as for `allgather`; each rank receives all parts but its
+        own.
+        """
+        make = arguments.allgatherv
+        given = (x, out, counts, displs, self.rank, self.nranks)
+        return self._collectives.start(stream, async_op, make, *given)
+
+    def reduce_scatterv(
+        self,
+        x: Any,
+        out: Any = None,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        counts: Sequence[int],
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce `x` over all ranks; each rank receives one part of the result, of any size.
+
+        Parameters
+        ----------
+        x : array_like
+            As for `reduce_scatter`, with as many elements as all counts together. Unless all counts
+            are equal, in host memory.
+        out : array_like, optional
+            Receives part number `rank` of the result, of ``counts[rank]`` elements. May be the same
+            part of `x`. Default: a new flat array.
+        op : ReduceOp
+            As for `allreduce`.
+        counts : sequence of int
+            Number of elements of each rank's part, equal on all ranks; 0 allowed. The parts follow
+            one another in rank order.
+        stream, async_op
+            As for `allreduce`.
+
+        Returns
+        -------
+        array_like or Work
+            As for `reduce_scatter`.
+
+        Raises
+        ------
+        InvalidArgument
+            As for `reduce_scatter`, if the counts are wrong, if an array is in device memory or, on
+            all ranks, if the ranks pass different counts, which revokes the communicator.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: as for `reduce_scatter`; each rank sends all parts but its
+        own.
+        """
+        make = arguments.reduce_scatterv
+        given = (x, out, op, counts, self.rank, self.nranks)
+        return self._collectives.start(stream, async_op, make, *given)
+
+    def scan(
+        self,
+        x: Any,
+        out: Any = None,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce `x` over the ranks up to and including each rank, in rank order.
+
+        Parameters
+        ----------
+        x : array_like, any shape
+            In host memory, otherwise as for `allreduce`.
+        out : array_like, optional
+            As for `allreduce`.
+        op : ReduceOp
+            As for `allreduce`, except AVG.
+        stream, async_op
+            As for `gather`.
+
+        Returns
+        -------
+        array_like or Work
+            As for `allreduce`.
+
+        Raises
+        ------
+        InvalidArgument
+            As for `allreduce`, if `op` is AVG, or if an array is in device memory.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: log2(n) exchanges of the data if it fits one eager slice;
+        otherwise a pipeline through all ranks, if that is predicted to be faster. Ranks get the
+        same bits on every run with the same plan, but the sum of the highest rank may round
+        differently from an allreduce.
+        """
+        return self._collectives.start(stream, async_op, arguments.scan, x, out, op, False)
+
+    def exscan(
+        self,
+        x: Any,
+        out: Any = None,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce `x` over the ranks below each rank, in rank order.
+
+        Parameters
+        ----------
+        x, out, op, stream, async_op
+            As for `scan`. On rank 0, `out` is not modified.
+
+        Returns
+        -------
+        array_like or Work
+            As for `allreduce`.
+
+        Raises
+        ------
+        InvalidArgument
+            As for `scan`.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: as for `scan`, and one exchange more. Without `out`, the
+        data is copied once, to memory that is reused across calls.
+        """
+        return self._collectives.start(stream, async_op, arguments.scan, x, out, op, True)
+
     def run_schedule(
         self,
         schedule: Schedule,

@@ -12,6 +12,9 @@ the dtype supports the op is checked by `check_op` or by planning, the schedule 
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
+from itertools import pairwise
 from operator import index
 from typing import Any, TypeAlias
 
@@ -26,6 +29,7 @@ from r2ccl.runtime.arrays.buffers import (
     host_array,
     is_in_place,
     like,
+    like_flat,
     like_part,
     part_of,
     refusal,
@@ -36,6 +40,7 @@ from r2ccl.runtime.arrays.cuda import (
     is_device_array,
 )
 from r2ccl.runtime.messages.matching import ANY
+from r2ccl.schedule.chunks import Parts, Range, consecutive
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import REDUCTIONS, CallSignature, Collective, ReduceOp
 
@@ -51,13 +56,17 @@ class Request(msgspec.Struct, frozen=True, eq=False):
         Parameters of the call that must be equal on all ranks.
     source, output : Buffer or DeviceBuffer
         Views of the input and the output, both in host memory or both on one device. ``output``
-        is None for a reduce on a rank other than the root.
+        is None for a reduce or gather on a rank other than the root; for a scatter there, `source`
+        is empty.
     result : object
         Return value of the call.
     schedule : Schedule or None
         User-defined allreduce schedule, if the caller passed one.
+    parts : Parts or None
+        Places of the parts, unless all are equal and follow one another in both arrays.
     is_in_place : bool
-        Only for an allgather: `source` is already this rank's part of `output`.
+        For an allgather: `source` is already this rank's part of `output`. For an alltoall or an
+        exscan: they are the same memory.
     is_staged : bool
         The collective cannot run directly from `source` to `output`: data is copied before or
         after the collective, or partial sums need separate memory.
@@ -68,6 +77,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     output: Memory | None
     result: Any
     schedule: Schedule | None = None
+    parts: Parts | None = None
     is_in_place: bool = False
     is_staged: bool = False
 
@@ -125,6 +135,293 @@ def reduce_scatter(x: Any, out: Any, op: ReduceOp, rank: int, nranks: int) -> Re
         op = kernels.check_op(source.dtype_code, op)
     call = CallSignature(Collective.REDUCE_SCATTER, source.dtype_code, op, source.count)
     return Request(call, source, output, result, is_staged=True)
+
+
+def allgatherv(x: Any, out: Any, counts: Any, displs: Any, rank: int, nranks: int) -> Request:
+    """Make the request of `Communicator.allgatherv`."""
+    sizes = _counts("counts", counts, nranks)
+    places = _places("counts", sizes, "displs", displs)
+    if len(set(sizes)) == 1 and places == consecutive(sizes):
+        return allgather(x, like_flat(x, sum(sizes)) if out is None else out, rank, nranks)
+    source = _on_host("allgatherv", x)
+    result = like_flat(x, _end(places)) if out is None else out
+    output = _on_host("allgatherv", result, writable=True)
+    _require_room("out", output, places, is_disjoint=True)
+    is_there = is_in_place(source, _part(output, places[rank]), whole_output=output)
+    call = CallSignature(Collective.ALLGATHER, output.dtype_code, ReduceOp.SUM, sum(sizes))
+    parts = Parts(places, places)
+    return Request(
+        _with_counts(call, sizes),
+        source,
+        output,
+        result,
+        parts=parts,
+        is_in_place=is_there,
+        is_staged=True,
+    )
+
+
+def reduce_scatterv(x: Any, out: Any, op: ReduceOp, counts: Any, rank: int, nranks: int) -> Request:
+    """Make the request of `Communicator.reduce_scatterv`."""
+    sizes = _counts("counts", counts, nranks)
+    result = like_flat(x, sizes[rank]) if out is None else out
+    if len(set(sizes)) == 1:
+        return reduce_scatter(x, result, op, rank, nranks)
+    source = _on_host("reduce_scatterv", x)
+    output = _on_host("reduce_scatterv", result, writable=True)
+    places = consecutive(sizes)
+    if source.count != sum(sizes):
+        raise InvalidArgument(
+            f"x has {source.count} elements, counts={sizes} add up to {sum(sizes)}: both must be "
+            "equal"
+        )
+    is_in_place(_part(source, places[rank]), output, whole_source=source)
+    if type(op) is not ReduceOp:
+        op = kernels.check_op(source.dtype_code, op)
+    call = CallSignature(Collective.REDUCE_SCATTER, source.dtype_code, op, source.count)
+    parts = Parts(places, places)
+    return Request(_with_counts(call, sizes), source, output, result, parts=parts, is_staged=True)
+
+
+def gather(x: Any, out: Any, root: int, rank: int, nranks: int) -> Request:
+    """Make the request of `Communicator.gather`."""
+    source = _on_host("gather", x)
+    sizes = (source.count,) * nranks
+    if rank == root and out is None:
+        out = like(x, nranks)
+    return _gather(Collective.GATHER, source, out, root, rank, consecutive(sizes))
+
+
+def gatherv(
+    x: Any, out: Any, root: int, counts: Any, displs: Any, rank: int, nranks: int
+) -> Request:
+    """Make the request of `Communicator.gatherv`."""
+    source = _on_host("gatherv", x)
+    places: tuple[Range, ...] = ((0, 0),) * nranks
+    if rank == root:
+        places = _places("counts", _counts("counts", counts, nranks), "displs", displs)
+        out = like_flat(x, _end(places)) if out is None else out
+    return _gather(Collective.GATHERV, source, out, root, rank, places)
+
+
+def scatter(x: Any, out: Any, root: int, rank: int, nranks: int) -> Request:
+    """Make the request of `Communicator.scatter`."""
+    if rank != root:
+        return _scatter(Collective.SCATTER, None, out, root, rank, ((0, 0),) * nranks)
+    source = _on_host("scatter", x)
+    count = part_of(source, rank, nranks).count
+    result = like_part(x, nranks) if out is None else out
+    places = consecutive((count,) * nranks)
+    return _scatter(Collective.SCATTER, source, result, root, rank, places)
+
+
+def scatterv(
+    x: Any, out: Any, root: int, counts: Any, displs: Any, rank: int, nranks: int
+) -> Request:
+    """Make the request of `Communicator.scatterv`."""
+    if rank != root:
+        return _scatter(Collective.SCATTERV, None, out, root, rank, ((0, 0),) * nranks)
+    source = _on_host("scatterv", x)
+    sizes = _counts("counts", counts, nranks)
+    places = _places("counts", sizes, "displs", displs)
+    _require_room("x", source, places, is_disjoint=False)
+    result = like_flat(x, sizes[rank]) if out is None else out
+    return _scatter(Collective.SCATTERV, source, result, root, rank, places)
+
+
+def alltoall(x: Any, out: Any, rank: int, nranks: int) -> Request:
+    """Make the request of `Communicator.alltoall`."""
+    source = _on_host("alltoall", x)
+    count = part_of(source, rank, nranks).count
+    result = like(x) if out is None else out
+    output = _on_host("alltoall", result, writable=True)
+    is_same = is_in_place(source, output)
+    places = consecutive((count,) * nranks)
+    call = CallSignature(Collective.ALLTOALL, source.dtype_code, ReduceOp.SUM, source.count)
+    parts = _turned(places, places, rank)
+    return Request(call, source, output, result, parts=parts, is_in_place=is_same, is_staged=True)
+
+
+def alltoallv(
+    x: Any, out: Any, counts: tuple[Any, Any], displs: tuple[Any, Any], rank: int, nranks: int
+) -> Request:
+    """Make the request of `Communicator.alltoallv`; `counts` and `displs`: sent, received."""
+    source = _on_host("alltoallv", x)
+    sent = _counts("sendcounts", counts[0], nranks)
+    received = _counts("recvcounts", counts[1], nranks)
+    if sent[rank] != received[rank]:
+        raise InvalidArgument(
+            f"sendcounts[{rank}]={sent[rank]} and recvcounts[{rank}]={received[rank]} are both the "
+            "size of the part that this rank sends to itself: they must be equal"
+        )
+    sources = _places("sendcounts", sent, "senddispls", displs[0])
+    targets = _places("recvcounts", received, "recvdispls", displs[1])
+    result = like_flat(x, _end(targets)) if out is None else out
+    output = _on_host("alltoallv", result, writable=True)
+    _require_room("x", source, sources, is_disjoint=False)
+    _require_room("out", output, targets, is_disjoint=True)
+    is_same = source.overlaps(output) and is_in_place(source, output)
+    _require_dtype(source, output)
+    call = CallSignature(Collective.ALLTOALLV, source.dtype_code, ReduceOp.SUM, 0)
+    parts = _turned(sources, targets, rank)
+    return Request(call, source, output, result, parts=parts, is_in_place=is_same, is_staged=True)
+
+
+def scan(x: Any, out: Any, op: ReduceOp, is_exclusive: bool) -> Request:
+    """Make the request of `Communicator.scan`, or with `is_exclusive` of `exscan`."""
+    collective = Collective.EXSCAN if is_exclusive else Collective.SCAN
+    name = collective.name.lower()
+    is_same = out is None or out is x
+    source = _on_host(name, x, writable=is_same)
+    output = source
+    if not is_same:
+        output = _on_host(name, out, writable=True)
+        is_same = is_in_place(source, output)
+    op = kernels.check_op(source.dtype_code, op)
+    if op is ReduceOp.AVG:
+        raise InvalidArgument(
+            f"{name} with op=AVG: each rank reduces another number of ranks; pass op=SUM and divide"
+        )
+    call = CallSignature(collective, source.dtype_code, op, source.count)
+    is_copied = is_exclusive and is_same
+    result = x if out is None else out
+    return Request(call, source, output, result, is_in_place=is_copied, is_staged=is_copied)
+
+
+def _gather(
+    collective: Collective,
+    source: Buffer,
+    out: Any,
+    root: int,
+    rank: int,
+    places: tuple[Range, ...],
+) -> Request:
+    """Make the request of a gather whose parts are at `places` of `out` on the root."""
+    nothing: list[Range] = [(0, 0)] * len(places)
+    nothing[rank] = (0, source.count)
+    output, targets = None, ((0, 0),) * len(places)
+    if rank == root:
+        output, targets = _on_host(collective.name.lower(), out, writable=True), places
+        if collective == Collective.GATHER and output.count != _end(places):
+            raise InvalidArgument(
+                f"x has {source.count} elements, out has {output.count}: give {len(places)} times "
+                "as many"
+            )
+        _require_room("out", output, places, is_disjoint=True)
+        is_in_place(source, _part(output, places[rank]), whole_output=output)
+    count = source.count * len(places) if collective == Collective.GATHER else 0
+    call = CallSignature(collective, source.dtype_code, ReduceOp.SUM, count, root)
+    result = out if rank == root else None
+    parts = Parts(tuple(nothing), targets)
+    return Request(call, source, output, result, parts=parts, is_staged=True)
+
+
+def _scatter(
+    collective: Collective,
+    source: Buffer | None,
+    out: Any,
+    root: int,
+    rank: int,
+    places: tuple[Range, ...],
+) -> Request:
+    """Make the request of a scatter whose parts are at `places` of `source` on the root."""
+    name = collective.name.lower()
+    if out is None:
+        raise InvalidArgument(
+            f"{name} on rank {rank} without out: only the root, rank {root}, may leave it out; "
+            "pass the array that receives this rank's part"
+        )
+    output = _on_host(name, out, writable=True)
+    if source is None:
+        source = output.part(0, 0)
+    else:
+        is_in_place(_part(source, places[rank]), output, whole_source=source)
+    targets: list[Range] = [(0, 0)] * len(places)
+    targets[rank] = (0, output.count)
+    count = output.count * len(places) if collective == Collective.SCATTER else 0
+    call = CallSignature(collective, output.dtype_code, ReduceOp.SUM, count, root)
+    parts = Parts(places, tuple(targets))
+    return Request(call, source, output, out, parts=parts, is_staged=True)
+
+
+def _on_host(name: str, x: Any, *, writable: bool = False) -> Buffer:
+    """View an array of a collective that supports host memory only."""
+    if type(x) is not np.ndarray and is_device_array(x):
+        raise InvalidArgument(
+            f"{name} was given an array in device memory, but supports host memory only: copy the "
+            "data to the host"
+        )
+    return as_buffer(x, writable=writable)
+
+
+def _counts(name: str, counts: Any, nranks: int) -> tuple[int, ...]:
+    """Return the caller's counts or displacements, one per rank."""
+    try:
+        found = tuple(map(index, counts))
+    except TypeError:
+        found = ()
+    if len(found) != nranks or min(found) < 0:
+        raise InvalidArgument(
+            f"{name}={counts!r}; give {nranks} integers of 0 or more, one per rank, in elements"
+        )
+    return found
+
+
+def _places(name: str, counts: tuple[int, ...], displs_name: str, displs: Any) -> tuple[Range, ...]:
+    """Return the ranges of parts of `counts` elements at `displs`, by default one after another."""
+    if displs is None:
+        return consecutive(counts)
+    firsts = _counts(displs_name, displs, len(counts))
+    return tuple((at, at + count) for at, count in zip(firsts, counts, strict=True))
+
+
+def _end(places: Sequence[Range]) -> int:
+    return max(end for _, end in places)
+
+
+def _part(whole: Buffer, place: Range) -> Buffer:
+    return whole.part(place[0], place[1] - place[0])
+
+
+def _require_room(name: str, buffer: Buffer, places: Sequence[Range], *, is_disjoint: bool) -> None:
+    """Check that `places` are in `buffer` and, if `is_disjoint`, that no two of them overlap."""
+    for rank, (lo, hi) in enumerate(places):
+        if hi > buffer.count:
+            raise InvalidArgument(
+                f"the part of rank {rank} is elements {lo} to {hi} of {name}, which has "
+                f"{buffer.count}: pass a larger array, or other counts and displacements"
+            )
+    used = sorted((place, rank) for rank, place in enumerate(places) if place[0] < place[1])
+    for (before, one), (after, other) in pairwise(used) if is_disjoint else ():
+        if after[0] < before[1]:
+            raise InvalidArgument(
+                f"the parts of ranks {one} and {other} overlap in {name} from element {after[0]} "
+                "on: pass displacements at least as far apart as the counts"
+            )
+
+
+def _require_dtype(source: Buffer, output: Buffer) -> None:
+    if source.dtype_code != output.dtype_code:
+        raise InvalidArgument(
+            f"the input has dtype {source.array.dtype}, the output {output.array.dtype}: both must "
+            "be equal"
+        )
+
+
+def _turned(sources: Sequence[Range], targets: Sequence[Range], rank: int) -> Parts:
+    """Return the parts of an alltoall from the places of each rank's part."""
+    n = len(sources)
+    return Parts(
+        tuple(sources[(rank + part) % n] for part in range(n)),
+        tuple(targets[(rank - part) % n] for part in range(n)),
+    )
+
+
+def _with_counts(call: CallSignature, counts: tuple[int, ...]) -> CallSignature:
+    """Return the signature with a digest of counts that differ; equal counts need none."""
+    if len(set(counts)) == 1:
+        return call
+    return call.with_digest(zlib.crc32(repr(counts).encode()))
 
 
 def view(x: Any, *, writable: bool) -> Memory:
@@ -234,12 +531,21 @@ __all__ = [
     "Memory",
     "Request",
     "allgather",
+    "allgatherv",
     "allreduce",
+    "alltoall",
+    "alltoallv",
     "as_buffer",
     "broadcast",
     "check_op",
+    "gather",
+    "gatherv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatterv",
+    "scan",
+    "scatter",
+    "scatterv",
     "tag",
     "view",
 ]

@@ -36,6 +36,7 @@ from r2ccl.runtime.arrays.cuda import DeviceBuffer
 from r2ccl.runtime.async_work import Task, Work, Worker
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LandingPool, host_lanes
+from r2ccl.schedule.chunks import Parts
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 Array = npt.NDArray[Any]
@@ -315,27 +316,37 @@ class Collectives:
         """Run a collective on host memory, including the copies before and after it."""
         source, output, call = request.source, request.output, request.signature
         assert isinstance(source, Buffer)
+        data, parts = source.array, request.parts
         if output is None:
-            self._collect(call, source.array, self._scratch_like(source.array))
+            is_gather = call.collective in (Collective.GATHER, Collective.GATHERV)
+            self._collect(call, data, data[:0] if is_gather else self._scratch_like(data), parts)
             return
         assert isinstance(output, Buffer)
+        result = output.array
         if call.collective == Collective.ALLGATHER:
             if not request.is_in_place:
-                at = self._rank * source.count
-                output.array[at : at + source.count] = source.array
-            self._collect(call, output.array, output.array)
+                at = self._rank * source.count if parts is None else parts.inputs[self._rank][0]
+                result[at : at + source.count] = data
+            self._collect(call, result, result, parts)
         elif call.collective == Collective.REDUCE_SCATTER:
-            sums = self._scratch_like(source.array)
-            self._collect(call, source.array, sums)
-            at = self._rank * output.count
-            output.array[:] = sums[at : at + output.count]
+            sums = self._scratch_like(data)
+            self._collect(call, data, sums, parts)
+            at = self._rank * output.count if parts is None else parts.inputs[self._rank][0]
+            result[:] = sums[at : at + output.count]
+        elif request.schedule is None:
+            if request.is_in_place:  # their schedules need separate memory
+                data = self._scratch_like(data)
+                data[:] = source.array
+            self._collect(call, data, result, parts)
         else:
             select = partial(self._plans, call, own=request.schedule)
-            self._run_engine(select, partial(host_lanes, self._pool, source.array, output.array))
+            self._run_engine(select, partial(host_lanes, self._pool, data, result))
 
-    def _collect(self, call: CallSignature, source: Array, output: Array) -> None:
+    def _collect(
+        self, call: CallSignature, source: Array, output: Array, parts: Parts | None = None
+    ) -> None:
         """Enter and run a collective from `source` to `output`, without copies around it."""
-        select = partial(self._plans, call)
+        select = partial(self._plans, call, parts=parts)
         self._run_engine(select, partial(host_lanes, self._pool, source, output))
 
     def _scratch_like(self, array: Array) -> Array:

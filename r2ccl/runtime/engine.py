@@ -10,7 +10,7 @@ status and errors have the ranks of the job, which are the same in the job's fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -484,7 +484,7 @@ class Engine:
             self.peers = plan.layout.peers
             self.is_calling = is_calling = True
             try:
-                links.begin(calls, plan.signature)
+                links.begin(calls, plan.signature, self._in_job(plan.pairs))
                 runs = make(plan, links)
                 consumers: dict[int, Consumer] = {}
                 for run in runs:
@@ -516,6 +516,15 @@ class Engine:
         if loop.inbox:
             self._control.call_soon(loop.serve)
         loop.send_rest()
+
+    def _in_job(
+        self, pairs: Mapping[tuple[int, bool], int] | None
+    ) -> Mapping[tuple[int, bool], int] | None:
+        """Return the signatures of pairs with the peers' ranks in the job."""
+        if not pairs or not self.context.context_id:
+            return pairs
+        members = self.context.members
+        return {(members[peer], is_sent): each for (peer, is_sent), each in pairs.items()}
 
     def _connect(self, peers: frozenset[int]) -> None:
         """Connect data paths to those of the ranks of a plan that have none; wait for them."""

@@ -68,7 +68,7 @@ class Operands(Protocol):
         Parameters
         ----------
         step : Step
-            Any step except a send.
+            Any step except a send. It reads from element ``lo + step.shift`` on.
         lo, hi : int
         received : ndarray, buffer or None
             Landing place of a slice to be reduced, or payload of an eager slice. None if the slice
@@ -121,7 +121,7 @@ class HostCall:
         self.output = output
         self.reduce = reduce
         self.finish = finish
-        scratch = np.empty_like(output) if layout.uses_scratch else output[:0]
+        scratch = np.empty(layout.count if layout.uses_scratch else 0, output.dtype)
         self.spaces = (source, output, scratch)
         self.views = tuple(memoryview(space.view(np.uint8)) for space in self.spaces)  # type: ignore[arg-type]
 
@@ -131,7 +131,7 @@ class HostCall:
         kind = step.kind
         if kind is OpKind.RECV_REDUCE:
             if hi > lo:
-                mine = self.spaces[step.src_space][lo:hi]
+                mine = self.spaces[step.src_space][lo + step.shift : hi + step.shift]
                 if step.is_eager:
                     theirs = np.frombuffer(received, out.dtype)
                 else:
@@ -144,12 +144,15 @@ class HostCall:
             if received is not None and hi > lo:
                 out[:] = np.frombuffer(received, out.dtype)
         elif kind is OpKind.REDUCE:
-            self.reduce(out, self.spaces[step.src_space][lo:hi], out)
+            self.reduce(out, self._read(step, lo, hi), out)
         elif step.src_space != step.dst_space:
-            np.copyto(out, self.spaces[step.src_space][lo:hi])
+            np.copyto(out, self._read(step, lo, hi))
         if step.is_final and self.finish is not None:
             self.finish(out)
         return 0
+
+    def _read(self, step: Step, lo: int, hi: int) -> Array:
+        return self.spaces[step.src_space][lo + step.shift : hi + step.shift]
 
 
 class LandingPool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
 from r2ccl.dtypes import dtype_name
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.failover import Failover
@@ -30,7 +32,16 @@ from r2ccl.transport.base import (
     RailChanged,
     Sent,
 )
-from r2ccl.types import REDUCTIONS, ROOTED, CallSignature, Collective, PathKey, ReduceOp
+from r2ccl.types import (
+    PAIRWISE,
+    PARTED,
+    REDUCTIONS,
+    ROOTED,
+    CallSignature,
+    Collective,
+    PathKey,
+    ReduceOp,
+)
 
 
 class Computer(Protocol):
@@ -113,8 +124,8 @@ class Progress:
         """
         if computer is not None:
             self._computers[calls] = computer
-        for seen, peer in calls.ahead.pop(calls.op, {}).items():
-            self._compare(calls, peer, calls.op, seen)
+        for seen, peer, is_sent in calls.ahead.pop(calls.op, ()):
+            self._compare(calls, peer, calls.op, seen, is_sent)
 
     def finish(self, calls: Calls[Consumer]) -> None:
         """End the call; all its slices are delivered and released, or it has failed."""
@@ -197,7 +208,7 @@ class Progress:
 
     def _on_cleared(self, event: Cleared) -> None:
         path, frame = event.path, event.frame
-        if self._seen(path, frame) is None:
+        if self._seen(path, frame, is_sent=True) is None:
             return
         link = self._links.sender(path.peer, frame.channel)
         if frame.ack > link.confirmed:
@@ -226,10 +237,10 @@ class Progress:
         if released:
             self._links.release(released)
 
-    def _seen(self, key: PathKey, frame: Frame) -> Path | None:
+    def _seen(self, key: PathKey, frame: Frame, *, is_sent: bool = False) -> Path | None:
         """Count a sign of life of the path, and record the call that the peer is in.
 
-        Return the path; None if the communicator has ended, because the calls of the peer and of
+        `is_sent`: the frame concerns a slice to the peer. Return the path; None if the communicator has ended, because the calls of the peer and of
         this rank differ.
         """
         links = self._links
@@ -240,29 +251,52 @@ class Progress:
         if frame.op > calls.seen.get(key.peer, 0):
             calls.seen[key.peer] = frame.op
         if frame.signature != calls.signature or frame.op != calls.op:
-            self._compare(calls, key.peer, frame.op, frame.signature)
+            self._compare(calls, key.peer, frame.op, frame.signature, is_sent)
             if self._revocation.error is not None:
                 return None
         return path
 
     # Agreement on the call
 
-    def _compare(self, calls: Calls[Consumer], peer: int, op: int, signature: int) -> None:
-        """Revoke the communicator if the calls numbered `op` of a peer and this rank differ."""
+    def _compare(
+        self, calls: Calls[Consumer], peer: int, op: int, signature: int, is_sent: bool
+    ) -> None:
+        """Revoke the communicator if the calls numbered `op` of a peer and this rank differ.
+
+        `signature` is the peer's, for slices from the peer or, if `is_sent`, to the peer.
+        """
         if op > calls.op:
-            calls.ahead.setdefault(op, {}).setdefault(signature, peer)
+            calls.ahead.setdefault(op, {})[signature, peer, is_sent] = None
             return
         mine = calls.signatures.get(op, signature)
+        if CallSignature.unpack(mine).collective in PAIRWISE:
+            # The counts of earlier collectives are not kept, and not needed: a collective ends only
+            # if the counts of all its slices are equal.
+            pairs = calls.pairs if op == calls.op else None
+            mine = (pairs or {}).get((peer, is_sent)) or _with_count_of(mine, signature)
         if mine != signature:
-            self._revocation.revoke(
-                Revoke(
-                    "InvalidArgument",
-                    f"call {op} differs between ranks: rank {self.rank} called {describe(mine)}, "
-                    f"rank {peer} called {describe(signature)}; "
-                    "all ranks must pass the same collective, dtype, op, root, count and schedule",
-                    self.rank,
-                )
+            self._revocation.revoke(self._difference(peer, op, mine, signature, is_sent))
+
+    def _difference(self, peer: int, op: int, mine: int, theirs: int, is_sent: bool) -> Revoke:
+        """Return the error that describes how the calls of this rank and of `peer` differ."""
+        own, other = CallSignature.unpack(mine), CallSignature.unpack(theirs)
+        if own.collective in PAIRWISE and other == msgspec.structs.replace(own, count=other.count):
+            source, target = (self.rank, peer) if is_sent else (peer, self.rank)
+            sent, wanted = (own, other) if is_sent else (other, own)
+            return Revoke(
+                "InvalidArgument",
+                f"call {op}, {describe(mine)}: rank {source} passes {sent.count} "
+                f"elements for rank {target}, rank {target} expects {wanted.count} elements from "
+                f"rank {source}; pass equal counts on both ranks",
+                self.rank,
             )
+        return Revoke(
+            "InvalidArgument",
+            f"call {op} differs between ranks: rank {self.rank} called {describe(mine)}, "
+            f"rank {peer} called {describe(theirs)}; "
+            "all ranks must pass the same collective, dtype, op, root, count, counts and schedule",
+            self.rank,
+        )
 
 
 def _nbytes(link: RecvLink, event: Arrived) -> int:
@@ -273,19 +307,27 @@ def _nbytes(link: RecvLink, event: Arrived) -> int:
     return len(landing.region) if landing is not None and landing.region is not None else 0
 
 
+def _with_count_of(signature: int, other: int) -> int:
+    """Return a packed signature with the count of another."""
+    count = CallSignature.unpack(other).count
+    return msgspec.structs.replace(CallSignature.unpack(signature), count=count).pack()
+
+
 def describe(signature: int) -> str:
     """Return a packed call signature as text for a message."""
     call = CallSignature.unpack(signature)
     name = Collective(call.collective).name.lower()
     if call.collective == Collective.BARRIER:
         return f"{name}()"
-    parts = [f"count={call.count}", f"dtype={dtype_name(call.dtype)}"]
+    parts = [] if call.collective in PAIRWISE else [f"count={call.count}"]
+    parts.append(f"dtype={dtype_name(call.dtype)}")
     if call.collective in REDUCTIONS:
         parts.append(f"op={ReduceOp(call.op).name}")
     if call.collective in ROOTED:
         parts.append(f"root={call.root}")
     elif call.root:
-        parts.append(f"schedule={call.root:03x}")
+        what = "counts" if call.collective in PARTED else "schedule"
+        parts.append(f"{what}={call.root:03x}")
     return f"{name}({', '.join(parts)})"
 
 

@@ -44,6 +44,47 @@ def test_every_rank_can_be_the_root(nranks: int) -> None:
     assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
 
 
+@pytest.mark.parametrize("nranks", slow_but([1, 3], [1, 2, 3, 4, 5, 8]))
+def test_parts_of_any_size_are_exchanged(nranks: int) -> None:
+    run = functools.partial(programs.exchanges, (0, 1, 7, 1000), programs.DTYPES)
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+    run = functools.partial(programs.exchanges, (16385, 100_003), ("float32",))
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+
+
+@pytest.mark.parametrize("nranks", slow_but([1, 3], [1, 2, 3, 4, 5, 8]))
+def test_ranks_get_the_reduction_of_those_before_them(nranks: int) -> None:
+    run = functools.partial(programs.prefixes, (0, 1, 7, 1000), programs.DTYPES)
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+    run = functools.partial(programs.prefixes, (16385, 100_003, 524_288), ("float32",))
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+
+
+@pytest.mark.parametrize(
+    ("nsent", "nwanted"), [(5, 0), (0, 5), (300_001, 5), (5, 300_001), (300_001, 300_000)]
+)
+@pytest.mark.parametrize(
+    "collective", slow_but(["alltoallv"], ["gatherv", "scatterv", "alltoallv"])
+)
+def test_a_wrong_count_is_found_by_the_two_ranks(collective: str, nsent: int, nwanted: int) -> None:
+    """Send from rank 1 to 0 in a gatherv, otherwise from 0 to 1."""
+    run = functools.partial(programs.wrong_count, collective, nsent, nwanted)
+    for error in launch(run, 3, timeout_s=TIMEOUT_S):
+        assert "InvalidArgument" in error
+        assert f"passes {nsent} elements for rank" in error
+        assert f"expects {nwanted} elements from rank" in error
+
+
+def test_ranks_that_pass_different_counts_are_told() -> None:
+    for error in launch(programs.different_counts, 3, timeout_s=TIMEOUT_S):
+        assert "InvalidArgument" in error
+        assert "allgather(count=6, dtype=float64, counts=" in error
+
+
+def test_a_communicator_is_usable_after_wrong_parts() -> None:
+    launch(programs.usable_after_wrong_parts, 2, timeout_s=TIMEOUT_S)
+
+
 def test_a_user_can_bring_a_schedule() -> None:
     run = functools.partial(programs.own_schedules, 300_001)
     assert launch(run, 3, timeout_s=TIMEOUT_S) == [[]] * 3

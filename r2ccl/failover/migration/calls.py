@@ -29,9 +29,13 @@ class Calls(Generic[_C]):
         Packed signature of the same call.
     signatures : dict of int to int
         Signatures of the last calls, by number.
+    pairs : mapping or None
+        Packed signatures of the slices from a peer, or with True to a peer, if the ranks of each
+        pair agree on their own signature; None: ``signature`` is that of all slices.
     ahead : dict
-        Signatures received for calls that this rank has not started: number of the call to
-        signature to the first peer that sent it.
+        Signatures received for calls that this rank has not started, by number of the call: the
+        signature, its sender, and whether the slices are sent to the sender. The keys of a dict,
+        not a set: their order is deterministic.
     seen : dict of int to int
         Number of the last call that each peer's slices were seen in.
     consumers : mapping
@@ -42,7 +46,8 @@ class Calls(Generic[_C]):
     """
 
     __slots__ = (
-        "ahead", "consumers", "context_id", "on_unposted", "op", "seen", "signature", "signatures",
+        "ahead", "consumers", "context_id", "on_unposted", "op", "pairs", "seen", "signature",
+        "signatures",
     )  # fmt: skip
 
     def __init__(self, context_id: int) -> None:
@@ -50,7 +55,8 @@ class Calls(Generic[_C]):
         self.op = 0
         self.signature = 0
         self.signatures: dict[int, int] = {}
-        self.ahead: dict[int, dict[int, int]] = {}
+        self.pairs: Mapping[tuple[int, bool], int] | None = None
+        self.ahead: dict[int, dict[tuple[int, int, bool], None]] = {}
         self.seen: dict[int, int] = {}
         self.consumers: Mapping[int, _C] = {}
         self.on_unposted: Callable[[Any], None] | None = None

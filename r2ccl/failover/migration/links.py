@@ -10,7 +10,7 @@ Invariant: a view given to the transport stays referenced by its link until the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from r2ccl.errors import InternalError
@@ -145,11 +145,17 @@ class Links:
         """
         return self.calls.get(context_id) or self.calls.setdefault(context_id, Calls(context_id))
 
-    def begin(self, calls: Calls[Consumer], signature: int) -> None:
-        """Start the next call of a communicator, whose packed signature is `signature`."""
+    def begin(
+        self,
+        calls: Calls[Consumer],
+        signature: int,
+        pairs: Mapping[tuple[int, bool], int] | None = None,
+    ) -> None:
+        """Start the next call of a communicator, with its packed `signature`; see `Calls.pairs`."""
         self.ncalls += 1
         op = calls.op = calls.op + 1
         calls.signature = signature
+        calls.pairs = pairs
         calls.signatures[op] = signature
         calls.signatures.pop(op - _HISTORY, None)
 
@@ -259,7 +265,8 @@ class Links:
                 )
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
         link.last_used = self.ncalls
-        item, token = link.post(view, is_eager, calls.op, calls.signature, consumer, index)
+        signature = calls.pairs[link.peer, True] if calls.pairs else calls.signature
+        item, token = link.post(view, is_eager, calls.op, signature, consumer, index)
         if item.path is not None:
             self.write(link, item, token)
 
@@ -283,7 +290,8 @@ class Links:
         """
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
         link.last_used = self.ncalls
-        landing = link.post(region, calls.op, calls.signature, consumer, index, is_last)
+        signature = calls.pairs[link.peer, False] if calls.pairs else calls.signature
+        landing = link.post(region, calls.op, signature, consumer, index, is_last)
         if landing.path is not None:
             self.name(link, landing)
         if link.arrivals:
@@ -295,7 +303,7 @@ class Links:
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
         while taken is not None:
             landing, payload = taken
-            if landing.signature == calls.signature:
+            if landing.op == calls.op:
                 landing.owner.on_slice(landing, payload)
                 self.touch(landing.owner)
             taken = link.take()

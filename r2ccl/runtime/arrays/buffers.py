@@ -140,6 +140,18 @@ def like_part(x: Any, nparts: int) -> Any:
     return _empty_like(x, (math.prod(shape) // nparts,))
 
 
+def like_flat(x: Any, count: int) -> Any:
+    """Allocate a flat output of `count` elements with the dtype of `x`, otherwise as `like` does.
+
+    Raises
+    ------
+    InvalidArgument
+        As for `like`.
+    """
+    _shape(x)
+    return _empty_like(x, (count,))
+
+
 def part_of(whole: AnyBuffer, part: int, nparts: int) -> AnyBuffer:
     """Return a view of part number `part` of a buffer that is cut into `nparts` equal parts.
 
@@ -310,6 +322,7 @@ __all__ = [
     "host_array",
     "is_in_place",
     "like",
+    "like_flat",
     "like_part",
     "part_of",
     "refusal",

@@ -42,7 +42,6 @@ NOT_LISTED = {
     ("r2ccl.testing.simulation.data", "Array"),
     ("r2ccl.topology.interfaces", "VIRTUAL_PREFIXES"),
     ("r2ccl.transport.verbs.staging", "Array"),
-    ("r2ccl.types", "PARTED"),
 }
 
 
