@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 from common import add_json_argument, format_size, write_json
 
+from r2ccl.algos import direct_exchange
 from r2ccl.config import Config
 from r2ccl.errors import ScheduleError
 from r2ccl.failover.health.table import WHOLE, Health
@@ -41,8 +42,8 @@ from r2ccl.planning.cost_model import Choice, Fabric, Rates
 from r2ccl.planning.planner import Planner, best
 from r2ccl.schedule.check import check
 from r2ccl.schedule.graph import Ints
-from r2ccl.schedule.ir import Schedule
-from r2ccl.types import CallSignature, Collective, PathKey, ReduceOp
+from r2ccl.schedule.ir import Op, OpKind, Schedule
+from r2ccl.types import DIRECT, PREFIXES, CallSignature, Collective, PathKey, ReduceOp
 
 #: Latency and bandwidth of a NIC of 10 and of 100 Gbit/s.
 FABRICS = (Rates(10_000, 1_250_000_000), Rates(5_000, 12_500_000_000))
@@ -50,13 +51,18 @@ FABRICS = (Rates(10_000, 1_250_000_000), Rates(5_000, 12_500_000_000))
 #: Size in bytes from which bandwidth dominates the time.
 LARGE_NBYTES = 64 << 20
 ROOTLESS = (Collective.ALLGATHER, Collective.REDUCE_SCATTER)
-OTHERS = (*ROOTLESS, Collective.BROADCAST, Collective.REDUCE)
+ROOTED = (Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER)
+OTHERS = (*ROOTLESS, *ROOTED, Collective.ALLTOALL, Collective.SCAN, Collective.EXSCAN)
 OTHERS_NBYTES = 16 << 20
+#: Alltoalls of unequal parts: of sizes that differ by up to 8x, and by up to 1000x.
+UNEQUAL = {"alltoallv, 8x": 8, "alltoallv, 1000x": 1000}
 
 #: Ranks times channels up to which a schedule is replayed symbolically (larger ones take seconds).
 _CHECKED_SIZE = 1500
 #: Nodes up to which max-min sharing is simulated; fair queues are 3 % off and much faster.
 _EXACT_NODES = 16
+#: Nodes up to which direct exchanges, whose links grow with the square of the nodes, are simulated.
+_DIRECT_NODES = 16
 
 
 class Cluster(msgspec.Struct, frozen=True):
@@ -104,6 +110,8 @@ class Cluster(msgspec.Struct, frozen=True):
         joined.
         """
         n, usable = len(self.rows), self.usable
+        if collective in DIRECT:
+            return self.exchange_bound_s(equal_parts(collective, n, nbytes))
         ways = 2 if collective == Collective.ALLREDUCE else 1
         part = (n - 1) / n if collective in ROOTLESS else 1.0
         alone_s = part / min(sum(row) for row in usable)
@@ -122,6 +130,11 @@ class Cluster(msgspec.Struct, frozen=True):
             rate, spent_s = rate - each, full_s
         together_s = spent_s + (needed - taken) / rate
         return float(nbytes * max(alone_s, together_s))
+
+    def exchange_bound_s(self, sizes: Sequence[Sequence[int]]) -> float:
+        """Return a lower bound in seconds for parts of ``sizes[source][destination]`` bytes."""
+        bound = direct_exchange.lower_bound(sizes, self.rows)
+        return float(bound) * WHOLE / self.rates.beta
 
     def describe(self) -> str:
         """Describe the size of the cluster and its nodes with lost or slow NICs."""
@@ -203,8 +216,45 @@ def rails_of(choice: Choice, rows: Sequence[Sequence[int]]) -> Rails:
     return rails
 
 
-def simulated_s(choice: Choice, cluster: Cluster, nbytes: int) -> float:
-    """Return the simulated time of a choice in seconds."""
+def equal_parts(collective: Collective, n: int, nbytes: int) -> list[list[int]]:
+    """Return the size of each part from source to destination; root of gather and scatter is 0."""
+    sources = range(1) if collective == Collective.SCATTER else range(n)
+    targets = range(1) if collective == Collective.GATHER else range(n)
+    return [
+        [nbytes // n if source in sources and target in targets else 0 for target in range(n)]
+        for source in range(n)
+    ]
+
+
+def unequal_parts(cluster: Cluster, nbytes: int, spread: int) -> list[list[int]]:
+    """Draw the size of each part of an alltoallv, of about `nbytes` per rank."""
+    n, rng = len(cluster.rows), random.Random(f"{cluster.seed} {spread}")
+    drawn = [[spread ** rng.random() for _ in range(n)] for _ in range(n)]
+    mean = sum(map(sum, drawn)) / n
+    return [[int(nbytes * each / mean) // 64 * 64 for each in row] for row in drawn]
+
+
+def by_pair(schedule: Schedule) -> Schedule:
+    """Return an alltoall with one chunk index per pair of ranks, so that their sizes can differ."""
+    n = schedule.nranks
+
+    def numbered(op: Op, rank: int) -> Op:
+        if op.kind == OpKind.RECV:
+            return msgspec.structs.replace(op, dst=op.peer * n + rank)
+        if op.kind == OpKind.SEND:
+            return msgspec.structs.replace(op, src=rank * n + op.peer)
+        return msgspec.structs.replace(op, src=rank * n + rank, dst=rank * n + rank)
+
+    def generate(rank: int) -> tuple[tuple[Op, ...], ...]:
+        ops = tuple(numbered(op, rank) for op in schedule.program(rank).channels[0])
+        return (ops,) * schedule.nchannels
+
+    nchunks = (n * n,) * schedule.nchannels
+    return msgspec.structs.replace(schedule, nchunks=nchunks, generate=generate)
+
+
+def simulated_s(choice: Choice, cluster: Cluster, nbytes: int, counts: Sequence[int] = ()) -> float:
+    """Return the simulated time of a choice in seconds; `counts`: the bytes of unequal parts."""
     rate = cluster.rates.beta / WHOLE
     network = Network(
         egress=tuple(tuple(share * rate for share in row) for row in cluster.rows),
@@ -215,6 +265,7 @@ def simulated_s(choice: Choice, cluster: Cluster, nbytes: int) -> float:
         nbytes,
         network,
         slice_nbytes=choice.slice_nbytes,
+        counts=counts,
         weights=choice.placement.weights,
         rails=rails_of(choice, cluster.rows),
         sharing="max_min" if len(cluster.rows) <= _EXACT_NODES else "fair_queue",
@@ -300,9 +351,30 @@ def examine(cluster: Cluster, *, has_others: bool) -> dict[str, Any]:
                 msgspec.structs.replace(call, collective=collective), nbytes, health
             )
             found["refused"] += is_refused(choice.schedule)
-            found["without_route"] += without_route(choice.schedule, cluster)
+            nlost = without_route(choice.schedule, cluster)
+            if collective in DIRECT and n > _DIRECT_NODES:
+                continue
+            if collective in DIRECT | PREFIXES and nlost:
+                continue  # pairs without a common rail use bypasses, which are not simulated
+            found["without_route"] += nlost
             took_s = simulated_s(choice, cluster, nbytes)
             found[collective.name.lower()] = took_s / cluster.bound_s(collective, nbytes)
+        if "alltoall" in found:
+            found |= unequal(cluster, planner, nbytes)
+    return found
+
+
+def unequal(cluster: Cluster, planner: Planner, nbytes: int) -> dict[str, float]:
+    """Return the time over the bound of alltoalls of unequal parts."""
+    call = CallSignature(Collective.ALLTOALLV, 0, ReduceOp.SUM, 0)
+    choice = planner.plan(call, 0, cluster.health)
+    choice = choice._replace(schedule=by_pair(choice.schedule))
+    found = {}
+    for name, spread in UNEQUAL.items():
+        sizes = unequal_parts(cluster, nbytes, spread)
+        counts = [size for row in sizes for size in row]
+        took_s = simulated_s(choice, cluster, sum(counts), counts)
+        found[name] = took_s / cluster.exchange_bound_s(sizes)
     return found
 
 
@@ -340,8 +412,7 @@ def report(rows: Sequence[dict[str, Any]], nworst: int) -> None:
     print(f"predicted, chosen        {quantiles(ratios)}; {share_of(ratios, 0.9, 1.1)}")
     every = [value for row in both for value in row["predictions"].values()]
     print(f"predicted, all           {quantiles(every)}; {share_of(every, 0.9, 1.1)}")
-    for collective in OTHERS:
-        name = collective.name.lower()
+    for name in (*(each.name.lower() for each in OTHERS), *UNEQUAL):
         print(f"{name:25}{quantiles(row[name] for row in rows if name in row)}")
     print(f"planned, s               {quantiles(row['planned_s'] for row in rows)}")
     for key, part in (("over_bound", large), ("over_best", both)):

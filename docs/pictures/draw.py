@@ -9,8 +9,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from r2ccl.algos import (
     bridged_ring,
+    direct_exchange,
     dissemination,
     hierarchy,
     leaf_ring,
@@ -21,7 +24,9 @@ from r2ccl.algos import (
     r2cc_allreduce,
     recursive_doubling,
     ring,
+    scan,
     tree,
+    tree_gather,
 )
 from r2ccl.algos.blend import blend
 from r2ccl.schedule.draw import svg
@@ -54,6 +59,16 @@ def of_half(schedule: Schedule) -> Picture:
     return Picture(schedule, "Rank 3 has 1/2 of the bandwidth of each other rank")
 
 
+def without_channel_0(schedule: Schedule) -> Schedule:
+    """Return a direct exchange without the channel of parts that are not divided."""
+    return replace(
+        schedule,
+        nchunks=schedule.nchunks[1:],
+        weights=schedule.weights[1:],
+        generate=lambda rank: schedule.generate(rank)[1:],
+    )
+
+
 #: Pictures by file name, without the suffix.
 PICTURES = {
     "ring": Picture(ring.allreduce(N)),
@@ -82,6 +97,12 @@ PICTURES = {
     "reduce_scatter": Picture(ring.reduce_scatter(N)),
     "broadcast": Picture(tree.broadcast(tree.double_binary(N)[:1])),
     "reduce": Picture(tree.reduce(tree.double_binary(N)[:1])),
+    "alltoall": Picture(
+        without_channel_0(direct_exchange.alltoall(N)),
+        "Chunk k of rank r goes to rank r + k, modulo 4",
+    ),
+    "gather": Picture(tree_gather.gather(tree_gather.binomial(N))),
+    "scan": Picture(scan.doubling(N)),
 }
 
 

@@ -15,11 +15,12 @@ message at once from every rank that it expects a part of, and finds a wrong siz
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import msgspec
 
+from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.build import ProgramBuilder
 from r2ccl.schedule.ir import Cost, Op, Schedule, Space
 
@@ -61,6 +62,46 @@ def scatter(nranks: int, root: int = 0, nchannels: int = 1) -> Schedule:
     cost = _rooted_cost(nranks)
     cost = msgspec.structs.replace(cost, sent=cost.received, received=cost.sent)
     return _schedule("scatter", nranks, nchannels, lambda r: _deal(nranks, root, r), cost, root)
+
+
+def lower_bound(sizes: Sequence[Sequence[int]], ports: Sequence[Sequence[int]]) -> Fraction:
+    """Return the least time of any direct exchange, without latency.
+
+    Every rank has to send and receive its parts through its own ports, and every pair through those
+    that both have on common rails. Pairs without a common rail, whose data travels over other ranks
+    or between rails, count only at their ports.
+
+    Parameters
+    ----------
+    sizes : sequence of sequence of int
+        ``sizes[i][j]`` is the size of the part that rank i has for rank j.
+    ports : sequence of sequence of int
+        Bandwidth of each rank's port on every rail. A port counts up to what all other ranks have
+        on its rail.
+
+    Raises
+    ------
+    InvalidArgument
+        If a rank that exchanges data has no rail in common with any other.
+    """
+    ranks = range(len(sizes))
+    totals = [sum(column) for column in zip(*ports, strict=True)]
+    least = Fraction(0)
+    for rank, row in enumerate(ports):
+        peers = [peer for peer in ranks if peer != rank]
+        rate = sum(min(own, total - own) for own, total in zip(row, totals, strict=True))
+        sent = sum(sizes[rank][peer] for peer in peers)
+        load = max(sent, sum(sizes[peer][rank] for peer in peers))
+        if load and not rate:
+            raise InvalidArgument(
+                f"ports={ports}: rank {rank} exchanges data, but has no rail in common with any "
+                "other rank; give it one"
+            )
+        least = max(least, Fraction(load, rate or 1))
+        for peer in peers:
+            shared = sum(map(min, row, ports[peer]))
+            least = max(least, Fraction(sizes[rank][peer], shared) if shared else least)
+    return least
 
 
 def _others(nranks: int) -> Fraction:
@@ -126,4 +167,4 @@ def _deal(nranks: int, root: int, rank: int) -> tuple[Op, ...]:
     return program.ops()
 
 
-__all__ = ["alltoall", "gather", "scatter"]
+__all__ = ["alltoall", "gather", "lower_bound", "scatter"]

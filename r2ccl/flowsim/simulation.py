@@ -43,6 +43,7 @@ def simulate(
     itemsize: int = 1,
     slice_nbytes: int = 0,
     nslices: int = 0,
+    counts: Sequence[int] = (),
     weights: Sequence[int] | None = None,
     rails: Rails | None = None,
     node_ports: bool = False,
@@ -64,6 +65,8 @@ def simulate(
         Bytes of an element; chunks and slices consist of whole elements.
     slice_nbytes, nslices : int
         Maximum bytes of a slice, or number of slices per chunk. Give exactly one of the two.
+    counts : sequence of int, optional
+        Elements of each part of the buffer. Default: equal parts, as many as the schedule has.
     weights : sequence of int, optional
         Share of each channel in the buffer. Default: those of the schedule.
     rails : callable, optional
@@ -122,7 +125,7 @@ def simulate(
     program = schedule if isinstance(schedule, Program) else compile_schedule(schedule)
     _check_sizes(nbytes, itemsize, slice_nbytes, nslices)
     _check(program, network, sharing, tolerance)
-    sizes = Sizes(nbytes // itemsize, itemsize, slice_nbytes, nslices)
+    sizes = Sizes(nbytes // itemsize, itemsize, slice_nbytes, nslices, counts)
     chunks = cut_chunks(program, sizes, weights or program.weights)
     channels = channels_of(program)
     routes = _routes(program, channels, network, rails, node_ports)

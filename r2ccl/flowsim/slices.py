@@ -13,7 +13,7 @@ import numpy as np
 from r2ccl.errors import InvalidArgument
 from r2ccl.flowsim.loops.state import CHUNK_DTYPE, Records
 from r2ccl.flowsim.program import Program
-from r2ccl.schedule.chunks import layout
+from r2ccl.schedule.chunks import consecutive, layout
 
 
 class Sizes(NamedTuple):
@@ -29,12 +29,15 @@ class Sizes(NamedTuple):
         Maximum bytes of a slice, as in `r2ccl.planning.lowering.lower`; 0 if `nslices` is given.
     nslices : int
         Number of slices per chunk; 0 if `slice_nbytes` is given.
+    counts : sequence of int
+        Elements of each part of the buffer. Empty: ``program.nparts`` equal parts.
     """
 
     nelements: int
     itemsize: int
     slice_nbytes: int
     nslices: int
+    counts: Sequence[int] = ()
 
 
 def cut_chunks(program: Program, sizes: Sizes, weights: Sequence[int]) -> Records:
@@ -48,11 +51,18 @@ def cut_chunks(program: Program, sizes: Sizes, weights: Sequence[int]) -> Record
     Raises
     ------
     InvalidArgument
-        If the weights are not one integer per channel, 0 or more and not all 0, if
-        ``program.nparts`` does not divide the number of elements, or if a chunk has more than
+        If the weights are not one integer per channel, 0 or more and not all 0, if the number of
+        parts does not divide the number of chunks or of elements, or if a chunk has more than
         2**31 - 1 slices.
     """
-    pieces = layout(sizes.nelements, program.nchunks, weights, sizes.itemsize, program.nparts)
+    pieces = layout(
+        sizes.nelements,
+        program.nchunks,
+        weights,
+        sizes.itemsize,
+        len(sizes.counts) or program.nparts,
+        parts=consecutive(sizes.counts),
+    )
     counts = np.array([hi - lo for channel in pieces for lo, hi in channel], np.int64)
     if sizes.nslices:
         lengths = np.maximum(1, -(-counts // sizes.nslices))

@@ -2,16 +2,20 @@
 
 A part is divided evenly among channels, and each channel of each pair of ranks is placed on a rail.
 On a whole network channel c uses home rail c for all pairs, which loads all ports of a rank alike.
-On a degraded network the pairs are placed one by one, so that the ports of a rank are loaded in
-proportion to their shares.
+On a degraded network parts of equal size are placed so that the ports of each rank are loaded in
+proportion to their shares. In collectives in `PAIRWISE` no rank knows the sizes of all parts, and
+all ranks must place alike. There each pair divides its part among the rails that both ranks have,
+in proportion to the smaller of the two shares, whatever the others send.
 
-The placement is made for parts of equal size. In collectives in `PAIRWISE` no rank knows the sizes
-of all parts, and all ranks must place alike.
+Simulated on 30 degraded clusters of up to 12 nodes (`bench/clusters.py --seed 11`), as multiples of
+the lower bound: with equal parts the first rule takes 1.005 times (median) to 1.09 times as long,
+the second 1.07 to 1.53 times; with parts whose sizes differ by up to 1000x, the first 1.17 to 1.95
+times, the second 1.09 to 1.39 times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import combinations
 
@@ -20,9 +24,16 @@ from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.planning.allreduce_registry import Candidate
 from r2ccl.planning.cost_model import Fabric, Placed
 from r2ccl.planning.edge_loads import Flow, Flows
-from r2ccl.planning.placement import Edge, Placement, mean_time, place_edges, port_time
+from r2ccl.planning.placement import (
+    Edge,
+    Placement,
+    mean_time,
+    place_edges,
+    placed_at,
+    port_time,
+)
 from r2ccl.schedule.ir import Schedule
-from r2ccl.types import Collective
+from r2ccl.types import PAIRWISE, Collective
 
 
 def place_exchange(
@@ -37,8 +48,8 @@ def place_exchange(
     root : int
         Root rank of gather and scatter.
     nchannels : int
-        Number of channels among which a part is divided; 0: one or two per rail that adds
-        bandwidth, whichever loads the ports of a degraded network more evenly.
+        Number of channels among which a part is divided; 0: one per rail that adds bandwidth, or
+        two if that loads the ports of a degraded network more evenly.
     fabric : Fabric
     health : Health
     """
@@ -49,11 +60,13 @@ def place_exchange(
     if not is_whole and not nchannels and nwires > 1:
         counts.append(2 * nwires)
     found = []
-    for count in counts:
+    for count in counts[-1:] if collective in PAIRWISE else counts:
         schedule = _MAKERS[collective](n, root, count)
         flows = flows_of_exchange(schedule)
         if is_whole or fabric.nwires == 1 or len(flows.flows) > _MOST_EDGES_PLACED:
             placement = _alike(schedule, width)
+        elif collective in PAIRWISE:
+            placement = _with_whole_parts(_in_proportion(schedule, flows, fabric, health), width)
         else:
             placement = _with_whole_parts(
                 place_edges(schedule, fabric.homes, health, fabric.nodes, flows), width
@@ -91,6 +104,40 @@ def _alike(schedule: Schedule, width: int) -> Placement:
     pairs = {flow[1:3] for flow in flows_of_exchange(schedule).flows}
     edges = tuple(Edge(0, low, high, (low + high) % width) for low, high in sorted(pairs))
     return Placement((0, *channels), schedule.weights, edges)
+
+
+def _in_proportion(schedule: Schedule, flows: Flows, fabric: Fabric, health: Health) -> Placement:
+    """Place the channels of each pair on common rails, in proportion to the smaller share."""
+    nodes = fabric.nodes or range(schedule.nranks)
+    known: dict[tuple[int, ...], list[int]] = {}
+    edges = []
+    for channel, low, high, *_ in flows.flows:
+        if nodes[low] == nodes[high]:
+            continue
+        shares = [min(health.share(low, rail), health.share(high, rail)) for rail in fabric.homes]
+        turn = (low + high) % len(shares)
+        key = (turn, *shares)
+        if key not in known:
+            known[key] = _dealt(shares, turn, schedule.nchannels - 1)
+        edges.append((channel, low, high, known[key][channel - 1]))
+    return placed_at(schedule, len(fabric.homes), edges)
+
+
+def _dealt(shares: Sequence[int], turn: int, count: int) -> list[int]:
+    """Deal `count` channels to rails in proportion to `shares`; ties go to the rails in turn."""
+    width = len(shares)
+    if not any(shares):  # routing chooses the path
+        return [(turn + number) % width for number in range(count)]
+    taken = [0] * width
+    found = []
+    for _ in range(count):
+        at = max(
+            range(width),
+            key=lambda rail: (Fraction(shares[rail], taken[rail] + 1), -((rail - turn) % width)),
+        )
+        taken[at] += 1
+        found.append(at)
+    return found
 
 
 def _with_whole_parts(placement: Placement, width: int) -> Placement:

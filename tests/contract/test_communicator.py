@@ -96,6 +96,10 @@ def test_more_than_2_gib(collective: str) -> None:
     assert launch(run, 2, timeout_s=TIMEOUT_S) == [True, True]
 
 
+def test_parts_lie_beyond_4_gib() -> None:
+    assert launch(programs.parts_beyond_4gib, 2, timeout_s=TIMEOUT_S) == [True, True]
+
+
 def test_all_ranks_get_the_same_bits() -> None:
     for count in (100, 300_000):
         run = functools.partial(programs.reduced_bits, count, 1)

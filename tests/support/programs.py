@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import json
+import mmap
 import os
 import signal
 import tempfile
@@ -367,6 +368,30 @@ def larger_than_2gib(collective: str) -> bool:
         total = sum(range(1, comm.nranks + 1))
         last = sum(10 + rank for rank in range(comm.nranks))
         return bool(x[-1] == last and (x[:-1] == total).all())
+
+
+def parts_beyond_4gib() -> bool:
+    """Return whether parts that lie beyond 2 GiB and 4 GiB of large arrays are exchanged exactly.
+
+    The arrays are mapped without a reservation, and only the pages of the parts are touched.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    x, out, whole = (np.frombuffer(mmap.mmap(-1, 6 << 30, flags), np.uint8) for _ in range(3))
+    with r2ccl.init() as comm:
+        n, rank, count = comm.nranks, comm.rank, 200_003
+        displs = [((5 - 2 * peer) << 30) + 7 for peer in range(n)]  # 5 GiB, 3 GiB
+        for peer, at in enumerate(displs):
+            x[at : at + count] = 10 * rank + peer
+        counts = [count] * n
+        given = {"sendcounts": counts, "recvcounts": counts}
+        comm.alltoallv(x, out, **given, senddispls=displs, recvdispls=displs)
+        mine = x[displs[rank] : displs[rank] + count]
+        comm.allgatherv(mine, whole, counts=counts, displs=displs)
+        return all(
+            bool((out[at : at + count] == 10 * peer + rank).all())
+            and bool((whole[at : at + count] == 11 * peer).all())
+            for peer, at in enumerate(displs)
+        )
 
 
 def reduced_bits(count: int, seed: int) -> bytes:

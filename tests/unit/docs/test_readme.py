@@ -18,6 +18,7 @@ import pytest
 from r2ccl import errors
 from r2ccl.algos import (
     bridged_ring,
+    direct_exchange,
     dissemination,
     hierarchy,
     leaf_ring,
@@ -28,7 +29,9 @@ from r2ccl.algos import (
     r2cc_allreduce,
     recursive_doubling,
     ring,
+    scan,
     tree,
+    tree_gather,
 )
 from r2ccl.config import AGREED, ALIASES, Config
 from r2ccl.failover.health.table import Health
@@ -357,6 +360,15 @@ SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     "broadcast, chain": lambda n: tree.broadcast([tree.chain(range(n))]),
     "reduce, binary tree": lambda n: tree.reduce(tree.double_binary(n)[:1]),
     "reduce, chain": lambda n: tree.reduce([tree.chain(range(n))]),
+    "gather, direct": direct_exchange.gather,
+    "gather, binomial tree": lambda n: tree_gather.gather(tree_gather.binomial(n)),
+    "scatter, direct": direct_exchange.scatter,
+    "scatter, binomial tree": lambda n: tree_gather.scatter(tree_gather.binomial(n)),
+    "alltoall, direct": direct_exchange.alltoall,
+    "scan, doubling": scan.doubling,
+    "scan, chain": scan.chain,
+    "exscan, doubling": lambda n: scan.doubling(n, is_exclusive=True),
+    "exscan, chain": lambda n: scan.chain(n, is_exclusive=True),
 }
 
 
