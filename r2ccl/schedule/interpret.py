@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.errors import InvalidArgument, ScheduleError
-from r2ccl.schedule.chunks import layout
+from r2ccl.schedule.chunks import Range, layout
 from r2ccl.schedule.ir import Op, OpKind, Schedule, Space
 
 Array = npt.NDArray[Any]
@@ -41,6 +41,7 @@ def interpret(
     *,
     finish: Callable[[Array], Array] | None = None,
     weights: Sequence[int] | None = None,
+    parts: Sequence[Range] = (),
 ) -> list[Array]:
     """Run `schedule` and return the output of every rank.
 
@@ -59,6 +60,8 @@ def interpret(
         Function applied to the result of every op with `is_final`, such as the division of AVG.
     weights : sequence of int, optional
         Share of each channel. Default: those of the schedule.
+    parts : sequence of Range, optional
+        Elements of each part of every array. Default: equal parts.
 
     Returns
     -------
@@ -77,7 +80,7 @@ def interpret(
     _require_alike(schedule, inputs)
     if in_place and not schedule.can_be_in_place:
         raise InvalidArgument(f"{schedule.collective} cannot be in place: pass in_place=False")
-    machine = _Machine(schedule, inputs, op, finish, weights, in_place=in_place)
+    machine = _Machine(schedule, inputs, op, finish, weights, parts, in_place=in_place)
     waiting = _tasks(schedule)
     while waiting:
         left = [task for task in waiting if not machine.advance(task)]
@@ -104,6 +107,7 @@ class _Machine:
         op: Reduce,
         finish: Callable[[Array], Array] | None,
         weights: Sequence[int] | None,
+        parts: Sequence[Range],
         *,
         in_place: bool,
     ) -> None:
@@ -111,7 +115,9 @@ class _Machine:
         self._op = op
         self._finish = finish
         weights = weights or schedule.weights
-        self._chunks = layout(count, schedule.nchunks, weights, dtype.itemsize, schedule.nparts)
+        self._chunks = layout(
+            count, schedule.nchunks, weights, dtype.itemsize, schedule.nparts, parts=parts
+        )
         self._done: set[tuple[int, int, int]] = set()
         self._messages: dict[Ticket, Array] = {}
         self.memories: list[dict[int, Array]] = []

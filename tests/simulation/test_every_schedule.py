@@ -58,7 +58,9 @@ def breakage(at: int, nranks: int) -> Fault:
 
 
 @LIMIT
-@pytest.mark.parametrize("schedule", slow_but(["ring", "packed_trees"], SCHEDULES))
+@pytest.mark.parametrize(
+    "schedule", slow_but(["ring", "packed_trees", "direct/alltoall"], SCHEDULES)
+)
 def test_a_rail_is_cut_at_every_event(schedule: str) -> None:
     for nranks in (4,) if schedule in FOUR else SIZES:
         workload = job(schedule, nranks)
@@ -71,6 +73,36 @@ def test_a_rail_is_cut_at_every_event(schedule: str) -> None:
             assert outcome.is_clean, (fault, outcome.errors)
             repairs += outcome.repairs
         assert repairs > clean.nevents // 2, "hardly a cut was noticed: the test shows nothing"
+
+
+#: Schedules whose parts can differ in size.
+PARTED = (
+    "ring/allgather",
+    "ring/reduce_scatter",
+    "dissemination/allgather",
+    "dissemination/reduce_scatter",
+    "direct/alltoall",
+    "direct/gather",
+    "direct/scatter",
+)
+
+
+@LIMIT
+@pytest.mark.parametrize("eager_nbytes", [0, 16])
+@pytest.mark.parametrize("schedule", slow_but(["direct/alltoall"], PARTED))
+def test_parts_of_any_size_survive_a_cut_at_every_event(schedule: str, eager_nbytes: int) -> None:
+    """Move parts of no, a few and many elements; with `eager_nbytes`, small ones are sent whole."""
+    sizes = (17, 0, 2)
+    spec = CallSpec(sum(sizes), schedule, 2, sizes=sizes)
+    workload = Workload(3, RAILS, (spec,), slice_nbytes=8, eager_nbytes=eager_nbytes)
+    clean = simulate(workload)
+    assert clean.is_clean
+    repairs = 0
+    for at in range(clean.began[1], clean.nevents, 1 if IS_THOROUGH else 2):
+        outcome = simulate(workload, FailurePlan((breakage(at, 3),)), seed=at)
+        assert outcome.is_clean, (at, outcome.errors)
+        repairs += outcome.repairs
+    assert repairs > clean.nevents // 4, "hardly a cut was noticed: the test shows nothing"
 
 
 @LIMIT

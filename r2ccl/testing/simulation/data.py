@@ -9,6 +9,7 @@ compared with a reduction in rank order, within the rounding error. The module d
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from r2ccl.dtypes import DTYPES
 from r2ccl.kernels.table import OPS
+from r2ccl.schedule.chunks import Range, consecutive
 from r2ccl.schedule.interpret import interpret
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import ReduceOp
@@ -60,10 +62,15 @@ def draw(dtype: str, count: int, call: int, rank: int) -> Array:
     return _floats(random, count, 1 if kind.itemsize == 2 else 12).astype(kind)
 
 
-def part(schedule: Schedule, rank: int, count: int) -> slice:
+def parts_of(schedule: Schedule, count: int, sizes: Sequence[int]) -> tuple[Range, ...]:
+    """Return the elements of each part: of `sizes` elements, or if there are none, equal parts."""
+    return consecutive(sizes or [count // schedule.nparts] * schedule.nparts)
+
+
+def part(schedule: Schedule, rank: int, count: int, sizes: Sequence[int] = ()) -> slice:
     """Return the slice of a rank's output, in elements, that the schedule defines."""
     if schedule.collective in ("reduce_scatter", "scatter"):
-        return slice(rank * count // schedule.nranks, (rank + 1) * count // schedule.nranks)
+        return slice(*parts_of(schedule, count, sizes)[rank])
     if schedule.collective == "exscan":
         return slice(0, count if rank else 0)
     is_promised = schedule.collective not in ("reduce", "gather") or rank == schedule.root
@@ -72,7 +79,12 @@ def part(schedule: Schedule, rank: int, count: int) -> slice:
 
 @functools.lru_cache(maxsize=512)
 def expected(
-    schedule: Schedule, dtype: str, count: int, call: int, op: ReduceOp
+    schedule: Schedule,
+    dtype: str,
+    count: int,
+    call: int,
+    op: ReduceOp,
+    sizes: tuple[int, ...] = (),
 ) -> tuple[bytes, ...]:
     """Return the bytes that each rank must have in its `part` of the output.
 
@@ -83,12 +95,13 @@ def expected(
     """
     inputs = [draw(dtype, count, call, rank) for rank in range(schedule.nranks)]
     finish = functools.partial(_mean, nranks=schedule.nranks) if op is ReduceOp.AVG else None
-    outputs = interpret(schedule, inputs, _FUNCTIONS[op], finish=finish)
+    parts = parts_of(schedule, count, sizes)
+    outputs = interpret(schedule, inputs, _FUNCTIONS[op], finish=finish, parts=parts)
     results = []
     for rank, output in enumerate(outputs):
-        promised = part(schedule, rank, count)
+        promised = part(schedule, rank, count, sizes)
         if schedule.collective in _MOVES:
-            moved = _moved(schedule, inputs, rank)
+            moved = _moved(schedule, inputs, rank, parts)
             np.testing.assert_array_equal(output[promised], moved[promised])
         elif output[promised].size:
             reduced = inputs[: _nreduced(schedule, rank)]
@@ -117,15 +130,14 @@ def _nreduced(schedule: Schedule, rank: int) -> int:
     return {"scan": rank + 1, "exscan": rank}.get(schedule.collective, schedule.nranks)
 
 
-def _moved(schedule: Schedule, inputs: list[Array], rank: int) -> Array:
+def _moved(schedule: Schedule, inputs: list[Array], rank: int, parts: Sequence[Range]) -> Array:
     """Return the output of `rank` for a collective without reduction."""
     if schedule.collective in ("broadcast", "scatter"):
         return inputs[schedule.root]
-    n, count = schedule.nranks, inputs[0].size // schedule.nranks
-    is_alltoall = schedule.collective == "alltoall"
+    n, is_alltoall = schedule.nranks, schedule.collective == "alltoall"
     sources = [(rank - part) % n if is_alltoall else part for part in range(n)]
     return np.concatenate(
-        [inputs[source][part * count :][:count] for part, source in enumerate(sources)]
+        [inputs[source][slice(*place)] for source, place in zip(sources, parts, strict=True)]
     )
 
 
@@ -150,4 +162,4 @@ def _wide(array: Array) -> Array:
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
-__all__ = ["CODES", "PAIRS", "draw", "expected", "part"]
+__all__ = ["CODES", "PAIRS", "draw", "expected", "part", "parts_of"]

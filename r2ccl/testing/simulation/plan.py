@@ -32,6 +32,8 @@ class CallSpec(msgspec.Struct, frozen=True):
     op : ReduceOp
     is_planned : bool
         True if the planner makes an allreduce for the health agreed on.
+    sizes : tuple of int
+        Elements of each part of the buffer, together `count`. Default: equal parts.
     """
 
     count: int
@@ -41,6 +43,7 @@ class CallSpec(msgspec.Struct, frozen=True):
     dtype: str = "float32"
     op: ReduceOp = ReduceOp.SUM
     is_planned: bool = False
+    sizes: tuple[int, ...] = ()
 
 
 class Workload(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from r2ccl.planning.lowering import Layout, lower
 from r2ccl.planning.placement import place, place_edges
 from r2ccl.planning.plan_cache import PlanCache
 from r2ccl.planning.planner import Planner
+from r2ccl.schedule.chunks import Parts
 from r2ccl.schedule.ir import Schedule
 from r2ccl.testing.simulation import data
 from r2ccl.testing.simulation.data import Array
@@ -87,8 +88,8 @@ class SimWork:
     def result(self, call: int, rank: int, task: SimTask, output: Array) -> tuple[bytes, bytes]:
         """Return the bytes that `rank` has in its part of the output, and the expected bytes."""
         spec = self.calls[call]
-        found = output[data.part(task.schedule, rank, spec.count)].tobytes()
-        wanted = data.expected(task.schedule, spec.dtype, spec.count, call, spec.op)
+        found = output[data.part(task.schedule, rank, spec.count, spec.sizes)].tobytes()
+        wanted = data.expected(task.schedule, spec.dtype, spec.count, call, spec.op, spec.sizes)
         return found, wanted[rank]
 
     def busy_s(self, rank: int) -> float:
@@ -114,6 +115,7 @@ def _chosen(
     else:
         placement = place_edges(schedule, homes, health)
     signature = _signature(spec, schedule)
+    places = data.parts_of(schedule, spec.count, spec.sizes)
     layout = lower(
         schedule.program(rank),
         spec.count,
@@ -123,6 +125,8 @@ def _chosen(
         weights=placement.weights,
         channels=placement.channels,
         numbers=placement.numbers(rank),
+        parts=Parts(places, places),
+        whole_nbytes=config.eager_nbytes if schedule.name == "direct" else 0,
     )
     return SimTask(schedule, signature, layout)
 
