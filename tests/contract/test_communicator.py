@@ -194,6 +194,21 @@ def test_losing_a_rail_changes_no_bit(nranks: int, count: int, step: int) -> Non
     assert [results for results, _ in reports] == reference
 
 
+EXCHANGES = [
+    "alltoall", "alltoallv", "gather", "gatherv", "scatter", "scatterv", "allgatherv",
+    "reduce_scatterv", "scan", "exscan",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("collective", slow_but(["alltoallv"], EXCHANGES))
+def test_losing_a_rail_changes_no_part(collective: str) -> None:
+    """The first call, without a fault, is verified by `test_parts_of_any_size_are_exchanged`."""
+    run = functools.partial(programs.lose_a_rail_in, collective)
+    reports = launch(run, 3, timeout_s=TIMEOUT_S)
+    assert all(is_right for is_right, _ in reports)
+    assert reports[1][1] >= 1
+
+
 def test_registered_memory_is_reduced_like_any_other() -> None:
     assert launch(programs.registered, 2, timeout_s=TIMEOUT_S) == [True, True]
 

@@ -583,6 +583,37 @@ def lose_rails(count: int, step: int, ops: int) -> tuple[list[bytes], int]:
         return results, len(comm.repairs())
 
 
+def lose_a_rail_in(collective: str) -> tuple[bool, int]:
+    """Lose rail 0 of rank 1 in the second of two calls; return if both are right, and repairs."""
+    from r2ccl.testing import fail_at
+
+    with fail_at(rank=1, rail=0, op=1, step=2) as plan, r2ccl.init(faults=plan) as comm:
+        n, rank = comm.nranks, comm.rank
+        sizes = [400_000 + 1000 * peer for peer in range(n)]
+        whole = np.arange(sum(sizes), dtype=np.float32) + rank
+        mine = whole[: sizes[rank]]
+        received = [sizes[rank]] * n  # in an alltoallv, every rank sends rank r sizes[r] elements
+        calls: dict[str, Callable[[], Any]] = {
+            "alltoall": lambda: comm.alltoall(np.tile(mine, n)[: n * sizes[0]]),
+            "alltoallv": lambda: comm.alltoallv(whole, sendcounts=sizes, recvcounts=received),
+            "gather": lambda: comm.gather(mine[: sizes[0]]),
+            "gatherv": lambda: comm.gatherv(mine, counts=sizes),
+            "scatter": lambda: comm.scatter(whole[: n * sizes[0]], mine[: sizes[0]], root=1),
+            "scatterv": lambda: comm.scatterv(whole, mine.copy(), root=1, counts=sizes),
+            "allgatherv": lambda: comm.allgatherv(mine, counts=sizes),
+            "reduce_scatterv": lambda: comm.reduce_scatterv(whole, counts=sizes),
+            "scan": lambda: comm.scan(whole, np.empty_like(whole)),
+            "exscan": lambda: comm.exscan(whole, np.zeros_like(whole)),
+        }
+        if collective == "scatter":
+            mine = mine.copy()
+        results = []
+        for _ in range(2):
+            result = calls[collective]()
+            results.append(b"" if result is None else result.tobytes())
+        return results[0] == results[1], len(comm.repairs())
+
+
 def registered() -> bool:
     """Reduce registered memory, during and after its registration."""
     with r2ccl.init() as comm:

@@ -25,8 +25,18 @@ from r2ccl.failover.migration.path import (
     PathState,
 )
 from r2ccl.failover.revocation import Leaving, Revoke, Spared
-from r2ccl.transport.base import Arrived, Event, Failed, Fenced, Frame, Joined, Probed, RailChanged
-from r2ccl.types import BypassWay, PathKey, ProbeKey
+from r2ccl.transport.base import (
+    Arrived,
+    Cleared,
+    Event,
+    Failed,
+    Fenced,
+    Frame,
+    Joined,
+    Probed,
+    RailChanged,
+)
+from r2ccl.types import BypassWay, CallSignature, Collective, PathKey, ProbeKey
 
 A, B = PathKey(1, 0), PathKey(1, 1)
 
@@ -803,6 +813,54 @@ def test_every_call_seen_ahead_is_held_against_this_ranks(signatures: tuple[int,
     world.links.begin(calls, 7)
     world.progress.begin(calls)
     assert isinstance(world.revocation.error, InvalidArgument)
+
+
+def pair(count: int, collective: Collective = Collective.ALLTOALLV) -> int:
+    return CallSignature(collective, 0, 0, count).pack()
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize(("mine", "theirs"), [(5, 5), (5, 6), (5, 0), (0, 5), (0, 0)])
+def test_the_ranks_of_a_pair_compare_their_counts(mine: int, theirs: int, is_early: bool) -> None:
+    world = World()
+    arrived = Arrived(A, Frame(0, 0, 0, 1, pair(theirs)), memoryview(b"part"), 0.0)
+    if is_early:
+        world.transport.events = [arrived]
+        world.progress.step()
+    world.links.begin(pair(-1), {(A.peer, False): pair(mine), (A.peer, True): pair(7)})
+    world.progress.begin()
+    if not is_early:
+        world.transport.events = [arrived]
+        world.progress.step()
+    error = world.revocation.error
+    if mine == theirs:
+        assert error is None
+    else:
+        assert isinstance(error, InvalidArgument)
+        assert f"passes {theirs} elements for rank" in str(error)
+        assert f"expects {mine} elements from rank {A.peer};" in str(error)
+
+
+def test_a_receivers_count_is_compared_by_the_sender() -> None:
+    world = World()
+    world.links.begin(pair(-1), {(A.peer, False): pair(1), (A.peer, True): pair(7)})
+    world.transport.events = [Cleared(A, Frame(0, 0, 0, 1, pair(9)), 36, object())]
+    world.progress.step()
+    assert isinstance(world.revocation.error, InvalidArgument)
+    assert "passes 7 elements" in str(world.revocation.error)
+    assert "expects 9 elements" in str(world.revocation.error)
+
+
+@pytest.mark.parametrize("collective", [Collective.ALLTOALLV, Collective.GATHERV])
+def test_the_kind_of_a_finished_call_is_still_compared(collective: Collective) -> None:
+    world = World()
+    world.links.begin(pair(-1), {(A.peer, False): pair(1)})
+    world.links.begin(7)
+    frame = Frame(0, 0, 0, 1, pair(99, collective))
+    world.transport.events = [Arrived(A, frame, memoryview(b"late"), 0.0)]
+    world.progress.step()
+    is_other = collective != Collective.ALLTOALLV
+    assert isinstance(world.revocation.error, InvalidArgument) == is_other
 
 
 def test_a_failed_path_is_not_dialed_before_its_probes_are_good() -> None:
