@@ -23,6 +23,10 @@ import numpy as np
 import r2ccl
 
 DTYPES = (np.uint8, np.int32, np.int64, np.float32, np.float64)
+KINDS = (
+    "allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scan", "alltoall",
+    "alltoallv",
+)  # fmt: skip
 OPS = {r2ccl.SUM: np.add, r2ccl.MIN: np.minimum, r2ccl.MAX: np.maximum}
 #: Calls between two checks of the clock, and largest number of asynchronous calls in flight.
 LOOK_EVERY, MOST_AHEAD = 20, 3
@@ -51,7 +55,7 @@ class Chaos:
         comm, draw = self.comm, self.draw
         self.ncalls += 1
         call, n = self.ncalls, comm.nranks
-        kind = str(draw.choice(["allreduce", "allgather", "reduce_scatter", "broadcast", "reduce"]))
+        kind = str(draw.choice(KINDS))
         dtype = np.dtype(DTYPES[draw.integers(len(DTYPES))])
         nbytes = int(np.exp(draw.uniform(np.log(8), np.log(MOST_NBYTES))))
         count = max(1, nbytes // dtype.itemsize // n) * n
@@ -65,9 +69,9 @@ class Chaos:
             total = OPS[op](total, other)
         part = slice(comm.rank * count // n, (comm.rank + 1) * count // n)
         named: dict[str, Any] = {"async_op": is_async}
-        if kind in ("allreduce", "reduce_scatter", "reduce"):
+        if kind in ("allreduce", "reduce_scatter", "reduce", "scan"):
             named["op"] = op
-        if kind in ("broadcast", "reduce"):
+        if kind in ("broadcast", "reduce", "gather"):
             named["root"] = root
         given: np.ndarray = x
         want: np.ndarray | None = total
@@ -80,6 +84,26 @@ class Chaos:
             want = every[root]
         elif kind == "reduce" and comm.rank != root:
             want = None
+        elif kind == "gather":
+            given = np.ascontiguousarray(x[: count // n])
+            gathered = np.concatenate([each[: count // n] for each in every])
+            want = gathered if comm.rank == root else None
+        elif kind == "scan":
+            want = every[0]
+            for other in every[1 : comm.rank + 1]:
+                want = OPS[op](want, other)
+        elif kind == "alltoall":
+            want = np.concatenate([each[part] for each in every])
+        elif kind == "alltoallv":
+            sizes = [[count // n * ((i + 2 * j) % 3) // 2 for j in range(n)] for i in range(n)]
+            named |= {"sendcounts": sizes[comm.rank], "recvcounts": [s[comm.rank] for s in sizes]}
+            firsts = [sum(row[: comm.rank]) for row in sizes]
+            want = np.concatenate(
+                [
+                    each[first : first + row[comm.rank]]
+                    for each, first, row in zip(every, firsts, sizes, strict=True)
+                ]
+            )
         begun_s = time.monotonic()
         result = getattr(comm, kind)(given, **named)
         self.slowest_s = max(self.slowest_s, time.monotonic() - begun_s)
