@@ -240,8 +240,8 @@ class Progress:
     def _seen(self, key: PathKey, frame: Frame, *, is_sent: bool = False) -> Path | None:
         """Count a sign of life of the path, and record the call that the peer is in.
 
-        `is_sent`: the frame concerns a slice to the peer. Return the path; None if the communicator has ended, because the calls of the peer and of
-        this rank differ.
+        `is_sent`: the frame concerns a slice to the peer. Return the path; None if the communicator
+        has ended, because the calls of the peer and of this rank differ.
         """
         links = self._links
         path = self._paths[key]
