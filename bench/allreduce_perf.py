@@ -24,19 +24,21 @@ from common import add_json_argument, algbw, busbw, parse_size, size_range, writ
 
 import r2ccl
 from r2ccl.dtypes import CODES, DTYPES
-from r2ccl.kernels import OPS
+from r2ccl.kernels import ON_GPU
 from r2ccl.types import ReduceOp
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+#: Operations by number of the element type: those of which `make_inputs` can make exact inputs.
+_OPS = ON_GPU
 #: Names that nccl-tests gives to some types; the other types use NumPy's names.
 _NCCL_NAMES = {"float16": "half", "float32": "float", "float64": "double"}
 _BY_NAME = {
     name: dtype
-    for dtype in DTYPES.values()
+    for dtype in map(DTYPES.__getitem__, _OPS)
     for name in (dtype.name, _NCCL_NAMES.get(dtype.name, dtype.name))
 }
-_OPS_BY_NAME = {op.name.lower(): op for op in ReduceOp}
+_OPS_BY_NAME = {op.name.lower(): op for op in sorted(frozenset().union(*_OPS.values()))}
 #: Variables that a launcher sets in every process: torchrun and r2ccl, Hydra, PMIx, Open MPI.
 _LAUNCHED = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
@@ -141,14 +143,16 @@ def measure(comm: Any, case: Case, args: argparse.Namespace, *, in_place: bool) 
 
 def cases(args: argparse.Namespace) -> list[Case]:
     """Return the cases to run: every size, for every supported pair of type and operation."""
-    dtypes = list(CODES) if args.datatype == "all" else [_BY_NAME[args.datatype]]
-    ops = list(ReduceOp) if args.op == "all" else [_OPS_BY_NAME[args.op]]
+    dtypes = (
+        [DTYPES[code] for code in _OPS] if args.datatype == "all" else [_BY_NAME[args.datatype]]
+    )
+    ops = list(_OPS_BY_NAME.values()) if args.op == "all" else [_OPS_BY_NAME[args.op]]
     sizes = list(size_range(args.minbytes, args.maxbytes, step=args.step, factor=args.factor))
     return [
         Case(size // dtype.itemsize * dtype.itemsize, dtype, op)
         for dtype in dtypes
         for op in ops
-        if op in OPS[CODES[dtype]]
+        if op in _OPS[CODES[dtype]]
         for size in sizes
     ]
 

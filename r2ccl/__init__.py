@@ -9,6 +9,7 @@ from __future__ import annotations
 from r2ccl.bootstrap.launch import launch
 from r2ccl.communicator import ANY_SOURCE, ANY_TAG, Communicator
 from r2ccl.config import Config
+from r2ccl.dtypes import pair_dtype
 from r2ccl.errors import (
     CommunicatorRevoked,
     CompletionError,
@@ -36,6 +37,14 @@ PROD = ReduceOp.PROD
 MIN = ReduceOp.MIN
 MAX = ReduceOp.MAX
 AVG = ReduceOp.AVG
+LAND = ReduceOp.LAND
+BAND = ReduceOp.BAND
+LOR = ReduceOp.LOR
+BOR = ReduceOp.BOR
+LXOR = ReduceOp.LXOR
+BXOR = ReduceOp.BXOR
+MINLOC = ReduceOp.MINLOC
+MAXLOC = ReduceOp.MAXLOC
 
 __version__ = "0.1.0"
 
@@ -43,8 +52,16 @@ __all__ = [
     "ANY_SOURCE",
     "ANY_TAG",
     "AVG",
+    "BAND",
+    "BOR",
+    "BXOR",
+    "LAND",
+    "LOR",
+    "LXOR",
     "MAX",
+    "MAXLOC",
     "MIN",
+    "MINLOC",
     "PROD",
     "SUM",
     "Communicator",
@@ -70,4 +87,5 @@ __all__ = [
     "TransportTimeout",
     "init",
     "launch",
+    "pair_dtype",
 ]

@@ -167,7 +167,7 @@ class Communicator:
         out : array_like, optional
             Receives the result: the same memory as `x` or disjoint from it. Default: `x` itself.
         op : ReduceOp
-            SUM, PROD, MIN, MAX or AVG (the sum divided by ``nranks``).
+            An operation that the dtype supports; docs/reductions.md has the table.
         stream : optional
             For device memory only. The collective runs after the work enqueued on this stream
             before the call, and work enqueued on it later sees the result. A handle, a stream of

@@ -10,13 +10,26 @@ import msgspec
 
 
 class ReduceOp(enum.IntEnum):
-    """Reduction of a collective; ``AVG`` is the sum divided by ``nranks`` (NCCL's definition)."""
+    """Reduction of a collective; the members beginning with L, B and M have MPI's definitions.
+
+    AVG is the sum divided by ``nranks`` (NCCL's definition). LAND, LOR and LXOR give 0 or 1 (False
+    or True); any number but 0 is true. MINLOC and MAXLOC reduce pairs of a value and an index
+    (`r2ccl.pair_dtype`); of equal values, the lowest index is the result.
+    """
 
     SUM = 0
     PROD = 1
     MIN = 2
     MAX = 3
     AVG = 4
+    LAND = 5
+    BAND = 6
+    LOR = 7
+    BOR = 8
+    LXOR = 9
+    BXOR = 10
+    MINLOC = 11
+    MAXLOC = 12
 
 
 class Collective(enum.IntEnum):

@@ -48,7 +48,7 @@ from r2ccl.gpu.pxn.routes import PxnRoutes
 from r2ccl.gpu.registered_memory import AreaPurpose, RegisteredDeviceMemory
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.gpu.staging import StagingBuffers, nbytes_of
-from r2ccl.kernels.cuda.form import Form
+from r2ccl.kernels.cuda.form import Form, has_kernels
 from r2ccl.planning.lowering import Layout, cleared
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.engine import Engine
@@ -122,12 +122,13 @@ class GpuDirectBackend(SignalledStream):
         self._cleared: dict[int, tuple[Layout, Layout]] = {}
 
     def supports(self, call: DeviceCall, nranks: int = 0) -> bool:
-        """Return whether a call of `nranks` ranks (0: all) is large enough for this backend.
+        """Return whether there are kernels for a call of `nranks` ranks (0: all) and it is large.
 
         If each rank's part fits one eager slice, the two copies of a window through pinned memory
         cost less than one kernel per step.
         """
-        return nbytes_of(call.signature) > self._config.eager_nbytes * (nranks or self._nranks)
+        limit = self._config.eager_nbytes * (nranks or self._nranks)
+        return nbytes_of(call.signature) > limit and has_kernels(call.signature)
 
     def is_prepared(self, call: DeviceCall) -> bool:
         """Return whether `begin` can be called without `prepare`."""

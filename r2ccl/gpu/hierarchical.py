@@ -118,7 +118,7 @@ class HierarchicalBackend(PeerBackend):
         self._nnodes = nnodes
 
     def supports(self, call: DeviceCall) -> bool:
-        """Return whether `call` is an allreduce without a user-defined schedule."""
+        """Return whether `call` is an allreduce that `PeerBackend` supports."""
         return super().supports(call) and call.signature.collective == Collective.ALLREDUCE
 
     def is_prepared(self, call: DeviceCall) -> bool:

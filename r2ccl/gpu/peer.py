@@ -46,6 +46,7 @@ from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportError, T
 from r2ccl.gpu.host_signal import WORD, SignalledStream
 from r2ccl.gpu.ipc_board import IpcBoard
 from r2ccl.gpu.staged import DeviceCall
+from r2ccl.kernels.cuda.form import has_kernels
 from r2ccl.runtime.progress import describe
 from r2ccl.types import CallSignature, Collective
 
@@ -204,8 +205,8 @@ class PeerBackend(SignalledStream):
         self._mapped: dict[tuple[int, int], int] = {}
 
     def supports(self, call: DeviceCall) -> bool:
-        """Return whether `call` has no user-defined schedule."""
-        return call.schedule is None
+        """Return whether `call` has no user-defined schedule, and there are kernels for it."""
+        return call.schedule is None and has_kernels(call.signature)
 
     def is_prepared(self, call: DeviceCall) -> bool:
         """Return whether `begin` can be called without `prepare`."""

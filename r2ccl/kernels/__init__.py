@@ -1,7 +1,7 @@
 """Reductions of slices: one table of operations and element types, one module per device.
 
-`table` lists the supported operations, `host` implements them with NumPy, `half` has the compiled
-loops for 16-bit floats, and `cuda` implements them on GPUs.
+`table` lists the supported operations, `host` implements them with NumPy, `half` and `float8` have
+the compiled loops for 16-bit and 8-bit floats, and `cuda` implements them on GPUs.
 
 Invariant: each element of a result depends only on the operands' elements at the same index, never
 on where a slice begins or ends. A replayed or differently cut slice therefore gives the same bits.
@@ -10,13 +10,15 @@ on where a slice begins or ends. A replayed or differently cut slice therefore g
 from __future__ import annotations
 
 from r2ccl.dtypes import dtype_name
-from r2ccl.kernels.host import Divider, Reducer, divider, quiet_context, reducer
-from r2ccl.kernels.table import OPS, check_op
+from r2ccl.kernels.host import Divider, Reducer, arithmetic, divider, quiet_context, reducer
+from r2ccl.kernels.table import ON_GPU, OPS, check_op
 
 __all__ = [
+    "ON_GPU",
     "OPS",
     "Divider",
     "Reducer",
+    "arithmetic",
     "check_op",
     "divider",
     "dtype_name",

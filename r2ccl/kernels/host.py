@@ -1,7 +1,7 @@
-"""Reductions in host memory: with NumPy, and for 16-bit floats with the compiled loops in `half`.
+"""Reductions in host memory: with NumPy, and for small floats with the loops of `half`, `float8`.
 
-`reducer` imports Numba when it is first called for a 16-bit float, so that the import happens
-during planning and not between two slices.
+`reducer` imports Numba when it is first called for a 16-bit or 8-bit float, so that the import
+happens during planning and not between two slices.
 
 Invariant: a kernel keeps no state, allocates no memory that grows with the message, and accepts
 `left` or `right` itself as `out`.
@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from r2ccl.dtypes import dtype_of
+from r2ccl.dtypes import EXTENSIONS, dtype_of, raw_dtype
 from r2ccl.errors import InvalidArgument
 from r2ccl.kernels.table import check_op
-from r2ccl.types import ReduceOp
+from r2ccl.types import REDUCTIONS, CallSignature, ReduceOp
 
 Array = np.ndarray[Any, np.dtype[Any]]
 #: ``reduce(left, right, out)``: elementwise ``out = left (op) right``.
@@ -45,36 +45,83 @@ def _complex_product(left: Array, right: Array, out: Array) -> None:
         np.multiply(left, right, out=out)
 
 
+def _pair_reducer(dtype: np.dtype[Any], op: ReduceOp) -> Reducer:
+    """Return the function that keeps the pair with the better value; see `reducer`."""
+    is_better = np.less if op is ReduceOp.MINLOC else np.greater
+    raw = raw_dtype(dtype)
+
+    def reduce_pairs(left: Array, right: Array, out: Array) -> None:
+        for start in range(0, out.size, _BLOCK):  # bounds the size of the temporaries
+            x, y = (each[start : start + _BLOCK].view(dtype) for each in (left, right))
+            a, b = x["value"], y["value"]
+            is_tie = (a == b) | (np.isnan(a) & np.isnan(b))
+            is_right = is_better(b, a) | (np.isnan(b) & ~np.isnan(a))
+            is_right |= is_tie & (y["index"] < x["index"])
+            out[start : start + _BLOCK].view(raw)[:] = np.where(is_right, y.view(raw), x.view(raw))
+
+    return reduce_pairs
+
+
 _FUNCTIONS: dict[ReduceOp, Reducer] = {
     ReduceOp.SUM: np.add,
     ReduceOp.AVG: np.add,
     ReduceOp.PROD: np.multiply,
     ReduceOp.MIN: _minimum,
     ReduceOp.MAX: _maximum,
+    ReduceOp.LAND: np.logical_and,
+    ReduceOp.LOR: np.logical_or,
+    ReduceOp.LXOR: np.logical_xor,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
 }
 
 _HALVES = ("float16", "bfloat16")
-_BITS = np.dtype(np.uint16)
+#: Types that are computed in float32.
+_SMALL = frozenset(("float16", *EXTENSIONS.values()))
 #: Elements per block if a temporary is needed. A block has at most 256 KiB, so it stays in cache.
 _BLOCK = 1 << 15
 
 
+def arithmetic(call: CallSignature, nranks: int) -> tuple[Reducer, Divider | None]:
+    """Return the function that combines two slices of a call, and for AVG the final division.
+
+    Parameters
+    ----------
+    call : CallSignature
+        A collective without reduction gets a function that must not be called.
+    nranks : int
+        Divisor of AVG.
+
+    Raises
+    ------
+    InvalidArgument
+        As for `reducer` and `divider`.
+    """
+    if call.collective not in REDUCTIONS:
+        dtype_of(call.dtype)
+        return _refuse, None
+    finish = divider(call.dtype, nranks) if call.op == ReduceOp.AVG else None
+    return reducer(call.dtype, call.op), finish
+
+
 @functools.cache
-def reducer(dtype_code: int, op: ReduceOp) -> Reducer:
+def reducer(dtype_code: int, op: ReduceOp | int) -> Reducer:
     """Return the function that combines two slices.
 
     Parameters
     ----------
     dtype_code : int
         Number from `r2ccl.dtypes`.
-    op : ReduceOp
+    op : ReduceOp or int
         Operation. AVG gives the function of SUM; `divider` gives the division.
 
     Returns
     -------
     Reducer
-        ``reduce(left, right, out)`` on three C-contiguous 1-D arrays of that dtype and of equal
-        length; `out` may be `left` or `right` itself, but not a shifted view of them.
+        ``reduce(left, right, out)`` on three C-contiguous 1-D arrays of that dtype (pairs also as
+        their `raw_dtype`) and of equal length; `out` may be `left` or `right` itself, but not a
+        shifted view of them.
 
     Raises
     ------
@@ -83,29 +130,41 @@ def reducer(dtype_code: int, op: ReduceOp) -> Reducer:
 
     Notes
     -----
-    Integers wrap. MIN and MAX give NaN if either operand is NaN. float16 and bfloat16 are computed
-    in float32 and rounded to their own type at every step. NumPy warns about overflow and invalid
-    values in float32, float64 and complex, so call the function inside `quiet_context`.
+    Integers wrap. MIN and MAX give NaN if either operand is NaN, MINLOC and MAXLOC a pair with NaN.
+    16-bit and 8-bit floats are computed in float32 and rounded to their own type at every step.
+    NumPy warns about overflow and invalid values in float32, float64 and complex, so call the
+    function inside `quiet_context`.
 
     *Cost*: 0.3 µs per call in addition to the arithmetic (0.9 µs for 16-bit floats). The first call
-    for a 16-bit float imports Numba and compiles, which takes about 1.5 s, or 0.5 s with a warm
-    Numba disk cache. Call it during planning.
+    for a 16-bit or 8-bit float imports Numba and compiles, which takes about 1.5 s, or 0.5 s with a
+    warm Numba disk cache. Call it during planning.
     """
     op = check_op(dtype_code, op)
     dtype = dtype_of(dtype_code)
     name = dtype.name
     if dtype.kind == "c" and op is ReduceOp.PROD:
         return _complex_product
-    if name not in _HALVES:
+    if dtype.names is not None:
+        return _pair_reducer(dtype, op)
+    if name not in _SMALL:
         return _FUNCTIONS[op]
-    from r2ccl.kernels import half  # Numba takes about 0.5 s to import
+    op = ReduceOp.SUM if op is ReduceOp.AVG else op
+    kernel: Reducer
+    # Numba takes about 0.5 s to import
+    if name in _HALVES:
+        from r2ccl.kernels import half
 
-    kernel = half.compile_reducer(name, ReduceOp.SUM if op is ReduceOp.AVG else op)
+        kernel = half.compile_reducer(name, op)
+    else:
+        from r2ccl.kernels import float8
 
-    def reduce_half(left: Array, right: Array, out: Array) -> None:
-        kernel(left.view(_BITS), right.view(_BITS), out.view(_BITS))
+        kernel = float8.compile_reducer(dtype, op)
+    bits = np.dtype(f"u{dtype.itemsize}")
 
-    return reduce_half
+    def reduce_small(left: Array, right: Array, out: Array) -> None:
+        kernel(left.view(bits), right.view(bits), out.view(bits))
+
+    return reduce_small
 
 
 @functools.cache
@@ -145,8 +204,8 @@ def divider(dtype_code: int, nranks: int) -> Divider:
         return _unsigned_divider(dtype, nranks)
     if dtype.kind == "i":
         return _signed_divider(dtype, nranks)
-    if dtype.name in _HALVES:
-        return _half_divider(dtype.name, nranks)
+    if dtype.name in _SMALL:
+        return _small_divider(dtype, nranks)
     return _real_divider(dtype, nranks)
 
 
@@ -160,6 +219,10 @@ def quiet_context() -> contextvars.Context:
     context = contextvars.copy_context()
     context.run(np.seterr, all="ignore")
     return context
+
+
+def _refuse(left: Array, right: Array, out: Array) -> None:
+    raise AssertionError("a collective without reduction reduced a slice")
 
 
 def _leave(out: Array) -> None:
@@ -192,11 +255,18 @@ def _signed_divider(dtype: np.dtype[Any], nranks: int) -> Divider:
     return divide
 
 
-def _half_divider(name: str, nranks: int) -> Divider:
-    from r2ccl.kernels import half  # Numba takes about 0.5 s to import
+def _small_divider(dtype: np.dtype[Any], nranks: int) -> Divider:
+    # Numba takes about 0.5 s to import
+    if dtype.name in _HALVES:
+        from r2ccl.kernels import half
 
-    kernel = half.compile_divider(name)
-    return lambda out: kernel(out.view(_BITS), nranks)
+        divide = half.compile_divider(dtype.name)
+        return lambda out: divide(out.view(np.uint16), nranks)
+    from r2ccl.kernels import float8
+
+    divisor = np.float32(nranks)
+    look_up = float8.compile_map(dtype, lambda values: values / divisor)
+    return lambda out: look_up(out.view(np.uint8), out.view(np.uint8))
 
 
 def _real_divider(dtype: np.dtype[Any], nranks: int) -> Divider:
@@ -220,4 +290,4 @@ def _fill_zero(out: Array) -> None:
     out.fill(0)
 
 
-__all__ = ["Array", "Divider", "Reducer", "divider", "quiet_context", "reducer"]
+__all__ = ["Array", "Divider", "Reducer", "arithmetic", "divider", "quiet_context", "reducer"]

@@ -1,23 +1,48 @@
-"""Table of the reductions that each element type supports, on every device.
+"""Table of the reductions that each element type supports.
 
-`host` and `cuda` support exactly these pairs; any other pair is refused before data moves.
+`host` supports exactly these pairs; any other pair is refused before data moves. `cuda` supports
+those of `ON_GPU`; the others are reduced in host memory, even if the arrays are on a GPU.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from r2ccl.dtypes import DTYPES, dtype_of
+from r2ccl.dtypes import BFLOAT16_CODE, DTYPES, EXTENSIONS, dtype_name, dtype_of
 from r2ccl.errors import InvalidArgument
 from r2ccl.types import ReduceOp
 
-_ORDERED = frozenset(ReduceOp)
-_UNORDERED = _ORDERED - {ReduceOp.MIN, ReduceOp.MAX}
+_ORDER = frozenset((ReduceOp.MIN, ReduceOp.MAX))
+_ARITHMETIC = frozenset((ReduceOp.SUM, ReduceOp.PROD, ReduceOp.AVG))
+_LOGICAL = frozenset((ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR))
+_BITWISE = frozenset((ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
+_LOCATION = frozenset((ReduceOp.MINLOC, ReduceOp.MAXLOC))
+#: By `dtype.kind`. Complex numbers have no order. A sum of bools is not a bool. As in MPI, floats
+#: are neither truth values nor bits.
+_OPS_OF_KIND = {
+    "i": _ARITHMETIC | _ORDER | _LOGICAL | _BITWISE,
+    "u": _ARITHMETIC | _ORDER | _LOGICAL | _BITWISE,
+    "f": _ARITHMETIC | _ORDER,
+    "c": _ARITHMETIC,
+    "b": _ORDER | _LOGICAL | _BITWISE,
+}
 
-#: Supported operations by dtype number. Complex numbers have no order, so no MIN and MAX.
-OPS: dict[int, frozenset[ReduceOp]] = {
-    code: _UNORDERED if np.issubdtype(dtype, np.complexfloating) else _ORDERED
-    for code, dtype in DTYPES.items()
+
+def _ops_of(code: int, dtype: np.dtype[Any]) -> frozenset[ReduceOp]:
+    if dtype.names is not None:
+        return _LOCATION
+    return _OPS_OF_KIND["f" if code in EXTENSIONS else dtype.kind]
+
+
+#: Supported operations by dtype number.
+OPS: dict[int, frozenset[ReduceOp]] = {code: _ops_of(code, dtype) for code, dtype in DTYPES.items()}
+#: Supported operations of the kernels for GPUs, by dtype number.
+ON_GPU: dict[int, frozenset[ReduceOp]] = {
+    code: ops & (_ARITHMETIC | _ORDER)
+    for code, ops in OPS.items()
+    if ReduceOp.SUM in ops and (code == BFLOAT16_CODE or code not in EXTENSIONS)
 }
 
 
@@ -34,7 +59,7 @@ def check_op(dtype_code: int, op: ReduceOp | int) -> ReduceOp:
     ------
     InvalidArgument
         If the dtype number or the operation is unknown, or the dtype does not support the
-        operation (MIN of complex numbers).
+        operation (MIN of complex numbers, SUM of bool).
     """
     dtype = dtype_of(dtype_code)
     supported = OPS[dtype_code]
@@ -45,8 +70,11 @@ def check_op(dtype_code: int, op: ReduceOp | int) -> ReduceOp:
     if found is None or found not in supported:
         given = op.name if isinstance(op, ReduceOp) else repr(op)
         allowed = ", ".join(member.name for member in sorted(supported))
-        raise InvalidArgument(f"op={given} for dtype {dtype.name}: allowed are {allowed}")
+        advice = "; for a sum, convert to an integer dtype" if dtype.kind == "b" else ""
+        raise InvalidArgument(
+            f"op={given} for dtype {dtype_name(dtype_code)}: allowed are {allowed}{advice}"
+        )
     return found
 
 
-__all__ = ["OPS", "check_op"]
+__all__ = ["ON_GPU", "OPS", "check_op"]

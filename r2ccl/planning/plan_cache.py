@@ -29,7 +29,7 @@ from r2ccl.planning.planner import Explanation, Planner
 from r2ccl.schedule.check import check
 from r2ccl.schedule.chunks import Parts
 from r2ccl.schedule.ir import OpKind, RankProgram, Schedule
-from r2ccl.types import DIRECT, PAIRWISE, PREFIXES, CallSignature, ReduceOp
+from r2ccl.types import DIRECT, PAIRWISE, PREFIXES, CallSignature
 
 
 class Plan(NamedTuple):
@@ -145,11 +145,10 @@ class GroupPlanCache:
         found = self._renumbered.get(key)
         if found is None:
             plan = self._plans(call, self._planned_with(health))
-            is_mean = call.op == ReduceOp.AVG
             layout = renumbered(plan.layout, self._members, self._channel)
             found = plan._replace(
                 layout=layout if self._place is None else self._place(layout),
-                finish=kernels.divider(call.dtype, self._nranks) if is_mean else None,
+                finish=kernels.arithmetic(call, self._nranks)[1],
                 is_bandwidth_sample=False,
             )
             if len(self._renumbered) >= _KEPT:
@@ -308,7 +307,7 @@ class PlanCache:
         own: Schedule | None,
         parts: Parts | None,
     ) -> Plan:
-        op = kernels.check_op(call.dtype, call.op)
+        reduce, finish = kernels.arithmetic(call, self._nranks)
         itemsize = dtype_of(call.dtype).itemsize
         nbytes = call.count * itemsize
         if own is None:
@@ -340,13 +339,12 @@ class PlanCache:
         layout = limit_windows(layout, len(self.fabric.homes), self.fabric.inlet_nbytes)
         if self.place is not None:
             layout = self.place(layout)
-        finish = kernels.divider(call.dtype, self._nranks) if op is ReduceOp.AVG else None
         if call.collective in PAIRWISE:  # different from the signature of every pair
             call = msgspec.structs.replace(call, count=-1)
         return Plan(
             call.pack(),
             layout,
-            kernels.reducer(call.dtype, op),
+            reduce,
             finish,
             choice.is_bandwidth_sample,
             None if parts is None else _pairs(call, program, parts),

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from r2ccl import kernels
-from r2ccl.dtypes import CODES
+from r2ccl.dtypes import CODES, raw_dtype
 from r2ccl.errors import InvalidArgument
 from r2ccl.runtime.arrays.buffers import (
     Buffer,
@@ -491,6 +491,8 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
         raise refusal(x, array, writable)
     if array.ndim != 1:
         array = array.reshape(-1)
+    if dtype.names is not None:
+        array = array.view(raw_dtype(dtype))
     return Buffer(array, code, array.size, dtype.itemsize, array.nbytes, x)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from r2ccl.device.bindings import Cuda
-from r2ccl.dtypes import BFLOAT16_CODE, DTYPES
+from r2ccl.dtypes import DTYPES, EXTENSIONS, dtype_name
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.runtime.arrays.buffers import is_in_place, like, like_part, part_of
 from r2ccl.runtime.arrays.cuda import as_device_buffer, is_device_array, streams_of
@@ -20,7 +20,9 @@ try:
 except TransportError as exc:
     pytest.skip(f"arrays on a GPU: {exc}", allow_module_level=True)
 
-NAMES = [dtype.name for dtype in DTYPES.values() if dtype.name != "bfloat16"]
+NAMES = [
+    dtype.name for code, dtype in DTYPES.items() if code not in EXTENSIONS and dtype.names is None
+]
 
 
 @pytest.fixture
@@ -112,16 +114,13 @@ class TestCupy:
 class TestTorch:
     """torch tensors and streams."""
 
-    @pytest.mark.parametrize("name", [*NAMES, "bfloat16"])
+    @pytest.mark.parametrize("name", [*NAMES, *EXTENSIONS.values()])
     def test_every_dtype(self, torch: Any, name: str) -> None:
         x = torch.empty(3, 4, dtype=getattr(torch, name), device="cuda")
         buffer = as_device_buffer(x, writable=True)
         assert (buffer.address, buffer.count) == (x.data_ptr(), 12)
         assert (buffer.itemsize, buffer.ordinal) == (x.element_size(), x.device.index)
-        if name == "bfloat16":
-            assert buffer.dtype_code == BFLOAT16_CODE
-        else:
-            assert DTYPES[buffer.dtype_code].name == name
+        assert dtype_name(buffer.dtype_code) == name
 
     def test_where_it_is(self, torch: Any) -> None:
         assert is_device_array(torch.zeros(3, device="cuda"))

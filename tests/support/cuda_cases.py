@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from r2ccl.dtypes import BFLOAT16_CODE, CODES, DTYPES
-from r2ccl.kernels import OPS, divider, quiet_context, reducer
+from r2ccl.kernels import ON_GPU, divider, quiet_context, reducer
 from r2ccl.kernels.cuda import Form
 from r2ccl.types import ReduceOp
 
@@ -30,15 +30,15 @@ NRANKS = 3
 
 def pairs() -> list[Form]:
     """Return every operation on every type, for two inputs."""
-    return [Form(dtype_code=code, op=op) for code in sorted(OPS) for op in sorted(OPS[code])]
+    return [Form(dtype_code=code, op=op) for code in sorted(ON_GPU) for op in sorted(ON_GPU[code])]
 
 
 def others() -> list[Form]:
     """Return the other forms: copies, more inputs and outputs, scaled, divided, wide."""
     sum_, prod, min_, max_ = ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX
     float32 = CODES[np.dtype(np.float32)]
-    copies = [Form(dtype_code=code, op=sum_, ninputs=1) for code in sorted(OPS)]
-    averages = [Form(dtype_code=code, op=sum_, is_divided=True) for code in sorted(OPS)]
+    copies = [Form(dtype_code=code, op=sum_, ninputs=1) for code in sorted(ON_GPU)]
+    averages = [Form(dtype_code=code, op=sum_, is_divided=True) for code in sorted(ON_GPU)]
     scaled = [Form(dtype_code=code, op=sum_, is_scaled=True) for code in (*REALS, *COMPLEX)]
     wide = [
         Form(dtype_code=code, op=op, ninputs=ninputs, is_wide=True, **more)

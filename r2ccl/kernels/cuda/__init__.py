@@ -16,7 +16,7 @@ host's only if its processor has FMA.
 from __future__ import annotations
 
 from r2ccl.kernels.cuda.chain import ChainStep, chain
-from r2ccl.kernels.cuda.form import MOST, Form, canonical
+from r2ccl.kernels.cuda.form import MOST, Form, canonical, has_kernels
 from r2ccl.kernels.cuda.launch import Launcher, nblocks_of
 from r2ccl.kernels.cuda.operands import arguments
 from r2ccl.kernels.cuda.ptx import NTHREADS, TARGETS, Ptx, cache_directory, ptx_of, target_of
@@ -33,6 +33,7 @@ __all__ = [
     "cache_directory",
     "canonical",
     "chain",
+    "has_kernels",
     "nblocks_of",
     "ptx_of",
     "target_of",

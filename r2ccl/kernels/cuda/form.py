@@ -13,8 +13,8 @@ import numpy as np
 
 from r2ccl.dtypes import BFLOAT16_CODE, CODES, dtype_name, dtype_of
 from r2ccl.errors import InvalidArgument
-from r2ccl.kernels.table import check_op
-from r2ccl.types import ReduceOp
+from r2ccl.kernels.table import ON_GPU, check_op
+from r2ccl.types import REDUCTIONS, CallSignature, ReduceOp
 
 #: Most inputs and most outputs of one kernel; `r2ccl.kernels.cuda.chain` handles more inputs.
 MOST = 8
@@ -36,7 +36,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     op : ReduceOp
         Operation; AVG combines like SUM.
     ninputs, noutputs : int
-        Number of inputs and outputs, 1 to `MOST`. A single input is copied.
+        Number of inputs and outputs, 1 to `MOST`. A single input is copied; then `op` is ignored.
     is_scaled : bool
         Multiply each input by a real factor first. The factor is passed at launch and rounded to
         float32 (float64 for float64 and complex128). Floats and complex numbers only.
@@ -71,12 +71,17 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Refuse invalid combinations."""
-        check_op(self.dtype_code, self.op)
+        kind = dtype_name(self.dtype_code)
+        is_changed = self.ninputs > 1 or self.is_scaled or self.is_divided
+        if is_changed and check_op(self.dtype_code, self.op) not in ON_GPU.get(self.dtype_code, ()):
+            raise InvalidArgument(
+                f"op={self.op.name} for dtype {kind}: there is no kernel for GPUs; reduce in host "
+                "memory"
+            )
         for name in ("ninputs", "noutputs"):
             number = getattr(self, name)
             if not 1 <= number <= MOST:
                 raise InvalidArgument(f"{name}={number}: one kernel takes 1 to {MOST}")
-        kind = dtype_name(self.dtype_code)
         if self.is_scaled and dtype_of(self.dtype_code).kind in "iu":
             raise InvalidArgument(f"is_scaled for dtype {kind}: integers cannot be scaled")
         if self.is_resumed and not self.is_scaled:
@@ -98,6 +103,11 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
         said = "".join(f"_{flag.partition('_')[2]}" for flag in flags if getattr(self, flag))
         kind = f"{self.op.name.lower()}_{dtype_name(self.dtype_code)}"
         return f"r2ccl_{kind}_{self.ninputs}_{self.noutputs}{said}"
+
+
+def has_kernels(call: CallSignature) -> bool:
+    """Return whether there are kernels for the dtype and op of a call."""
+    return call.collective not in REDUCTIONS or call.op in ON_GPU.get(call.dtype, ())
 
 
 @functools.cache
@@ -152,4 +162,4 @@ def _calculated_as(form: Form, op: ReduceOp) -> int:
     return form.dtype_code
 
 
-__all__ = ["HALVES", "MOST", "Form", "canonical"]
+__all__ = ["HALVES", "MOST", "Form", "canonical", "has_kernels"]

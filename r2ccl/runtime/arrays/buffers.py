@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self, TypeVar
 import msgspec
 import numpy as np
 
-from r2ccl.dtypes import BFLOAT16_CODE, CODES, dtype_name, dtype_of, names
+from r2ccl.dtypes import CODES, EXTENSIONS, dtype_name, dtype_of, names
 from r2ccl.errors import InvalidArgument
 from r2ccl.runtime.arrays.libraries import is_device_array, library_of, torch_of
 
@@ -25,6 +25,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 #: DLPack device types whose memory the processor can address: kDLCPU, kDLCUDAHost, kDLROCMHost
 #: (dlpack.h).
 _HOST_DEVICES = (1, 3, 11)
+
+#: Numbers of the types of ml_dtypes, by the names of torch's dtypes.
+_TORCH_EXTENSIONS = {f"torch.{name}": code for code, name in EXTENSIONS.items()}
 
 _ALLOWED = (
     "allowed are NumPy arrays, objects with the buffer protocol and host tensors with DLPack, "
@@ -73,7 +76,8 @@ class Buffer(msgspec.Struct, frozen=True, eq=False):
     Parameters
     ----------
     array : ndarray, shape (count,)
-        View of the caller's memory in the caller's dtype; read-only if that memory is read-only.
+        View of the caller's memory in the caller's dtype, for pairs in its `raw_dtype`; read-only
+        if that memory is read-only.
     dtype_code : int
         Number of the element type in `r2ccl.dtypes`.
     count : int
@@ -273,13 +277,15 @@ def _tensor_array(x: Any) -> Array:
     if device not in _HOST_DEVICES:
         raise _on_device(x, f"DLPack device type {device}")
     torch = torch_of(x)
-    is_bfloat16 = torch is not None and x.dtype is torch.bfloat16
+    code = None if torch is None else _TORCH_EXTENSIONS.get(str(x.dtype))
     try:
-        # NumPy's DLPack reader does not support bfloat16, so the tensor is viewed as int16.
-        array = np.from_dlpack(x.view(torch.int16) if is_bfloat16 else x, copy=False)
-    except (BufferError, RuntimeError) as exc:  # it requires grad, or is sparse or float8, ...
+        if code is None:
+            return np.from_dlpack(x, copy=False)
+        # NumPy's DLPack reader lacks these types, so the tensor is viewed as integers.
+        bits = torch.int16 if x.element_size() == 2 else torch.uint8
+        return np.from_dlpack(x.view(bits), copy=False).view(dtype_of(code))
+    except (BufferError, RuntimeError) as exc:  # it requires grad, or is sparse, ...
         raise cannot_view(x, exc) from exc
-    return array.view(dtype_of(BFLOAT16_CODE)) if is_bfloat16 else array
 
 
 def _on_device(x: Any, where: str) -> InvalidArgument:
@@ -292,8 +298,6 @@ def _on_device(x: Any, where: str) -> InvalidArgument:
 def refusal(x: Any, array: Array, writable: bool) -> InvalidArgument:
     """Return the error that explains why `array`, the view of `x`, cannot be a buffer."""
     given = f"{type_name(x)} of dtype {array.dtype} and shape {array.shape}"
-    if array.dtype.kind == "b":
-        return InvalidArgument(f"{given}: pass x.view(np.uint8) with op=MAX (any) or MIN (all)")
     if not array.dtype.isnative:
         return InvalidArgument(f"{given} is byte-swapped: pass x.astype(x.dtype.newbyteorder('='))")
     if array.dtype not in CODES:

@@ -23,15 +23,20 @@ import numpy as np
 
 from r2ccl.device.base import Stream
 from r2ccl.device.bindings import Cuda
-from r2ccl.dtypes import BFLOAT16_CODE, DTYPES, dtype_name, dtype_of, names
+from r2ccl.dtypes import DTYPES, EXTENSIONS, dtype_name, dtype_of
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.runtime.arrays.buffers import cannot_view, type_name
 from r2ccl.runtime.arrays.libraries import Library, Torch, is_device_array, library_of, torch_of
 from r2ccl.runtime.arrays.streams import LEGACY, producer_stream, stream_of
 
-#: Element type numbers by NumPy's dtype name. torch and DLPack use the same names. bfloat16 is
-#: included even if ml_dtypes is not installed.
-_CODES = {dtype_name(code): code for code in (*DTYPES, BFLOAT16_CODE)}
+#: Element type numbers by NumPy's dtype name. torch and DLPack use the same names. The types of
+#: ml_dtypes are included even if it is not installed. Pairs are supported in host memory only.
+_CODES = {
+    dtype_name(code): code
+    for code in (*DTYPES, *EXTENSIONS)
+    if code not in DTYPES or DTYPES[code].names is None
+}
+_NAMES = ", ".join(sorted(_CODES))
 #: Supported versions of ``__cuda_array_interface__``; strides have another meaning before 2.
 _VERSIONS = (2, 3)
 #: DLPack device type kDLCUDAManaged (dlpack.h).
@@ -242,7 +247,7 @@ def _read_interface(x: Any, interface: Any, library: Library | None) -> _Given:
         address, is_read_only = interface["data"]
         shape, strides = tuple(interface["shape"]), interface.get("strides")
         strides = None if strides is None else tuple(strides)
-        dtype = np.dtype(interface["typestr"])
+        dtype = _dtype_of_interface(x, interface["typestr"])
         version = interface["version"]
     except (KeyError, TypeError, ValueError) as exc:
         raise cannot_view(x, f"its __cuda_array_interface__ is broken ({exc!r})") from exc
@@ -254,9 +259,6 @@ def _read_interface(x: Any, interface: Any, library: Library | None) -> _Given:
         raise InvalidArgument(
             "a masked array was given and its mask would be ignored: pass its data without it"
         )
-    if dtype.kind == "V":  # the interface's code for types that NumPy lacks
-        own = getattr(x, "dtype", None)
-        dtype = own if isinstance(own, np.dtype) and own.itemsize == dtype.itemsize else dtype
     if not dtype.isnative:
         raise InvalidArgument(
             f"{type_name(x)} of dtype {dtype} is byte-swapped: pass it in the machine's byte order"
@@ -272,6 +274,12 @@ def _read_interface(x: Any, interface: Any, library: Library | None) -> _Given:
         stream=stream_of(library.stream(x) if library else after, LEGACY),
         after=after,
     )
+
+
+def _dtype_of_interface(x: Any, typestr: str) -> np.dtype[Any]:
+    """Return the array's own dtype if it has this type string: NumPy lacks some types."""
+    own = getattr(x, "dtype", None)
+    return own if isinstance(own, np.dtype) and own.str == typestr else np.dtype(typestr)
 
 
 def _ask_dlpack(x: Any) -> _Given:
@@ -294,7 +302,7 @@ def _ask_dlpack(x: Any) -> _Given:
     try:
         dtype = view.dtype
     except (NotImplementedError, TypeError) as exc:
-        raise cannot_view(x, f"{exc}; allowed are dtypes {names()}") from exc
+        raise cannot_view(x, f"{exc}; allowed are dtypes {_NAMES}") from exc
     strides = view.strides
     return _Given(
         address=view.ptr,
@@ -347,10 +355,8 @@ def _is_contiguous(given: _Given, itemsize: int) -> bool:
 
 def _dtype_refusal(x: Any, given: _Given) -> InvalidArgument:
     what = f"{type_name(x)} of dtype {given.dtype}"
-    if given.dtype == "bool":
-        return InvalidArgument(f"{what}: pass its bytes as uint8 with op=MAX (any) or MIN (all)")
     return InvalidArgument(
-        f"{what} was given: allowed are arrays in CUDA memory, C-contiguous, of dtype {names()}"
+        f"{what} was given: allowed are arrays in CUDA memory, C-contiguous, of dtype {_NAMES}"
     )
 
 

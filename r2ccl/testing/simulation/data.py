@@ -9,13 +9,14 @@ compared with a reduction in rank order, within the rounding error. The module d
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.dtypes import DTYPES
+from r2ccl.dtypes import DTYPES, dtype_name, raw_dtype
 from r2ccl.kernels.table import OPS
 from r2ccl.schedule.chunks import Range, consecutive
 from r2ccl.schedule.interpret import interpret
@@ -25,41 +26,59 @@ from r2ccl.types import ReduceOp
 Array = npt.NDArray[Any]
 
 #: Number of each element type, by name.
-CODES: dict[str, int] = {dtype.name: code for code, dtype in DTYPES.items()}
+CODES: dict[str, int] = {dtype_name(code): code for code in DTYPES}
 #: All valid pairs of element type (by name) and operation.
 PAIRS: tuple[tuple[str, ReduceOp], ...] = tuple(
-    (DTYPES[code].name, op) for code in DTYPES for op in sorted(OPS[code])
+    (dtype_name(code), op) for code in DTYPES for op in sorted(OPS[code])
 )
 
-_FUNCTIONS: dict[ReduceOp, Any] = {
+
+_FUNCTIONS: dict[ReduceOp, Callable[[Array, Array], Array]] = {
     ReduceOp.SUM: np.add,
     ReduceOp.AVG: np.add,
     ReduceOp.PROD: np.multiply,
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
+    ReduceOp.LAND: lambda x, y: ((x != 0) & (y != 0)).astype(x.dtype),
+    ReduceOp.LOR: lambda x, y: ((x != 0) | (y != 0)).astype(x.dtype),
+    ReduceOp.LXOR: lambda x, y: ((x != 0) ^ (y != 0)).astype(x.dtype),
+    ReduceOp.BAND: operator.and_,
+    ReduceOp.BOR: operator.or_,
+    ReduceOp.BXOR: operator.xor,
 }
+#: Operations whose result is one of the inputs.
+_EXACT = frozenset((ReduceOp.MIN, ReduceOp.MAX, ReduceOp.MINLOC, ReduceOp.MAXLOC))
 #: Collectives without reduction.
 _MOVES = frozenset({"allgather", "alltoall", "broadcast", "gather", "scatter"})
-#: Machine epsilon of bfloat16, which ``np.finfo`` does not support: the gap between 1 and the next
+#: Machine epsilon of the types that ``np.finfo`` does not support: the gap between 1 and the next
 #: number.
-_BFLOAT16_EPS = 2.0**-7
+_EPS = {"bfloat16": 2.0**-7, "float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2}
 
 
 @functools.lru_cache(maxsize=4096)
 def draw(dtype: str, count: int, call: int, rank: int) -> Array:
     """Draw random input data of one rank for one call.
 
-    Integers cover the whole range of their type. The magnitudes of floats vary so much that sums in
-    different orders mostly round differently, but a product of up to seven does not overflow.
+    Integers cover the whole range of their type, and some are 0. The magnitudes of floats vary so
+    much that sums in different orders mostly round differently, but a product of up to seven does
+    not overflow. Many pairs have equal values; the array has their `raw_dtype`.
     """
     kind = DTYPES[CODES[dtype]]
     random = np.random.default_rng((count, call, rank))
     if kind.kind in "iu":
         info = np.iinfo(kind)
-        return random.integers(info.min, info.max, count, kind, endpoint=True)
+        values = random.integers(info.min, info.max, count, kind, endpoint=True)
+        return np.where(random.random(count) < 1 / 4, kind.type(0), values)
+    if kind.kind == "b":
+        return random.random(count) < 1 / 2
+    if kind.names is not None:
+        pairs = np.zeros(count, kind)
+        pairs["value"] = random.integers(-2, 3, count)
+        pairs["index"] = random.integers(0, 9, count)
+        return pairs.view(raw_dtype(kind))
     if kind.kind == "c":
         return np.asarray(_floats(random, count, 4) + 1j * _floats(random, count, 4)).astype(kind)
-    return _floats(random, count, 1 if kind.itemsize == 2 else 12).astype(kind)
+    return _floats(random, count, {1: 0, 2: 1}.get(kind.itemsize, 12)).astype(kind)
 
 
 def parts_of(schedule: Schedule, count: int, sizes: Sequence[int]) -> tuple[Range, ...]:
@@ -96,7 +115,7 @@ def expected(
     inputs = [draw(dtype, count, call, rank) for rank in range(schedule.nranks)]
     finish = functools.partial(_mean, nranks=schedule.nranks) if op is ReduceOp.AVG else None
     parts = parts_of(schedule, count, sizes)
-    outputs = interpret(schedule, inputs, _FUNCTIONS[op], finish=finish, parts=parts)
+    outputs = interpret(schedule, inputs, _function(dtype, op), finish=finish, parts=parts)
     results = []
     for rank, output in enumerate(outputs):
         promised = part(schedule, rank, count, sizes)
@@ -105,9 +124,24 @@ def expected(
             np.testing.assert_array_equal(output[promised], moved[promised])
         elif output[promised].size:
             reduced = inputs[: _nreduced(schedule, rank)]
-            _require_near(output[promised], [each[promised] for each in reduced], op)
+            _require_near(output[promised], [each[promised] for each in reduced], dtype, op)
         results.append(output[promised].tobytes())
     return tuple(results)
+
+
+def _function(dtype: str, op: ReduceOp) -> Callable[[Array, Array], Array]:
+    if op not in (ReduceOp.MINLOC, ReduceOp.MAXLOC):
+        return _FUNCTIONS[op]
+    return functools.partial(_best, DTYPES[CODES[dtype]], 1 if op is ReduceOp.MINLOC else -1)
+
+
+def _best(kind: np.dtype[Any], sign: int, left: Array, right: Array) -> Array:
+    """Return the pairs with the least ``sign * value``, and among these the least index."""
+    pairs = zip(left.view(kind).tolist(), right.view(kind).tolist(), strict=True)
+    best = [min(pair, key=lambda each: (sign * each[0], each[1])) for pair in pairs]
+    result = np.zeros(left.size, kind)
+    result[:] = best
+    return result.view(left.dtype)
 
 
 def _floats(random: np.random.Generator, count: int, spread: int) -> Array:
@@ -141,17 +175,17 @@ def _moved(schedule: Schedule, inputs: list[Array], rank: int, parts: Sequence[R
     )
 
 
-def _require_near(found: Array, inputs: list[Array], op: ReduceOp) -> None:
+def _require_near(found: Array, inputs: list[Array], name: str, op: ReduceOp) -> None:
     """Assert that a reduction equals one in rank order, within rounding error for floats."""
-    function, nranks, dtype = _FUNCTIONS[op], len(inputs), found.dtype
-    if dtype.kind in "iu" or op in (ReduceOp.MIN, ReduceOp.MAX):
+    function, nranks, dtype = _function(name, op), len(inputs), found.dtype
+    if dtype.kind in "iub" or op in _EXACT:
         total = functools.reduce(function, inputs)
         np.testing.assert_array_equal(found, _mean(total, nranks) if op is ReduceOp.AVG else total)
         return
     wide = [_wide(each) for each in inputs]
     total = functools.reduce(function, wide)
     reach = functools.reduce(function, [np.abs(each) for each in wide])
-    eps = _BFLOAT16_EPS if dtype.name == "bfloat16" else float(np.finfo(dtype).eps)
+    eps = _EPS.get(dtype.name) or float(np.finfo(dtype).eps)
     off = np.abs(_wide(found) - (total / nranks if op is ReduceOp.AVG else total))
     assert np.all(off <= 4 * nranks * eps * reach), (
         f"{op.name} of {dtype.name} off by up to {off.max()}"

@@ -28,7 +28,7 @@ class CallSpec(msgspec.Struct, frozen=True):
     is_in_place : bool
         True if input and output are the same array.
     dtype : str
-        NumPy's name of the element type.
+        Name of the element type, as `r2ccl.dtypes.dtype_name` returns it.
     op : ReduceOp
     is_planned : bool
         True if the planner makes an allreduce for the health agreed on.

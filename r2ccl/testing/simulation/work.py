@@ -27,7 +27,7 @@ from r2ccl.testing.simulation import data
 from r2ccl.testing.simulation.data import Array
 from r2ccl.testing.simulation.plan import CallSpec, Workload
 from r2ccl.testing.simulation.schedules import RINGS, SCHEDULES
-from r2ccl.types import CallSignature, Collective, ReduceOp
+from r2ccl.types import CallSignature, Collective
 
 
 class SimTask(NamedTuple):
@@ -70,10 +70,7 @@ class SimWork:
 
     def arithmetic(self, task: SimTask) -> tuple[kernels.Reducer, kernels.Divider | None]:
         """Return the function that reduces slices, and for a mean the one that divides the sum."""
-        code, op = task.signature.dtype, ReduceOp(task.signature.op)
-        is_mean = op is ReduceOp.AVG
-        divide = kernels.divider(code, self.workload.nranks) if is_mean else None
-        return kernels.reducer(code, op), divide
+        return kernels.arithmetic(task.signature, self.workload.nranks)
 
     def memory(self, call: int, rank: int, schedule: Schedule) -> tuple[Array, Array]:
         """Return new input and output arrays of a call; one array for both if it is in place.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ import numpy as np
 import pytest
 
 from r2ccl.dtypes import CODES, DTYPES
-from r2ccl.kernels import OPS, divider, reducer
+from r2ccl.kernels import ON_GPU, divider, reducer
 from r2ccl.types import ReduceOp
 
 BENCH = Path(__file__).parents[3] / "bench"
 PAIRS = [
     pytest.param(dtype, op, id=f"{dtype.name}-{op.name}")
-    for code, dtype in DTYPES.items()
-    for op in sorted(OPS[code])
+    for code, ops in ON_GPU.items()
+    for dtype, op in itertools.product([DTYPES[code]], sorted(ops))
 ]
 
 

@@ -34,8 +34,10 @@ from r2ccl.algos import (
     tree_gather,
 )
 from r2ccl.config import AGREED, ALIASES, Config
+from r2ccl.dtypes import dtype_name
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.path import TRANSITIONS, PathAction, PathEvent, PathState
+from r2ccl.kernels import OPS
 from r2ccl.planning.cost_model import Fabric
 from r2ccl.planning.planner import Planner
 from r2ccl.schedule.cost import measure, wire_nbytes
@@ -78,6 +80,17 @@ def body(text: str, marker: str) -> list[list[str]]:
     assert others, f"table {marker} is empty"
     assert {len(cells) for cells in others} == {len(header)}, f"table {marker}"
     return others
+
+
+def test_the_table_of_reductions_is_that_of_the_kernels() -> None:
+    listed = {
+        name: ops
+        for names, ops in body(text_of("docs/reductions.md"), "ops")
+        for name in names.split(", ")
+    }
+    assert listed == {
+        dtype_name(code): ", ".join(op.name for op in sorted(ops)) for code, ops in OPS.items()
+    }
 
 
 def run_script(folder: Path, code: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from support.engines import Group
@@ -243,7 +244,7 @@ def test_all_ranks_get_the_backend_or_none_does() -> None:
         each.device.close()
 
 
-def test_small_calls_are_left_to_others() -> None:
+def test_small_calls_and_those_without_kernels_are_left() -> None:
     group = Group(2, eager_nbytes=64)
     group.open()
     direct = group.ranks[0].direct
@@ -254,6 +255,10 @@ def test_small_calls_are_left_to_others() -> None:
     assert not direct.supports(DeviceCall(call(0), 0, 0))
     assert not direct.supports(DeviceCall(call(16), 0, 0))
     assert direct.supports(DeviceCall(call(17), 0, 0))
+    without_kernels = msgspec.structs.replace(call(17), op=ReduceOp.BXOR)
+    assert not direct.supports(DeviceCall(without_kernels, 0, 0))
+    moved = msgspec.structs.replace(call(999), collective=Collective.ALLGATHER, dtype=20)
+    assert direct.supports(DeviceCall(moved, 0, 0))
     group.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import subprocess
 import sys
 import warnings
@@ -12,13 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from r2ccl.dtypes import CODES, DTYPES, dtype_name
+from r2ccl.dtypes import CODES, DTYPES, dtype_name, pair_dtype
 from r2ccl.errors import InvalidArgument
 from r2ccl.kernels import OPS, divider, quiet_context, reducer
 from r2ccl.types import ReduceOp
 
 PAIRS = [
-    pytest.param(code, op, id=f"{DTYPES[code].name}-{op.name}")
+    pytest.param(code, op, id=f"{dtype_name(code)}-{op.name}")
     for code in sorted(DTYPES)
     for op in sorted(OPS[code])
 ]
@@ -30,25 +31,50 @@ INTEGERS = [
 def values(dtype: np.dtype[Any], count: int, seed: int) -> np.ndarray[Any, Any]:
     """Small integers and halves, signed where the type is: every operation on two is exact."""
     rng = np.random.default_rng(seed)
-    low = 0 if dtype.kind == "u" else -11
-    out = rng.integers(low, 12, count).astype(dtype)
+    if dtype.names is not None:
+        pairs = np.zeros(count, dtype)
+        pairs["value"], pairs["index"] = rng.integers(-2, 3, count), rng.integers(0, 5, count)
+        return pairs
+    # 8-bit floats hold the integers up to 8, and the products of integers up to 2.
+    most = 2 if dtype.name.startswith("float8") else 11
+    low = 0 if dtype.kind in "ub" else -most
+    out = rng.integers(low, most + 1, count).astype(dtype)
     if dtype.kind == "c":
         out += 1j * rng.integers(-11, 12, count).astype(out.real.dtype)
     return out
+
+
+FUNCTIONS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
+    ReduceOp.PROD: operator.mul,
+    ReduceOp.MIN: min,
+    ReduceOp.MAX: max,
+    ReduceOp.LAND: lambda x, y: int(x != 0 and y != 0),
+    ReduceOp.LOR: lambda x, y: int(x != 0 or y != 0),
+    ReduceOp.LXOR: lambda x, y: int((x != 0) != (y != 0)),
+    ReduceOp.BAND: operator.and_,
+    ReduceOp.BOR: operator.or_,
+    ReduceOp.BXOR: operator.xor,
+    ReduceOp.MINLOC: min,
+    ReduceOp.MAXLOC: lambda x, y: min(x, y, key=lambda pair: (-pair[0], pair[1])),
+}
 
 
 def reference(op: ReduceOp, left: Any, right: Any) -> Any:
     """Compute one element in Python's own unbounded arithmetic."""
     if op in (ReduceOp.SUM, ReduceOp.AVG):
         return left + right
-    if op is ReduceOp.PROD:
-        return left * right
-    return min(left, right) if op is ReduceOp.MIN else max(left, right)
+    return FUNCTIONS[op](left, right)
+
+
+def copy_of(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Copy all bytes, with those between the fields of pairs, which NumPy does not copy."""
+    return np.frombuffer(bytearray(x.tobytes()), x.dtype)
 
 
 def python(x: np.ndarray[Any, Any]) -> list[Any]:
     """Convert to Python numbers, exactly."""
-    return (x.astype(np.float64) if x.dtype.kind == "V" else x).tolist()
+    is_extension = x.dtype.kind in "Vf" and x.dtype.names is None
+    return (x.astype(np.float64) if is_extension else x).tolist()
 
 
 @pytest.mark.parametrize(("code", "op"), PAIRS)
@@ -75,7 +101,7 @@ def test_out_may_be_either_operand(code: int, op: ReduceOp) -> None:
     reduce = reducer(code, op)
     apart = np.empty_like(left)
     reduce(left, right, apart)
-    in_left, in_right = left.copy(), right.copy()
+    in_left, in_right = copy_of(left), copy_of(right)
 
     reduce(in_left, right, in_left)
     reduce(left, in_right, in_right)
@@ -112,7 +138,7 @@ def test_result_does_not_depend_on_where_slices_are_cut(code: int, op: ReduceOp)
             reduce(left[start:stop], right[start:stop], cut[start:stop])
 
     quiet_context().run(run)
-    if dtype.kind in "fc":
+    if dtype.kind in "fc" and not dtype.name.startswith("float8"):
         np.testing.assert_array_equal(cut, whole)  # NaN equals NaN, whatever its payload
     else:
         assert cut.tobytes() == whole.tobytes()
@@ -130,12 +156,14 @@ def test_result_does_not_depend_on_whether_it_is_in_place(
         left, right = (rng.standard_normal((2, size, 2)) * 10).round(3)
         parts = [
             (each[:, 0] + 1j * each[:, 1] if dtype.kind == "c" else each[:, 0] % 7).astype(dtype)
+            if dtype.names is None
+            else values(dtype, size, int(each[0, 0] * 1e3) % 1000)
             for each in (left, right)
         ]
         fresh = np.empty_like(parts[0])
         reduce(*parts, fresh)
         for at in range(2):
-            operands = [each.copy() for each in parts]
+            operands = [copy_of(each) for each in parts]
             reduce(*operands, operands[at])
             assert operands[at].tobytes() == fresh.tobytes()
 
@@ -229,7 +257,7 @@ def test_complex_numbers_have_no_order(name: str, op: ReduceOp) -> None:
     ("call", "words"),
     [
         (lambda: reducer(63, ReduceOp.SUM), "dtype number 63.*float32"),
-        (lambda: reducer(7, 9), "op=9 for dtype float32.*SUM"),
+        (lambda: reducer(7, 99), "op=99 for dtype float32.*SUM"),
         (lambda: divider(63, 2), "dtype number 63"),
         (lambda: divider(7, 0), "nranks=0"),
     ],
@@ -240,7 +268,7 @@ def test_unknown_numbers_are_refused(call: Callable[[], object], words: str) -> 
 
 
 def test_wire_numbers_stay_what_they_are() -> None:
-    assert {code: dtype.name for code, dtype in DTYPES.items()} == {
+    assert {code: dtype_name(code) for code in DTYPES} == {
         0: "int8",
         1: "uint8",
         2: "int32",
@@ -251,11 +279,22 @@ def test_wire_numbers_stay_what_they_are() -> None:
         7: "float32",
         8: "float64",
         9: "bfloat16",
+        10: "float8_e4m3fn",
+        11: "float8_e5m2",
         16: "int16",
         17: "uint16",
         18: "complex64",
         19: "complex128",
+        20: "bool",
+        21: "float32_index",
+        22: "float64_index",
+        23: "int32_index",
+        24: "int64_index",
     }
+    assert [op.name for op in ReduceOp] == [
+        *("SUM", "PROD", "MIN", "MAX", "AVG", "LAND", "BAND", "LOR", "BOR", "LXOR", "BXOR"),
+        *("MINLOC", "MAXLOC"),
+    ]
     assert (dtype_name(7), dtype_name(9), dtype_name(50)) == ("float32", "bfloat16", "number 50")
 
 
@@ -276,10 +315,10 @@ def test_overflow_and_nan_are_silent_inside_the_quiet_context(name: str) -> None
         assert np.geterr()["over"] == "warn"  # and outside it nothing has changed
 
 
-def test_numba_is_imported_for_16_bit_floats_only() -> None:
+def test_numba_is_imported_for_small_floats_only() -> None:
     script = (
         "import sys; from r2ccl.kernels import reducer, divider\n"
-        "reducer(7, 0); divider(7, 4); reducer(19, 0); reducer(0, 2)\n"
+        "reducer(7, 0); divider(7, 4); reducer(19, 0); reducer(0, 2); reducer(20, 7)\n"
         "print('numba' in sys.modules)\n"
         "reducer(6, 0)\n"
         "print('numba' in sys.modules)"
@@ -290,19 +329,69 @@ def test_numba_is_imported_for_16_bit_floats_only() -> None:
     assert run.stdout.split() == ["False", "True"]
 
 
-def test_without_ml_dtypes_everything_but_bfloat16_works() -> None:
+def test_without_ml_dtypes_all_but_its_types_work() -> None:
     script = (
         "import sys; sys.modules['ml_dtypes'] = None\n"
         "from r2ccl.errors import InvalidArgument\n"
         "from r2ccl.dtypes import DTYPES, dtype_name\n"
         "from r2ccl.kernels import reducer\n"
         "reducer(7, 0)\n"
-        "print(len(DTYPES), dtype_name(9))\n"
-        "try: reducer(9, 0)\n"
-        "except InvalidArgument as exc: print(exc)"
+        "print(len(DTYPES), dtype_name(9), dtype_name(10))\n"
+        "for code in (9, 10):\n"
+        "    try: reducer(code, 0)\n"
+        "    except InvalidArgument as exc: print(exc)"
     )
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
-    assert run.stdout.startswith("13 bfloat16")
-    assert "needs the package ml_dtypes" in run.stdout
+    assert run.stdout.splitlines()[0] == "18 bfloat16 float8_e4m3fn"
+    assert "bfloat16 needs the package ml_dtypes" in run.stdout
+    assert "float8_e4m3fn needs the package ml_dtypes" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "words"),
+    [
+        ("bool", ReduceOp.SUM, "MIN, MAX, LAND.*; for a sum, convert to an integer"),
+        ("float32", ReduceOp.BOR, "allowed are SUM, PROD, MIN, MAX, AVG$"),
+        ("float64", ReduceOp.LAND, "allowed are SUM, PROD, MIN, MAX, AVG$"),
+        ("int32", ReduceOp.MINLOC, "allowed are SUM.*BXOR$"),
+    ],
+)
+def test_other_pairs_are_refused(name: str, op: ReduceOp, words: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"op={op.name} for dtype {name}: .*{words}"):
+        reducer(CODES[np.dtype(name)], op)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.MINLOC, ReduceOp.MAXLOC])
+def test_nan_is_the_best_value_at_its_lowest_index(op: ReduceOp) -> None:
+    dtype = pair_dtype(np.float32)
+    nan = float("nan")
+    left = np.array([(nan, 3), (1, 0), (nan, 7), (2, 4)], dtype)
+    right = np.array([(1, 0), (nan, 3), (nan, 5), (2, 1)], dtype)
+    out = np.empty_like(left)
+
+    reducer(CODES[dtype], op)(left, right, out)
+
+    assert out["index"].tolist() == [3, 3, 5, 1]
+    assert np.isnan(out["value"]).tolist() == [True, True, True, False]
+
+
+def test_pairs_have_the_layout_of_c_structs() -> None:
+    sizes = [pair_dtype(name).itemsize for name in ("f4", "f8", "i4", "i8")]
+    assert sizes == [8, 16, 8, 16]
+    assert pair_dtype(np.float64).fields["index"][1] == 8
+    with pytest.raises(InvalidArgument, match=r"pair_dtype\(int16\): allowed are float32"):
+        pair_dtype(np.int16)
+
+
+def test_bytes_between_fields_are_reduced_too() -> None:
+    dtype = pair_dtype(np.float64)
+    left, right = (np.full(32, fill, np.uint8).view(dtype) for fill in (1, 2))
+    left["value"], right["value"] = [1, 4], [3, 2]
+    out = np.zeros_like(left)
+
+    reducer(CODES[dtype], ReduceOp.MINLOC)(left, right, out)
+
+    assert out[:1].tobytes() == left[:1].tobytes()
+    assert out[1:].tobytes() == right[1:].tobytes()

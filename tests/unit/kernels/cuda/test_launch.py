@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from support.cuda_cases import FACTOR, NRANKS, others, pairs
 
-from r2ccl.dtypes import BFLOAT16_CODE, CODES, DTYPES
+from r2ccl.dtypes import BFLOAT16_CODE, CODES
 from r2ccl.errors import InvalidArgument
+from r2ccl.kernels import ON_GPU
 from r2ccl.kernels.cuda import (
     MOST,
     NTHREADS,
@@ -70,6 +71,8 @@ def launcher(device: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("given", "words"),
     [
         ({"dtype_code": COMPLEX64, "op": MIN}, "op=MIN for dtype complex64"),
+        ({"dtype_code": INT8, "op": ReduceOp.LAND}, "op=LAND for dtype int8: there is no kernel"),
+        ({"dtype_code": 10, "op": SUM}, "op=SUM for dtype float8_e4m3fn: there is no kernel"),
         ({"dtype_code": 63, "op": SUM}, "dtype number 63"),
         ({"dtype_code": FLOAT32, "op": SUM, "ninputs": 0}, "ninputs=0.*1 to 8"),
         ({"dtype_code": FLOAT32, "op": SUM, "noutputs": 9}, "noutputs=9.*1 to 8"),
@@ -100,6 +103,7 @@ def test_names_are_different_and_made_of_what_an_entry_may_be() -> None:
         (Form(dtype_code=FLOAT16, op=SUM, is_wide=True), Form(dtype_code=FLOAT16, op=SUM)),
         (Form(dtype_code=FLOAT16, op=MIN, ninputs=1), Form(dtype_code=17, op=SUM, ninputs=1)),
         (Form(dtype_code=COMPLEX64, op=SUM, ninputs=1), Form(dtype_code=3, op=SUM, ninputs=1)),
+        (Form(dtype_code=20, op=SUM, ninputs=1), Form(dtype_code=1, op=SUM, ninputs=1)),
     ],
 )
 def test_forms_with_the_same_results_share_a_kernel(form: Form, shared: Form) -> None:
@@ -342,4 +346,4 @@ def test_a_gpu_older_than_all_targets_is_refused() -> None:
 
 
 def test_every_type_has_forms() -> None:
-    assert {form.dtype_code for form in pairs()} == set(DTYPES)
+    assert {form.dtype_code for form in pairs()} == set(ON_GPU)

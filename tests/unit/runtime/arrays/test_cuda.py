@@ -31,7 +31,7 @@ from support.lookalikes import (
 )
 
 from r2ccl.device.base import Stream
-from r2ccl.dtypes import BFLOAT16_CODE, DTYPES
+from r2ccl.dtypes import BFLOAT16_CODE, CODES, DTYPES, EXTENSIONS
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.runtime.arguments import as_buffer
 from r2ccl.runtime.arrays import cuda
@@ -63,7 +63,11 @@ class TestTheInterface:
     @pytest.mark.parametrize("version", [2, 3])
     @pytest.mark.parametrize(
         "dtype",
-        [pytest.param(d, id=d.name) for code, d in DTYPES.items() if code != BFLOAT16_CODE],
+        [
+            pytest.param(d, id=d.name)
+            for code, d in DTYPES.items()
+            if code not in EXTENSIONS and d.names is None
+        ],
     )
     def test_an_array_of_every_dtype_is_viewed_flat(
         self, dtype: np.dtype[Any], version: int
@@ -79,7 +83,7 @@ class TestTheInterface:
         assert buffer.owner is x
         assert buffer.ordinal == ORDINAL
 
-    def test_bfloat16_is_known_by_the_owners_own_dtype(self) -> None:
+    def test_types_of_ml_dtypes_are_known_by_the_owners_dtype(self) -> None:
         x = Interface(typestr="<V2")
         with pytest.raises(InvalidArgument, match="dtype void16 was given"):
             view(x)
@@ -88,6 +92,10 @@ class TestTheInterface:
         x.dtype = np.dtype(ml_dtypes.float8_e5m2)  # type: ignore[attr-defined]
         with pytest.raises(InvalidArgument, match="dtype void16 was given"):
             view(x)
+        for code in EXTENSIONS:
+            own = Interface(typestr=DTYPES[code].str)
+            own.dtype = DTYPES[code]  # type: ignore[attr-defined]
+            assert view(own).dtype_code == code
 
     def test_strides_may_be_left_out(self) -> None:
         assert view(Interface(shape=(2, 3))).count == 6
@@ -132,7 +140,7 @@ class TestTheInterface:
             ({"typestr": "nonsense"}, "interface__ is broken"),
             ({"shape": 3}, "interface__ is broken"),
             ({"typestr": ">f4"}, "dtype >f4 is byte-swapped: pass it"),
-            ({"typestr": "|b1"}, r"dtype bool: pass its bytes as uint8 with op=MAX"),
+            ({"typestr": "|V8"}, r"dtype void64 was given: allowed are"),
             ({"typestr": "<f16"}, "dtype float128 was given: allowed are arrays in CUDA memory"),
             ({"typestr": "<M8[s]"}, r"dtype datetime64\[s\] was given: allowed are.*float32"),
             ({"typestr": "|V8"}, "dtype void64 was given"),
@@ -206,8 +214,9 @@ class TestDlpack:
         assert DTYPES[buffer.dtype_code] == np.float32
         assert (buffer.ordinal, buffer.owner) == (4, x)
 
-    def test_bfloat16(self) -> None:
+    def test_bfloat16_and_bool(self) -> None:
         assert view(Producer(dtype=(4, 16, 1))).dtype_code == BFLOAT16_CODE
+        assert view(Producer(dtype=(6, 8, 1))).dtype_code == CODES[np.dtype(bool)]
 
     def test_managed_memory_is_where_the_driver_says(self) -> None:
         assert view(Producer(device=(MANAGED, 0))).ordinal == ORDINAL
@@ -240,7 +249,6 @@ class TestDlpack:
     @pytest.mark.parametrize(
         ("dtype", "words"),
         [
-            ((6, 8, 1), "dtype bool: pass its bytes"),
             ((2, 32, 4), r"lanes=4.*; allowed are dtypes"),
             ((12, 8, 1), r"dtype code: 12.*; allowed are dtypes"),
         ],
@@ -297,9 +305,10 @@ class TestTorch:
         assert DTYPES[buffer.dtype_code] == np.float16
         assert (buffer.ordinal, buffer.owner) == (1, x)
 
-    def test_bfloat16(self) -> None:
-        x = Torch.Tensor(np.zeros(4, np.uint16), "bfloat16")
-        assert view(x).dtype_code == BFLOAT16_CODE
+    def test_types_that_numpy_lacks(self) -> None:
+        for code, name in EXTENSIONS.items():
+            x = Torch.Tensor(np.zeros(4, f"u{DTYPES[code].itemsize}"), name)
+            assert view(x).dtype_code == code
 
     def test_the_stream_is_the_current_one_of_the_tensors_gpu(
         self, monkeypatch: pytest.MonkeyPatch
@@ -316,8 +325,7 @@ class TestTorch:
             ({"layout": "torch.sparse_coo"}, r"layout is torch.sparse_coo; pass x.to_dense\(\)"),
             ({"is_lazy": "conj"}, "resolve_conj"),
             ({"is_lazy": "neg"}, "resolve_neg"),
-            ({"dtype": "float8_e5m2"}, "dtype float8_e5m2 was given: allowed are"),
-            ({"dtype": "bool"}, "dtype bool: pass its bytes"),
+            ({"dtype": "float8_e8m0fnu"}, "dtype float8_e8m0fnu was given: allowed are"),
             ({"is_cuda": False}, "is not an array in CUDA memory: pass input and output both"),
         ],
     )
@@ -355,7 +363,7 @@ class TestRealTensors:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
         return lambda x: x.as_subclass(Posing)
 
-    @pytest.mark.parametrize("name", [d.name for d in DTYPES.values()])
+    @pytest.mark.parametrize("name", [d.name for d in DTYPES.values() if d.names is None])
     def test_every_dtype(self, posing: Any, name: str) -> None:
         torch = pytest.importorskip("torch", reason="torch is not installed")
         x = torch.zeros(3, 2, dtype=getattr(torch, name))
@@ -375,8 +383,7 @@ class TestRealTensors:
             (torch.zeros(4, dtype=torch.complex64).conj(), r"x.resolve_conj\(\)"),
             (torch.zeros(4, dtype=torch.complex64).conj().imag, r"resolve_neg\(\)"),
             (torch.zeros(4, 3).T, r"strides \(4, 12\) is not C-contiguous"),
-            (torch.zeros(4, dtype=torch.bool), "pass its bytes as uint8"),
-            (torch.zeros(4, dtype=torch.float8_e5m2), "dtype float8_e5m2 was given"),
+            (torch.zeros(4, dtype=torch.float8_e4m3fnuz), "dtype float8_e4m3fnuz was given"),
         ):
             with pytest.raises(InvalidArgument, match=words):
                 view(posing(x))
