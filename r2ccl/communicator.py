@@ -151,7 +151,7 @@ class Communicator:
         self,
         x: Any,
         out: Any = None,
-        op: ReduceOp = ReduceOp.SUM,
+        op: arguments.Operation = ReduceOp.SUM,
         *,
         stream: Any = None,
         async_op: bool = False,
@@ -166,8 +166,9 @@ class Communicator:
             finished.
         out : array_like, optional
             Receives the result: the same memory as `x` or disjoint from it. Default: `x` itself.
-        op : ReduceOp
-            An operation that the dtype supports; docs/reductions.md has the table.
+        op : ReduceOp or ConvertedOp
+            An operation that the dtype supports; docs/reductions.md has the table. `premul_sum` and
+            `accumulate_float32` make others.
         stream : optional
             For device memory only. The collective runs after the work enqueued on this stream
             before the call, and work enqueued on it later sees the result. A handle, a stream of
@@ -250,7 +251,7 @@ class Communicator:
         self,
         x: Any,
         out: Any = None,
-        op: ReduceOp = ReduceOp.SUM,
+        op: arguments.Operation = ReduceOp.SUM,
         *,
         stream: Any = None,
         async_op: bool = False,
@@ -266,7 +267,7 @@ class Communicator:
             Receives part number `rank` of ``nranks`` equal parts of the result. May be the same
             part of `x`. Default: a new array, of shape ``(x.shape[0] / nranks, *x.shape[1:])`` if
             ``nranks`` divides ``x.shape[0]``, otherwise flat.
-        op : ReduceOp
+        op
             As for `allreduce`.
         stream, async_op
             As for `allreduce`.
@@ -339,7 +340,7 @@ class Communicator:
         self,
         x: Any,
         out: Any = None,
-        op: ReduceOp = ReduceOp.SUM,
+        op: arguments.Operation = ReduceOp.SUM,
         root: int = 0,
         *,
         stream: Any = None,
@@ -353,7 +354,7 @@ class Communicator:
             As for `allreduce`. Not modified, except on `root` without `out`.
         out : array_like, optional
             On `root`, receives the result, as for `allreduce`. Ignored on other ranks.
-        op : ReduceOp
+        op
             As for `allreduce`.
         root : int
         stream, async_op
@@ -841,7 +842,7 @@ class Communicator:
         schedule: Schedule,
         x: Any,
         out: Any = None,
-        op: ReduceOp = ReduceOp.SUM,
+        op: arguments.Operation = ReduceOp.SUM,
         *,
         stream: Any = None,
         async_op: bool = False,

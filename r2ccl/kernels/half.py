@@ -30,6 +30,7 @@ from r2ccl.types import ReduceOp
 _log = logging.getLogger(__name__)
 
 Bits = npt.NDArray[np.uint16]
+Wide = npt.NDArray[np.float32]
 #: ``kernel(left, right, out)`` on three C-contiguous uint16 arrays of equal length.
 BitsReducer = Callable[[Bits, Bits, Bits], None]
 #: ``kernel(out, nranks)``: divides `out` in place.
@@ -38,6 +39,7 @@ BitsDivider = Callable[[Bits, float], None]
 # A read-only argument type accepts writable arrays too.
 _OPERAND = types.Array(types.uint16, 1, "C", readonly=True)
 _RESULT = types.Array(types.uint16, 1, "C")
+_WIDE = types.Array(types.float32, 1, "C")
 
 _BF16_INF, _BF16_NAN = 0x7F80, 0x7FC0
 _F16_INF, _F16_NAN = 0x7C00, 0x7E00
@@ -220,6 +222,44 @@ def compile_divider(dtype_name: str) -> BitsDivider:
     return kernel
 
 
+def compile_scaler(dtype_name: str) -> Callable[[Bits, Bits, float], None]:
+    """Compile ``kernel(source, out, factor)``; the product is rounded once."""
+    widen, narrow = _CONVERT[dtype_name]
+
+    def scale_bits(source: Bits, out: Bits, factor: float) -> None:
+        for i in range(out.size):
+            out[i] = narrow(np.float32(widen(source[i]) * factor))
+
+    kernel: Callable[[Bits, Bits, float], None]
+    kernel = compile_loop(scale_bits, types.void(_OPERAND, _RESULT, types.float32))
+    return kernel
+
+
+def compile_widener(dtype_name: str) -> Callable[[Bits, Wide, float], None]:
+    """Compile ``kernel(source, out, factor)``, which stores the products in float32."""
+    widen, _ = _CONVERT[dtype_name]
+
+    def widen_bits(source: Bits, out: Wide, factor: float) -> None:
+        for i in range(out.size):
+            out[i] = widen(source[i]) * factor
+
+    kernel: Callable[[Bits, Wide, float], None]
+    kernel = compile_loop(widen_bits, types.void(_OPERAND, _WIDE, types.float32))
+    return kernel
+
+
+def compile_narrower(dtype_name: str) -> Callable[[Wide, Bits], None]:
+    """Compile ``kernel(source, out)``, which rounds float32 to the type."""
+    _, narrow = _CONVERT[dtype_name]
+
+    def narrow_bits(source: Wide, out: Bits) -> None:
+        for i in range(out.size):
+            out[i] = narrow(source[i])
+
+    kernel: Callable[[Wide, Bits], None] = compile_loop(narrow_bits, types.void(_WIDE, _RESULT))
+    return kernel
+
+
 def compile_loop(function: Callable[..., None], signature: Any) -> Any:
     """Compile a loop for the types in `signature`, or load it from the disk cache."""
     try:
@@ -233,4 +273,13 @@ def compile_loop(function: Callable[..., None], signature: Any) -> Any:
         return njit(signature, nogil=True, error_model="numpy")(function)
 
 
-__all__ = ["BitsDivider", "BitsReducer", "compile_divider", "compile_loop", "compile_reducer"]
+__all__ = [
+    "BitsDivider",
+    "BitsReducer",
+    "compile_divider",
+    "compile_loop",
+    "compile_narrower",
+    "compile_reducer",
+    "compile_scaler",
+    "compile_widener",
+]

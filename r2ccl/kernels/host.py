@@ -76,9 +76,10 @@ _FUNCTIONS: dict[ReduceOp, Reducer] = {
     ReduceOp.BXOR: np.bitwise_xor,
 }
 
-_HALVES = ("float16", "bfloat16")
+#: Names of the 16-bit floats, which `half` reduces.
+HALVES = ("float16", "bfloat16")
 #: Types that are computed in float32.
-_SMALL = frozenset(("float16", *EXTENSIONS.values()))
+SMALL = frozenset(("float16", *EXTENSIONS.values()))
 #: Elements per block if a temporary is needed. A block has at most 256 KiB, so it stays in cache.
 _BLOCK = 1 << 15
 
@@ -146,12 +147,12 @@ def reducer(dtype_code: int, op: ReduceOp | int) -> Reducer:
         return _complex_product
     if dtype.names is not None:
         return _pair_reducer(dtype, op)
-    if name not in _SMALL:
+    if name not in SMALL:
         return _FUNCTIONS[op]
     op = ReduceOp.SUM if op is ReduceOp.AVG else op
     kernel: Reducer
     # Numba takes about 0.5 s to import
-    if name in _HALVES:
+    if name in HALVES:
         from r2ccl.kernels import half
 
         kernel = half.compile_reducer(name, op)
@@ -204,7 +205,7 @@ def divider(dtype_code: int, nranks: int) -> Divider:
         return _unsigned_divider(dtype, nranks)
     if dtype.kind == "i":
         return _signed_divider(dtype, nranks)
-    if dtype.name in _SMALL:
+    if dtype.name in SMALL:
         return _small_divider(dtype, nranks)
     return _real_divider(dtype, nranks)
 
@@ -257,7 +258,7 @@ def _signed_divider(dtype: np.dtype[Any], nranks: int) -> Divider:
 
 def _small_divider(dtype: np.dtype[Any], nranks: int) -> Divider:
     # Numba takes about 0.5 s to import
-    if dtype.name in _HALVES:
+    if dtype.name in HALVES:
         from r2ccl.kernels import half
 
         divide = half.compile_divider(dtype.name)
@@ -290,4 +291,14 @@ def _fill_zero(out: Array) -> None:
     out.fill(0)
 
 
-__all__ = ["Array", "Divider", "Reducer", "arithmetic", "divider", "quiet_context", "reducer"]
+__all__ = [
+    "HALVES",
+    "SMALL",
+    "Array",
+    "Divider",
+    "Reducer",
+    "arithmetic",
+    "divider",
+    "quiet_context",
+    "reducer",
+]

@@ -45,6 +45,8 @@ from r2ccl.schedule.ir import Schedule
 from r2ccl.types import REDUCTIONS, CallSignature, Collective, ReduceOp
 
 Memory: TypeAlias = Buffer | DeviceBuffer
+#: Argument ``op`` of a reduction.
+Operation: TypeAlias = ReduceOp | kernels.ConvertedOp
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):
@@ -67,6 +69,8 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     is_in_place : bool
         For an allgather: `source` is already this rank's part of `output`. For an alltoall or an
         exscan: they are the same memory.
+    conversion : ConvertedOp or None
+        Conversion of the input before the collective; then the request is staged.
     is_staged : bool
         The collective cannot run directly from `source` to `output`: data is copied before or
         after the collective, or partial sums need separate memory.
@@ -80,15 +84,17 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     parts: Parts | None = None
     is_in_place: bool = False
     is_staged: bool = False
+    conversion: kernels.ConvertedOp | None = None
 
 
-def allreduce(x: Any, out: Any, op: ReduceOp, schedule: Schedule | None = None) -> Request:
+def allreduce(x: Any, out: Any, op: Operation, schedule: Schedule | None = None) -> Request:
     """Make the request of `Communicator.allreduce` or `Communicator.run_schedule`."""
     source, output = _both(x, out)
-    if type(op) is not ReduceOp:  # rare; each function call takes 1 % of the time of a small call
-        op = kernels.check_op(source.dtype_code, op)
-    call = CallSignature(Collective.ALLREDUCE, source.dtype_code, op, source.count)
-    return Request(call, source, output, x if out is None else out, schedule)
+    number = op if type(op) is ReduceOp else ReduceOp.SUM
+    call = CallSignature(Collective.ALLREDUCE, source.dtype_code, number, source.count)
+    request = Request(call, source, output, x if out is None else out, schedule)
+    # rare; each function call takes 1 % of the time of a small call
+    return request if number is op else _with_operation(request, op)
 
 
 def broadcast(x: Any, out: Any, root: int) -> Request:
@@ -98,18 +104,18 @@ def broadcast(x: Any, out: Any, root: int) -> Request:
     return Request(call, source, output, x if out is None else out)
 
 
-def reduce(x: Any, out: Any, op: ReduceOp, root: int, rank: int) -> Request:
+def reduce(x: Any, out: Any, op: Operation, root: int, rank: int) -> Request:
     """Make the request of `Communicator.reduce`."""
     output: Memory | None = None
     if rank == root:
         source, output = _both(x, out)
     else:
         source = view(x, writable=False)
-    if type(op) is not ReduceOp:
-        op = kernels.check_op(source.dtype_code, op)
-    call = CallSignature(Collective.REDUCE, source.dtype_code, op, source.count, root)
+    number = op if type(op) is ReduceOp else ReduceOp.SUM
+    call = CallSignature(Collective.REDUCE, source.dtype_code, number, source.count, root)
     result = None if output is None else x if out is None else out
-    return Request(call, source, output, result, is_staged=output is None)
+    request = Request(call, source, output, result, is_staged=output is None)
+    return request if number is op else _with_operation(request, op)
 
 
 def allgather(x: Any, out: Any, rank: int, nranks: int) -> Request:
@@ -123,7 +129,7 @@ def allgather(x: Any, out: Any, rank: int, nranks: int) -> Request:
     return Request(call, source, output, result, is_in_place=is_there, is_staged=True)
 
 
-def reduce_scatter(x: Any, out: Any, op: ReduceOp, rank: int, nranks: int) -> Request:
+def reduce_scatter(x: Any, out: Any, op: Operation, rank: int, nranks: int) -> Request:
     """Make the request of `Communicator.reduce_scatter`."""
     source = view(x, writable=False)
     own = part_of(source, rank, nranks)
@@ -131,10 +137,10 @@ def reduce_scatter(x: Any, out: Any, op: ReduceOp, rank: int, nranks: int) -> Re
     output = view(result, writable=True)
     _require_alike(source, output)
     is_in_place(own, output, whole_source=source)
-    if type(op) is not ReduceOp:
-        op = kernels.check_op(source.dtype_code, op)
-    call = CallSignature(Collective.REDUCE_SCATTER, source.dtype_code, op, source.count)
-    return Request(call, source, output, result, is_staged=True)
+    number = op if type(op) is ReduceOp else ReduceOp.SUM
+    call = CallSignature(Collective.REDUCE_SCATTER, source.dtype_code, number, source.count)
+    request = Request(call, source, output, result, is_staged=True)
+    return request if number is op else _with_operation(request, op)
 
 
 def allgatherv(x: Any, out: Any, counts: Any, displs: Any, rank: int, nranks: int) -> Request:
@@ -508,6 +514,22 @@ def check_op(request: Request) -> None:
         kernels.check_op(request.signature.dtype, request.signature.op)
 
 
+def _with_operation(request: Request, op: Operation) -> Request:
+    """Return a request with an operation that is not a `ReduceOp`."""
+    code = request.signature.dtype
+    if not isinstance(op, kernels.ConvertedOp):
+        call = msgspec.structs.replace(request.signature, op=kernels.check_op(code, op))
+        return msgspec.structs.replace(request, signature=call)
+    op.check(code)
+    if isinstance(request.source, DeviceBuffer):
+        raise InvalidArgument(
+            f"op={op} for an array on GPU {request.source.ordinal}: only inputs in host memory can "
+            "be scaled or widened; convert the array, then pass a ReduceOp"
+        )
+    call = msgspec.structs.replace(request.signature, op=op.op)
+    return msgspec.structs.replace(request, signature=call, conversion=op, is_staged=True)
+
+
 def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
     """View an input and an output of equal size; if `out` is None, `x` is both."""
     is_same = out is None or out is x
@@ -531,6 +553,7 @@ def _require_alike(source: Memory, output: Memory) -> None:
 
 __all__ = [
     "Memory",
+    "Operation",
     "Request",
     "allgather",
     "allgatherv",

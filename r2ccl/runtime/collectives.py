@@ -13,12 +13,13 @@ from functools import partial
 from threading import Lock, get_ident
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from r2ccl import kernels
 from r2ccl.clock import monotonic
-from r2ccl.dtypes import CODES
+from r2ccl.dtypes import CODES, dtype_of
 from r2ccl.errors import (
     CommunicatorRevoked,
     ConcurrentCalls,
@@ -45,6 +46,7 @@ Array = npt.NDArray[Any]
 StartOnDevice = Callable[[Request, Any, bool], Any]
 
 _NOTHING = np.empty(0, np.uint8)
+_FLOAT32 = CODES[np.dtype(np.float32)]
 _INT64 = CODES[np.dtype(np.int64)]
 _UINT8 = CODES[np.dtype(np.uint8)]
 
@@ -88,9 +90,12 @@ class Collectives:
         self._refusal: Callable[[], R2cclError] | None = None
         #: Memory for partial sums that are not this rank's result.
         self._scratch = np.empty(0, np.uint8)
+        #: Memory for converted inputs, and for results that are converted back.
+        self._converted: dict[str, Array] = {}
         #: Runs the engine in a context in which NumPy does not warn of overflow and the like.
         run_quietly: Callable[..., None] = kernels.quiet_context().run
         self._run_engine = partial(run_quietly, engine.run)
+        self._run_kernel = partial(run_quietly, _apply)
 
     # State, for the communicator
 
@@ -314,6 +319,9 @@ class Collectives:
 
     def _run(self, request: Request) -> None:
         """Run a collective on host memory, including the copies before and after it."""
+        if request.conversion is not None:
+            self._run_converted(request, request.conversion)
+            return
         source, output, call = request.source, request.output, request.signature
         assert isinstance(source, Buffer)
         data, parts = source.array, request.parts
@@ -349,6 +357,41 @@ class Collectives:
         select = partial(self._plans, call, parts=parts)
         self._run_engine(select, partial(host_lanes, self._pool, source, output))
 
+    def _run_converted(self, request: Request, op: kernels.ConvertedOp) -> None:
+        """Run a collective on the converted input, and round the result if it is wide."""
+        source, output, call = request.source, request.output, request.signature
+        assert isinstance(source, Buffer)
+        code = _FLOAT32 if op.is_wide else call.dtype
+        converted = self._reused("converted", source.count, code)
+        self._run_kernel(op.converter(call.dtype), source.array, converted.array)
+        result = output
+        if op.is_wide and isinstance(output, Buffer):
+            is_same = output.count == source.count
+            result = converted if is_same else self._reused("result", output.count, code)
+        self._run(
+            msgspec.structs.replace(
+                request,
+                signature=msgspec.structs.replace(call, dtype=code),
+                source=converted,
+                output=result,
+                conversion=None,
+            )
+        )
+        if result is not output:
+            assert isinstance(output, Buffer)
+            assert isinstance(result, Buffer)
+            self._run_kernel(kernels.narrower(call.dtype), result.array, output.array)
+
+    def _reused(self, name: str, count: int, code: int) -> Buffer:
+        """Return memory for `count` elements; later calls with this name return the same memory."""
+        dtype = dtype_of(code)
+        nbytes = count * dtype.itemsize
+        memory = self._converted.get(name)
+        if memory is None or memory.nbytes < nbytes:
+            memory = self._converted[name] = np.empty(nbytes, np.uint8)
+        array = memory[:nbytes].view(dtype)
+        return Buffer(array, code, count, dtype.itemsize, nbytes, memory)
+
     def _scratch_like(self, array: Array) -> Array:
         """Return memory with the size and dtype of `array`; later calls return the same memory."""
         if self._scratch.nbytes < array.nbytes:
@@ -361,6 +404,10 @@ class Collectives:
             "thread, or in this thread below a signal handler: calls are allowed from one thread "
             "at a time; create one communicator per thread"
         )
+
+
+def _apply(convert: kernels.Converter, source: Array, out: Array) -> None:
+    convert(source, out)
 
 
 __all__ = ["Collectives", "StartOnDevice"]

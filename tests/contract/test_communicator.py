@@ -85,6 +85,31 @@ def test_a_communicator_is_usable_after_wrong_parts() -> None:
     launch(programs.usable_after_wrong_parts, 2, timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.parametrize("nranks", slow_but([3], [1, 2, 3, 4]))
+def test_inputs_can_be_scaled_and_widened(nranks: int) -> None:
+    run = functools.partial(programs.converted, (0, 1, 7, 20_001))
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+
+
+def test_a_mean_in_float32_is_rounded_once() -> None:
+    assert (
+        launch(functools.partial(programs.rounded_once, 5000), 3, timeout_s=TIMEOUT_S) == [True] * 3
+    )
+
+
+def test_a_lost_rail_changes_no_bit_of_a_scaled_sum() -> None:
+    healthy, lossy = (
+        launch(
+            functools.partial(programs.scaled_bits, 200_000, is_lossy=is_lossy),
+            3,
+            timeout_s=TIMEOUT_S,
+        )
+        for is_lossy in (False, True)
+    )
+    assert {bits for bits, _ in (*healthy, *lossy)} == {healthy[0][0]}
+    assert sum(nrepairs for _, nrepairs in lossy) > 0
+
+
 def test_a_user_can_bring_a_schedule() -> None:
     run = functools.partial(programs.own_schedules, 300_001)
     assert launch(run, 3, timeout_s=TIMEOUT_S) == [[]] * 3

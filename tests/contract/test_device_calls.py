@@ -75,6 +75,7 @@ def test_mistakes_are_refused_and_harm_nothing() -> None:
         assert "'fast'" in said[3]
         assert "on GPU 3" in said[4]
         assert "op=99" in said[5]
+        assert "only inputs in host memory" in said[6]
 
 
 @pytest.mark.parametrize("nranks", [1, 3])

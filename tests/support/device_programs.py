@@ -214,6 +214,7 @@ def wrong_arguments() -> list[str]:
             ((x,), {"stream": "fast"}),
             ((other,), {"stream": card.stream}),
             ((x, None, 99), {"stream": card.stream}),
+            ((x, None, r2ccl.premul_sum(2)), {"stream": card.stream}),
         ):
             with pytest.raises(InvalidArgument) as caught:
                 comm.allreduce(*arguments, **keywords)

@@ -23,6 +23,7 @@ import r2ccl
 from r2ccl import communicator, dtypes
 from r2ccl.algos import leaf_ring, ring, tree
 from r2ccl.kernels import OPS
+from r2ccl.testing import fail_at
 
 _CODES = {dtypes.dtype_name(code): code for code in dtypes.DTYPES}
 DTYPES = tuple(_CODES)
@@ -345,6 +346,56 @@ def usable_after_wrong_parts() -> None:
             with pytest.raises(r2ccl.InvalidArgument, match=words):
                 call()
         assert comm.scan(np.ones(3))[0] == comm.rank + 1
+
+
+def converted(counts: tuple[int, ...]) -> list[str]:
+    """Scale and widen inputs in every reduction; return the wrong cases."""
+    wrong = []
+    with r2ccl.init() as comm:
+        n, rank = comm.nranks, comm.rank
+        for count, name in itertools.product(counts, ("int32", "float64", "bfloat16", "float16")):
+            dtype, size = dtype_of(name), count * n
+            scaled = [data_of(each, size, name) * (each - 1) for each in range(n)]
+            want, mine = sum(scaled).astype(dtype), data_of(rank, size, name)
+            ops = [r2ccl.premul_sum(rank - 1)]
+            if dtype.itemsize == 2:
+                ops.append(r2ccl.accumulate_float32(ops[0]))
+            for op in ops:
+                x, out = mine.copy(), np.empty_like(mine)
+                comm.allreduce(x, out, op)
+                part = comm.reduce_scatter(x, op=op)
+                at_root = comm.reduce(x, out.copy(), op, n - 1)
+                is_right = same(x, mine) and same(out, want)
+                is_right &= same(part, want[rank * count : (rank + 1) * count])
+                is_right &= at_root is None if rank < n - 1 else same(at_root, want)
+                comm.allreduce(x, op=op, async_op=True).wait(30)
+                if not (is_right and same(x, want)):
+                    wrong.append(f"{name} {count} {op}")
+    return wrong
+
+
+def rounded_once(count: int) -> bool:
+    """Return whether a mean in float32 is better than one in bfloat16: it is rounded once."""
+    with r2ccl.init() as comm:
+        xs = [np.random.default_rng(each).standard_normal(count) for each in range(comm.nranks)]
+        xs = [x.astype(dtype_of("bfloat16")) for x in xs]
+        mine = xs[comm.rank]
+        out = comm.allreduce(mine, np.empty_like(mine), r2ccl.accumulate_float32(r2ccl.AVG))
+        stepwise = comm.allreduce(mine, np.empty_like(mine), r2ccl.AVG)
+        exact = np.mean([x.astype(np.float64) for x in xs], axis=0).astype(mine.dtype)
+        return same(out, exact) and not same(stepwise, exact)
+
+
+def scaled_bits(count: int, *, is_lossy: bool) -> tuple[bytes, int]:
+    """Return a sum of scaled inputs, in which rank 1 may lose a rail, and the lost paths."""
+    fault = fail_at(rank=1, rail=0, op=0, step=2) if is_lossy else contextlib.nullcontext()
+    with (
+        fault as plan,
+        r2ccl.init(faults=plan, slice_nbytes=1 << 14) as comm,
+    ):
+        x = np.random.default_rng(comm.rank).standard_normal(count).astype(np.float32)
+        comm.allreduce(x, op=r2ccl.premul_sum(1 / (3 + comm.rank)))
+        return x.tobytes(), len(comm.repairs())
 
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:

@@ -1,0 +1,167 @@
+"""Reductions of converted inputs: scaled by a factor of each rank, or widened to float32.
+
+A rank converts its input before a collective and, if it was widened, the result afterwards. The
+collective itself reduces the converted data, so its result has the same bits after a failure.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from r2ccl.dtypes import dtype_name, dtype_of
+from r2ccl.errors import InvalidArgument
+from r2ccl.kernels.host import HALVES, SMALL, Array
+from r2ccl.kernels.table import check_op
+from r2ccl.types import ReduceOp
+
+#: ``convert(source, out)`` on arrays of equal size in separate memory.
+Converter = Callable[[Array, Array], object]
+
+
+class ConvertedOp(msgspec.Struct, frozen=True):
+    """Reduction of converted inputs; made by `premul_sum` and `accumulate_float32`.
+
+    Parameters
+    ----------
+    op : ReduceOp
+        Reduction of the converted inputs.
+    factor : int, float or complex, optional
+        Factor of this rank's input.
+    is_wide : bool
+        Reduce in float32; the result is rounded to the dtype of the output.
+    """
+
+    op: ReduceOp = ReduceOp.SUM
+    factor: complex | None = None
+    is_wide: bool = False
+
+    def check(self, dtype_code: int) -> None:
+        """Check that the inputs can be converted.
+
+        Raises
+        ------
+        InvalidArgument
+            If the dtype does not support the reduction, cannot be widened, or lacks the factor.
+        """
+        check_op(dtype_code, self.op)
+        dtype = dtype_of(dtype_code)
+        if self.is_wide and dtype.name not in SMALL:
+            raise InvalidArgument(
+                f"accumulate_float32 for dtype {dtype_name(dtype_code)}: allowed are "
+                f"{', '.join(sorted(SMALL))}; pass the op itself"
+            )
+        if self.factor is not None:
+            _factor_of(dtype, self.factor)
+
+    def converter(self, dtype_code: int) -> Converter:
+        """Return the function that converts an input of a dtype that passed `check`.
+
+        Notes
+        -----
+        *Cost*: one pass over the input. The first call for a 16-bit float imports Numba and
+        compiles, as for `r2ccl.kernels.reducer`.
+        """
+        dtype = dtype_of(dtype_code)
+        factor = _factor_of(dtype, 1 if self.factor is None else self.factor)
+        if dtype.name in HALVES:
+            from r2ccl.kernels import half  # Numba takes about 0.5 s to import
+
+            compiled: Callable[[Any, Any, Any], None] = (
+                half.compile_widener if self.is_wide else half.compile_scaler
+            )(dtype.name)
+            bits = None if self.is_wide else np.dtype(np.uint16)
+            return lambda source, out: compiled(
+                source.view(np.uint16), out if bits is None else out.view(bits), factor
+            )
+        if dtype.name in SMALL:
+
+            def convert(source: Array, out: Array) -> None:
+                wide = out if self.is_wide else np.empty(source.size, np.float32)
+                np.multiply(source.astype(np.float32), factor, out=wide)
+                if not self.is_wide:
+                    out[:] = wide.astype(dtype)
+
+            return convert
+        return lambda source, out: np.multiply(source, factor, out=out)
+
+
+def narrower(dtype_code: int) -> Converter:
+    """Return the function that rounds a result in float32 to a smaller float."""
+    dtype = dtype_of(dtype_code)
+    if dtype.name in HALVES:
+        from r2ccl.kernels import half  # Numba takes about 0.5 s to import
+
+        compiled = half.compile_narrower(dtype.name)
+        return lambda source, out: compiled(source, out.view(np.uint16))
+    return lambda source, out: np.copyto(out, source, casting="unsafe")
+
+
+def premul_sum(factor: complex) -> ConvertedOp:
+    """Return the reduction that sums the inputs, each multiplied by its rank's `factor`.
+
+    Parameters
+    ----------
+    factor : int, float or complex
+        May differ between ranks; a rank that passes SUM has factor 1. Integer dtypes need an
+        integer that they can hold, and only complex dtypes accept a complex factor. For 16-bit and
+        8-bit floats, the factor is rounded to float32, and the product once to the dtype.
+
+    Returns
+    -------
+    ConvertedOp
+        The ``op`` of `Communicator.allreduce`, `reduce` or `reduce_scatter` on host memory.
+
+    Notes
+    -----
+    As ``ncclRedOpCreatePreMulSum``. *Cost*: SUM, one pass over the input, and memory of its size,
+    which is reused across calls. The input is not modified, unless it is also the output.
+    """
+    return ConvertedOp(ReduceOp.SUM, factor)
+
+
+def accumulate_float32(op: ReduceOp | ConvertedOp = ReduceOp.SUM) -> ConvertedOp:
+    """Return the reduction that computes `op` in float32 and rounds the result once.
+
+    Parameters
+    ----------
+    op : ReduceOp or ConvertedOp
+        SUM, PROD, MIN, MAX, AVG or a `premul_sum`. The inputs are 16-bit or 8-bit floats.
+
+    Returns
+    -------
+    ConvertedOp
+        The ``op`` of `Communicator.allreduce`, `reduce` or `reduce_scatter` on host memory.
+
+    Notes
+    -----
+    Without it, each of the n - 1 steps rounds to the dtype. *Cost*: partial results travel as
+    float32, so twice as many bytes for 16-bit floats and four times as many for 8-bit floats, and
+    memory of that size, which is reused across calls.
+    """
+    if isinstance(op, ConvertedOp):
+        return msgspec.structs.replace(op, is_wide=True)
+    return ConvertedOp(op, is_wide=True)
+
+
+def _factor_of(dtype: np.dtype[Any], factor: Any) -> Any:
+    """Return the factor in the type that the dtype is multiplied in."""
+    kind = "f" if dtype.name in SMALL else dtype.kind
+    try:
+        if kind in "iu":
+            return dtype.type(operator.index(factor))
+        if kind == "f":
+            return (np.dtype(np.float32) if dtype.name in SMALL else dtype).type(float(factor))
+        return dtype.type(complex(factor))
+    except (TypeError, ValueError, OverflowError):
+        allowed = {"i": "an integer", "u": "an integer", "f": "a real number"}.get(kind, "a number")
+        raise InvalidArgument(
+            f"premul_sum({factor!r}) for dtype {dtype.name}: pass {allowed} that the dtype can hold"
+        ) from None
+
+
+__all__ = ["ConvertedOp", "Converter", "accumulate_float32", "narrower", "premul_sum"]
