@@ -27,7 +27,7 @@ from r2ccl.errors import (
 )
 from r2ccl.factory import init
 from r2ccl.failover.migration.repairs import Repair
-from r2ccl.kernels import ConvertedOp, accumulate_float32, premul_sum
+from r2ccl.kernels import ConvertedOp, UserOp, accumulate_float32, premul_sum, user_op
 from r2ccl.runtime.messages.matching import Message
 from r2ccl.runtime.messages.messenger import MessageRequest
 from r2ccl.runtime.status import HealthReport, Pending
@@ -87,9 +87,11 @@ __all__ = [
     "ScheduleError",
     "TransportError",
     "TransportTimeout",
+    "UserOp",
     "accumulate_float32",
     "init",
     "launch",
     "pair_dtype",
     "premul_sum",
+    "user_op",
 ]

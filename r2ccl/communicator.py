@@ -166,9 +166,9 @@ class Communicator:
             finished.
         out : array_like, optional
             Receives the result: the same memory as `x` or disjoint from it. Default: `x` itself.
-        op : ReduceOp or ConvertedOp
-            An operation that the dtype supports; docs/reductions.md has the table. `premul_sum` and
-            `accumulate_float32` make others.
+        op : ReduceOp, ConvertedOp or UserOp
+            An operation that the dtype supports; docs/reductions.md has the table. `premul_sum`,
+            `accumulate_float32` and `user_op` make others.
         stream : optional
             For device memory only. The collective runs after the work enqueued on this stream
             before the call, and work enqueued on it later sees the result. A handle, a stream of

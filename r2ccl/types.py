@@ -32,6 +32,12 @@ class ReduceOp(enum.IntEnum):
     MAXLOC = 12
 
 
+#: Number of a commutative operation of the user in a call signature.
+USER_OP = 14
+#: Number of an operation of the user that must combine the ranks' data in rank order.
+ORDERED_OP = 15
+
+
 class Collective(enum.IntEnum):
     """Collective operations and their numbers on the wire."""
 
@@ -165,7 +171,8 @@ class CallSignature(msgspec.Struct, frozen=True):
     collective in `PAIRWISE` it is 0 or, in a slice, the number of elements that the sender of the
     slice sends to its receiver in the call. ``op`` is SUM and ``root`` 0 for collectives without
     them. For an allreduce that runs a schedule of the caller, and for a collective in `PARTED`
-    whose parts differ in size, ``root`` is derived from a digest: see `with_digest`.
+    whose parts differ in size, ``root`` is derived from a digest: see `with_digest`. ``user`` is
+    the digest of an operation of the user, else 0.
     """
 
     collective: int
@@ -173,6 +180,7 @@ class CallSignature(msgspec.Struct, frozen=True):
     op: int
     count: int
     root: int = 0
+    user: int = 0
 
     def with_digest(self, digest: int) -> CallSignature:
         """Return the signature with the digest of the caller's schedule, or of the counts."""
@@ -181,35 +189,46 @@ class CallSignature(msgspec.Struct, frozen=True):
     def pack(self) -> int:
         """Return the 64-bit form: 4 bits collective, 6 dtype, 4 op, 12 root, 38 count (elements).
 
-        Larger roots and counts are cut to their lower bits, which distinguish calls well enough.
+        With an operation of the user, its digest has the upper 12 of the count's bits. Larger
+        numbers are cut to their lower bits, which distinguish calls well enough.
         """
         head = (self.collective << 10) | (self.dtype << 4) | self.op
-        return (head << 50) | ((self.root & _ROOT_MASK) << 38) | (self.count & _COUNT_MASK)
+        count = self.count & _COUNT_MASK
+        if self.op >= USER_OP:
+            count = ((self.user & _USER_MASK) << 26) | (self.count & _USER_COUNT_MASK)
+        return (head << 50) | ((self.root & _ROOT_MASK) << 38) | count
 
     @classmethod
     def unpack(cls, packed: int) -> CallSignature:
-        """Return the signature that `pack` packed; root and count have their lower bits only."""
+        """Return the signature that `pack` packed; its numbers have their lower bits only."""
+        op = (packed >> 50) & 0xF
+        is_user = op >= USER_OP
         return cls(
             packed >> 60,
             (packed >> 54) & 0x3F,
-            (packed >> 50) & 0xF,
-            packed & _COUNT_MASK,
+            op,
+            packed & (_USER_COUNT_MASK if is_user else _COUNT_MASK),
             (packed >> 38) & _ROOT_MASK,
+            (packed >> 26) & _USER_MASK if is_user else 0,
         )
 
 
 _ROOT_MASK = (1 << 12) - 1
 _COUNT_MASK = (1 << 38) - 1
+_USER_MASK = (1 << 12) - 1
+_USER_COUNT_MASK = (1 << 26) - 1
 
 
 __all__ = [
     "BYPASS",
     "DIRECT",
+    "ORDERED_OP",
     "PAIRWISE",
     "PARTED",
     "PREFIXES",
     "REDUCTIONS",
     "ROOTED",
+    "USER_OP",
     "AllgatherBytes",
     "BypassWay",
     "CallSignature",

@@ -157,6 +157,16 @@ def chain(order: Sequence[int]) -> Parents:
     return tuple(parents)
 
 
+def line(nranks: int, root: int) -> Parents:
+    """Return the tree of two chains in rank order, from both ends of the ranks to `root`.
+
+    Every subtree has consecutive ranks, so a reduce keeps the rank order.
+    """
+    return tuple(
+        -1 if rank == root else rank + (1 if rank < root else -1) for rank in range(nranks)
+    )
+
+
 def turned(parents: Sequence[int], root: int) -> Parents:
     """Return the tree with its ranks renumbered cyclically, so that `root` is its root."""
     n = len(parents)
@@ -277,6 +287,7 @@ __all__ = [
     "chain",
     "double_binary",
     "grow",
+    "line",
     "reduce",
     "turned",
 ]

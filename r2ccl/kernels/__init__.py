@@ -1,8 +1,8 @@
 """Reductions of slices: one table of operations and element types, one module per device.
 
 `table` lists the supported operations, `host` implements them with NumPy, `half` and `float8` have
-the compiled loops for 16-bit and 8-bit floats, `conversion` scales and widens inputs, and `cuda`
-implements the operations on GPUs.
+the compiled loops for 16-bit and 8-bit floats, `conversion` scales and widens inputs, `user` has
+the operations of the user, and `cuda` implements the operations on GPUs.
 
 Invariant: each element of a result depends only on the operands' elements at the same index, never
 on where a slice begins or ends. A replayed or differently cut slice therefore gives the same bits.
@@ -18,8 +18,38 @@ from r2ccl.kernels.conversion import (
     narrower,
     premul_sum,
 )
-from r2ccl.kernels.host import Divider, Reducer, arithmetic, divider, quiet_context, reducer
+from r2ccl.kernels.host import Array, Divider, Reducer, divider, quiet_context, reducer
 from r2ccl.kernels.table import ON_GPU, OPS, check_op
+from r2ccl.kernels.user import UserOp, user_op, user_reducer
+from r2ccl.types import REDUCTIONS, CallSignature, ReduceOp
+
+
+def arithmetic(call: CallSignature, nranks: int) -> tuple[Reducer, Divider | None]:
+    """Return the function that combines two slices of a call, and for AVG the final division.
+
+    Parameters
+    ----------
+    call : CallSignature
+        A collective without reduction gets a function that must not be called.
+    nranks : int
+        Divisor of AVG.
+
+    Raises
+    ------
+    InvalidArgument
+        As for `reducer`, `divider` and `UserOp.reducer`.
+    """
+    if call.collective not in REDUCTIONS:
+        return _refuse, None
+    if call.user:
+        return user_reducer(call.user, call.dtype), None
+    finish = divider(call.dtype, nranks) if call.op == ReduceOp.AVG else None
+    return reducer(call.dtype, call.op), finish
+
+
+def _refuse(left: Array, right: Array, out: Array) -> None:
+    raise AssertionError("a collective without reduction reduced a slice")
+
 
 __all__ = [
     "ON_GPU",
@@ -28,6 +58,7 @@ __all__ = [
     "Converter",
     "Divider",
     "Reducer",
+    "UserOp",
     "accumulate_float32",
     "arithmetic",
     "check_op",
@@ -37,4 +68,5 @@ __all__ = [
     "premul_sum",
     "quiet_context",
     "reducer",
+    "user_op",
 ]

@@ -19,7 +19,7 @@ import numpy as np
 from r2ccl.dtypes import EXTENSIONS, dtype_of, raw_dtype
 from r2ccl.errors import InvalidArgument
 from r2ccl.kernels.table import check_op
-from r2ccl.types import REDUCTIONS, CallSignature, ReduceOp
+from r2ccl.types import ReduceOp
 
 Array = np.ndarray[Any, np.dtype[Any]]
 #: ``reduce(left, right, out)``: elementwise ``out = left (op) right``.
@@ -82,28 +82,6 @@ HALVES = ("float16", "bfloat16")
 SMALL = frozenset(("float16", *EXTENSIONS.values()))
 #: Elements per block if a temporary is needed. A block has at most 256 KiB, so it stays in cache.
 _BLOCK = 1 << 15
-
-
-def arithmetic(call: CallSignature, nranks: int) -> tuple[Reducer, Divider | None]:
-    """Return the function that combines two slices of a call, and for AVG the final division.
-
-    Parameters
-    ----------
-    call : CallSignature
-        A collective without reduction gets a function that must not be called.
-    nranks : int
-        Divisor of AVG.
-
-    Raises
-    ------
-    InvalidArgument
-        As for `reducer` and `divider`.
-    """
-    if call.collective not in REDUCTIONS:
-        dtype_of(call.dtype)
-        return _refuse, None
-    finish = divider(call.dtype, nranks) if call.op == ReduceOp.AVG else None
-    return reducer(call.dtype, call.op), finish
 
 
 @functools.cache
@@ -222,10 +200,6 @@ def quiet_context() -> contextvars.Context:
     return context
 
 
-def _refuse(left: Array, right: Array, out: Array) -> None:
-    raise AssertionError("a collective without reduction reduced a slice")
-
-
 def _leave(out: Array) -> None:
     """Leave `out` unchanged: division by 1."""
 
@@ -297,7 +271,6 @@ __all__ = [
     "Array",
     "Divider",
     "Reducer",
-    "arithmetic",
     "divider",
     "quiet_context",
     "reducer",

@@ -26,10 +26,10 @@ from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.planning.cost_model import UNMEASURED, Choice, Fabric, Rates
 from r2ccl.planning.lowering import Layout, limit_windows, lower, renumbered
 from r2ccl.planning.planner import Explanation, Planner
-from r2ccl.schedule.check import check
+from r2ccl.schedule.check import check, check_order
 from r2ccl.schedule.chunks import Parts
 from r2ccl.schedule.ir import OpKind, RankProgram, Schedule
-from r2ccl.types import DIRECT, PAIRWISE, PREFIXES, CallSignature
+from r2ccl.types import DIRECT, ORDERED_OP, PAIRWISE, PREFIXES, CallSignature
 
 
 class Plan(NamedTuple):
@@ -208,10 +208,11 @@ class PlanCache:
         self._since = (-1, 0, _GAUGE_EVERY)
         #: Long-term period of bandwidth samples, by health version and call; 0: none are needed.
         self._periods: dict[tuple[int, CallSignature], int] = {}
-        #: Collective, root and digest of the planner's schedules that the checker accepted.
-        self._checked: set[tuple[str, int, int]] = set()
-        #: Correct schedules of the user.
-        self._checked_own: set[Schedule] = set()
+        #: Collective, root and digest of the planner's schedules that the checker accepted, and
+        #: whether their order was checked.
+        self._checked: set[tuple[str, int, int, bool]] = set()
+        #: Correct schedules of the user, and whether their order was checked.
+        self._checked_own: set[tuple[Schedule, bool]] = set()
 
     @property
     def fabric(self) -> Fabric:
@@ -285,19 +286,21 @@ class PlanCache:
         """Compare the schedules that an allreduce of `nbytes` could run."""
         return self._planner.explain(nbytes, health)
 
-    def check_own(self, schedule: Schedule) -> None:
+    def check_own(self, schedule: Schedule, *, is_ordered: bool = False) -> None:
         """Check a schedule supplied by the user, before its first use; callable in any thread.
 
         Raises
         ------
         ScheduleError
-            If it is not a correct schedule.
+            If it is not a correct schedule, or must keep the rank order and does not.
         """
-        if schedule not in self._checked_own:
+        if (schedule, is_ordered) not in self._checked_own:
             check(schedule)
+            if is_ordered:
+                check_order(schedule)
             if len(self._checked_own) >= _KEPT:
                 self._checked_own.clear()
-            self._checked_own.add(schedule)
+            self._checked_own.add((schedule, is_ordered))
 
     def _make(
         self,
@@ -310,13 +313,14 @@ class PlanCache:
         reduce, finish = kernels.arithmetic(call, self._nranks)
         itemsize = dtype_of(call.dtype).itemsize
         nbytes = call.count * itemsize
+        is_ordered = call.op == ORDERED_OP
         if own is None:
             choice = self._planner.plan(
                 call, nbytes, health, is_bandwidth_sample=is_bandwidth_sample
             )
-            self._check(choice.schedule)
+            self._check(choice.schedule, is_ordered=is_ordered)
         else:
-            self.check_own(own)
+            self.check_own(own, is_ordered=is_ordered)
             choice = self._planner.own(own, nbytes, health)
             call = call.with_digest(own.digest())
         placement = choice.placement
@@ -393,15 +397,17 @@ class PlanCache:
         extra = Fraction(gauge.predicted_ns, chosen.predicted_ns) - 1
         return max(1, min(_RAREST, ceil(_GAUGES * extra / _BUDGET)))
 
-    def _check(self, schedule: Schedule) -> None:
+    def _check(self, schedule: Schedule, *, is_ordered: bool) -> None:
         """Check a schedule before its first use, except large ones, which only the tests check."""
         if schedule.nranks * schedule.nchannels > _CHECKED_SIZE:
             return
         # Schedules of one family and size can have different ops, for example other trees.
         # Comparing digests takes a tenth of the time of a check.
-        key = (schedule.collective, schedule.root, schedule.digest())
+        key = (schedule.collective, schedule.root, schedule.digest(), is_ordered)
         if key not in self._checked:
             check(schedule)
+            if is_ordered:
+                check_order(schedule)
             self._checked.add(key)
 
 

@@ -29,7 +29,15 @@ from r2ccl.planning.cost_model import NOT_TREES, UNMEASURED, Choice, Fabric, Pla
 from r2ccl.planning.exchange_placement import place_exchange
 from r2ccl.planning.placement import place
 from r2ccl.schedule.ir import Schedule
-from r2ccl.types import DIRECT, PAIRWISE, PARTED, PREFIXES, CallSignature, Collective
+from r2ccl.types import (
+    DIRECT,
+    ORDERED_OP,
+    PAIRWISE,
+    PARTED,
+    PREFIXES,
+    CallSignature,
+    Collective,
+)
 
 
 class Explanation(NamedTuple):
@@ -95,6 +103,8 @@ class Planner:
         is_small = nbytes <= self._config.eager_nbytes
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)
+        if call.op == ORDERED_OP:
+            return self._ordered(call, nbytes, health)
         if call.collective == Collective.ALLREDUCE and not is_small:
             is_ring = is_bandwidth_sample and self._config.algo == "auto"
             found = self.compare(nbytes, health, ("ring",) if is_ring else None)
@@ -163,6 +173,21 @@ class Planner:
             found = self._remember(key, [placed])
         size = _NOMINAL_NBYTES if collective in PAIRWISE else nbytes
         return predict(found[0], size, self.fabric, self._config)
+
+    def _ordered(self, call: CallSignature, nbytes: int, health: Health) -> Choice:
+        """Return the choice for a reduction that must combine the ranks' data in rank order.
+
+        A rank's part of a reduce-scatter, and a reduce of little data, come from an allreduce.
+        """
+        nranks = health.nranks
+        if nbytes <= self._config.eager_nbytes:
+            return self.own(recursive_doubling.allreduce(nranks), nbytes, health)
+        nchannels = self._nchannels(nbytes, nranks)
+        if call.collective == Collective.REDUCE:
+            chains = tree.reduce([tree.line(nranks, call.root)] * nchannels, "chain")
+        else:
+            chains = tree.allreduce([tree.line(nranks, nranks - 1)] * nchannels, "chain")
+        return self.own(chains, nbytes, health)
 
     def _placed_for(self, call: CallSignature, terms: Terms, health: Health) -> list[Placed]:
         """Return the placed candidates of a collective other than allreduce, kept per health."""

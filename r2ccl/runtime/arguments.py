@@ -46,7 +46,7 @@ from r2ccl.types import REDUCTIONS, CallSignature, Collective, ReduceOp
 
 Memory: TypeAlias = Buffer | DeviceBuffer
 #: Argument ``op`` of a reduction.
-Operation: TypeAlias = ReduceOp | kernels.ConvertedOp
+Operation: TypeAlias = ReduceOp | kernels.ConvertedOp | kernels.UserOp
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):
@@ -510,13 +510,17 @@ def check_op(request: Request) -> None:
     InvalidArgument
         If `r2ccl.kernels.check_op` refuses the op and dtype.
     """
-    if request.signature.collective in REDUCTIONS:
+    if request.signature.collective in REDUCTIONS and not request.signature.user:
         kernels.check_op(request.signature.dtype, request.signature.op)
 
 
 def _with_operation(request: Request, op: Operation) -> Request:
     """Return a request with an operation that is not a `ReduceOp`."""
     code = request.signature.dtype
+    if isinstance(op, kernels.UserOp):
+        op.reducer(code)
+        call = msgspec.structs.replace(request.signature, op=op.number, user=op.digest)
+        return msgspec.structs.replace(request, signature=call)
     if not isinstance(op, kernels.ConvertedOp):
         call = msgspec.structs.replace(request.signature, op=kernels.check_op(code, op))
         return msgspec.structs.replace(request, signature=call)

@@ -38,7 +38,7 @@ from r2ccl.runtime.async_work import Task, Work, Worker
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LandingPool, host_lanes
 from r2ccl.schedule.chunks import Parts
-from r2ccl.types import CallSignature, Collective, ReduceOp
+from r2ccl.types import ORDERED_OP, CallSignature, Collective, ReduceOp
 
 Array = npt.NDArray[Any]
 #: Function that starts a collective on device memory. It takes the request, the caller's stream,
@@ -305,7 +305,8 @@ class Collectives:
         """
         arguments.check_op(request)
         if request.schedule is not None:
-            self._plans.check_own(request.schedule)
+            is_ordered = request.signature.op == ORDERED_OP
+            self._plans.check_own(request.schedule, is_ordered=is_ordered)
 
     def _submit(self, request: Request) -> Work:
         task = Task(partial(self._run, request))

@@ -37,6 +37,7 @@ from r2ccl.types import (
     PARTED,
     REDUCTIONS,
     ROOTED,
+    USER_OP,
     CallSignature,
     Collective,
     PathKey,
@@ -322,7 +323,8 @@ def describe(signature: int) -> str:
     parts = [] if call.collective in PAIRWISE else [f"count={call.count}"]
     parts.append(f"dtype={dtype_name(call.dtype)}")
     if call.collective in REDUCTIONS:
-        parts.append(f"op={ReduceOp(call.op).name}")
+        is_user = call.op >= USER_OP
+        parts.append(f"op=user_op {call.user:03x}" if is_user else f"op={ReduceOp(call.op).name}")
     if call.collective in ROOTED:
         parts.append(f"root={call.root}")
     elif call.root:

@@ -22,11 +22,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from r2ccl.errors import ScheduleError
 from r2ccl.schedule.arrays import ScheduleArrays, as_arrays
 from r2ccl.schedule.conditions import conditions_of
 from r2ccl.schedule.events import build_events, check_slices, error_at, match
 from r2ccl.schedule.graph import Bools, Ints
 from r2ccl.schedule.hazards import check_hazards
+from r2ccl.schedule.interpret import interpret
 from r2ccl.schedule.ir import OpKind, Schedule, Space
 from r2ccl.schedule.replay import replay
 
@@ -59,6 +61,37 @@ def check(schedule: Schedule) -> None:
     check_slices(arrays, events)
     check_hazards(arrays, other, events, can_be_in_place=schedule.can_be_in_place)
     replay(schedule, conditions, arrays, other, events)
+
+
+def check_order(schedule: Schedule) -> None:
+    """Verify that a correct reduction combines the data of the ranks in rank order.
+
+    Raises
+    ------
+    ScheduleError
+        If it combines the data of some chunk in another order; names the rank with the result.
+
+    Notes
+    -----
+    *Cost*: one interpretation of the schedule, with one element per chunk.
+    """
+    count = sum(schedule.nchunks)
+    inputs = [np.empty(count, object) for _ in range(schedule.nranks)]
+    for rank, data in enumerate(inputs):
+        data[:] = [(rank,)] * count
+    outputs = interpret(schedule, inputs, np.add, weights=schedule.nchunks)
+    expected = tuple(range(schedule.nranks))
+    ranks = [schedule.root] if schedule.collective == "reduce" else range(schedule.nranks)
+    for rank in ranks:
+        part = count // schedule.nparts
+        own = slice(rank * part, (rank + 1) * part) if schedule.nparts > 1 else slice(None)
+        for found in outputs[rank][own]:
+            if found != expected:
+                raise ScheduleError(
+                    f"{schedule.name} combines the data of ranks {found} in this order: a "
+                    "non-commutative operation needs rank order",
+                    rank=rank,
+                )
 
 
 def check_fields(schedule: Schedule, arrays: ScheduleArrays) -> None:
@@ -127,4 +160,4 @@ def _shown(arrays: ScheduleArrays, op: int) -> str:
     return f"{fields}, after={tuple(waits)}, {flags}"
 
 
-__all__ = ["check", "check_fields"]
+__all__ = ["check", "check_fields", "check_order"]

@@ -97,17 +97,36 @@ def test_a_mean_in_float32_is_rounded_once() -> None:
     )
 
 
-def test_a_lost_rail_changes_no_bit_of_a_scaled_sum() -> None:
+@pytest.mark.parametrize("is_user_op", [False, True])
+def test_a_lost_rail_changes_no_bit_of_a_special_operation(is_user_op: bool) -> None:
+    run = functools.partial(programs.special_bits, 200_000, is_user_op=is_user_op)
     healthy, lossy = (
-        launch(
-            functools.partial(programs.scaled_bits, 200_000, is_lossy=is_lossy),
-            3,
-            timeout_s=TIMEOUT_S,
-        )
+        launch(functools.partial(run, is_lossy=is_lossy), 3, timeout_s=TIMEOUT_S)
         for is_lossy in (False, True)
     )
     assert {bits for bits, _ in (*healthy, *lossy)} == {healthy[0][0]}
     assert sum(nrepairs for _, nrepairs in lossy) > 0
+
+
+@pytest.mark.parametrize("nranks", slow_but([3], [1, 2, 3, 4, 5]))
+def test_operations_of_the_user_are_exact(nranks: int) -> None:
+    for count in (1, 700, 30_001):
+        run = functools.partial(programs.user_operations, count)
+        assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+
+
+def test_ranks_with_different_operations_are_refused() -> None:
+    for said in launch(programs.other_operation, 2, timeout_s=TIMEOUT_S):
+        assert said.startswith("InvalidArgument: ")
+        assert said.count("op=user_op ") == 2
+
+
+def test_an_operation_that_fails_ends_the_communicator() -> None:
+    said = launch(programs.failing_operation, 3, timeout_s=TIMEOUT_S)
+    assert said[1] == "ZeroDivisionError: on purpose"
+    assert "CommunicatorRevoked" in said[0]
+    assert "ZeroDivisionError" in said[0]
+    assert "ZeroDivisionError" in said[2]
 
 
 def test_a_user_can_bring_a_schedule() -> None:

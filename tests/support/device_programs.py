@@ -62,6 +62,7 @@ def collectives(counts: tuple[int, ...]) -> list[str]:
             cases = [
                 ("allreduce", (r2ccl.SUM,), xs[rank], total),
                 ("allreduce", (r2ccl.AVG,), xs[rank], mean),
+                ("allreduce", (r2ccl.user_op(np.gcd),), xs[rank], functools.reduce(np.gcd, xs)),
                 ("allreduce", (r2ccl.BXOR,), xs[rank], np.bitwise_xor.reduce(xs)),
                 ("reduce_scatter", (r2ccl.SUM,), xs[rank], total[own]),
                 ("allgather", (), xs[rank][:count], np.concatenate([x[:count] for x in xs])),

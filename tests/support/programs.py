@@ -386,16 +386,90 @@ def rounded_once(count: int) -> bool:
         return same(out, exact) and not same(stepwise, exact)
 
 
-def scaled_bits(count: int, *, is_lossy: bool) -> tuple[bytes, int]:
-    """Return a sum of scaled inputs, in which rank 1 may lose a rail, and the lost paths."""
+def special_bits(count: int, *, is_user_op: bool, is_lossy: bool) -> tuple[bytes, int]:
+    """Return a sum of scaled inputs or of an operation of the user, and the number of repairs.
+
+    Rank 1 may lose a rail in the call.
+    """
+    op = r2ccl.user_op(lambda a, b: a * np.float32(0.5) + b, name="decay", is_commutative=False)
     fault = fail_at(rank=1, rail=0, op=0, step=2) if is_lossy else contextlib.nullcontext()
     with (
         fault as plan,
         r2ccl.init(faults=plan, slice_nbytes=1 << 14) as comm,
     ):
         x = np.random.default_rng(comm.rank).standard_normal(count).astype(np.float32)
-        comm.allreduce(x, op=r2ccl.premul_sum(1 / (3 + comm.rank)))
+        comm.allreduce(x, op=op if is_user_op else r2ccl.premul_sum(1 / (3 + comm.rank)))
         return x.tobytes(), len(comm.repairs())
+
+
+def user_operations(count: int) -> list[str]:
+    """Run operations of the user in every reduction; return the wrong cases."""
+    wrong = []
+    # An affine map is a pair of numbers; maps are composed in rank order.
+    compose = r2ccl.user_op(_compose, is_commutative=False)
+    with r2ccl.init() as comm:
+        n, rank = comm.nranks, comm.rank
+        maps = [_maps_of(each, count * n) for each in range(n)]
+        for op, function in (
+            (compose, _compose),
+            (r2ccl.user_op(_largest), np.fmax),
+            (r2ccl.user_op(np.fmax), np.fmax),
+        ):
+            want = functools.reduce(function, maps)
+            x, out = maps[rank].copy(), np.empty_like(want)
+            comm.allreduce(x, out, op)
+            part = comm.reduce_scatter(x, op=op)
+            results = [comm.reduce(x, out.copy(), op, root) for root in range(n)]
+            is_right = same(x, maps[rank]) and same(out, want) and same(results[rank], want)
+            is_right &= same(part, want[rank * count : (rank + 1) * count])
+            comm.allreduce(x, op=op, async_op=True).wait(30)
+            if not (is_right and same(x, want)):
+                wrong.append(f"{op} {count}")
+    return wrong
+
+
+def _maps_of(rank: int, count: int) -> np.ndarray:
+    rng = np.random.default_rng((rank, count))
+    return rng.integers(1, 4, count) + 1j * rng.integers(0, 9, count)
+
+
+def _compose(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Apply ``x -> a x + b`` of `left` after that of `right`; exact in small integers."""
+    return left.real * right.real + 1j * (left.real * right.imag + left.imag)
+
+
+def _largest(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
+    out[:] = np.where(left.real >= right.real, left, right)
+    np.copyto(out, right, where=(left.real == right.real) & (right.imag > left.imag))
+
+
+def other_operation() -> str:
+    """Return the error of ranks that pass different operations of the user."""
+    with r2ccl.init() as comm:
+        op = r2ccl.user_op(_compose if comm.rank else np.add, name="mine")
+        try:
+            comm.allreduce(np.ones(9, np.complex128), op=op)
+            comm.barrier()
+        except r2ccl.R2cclError as exc:
+            return f"{type(exc).__name__}: {exc}"
+        return "no error"
+
+
+def failing_operation() -> str:
+    """Return the error of ranks whose operation fails on rank 1 in mid-call."""
+
+    def add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        if left.size and os.environ["RANK"] == "1":
+            raise ZeroDivisionError("on purpose")
+        return left + right
+
+    with r2ccl.init() as comm:
+        try:
+            comm.allreduce(np.ones(100_000), op=r2ccl.user_op(add))
+            comm.barrier()
+        except Exception as exc:
+            return f"{type(exc).__name__}: {exc}"
+        return "no error"
 
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:

@@ -6,15 +6,18 @@ import pytest
 from msgspec.structs import replace
 from support.healths import health
 
-from r2ccl.algos import leaf_ring, ring
+from r2ccl.algos import leaf_ring, recursive_doubling, ring
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument, ScheduleError
 from r2ccl.failover.health.table import Health
+from r2ccl.kernels import user_op
 from r2ccl.planning import plan_cache
 from r2ccl.planning.cost_model import Fabric, Rates
 from r2ccl.planning.plan_cache import Plan, PlanCache
 from r2ccl.planning.planner import Planner
-from r2ccl.types import CallSignature, Collective, ReduceOp
+from r2ccl.schedule.check import check_order
+from r2ccl.schedule.ir import Schedule
+from r2ccl.types import REDUCTIONS, ROOTED, CallSignature, Collective, ReduceOp
 
 CALL = CallSignature(Collective.ALLREDUCE, 8, ReduceOp.SUM, 1 << 24)
 RATES = Rates(100_000, 25_000_000)
@@ -108,6 +111,39 @@ def test_a_users_schedule_is_checked_and_kept() -> None:
         plans(CALL, health(), 5, half)
     with pytest.raises(ScheduleError):
         plans.check_own(half)
+
+
+@pytest.mark.parametrize("of", [health(), health(r1n0=0), health(r1n0=4, r2n0=1)], ids=str)
+@pytest.mark.parametrize("count", [1, 1 << 20])
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_a_non_commutative_operation_keeps_rank_order(
+    kind: Collective, count: int, of: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = user_op(lambda left, right: left, name="first", is_commutative=False)
+    checked: list[Schedule] = []
+    monkeypatch.setattr(plan_cache, "check_order", checked.append)
+    call = CallSignature(kind, 8, op.number, count * 4, 2, op.digest)
+
+    for root in range(4):
+        make()(replace(call, root=root if kind in ROOTED else 0), of)
+
+    assert len(checked) == 4
+    for schedule in checked:
+        check_order(schedule)
+
+
+def test_an_own_schedule_must_keep_rank_order() -> None:
+    op = user_op(lambda left, right: left, name="first", is_commutative=False)
+    call = replace(CALL, op=op.number, user=op.digest)
+    plans = make()
+    plans.check_own(ring.allreduce(4))
+    for refuse in (
+        lambda: plans.check_own(ring.allreduce(4), is_ordered=True),
+        lambda: plans(call, health(), own=ring.allreduce(4)),
+    ):
+        with pytest.raises(ScheduleError, match="needs rank order"):
+            refuse()
+    plans(call, health(), own=recursive_doubling.allreduce(4))
 
 
 @pytest.mark.parametrize("op", [99, "sum"])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from r2ccl.algos import recursive_doubling, ring
+from r2ccl.algos import recursive_doubling, ring, tree
 from r2ccl.errors import InvalidArgument, ScheduleError
 from r2ccl.schedule import conditions
-from r2ccl.schedule.check import check
+from r2ccl.schedule.check import check, check_order
 from r2ccl.schedule.interpret import interpret
 from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 
@@ -401,3 +401,43 @@ def test_only_a_receive_can_be_a_proof():
     claims = Op(OpKind.RECV_REDUCE, 1, IN, 0, OUT, 0, (0,), True, True)
     with pytest.raises(ScheduleError, match=r"only a RECV can have is_proof;.*is_proof=True"):
         check(exchange([send(1), claims], None))
+
+
+@pytest.mark.parametrize("n", [*range(1, 18), 32])
+def test_schedules_in_rank_order(n):
+    for schedule in (
+        recursive_doubling.allreduce(n, 2),
+        tree.allreduce([tree.line(n, n - 1)] * 2),
+        tree.allreduce([tree.double_binary(n)[0]]),
+        *(tree.reduce([tree.line(n, root)]) for root in {0, n // 3, n - 1}),
+    ):
+        check(schedule)
+        check_order(schedule)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ring.allreduce(3),
+        ring.reduce_scatter(4),
+        tree.allreduce([tree.line(4, 3), tree.chain([0, 2, 1, 3])]),
+        tree.reduce([tree.chain([1, 2, 3, 0])]),
+    ],
+    ids=lambda schedule: schedule.collective,
+)
+def test_schedules_in_another_order_are_refused(schedule):
+    check(schedule)
+    with pytest.raises(ScheduleError, match=r"rank \d: .* of ranks \(.*needs rank order"):
+        check_order(schedule)
+
+
+def test_a_reduce_scatter_in_rank_order():
+    """Rank 0 keeps chunk 0 and rank 1 chunk 1: the peer's data is on the side of its rank."""
+    check_order(
+        by_hand(
+            [send(1, 1), reduce(1, 0, is_final=True)],
+            [send(0, 0), reduce(0, 1, is_final=True)],
+            collective="reduce_scatter",
+            nchunks=2,
+        )
+    )

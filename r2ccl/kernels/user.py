@@ -1,0 +1,224 @@
+"""Operations defined by the user: compiled element by element, or called with whole slices.
+
+The ranks agree on an operation by a digest of its name and of its function's code, which is part of
+the call signature. The digest is also the key of the operation in this process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import numpy as np
+
+from r2ccl.dtypes import dtype_name, dtype_of
+from r2ccl.errors import InvalidArgument
+from r2ccl.kernels.host import Array, Reducer
+from r2ccl.types import ORDERED_OP, USER_OP
+
+
+class UserOp:
+    """Reduction with a function of the user; made by `user_op`.
+
+    Attributes
+    ----------
+    name : str
+    is_commutative : bool
+    number : int
+        `r2ccl.types.USER_OP`, or `ORDERED_OP` if the ranks' data must be combined in rank order.
+    digest : int
+        Digest of the operation, equal on all ranks; 1 to 2**32 - 1.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, *, is_commutative: bool) -> None:
+        self.name = name
+        self.is_commutative = is_commutative
+        self.number = USER_OP if is_commutative else ORDERED_OP
+        self._function = function
+        facts = repr((name, is_commutative, *_facts(function, name)))
+        self.digest = zlib.crc32(facts.encode()) or 1
+        self._reducers: dict[int, Reducer] = {}
+
+    def __repr__(self) -> str:
+        return f"user_op({self.name})"
+
+    def reducer(self, dtype_code: int) -> Reducer:
+        """Return the function that combines two slices, as `r2ccl.kernels.reducer`.
+
+        Raises
+        ------
+        InvalidArgument
+            If the function cannot be compiled for this dtype, or cannot combine empty arrays.
+
+        Notes
+        -----
+        *Cost*: the first call for a dtype compiles a function of Numba, which takes about 0.3 s.
+        """
+        found = self._reducers.get(dtype_code)
+        if found is None:
+            dtype = dtype_of(dtype_code)
+            is_compiled = not isinstance(self._function, FunctionType | np.ufunc)
+            make = _by_element if is_compiled and _nparameters(self._function) == 2 else _by_slice
+            empty = np.empty(0, dtype)
+            try:
+                found = make(self._function, dtype)
+                found(empty, empty, np.empty(0, dtype))
+            except Exception as exc:
+                reason = (str(exc).splitlines() or [""])[0]
+                raise InvalidArgument(
+                    f"{self} for dtype {dtype_name(dtype_code)}: {type(exc).__name__}: {reason}; "
+                    "pass a function that combines arrays of this dtype, also empty ones"
+                ) from exc
+            self._reducers[dtype_code] = found
+        return found
+
+
+def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: bool = True) -> UserOp:
+    """Return a reduction with a function of the user.
+
+    Parameters
+    ----------
+    function : callable
+        An associative operation of two elements, in one of these forms:
+
+        - a function compiled by Numba's ``njit`` with two parameters, which are scalars; it returns
+          a scalar;
+        - a Python function with two parameters, which are arrays, or a NumPy ufunc; it returns an
+          array;
+        - a Python function, or one compiled by ``njit``, with three parameters, which are arrays;
+          it writes to the last one.
+
+        Arrays are flat slices of the data, also empty ones; inputs are read-only. Each element of
+        the result may depend only on the two elements at its index.
+    name : str
+        Name in messages; default: the name of the function.
+    is_commutative : bool
+        If False, the data of the ranks is combined in rank order, by fewer schedules.
+
+    Returns
+    -------
+    UserOp
+        The ``op`` of `Communicator.allreduce`, `reduce` or `reduce_scatter`. Make it once, not for
+        each call: it is kept until the process ends.
+
+    Raises
+    ------
+    InvalidArgument
+        If `function` has another form, or uses an object of an enclosing function that is neither a
+        number, a string, an array nor a function.
+
+    Notes
+    -----
+    All ranks must pass operations with the same name and the same code, compiled by the same Python
+    version; otherwise the call raises `InvalidArgument` on every rank. Values of global variables
+    are not compared. An exception of the function ends the communicator.
+    """
+    name = name or str(getattr(function, "__name__", ""))
+    is_ufunc = isinstance(function, np.ufunc)
+    if not name or not (is_ufunc or hasattr(_python_of(function), "__code__")):
+        raise InvalidArgument(
+            f"user_op({function!r}): pass a Python function, one compiled by Numba's njit, or a "
+            "NumPy ufunc"
+        )
+    if isinstance(function, np.ufunc):
+        is_binary = (function.nin, function.nout) == (2, 1)
+    else:
+        is_binary = _nparameters(function) in (2, 3)
+    if not is_binary:
+        raise InvalidArgument(
+            f"user_op({name}): the function must have two parameters, or three of which the last "
+            "is the output"
+        )
+    op = UserOp(function, name, is_commutative=is_commutative)
+    _MADE[op.digest] = op
+    return op
+
+
+def user_reducer(digest: int, dtype_code: int) -> Reducer:
+    """Return `UserOp.reducer` of the operation with this digest, which this process has made."""
+    return _MADE[digest].reducer(dtype_code)
+
+
+def _by_element(function: Any, dtype: np.dtype[Any]) -> Reducer:
+    from numba import njit, types  # takes about 0.5 s to import
+    from numba.np.numpy_support import from_dtype
+
+    def reduce_elements(left: Array, right: Array, out: Array) -> None:
+        for i in range(out.size):
+            out[i] = function(left[i], right[i])
+
+    element = from_dtype(dtype)
+    operand = types.Array(element, 1, "C", readonly=True)
+    signature = types.void(operand, operand, types.Array(element, 1, "C"))
+    # No disk cache: its key would be different in every process, because the loop calls `function`.
+    reduce: Reducer = njit(signature, nogil=True, error_model="numpy")(reduce_elements)
+    return reduce
+
+
+def _by_slice(function: Any, dtype: np.dtype[Any]) -> Reducer:
+    has_out = not isinstance(function, np.ufunc) and _nparameters(function) == 3
+
+    def reduce_slices(left: Array, right: Array, out: Array) -> None:
+        # `out` may be an operand, which the function may read after it has written the result.
+        operands = left.view(dtype), right.view(dtype)
+        for each in operands:
+            each.flags.writeable = False
+        result = np.empty(out.size, dtype)
+        if has_out:
+            function(*operands, result)
+        else:
+            result[...] = function(*operands)
+        out.view(dtype)[:] = result
+
+    return reduce_slices
+
+
+def _python_of(function: Any) -> Any:
+    """Return the Python function that Numba compiles, or `function` itself."""
+    return getattr(function, "py_func", function)
+
+
+def _nparameters(function: Any) -> int:
+    return len(inspect.signature(_python_of(function)).parameters)
+
+
+def _facts(function: Any, name: str) -> Iterator[object]:
+    """Yield what the result of a function depends on, in a form that is equal on all hosts."""
+    function = _python_of(function)
+    if not hasattr(function, "__code__"):
+        yield str(function)
+        return
+    yield from _facts_of_code(function.__code__)
+    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    values += [cell.cell_contents for cell in function.__closure__ or ()]
+    for value in values:
+        if isinstance(value, np.ndarray | np.generic):
+            yield (str(value.dtype), value.shape, value.tobytes())
+        elif hasattr(_python_of(value), "__code__") or isinstance(value, np.ufunc):
+            yield from _facts(value, name)
+        elif isinstance(value, int | float | complex | str | bytes | tuple | None):
+            yield value
+        else:
+            raise InvalidArgument(
+                f"user_op({name}): the function uses {value!r} of an enclosing function: allowed "
+                "are numbers, strings, arrays and functions, which can be compared between ranks"
+            )
+
+
+def _facts_of_code(code: CodeType) -> Iterator[object]:
+    yield code.co_code
+    yield code.co_names
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _facts_of_code(value)
+        else:  # the order of a set may differ between processes
+            yield sorted(map(repr, value)) if isinstance(value, frozenset) else value
+
+
+#: Operations made in this process, by digest. Operations with equal digests do the same.
+_MADE: dict[int, UserOp] = {}
+
+__all__ = ["UserOp", "user_op", "user_reducer"]

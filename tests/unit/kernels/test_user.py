@@ -1,0 +1,157 @@
+"""Operations of the user: forms of functions, digests and refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+
+import r2ccl
+from r2ccl.dtypes import CODES, pair_dtype
+from r2ccl.errors import InvalidArgument
+from r2ccl.kernels import UserOp, user_op
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@numba.njit
+def of_scalars(a: Any, b: Any) -> Any:
+    return a + b - a * b
+
+
+@numba.njit
+def of_arrays(left: Array, right: Array, out: Array) -> None:
+    for i in range(out.size):
+        out[i] = left[i] + right[i] - left[i] * right[i]
+
+
+def in_python(left: Array, right: Array) -> Array:
+    return left + right - left * right
+
+
+def in_python_with_out(left: Array, right: Array, out: Array) -> None:
+    out[:] = left  # would spoil `right` if `out` were the same memory
+    out += right
+    out -= left * right
+
+
+FORMS = [of_scalars, of_arrays, in_python, in_python_with_out]
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "int32", "complex64"])
+@pytest.mark.parametrize("function", FORMS, ids=lambda each: each.__name__)
+def test_every_form_gives_the_same_result(function: Callable[..., Any], name: str) -> None:
+    rng = np.random.default_rng(1)
+    left, right = (rng.integers(-9, 9, 1000).astype(name) for _ in range(2))
+    reduce = user_op(function).reducer(CODES[left.dtype])
+    expected = in_python(left, right)
+    for at in (None, 0, 1):
+        operands = left.copy(), right.copy()
+        out = np.empty_like(left) if at is None else operands[at]
+        reduce(*operands, out)
+        assert out.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("function", FORMS, ids=lambda each: each.__name__)
+def test_operands_may_be_read_only(function: Callable[..., Any]) -> None:
+    left, right = np.frombuffer(np.arange(8.0).tobytes()), np.arange(8.0)
+    out = np.empty(8)
+    user_op(function).reducer(CODES[out.dtype])(left, right, out)
+    assert out.tolist() == in_python(left, right).tolist()
+
+
+def test_ufuncs_and_pairs_are_reduced() -> None:
+    left, right, out = np.array([3.0, 5]), np.array([4.0, 12]), np.empty(2)
+    user_op(np.hypot).reducer(CODES[out.dtype])(left, right, out)
+    assert out.tolist() == [5, 13]
+
+    def with_more(left: Array, right: Array) -> Array:
+        return np.where(left["index"] >= right["index"], left, right)
+
+    dtype = pair_dtype("f4")
+    pairs = [np.array([(1, a), (2, b)], dtype) for a, b in ((3, 4), (5, 0))]
+    found = np.empty(2, dtype)
+    user_op(with_more).reducer(CODES[dtype])(*pairs, found)
+    assert found.tolist() == [(1, 5), (2, 4)]
+
+
+def made(factor: Any) -> Callable[[Array, Array], Array]:
+    def weighted(left: Array, right: Array) -> Array:
+        return left + factor * right
+
+    return weighted
+
+
+def test_digests_differ_where_the_operations_do() -> None:
+    ops = [
+        *(user_op(each) for each in (*FORMS, np.add, np.multiply, made(2), made(3))),
+        user_op(made(2), name="other"),
+        user_op(made(2), is_commutative=False),
+        user_op(made(np.arange(3))),
+        user_op(made(np.arange(1, 4))),
+        user_op(lambda left, right: left + 2 * right, name="weighted"),
+        user_op(lambda left, right: left + 3 * right, name="weighted"),
+    ]
+    assert len({op.digest for op in ops}) == len(ops)
+    assert all(0 < op.digest < 1 << 32 for op in ops)
+    assert user_op(made(2)).digest == user_op(made(2)).digest
+
+
+def test_digests_are_equal_in_all_processes() -> None:
+    script = (
+        "import numba, numpy as np, r2ccl\n"
+        "def f(a, b): return a if a in {'x', 'y', 'z'} else a + b\n"
+        "print(r2ccl.user_op(f).digest, r2ccl.user_op(numba.njit(f)).digest)"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert runs[0] == runs[1]
+
+
+def no_array(left: Array, right: Array) -> str:
+    return "no array"
+
+
+def failing(left: Array, right: Array) -> Array:
+    raise ZeroDivisionError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: user_op(3), r"user_op\(3\): pass a Python function"),  # type: ignore[arg-type]
+        (lambda: user_op(print), "user_op.*print.*: pass a Python function"),
+        (lambda: user_op(lambda a: a, name="one"), r"user_op\(one\): .*two parameters, or three"),
+        (lambda: user_op(np.exp), r"user_op\(exp\): .*two parameters"),
+        (lambda: user_op(made(object())), r"user_op\(weighted\): .*uses <object.*allowed are"),
+        (lambda: user_op(failing).reducer(7), "for dtype float32: ZeroDivisionError: on purpose"),
+        (lambda: user_op(no_array).reducer(7), r"user_op\(no_array\) for dtype float32"),
+        (lambda: user_op(of_scalars).reducer(9), r"user_op\(of_scalars\) for dtype bfloat16: Num"),
+        (lambda: user_op(np.hypot).reducer(18), r"user_op\(hypot\) for dtype complex64: TypeErr"),
+        (lambda: user_op(np.hypot).reducer(63), "dtype number 63"),
+    ],
+)
+def test_what_is_no_operation_is_refused(call: Callable[[], UserOp], words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        call()
+
+
+def test_names_and_kinds() -> None:
+    assert repr(r2ccl.user_op(in_python)) == "user_op(in_python)"
+    assert repr(r2ccl.user_op(in_python, name="union")) == "user_op(union)"
+    assert r2ccl.user_op(in_python).is_commutative
+    assert not r2ccl.user_op(in_python, is_commutative=False).is_commutative
