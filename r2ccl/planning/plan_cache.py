@@ -366,9 +366,9 @@ class PlanCache:
 
         Samples are frequent soon after the health changed, because it may change back. Later they
         are rare enough to cost at most `_BUDGET` of the predicted time. All ranks agree, because
-        all see a new health at the same call.
+        all see a new health at the same call. No schedule that keeps the rank order is a sample.
         """
-        if not self._measures or self.fabric.rates == UNMEASURED:
+        if not self._measures or self.fabric.rates == UNMEASURED or call.op == ORDERED_OP:
             return False
         if call.collective in DIRECT or call.collective in PREFIXES:
             return False

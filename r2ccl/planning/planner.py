@@ -184,10 +184,10 @@ class Planner:
             return self.own(recursive_doubling.allreduce(nranks), nbytes, health)
         nchannels = self._nchannels(nbytes, nranks)
         if call.collective == Collective.REDUCE:
-            chains = tree.reduce([tree.line(nranks, call.root)] * nchannels, "chain")
+            lines = tree.reduce([tree.line(nranks, call.root)] * nchannels, "line")
         else:
-            chains = tree.allreduce([tree.line(nranks, nranks - 1)] * nchannels, "chain")
-        return self.own(chains, nbytes, health)
+            lines = tree.allreduce([tree.line(nranks, nranks - 1)] * nchannels, "line")
+        return self.own(lines, nbytes, health)
 
     def _placed_for(self, call: CallSignature, terms: Terms, health: Health) -> list[Placed]:
         """Return the placed candidates of a collective other than allreduce, kept per health."""

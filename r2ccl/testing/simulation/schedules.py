@@ -103,6 +103,7 @@ RINGS: dict[str, Maker] = {
     "chain/allreduce": lambda n, c: tree.allreduce(_chains(n, c)),
     "chain/broadcast": lambda n, c: tree.broadcast(_chains(n, c)),
     "chain/reduce": lambda n, c: tree.reduce(_chains(n, c)),
+    "line/reduce": lambda n, c: tree.reduce([tree.line(n, n // 2)] * c, "line"),
     "binomial/gather": lambda n, c: tree_gather.gather(tree_gather.binomial(n, n - 1), c),
     "binomial/scatter": lambda n, c: tree_gather.scatter(tree_gather.binomial(n, n - 1), c),
     "doubling/scan": scan.doubling,
