@@ -5,7 +5,7 @@ device memory without a copy, allocates the output if the caller passed none, an
 `Request` with the call signature that all ranks must agree on. It does not read array data and does
 not communicate.
 
-Invariant: the arrays of every `Request` are valid and fit together, and its op is a `ReduceOp`;
+Invariant: the arrays of every `Request` are valid and fit together, and its op is an `Operation`;
 others raise `InvalidArgument` here, before any data moves. The caller has checked the root. That
 the dtype supports the op is checked by `check_op` or by planning, the schedule by `PlanCache`.
 """

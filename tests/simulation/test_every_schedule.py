@@ -131,6 +131,14 @@ def test_every_operation_and_element_type_survives_a_cut(schedule: str) -> None:
     assert repairs > len(pairs) // 2, "hardly a cut was noticed: the test shows nothing"
 
 
+@LIMIT
+@pytest.mark.parametrize("nranks", slow_but([2], [2, 4]))
+@pytest.mark.parametrize("schedule", ["ring", "recursive_doubling", "ring/reduce_scatter"])
+def test_every_operation_and_element_type_is_exact(schedule: str, nranks: int) -> None:
+    for dtype, op in PAIRS:
+        assert simulate(job(schedule, nranks, dtype=dtype, op=op)).is_clean, (dtype, op)
+
+
 #: Rank 1 has half of its rail 0 from the beginning, and rank 2 loses its rail 1 before the first
 #: call; the second call is planned for both.
 SLOW, FIRST = RailShare(1, 0, 8), (2, 1)
