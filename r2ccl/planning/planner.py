@@ -103,7 +103,7 @@ class Planner:
         is_small = nbytes <= self._config.eager_nbytes
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)
-        if call.op == ORDERED_OP:
+        if call.op == ORDERED_OP and call.collective not in PREFIXES:
             return self._ordered(call, nbytes, health)
         if call.collective == Collective.ALLREDUCE and not is_small:
             is_ring = is_bandwidth_sample and self._config.algo == "auto"

@@ -167,7 +167,9 @@ def allgatherv(x: Any, out: Any, counts: Any, displs: Any, rank: int, nranks: in
     )
 
 
-def reduce_scatterv(x: Any, out: Any, op: ReduceOp, counts: Any, rank: int, nranks: int) -> Request:
+def reduce_scatterv(
+    x: Any, out: Any, op: Operation, counts: Any, rank: int, nranks: int
+) -> Request:
     """Make the request of `Communicator.reduce_scatterv`."""
     sizes = _counts("counts", counts, nranks)
     result = like_flat(x, sizes[rank]) if out is None else out
@@ -182,11 +184,11 @@ def reduce_scatterv(x: Any, out: Any, op: ReduceOp, counts: Any, rank: int, nran
             "equal"
         )
     is_in_place(_part(source, places[rank]), output, whole_source=source)
-    if type(op) is not ReduceOp:
-        op = kernels.check_op(source.dtype_code, op)
-    call = CallSignature(Collective.REDUCE_SCATTER, source.dtype_code, op, source.count)
-    parts = Parts(places, places)
-    return Request(_with_counts(call, sizes), source, output, result, parts=parts, is_staged=True)
+    number = op if type(op) is ReduceOp else ReduceOp.SUM
+    call = CallSignature(Collective.REDUCE_SCATTER, source.dtype_code, number, source.count)
+    call, parts = _with_counts(call, sizes), Parts(places, places)
+    request = Request(call, source, output, result, parts=parts, is_staged=True)
+    return request if number is op else _with_operation(request, op)
 
 
 def gather(x: Any, out: Any, root: int, rank: int, nranks: int) -> Request:
@@ -273,7 +275,7 @@ def alltoallv(
     return Request(call, source, output, result, parts=parts, is_in_place=is_same, is_staged=True)
 
 
-def scan(x: Any, out: Any, op: ReduceOp, is_exclusive: bool) -> Request:
+def scan(x: Any, out: Any, op: Operation, is_exclusive: bool) -> Request:
     """Make the request of `Communicator.scan`, or with `is_exclusive` of `exscan`."""
     collective = Collective.EXSCAN if is_exclusive else Collective.SCAN
     name = collective.name.lower()
@@ -283,15 +285,16 @@ def scan(x: Any, out: Any, op: ReduceOp, is_exclusive: bool) -> Request:
     if not is_same:
         output = _on_host(name, out, writable=True)
         is_same = is_in_place(source, output)
-    op = kernels.check_op(source.dtype_code, op)
-    if op is ReduceOp.AVG:
+    if op is ReduceOp.AVG or getattr(op, "op", None) is ReduceOp.AVG:
         raise InvalidArgument(
             f"{name} with op=AVG: each rank reduces another number of ranks; pass op=SUM and divide"
         )
-    call = CallSignature(collective, source.dtype_code, op, source.count)
+    number = op if type(op) is ReduceOp else ReduceOp.SUM
+    call = CallSignature(collective, source.dtype_code, number, source.count)
     is_copied = is_exclusive and is_same
     result = x if out is None else out
-    return Request(call, source, output, result, is_in_place=is_copied, is_staged=is_copied)
+    request = Request(call, source, output, result, is_in_place=is_copied, is_staged=is_copied)
+    return request if number is op else _with_operation(request, op)
 
 
 def _gather(

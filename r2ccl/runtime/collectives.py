@@ -38,7 +38,7 @@ from r2ccl.runtime.async_work import Task, Work, Worker
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LandingPool, host_lanes
 from r2ccl.schedule.chunks import Parts
-from r2ccl.types import ORDERED_OP, CallSignature, Collective, ReduceOp
+from r2ccl.types import ORDERED_OP, PREFIXES, CallSignature, Collective, ReduceOp
 
 Array = npt.NDArray[Any]
 #: Function that starts a collective on device memory. It takes the request, the caller's stream,
@@ -339,7 +339,8 @@ class Collectives:
             self._collect(call, result, result, parts)
         elif call.collective == Collective.REDUCE_SCATTER:
             sums = self._scratch_like(data)
-            self._collect(call, data, sums, parts)
+            # In rank order, a rank's part comes from an allreduce.
+            self._collect(call, data, sums, None if call.op == ORDERED_OP else parts)
             at = self._rank * output.count if parts is None else parts.inputs[self._rank][0]
             result[:] = sums[at : at + output.count]
         elif request.schedule is None:
@@ -367,7 +368,8 @@ class Collectives:
         self._run_kernel(op.converter(call.dtype), source.array, converted.array)
         result = output
         if op.is_wide and isinstance(output, Buffer):
-            is_same = output.count == source.count
+            # An exscan needs separate memory.
+            is_same = output.count == source.count and call.collective not in PREFIXES
             result = converted if is_same else self._reused("result", output.count, code)
         self._run(
             msgspec.structs.replace(

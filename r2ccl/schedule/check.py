@@ -80,11 +80,14 @@ def check_order(schedule: Schedule) -> None:
     for rank, data in enumerate(inputs):
         data[:] = [(rank,)] * count
     outputs = interpret(schedule, inputs, np.add, weights=schedule.nchunks)
-    expected = tuple(range(schedule.nranks))
+    everyone = tuple(range(schedule.nranks))
     ranks = [schedule.root] if schedule.collective == "reduce" else range(schedule.nranks)
     for rank in ranks:
+        expected = everyone[: {"scan": rank + 1, "exscan": rank}.get(schedule.collective)]
         part = count // schedule.nparts
         own = slice(rank * part, (rank + 1) * part) if schedule.nparts > 1 else slice(None)
+        if not expected:  # rank 0 of an exscan
+            continue
         for found in outputs[rank][own]:
             if found != expected:
                 raise ScheduleError(
