@@ -261,3 +261,9 @@ def test_fail_stop_mode_reports_the_broken_path() -> None:
     run = functools.partial(programs.lose_rails, 500_000, 1, 2)
     with pytest.raises(r2ccl.R2cclError, match="R2CC_MODE=failstop does not migrate"):
         launch(run, 2, timeout_s=TIMEOUT_S, env={"R2CC_MODE": "failstop"})
+
+
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_prefixes_and_unequal_parts_take_every_operation(count: int) -> None:
+    run = functools.partial(programs.operations_of_prefixes, count)
+    assert launch(run, 3, timeout_s=TIMEOUT_S) == [[]] * 3

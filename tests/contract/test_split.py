@@ -24,6 +24,10 @@ def test_ranks_of_a_color_are_ordered_by_their_keys() -> None:
         assert got == [at, tuple(members), whole, whole, members, part, members[-1]]
 
 
+def test_parts_of_any_size_are_exchanged_within_a_half() -> None:
+    assert launch(programs.exchanged_in_halves, 5, timeout_s=TIMEOUT_S) == [True] * 5
+
+
 def test_ranks_outside_get_none_and_children_can_be_split() -> None:
     found = launch(programs.created, 4, timeout_s=TIMEOUT_S)
     assert found == [

@@ -402,6 +402,33 @@ def special_bits(count: int, *, is_user_op: bool, is_lossy: bool) -> tuple[bytes
         return x.tobytes(), len(comm.repairs())
 
 
+def operations_of_prefixes(count: int) -> list[str]:
+    """Run scans and parts of unequal size with the user's and converted operations."""
+    wrong = []
+    with r2ccl.init() as comm:
+        n, rank = comm.nranks, comm.rank
+        last = r2ccl.user_op(lambda a, b: b + 0 * a, name="last", is_commutative=False)
+        x, out = np.full(count, float(rank)), np.full(count, -1.0)
+        if not (comm.scan(x, out, last) == rank).all():
+            wrong.append("scan")
+        out[:] = -1
+        if not (comm.exscan(x, out, last) == rank - 1).all():
+            wrong.append("exscan")
+        sizes = [count + 3 * each for each in range(n)]
+        y = np.full(sum(sizes), float(rank))
+        for op, whole in ((last, n - 1), (r2ccl.premul_sum(2.0), 2 * sum(range(n)))):
+            part = comm.reduce_scatterv(y, counts=sizes, op=op)
+            if part.size != sizes[rank] or not (part == whole).all():
+                wrong.append(f"reduce_scatterv {op}")
+        small = np.full(count, rank, np.float16)
+        wide = r2ccl.accumulate_float32(r2ccl.SUM)
+        for scan, nranks in ((comm.scan, rank + 1), (comm.exscan, rank)):
+            found = scan(small, np.zeros_like(small), wide)
+            if not (found == sum(range(nranks))).all():
+                wrong.append(f"{scan.__name__} in float32")
+    return wrong
+
+
 def user_operations(count: int) -> list[str]:
     """Run operations of the user in every reduction; return the wrong cases."""
     wrong = []

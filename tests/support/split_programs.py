@@ -128,3 +128,22 @@ def differing() -> list[str]:
             except (InvalidArgument, CommunicatorRevoked) as exc:
                 found.append(f"{type(exc).__name__}: {exc}")
     return found
+
+
+def exchanged_in_halves() -> bool:
+    """Exchange parts of all sizes within the halves of a job, beside the other half."""
+    with r2ccl.init() as comm:
+        half = comm.split(comm.rank % 2, -comm.rank)
+        assert half is not None
+        n, rank = half.nranks, half.rank
+        sent = [10 * rank + to for to in range(n)]
+        got = [10 * source + rank for source in range(n)]
+        x = np.concatenate([np.full(count, 100.0 * rank + to) for to, count in enumerate(sent)])
+        out = half.alltoallv(x, sendcounts=sent, recvcounts=got)
+        wanted = np.concatenate(
+            [np.full(count, 100.0 * source + rank) for source, count in enumerate(got)]
+        )
+        sizes = [sum(10 * source + to for to in range(n)) for source in range(n)]
+        gathered = half.gatherv(x, root=0, counts=sizes)
+        is_whole = gathered is None if rank else gathered.size == sum(sizes)
+        return np.array_equal(out, wanted) and is_whole
