@@ -197,13 +197,13 @@ def _of_nodes(health: Health, nodes: Sequence[int]) -> Health:
         row = health.shares[rank * health.nrails : (rank + 1) * health.nrails]
         before = rows.get(node)
         rows[node] = row if before is None else bytes(map(min, row, before))
-    return msgspec.structs.replace(health, shares=b"".join(rows.values()))
+    return msgspec.structs.replace(health, shares=b"".join(rows.values()), excluded=())
 
 
 def _of_one_wire(health: Health, homes: Sequence[int]) -> Health:
     """Return the health with one rail, which has the best share of all rails on the shared wire."""
     shares = bytes(max(health.share(rank, rail) for rail in homes) for rank in range(health.nranks))
-    return msgspec.structs.replace(health, nrails=1, shares=shares)
+    return msgspec.structs.replace(health, nrails=1, shares=shares, excluded=())
 
 
 def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choice:

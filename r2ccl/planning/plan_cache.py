@@ -161,9 +161,8 @@ class GroupPlanCache:
         if self._is_at_home:
             # The other home rails belong to other groups. Work of a lost rail detours over all of
             # them in equal parts; a schedule that avoids the lost port would load only a few.
-            among = msgspec.structs.replace(
-                among, shares=bytes(each or WHOLE for each in among.shares)
-            )
+            shares = bytes(each or WHOLE for each in among.shares)
+            among = msgspec.structs.replace(among, shares=shares, excluded=())
         return among
 
     def _channel(self, number: int) -> int:

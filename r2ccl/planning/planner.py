@@ -55,12 +55,15 @@ class Explanation(NamedTuple):
         that of `chosen` are 0 if the network was not measured.
     why : str
         Reason of the choice, for people.
+    excluded : tuple of (int, int)
+        Rank and rail of each excluded rail.
     """
 
     nbytes: int
     chosen: Choice
     others: tuple[Choice, ...]
     why: str
+    excluded: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         lines = [
@@ -73,6 +76,9 @@ class Explanation(NamedTuple):
                 f"{mark:2}{each.name:<20}{time:>12}{each.steps:>8}"
                 f"{float(each.load):>12.3f} D{each.slice_nbytes:>12}"
             )
+        if self.excluded:
+            ports = (f"rail {rail} of rank {rank}" for rank, rail in self.excluded)
+            lines.append(f"  excluded: {', '.join(ports)}")
         return "\n".join(lines)
 
 
@@ -278,7 +284,7 @@ class Planner:
             chosen, *others = (each._replace(predicted_ns=0) for each in (chosen, *others))
         allowed = self._names(self._terms(nbytes, self._carried(health)))
         why = self._why(nbytes, is_allowed=chosen.name in allowed)
-        return Explanation(nbytes, chosen, tuple(others), why)
+        return Explanation(nbytes, chosen, tuple(others), why, health.excluded)
 
     def _why(self, nbytes: int, *, is_allowed: bool) -> str:
         """Return the reason of a choice; `is_allowed`: it is of a family from `_names`."""

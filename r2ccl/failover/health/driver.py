@@ -1,34 +1,45 @@
 """Driver of the health agreement: connects the protocol to the control plane and a clock.
 
 A rank reports that a rail, its own or a peer's, is down (`report_down`) or up again (`report_up`),
-and the measured bandwidth of its own rails (`report_bandwidth`). `enter` returns the health with
-which all ranks plan a collective. `r2ccl.failover.health.protocol` decides which messages to send;
-the control plane sends them.
+and the measured bandwidth of its own rails (`report_bandwidth`). It asks to exclude rails, or to
+end their exclusion (`exclude`). `enter` returns the health with which all ranks plan a collective.
+`r2ccl.failover.health.protocol` decides which messages to send; the control plane sends them.
 
 Only one thread may use a `HealthAgreement` at a time; any thread may read ``known``. A rail that
-this rank reported down stays down until this rank reports it up.
+this rank reported down stays down until this rank reports it up. An excluded rail of this rank
+counts as reported down, so that it is up only once a path has shown that its port works.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple, TypeAlias
+
+import msgspec
 
 from r2ccl.bootstrap.base import Post
 from r2ccl.clock import Clock
 from r2ccl.failover.health.protocol import (
     Action,
     Agreement,
+    ExclusionAnswered,
     HealthAgreed,
     HealthKnown,
     Late,
     Send,
 )
-from r2ccl.failover.health.rounds import Message
+from r2ccl.failover.health.rounds import ExcludeRails, Message
 from r2ccl.failover.health.table import WHOLE, Health, RailShare
 
 _log = logging.getLogger(__name__)
+
+
+#: Function that gets the rails, each as rank and rail, that are excluded now, and included again.
+OnExcluded: TypeAlias = Callable[[AbstractSet[tuple[int, int]], AbstractSet[tuple[int, int]]], None]
+#: Function that gets the refusal of a request, or an empty text once the request is in force.
+OnAnswer: TypeAlias = Callable[[str], None]
 
 
 class Known(NamedTuple):
@@ -49,21 +60,39 @@ class HealthAgreement:
     control : Post
         Sends control messages.
     clock : Clock
+    on_excluded : callable, optional
+        ``on_excluded(excluded, included)``: called with the rails, each as rank and rail, that a
+        new health excludes, and those that it excludes no more, before this rank agrees to it.
     """
 
-    def __init__(self, rank: int, health: Health, *, control: Post, clock: Clock) -> None:
+    def __init__(
+        self,
+        rank: int,
+        health: Health,
+        *,
+        control: Post,
+        clock: Clock,
+        on_excluded: OnExcluded = lambda excluded, included: None,
+    ) -> None:
         self._rank = rank
         self._control = control
         self._clock = clock
         self._agreement = Agreement(rank, health)
+        self._on_excluded = on_excluded
         #: Newest health that this rank has received, committed or not.
         self.known = Known(health, clock())
         self._on_known: Callable[[Health], None] | None = None
         #: Last reports of this rank: (rank, rail) of rails that are down; the measured share of own
         #: rails, and the rank that the slices of each own rail were last sent to.
-        self._down: set[tuple[int, int]] = set()
+        self._down = {(rank, rail) for rail in health.excluded_rails(rank)}
         self._weights: dict[tuple[int, int], int] = {}
         self._toward: dict[int, int] = {}
+        #: Callbacks of the requests that have no answer, by number, and of those that are in force
+        #: from a version on that is not agreed on.
+        self._asked: dict[int, OnAnswer] = {}
+        self._nasked = 0
+        self._granted: list[tuple[int, OnAnswer]] = []
+        self._version = health.version
         #: Health of every next collective while no round is running, else None. While it is set, a
         #: caller may skip `enter`: it plans with this health and sets `last_started` to the number
         #: of the collective, which the agreement reads before its next event. The check then costs
@@ -154,6 +183,58 @@ class HealthAgreement:
         """Take `health` as the report of each rank on its own rails; call it on rank 0 only."""
         self._event(lambda: self._agreement.adopt(self._clock(), health))
 
+    # Excluded rails
+
+    def exclude(
+        self, ports: Iterable[tuple[int, int]], on_answer: OnAnswer, *, is_excluded: bool
+    ) -> None:
+        """Ask to exclude rails or, unless `is_excluded`, to end their exclusion.
+
+        Parameters
+        ----------
+        ports : iterable of (int, int)
+            Rank and rail of each.
+        on_answer : callable
+            ``on_answer(refusal)``: called with an empty text once all ranks know of it, or with the
+            reason why nothing was changed. Not called if a rank is lost meanwhile.
+        is_excluded : bool
+
+        Raises
+        ------
+        InvalidArgument
+            If a rank or rail does not exist.
+        """
+        self._nasked += 1
+        request = ExcludeRails(self._nasked, tuple(ports), is_excluded)
+        self._asked[request.number] = on_answer
+        self._event(lambda: self._agreement.exclude(self._clock(), request))
+
+    def _on_answered(self, action: ExclusionAnswered) -> None:
+        number, version, refusal = msgspec.structs.astuple(action.answer)
+        on_answer = self._asked.pop(number, None)
+        if on_answer is None:
+            return
+        if refusal:
+            on_answer(refusal)
+        else:
+            self._granted.append((version, on_answer))
+            self._tell_granted()
+
+    def _tell_granted(self) -> None:
+        """Answer the requests that are in force from the version agreed on."""
+        told = [on_answer for version, on_answer in self._granted if version <= self._version]
+        self._granted = [each for each in self._granted if each[0] > self._version]
+        for on_answer in told:
+            on_answer("")
+
+    def _learn(self, health: Health) -> None:
+        before, after = set(self.known.health.excluded), set(health.excluded)
+        self.known = Known(health, self._clock())
+        if before != after:
+            self._on_excluded(after - before, before - after)
+        if self._on_known is not None:
+            self._on_known(health)
+
     # Events
 
     def on_message(self, peer: int, message: Message) -> None:
@@ -193,10 +274,12 @@ class HealthAgreement:
                 case Send():
                     self._control.send(action.peer, action.message)
                 case HealthKnown():
-                    self.known = Known(action.health, self._clock())
-                    if self._on_known is not None:
-                        self._on_known(action.health)
+                    self._learn(action.health)
+                case ExclusionAnswered():
+                    self._on_answered(action)
                 case HealthAgreed():
+                    self._version = action.version
+                    self._tell_granted()
                     _log.info(
                         "rank %d: all ranks plan with health version %d from collective %d on; "
                         "degraded ranks: %s",

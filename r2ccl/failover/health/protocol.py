@@ -20,6 +20,8 @@ collective that a rank has started, ``W`` the window::
                                             sends Commit(v, max(r) + W + 1)
     Commit(v, first)  parent -> children    passes it on, plans with version v from collective
                                             `first` on
+    ExcludeRails      any -> coordinator    refuses it, or begins a round as for a Report
+    RailsExcluded     coordinator -> asker  the request is refused, or in force from version v on
 
 The coordinator takes part as a rank too: it handles its own messages immediately, without sending
 them. A health is *held* after its Prepare: the user may read it. The rank *plans with* the health
@@ -73,10 +75,12 @@ from r2ccl.failover.health.rounds import (
     AgreementLimits,
     Commit,
     Coordinator,
+    ExcludeRails,
     Member,
     Message,
     Prepare,
     Promise,
+    RailsExcluded,
     Report,
     Subtree,
 )
@@ -113,7 +117,13 @@ class Late(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-Action: TypeAlias = Send | HealthKnown | HealthAgreed | Late
+class ExclusionAnswered(msgspec.Struct, frozen=True):
+    """Action: tell the caller of `Agreement.exclude` the answer to its request."""
+
+    answer: RailsExcluded
+
+
+Action: TypeAlias = Send | HealthKnown | HealthAgreed | Late | ExclusionAnswered
 
 
 class Agreement:
@@ -253,6 +263,21 @@ class Agreement:
             self._coordinator.report(rank, [RailShare(rank, rail, share) for rail, share in shares])
         return self._begin(now)
 
+    def exclude(self, now: float, request: ExcludeRails) -> list[Action]:
+        """Ask the coordinator to exclude rails, or to end their exclusion.
+
+        Raises
+        ------
+        InvalidArgument
+            If a rank or rail does not exist.
+        """
+        self.held.changed((), request.ports)  # raises here, not only on the coordinator
+        if self.lost is not None:
+            return []
+        if self.rank == COORDINATOR:
+            return self._take(now, self.rank, request)
+        return [Send(COORDINATOR, request)]
+
     def on_message(self, now: float, peer: int, message: Message) -> list[Action]:
         """Handle a message from `peer`.
 
@@ -271,9 +296,9 @@ class Agreement:
             )
         if not self._is_addressed(peer, message):
             raise InternalError(
-                f"rank {self.rank}: {name} from rank {peer}, but Report is sent only to rank "
-                f"{COORDINATOR}, Promise only by a child in the tree, Prepare and Commit only by "
-                "the parent"
+                f"rank {self.rank}: {name} from rank {peer}, but Report and ExcludeRails are sent "
+                f"only to rank {COORDINATOR}, RailsExcluded only by it, Promise only by a child in "
+                "the tree, Prepare and Commit only by the parent"
             )
         try:
             return self._take(now, peer, message)
@@ -293,8 +318,10 @@ class Agreement:
 
     def _is_addressed(self, peer: int, message: Message) -> bool:
         match message:
-            case Report():
+            case Report() | ExcludeRails():
                 return self.rank == COORDINATOR
+            case RailsExcluded():
+                return peer == COORDINATOR
             case Promise():
                 return peer in self._subtree.children
             case Prepare() | Commit():
@@ -304,6 +331,10 @@ class Agreement:
         match message:
             case Report():
                 return self._on_report(now, peer, message)
+            case ExcludeRails():
+                return self._on_exclude(now, peer, message)
+            case RailsExcluded():
+                return [ExclusionAnswered(message)]
             case Prepare():
                 return self._on_prepare(now, message)
             case Promise():
@@ -318,6 +349,12 @@ class Agreement:
         assert self._coordinator is not None
         self._coordinator.report(peer, self._coordinator.unheard(peer, message))
         return self._begin(now)
+
+    def _on_exclude(self, now: float, peer: int, message: ExcludeRails) -> list[Action]:
+        assert self._coordinator is not None
+        answer = self._coordinator.exclude(message)
+        said = ExclusionAnswered(answer) if peer == self.rank else Send(peer, answer)
+        return [said, *self._begin(now)]
 
     def _on_prepare(self, now: float, message: Prepare) -> list[Action]:
         promise = self._member.prepare(message)
@@ -372,6 +409,7 @@ __all__ = [
     "COORDINATOR",
     "Action",
     "Agreement",
+    "ExclusionAnswered",
     "HealthAgreed",
     "HealthKnown",
     "Late",

@@ -9,7 +9,7 @@ Invariant: a rank keeps its promise until the matching commit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -28,6 +28,28 @@ class Report(msgspec.Struct, frozen=True, tag="health.report"):
 
     news: tuple[RailShare, ...]
     number: int = 0
+
+
+class ExcludeRails(msgspec.Struct, frozen=True, tag="health.exclude"):
+    """Control message: asks the coordinator to exclude rails, or to end their exclusion.
+
+    ``number`` identifies the request in the answer. ``ports`` has rank and rail of each rail.
+    """
+
+    number: int
+    ports: tuple[tuple[int, int], ...]
+    is_excluded: bool
+
+
+class RailsExcluded(msgspec.Struct, frozen=True, tag="health.excluded"):
+    """Control message: answer to `ExcludeRails`.
+
+    Without a ``refusal``, the request is in force from health ``version`` on.
+    """
+
+    number: int
+    version: int
+    refusal: str = ""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="health.prepare"):
@@ -54,7 +76,7 @@ class Commit(msgspec.Struct, frozen=True, tag="health.commit"):
     first_op: int
 
 
-Message: TypeAlias = Report | Prepare | Promise | Commit
+Message: TypeAlias = Report | Prepare | Promise | Commit | ExcludeRails | RailsExcluded
 
 
 class AgreementLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,13 +267,17 @@ class Coordinator:
     """Additional state of rank 0: the findings of all ranks."""
 
     __slots__ = (
-        "_findings", "_has_news", "_is_running", "_limits", "_newest", "_numbers", "_rest_until",
+        "_excluded", "_excluded_from", "_findings", "_has_news", "_is_running", "_limits",
+        "_newest", "_numbers", "_rest_until",
     )  # fmt: skip
 
     def __init__(self, health: Health, limits: AgreementLimits) -> None:
         self._limits = limits
         self._newest = health
         self._findings = Findings(health)
+        #: Excluded rails of the next version, and the version from which on they are in force.
+        self._excluded = frozenset(health.excluded)
+        self._excluded_from = health.version
         self._has_news = False
         self._is_running = False
         self._rest_until = float("-inf")
@@ -280,17 +306,42 @@ class Coordinator:
         self._findings.note(reporter, news)
         self._has_news = True
 
+    def exclude(self, request: ExcludeRails) -> RailsExcluded:
+        """Carry out a request with the next round and return the answer to it.
+
+        Refuse an exclusion that leaves a rank without a rail, or two ranks without a common one.
+
+        Raises
+        ------
+        InvalidArgument
+            If a rank or rail does not exist.
+        """
+        ports = frozenset(request.ports)
+        wanted = self._excluded | ports if request.is_excluded else self._excluded - ports
+        before = self._findings.merged(self._newest, self._excluded)
+        after = self._findings.merged(self._newest, wanted)
+        refusal = _without_rail(before, after, wanted - self._excluded)
+        if not refusal and wanted != self._excluded:
+            self._excluded, self._has_news = wanted, True
+            self._excluded_from = self._newest.version + 1
+        return RailsExcluded(request.number, self._excluded_from, refusal)
+
     def begin(self, now: float) -> Prepare | None:
         """Begin a round if news change the health, no round is running and the pause is over.
+
+        A request may have been undone by a later one; it still gets the version that its answer
+        names.
 
         Return the message that begins the round, or None.
         """
         if not self._has_news or self._is_running or now < self._rest_until:
             return None
         self._has_news = False
-        merged = self._findings.merged(self._newest)
+        merged = self._findings.merged(self._newest, self._excluded)
         if merged is self._newest:
-            return None
+            if self._excluded_from <= merged.version:
+                return None
+            merged = msgspec.structs.replace(merged, version=merged.version + 1)
         self._newest = merged
         self._is_running = True
         return Prepare(merged)
@@ -302,14 +353,27 @@ class Coordinator:
         return Commit(promise.version, promise.reached + self._limits.window + 1)
 
 
+def _without_rail(before: Health, after: Health, ports: Iterable[tuple[int, int]]) -> str:
+    """Return why no exclusion of `ports` may change `before` to `after`; empty if it may."""
+    for rank in sorted({rank for rank, _ in ports}):
+        if not after.capacity(rank):
+            return f"rank {rank} would have no rail left"
+        for peer in range(after.nranks):
+            if peer != rank and before.rails(rank, peer) and not after.rails(rank, peer):
+                return f"ranks {rank} and {peer} would have no common rail left"
+    return ""
+
+
 __all__ = [
     "AgreementLimits",
     "Commit",
     "Coordinator",
+    "ExcludeRails",
     "Member",
     "Message",
     "Prepare",
     "Promise",
+    "RailsExcluded",
     "Report",
     "Subtree",
 ]

@@ -6,6 +6,9 @@ down, `WHOLE` is the full rate, which is that of the rank's best rail unless all
 cause a new plan. Ranks that plan from equal tables build equal schedules. The code that measures a
 share decides when a change is large enough to report; this table keeps no history.
 
+An *excluded* rail of a rank is one that an operator has taken out of use (``R2CC_FAILED_NICS``,
+`Communicator.exclude`). Its share is 0 whatever is reported, and its paths are not connected.
+
 Invariants: every `Health` is valid, including one decoded from a message; equal findings give equal
 tables, whatever the order of the reports.
 """
@@ -60,18 +63,22 @@ class Health(msgspec.Struct, frozen=True):
     config : str
         Fingerprint of the settings that all ranks must share (`r2ccl.config.Config.digest`); equal
         in all versions.
+    excluded : tuple of (int, int)
+        Rank and rail of each excluded rail, in ascending order; their shares are 0.
 
     Raises
     ------
     InvalidArgument
-        If the table is empty or incomplete, a share exceeds `WHOLE` or the version is negative.
-        For a table in a message, msgspec raises `ValidationError` instead.
+        If the table is empty or incomplete, a share exceeds `WHOLE`, the version is negative, or an
+        excluded rail does not exist or has a share. For a table in a message, msgspec raises
+        `ValidationError` instead.
     """
 
     version: int
     nrails: int
     shares: bytes
     config: str = ""
+    excluded: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.version < 0 or self.nrails < 1:
@@ -86,11 +93,24 @@ class Health(msgspec.Struct, frozen=True):
             )
         if max(self.shares) > WHOLE:
             raise InvalidArgument(f"share {max(self.shares)}; allowed is 0 (down) to {WHOLE}")
+        for rank, rail in self.excluded:
+            if self.share(rank, rail):
+                raise InvalidArgument(
+                    f"rail {rail} of rank {rank} is excluded, but its share is "
+                    f"{self.share(rank, rail)}; allowed is 0"
+                )
 
     @classmethod
-    def whole(cls, nranks: int, nrails: int, config: str = "") -> Health:
-        """Return the table of version 0, in which every rail has its full rate."""
-        return cls(0, nrails, bytes([WHOLE]) * (nranks * nrails), config)
+    def whole(
+        cls,
+        nranks: int,
+        nrails: int,
+        config: str = "",
+        excluded: Iterable[tuple[int, int]] = (),
+    ) -> Health:
+        """Return the table of version 0: every rail that is not excluded has its full rate."""
+        whole = cls(0, nrails, bytes([WHOLE]) * (nranks * nrails), config)
+        return msgspec.structs.replace(whole.changed((), excluded), version=0)
 
     @property
     def nranks(self) -> int:
@@ -130,21 +150,35 @@ class Health(msgspec.Struct, frozen=True):
         full = self.nrails * WHOLE
         return tuple(rank for rank in range(self.nranks) if self.capacity(rank) < full)
 
-    def changed(self, news: Iterable[RailShare]) -> Health:
-        """Return the next version, with `news` applied, or this table if `news` change nothing.
+    def changed(
+        self, news: Iterable[RailShare], excluded: Iterable[tuple[int, int]] | None = None
+    ) -> Health:
+        """Return the next version, with `news` applied, or this table if nothing changes.
+
+        Parameters
+        ----------
+        news : iterable of RailShare
+        excluded : iterable of (int, int), optional
+            The excluded rails of the next version. Default: those of this table. A rail that is
+            not excluded any more needs a share in `news`.
 
         Raises
         ------
         InvalidArgument
-            If `news` contain a rank, rail or share that does not exist.
+            If `news` or `excluded` contain a rank, rail or share that does not exist.
         """
+        out = self.excluded if excluded is None else tuple(sorted(excluded))
         shares = bytearray(self.shares)
         for rank, rail, share, _ in news:
             _check_share(share)
             shares[self._index(rank, rail)] = share
-        if shares == self.shares:
+        for rank, rail in out:
+            shares[self._index(rank, rail)] = 0
+        if shares == self.shares and out == self.excluded:
             return self
-        return msgspec.structs.replace(self, version=self.version + 1, shares=bytes(shares))
+        return msgspec.structs.replace(
+            self, version=self.version + 1, shares=bytes(shares), excluded=out
+        )
 
     def of_ranks(self, ranks: Sequence[int]) -> Health:
         """Return the table of `ranks` only, renumbered in that order, with the same version.
@@ -156,7 +190,14 @@ class Health(msgspec.Struct, frozen=True):
         """
         starts = [self._index(rank, 0) for rank in ranks]
         rows = (self.shares[start : start + self.nrails] for start in starts)
-        return msgspec.structs.replace(self, shares=b"".join(rows))
+        excluded = tuple(
+            (new, rail) for new, old in enumerate(ranks) for rail in self.excluded_rails(old)
+        )
+        return msgspec.structs.replace(self, shares=b"".join(rows), excluded=excluded)
+
+    def excluded_rails(self, rank: int) -> tuple[int, ...]:
+        """Return the excluded rails of `rank`, in ascending order."""
+        return tuple(rail for of, rail in self.excluded if of == rank)
 
     def _index(self, rank: int, rail: int) -> int:
         if not 0 <= rank < self.nranks or not 0 <= rail < self.nrails:
@@ -205,8 +246,11 @@ class Findings:
             else:
                 words[reporter] = word
 
-    def merged(self, health: Health) -> Health:
-        """Return the version after `health`, with all findings, or `health` if none is new."""
+    def merged(self, health: Health, excluded: Iterable[tuple[int, int]] | None = None) -> Health:
+        """Return the version after `health`, with all findings, or `health` if none is new.
+
+        `excluded` are the excluded rails of that version; by default those of `health`.
+        """
         edges = {
             key: word
             for key, words in self._words.items()
@@ -225,9 +269,14 @@ class Findings:
                 return word.share
             return max(word.share, before.get(key, WHOLE))
 
+        # A rail that was excluded may have no report, so its share is computed too.
+        keys = dict.fromkeys((*self._words, *health.excluded))
         return health.changed(
-            RailShare(rank, rail, min(map(share, words.values()), default=WHOLE))
-            for (rank, rail), words in self._words.items()
+            (
+                RailShare(*key, min(map(share, self._words.get(key, {}).values()), default=WHOLE))
+                for key in keys
+            ),
+            excluded,
         )
 
 

@@ -78,3 +78,10 @@ def test_members_send_what_others_receive(homes: tuple[int, ...]) -> None:
             received |= {(way.peer, rank, way.channel) for way in lane.recvs}
     assert sent == received
     assert {peer for _, peer, _ in sent} <= set(MEMBERS)
+
+
+@pytest.mark.parametrize("homes", [(), (1, 2)])
+def test_a_group_plans_an_excluded_rail_as_a_lost_one(homes: tuple[int, ...]) -> None:
+    excluded = health(nranks=8).changed((), [(3, 1)])
+    plans = make(homes=homes)
+    assert plans(CALL, excluded).layout == make(homes=homes)(CALL, health(nranks=8, r1n3=0)).layout

@@ -12,7 +12,7 @@ from support.healths import health
 from r2ccl.algos import optcc
 from r2ccl.algos.packed_trees import lower_bound
 from r2ccl.config import ALGOS, Config
-from r2ccl.failover.health.table import WHOLE, Health
+from r2ccl.failover.health.table import WHOLE, Health, RailShare
 from r2ccl.planning.cost_model import UNMEASURED, Choice, Fabric, Rates
 from r2ccl.planning.placement import port_time
 from r2ccl.planning.planner import Planner
@@ -101,6 +101,24 @@ def test_several_ranks_a_node_measure_rails_with_a_flat_ring() -> None:
     assert not planner.plan(call(Collective.ALLREDUCE), 64 * MIB, of).is_bandwidth_sample
     choice = planner.plan(call(Collective.ALLREDUCE), 64 * MIB, of, is_bandwidth_sample=True)
     assert choice.is_bandwidth_sample
+
+
+@pytest.mark.parametrize(
+    ("nwires", "nodes"), [(4, ()), (1, ()), (4, (0, 0, 1, 1, 2, 2, 3, 3)), (1, (0, 0, 1, 1))]
+)
+@pytest.mark.parametrize("nbytes", [100, 64 * MIB])
+def test_an_excluded_rail_is_planned_as_a_lost_one(
+    nwires: int, nodes: tuple[int, ...], nbytes: int
+) -> None:
+    whole = health(len(nodes) or 4)
+    fabric = Fabric(range(4), nwires, nodes, RATES)
+    for collective in (Collective.ALLREDUCE, Collective.BROADCAST, Collective.ALLGATHER):
+        one, other = (
+            Planner(fabric, Config()).plan(call(collective), nbytes, of)
+            for of in (whole.changed((), [(1, 2)]), whole.changed([RailShare(1, 2, 0)]))
+        )
+        assert (one.placement, one.slice_nbytes) == (other.placement, other.slice_nbytes)
+        assert one.schedule.nchunks == other.schedule.nchunks
 
 
 def test_small_parted_calls_have_one_channel_whatever_is_lost() -> None:
@@ -200,6 +218,10 @@ def test_what_is_compared_can_be_read() -> None:
     ):
         assert why in str(Planner(fabric, config).explain(64 * MIB, health()))
     assert "eager" in str(Planner(fabric, Config()).explain(100, health()))
+    assert "excluded" not in str(said)
+    excluded = health().changed((), [(1, 0), (2, 3)])
+    text = str(Planner(fabric, Config()).explain(64 * MIB, excluded))
+    assert text.endswith("\n  excluded: rail 0 of rank 1, rail 3 of rank 2")
 
 
 @pytest.mark.parametrize(

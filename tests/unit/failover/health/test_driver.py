@@ -5,6 +5,7 @@ from collections import deque
 
 import pytest
 
+from r2ccl.errors import InvalidArgument
 from r2ccl.failover.health.driver import HealthAgreement
 from r2ccl.failover.health.table import WHOLE, Health
 
@@ -29,15 +30,27 @@ class Mail:
 
 
 class World:
-    def __init__(self, nranks: int = 3, nrails: int = 2) -> None:
+    def __init__(
+        self, nranks: int = 3, nrails: int = 2, excluded: tuple[tuple[int, int], ...] = ()
+    ) -> None:
         self.now = 0.0
         self.queue: deque[tuple[int, int, object]] = deque()
-        whole = Health.whole(nranks, nrails, "same")
+        whole = Health.whole(nranks, nrails, "same", excluded)
+        #: Rails that each rank was told to exclude, and to include.
+        self.told: list[list[tuple[set[tuple[int, int]], set[tuple[int, int]]]]] = []
         self.agreements: list[HealthAgreement] = []
         for rank in range(nranks):
             mail = Mail(self, rank)
+            told: list[tuple[set[tuple[int, int]], set[tuple[int, int]]]] = []
+            self.told.append(told)
             self.agreements.append(
-                HealthAgreement(rank, whole, control=mail, clock=lambda: self.now)
+                HealthAgreement(
+                    rank,
+                    whole,
+                    control=mail,
+                    clock=lambda: self.now,
+                    on_excluded=lambda out, back, told=told: told.append((set(out), set(back))),  # type: ignore[misc]
+                )
             )
 
     def deliver(self, most: int = 1_000) -> None:
@@ -184,3 +197,121 @@ def test_a_round_that_takes_long_is_reported_with_who_is_missing(
             world.agreements[0].tick(world.now)
     (record,) = caplog.records
     assert "waiting for ranks [1, 2]" in record.getMessage()
+
+
+# Excluded rails
+
+OUT = (1, 0)
+
+
+def order(world: World, by: int, *ports: tuple[int, int], is_excluded: bool = True) -> list[str]:
+    """Have rank `by` exclude or include rails; return the list that its answer goes to."""
+    answers: list[str] = []
+    world.agreements[by].exclude(ports or (OUT,), answers.append, is_excluded=is_excluded)
+    return answers
+
+
+def pause(world: World) -> None:
+    """Let the pause between two rounds pass."""
+    world.now += 1.0
+    world.agreements[0].tick(world.now)
+    world.deliver()
+
+
+@pytest.mark.parametrize("by", range(3))
+def test_an_exclusion_is_answered_once_all_ranks_know(by: int) -> None:
+    world = World()
+    answers = order(world, by)
+    while world.queue:
+        source, target, message = world.queue.popleft()
+        world.agreements[target].on_message(source, message)  # type: ignore[arg-type]
+        assert not answers or all(world.versions()), "an answer before all ranks know"
+    assert answers == [""]
+    assert world.told == [[({OUT}, set())]] * 3
+    for agreement in world.agreements:
+        assert agreement.known.health.excluded == (OUT,)
+        assert agreement.known.health.share(*OUT) == 0
+
+
+def test_any_rank_may_include_what_another_has_excluded() -> None:
+    world = World()
+    order(world, 1)
+    world.deliver()
+    answers = order(world, 2, is_excluded=False)
+    pause(world)
+    assert answers == [""]
+    assert world.told == [[({OUT}, set()), (set(), {OUT})]] * 3
+    assert world.agreements[0].known.health.share(*OUT) == WHOLE
+
+
+def test_an_order_that_changes_nothing_needs_no_round() -> None:
+    world = World()
+    answers = order(world, 2, is_excluded=False)
+    world.deliver()
+    assert (answers, world.versions()) == ([""], [0, 0, 0])
+
+
+def test_an_order_undone_before_its_round_is_still_answered() -> None:
+    world = World(nrails=3)
+    world.agreements[0].report_down(2, 1)
+    world.deliver()
+    first, second = order(world, 0), order(world, 1, is_excluded=False)
+    world.deliver()
+    assert (first, second) == ([], []), "the pause after a round is not over"
+    pause(world)
+    assert (first, second) == ([""], [""])
+    assert world.versions() == [2, 2, 2]
+    assert world.agreements[1].known.health.excluded == ()
+
+
+def test_an_order_during_a_round_waits_for_the_next_one() -> None:
+    world = World(nrails=3)
+    world.agreements[0].report_down(2, 1)
+    answers = order(world, 0)
+    world.deliver()
+    assert (answers, world.versions()) == ([], [1, 1, 1])
+    pause(world)
+    assert (answers, world.versions()) == ([""], [2, 2, 2])
+
+
+def test_rails_are_excluded_together_or_not_at_all() -> None:
+    world = World()
+    refused = order(world, 2, (0, 0), (0, 1))
+    world.deliver()
+    assert refused == ["rank 0 would have no rail left"]
+    assert world.versions() == [0, 0, 0]
+    order(world, 2, (0, 0))
+    refused = order(world, 1, (1, 1))
+    world.deliver()
+    assert refused == ["ranks 1 and 0 would have no common rail left"]
+    assert world.agreements[1].known.health.excluded == ((0, 0),)
+
+
+def test_a_pair_without_a_rail_prevents_no_exclusion() -> None:
+    world = World(nrails=3)
+    world.agreements[0].report_down(0, 0)
+    world.agreements[1].report_down(1, 1)
+    world.agreements[1].report_down(1, 2)
+    world.deliver()
+    pause(world)
+    answers = order(world, 2, (0, 1))
+    pause(world)
+    assert answers == [""], "ranks 0 and 1 use a bypass, rank 2 has rail 2 to rank 0"
+
+
+def test_an_included_rail_is_down_until_a_path_is_up() -> None:
+    world = World(excluded=(OUT,))
+    assert order(world, 0, is_excluded=False) == []
+    world.deliver()
+    health = world.agreements[2].known.health
+    assert (health.excluded, health.share(*OUT)) == ((), 0)
+    world.agreements[1].report_up(*OUT)
+    pause(world)
+    assert world.agreements[2].known.health.share(*OUT) == WHOLE
+
+
+def test_an_order_about_no_rail_is_refused_at_once() -> None:
+    world = World()
+    with pytest.raises(InvalidArgument, match="rail 7 of rank 1"):
+        order(world, 2, (1, 7))
+    assert not world.queue
