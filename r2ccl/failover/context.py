@@ -33,6 +33,8 @@ class RankContext(NamedTuple):
         Host name of every rank, for messages; empty: not known.
     port_map : PortMap or None
         Shared NICs and names of ports; None: no two ranks share a NIC.
+    excluded : frozenset of (int, int)
+        Rank and rail of the rails that are excluded at the start; equal on all ranks.
     neighbors : collection of int or None
         Ranks that data paths are connected to at the start; others follow when a plan needs them.
         None: all ranks.
@@ -50,6 +52,7 @@ class RankContext(NamedTuple):
     hosts: Sequence[str] = ()
     port_map: PortMap | None = None
     neighbors: Collection[int] | None = None
+    excluded: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def peers(self) -> list[int]:
@@ -85,8 +88,8 @@ class RankContext(NamedTuple):
         return is_several and self.config.is_balanced
 
     def whole_health(self) -> Health:
-        """Return the health of a network in which nothing is down or slow."""
-        return Health.whole(self.nranks, self.nrails, self.config.digest())
+        """Return the health of a network in which only excluded rails are down, none is slow."""
+        return Health.whole(self.nranks, self.nrails, self.config.digest(), self.excluded)
 
     @property
     def has_bypasses(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from functools import partial
 
 import msgspec
@@ -24,9 +25,16 @@ from r2ccl.failover.diagnosis.driver import Diagnosis
 from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest, Verdict, VerdictKind
 from r2ccl.failover.failback.driver import Failback
 from r2ccl.failover.health.driver import HealthAgreement
-from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
+from r2ccl.failover.health.rounds import (
+    Commit,
+    ExcludeRails,
+    Prepare,
+    Promise,
+    RailsExcluded,
+    Report,
+)
 from r2ccl.failover.migration.bypass import Bypasses
-from r2ccl.failover.migration.driver import NO_CARRIER, PORT_ERR, Migration
+from r2ccl.failover.migration.driver import EXCLUDED, NO_CARRIER, PORT_ERR, Migration
 from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import (
     Announcement,
@@ -67,6 +75,8 @@ class Failover:
         self._transport = context.transport
         self._control = context.control
         self._balance = links.balance
+        #: Rank and rail of the excluded rails, as far as this rank knows.
+        self.excluded = context.excluded
         self.revocation = Revocation(
             context,
             links,
@@ -89,6 +99,7 @@ class Failover:
             ask=self.probes.ask,
             connect=self._connect,
             is_alone=lambda peer: not self.migration.up(peer),
+            is_excluded=self._is_excluded,
         )
         #: Moves slices from failed paths to others.
         self.migration = Migration(
@@ -101,6 +112,7 @@ class Failover:
             share=self._port_share,
             look_into=self._look_into,
             on_up=self._report_up,
+            is_excluded=self._is_excluded,
         )
         self._watch = Watch(self._config.suspicion_timeout_s)
         self._join_by_s = 0.0
@@ -124,13 +136,20 @@ class Failover:
             last_resorts=context.last_resorts,
             fabric=self._config.fabric,
             share=self._port_share,
+            is_excluded=lambda rank, rail: (rank, rail) in self.excluded,
             control=self._control,
             clock=self._clock,
         )
 
     def _make_agreement(self) -> HealthAgreement:
         health = self._context.whole_health()
-        return HealthAgreement(self._rank, health, control=self._control, clock=self._clock)
+        return HealthAgreement(
+            self._rank,
+            health,
+            control=self._control,
+            clock=self._clock,
+            on_excluded=self._on_excluded,
+        )
 
     def _make_diagnosis(self) -> Diagnosis:
         return Diagnosis(
@@ -145,6 +164,7 @@ class Failover:
             sequel=self.migration.log.sequel,
             on_verdict=self._on_verdict,
             port_map=self._context.port_map,
+            excluded=lambda: self.excluded,
         )
 
     @property
@@ -308,7 +328,7 @@ class Failover:
         ):
             self.diagnosis.on_message(peer, message)
         elif self.agreement is not None and isinstance(
-            message, Report | Prepare | Promise | Commit
+            message, Report | Prepare | Promise | Commit | ExcludeRails | RailsExcluded
         ):
             self.agreement.on_message(peer, message)
 
@@ -430,6 +450,38 @@ class Failover:
                 path.key, "FLOW_STUCK: the rail answers a probe, this connection only retransmits"
             )
 
+    # Excluded rails
+
+    def _on_excluded(
+        self, excluded: AbstractSet[tuple[int, int]], included: AbstractSet[tuple[int, int]]
+    ) -> None:
+        """Take the paths of `excluded` rails out of use; probe those of `included` ones soon."""
+        self.excluded = (self.excluded | excluded) - included
+        if self.is_over or self.agreement is None:
+            return
+        for rank, rail in sorted(excluded):
+            _log.warning("rank %d: rail %d of rank %d is excluded", self._rank, rail, rank)
+            self.migration.exclude(rank, rail)
+            for key in filter(self._is_excluded, self._links.on_rails):
+                if self.diagnosis is not None:
+                    self.diagnosis.withdrawn(key)
+            if rank == self._rank:
+                self.agreement.report_down(rank, rail)
+        for rank, rail in sorted(included):
+            _log.warning("rank %d: rail %d of rank %d is included again", self._rank, rail, rank)
+            peers = sorted(self._links.peers)
+            for peer in peers if rank == self._rank else {rank} & set(peers):
+                self.failback.port_up(PathKey(peer, rail))
+            # Otherwise the first path to another node shows that the port works.
+            if rank == self._rank and all(map(self._is_inside, peers)):
+                self.agreement.report_up(rank, rail)
+
+    def _is_excluded(self, key: PathKey) -> bool:
+        """Return whether a port of path `key` is excluded; never for a bypass."""
+        return bool(self.excluded) and (
+            (self._rank, key.rail) in self.excluded or tuple(key) in self.excluded
+        )
+
     # Calls between the parts
 
     def _connect(self, key: PathKey) -> None:
@@ -440,7 +492,11 @@ class Failover:
 
     def _look_into(self, key: PathKey, epoch: int, cause: str, *, is_own: bool) -> None:
         # While all ranks leave, the ranks that finish first close their connections: no failure.
-        if self.diagnosis is not None and not self.revocation.is_leaving and not key.is_bypass:
+        if self.diagnosis is None or self.revocation.is_leaving or key.is_bypass:
+            return
+        if self._is_excluded(key) or cause.partition(":")[0] == EXCLUDED:
+            self.diagnosis.withdrawn(key)
+        else:
             self.diagnosis.failed(key, epoch, cause, is_own=is_own)
 
     def _no_rail(self, peer: int, now: float) -> NoHealthyRail | None:
@@ -490,6 +546,8 @@ class Failover:
     def _report_up(self, key: PathKey) -> None:
         """Report that both ports of a path work; ignore bypasses and paths inside the node."""
         if self.agreement is None or self.revocation.is_leaving or key.is_bypass:
+            return
+        if self._is_excluded(key):  # the other end did not know; the path is fenced next
             return
         if not self._is_inside(key.peer):
             self.agreement.report_up(self._rank, key.rail)

@@ -3,12 +3,14 @@
 No slice may be wrong, lost, doubled or torn. Every simulation also checks that no two ranks plan a
 collective from different versions of the health. ``R2CC_SIM_EXAMPLES`` is the number of plans.
 hypothesis shrinks a failing plan, and the message has seed and plan. One rail of every pair is
-never lost for good, so a job in which no rank dies must end without error.
+never lost for good nor excluded, so a job in which no rank dies must end without error.
 """
 
+import itertools
 import os
 
 import hypothesis
+import msgspec
 import pytest
 from hypothesis import strategies as st
 
@@ -18,6 +20,7 @@ from r2ccl.testing.simulation import (
     SCHEDULES,
     CallSpec,
     CutPath,
+    Exclude,
     FailurePlan,
     Fault,
     Hold,
@@ -77,7 +80,7 @@ def workloads(draw: st.DrawFn, nranks: st.SearchStrategy[int]) -> Workload:
 @st.composite
 def faults(draw: st.DrawFn, workload: Workload, safe_rail: int) -> Fault:
     at = draw(EVENTS)
-    kind = draw(st.sampled_from(["cut", "cut", "cut", "nic", "stop", "lose", "hold"]))
+    kind = draw(st.sampled_from(["cut", "cut", "cut", "nic", "order", "stop", "lose", "hold"]))
     if kind == "stop":
         ms = draw(st.sampled_from([1, 20, 200, 1_500]))
         return Stop(at, draw(st.integers(0, workload.nranks - 1)), ms)
@@ -86,6 +89,9 @@ def faults(draw: st.DrawFn, workload: Workload, safe_rail: int) -> Fault:
     if kind == "hold":
         return Hold(at, draw(st.sampled_from([1, 10, 100, 700])))
     rail = draw(st.integers(0, workload.nrails - 1))
+    if kind == "order":
+        rank, by = (draw(st.integers(0, workload.nranks - 1)) for _ in range(2))
+        return Exclude(at, rank, rail, by, rail != safe_rail and draw(st.booleans()))
     is_for_ever = rail != safe_rail and draw(st.booleans())
     details = {
         "keep": draw(st.integers(0, 7)),
@@ -107,6 +113,11 @@ def jobs(
 ) -> tuple[Workload, FailurePlan, int]:
     workload = draw(workloads(nranks))
     safe_rail = draw(st.integers(0, workload.nrails - 1))
+    ports = itertools.product(range(workload.nranks), range(workload.nrails))
+    others = [port for port in ports if port[1] != safe_rail]
+    if others and draw(st.booleans()):
+        excluded = draw(st.sets(st.sampled_from(others)))
+        workload = msgspec.structs.replace(workload, excluded=tuple(sorted(excluded)))
     several = st.lists(faults(workload, safe_rail), min_size=1, max_size=8)
     noise = draw(
         st.builds(

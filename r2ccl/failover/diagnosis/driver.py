@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -105,6 +105,9 @@ class Diagnosis:
         verdict.
     port_map : PortMap, optional
         Default: no two ranks share a NIC.
+    excluded : callable, optional
+        Returns rank and rail of the excluded rails, which are not used to probe others. Default:
+        there are none.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Diagnosis:
         sequel: Callable[[PathKey, int], str],
         on_verdict: Callable[[Verdict], None],
         port_map: PortMap | None = None,
+        excluded: Callable[[], Iterable[tuple[int, int]]] = tuple,
     ) -> None:
         self._rank = rank
         self._nranks = nranks
@@ -133,6 +137,7 @@ class Diagnosis:
         self._on_verdict = on_verdict
         self._patience_s = config.probe_timeout_s + _REPLY_S
         self._port_map = port_map or own_ports(nranks)
+        self._excluded = excluded
         self._news: dict[PathKey, _News] = {}
         self._open: dict[PathKey, _Case] = {}
         self._settled: dict[PathKey, _Case] = {}
@@ -200,6 +205,16 @@ class Diagnosis:
             elif case is not None:
                 case.path_diagnosis.on_cause(now, cause, is_own=True)
                 self._go_on(case)
+
+    def withdrawn(self, key: PathKey) -> None:
+        """Drop the diagnosis of path `key`, which has not failed: one of its ports is excluded.
+
+        The peer may know that first, and this end may have seen only that its connection closed.
+        """
+        self._news.pop(key, None)
+        case = self._open.pop(key, None)
+        if case is not None:
+            self._forget_questions(case)
 
     def suspect(self, key: PathKey) -> None:
         """Begin to diagnose a silent path that is in use.
@@ -396,8 +411,8 @@ class Diagnosis:
         return path is not None and path.state is PathState.UP
 
     def _bad(self) -> set[Port]:
-        """Return the ports that verdicts name as failed, while their paths are not up."""
-        bad = set()
+        """Return excluded ports, and those that verdicts name as failed while no path is up."""
+        bad = {Port(*port) for port in self._excluded()}
         for key, verdict in self._verdicts.items():
             if verdict.kind is VerdictKind.LOCAL_NIC and not self._is_up(key):
                 bad.add(Port(self._rank, key.rail))

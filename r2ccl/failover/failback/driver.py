@@ -4,7 +4,8 @@ The lower rank of a path decides; the higher rank only accepts the connection. T
 the ports of the path, over separate connections, at the times that
 `r2ccl.failover.failback.protocol` sets, and connects the path when the protocol allows it. If no
 path to a peer is up, all waiting paths to this peer are connected at the next tick, before they
-have proved reliable: an unreliable path is better than none.
+have proved reliable: an unreliable path is better than none. A path whose rail is excluded at
+either end is neither probed nor connected; it waits here until the exclusion ends.
 
 Only one thread may use a `Failback` at a time, except `held`. Invariant: a path either waits here,
 is being fenced or connected, or is in use.
@@ -35,6 +36,8 @@ class Failback:
         ``connect(path)`` begins to connect the path, and retries until it succeeds.
     is_alone : callable
         ``is_alone(peer)`` returns whether no path to `peer` is up.
+    is_excluded : callable
+        ``is_excluded(path)`` returns whether a port of the path is excluded.
     """
 
     def __init__(
@@ -45,25 +48,33 @@ class Failback:
         ask: Callable[[ProbeKey, Callable[[Probed], None]], None],
         connect: Callable[[PathKey], None],
         is_alone: Callable[[int], bool],
+        is_excluded: Callable[[PathKey], bool],
     ) -> None:
         self._policy = policy_of(config)
         self._clock = clock
         self._ask = ask
         self._connect = connect
         self._is_alone = is_alone
-        #: Quarantine of every path that ever failed; kept, because it stores the strikes. Those of
-        #: paths that wait to be connected are also in `_waiting`.
+        self._is_excluded = is_excluded
+        #: Quarantine of every path that was ever out of use; kept, because it stores the strikes.
+        #: Those of paths that wait to be connected are also in `_waiting`.
         self._quarantines: dict[PathKey, Quarantine] = {}
         self._waiting: dict[PathKey, Quarantine] = {}
 
     def failed(self, key: PathKey) -> None:
         """Put the path `key` into quarantine, after both of its ends were fenced."""
-        now = self._clock()
-        quarantine = self._quarantines.get(key)
-        if quarantine is None:
-            quarantine = self._quarantines[key] = Quarantine(now, self._policy)
-        quarantine.failed(now)
-        self._waiting[key] = quarantine
+        self._quarantine(key).failed(self._clock())
+
+    def withdrawn(self, key: PathKey) -> None:
+        """Put the path `key`, which is down and did not fail, into quarantine."""
+        self._quarantine(key).withdrawn(self._clock())
+
+    def _quarantine(self, key: PathKey) -> Quarantine:
+        found = self._quarantines.get(key)
+        if found is None:
+            found = self._quarantines[key] = Quarantine(self._clock(), self._policy)
+        self._waiting[key] = found
+        return found
 
     def opened(self, key: PathKey) -> None:
         """Record that the path `key` is in use."""
@@ -90,6 +101,8 @@ class Failback:
     def tick(self, now: float) -> None:
         """Send the probes that are due, and connect the paths that may return."""
         for key, quarantine in list(self._waiting.items()):
+            if self._is_excluded(key):
+                continue
             if quarantine.may_return(now) or self._is_alone(key.peer):
                 del self._waiting[key]
                 self._connect(key)
@@ -98,11 +111,13 @@ class Failback:
                 self._ask(ProbeKey(key.peer, key.rail, key.rail), partial(self._probed, key))
 
     def held(self) -> dict[PathKey, float]:
-        """Return the hold of each path that waits here, in seconds; any thread.
+        """Return the hold of each path that waits here and is not excluded; any thread.
 
-        The hold is the time for which all probes must be answered before the path may return.
+        The hold is the time, in seconds, for which all probes must be answered before the path may
+        return.
         """
-        return {key: quarantine.hold_s for key, quarantine in self._waiting.copy().items()}
+        waiting = self._waiting.copy().items()
+        return {key: each.hold_s for key, each in waiting if not self._is_excluded(key)}
 
     def _probed(self, key: PathKey, event: Probed) -> None:
         quarantine = self._waiting.get(key)

@@ -16,9 +16,10 @@ without failure halves the number every `Policy.half_life_s`::
 
 The first failure after a long healthy time therefore costs only the probes. A path that fails
 immediately after each return is held for 1, 3, 7, 15 units. A path that goes down in quarantine
-gets no strike, because it carried no traffic; its hold starts again. A path whose good periods are
-shorter than its hold stays in quarantine. This is route flap damping (RFC 2439) with the correction
-of RFC 7196: only failures of the path itself count, and only while it carried traffic.
+gets no strike, because it carried no traffic; its hold starts again. Nor does a path whose rail is
+excluded, because it did not fail. A path whose good periods are shorter than its hold stays in
+quarantine. This is route flap damping (RFC 2439) with the correction of RFC 7196: only failures of
+the path itself count, and only while it carried traffic.
 
 Why these values: three answers 0.1 s apart exclude a link that flaps while coming up, and cost
 0.2 s after the first answer. The cap of 1 s limits how long a restored path stays unnoticed if no
@@ -110,10 +111,18 @@ class Quarantine:
         if not self.is_in_use:
             self.bad(now)
             return
-        policy = self._policy
-        kept = 0.5 ** ((now - self._returned_s) / policy.half_life_s)
+        self._leave(now)
         # Strikes beyond those that reach the hold cap would only take longer to decay.
-        self._strikes = min(self._strikes * kept + 1, _most_strikes(policy))
+        self._strikes = min(self._strikes + 1, _most_strikes(self._policy))
+
+    def withdrawn(self, now: float) -> None:
+        """Record that the path was taken out of use although it had not failed."""
+        if self.is_in_use:
+            self._leave(now)
+
+    def _leave(self, now: float) -> None:
+        policy = self._policy
+        self._strikes *= 0.5 ** ((now - self._returned_s) / policy.half_life_s)
         self.is_in_use = False
         self._asked = False
         self._ngood = 0

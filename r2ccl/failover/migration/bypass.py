@@ -8,7 +8,8 @@ path. Each round of the search begins with different ways. The higher rank alway
 
 If a TCP rail that is a last resort leads to the peer, only cross ways are tried, and only once:
 third ranks need not forward what can travel directly. If the home rails are RDMA rails, no bypass
-is searched while any TCP rail leads to the peer.
+is searched while any TCP rail leads to the peer. No way begins at an excluded port of this rank or
+leads to an excluded port; from a third rank on, a bypass may take any port.
 
 Not thread-safe.
 """
@@ -49,6 +50,8 @@ class Bypasses:
         they do not, so no cross way is tried; ``auto``: both are tried.
     share : callable
         ``share(rank, rail)``: known share of its bandwidth that a port has left; 0: down.
+    is_excluded : callable
+        ``is_excluded(rank, rail)``: returns whether a port is excluded.
     control : ControlPort
     clock : Clock
     """
@@ -64,6 +67,7 @@ class Bypasses:
         last_resorts: Collection[int] = (),
         fabric: str,
         share: Callable[[int, int], float],
+        is_excluded: Callable[[int, int], bool],
         control: ControlPort,
         clock: Clock,
     ) -> None:
@@ -76,6 +80,7 @@ class Bypasses:
         self._crossed = [rail for rail in sockets if rail not in last_resorts]
         self._fabric = fabric
         self._share = share
+        self._is_excluded = is_excluded
         self._control = control
         self._clock = clock
         #: Per peer: rounds begun since a home rail was up, and earliest time of the next round.
@@ -165,7 +170,8 @@ class Bypasses:
                 not self._is_carrying(self._rank, way.via) or way.via not in lit,
             )
 
-        ways = [BypassWay(via, peer, rail) for via in rails for rail in rails if via != rail]
+        pairs = [BypassWay(via, peer, rail) for via in rails for rail in rails if via != rail]
+        ways = [way for way in pairs if self._is_allowed(way)]
         ways.sort(key=likelihood)
         # Each round starts with other ways: one that worked may have failed since, and a round has
         # no time for more than MAX_WAYS.
@@ -195,11 +201,17 @@ class Bypasses:
             rails.sort(key=lambda at, rank=rank: not self._carries_both(rank, at))  # type: ignore[misc]
             found = joined if is_joined else doubtful
             found += [
-                (turn, number, BypassWay(rail, rank, rail)) for turn, rail in enumerate(rails)
+                (turn, number, way)
+                for turn, rail in enumerate(rails)
+                if self._is_allowed(way := BypassWay(rail, rank, rail))
             ]
             if len({way.to for *_, way in joined}) >= MAX_WAYS:
                 break
         return [way for *_, way in (*sorted(joined), *sorted(doubtful))]
+
+    def _is_allowed(self, way: BypassWay) -> bool:
+        ends = ((self._rank, way.via), (way.to, way.rail))
+        return not any(self._is_excluded(*end) for end in ends)
 
     def _carries_both(self, rank: int, rail: int) -> bool:
         return self._is_carrying(self._rank, rail) and self._is_carrying(rank, rail)

@@ -43,6 +43,9 @@ _log = logging.getLogger(__name__)
 #: Statuses of a local port that is down: no carrier (TCP), error of the RDMA port.
 NO_CARRIER = "CARRIER_DOWN"
 PORT_ERR = "PORT_ERR"
+#: Status of a path that did not fail: an operator has excluded one of its ports.
+EXCLUDED = "EXCLUDED"
+_WITHDRAWN = f"{EXCLUDED}: the NIC at one end was declared failed"
 
 
 class Migration:
@@ -67,6 +70,9 @@ class Migration:
         True if this end found the evidence, False if the peer announced it.
     on_up : callable
         ``on_up(path)``: called when a path comes up, which shows that both of its ports work.
+    is_excluded : callable
+        ``is_excluded(path)``: returns whether a port of the path is excluded. Such a path is not
+        connected, and fenced at once if the other end, which did not know, has connected it.
     """
 
     def __init__(
@@ -81,6 +87,7 @@ class Migration:
         share: Callable[[int, int], float],
         look_into: Callable[..., None],
         on_up: Callable[[PathKey], None],
+        is_excluded: Callable[[PathKey], bool],
     ) -> None:
         self._rank = context.rank
         self._config = context.config
@@ -96,6 +103,7 @@ class Migration:
         self._port_share = share
         self._look_into = look_into
         self._on_up = on_up
+        self._is_excluded = is_excluded
         #: Paths being fenced here or at the peer; their slices wait for the announcement.
         self.repairing: set[PathKey] = set()
         self.log = RepairLog()
@@ -118,8 +126,11 @@ class Migration:
 
     @property
     def is_whole(self) -> bool:
-        """True if the paths on all rails to all peers are up; bypasses do not count."""
-        return all(path.state is PathState.UP for path in self._links.on_rails.values())
+        """True if all paths on rails are up, except those excluded; bypasses do not count."""
+        return all(
+            path.state is PathState.UP or self._is_excluded(path.key)
+            for path in self._links.on_rails.values()
+        )
 
     def start(self) -> None:
         """Begin to connect all paths on rails; the lower rank of each pair dials."""
@@ -259,6 +270,26 @@ class Migration:
         if not path.is_idle:
             self._look_into(key, path.epoch, cause, is_own=True)
 
+    def exclude(self, rank: int, rail: int) -> None:
+        """Take all paths of a port that is excluded now out of use, without a diagnosis.
+
+        Bypasses of its rank are fenced too, because this end does not know their ports; the search
+        then takes other ways.
+        """
+        for path in list(self._paths.values()):
+            key = path.key
+            is_of_rank = rank in (self._rank, key.peer)
+            is_of_port = is_of_rank and key.rail == rail
+            if path.state is PathState.UP and (is_of_port or (is_of_rank and key.is_bypass)):
+                self._withdraw(path)
+            elif path.state is PathState.DOWN and is_of_port and not path.is_idle:
+                self._stop_connecting(key)
+                self.connect(key)
+
+    def _withdraw(self, path: Path) -> None:
+        path.cause = _WITHDRAWN
+        self._apply(path, step(path, PathEvent.FAILED))
+
     def _no_migration(self, key: PathKey, cause: str) -> TransportError:
         """Return the error that a failed path raises in the fail-stop baseline."""
         rank, (peer, rail) = self._rank, key
@@ -324,6 +355,8 @@ class Migration:
             return
         self._transport.open(path.key, endpoint)
         self._apply(path, step(path, PathEvent.OPENED))
+        if self._is_excluded(path.key):
+            self._withdraw(path)
 
     def on_announced(self, peer: int, message: Announcement) -> None:
         """Handle the announcement of `peer` that its end of a path is fenced.
@@ -338,6 +371,8 @@ class Migration:
         if path is None or self._revocation.error is not None:
             return
         is_news = message.epoch == path.epoch
+        if is_news and message.cause.startswith(EXCLUDED):
+            path.cause = message.cause  # this end may have seen its connection close before
         self._apply(path, announced(path, message))
         if is_news and not (message.is_idle or path.is_idle):
             self._look_into(path.key, message.epoch, message.cause, is_own=False)
@@ -426,7 +461,10 @@ class Migration:
         elif not path.key.is_bypass:  # `Bypasses.seek` dials it when needed
             # A connection attempt that is still running belongs to the epoch that has just ended.
             self._stop_connecting(path.key)
-            self._failback.failed(path.key)
+            if self._is_excluded(path.key) or f"{EXCLUDED}:" in path.cause:
+                self._failback.withdrawn(path.key)
+            else:
+                self._failback.failed(path.key)
         self._reopen_fenced(peer)
 
     def _stop_connecting(self, key: PathKey) -> None:
@@ -439,14 +477,19 @@ class Migration:
         """Begin to connect path `key`, which is down, in its current epoch; retry until it is up.
 
         The lower rank dials, the higher rank accepts. If the paths to the peer were closed as idle,
-        do this when they are needed again.
+        do this when they are needed again. If the path is excluded, the lower rank waits until it
+        is not.
         """
         peer, rail = key
         epoch = self._paths[key].epoch
         if peer not in self._links.connected and not key.is_bypass:
             self._paths[key].is_idle = True
             return
-        if not key.is_bypass and self._transport.joins(rail):
+        if self._is_excluded(key):
+            self._paths[key].cause = _WITHDRAWN
+        if self._rank < peer and self._is_excluded(key):
+            self._failback.withdrawn(key)
+        elif not key.is_bypass and self._transport.joins(rail):
             self._connector.begin(key, epoch)
         elif self._rank < peer:
             self._control.dial_path(peer, rail, epoch)
@@ -486,4 +529,4 @@ _ACTIONS: dict[PathAction, Callable[[Migration, Path], None]] = {
 }
 
 
-__all__ = ["NO_CARRIER", "PORT_ERR", "Migration"]
+__all__ = ["EXCLUDED", "NO_CARRIER", "PORT_ERR", "Migration"]

@@ -10,6 +10,7 @@ from r2ccl.testing.simulation.data import PAIRS
 from r2ccl.testing.simulation.plan import (
     CallSpec,
     CutPath,
+    Exclude,
     FailurePlan,
     Fault,
     Hold,
@@ -28,6 +29,7 @@ __all__ = [
     "SCHEDULES",
     "CallSpec",
     "CutPath",
+    "Exclude",
     "FailurePlan",
     "Fault",
     "Hold",

@@ -72,6 +72,8 @@ class Workload(msgspec.Struct, frozen=True):
         Number of ranks above which a rank closes idle paths to others; 0: no limit.
     slow : tuple of RailShare
         Rails that were measured as slow before the first call; plans take them into account.
+    excluded : tuple of (int, int)
+        Rank and rail of the rails that are excluded from the start.
     """
 
     nranks: int = 3
@@ -88,6 +90,7 @@ class Workload(msgspec.Struct, frozen=True):
     is_lazy: bool = False
     max_connections: int = 0
     slow: tuple[RailShare, ...] = ()
+    excluded: tuple[tuple[int, int], ...] = ()
 
 
 class CutPath(msgspec.Struct, frozen=True):
@@ -138,6 +141,16 @@ class NicDown(msgspec.Struct, frozen=True):
     restore_us: int = 0
 
 
+class Exclude(msgspec.Struct, frozen=True):
+    """No fault, but an order: rank `by` excludes a rail of `rank`, or includes it again."""
+
+    at: int
+    rank: int
+    rail: int
+    by: int = 0
+    is_excluded: bool = True
+
+
 class Stop(msgspec.Struct, frozen=True):
     """Fault: a process is stopped (SIGSTOP) for `ms`; its kernel and NICs continue to run."""
 
@@ -178,7 +191,7 @@ class Noise(msgspec.Struct, frozen=True):
     late_ms: int = 5
 
 
-Fault = CutPath | NicDown | Stop | Kill | Lose | Hold
+Fault = CutPath | NicDown | Exclude | Stop | Kill | Lose | Hold
 
 
 class FailurePlan(msgspec.Struct, frozen=True):
@@ -191,6 +204,7 @@ class FailurePlan(msgspec.Struct, frozen=True):
 __all__ = [
     "CallSpec",
     "CutPath",
+    "Exclude",
     "FailurePlan",
     "Fault",
     "Hold",

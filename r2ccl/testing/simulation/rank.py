@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from r2ccl.bootstrap.messages import Codec
@@ -18,7 +19,14 @@ from r2ccl.errors import InternalError, R2cclError, TransportTimeout
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest, Verdict
 from r2ccl.failover.failover import Failover, PortUp
-from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
+from r2ccl.failover.health.rounds import (
+    Commit,
+    ExcludeRails,
+    Prepare,
+    Promise,
+    RailsExcluded,
+    Report,
+)
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.path import Announcement, ClosePaths, ConnectPaths
 from r2ccl.failover.revocation import Leaving, Revoke, Spared
@@ -65,7 +73,7 @@ class RankPhase(enum.Enum):
 _MESSAGES: Any = (
     Announcement | ConnectPaths | ClosePaths | Revoke | PortUp | Leaving | Spared
     | ProbeRequest | ProbeReply | Finding
-    | Report | Prepare | Promise | Commit
+    | Report | Prepare | Promise | Commit | ExcludeRails | RailsExcluded
 )  # fmt: skip
 
 #: Phases in which the user thread waits and runs the data loop.
@@ -101,6 +109,8 @@ class SimRank:
         self.phase = RankPhase.CONNECTING
         self.error: R2cclError | None = None
         self.ncalls = 0
+        #: Answers to this rank's orders to exclude or include rails; empty texts: carried out.
+        self.answers: list[str] = []
         self._network = network
         self._timeline = network.timeline
         self._config = config
@@ -125,6 +135,7 @@ class SimRank:
             self._timeline,
             nwires=network.nrails,
             neighbors=() if work.workload.is_lazy else None,
+            excluded=frozenset(work.workload.excluded),
         )
         self.homes = context.homes
         self.links = CheckedLinks(checker, context)
@@ -207,6 +218,17 @@ class SimRank:
         if not self.is_dead:
             self.submit(self.failover.on_carrier, rail, is_up)
 
+    def exclude(self, rank: int, rail: int, *, is_excluded: bool) -> None:
+        """Exclude a rail of `rank`, or include it again, as `Communicator.exclude` does."""
+        agreement = self.failover.agreement
+        assert agreement is not None
+        order = partial(agreement.exclude, is_excluded=is_excluded)
+        self.submit(order, ((rank, rail),), self.on_answer)
+
+    def on_answer(self, refusal: str) -> None:
+        """Keep the answer to an order: it is in force, or refused."""
+        self.answers.append(refusal)
+
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
         """Queue ``fn(*args)`` for the next turn of the data loop."""
         self._inbox.append((fn, args))
@@ -282,7 +304,7 @@ class SimRank:
         if self.revocation.error is not None:
             return
         if self.phase is RankPhase.CONNECTING:
-            if all(self.transport.is_open(key) for key in self.links.on_rails) or (
+            if self.migration.is_whole or (
                 self._timeline.now >= self._config.connect_timeout_s
                 and all(map(self.migration.up, self.links.peers))
             ):

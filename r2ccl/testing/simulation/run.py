@@ -29,6 +29,7 @@ from r2ccl.testing.simulation.network import (
 )
 from r2ccl.testing.simulation.plan import (
     CutPath,
+    Exclude,
     FailurePlan,
     Fault,
     Hold,
@@ -233,6 +234,10 @@ class World:
             if fault.is_seen:
                 rank.on_carrier(fault.rail, False)
             self._restore_later(fault.restore_us, wires, fault)
+        elif isinstance(fault, Exclude):
+            by = self.ranks[fault.by]
+            if not by.is_dead:
+                by.exclude(fault.rank, fault.rail, is_excluded=fault.is_excluded)
         elif isinstance(fault, Stop):
             self.ranks[fault.rank].stop(fault.ms / 1e3)
         elif isinstance(fault, Kill):

@@ -45,6 +45,7 @@ class World:
         self.rank = rank
         self.nrails = nrails
         self.dead: set[tuple[int, int]] = set()
+        self.excluded: set[tuple[int, int]] = set()
         self.control = Control()
         peers = [peer for peer in range(nranks) if peer != rank]
         self.paths = {
@@ -62,6 +63,7 @@ class World:
             last_resorts=last_resorts,
             fabric=fabric,
             share=lambda rank, rail: 0.0 if (rank, rail) in self.dead else 16.0,
+            is_excluded=lambda rank, rail: (rank, rail) in self.excluded,
             control=self.control,  # type: ignore[arg-type]
             clock=lambda: self.now,
         )
@@ -268,3 +270,14 @@ def test_beside_rdma_any_path_of_sockets_will_do() -> None:
     assert world.sought(1) == []
     world.lose(1)
     assert {way.to for way in world.sought(1)} == {1, 2}
+
+
+def test_no_way_uses_an_excluded_port() -> None:
+    world = World()
+    world.excluded = {(0, 1), (1, 2), (3, 0)}
+    world.lose(1)
+    ways = world.sought(1)
+    assert BypassWay(0, 1, 1) in ways
+    assert BypassWay(0, 2, 0) in ways
+    assert not any(way.via == 1 for way in ways)
+    assert not any((way.to, way.rail) in world.excluded for way in ways)
