@@ -47,6 +47,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     rails: int = 0
     #: Interfaces to use, in NCCL's syntax: comma-separated prefixes, ``=`` exact, ``^`` exclude.
     socket_ifname: str = ""
+    #: NICs declared failed, ``host:nic,...``: no data path uses them until `Communicator.include`.
+    #: The host is a host name or the number of a node, the NIC an interface, an RDMA port or the
+    #: number of a rail. Each rank may name NICs of any host; those of all ranks count.
+    failed_nics: str = ""
     #: Name of the interface that carries data between two ranks with no other common rail. auto:
     #: the interface of the rendezvous, unless it is a rail; none: no such interface.
     last_resort: str = "auto"
@@ -146,6 +150,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             raise _bad("debug", self.debug, f"one of {', '.join(filter(None, DEBUG_LEVELS))}")
         if self.dump_signal not in DUMP_SIGNALS:
             raise _bad("dump_signal", self.dump_signal, f"one of {', '.join(DUMP_SIGNALS[1:])}")
+        for host, nic in parse_failures(self.failed_nics):
+            if not (host and nic):
+                raise _bad("failed_nics", self.failed_nics, "host:nic, separated by commas")
         for name in ("eager_nbytes", "channels", "rails", "port", "max_connections"):
             if getattr(self, name) < 0:
                 raise _bad(name, getattr(self, name), "0 or more")
@@ -203,7 +210,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             If a value does not parse or is out of range (the message names the variable), or an
             override is no setting or has another type.
         """
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = _published_failures(env)
         for field in msgspec.structs.fields(cls):
             for variable in (f"R2CC_{field.name.upper()}", *ALIASES.get(field.name, ())):
                 if variable in env:
@@ -289,6 +296,30 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 
+def parse_failures(text: str) -> tuple[tuple[str, str], ...]:
+    """Return host and NIC of each entry of ``host:nic,...``; a missing part is empty."""
+    entries = (each.strip().partition(":") for each in text.split(",") if each.strip())
+    return tuple((host.strip(), nic.strip()) for host, _, nic in entries)
+
+
+def _published_failures(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return ``failed_nics`` of the variables by which the published system declares failures.
+
+    Raises
+    ------
+    InvalidArgument
+        If a NIC is a number, which would have another meaning here.
+    """
+    names = env.get("R2CC_FAILED_HCA", "").replace(",", " ").split()
+    if any(name.isdigit() for name in names):
+        raise InvalidArgument(
+            f"R2CC_FAILED_HCA={env['R2CC_FAILED_HCA']!r}: give the names of NICs, such as mlx5_2, "
+            "not their numbers"
+        )
+    node = env.get("R2CC_FAILED_NODE", "0")
+    return {"failed_nics": ",".join(f"{node}:{name}" for name in names)} if names else {}
+
+
 def _typed(name: str, given: Any, kind: Any) -> Any:
     """Return the value of a keyword as a str, int or float, whichever `kind` is.
 
@@ -309,4 +340,4 @@ def _bad(name: str, given: object, allowed: str) -> InvalidArgument:
     return InvalidArgument(f"{name}={given!r} (R2CC_{name.upper()}): allowed is {allowed}")
 
 
-__all__ = ["Config"]
+__all__ = ["Config", "parse_failures"]

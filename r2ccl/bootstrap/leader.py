@@ -343,6 +343,7 @@ def _with_common_rails(infos: Iterable[PeerInfo]) -> tuple[PeerInfo, ...]:
             info,
             rails=kept(info, info.rails),
             probe_ports=kept(info, info.probe_ports),
+            interfaces=kept(info, info.interfaces),
             nlast_resorts=nlast,
             hcas=info.hcas[:nhcas],
         )

@@ -44,6 +44,12 @@ class PeerInfo(msgspec.Struct, frozen=True):
     hcas : tuple of str
         Names of the RDMA ports; equally many on all ranks. Their rails are numbered after those in
         ``rails``.
+    interfaces : tuple of str
+        Name of rail i's network interface, for the rails in ``rails``.
+    failed_nics : str
+        NICs that this rank declares failed (``R2CC_FAILED_NICS``).
+    excluded : tuple of int
+        Rails of this rank that are excluded already; only after a shrink.
     """
 
     rank: int
@@ -54,6 +60,14 @@ class PeerInfo(msgspec.Struct, frozen=True):
     hcas: tuple[str, ...] = ()
     nlast_resorts: int = 0
     probe_ports: tuple[int, ...] = ()
+    interfaces: tuple[str, ...] = ()
+    failed_nics: str = ""
+    excluded: tuple[int, ...] = ()
+
+    @property
+    def nics(self) -> tuple[str, ...]:
+        """Name of the NIC of each rail."""
+        return (*self.interfaces, *self.hcas)
 
     @property
     def hostname(self) -> str:

@@ -185,6 +185,8 @@ class _Listeners:
             probe_ports=tuple(_address(sock)[1] for sock in self._probes),
             hcas=hcas,
             nlast_resorts=sum(nic.is_last_resort for nic in self.nics),
+            interfaces=tuple(nic.name for nic in self.nics),
+            failed_nics=self._config.failed_nics,
         )
 
     def take(

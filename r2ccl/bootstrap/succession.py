@@ -43,6 +43,8 @@ class Succession:
     ----------
     old : ControlPlane
         Control plane of the current communicator.
+    excluded : sequence of int, optional
+        Rails of this rank that are excluded, and stay so.
 
     Attributes
     ----------
@@ -50,7 +52,7 @@ class Succession:
         Encoded `PeerInfo` with the new addresses, to be sent to the other ranks.
     """
 
-    def __init__(self, old: ControlPlane) -> None:
+    def __init__(self, old: ControlPlane, excluded: Sequence[int] = ()) -> None:
         own = old.peers[old.rank]
         self._old = old
         self._rails = [_open(wire.listen, old.rank, nic.address) for nic in old.nics]
@@ -63,6 +65,8 @@ class Succession:
             ),
             probe_ports=tuple(_address(sock)[1] for sock in self._probes),
             control_addresses=tuple(_address(sock) for sock in self._control if sock is not None),
+            failed_nics="",  # `excluded` has those that were not included again
+            excluded=tuple(excluded),
         )
         self.peer_info = msgspec.msgpack.encode(info)
 
@@ -158,12 +162,15 @@ def derive(
 
 def _renumbered(info: PeerInfo, rank: int, rails: Sequence[int]) -> PeerInfo:
     nhomes = len(info.rails) - info.nlast_resorts
+    kept = (*rails, *range(len(info.rails), len(info.nics)))
     return msgspec.structs.replace(
         info,
         rank=rank,
         rails=tuple(info.rails[rail] for rail in rails),
         probe_ports=tuple(info.probe_ports[rail] for rail in rails),
         nlast_resorts=sum(rail >= nhomes for rail in rails),
+        interfaces=tuple(info.interfaces[rail] for rail in rails),
+        excluded=tuple(new for new, rail in enumerate(kept) if rail in info.excluded),
     )
 
 

@@ -170,3 +170,33 @@ def test_members_communicator_secret_and_attempt_all_count() -> None:
     derived.append(derive(secret, bytes(16), [0, 1], attempt=1))
     assert len({key.hex() for key, _ in derived}) == len({identity for _, identity in derived}) == 5
     assert derive(secret, bytes(16), [0, 1])[1] == derived[0][1]
+
+
+def test_each_member_says_which_of_its_rails_stay_excluded(planes: list[ControlPlane]) -> None:
+    one, other = Succession(planes[0], (1,)), Succession(planes[2])
+    infos = {0: one.peer_info, 2: other.peer_info}
+    made = [one.make(infos), other.make(infos)]
+    for plane in made:
+        assert [info.excluded for info in plane.peers] == [(1,), ()]
+        assert [info.nics for info in plane.peers] == [tuple(nic.name for nic in RAILS)] * 2
+        plane.close(0)
+
+
+def test_a_rail_left_out_renumbers_those_excluded(
+    planes: list[ControlPlane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listen = wire.listen
+
+    def without_first_rail(host: str, port: int = 0) -> socket.socket:
+        if host == RAILS[0].address:
+            raise OSError(99, "Cannot assign requested address")
+        return listen(host, port)
+
+    one = Succession(planes[0], (0, 1))
+    monkeypatch.setattr(wire, "listen", without_first_rail)
+    other = Succession(planes[2], (0,))
+    infos = {0: one.peer_info, 2: other.peer_info}
+    made = [one.make(infos), other.make(infos)]
+    for plane in made:
+        assert [info.excluded for info in plane.peers] == [(0,), ()]
+        plane.close(0)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from r2ccl.config import MODES, Config
+from r2ccl.config import MODES, Config, parse_failures
 from r2ccl.errors import InvalidArgument
 
 
@@ -49,3 +49,26 @@ def test_a_keyword_precedes_its_variable_and_may_be_numpys() -> None:
     config = Config.from_env({"R2CC_RAILS": "1", "R2CC_TIMEOUT_S": "7"}, **given)
     assert (config.timeout_s, config.rails, config.spin_s) == (3.0, 2, 0.5)
     assert [type(each) for each in (config.timeout_s, config.rails)] == [float, int]
+
+
+def test_nics_declared_failed_are_pairs_of_host_and_nic() -> None:
+    text = "a:eth0, b:mlx5_0:1,0:2,"
+    assert parse_failures(text) == (("a", "eth0"), ("b", "mlx5_0:1"), ("0", "2"))
+    assert parse_failures("") == ()
+    config = Config(failed_nics=text)
+    assert config.digest() == Config().digest(), "ranks may declare different NICs"
+    for wrong in ("eth0", "a:", ":eth0"):
+        with pytest.raises(InvalidArgument, match=r"R2CC_FAILED_NICS\): allowed is host:nic"):
+            Config(failed_nics=wrong)
+
+
+def test_failures_may_be_declared_as_the_published_system_does() -> None:
+    declared = {"R2CC_FAILED_HCA": "mlx5_2, mlx5_3", "R2CC_FAILED_NODE": "1"}
+    assert Config.from_env(declared).failed_nics == "1:mlx5_2,1:mlx5_3"
+    assert Config.from_env({"R2CC_FAILED_HCA": "mlx5_2"}).failed_nics == "0:mlx5_2"
+    assert Config.from_env({"R2CC_FAILED_NODE": "1"}).failed_nics == ""
+    both = {**declared, "R2CC_FAILED_NICS": "a:eth0"}
+    assert Config.from_env(both).failed_nics == "a:eth0"
+    assert Config.from_env(both, failed_nics="").failed_nics == ""
+    with pytest.raises(InvalidArgument, match="R2CC_FAILED_HCA='2': give the names"):
+        Config.from_env({"R2CC_FAILED_HCA": "2"})

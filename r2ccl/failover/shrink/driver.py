@@ -22,7 +22,7 @@ import math
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from r2ccl.bootstrap.control import ControlHandler, ControlPlane
@@ -217,6 +217,7 @@ def regroup(
     event_queue: EventQueue,
     control: ControlPlane,
     make: Callable[[ControlPlane, tuple[int, ...]], _S],
+    excluded: Sequence[int] = (),
 ) -> _S:
     """Agree with the other survivors on the members, and connect the new communicator.
 
@@ -235,6 +236,8 @@ def regroup(
     make : callable
         ``make(control, members)`` returns the successor. It takes the new control plane, which it
         owns even if it raises, and the old ranks of the members.
+    excluded : sequence of int, optional
+        Rails of this rank that are excluded, also in the successor.
 
     Returns
     -------
@@ -253,7 +256,7 @@ def regroup(
     CommunicatorRevoked
         If `EventQueue.end` was called.
     """
-    attempt = _Regrouping(table, event_queue, control, make)
+    attempt = _Regrouping(table, event_queue, control, make, excluded)
     try:
         return attempt.run()
     finally:
@@ -267,11 +270,13 @@ class _Regrouping(Generic[_S]):
         event_queue: EventQueue,
         control: ControlPlane,
         make: Callable[[ControlPlane, tuple[int, ...]], _S],
+        excluded: Sequence[int],
     ) -> None:
         self._table = table
         self._event_queue = event_queue
         self._control = control
         self._make = make
+        self._excluded = excluded
         self._timeout_s = control.setting.config.init_timeout_s
         self._give_up_at = monotonic() + self._timeout_s
         #: Listeners whose addresses the last View contains.
@@ -324,7 +329,7 @@ class _Regrouping(Generic[_S]):
         self._retry_at = math.inf
         if self._succession is not None:
             self._succession.close()
-        self._succession = Succession(self._control)
+        self._succession = Succession(self._control, self._excluded)
         self._control.broadcast(self._table.tell(self._succession.peer_info))
         _log.info(
             "rank %d: shrinking without ranks %s, attempt %d",

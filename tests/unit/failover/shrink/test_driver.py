@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,8 @@ from r2ccl.failover.shrink.protocol import Built, Done, Shrinking, View
 
 PATIENCE_S = 0.3
 LONG_S = 20.0
+#: Rails of rank 0 that stay excluded.
+EXCLUDED = (1,)
 
 
 class Handler:
@@ -85,7 +88,8 @@ class Survivor:
         return made
 
     def regroup(self, quorum: str = "majority") -> Successor:
-        return regroup(Shrinking(0, 3, quorum), self.event_queue, self.control, self.make)
+        table = Shrinking(0, 3, quorum)
+        return regroup(table, self.event_queue, self.control, self.make, EXCLUDED)
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +98,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     states: list[bool] = []
 
     class Listeners:
-        def __init__(self, control: object) -> None:
+        def __init__(self, control: object, excluded: Sequence[int]) -> None:
+            assert excluded == EXCLUDED
             self.peer_info = b"here"
             self.number = len(states)
             states.append(True)
@@ -261,7 +266,7 @@ def test_too_few_are_told_at_once() -> None:
     here.event_queue.on_peer_lost(1, "dead too", 0.0)
     begin = time.monotonic()
     with pytest.raises(NoQuorum) as caught:
-        regroup(Shrinking(0, 3), here.event_queue, here.control, here.make)
+        here.regroup()
     assert time.monotonic() - begin < PATIENCE_S
     assert caught.value.gone == {1: "dead too", 2: "dead"}
     assert caught.value.alive == (0,)

@@ -1,0 +1,147 @@
+"""NICs that an operator declares failed: which rails of which ranks they are.
+
+`R2CC_FAILED_NICS` names NICs by host, `Communicator.exclude` by rank. Both mean the NIC of a node,
+so all ranks of the node that use it are concerned. The number of a rail means the rail of one rank,
+or in ``R2CC_FAILED_NICS`` that rail of all ranks of the host.
+
+Pure functions of the `PeerInfo` of all ranks, which is equal on all ranks; so are the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+from typing import NamedTuple, SupportsIndex, TypeAlias
+
+from r2ccl.bootstrap.messages import PeerInfo
+from r2ccl.config import parse_failures
+from r2ccl.errors import InvalidArgument
+
+#: Rank and rail of one end of paths.
+Port: TypeAlias = tuple[int, int]
+
+
+class Declared(NamedTuple):
+    """Rails that are excluded at the start, and the entries that name no NIC of this job."""
+
+    ports: frozenset[Port]
+    unknown: tuple[str, ...]
+
+
+def declared(peers: Sequence[PeerInfo]) -> Declared:
+    """Return the rails that the ranks have declared failed, or had excluded before a shrink.
+
+    Parameters
+    ----------
+    peers : sequence of PeerInfo
+        One per rank.
+
+    Raises
+    ------
+    InvalidArgument
+        If a rank has no other rail, or two ranks have no other common one.
+    """
+    nodes = list(dict.fromkeys(info.host for info in peers))
+    ports = {(info.rank, rail) for info in peers for rail in info.excluded}
+    entries = dict.fromkeys(each for info in peers for each in parse_failures(info.failed_nics))
+    unknown = []
+    for host, nic in entries:
+        at = nodes[int(host)] if host.isdigit() and int(host) < len(nodes) else ""
+        found = {
+            (info.rank, rail)
+            for info in peers
+            if info.host == at or _is_host(info.hostname, host)
+            for rail in _rails(info, nic)
+        }
+        ports |= found
+        if not found:
+            unknown.append(f"{host}:{nic}")
+    _check(peers, ports)
+    return Declared(frozenset(ports), tuple(unknown))
+
+
+def ports_of(
+    peers: Sequence[PeerInfo], rank: SupportsIndex, nic: str | SupportsIndex
+) -> tuple[Port, ...]:
+    """Return the rails that a NIC of the node of `rank` serves.
+
+    Parameters
+    ----------
+    peers : sequence of PeerInfo
+        One per rank.
+    rank : int
+    nic : str or int
+        Name of a NIC, with all ranks of the node that use it; or number of a rail of `rank` alone.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is no such rank or NIC.
+    """
+    at = _number(rank)
+    if not 0 <= at < len(peers):
+        raise InvalidArgument(f"rank={rank}; allowed is 0 to {len(peers) - 1}")
+    own = peers[at]
+    if not isinstance(nic, str):
+        found = [(at, _number(nic))] if 0 <= _number(nic) < len(own.nics) else []
+    else:
+        node = [info for info in peers if info.host == own.host]
+        found = [
+            (info.rank, rail)
+            for info in node
+            for rail, name in enumerate(info.nics)
+            if _is_nic(name, nic)
+        ]
+    if not found:
+        raise InvalidArgument(
+            f"nic={nic!r}: rank {rank} on {own.hostname} has no such NIC; allowed are "
+            f"{', '.join(dict.fromkeys(own.nics))} and the rails 0 to {len(own.nics) - 1}"
+        )
+    return tuple(found)
+
+
+def _number(given: SupportsIndex) -> int:
+    """Return an integer of any type as an int; -1 if it is none."""
+    try:
+        return index(given)
+    except TypeError:
+        return -1
+
+
+def is_declared(text: str, hostname: str, rail: int, name: str) -> bool:
+    """Return whether ``R2CC_FAILED_NICS=text`` names a rail of a host, by the name of the host."""
+    return any(
+        _is_host(hostname, host) and (nic == str(rail) or _is_nic(name, nic))
+        for host, nic in parse_failures(text)
+    )
+
+
+def _rails(info: PeerInfo, nic: str) -> list[int]:
+    return [rail for rail, name in enumerate(info.nics) if nic == str(rail) or _is_nic(name, nic)]
+
+
+def _is_nic(name: str, nic: str) -> bool:
+    """Return whether `nic` is the name, or for a port (``mlx5_0:1``) the device (``mlx5_0``)."""
+    return nic in (name, name.partition(":")[0])
+
+
+def _is_host(hostname: str, host: str) -> bool:
+    """Return whether `host` is the host name, in full or up to its first dot."""
+    return host in (hostname, hostname.partition(".")[0])
+
+
+def _check(peers: Sequence[PeerInfo], ports: set[Port]) -> None:
+    left = [
+        {rail for rail in range(len(info.nics)) if (info.rank, rail) not in ports} for info in peers
+    ]
+    for rank in sorted({rank for rank, _ in ports}):
+        for peer, info in enumerate(peers):
+            if not left[rank] & left[peer]:
+                raise InvalidArgument(
+                    f"the NICs declared failed (R2CC_FAILED_NICS) leave no rail from rank {rank} "
+                    f"on {peers[rank].hostname}, which has {', '.join(peers[rank].nics)}, to rank "
+                    f"{peer} on {info.hostname}; declare fewer"
+                )
+
+
+__all__ = ["Declared", "Port", "declared", "is_declared", "ports_of"]
