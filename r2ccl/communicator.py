@@ -19,6 +19,7 @@ from r2ccl.clock import monotonic
 from r2ccl.device.base import Device
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 from r2ccl.failover.diagnosis.verdict import Verdict
+from r2ccl.failover.exclusion import ports_of
 from r2ccl.failover.health.driver import Known
 from r2ccl.failover.migration.calls import first_channel
 from r2ccl.failover.migration.repairs import Repair
@@ -1166,6 +1167,65 @@ class Communicator:
         is_in = self.rank in chosen
         return self.split(0 if is_in else None, chosen.index(self.rank) if is_in else 0)
 
+    def exclude(self, rank: int, nic: str | int) -> None:
+        """Take a NIC out of use, as before its cable is pulled; results do not change.
+
+        Slices under way on its paths move to other rails, as after a failure. Later calls are
+        planned without the NIC, and its paths are not connected again before `include`.
+
+        Parameters
+        ----------
+        rank : int
+            A rank on the node of the NIC.
+        nic : str or int
+            Name of the NIC, as `health` shows it: an interface (``eth2``) or an RDMA port
+            (``mlx5_0:1``, or ``mlx5_0`` for all its ports). All ranks of the node that use it are
+            concerned. Or the number of a rail, of `rank` only.
+
+        Raises
+        ------
+        InvalidArgument
+            If there is no such rank or NIC, if a rank would have no other rail or two ranks no
+            other common one, or with ``R2CC_MODE=failstop``. Nothing has changed.
+        TransportTimeout
+            If not all ranks have agreed within ``R2CC_TIMEOUT_S``.
+        CommunicatorRevoked
+            If the communicator has ended.
+        ConcurrentCalls
+            If this is a signal handler that interrupted a blocking call.
+
+        Notes
+        -----
+        *Local*: any rank may call it, in any thread, also while a call runs in another thread. When
+        it returns, every rank has stopped using the NIC for data. The control plane may still use
+        the NIC, and does without it once it fails. *Cost*: one round of the health agreement.
+        """
+        self._set_excluded(rank, nic, is_excluded=True)
+
+    def include(self, rank: int, nic: str | int) -> None:
+        """End the exclusion of a NIC by `exclude` or ``R2CC_FAILED_NICS``.
+
+        Its paths are probed, and carry data again once the probes have succeeded. If the NIC is not
+        excluded, nothing changes.
+
+        Parameters
+        ----------
+        rank, nic
+            As for `exclude`.
+
+        Raises
+        ------
+        InvalidArgument
+            If there is no such rank or NIC, or with ``R2CC_MODE=failstop``.
+        TransportTimeout, CommunicatorRevoked, ConcurrentCalls
+            As for `exclude`.
+
+        Notes
+        -----
+        *Local*: as for `exclude`.
+        """
+        self._set_excluded(rank, nic, is_excluded=False)
+
     def repairs(self) -> tuple[Repair, ...]:
         """Return the latest repairs of this rank's paths, oldest first.
 
@@ -1396,7 +1456,8 @@ class Communicator:
         job.refuse(job.closed)
         leave_s = ABORT_S
         try:
-            successor = regroup(table, job.event_queue, job.control, self._assemble)
+            excluded = self._engine.excluded_rails()
+            successor = regroup(table, job.event_queue, job.control, self._assemble, excluded)
             leave_s = LEAVE_S
         finally:
             job.free(leave_s)
@@ -1506,6 +1567,12 @@ class Communicator:
     def _source_of(self, source: SupportsIndex) -> int:
         """Return `source` as an int; raise `InvalidArgument` if it is neither a rank nor any."""
         return ANY_SOURCE if source == ANY_SOURCE else self._rank_of(source, "source")
+
+    def _set_excluded(self, rank: int, nic: str | int, *, is_excluded: bool) -> None:
+        self._collectives.require_free()
+        of_job = self._engine.context.members[self._rank_of(rank, "rank")]
+        ports = ports_of(self._job.control.peers, of_job, nic)
+        self._engine.exclude(ports, is_excluded=is_excluded)
 
     def _rank_of(self, root: SupportsIndex, name: str = "root") -> int:
         """Return `root` as an int; raise `InvalidArgument` if it is not a rank."""

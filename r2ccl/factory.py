@@ -25,7 +25,14 @@ from r2ccl.errors import (
 from r2ccl.failover.connector import Answer, EndpointReady, Offer
 from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest
 from r2ccl.failover.failover import PortUp
-from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
+from r2ccl.failover.health.rounds import (
+    Commit,
+    ExcludeRails,
+    Prepare,
+    Promise,
+    RailsExcluded,
+    Report,
+)
 from r2ccl.failover.migration.path import Announcement, ClosePaths, ConnectPaths
 from r2ccl.failover.revocation import Leaving, Revoke, Spared
 from r2ccl.failover.shrink.protocol import Message as Shrinking
@@ -52,7 +59,7 @@ _log = logging.getLogger(__name__)
 MESSAGES: Any = (
     Announcement | ConnectPaths | ClosePaths | Revoke | PortUp | Leaving | Spared | Calling
     | Offer | Answer | EndpointReady | ProbeRequest | ProbeReply | Finding
-    | Report | Prepare | Promise | Commit
+    | Report | Prepare | Promise | Commit | ExcludeRails | RailsExcluded
     | InContext
     | Shrinking
 )  # fmt: skip

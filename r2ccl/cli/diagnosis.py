@@ -35,7 +35,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     ``/dev/infiniband/uverbs*`` and the reason why it cannot be opened, empty if it can.
     ``memlock_nbytes`` is the soft limit of locked memory, -1: unlimited. ``may_lock``: the limit
     does not apply to this process. ``interfaces`` are the network interfaces, ``cards`` the names
-    of those that are physical devices.
+    of those that are physical devices. ``hostname`` is the name of the host.
     """
 
     platform: str
@@ -53,6 +53,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     may_lock: bool = False
     interfaces: tuple[Interface, ...] = ()
     cards: tuple[str, ...] = ()
+    hostname: str = ""
 
 
 class DoctorFinding(msgspec.Struct, frozen=True):

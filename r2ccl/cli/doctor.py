@@ -68,6 +68,7 @@ def gather() -> Facts:
         may_lock=_may_lock(),
         interfaces=list_interfaces(),
         cards=tuple(path.parent.name for path in Path("/sys/class/net").glob("*/device")),
+        hostname=platform.node(),
     )
 
 

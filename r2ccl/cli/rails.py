@@ -2,7 +2,8 @@
 
 The module is a pure function of the facts of `r2ccl.cli.doctor`; `r2ccl.topology` chooses the
 rails. Invariants: the findings that are ``ok`` are the rails of a rank in a job on several hosts,
-in order, as if no interface served the rendezvous; a warning or an error has a fix.
+in order, as if no interface served the rendezvous, without the NICs that are declared failed; a
+warning or an error has a fix.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from r2ccl.cli.diagnosis import DoctorFinding, Facts, Level
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument
+from r2ccl.failover.exclusion import is_declared
 from r2ccl.topology.hcas import NO_HCA, Hca, select_hcas
 from r2ccl.topology.interfaces import VIRTUAL_PREFIXES, Interface, select
 from r2ccl.topology.names import NameFilter
@@ -34,7 +36,21 @@ def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
         )
     found = [_interface(each, nics, facts, config, names) for each in facts.interfaces]
     found += [_port(each, hcas, len(nics), facts, config) for each in facts.hcas]
-    return (*sorted(found, key=_order), *_summary(nics, hcas))
+    names = [*(nic.name for nic in nics), *(hca.label for hca in hcas)]
+    failed = [
+        is_declared(config.failed_nics, facts.hostname, rail, name)
+        for rail, name in enumerate(names)
+    ]
+    shown = [_marked(each, failed) for each in sorted(found, key=_order)]
+    return (*shown, *_summary(failed.count(False), hcas))
+
+
+def _marked(finding: DoctorFinding, failed: Sequence[bool]) -> DoctorFinding:
+    """Return the finding of a rail, marked if the rail's NIC is declared failed."""
+    if finding.level != "ok" or not failed[_number(finding)]:
+        return finding
+    says = f"{finding.says}: R2CC_FAILED_NICS declares it failed, so no data path uses it"
+    return DoctorFinding(finding.check, "skipped", says)
 
 
 def _interface(
@@ -97,8 +113,7 @@ def _why_no_port(each: Hca, facts: Facts, config: Config) -> str:
     return "has no GID to send from, see below"
 
 
-def _summary(nics: Sequence[Nic], hcas: Sequence[Hca]) -> tuple[DoctorFinding, ...]:
-    count = len(nics) + len(hcas)
+def _summary(count: int, hcas: Sequence[Hca]) -> tuple[DoctorFinding, ...]:
     if count < 2:
         return (
             DoctorFinding(
@@ -130,8 +145,12 @@ def _name(rail: int) -> str:
 
 
 def _order(finding: DoctorFinding) -> tuple[bool, int]:
+    return (finding.level != "ok", _number(finding))
+
+
+def _number(finding: DoctorFinding) -> int:
     number = finding.check.partition(" ")[2]
-    return (finding.level != "ok", int(number) if number.isdigit() else 0)
+    return int(number) if number.isdigit() else 0
 
 
 def _speed(mbps: int) -> str:

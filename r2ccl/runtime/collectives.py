@@ -118,6 +118,21 @@ class Collectives:
         """True if the caller is a signal handler that interrupted a blocking call of its thread."""
         return self._caller == get_ident()
 
+    def require_free(self) -> None:
+        """Check that the caller may wait for other ranks.
+
+        Raises
+        ------
+        ConcurrentCalls
+            If the caller is a signal handler that interrupted a blocking call of its thread.
+        R2cclError
+            If calls are refused.
+        """
+        if self._refusal is not None:
+            raise self._refusal()
+        if self.is_below:
+            raise self._concurrent()
+
     def require_seen(self) -> None:
         """Raise `CommunicatorRevoked` if an asynchronous call failed and no caller has seen it."""
         error = self._worker.unseen()

@@ -11,14 +11,16 @@ status and errors have the ranks of the job, which are the same in the job's fir
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from r2ccl.bootstrap.messages import PeerInfo
-from r2ccl.errors import CommunicatorRevoked, R2cclError
+from r2ccl.errors import CommunicatorRevoked, InvalidArgument, R2cclError, TransportTimeout
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.verdict import Verdict
 from r2ccl.failover.health.driver import HealthAgreement, Known
@@ -53,6 +55,8 @@ from r2ccl.runtime.status import (
 from r2ccl.transport.base import Registered
 from r2ccl.types import Nic
 
+#: Interval at which a thread that waits for the data loop checks whether the job has ended.
+_LOOK_S = 0.02
 #: Time for all rails to a new peer to come up; afterwards one path to the peer is enough.
 STANDBY_S = 0.5
 
@@ -234,7 +238,12 @@ class Engine:
 
     def rails(self, nics: Sequence[Nic]) -> tuple[RailHealth, ...]:
         """Return the state of every rail; ``nics[i]`` is the local NIC of rail i."""
-        return rails(self._links, self.repairs(), nics)
+        return rails(self._links, self.repairs(), nics, self.excluded_rails())
+
+    def excluded_rails(self) -> tuple[int, ...]:
+        """Return this rank's rails that are excluded, in ascending order."""
+        own = self._job.rank
+        return tuple(rail for rank, rail in sorted(self._failover.excluded) if rank == own)
 
     def memory(self, landing_nbytes: int) -> MemoryReport:
         """Return the memory in use; the landing places take `landing_nbytes` of it."""
@@ -587,6 +596,50 @@ class Engine:
         """
         return self._transport.register_device(address, nbytes)
 
+    def exclude(self, ports: Iterable[tuple[int, int]], *, is_excluded: bool) -> None:
+        """Exclude rails, or end their exclusion, and wait until all ranks know; any thread.
+
+        Parameters
+        ----------
+        ports : iterable of (int, int)
+            Rank, in the job, and rail of each.
+        is_excluded : bool
+
+        Raises
+        ------
+        InvalidArgument
+            If the ranks do not agree on health (mode failstop), or too few rails would be left.
+        TransportTimeout
+            If not all ranks know within ``R2CC_TIMEOUT_S``.
+        CommunicatorRevoked
+            If the communicator has ended. The error that ended it is left to the call in progress.
+        """
+        agreement, answers = self._failover.agreement, SimpleQueue[str]()
+        if agreement is None:
+            raise InvalidArgument(
+                "with R2CC_MODE=failstop no NIC can be excluded or included while the job runs: "
+                "set R2CC_FAILED_NICS when it starts, or use another mode"
+            )
+        self.submit(partial(agreement.exclude, ports, answers.put, is_excluded=is_excluded))
+        deadline = self._clock() + self.config.timeout_s
+        while True:
+            if self.error is not None:
+                raise self._revoked(self.error)
+            with suppress(Empty):
+                refusal = answers.get(timeout=_LOOK_S)
+                break
+            if self._clock() >= deadline:
+                raise TransportTimeout(
+                    f"rank {self._job.rank}: ranks {agreement.waits_for()} have not agreed to "
+                    f"exclude or include a NIC within R2CC_TIMEOUT_S={self.config.timeout_s:g}: "
+                    "check that they run",
+                    rank=self._job.rank,
+                )
+        if refusal:
+            raise InvalidArgument(
+                f"the NIC cannot be excluded: {refusal}; first include another one, or repair it"
+            )
+
     def leave(self) -> None:
         """Wait until every slice of every rank is confirmed.
 
@@ -674,9 +727,14 @@ class Engine:
         if not self.has_raised:
             self.has_raised = True
             raise without_frames(error)
-        raise CommunicatorRevoked(
-            f"rank {self._job.rank}: the communicator was revoked: {error}", reason=error
-        ) from error
+        raise self._revoked(error)
+
+    def _revoked(self, reason: R2cclError) -> CommunicatorRevoked:
+        error = CommunicatorRevoked(
+            f"rank {self._job.rank}: the communicator was revoked: {reason}", reason=reason
+        )
+        error.__cause__ = reason
+        return error
 
     # Descriptions of the current wait; called in any thread
 

@@ -19,6 +19,7 @@ from r2ccl.config import Config
 from r2ccl.errors import CommunicatorRevoked, R2cclError, TransportError
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.port_map import port_map_of
+from r2ccl.failover.exclusion import declared
 from r2ccl.failover.shrink.driver import EventQueue
 from r2ccl.runtime import forking
 from r2ccl.runtime.ending import Ending
@@ -118,6 +119,7 @@ class Job:
             hosts=[info.hostname for info in control.peers],
             port_map=port_map_of(self.rank, control.peers, self.rails),
             neighbors=neighbors(self.rank, self.nranks, self.nodes),
+            excluded=_excluded(self.rank, control.peers),
         )
         self.engine = Engine.of_job(context, control)
         self.homes = context.homes
@@ -259,6 +261,18 @@ class Job:
         if self._monitor is not None:
             self._monitor.close()
         self.engine.close()
+
+
+def _excluded(rank: int, peers: Sequence[PeerInfo]) -> frozenset[tuple[int, int]]:
+    """Return the rails declared failed; rank 0 logs the NICs that no rank has."""
+    ports, unknown = declared(peers)
+    if unknown and rank == 0:
+        known = dict.fromkeys(f"{info.hostname}:{nic}" for info in peers for nic in info.nics)
+        _log.warning(
+            "R2CC_FAILED_NICS names %s, which no rank of this job uses; known are %s",
+            ", ".join(unknown), ", ".join(known),
+        )  # fmt: skip
+    return ports
 
 
 def nodes_of(peers: Sequence[PeerInfo]) -> tuple[int, ...]:

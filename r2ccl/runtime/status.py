@@ -10,7 +10,7 @@ Invariant: reading the status changes nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -112,8 +112,8 @@ class PathEntry(msgspec.Struct, frozen=True):
     ----------
     peer, rail, epoch : int
     state : str
-        ``up``; ``fencing`` or ``fenced``: going down; ``down``: being reconnected; ``closed``: the
-        paths to the peer are idle and are connected when they are needed.
+        ``up``; ``fencing`` or ``fenced``: going down; ``down``: being reconnected, or excluded;
+        ``closed``: the paths to the peer are idle and are connected when they are needed.
     cause : str
         Evidence of the last failure; empty: the path has never failed.
     since_s : float
@@ -208,7 +208,8 @@ class RailHealth(msgspec.Struct, frozen=True):
     speed_mbps : int
         Nominal speed in Mbit/s; 0: unknown.
     state : str
-        ``up`` to all peers, ``down`` to all, or ``degraded``; closed paths do not count.
+        ``excluded``: the local NIC is; else ``up`` to all peers, ``down`` to all, or ``degraded``;
+        closed paths do not count.
     paths : tuple of PathEntry
         One path per rank that this rank connects data paths to.
     nrepairs : int
@@ -286,11 +287,14 @@ class AgreedHealth(msgspec.Struct, frozen=True):
         Time at which this rank received the health.
     shares : tuple of tuple of int
         Remaining bandwidth by rank and rail, in sixteenths of the whole; 0: the rail is down.
+    excluded : tuple of (int, int)
+        Rank and rail of each excluded rail.
     """
 
     version: int
     since_s: float
     shares: tuple[tuple[int, ...], ...]
+    excluded: tuple[tuple[int, int], ...] = ()
 
 
 class HeldPath(msgspec.Struct, frozen=True):
@@ -386,7 +390,7 @@ def agreed(known: Known | None) -> AgreedHealth | None:
     health, since_s = known
     rails = range(health.nrails)
     shares = (tuple(health.share(rank, rail) for rail in rails) for rank in range(health.nranks))
-    return AgreedHealth(health.version, since_s, tuple(shares))
+    return AgreedHealth(health.version, since_s, tuple(shares), health.excluded)
 
 
 def spelled(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
@@ -419,14 +423,21 @@ def link_entries(links: Links) -> tuple[LinkEntry, ...]:
     )
 
 
-def rails(links: Links, repairs: Iterable[Repair], nics: Sequence[Nic]) -> tuple[RailHealth, ...]:
-    """Return the state of every rail of this rank; ``nics[i]`` is the local NIC of rail i."""
+def rails(
+    links: Links, repairs: Iterable[Repair], nics: Sequence[Nic], excluded: Collection[int] = ()
+) -> tuple[RailHealth, ...]:
+    """Return the state of every rail of this rank.
+
+    ``nics[i]`` is the local NIC of rail i, `excluded` are the rails whose local NIC is excluded.
+    """
     found, repaired = [], Counter(repair.rail for repair in repairs)
     for rail, nic in enumerate(nics):
         on_rail = [path for key, path in dict(links.on_rails).items() if key.rail == rail]
         entries = tuple(_path(path, links) for path in on_rail)
         states = [entry.state == PathState.UP.value for entry in entries if entry.state != _CLOSED]
         state = "up" if all(states) else "degraded" if any(states) else "down"
+        if rail in excluded:
+            state = "excluded"
         found.append(
             RailHealth(rail, nic.name, nic.address, nic.speed_mbps, state, entries, repaired[rail])
         )

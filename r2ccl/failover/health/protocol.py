@@ -253,7 +253,8 @@ class Agreement:
     def adopt(self, now: float, health: Health) -> list[Action]:
         """Take the shares in `health` as the report of each rank on its own rails; for rank 0.
 
-        The communicators made from another one adopt its health, so that one report serves all.
+        The communicators made from another one adopt its health, so that one report serves all, and
+        its excluded rails.
         """
         if self.lost is not None:
             return []
@@ -261,6 +262,7 @@ class Agreement:
         for rank in range(health.nranks):
             shares = enumerate(health.shares_of(rank))
             self._coordinator.report(rank, [RailShare(rank, rail, share) for rail, share in shares])
+        self._coordinator.adopt_excluded(health.excluded)
         return self._begin(now)
 
     def exclude(self, now: float, request: ExcludeRails) -> list[Action]:

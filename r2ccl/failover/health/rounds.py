@@ -321,18 +321,22 @@ class Coordinator:
         before = self._findings.merged(self._newest, self._excluded)
         after = self._findings.merged(self._newest, wanted)
         refusal = _without_rail(before, after, wanted - self._excluded)
-        if not refusal and wanted != self._excluded:
+        if not refusal:
+            self.adopt_excluded(wanted)
+        return RailsExcluded(request.number, self._excluded_from, refusal)
+
+    def adopt_excluded(self, excluded: Iterable[tuple[int, int]]) -> None:
+        """Exclude exactly these rails from the next round on."""
+        wanted = frozenset(excluded)
+        if wanted != self._excluded:
             self._excluded, self._has_news = wanted, True
             self._excluded_from = self._newest.version + 1
-        return RailsExcluded(request.number, self._excluded_from, refusal)
 
     def begin(self, now: float) -> Prepare | None:
         """Begin a round if news change the health, no round is running and the pause is over.
 
-        A request may have been undone by a later one; it still gets the version that its answer
-        names.
-
-        Return the message that begins the round, or None.
+        Return the message that begins the round, or None. A request that a later one has undone
+        still gets the version that its answer names.
         """
         if not self._has_news or self._is_running or now < self._rest_until:
             return None

@@ -33,6 +33,7 @@ def examine(
         hcas=hcas,
         interfaces=interfaces,
         cards=("eth0", "eth1"),
+        hostname="node7",
     )
     return list(examine_rails(facts, Config(**settings)))  # type: ignore[arg-type]
 
@@ -138,3 +139,12 @@ def test_no_rail_at_all_is_an_error(settings: dict[str, object], why: str) -> No
     assert found.level == "error"
     assert why in found.says
     assert found.fix
+
+
+def test_a_nic_declared_failed_is_no_rail_that_is_ok() -> None:
+    findings = examine(ETH0, ETH1, failed_nics="node8:eth0,node7:eth1")
+    assert about("eth0", findings).level == "ok"
+    failed = about("eth1", findings)
+    assert (failed.check, failed.level) == ("rail 1", "skipped")
+    assert "R2CC_FAILED_NICS declares it failed" in failed.says
+    assert any("only one rail" in each.says for each in findings)

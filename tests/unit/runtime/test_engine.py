@@ -11,8 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from r2ccl.clock import Clock
 from r2ccl.config import Config
-from r2ccl.errors import CommunicatorRevoked, InternalError
+from r2ccl.errors import (
+    CommunicatorRevoked,
+    InternalError,
+    InvalidArgument,
+    PeerLost,
+    TransportTimeout,
+)
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.migration.links import Links
 from r2ccl.planning.plan_cache import Plan
@@ -41,10 +48,10 @@ class Still:
         return lambda *args, **kwargs: None
 
 
-def make_engine() -> tuple[Engine, Still]:
+def make_engine(rank: int = 0, clock: Clock = lambda: 0.0, **settings: Any) -> tuple[Engine, Still]:
     still = Still()
     stand_in: Any = still
-    context = RankContext(0, 3, stand_in, stand_in, Config(), lambda: 0.0)
+    context = RankContext(rank, 3, stand_in, stand_in, Config(**settings), clock)
     return Engine.of_job(context, stand_in), still
 
 
@@ -155,3 +162,39 @@ def test_nobody_sleeps_while_kernels_are_under_way() -> None:
     engine.run(plan(), lambda *_: [run], kernels)
     assert slept == [0.0] * 50
     assert not engine._progress.is_computing
+
+
+# Excluded rails
+
+
+def test_an_order_that_no_rank_answers_times_out() -> None:
+    ticks = itertools.count()
+    engine, _ = make_engine(1, lambda: float(next(ticks)), timeout_s=20.0)
+    with pytest.raises(TransportTimeout, match="have not agreed to exclude or include"):
+        engine.exclude([(1, 0)], is_excluded=True)
+    engine.check()
+
+
+def test_an_order_that_is_refused_changes_nothing() -> None:
+    engine, _ = make_engine()
+    with pytest.raises(InvalidArgument, match="rank 2 would have no rail left; first include"):
+        engine.exclude([(2, 0)], is_excluded=True)
+    assert engine.excluded_rails() == ()
+    engine.exclude([(2, 0)], is_excluded=False)
+    engine.check()
+
+
+def test_the_error_that_ends_a_communicator_is_left_to_its_call() -> None:
+    engine, _ = make_engine()
+    engine.on_peer_lost(2, "silent", 1.0)
+    with pytest.raises(CommunicatorRevoked, match=r"was revoked: .*silent") as caught:
+        engine.exclude([(2, 0)], is_excluded=True)
+    assert isinstance(caught.value.reason, PeerLost)
+    with pytest.raises(PeerLost):
+        engine.check()
+
+
+def test_mode_failstop_excludes_nothing() -> None:
+    engine, _ = make_engine(mode="failstop")
+    with pytest.raises(InvalidArgument, match="R2CC_MODE=failstop"):
+        engine.exclude([(2, 0)], is_excluded=True)

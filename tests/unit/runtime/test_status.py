@@ -18,6 +18,8 @@ from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.config import Config
 from r2ccl.errors import PeerLost, TransportTimeout
 from r2ccl.failover.context import RankContext
+from r2ccl.failover.health.driver import Known
+from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import Announcement, ClosePaths, PathState
 from r2ccl.failover.revocation import Leaving
@@ -305,6 +307,17 @@ def test_paths_closed_as_idle_are_no_failure() -> None:
     report = str(status.HealthReport(0, 2.0, rails, world.engine.memory(0)))
     assert "to rank 1" not in report
     assert world.read().paths[0].state == "closed"
+
+
+def test_health_and_status_show_what_is_excluded() -> None:
+    world = ready(1, 2)
+    world.engine._failover.excluded = frozenset(((0, 1), (2, 0)))
+    own, other = world.engine.rails(NICS)
+    assert (own.state, other.state) == ("up", "excluded")
+    health = Health.whole(3, 2, "", [(2, 0)])
+    assert status.agreed(Known(health, 1.0)) == status.AgreedHealth(
+        0, 1.0, ((16, 16), (16, 16), (0, 16)), ((2, 0),)
+    )
 
 
 def test_after_the_end_the_status_says_why() -> None:

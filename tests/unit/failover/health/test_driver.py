@@ -315,3 +315,15 @@ def test_an_order_about_no_rail_is_refused_at_once() -> None:
     with pytest.raises(InvalidArgument, match="rail 7 of rank 1"):
         order(world, 2, (1, 7))
     assert not world.queue
+
+
+def test_a_health_that_is_adopted_brings_its_excluded_rails() -> None:
+    world = World(excluded=((2, 1),))
+    agreement = world.agreements[0]
+    health = agreement.known.health
+    agreement.adopt(health.changed((), [OUT]))
+    world.deliver()
+    assert [each.known.health.excluded for each in world.agreements] == [(OUT,)] * 3
+    agreement.adopt(Health.whole(3, 2))
+    pause(world)
+    assert world.agreements[2].known.health.degraded() == ()
