@@ -493,7 +493,8 @@ class Engine:
             self.peers = plan.layout.peers
             self.is_calling = is_calling = True
             try:
-                links.begin(calls, plan.signature, self._in_job(plan.pairs))
+                pairs = self._in_job(plan.pairs) if plan.pairs else None
+                links.begin(calls, plan.signature, pairs)
                 runs = make(plan, links)
                 consumers: dict[int, Consumer] = {}
                 for run in runs:
@@ -526,12 +527,8 @@ class Engine:
             self._control.call_soon(loop.serve)
         loop.send_rest()
 
-    def _in_job(
-        self, pairs: Mapping[tuple[int, bool], int] | None
-    ) -> Mapping[tuple[int, bool], int] | None:
+    def _in_job(self, pairs: Mapping[tuple[int, bool], int]) -> Mapping[tuple[int, bool], int]:
         """Return the signatures of pairs with the peers' ranks in the job."""
-        if not pairs or not self.context.context_id:
-            return pairs
         members = self.context.members
         return {(members[peer], is_sent): each for (peer, is_sent), each in pairs.items()}
 

@@ -830,8 +830,10 @@ def test_the_ranks_of_a_pair_compare_their_counts(mine: int, theirs: int, is_ear
     if is_early:
         world.transport.events = [arrived]
         world.progress.step()
-    world.links.begin(pair(-1), {(A.peer, False): pair(mine), (A.peer, True): pair(7)})
-    world.progress.begin()
+    world.links.begin(
+        world.links.calls_of(0), pair(-1), {(A.peer, False): pair(mine), (A.peer, True): pair(7)}
+    )
+    world.progress.begin(world.links.calls_of(0))
     if not is_early:
         world.transport.events = [arrived]
         world.progress.step()
@@ -846,7 +848,9 @@ def test_the_ranks_of_a_pair_compare_their_counts(mine: int, theirs: int, is_ear
 
 def test_a_receivers_count_is_compared_by_the_sender() -> None:
     world = World()
-    world.links.begin(pair(-1), {(A.peer, False): pair(1), (A.peer, True): pair(7)})
+    world.links.begin(
+        world.links.calls_of(0), pair(-1), {(A.peer, False): pair(1), (A.peer, True): pair(7)}
+    )
     world.transport.events = [Cleared(A, Frame(0, 0, 0, 1, pair(9)), 36, object())]
     world.progress.step()
     assert isinstance(world.revocation.error, InvalidArgument)
@@ -857,8 +861,8 @@ def test_a_receivers_count_is_compared_by_the_sender() -> None:
 @pytest.mark.parametrize("collective", [Collective.ALLTOALLV, Collective.GATHERV])
 def test_the_kind_of_a_finished_call_is_still_compared(collective: Collective) -> None:
     world = World()
-    world.links.begin(pair(-1), {(A.peer, False): pair(1)})
-    world.links.begin(7)
+    world.links.begin(world.links.calls_of(0), pair(-1), {(A.peer, False): pair(1)})
+    world.links.begin(world.links.calls_of(0), 7)
     frame = Frame(0, 0, 0, 1, pair(99, collective))
     world.transport.events = [Arrived(A, frame, memoryview(b"late"), 0.0)]
     world.progress.step()
