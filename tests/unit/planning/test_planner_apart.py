@@ -15,13 +15,16 @@ from r2ccl.planning.cost_model import Fabric, Rates
 from r2ccl.planning.planner import Planner
 from r2ccl.schedule.check import check
 from r2ccl.schedule.ir import Schedule
-from r2ccl.types import CallSignature, Collective, ReduceOp
+from r2ccl.types import PAIRWISE, PREFIXES, CallSignature, Collective, ReduceOp
 
 MIB = 1 << 20
 RATES = Rates(100_000, 25_000_000)
 NRAILS = 3
 
 Rows = list[tuple[int, ...]]
+#: Collectives in which no third rank can forward (no rank knows the parts of others), or in which
+#: the order of ranks is fixed: pairs without a common rail use a bypass.
+FIXED = PAIRWISE | PREFIXES | {Collective.ALLTOALL}
 
 
 def meet(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -73,7 +76,8 @@ def test_every_collective_is_bridged_whatever_is_lost(
             choice = planner.plan(call, nbytes, health, is_bandwidth_sample=is_sample)
             schedule = choice.schedule
             check(schedule)
-            assert not without_a_way(schedule, rows, nodes)
+            if collective not in FIXED:
+                assert not without_a_way(schedule, rows, nodes)
 
 
 def test_traffic_without_a_way_is_not_free() -> None:
