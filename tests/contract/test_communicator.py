@@ -253,6 +253,10 @@ def test_losing_a_rail_changes_no_part(collective: str) -> None:
     assert reports[1][1] >= 1
 
 
+def test_parts_are_exchanged_in_communicators_of_some_ranks() -> None:
+    assert launch(programs.exchanges_among_some, 5, timeout_s=TIMEOUT_S) == [[]] * 5
+
+
 def test_registered_memory_is_reduced_like_any_other() -> None:
     assert launch(programs.registered, 2, timeout_s=TIMEOUT_S) == [True, True]
 

@@ -785,6 +785,14 @@ def lose_a_rail_in(collective: str) -> tuple[bool, int]:
         return results[0] == results[1], len(comm.repairs())
 
 
+def exchanges_among_some() -> list[str]:
+    """Exchange parts of all sizes in communicators of the odd and of the even ranks."""
+    with r2ccl.init() as job, job.split(job.rank % 2, -job.rank) as comm:
+        wrong = list(_alltoallv(comm, "float32", 100_003))
+        sizes = [5, 100_003, 0, 7][: comm.nranks]
+        return wrong + list(_unequal_parts(comm, "int64", sizes))
+
+
 def registered() -> bool:
     """Reduce registered memory, during and after its registration."""
     with r2ccl.init() as comm:
