@@ -28,7 +28,7 @@ from r2ccl.planning.lowering import Layout, limit_windows, lower, renumbered
 from r2ccl.planning.planner import Explanation, Planner
 from r2ccl.schedule.check import check, check_order
 from r2ccl.schedule.chunks import Parts
-from r2ccl.schedule.ir import OpKind, RankProgram, Schedule
+from r2ccl.schedule.ir import Schedule
 from r2ccl.types import DIRECT, ORDERED_OP, PAIRWISE, PREFIXES, CallSignature
 
 
@@ -325,9 +325,8 @@ class PlanCache:
         placement = choice.placement
         is_bulk = placement.edges and nbytes > self.fabric.inlet_nbytes
         whole_nbytes = self._whole_nbytes() if choice.name == "direct" else 0
-        program = choice.schedule.program(self._rank)
         layout = lower(
-            program,
+            choice.schedule.program(self._rank),
             call.count,
             itemsize,
             slice_nbytes=choice.slice_nbytes,
@@ -342,15 +341,17 @@ class PlanCache:
         layout = limit_windows(layout, len(self.fabric.homes), self.fabric.inlet_nbytes)
         if self.place is not None:
             layout = self.place(layout)
-        if call.collective in PAIRWISE:  # different from the signature of every pair
-            call = msgspec.structs.replace(call, count=-1)
+        pairs = None
+        if call.collective in PAIRWISE:
+            pairs = _pairs(call, layout)
+            call = msgspec.structs.replace(call, count=-1)  # equals the signature of no pair
         return Plan(
             call.pack(),
             layout,
             reduce,
             finish,
             choice.is_bandwidth_sample,
-            None if parts is None else _pairs(call, program, parts),
+            pairs,
         )
 
     def _whole_nbytes(self) -> int:
@@ -410,19 +411,16 @@ class PlanCache:
             self._checked.add(key)
 
 
-def _pairs(
-    call: CallSignature, program: RankProgram, parts: Parts
-) -> dict[tuple[int, bool], int] | None:
-    """Return `Plan.pairs` of a direct exchange."""
-    if call.collective not in PAIRWISE:
-        return None
-    found = {}
-    for op in program.channels[0]:
-        if op.peer >= 0:
-            is_sent = op.kind == OpKind.SEND
-            lo, hi = (parts.inputs if is_sent else parts.outputs)[op.chunk]
-            found[op.peer, is_sent] = msgspec.structs.replace(call, count=hi - lo).pack()
-    return found
+def _pairs(call: CallSignature, layout: Layout) -> dict[tuple[int, bool], int]:
+    """Return `Plan.pairs` of a direct exchange: the elements of all slices of a pair, signed."""
+    counts: dict[tuple[int, bool], int] = {}
+    for lane in layout.lanes:
+        for is_sent, ways in ((True, lane.sends), (False, lane.recvs)):
+            for way in ways:
+                cuts = [lane.steps[index].cuts for index in way.steps]
+                count = sum(each[-1] - each[0] for each in cuts)
+                counts[way.peer, is_sent] = counts.get((way.peer, is_sent), 0) + count
+    return {key: msgspec.structs.replace(call, count=count).pack() for key, count in counts.items()}
 
 
 #: Health version, call, whether the plan is a bandwidth sample, the user's schedule, and the places

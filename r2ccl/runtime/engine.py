@@ -10,7 +10,7 @@ status and errors have the ranks of the job, which are the same in the job's fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from queue import Empty, SimpleQueue
@@ -493,8 +493,7 @@ class Engine:
             self.peers = plan.layout.peers
             self.is_calling = is_calling = True
             try:
-                pairs = self._in_job(plan.pairs) if plan.pairs else None
-                links.begin(calls, plan.signature, pairs)
+                links.begin(calls, plan.signature, plan.pairs)
                 runs = make(plan, links)
                 consumers: dict[int, Consumer] = {}
                 for run in runs:
@@ -526,11 +525,6 @@ class Engine:
         if loop.inbox:
             self._control.call_soon(loop.serve)
         loop.send_rest()
-
-    def _in_job(self, pairs: Mapping[tuple[int, bool], int]) -> Mapping[tuple[int, bool], int]:
-        """Return the signatures of pairs with the peers' ranks in the job."""
-        members = self.context.members
-        return {(members[peer], is_sent): each for (peer, is_sent), each in pairs.items()}
 
     def _connect(self, peers: frozenset[int]) -> None:
         """Connect data paths to those of the ranks of a plan that have none; wait for them."""
