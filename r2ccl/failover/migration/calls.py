@@ -66,11 +66,14 @@ class Calls(Generic[_C]):
         self.consumers = {}
 
     def skip_to(self, op: int) -> None:
-        """Number the next call `op` + 1, above all numbers that this context id had before."""
+        """Number the next call `op` + 1, above all numbers that this context id had before.
+
+        Calls above `op` are kept: a peer may use the new communicator before this rank has made it.
+        """
         assert op >= self.op
         self.op = op
-        self.ahead.clear()
-        self.seen.clear()
+        self.ahead = {number: seen for number, seen in self.ahead.items() if number > op}
+        self.seen = {peer: number for peer, number in self.seen.items() if number > op}
 
 
 def context_of(channel: int) -> int:

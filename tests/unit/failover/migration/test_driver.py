@@ -818,6 +818,21 @@ def test_every_call_seen_ahead_is_held_against_this_ranks(signatures: tuple[int,
     assert isinstance(world.revocation.error, InvalidArgument)
 
 
+def test_a_call_seen_before_its_communicator_is_made_is_compared() -> None:
+    world = World()
+    calls = world.links.calls_of(0)
+    world.transport.events = [
+        Arrived(A, Frame(0, seq, 0, op, 8), memoryview(b"early"), 0.0)
+        for seq, op in enumerate((3, 6))
+    ]
+    world.progress.step()
+    calls.skip_to(5)
+    assert list(calls.ahead) == [6]
+    world.links.begin(calls, 7)
+    world.progress.begin(calls)
+    assert isinstance(world.revocation.error, InvalidArgument)
+
+
 def pair(count: int, collective: Collective = Collective.ALLTOALLV) -> int:
     return CallSignature(collective, 0, 0, count).pack()
 
