@@ -33,7 +33,7 @@ _NATIVE = "@=<" if sys.byteorder == "little" else "@=>"
 _HOST_DEVICES = (1, 3, 11)
 
 
-class BufferSpec(msgspec.Struct, frozen=True, eq=False):
+class Message(msgspec.Struct, frozen=True, eq=False):
     """Elements in the memory of the caller.
 
     Parameters
@@ -118,7 +118,7 @@ def is_in_place(spec: Any) -> bool:
     return spec is None or spec is MPI.IN_PLACE
 
 
-def message(spec: Any, *, writable: bool, nblocks: int = 1) -> BufferSpec:
+def message(spec: Any, *, writable: bool, nblocks: int = 1) -> Message:
     """Read a specification.
 
     Parameters
@@ -161,7 +161,7 @@ def message(spec: Any, *, writable: bool, nblocks: int = 1) -> BufferSpec:
     if count:
         _require_usable(datatype)
         _require_room(memory.size, count * nblocks, datatype)
-    return BufferSpec(memory, count, nblocks, datatype)
+    return Message(memory, count, nblocks, datatype)
 
 
 def _parts(spec: Any) -> tuple[Any, Any, Any, Any]:
@@ -330,4 +330,4 @@ def _require_room(nbytes: int, count: int, datatype: Any) -> None:
         )
 
 
-__all__ = ["Array", "BufferSpec", "is_in_place", "message"]
+__all__ = ["Array", "Message", "is_in_place", "message"]

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from r2ccl.interop.mpi.buffers import BufferSpec, is_in_place, message
+from r2ccl.interop.mpi.buffers import Message, is_in_place, message
 from r2ccl.interop.mpi.errors import MpiError
 from r2ccl.interop.mpi.operations import reduction
 
@@ -176,7 +176,7 @@ def _pickled(obj: Any) -> Any:
     return np.frombuffer(bytearray(MPI.pickle.dumps(obj)), np.uint8)
 
 
-def _input(sendbuf: Any, received: BufferSpec, nblocks: int = 1) -> BufferSpec:
+def _input(sendbuf: Any, received: Message, nblocks: int = 1) -> Message:
     """Read the input of a reduction, which must have the datatype and block of `received`."""
     sent = message(sendbuf, writable=False, nblocks=nblocks)
     if sent.datatype != received.datatype:
