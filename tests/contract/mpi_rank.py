@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from contract import mpi_exchanges
 
 Case = Callable[[Any, Any], Any]
 
@@ -742,6 +743,9 @@ def error_of_a_second_start(MPI: Any, comm: Any) -> Any:
 @case
 def error_of_free_of_the_world(MPI: Any, comm: Any) -> Any:
     comm.Free()
+
+
+CASES |= mpi_exchanges.CASES
 
 
 def outcome(function: Case, MPI: Any, comm: Any) -> Any:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -65,6 +64,10 @@ class Message(msgspec.Struct, frozen=True, eq=False):
             return True
         datatype = self.datatype
         return bool(datatype.is_predefined and datatype.size == datatype.extent)
+
+    def part(self, data: Array, rank: int) -> Array:
+        """Return the part of `data`, made by `data`, that is the block of `rank`."""
+        return data[rank * self.block_nbytes : (rank + 1) * self.block_nbytes]
 
     def data(self, *, writable: bool) -> Array:
         """Return bytes for a call of r2ccl: the caller's memory if possible, otherwise new memory.
@@ -140,14 +143,9 @@ def message(spec: Any, *, writable: bool, nblocks: int = 1) -> Message:
         ``ERR_BUFFER`` for ``MPI.BOTTOM`` and memory of a GPU, ``ERR_TYPE`` for a datatype that is
         null or not committed.
     """
-    owner, count, displacement, datatype = _parts(spec)
-    if owner is MPI.BOTTOM:
-        raise MpiError(
-            "MPI.BOTTOM, which means absolute addresses, was given: pass the array itself",
-            MPI.ERR_BUFFER,
-        )
-    memory = _memory(owner, writable=writable)
-    datatype = _datatype(owner, datatype)
+    owner, count, displacement, datatype = parts_of(spec, (list, tuple))
+    memory = memory_of(owner, writable=writable)
+    datatype = datatype_of(owner, datatype)
     offset = _offset(displacement, datatype, memory.size)
     memory = memory[offset:]
     if count is not None:
@@ -159,18 +157,26 @@ def message(spec: Any, *, writable: bool, nblocks: int = 1) -> Message:
     else:
         count = _inferred(memory.size, datatype, nblocks)
     if count:
-        _require_usable(datatype)
-        _require_room(memory.size, count * nblocks, datatype)
+        require_usable(datatype)
+        require_room(memory.size, count * nblocks, datatype)
     return Message(memory, count, nblocks, datatype)
 
 
-def _parts(spec: Any) -> tuple[Any, Any, Any, Any]:
-    """Return memory, count, displacement and datatype; None: not given."""
+def parts_of(spec: Any, pairs: tuple[type, ...]) -> tuple[Any, Any, Any, Any]:
+    """Return memory, count, displacement and datatype; None: not given.
+
+    Parameters
+    ----------
+    spec : object
+    pairs : tuple of type
+        Types of a pair of a count and a displacement.
+    """
     if not isinstance(spec, list | tuple):
         if not _is_memory(spec):
             raise TypeError("message: expecting buffer or list/tuple")
         return spec, None, None, None
-    count = displacement = datatype = None
+    count: Any = None
+    displacement = datatype = None
     if len(spec) == 2:
         owner, second = spec
         if isinstance(second, MPI.Datatype | str):
@@ -184,15 +190,11 @@ def _parts(spec: Any) -> tuple[Any, Any, Any, Any]:
         return owner, count, displacement, datatype
     else:
         raise ValueError("message: expecting 2 to 4 items")
-    if isinstance(count, list | tuple):
-        count, displacement = _pair(count)
+    if type(count) in pairs:
+        if len(count) != 2:
+            raise ValueError(f"message: expecting (count, displacement), not {len(count)} values")
+        count, displacement = count
     return owner, count, displacement, datatype
-
-
-def _pair(values: Sequence[Any]) -> tuple[Any, Any]:
-    if len(values) != 2:
-        raise ValueError(f"message: expecting (count, displacement), not {len(values)} values")
-    return values[0], values[1]
 
 
 def _is_memory(owner: Any) -> bool:
@@ -205,10 +207,23 @@ def _is_memory(owner: Any) -> bool:
     return True
 
 
-def _memory(owner: Any, *, writable: bool) -> Array:
-    """View the memory of `owner` as bytes."""
+def memory_of(owner: Any, *, writable: bool) -> Array:
+    """View the memory of `owner` as bytes; of None, no bytes.
+
+    Raises
+    ------
+    MpiError
+        ``ERR_BUFFER`` for ``MPI.BOTTOM`` and memory of a GPU.
+    BufferError, TypeError
+        If it is not contiguous, is read-only although `writable` is true, or `owner` has none.
+    """
     if owner is None:
         return np.empty(0, np.uint8)
+    if owner is MPI.BOTTOM:
+        raise MpiError(
+            "MPI.BOTTOM, which means absolute addresses, was given: pass the array itself",
+            MPI.ERR_BUFFER,
+        )
     _require_host(owner)
     return np.asarray(MPI.buffer.frombuffer(owner, readonly=not writable))
 
@@ -228,7 +243,7 @@ def _require_host(owner: Any) -> None:
         )
 
 
-def _datatype(owner: Any, given: Any) -> Any:
+def datatype_of(owner: Any, given: Any) -> Any:
     """Return the datatype that was given, or that of the elements of `owner`."""
     if isinstance(given, MPI.Datatype):
         return given
@@ -261,7 +276,7 @@ def _offset(displacement: Any, datatype: Any, nbytes: int) -> int:
         raise ValueError(f"message: negative displacement {displacement}")
     if displacement == 0:
         return 0
-    extent = _extent(datatype, "handle displacement")
+    extent = extent_of(datatype, "handle displacement")
     if displacement * extent > nbytes:
         raise ValueError(
             f"message: displacement {displacement} out of bounds, number of datatype entries "
@@ -274,7 +289,7 @@ def _inferred(nbytes: int, datatype: Any, nblocks: int) -> int:
     """Return the number of elements of each of `nblocks` blocks that fill `nbytes`."""
     if not nbytes:
         return 0
-    extent = _extent(datatype, "infer count")
+    extent = extent_of(datatype, "infer count")
     entries, rest = divmod(nbytes, extent)
     if rest:
         raise ValueError(
@@ -289,7 +304,8 @@ def _inferred(nbytes: int, datatype: Any, nblocks: int) -> int:
     return int(entries // nblocks)
 
 
-def _extent(datatype: Any, purpose: str) -> int:
+def extent_of(datatype: Any, purpose: str) -> int:
+    """Return the extent of `datatype`; raise ValueError if it is not positive."""
     if datatype == MPI.DATATYPE_NULL:
         raise ValueError(f"message: cannot {purpose}, datatype is null")
     extent = int(datatype.extent)
@@ -301,7 +317,7 @@ def _extent(datatype: Any, purpose: str) -> int:
     return extent
 
 
-def _require_usable(datatype: Any) -> None:
+def require_usable(datatype: Any) -> None:
     """Raise the error of MPI if `datatype` is null or not committed."""
     if datatype == MPI.DATATYPE_NULL:
         raise MpiError("the datatype is MPI.DATATYPE_NULL: pass one of the elements", MPI.ERR_TYPE)
@@ -320,7 +336,8 @@ def _require_usable(datatype: Any) -> None:
         )
 
 
-def _require_room(nbytes: int, count: int, datatype: Any) -> None:
+def require_room(nbytes: int, count: int, datatype: Any) -> None:
+    """Raise ValueError if `count` elements do not fit in `nbytes`."""
     first, last = datatype.true_lb, (count - 1) * datatype.extent + datatype.true_ub
     if first < 0 or last > nbytes:
         raise ValueError(
@@ -330,4 +347,15 @@ def _require_room(nbytes: int, count: int, datatype: Any) -> None:
         )
 
 
-__all__ = ["Array", "Message", "is_in_place", "message"]
+__all__ = [
+    "Array",
+    "Message",
+    "datatype_of",
+    "extent_of",
+    "is_in_place",
+    "memory_of",
+    "message",
+    "parts_of",
+    "require_room",
+    "require_usable",
+]

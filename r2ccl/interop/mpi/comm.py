@@ -22,19 +22,13 @@ from typing import Any, NoReturn
 from mpi4py import MPI
 
 from r2ccl import Communicator, init
-from r2ccl.interop.mpi import collectives
+from r2ccl.interop.mpi import exchanges, objects, reductions
+from r2ccl.interop.mpi.calls import Call
 from r2ccl.interop.mpi.errors import MpiError, handled
 from r2ccl.interop.mpi.requests import MpiPrequest, MpiRequest
 
 #: Communication that runs on MPI because `Communicator` has no method for it yet.
 _NOT_YET = """
-    Gather Igather Gather_init gather Gatherv Igatherv Gatherv_init
-    Scatter Iscatter Scatter_init scatter Scatterv Iscatterv Scatterv_init
-    Allgatherv Iallgatherv Allgatherv_init
-    Alltoall Ialltoall Alltoall_init alltoall Alltoallv Ialltoallv Alltoallv_init
-    Alltoallw Ialltoallw Alltoallw_init
-    Reduce_scatter Ireduce_scatter Reduce_scatter_init reduce
-    Scan Iscan Scan_init scan Exscan Iexscan Exscan_init exscan
     Send Isend Send_init send isend Ssend Issend Ssend_init ssend issend
     Bsend Ibsend Bsend_init bsend ibsend Rsend Irsend Rsend_init
     Recv Irecv Recv_init recv irecv
@@ -68,7 +62,7 @@ _INSTEAD = {
 }
 
 
-def _forms(make: Callable[..., collectives.Call]) -> tuple[Any, Any, Any]:
+def _forms(make: Callable[..., Call]) -> tuple[Any, Any, Any]:
     """Return the blocking, the nonblocking and the persistent method of a collective."""
     info = inspect.Parameter("info", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=MPI.INFO_NULL)
     plain = inspect.signature(make)
@@ -159,18 +153,37 @@ class Comm(MPI.Intracomm):
             raise MpiError("the communicator was freed: make another one", MPI.ERR_COMM)
         return self._communicator
 
-    Allreduce, Iallreduce, Allreduce_init = _forms(collectives.allreduce)
-    Reduce, Ireduce, Reduce_init = _forms(collectives.reduce)
+    Allreduce, Iallreduce, Allreduce_init = _forms(reductions.allreduce)
+    Reduce, Ireduce, Reduce_init = _forms(reductions.reduce)
+    Reduce_scatter, Ireduce_scatter, Reduce_scatter_init = _forms(reductions.reduce_scatter)
     Reduce_scatter_block, Ireduce_scatter_block, Reduce_scatter_block_init = _forms(
-        collectives.reduce_scatter_block
+        reductions.reduce_scatter_block
     )
-    Bcast, Ibcast, Bcast_init = _forms(collectives.bcast)
-    Allgather, Iallgather, Allgather_init = _forms(collectives.allgather)
-    Barrier, Ibarrier, Barrier_init = _forms(collectives.barrier)
-    bcast = _objects(collectives.bcast_object)
-    allgather = _objects(collectives.allgather_objects)
-    allreduce = _objects(collectives.allreduce_objects)
+    Scan, Iscan, Scan_init = _forms(reductions.scan)
+    Exscan, Iexscan, Exscan_init = _forms(reductions.exscan)
+
+    Barrier, Ibarrier, Barrier_init = _forms(exchanges.barrier)
+    Bcast, Ibcast, Bcast_init = _forms(exchanges.bcast)
+    Gather, Igather, Gather_init = _forms(exchanges.gather)
+    Gatherv, Igatherv, Gatherv_init = _forms(exchanges.gatherv)
+    Allgather, Iallgather, Allgather_init = _forms(exchanges.allgather)
+    Allgatherv, Iallgatherv, Allgatherv_init = _forms(exchanges.allgatherv)
+    Scatter, Iscatter, Scatter_init = _forms(exchanges.scatter)
+    Scatterv, Iscatterv, Scatterv_init = _forms(exchanges.scatterv)
+    Alltoall, Ialltoall, Alltoall_init = _forms(exchanges.alltoall)
+    Alltoallv, Ialltoallv, Alltoallv_init = _forms(exchanges.alltoallv)
+    Alltoallw, Ialltoallw, Alltoallw_init = _forms(exchanges.alltoallw)
+
     barrier = Barrier
+    bcast = _objects(objects.bcast)
+    gather = _objects(objects.gather)
+    allgather = _objects(objects.allgather)
+    scatter = _objects(objects.scatter)
+    alltoall = _objects(objects.alltoall)
+    reduce = _objects(objects.reduce)
+    allreduce = _objects(objects.allreduce)
+    scan = _objects(objects.scan)
+    exscan = _objects(objects.exscan)
 
     def Split(self, color: int = 0, key: int = 0) -> Any:
         """Return the communicator of the ranks with this `color`, ordered by `key` and rank.

@@ -16,7 +16,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from r2ccl.interop.mpi.collectives import Call
+from r2ccl.interop.mpi.calls import Call
 from r2ccl.interop.mpi.errors import MpiError, handled
 
 #: Pause between two looks at several requests. A thread of r2ccl moves the data meanwhile.

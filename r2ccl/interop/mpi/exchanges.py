@@ -1,0 +1,272 @@
+"""Collectives of mpi4py that move data, with their arguments, as calls of a `Communicator`.
+
+The functions are as in `reductions`. Those whose names end in ``v`` have blocks with counts and
+displacements of their own.
+
+Invariant: r2ccl gets bytes, so the ranks of a call may describe the same elements with different
+datatypes, as MPI allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+from mpi4py import MPI
+
+from r2ccl.interop.mpi.buffers import Message, is_in_place, message
+from r2ccl.interop.mpi.calls import Call, nothing, root_of
+from r2ccl.interop.mpi.errors import MpiError
+from r2ccl.interop.mpi.vectors import VectorMessage, vector, vector_of_datatypes
+
+#: Takes the bytes to send, the bytes to receive, and ``async_op``; runs a collective of r2ccl.
+Run: TypeAlias = Callable[[Any, Any, bool], Any]
+
+
+def barrier(comm: Any) -> Call:
+    """Wait for all ranks, as mpi4py's Barrier."""
+
+    def start(is_async: bool) -> Any:
+        # The sum needs every rank, so it is complete only after all ranks have called.
+        mark = np.zeros(1, np.uint8)
+        communicator = comm.communicator
+        return communicator.allreduce(mark, async_op=True) if is_async else communicator.barrier()
+
+    return Call(start)
+
+
+def bcast(comm: Any, buf: Any, root: int = 0) -> Call:
+    """Send `buf` of rank `root` to all ranks, as mpi4py's Bcast."""
+    root = root_of(comm, root)
+    is_root = comm.rank == root
+    sent = message(buf, writable=not is_root)
+    data = sent.data(writable=True)
+
+    def start(is_async: bool) -> Any:
+        if is_root:
+            sent.pack(data)
+        return comm.communicator.broadcast(data, root=root, async_op=is_async)
+
+    return Call(start, nothing if is_root else lambda: sent.unpack(data))
+
+
+def gather(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
+    """Gather `sendbuf` of every rank in `recvbuf` of rank `root`, as mpi4py's Gather."""
+    root = root_of(comm, root)
+
+    def run(x: Any, out: Any, is_async: bool) -> Any:
+        return comm.communicator.gather(x, out, root, async_op=is_async)
+
+    if comm.rank != root:
+        return _sending(sendbuf, run)
+    return _gathering(comm, sendbuf, message(recvbuf, writable=True, nblocks=comm.size), run)
+
+
+def gatherv(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
+    """Gather blocks of any size in `recvbuf` of rank `root`, as mpi4py's Gatherv."""
+    root = root_of(comm, root)
+    communicator = comm.communicator
+    if comm.rank != root:
+        return _sending(
+            sendbuf, lambda x, out, is_async: communicator.gatherv(x, None, root, async_op=is_async)
+        )
+    into = vector(recvbuf, writable=True, nblocks=comm.size)
+    counts, displs = into.counts, into.displs
+    return _gathering(
+        comm,
+        sendbuf,
+        into,
+        lambda x, out, is_async: communicator.gatherv(
+            x, out, root, counts=counts, displs=displs, async_op=is_async
+        ),
+    )
+
+
+def allgather(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
+    """Gather `sendbuf` of every rank in `recvbuf` of every rank, as mpi4py's Allgather."""
+    into = message(recvbuf, writable=True, nblocks=comm.size)
+    run = comm.communicator.allgather
+    return _gathering(comm, sendbuf, into, lambda x, out, is_async: run(x, out, async_op=is_async))
+
+
+def allgatherv(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
+    """Gather blocks of any size in `recvbuf` of every rank, as mpi4py's Allgatherv."""
+    into = vector(recvbuf, writable=True, nblocks=comm.size)
+    run, counts, displs = comm.communicator.allgatherv, into.counts, into.displs
+    return _gathering(
+        comm,
+        sendbuf,
+        into,
+        lambda x, out, is_async: run(x, out, counts=counts, displs=displs, async_op=is_async),
+    )
+
+
+def scatter(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
+    """Send one block of `sendbuf` of rank `root` to every rank, as mpi4py's Scatter."""
+    root = root_of(comm, root)
+
+    def run(x: Any, out: Any, is_async: bool) -> Any:
+        return comm.communicator.scatter(x, out, root, async_op=is_async)
+
+    if comm.rank != root:
+        return _receiving(recvbuf, run)
+    return _scattering(comm, message(sendbuf, writable=False, nblocks=comm.size), recvbuf, run)
+
+
+def scatterv(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
+    """Send one block of any size of rank `root` to every rank, as mpi4py's Scatterv."""
+    root = root_of(comm, root)
+    communicator = comm.communicator
+    if comm.rank != root:
+        return _receiving(
+            recvbuf,
+            lambda x, out, is_async: communicator.scatterv(None, out, root, async_op=is_async),
+        )
+    sent = vector(sendbuf, writable=False, nblocks=comm.size)
+    counts, displs = sent.counts, sent.displs
+    return _scattering(
+        comm,
+        sent,
+        recvbuf,
+        lambda x, out, is_async: communicator.scatterv(
+            x, out, root, counts=counts, displs=displs, async_op=is_async
+        ),
+    )
+
+
+def alltoall(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
+    """Send one block of `sendbuf` to every rank, as mpi4py's Alltoall."""
+    into = message(recvbuf, writable=True, nblocks=comm.size)
+    sent = into
+    if not is_in_place(sendbuf):
+        sent = message(sendbuf, writable=False, nblocks=comm.size)
+        _require_equal(comm, sent.block_nbytes, into.block_nbytes)
+    run = comm.communicator.alltoall
+    return _exchanging(sent, into, lambda x, out, is_async: run(x, out, async_op=is_async))
+
+
+def alltoallv(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
+    """Send one block of any size to every rank, as mpi4py's Alltoallv."""
+    return _exchanging_blocks(comm, sendbuf, recvbuf, vector)
+
+
+def alltoallw(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
+    """Send one block of any size and datatype to every rank, as mpi4py's Alltoallw."""
+    return _exchanging_blocks(comm, sendbuf, recvbuf, vector_of_datatypes)
+
+
+def _sending(sendbuf: Any, run: Run) -> Call:
+    """Return a call in which this rank only sends."""
+    sent = message(sendbuf, writable=False)
+    x = sent.data(writable=False)
+
+    def start(is_async: bool) -> Any:
+        sent.pack(x)
+        return run(x, None, is_async)
+
+    return Call(start)
+
+
+def _receiving(recvbuf: Any, run: Run) -> Call:
+    """Return a call in which this rank only receives."""
+    into = message(recvbuf, writable=True)
+    out = into.data(writable=True)
+    return Call(lambda is_async: run(None, out, is_async), lambda: into.unpack(out))
+
+
+def _gathering(comm: Any, sendbuf: Any, into: Message | VectorMessage, run: Run) -> Call:
+    """Return a call that sends `sendbuf` and receives the blocks of all ranks."""
+    out = into.data(writable=True)
+    own = into.part(out, comm.rank)
+    if is_in_place(sendbuf):
+        return _exchange(into, out, own, out, into, run)
+    sent = message(sendbuf, writable=False)
+    _require_equal(comm, sent.block_nbytes, own.size)
+    x = sent.data(writable=False)
+    return _exchange(sent, x, x, out, into, run)
+
+
+def _scattering(comm: Any, sent: Message | VectorMessage, recvbuf: Any, run: Run) -> Call:
+    """Return a call that sends the blocks of all ranks and receives one."""
+    x = sent.data(writable=False)
+    own = sent.part(x, comm.rank)
+    if is_in_place(recvbuf):
+        unused = np.empty(own.size, np.uint8)
+
+        def start(is_async: bool) -> Any:
+            sent.pack(x)
+            return run(x, unused, is_async)
+
+        return Call(start)
+    into = message(recvbuf, writable=True)
+    _require_equal(comm, own.size, into.block_nbytes)
+    return _exchange(sent, x, x, into.data(writable=True), into, run)
+
+
+def _exchanging(sent: Message | VectorMessage, into: Message | VectorMessage, run: Run) -> Call:
+    """Return a call that sends the blocks of all ranks and receives as many."""
+    out = into.data(writable=True)
+    x = out if sent is into else sent.data(writable=False)
+    return _exchange(sent, x, x, out, into, run)
+
+
+def _exchanging_blocks(
+    comm: Any, sendbuf: Any, recvbuf: Any, read: Callable[..., VectorMessage]
+) -> Call:
+    """Return a call that exchanges blocks of any size; `read` reads the specifications."""
+    into = read(recvbuf, writable=True, nblocks=comm.size)
+    sent = into
+    if not is_in_place(sendbuf):
+        sent = read(sendbuf, writable=False, nblocks=comm.size)
+    layout = {
+        "sendcounts": sent.counts,
+        "senddispls": sent.displs,
+        "recvcounts": into.counts,
+        "recvdispls": into.displs,
+    }
+    run = comm.communicator.alltoallv
+    return _exchanging(
+        sent, into, lambda x, out, is_async: run(x, out, async_op=is_async, **layout)
+    )
+
+
+def _exchange(
+    sent: Message | VectorMessage,
+    packed: Any,
+    x: Any,
+    out: Any,
+    into: Message | VectorMessage,
+    run: Run,
+) -> Call:
+    """Return a call that packs `sent`, sends `x`, receives `out` and unpacks it to `into`."""
+
+    def start(is_async: bool) -> Any:
+        sent.pack(packed)
+        return run(x, out, is_async)
+
+    return Call(start, lambda: into.unpack(out))
+
+
+def _require_equal(comm: Any, sent_nbytes: int, received_nbytes: int) -> None:
+    if sent_nbytes != received_nbytes:
+        raise MpiError(
+            f"rank {comm.rank}: the block to send has {sent_nbytes} bytes, the block to receive "
+            f"{received_nbytes}: both must be equal",
+            MPI.ERR_TRUNCATE,
+        )
+
+
+__all__ = [
+    "allgather",
+    "allgatherv",
+    "alltoall",
+    "alltoallv",
+    "alltoallw",
+    "barrier",
+    "bcast",
+    "gather",
+    "gatherv",
+    "scatter",
+    "scatterv",
+]

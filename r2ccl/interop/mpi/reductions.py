@@ -1,0 +1,137 @@
+"""Reductions of mpi4py with their arguments, as calls of a `Communicator`.
+
+Each function takes the communicator of the interface and the arguments of one method of mpi4py,
+checks them and returns a `Call`. `Comm` makes the blocking, the nonblocking and the persistent
+method of mpi4py from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from r2ccl.interop.mpi.buffers import Message, is_in_place, message
+from r2ccl.interop.mpi.calls import Call, root_of
+from r2ccl.interop.mpi.operations import reduction
+from r2ccl.interop.mpi.vectors import sequence
+
+
+def allreduce(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call:
+    """Reduce `sendbuf` over all ranks into `recvbuf` on every rank, as mpi4py's Allreduce."""
+    return _elementwise(comm.communicator.allreduce, sendbuf, recvbuf, op)
+
+
+def scan(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call:
+    """Reduce `sendbuf` over the ranks up to this one into `recvbuf`, as mpi4py's Scan."""
+    return _elementwise(comm.communicator.scan, sendbuf, recvbuf, op)
+
+
+def exscan(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call:
+    """Reduce `sendbuf` over the ranks below this one into `recvbuf`, as mpi4py's Exscan."""
+    return _elementwise(comm.communicator.exscan, sendbuf, recvbuf, op)
+
+
+def reduce(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int = 0) -> Call:
+    """Reduce `sendbuf` over all ranks into `recvbuf` on rank `root`, as mpi4py's Reduce."""
+    root = root_of(comm, root)
+    run = comm.communicator.reduce
+    if comm.rank == root:
+        return _elementwise(
+            lambda x, out, found, async_op: run(x, out, found, root, async_op=async_op),
+            sendbuf,
+            recvbuf,
+            op,
+        )
+    sent = message(sendbuf, writable=False)
+    found, dtype = reduction(op, sent.datatype)
+    x = sent.elements(dtype)
+    return Call(lambda is_async: run(x, None, found, root, async_op=is_async))
+
+
+def reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call:
+    """Reduce `sendbuf`, and give each rank one block of it, as mpi4py's Reduce_scatter_block."""
+    run = comm.communicator.reduce_scatter
+    if is_in_place(sendbuf):
+        received = message(recvbuf, writable=True, nblocks=comm.size)
+        return _at_start(run, received, received.count, op)
+    received = message(recvbuf, writable=True)
+    found, dtype = reduction(op, received.datatype)
+    x = _input(sendbuf, received, nblocks=comm.size).elements(dtype)
+    out = received.elements(dtype)
+    return Call(lambda is_async: run(x, out, found, async_op=is_async))
+
+
+def reduce_scatter(
+    comm: Any, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Any = MPI.SUM
+) -> Call:
+    """Reduce `sendbuf`, and give each rank ``recvcounts[rank]`` elements, as Reduce_scatter.
+
+    Without `recvcounts`, the ranks exchange the counts of their `recvbuf` first.
+    """
+    received = message(recvbuf, writable=True)
+    in_place = is_in_place(sendbuf)
+    if recvcounts is None and not in_place:
+        mine = np.array([received.count])
+        counts = comm.communicator.allgather(mine).reshape(-1).tolist()
+    else:
+        counts = sequence(recvcounts, comm.size)
+    total, own = sum(counts), counts[comm.rank]
+
+    def run(x: Any, out: Any, found: Any, *, async_op: bool) -> Any:
+        return comm.communicator.reduce_scatterv(x, out, found, counts=counts, async_op=async_op)
+
+    if in_place:
+        _require_equal("receive count", received.count, "sum(counts)", total)
+        return _at_start(run, received, own, op)
+    sent = message(sendbuf, writable=False)
+    _require_same_datatype(sent, received)
+    _require_equal("send count", sent.count, "sum(counts)", total)
+    _require_equal("receive count", received.count, f"counts[{comm.rank}]", own)
+    found, dtype = reduction(op, received.datatype)
+    x, out = sent.elements(dtype), received.elements(dtype)
+    return Call(lambda is_async: run(x, out, found, async_op=is_async))
+
+
+def _elementwise(run: Callable[..., Any], sendbuf: Any, recvbuf: Any, op: Any) -> Call:
+    """Return a call whose input and output have the same number of elements."""
+    received = message(recvbuf, writable=True)
+    found, dtype = reduction(op, received.datatype)
+    out = received.elements(dtype)
+    x = out if is_in_place(sendbuf) else _input(sendbuf, received).elements(dtype)
+    return Call(lambda is_async: run(x, out, found, async_op=is_async))
+
+
+def _at_start(run: Callable[..., Any], received: Message, count: int, op: Any) -> Call:
+    """Return a call that reduces all of `received` and writes `count` elements to its start."""
+    found, dtype = reduction(op, received.datatype)
+    x = received.elements(dtype)
+    out = np.empty(count, dtype)  # r2ccl would write the result to the part of this rank
+
+    def finish() -> None:
+        x[:count] = out
+
+    return Call(lambda is_async: run(x, out, found, async_op=is_async), finish)
+
+
+def _input(sendbuf: Any, received: Message, nblocks: int = 1) -> Message:
+    """Read the input of a reduction, which must have the datatype and block of `received`."""
+    sent = message(sendbuf, writable=False, nblocks=nblocks)
+    _require_same_datatype(sent, received)
+    _require_equal("send count", sent.count, "receive count", received.count)
+    return sent
+
+
+def _require_same_datatype(sent: Message, received: Message) -> None:
+    if sent.datatype != received.datatype:
+        raise ValueError("mismatch in send and receive MPI datatypes")
+
+
+def _require_equal(name: str, count: int, other_name: str, other: int) -> None:
+    if count != other:
+        raise ValueError(f"mismatch in {name} {count} and {other_name} {other}")
+
+
+__all__ = ["allreduce", "exscan", "reduce", "reduce_scatter", "reduce_scatter_block", "scan"]

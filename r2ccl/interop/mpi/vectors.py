@@ -1,0 +1,172 @@
+"""Buffer arguments of the collectives whose blocks have counts and displacements of their own.
+
+A specification is as in `buffers`, but with a count, or a sequence of counts, for each rank:
+``[array, counts]``, ``[array, counts, datatype]``, ``[array, (counts, displacements), datatype]``
+or ``[array, counts, displacements, datatype]``. Counts and displacements are in elements. Without
+displacements the blocks follow one another; one displacement is the distance between blocks.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from r2ccl.interop.mpi.buffers import (
+    Array,
+    Message,
+    datatype_of,
+    extent_of,
+    memory_of,
+    parts_of,
+    require_room,
+    require_usable,
+)
+
+
+class VectorMessage(msgspec.Struct, frozen=True, eq=False):
+    """Blocks of elements in the memory of the caller, one for each rank.
+
+    Parameters
+    ----------
+    memory : ndarray of uint8, shape (nbytes,)
+        Memory of the caller. Read-only if the caller's array is.
+    blocks : tuple of Message
+    offsets : tuple of int
+        First byte of each block in `memory`.
+    """
+
+    memory: Array
+    blocks: tuple[Message, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if each block is contiguous; there may be gaps between them."""
+        return all(block.is_contiguous for block in self.blocks)
+
+    @property
+    def counts(self) -> list[int]:
+        """Size of the data of each block, in bytes."""
+        return [block.block_nbytes for block in self.blocks]
+
+    @property
+    def displs(self) -> list[int]:
+        """First byte of each block in the bytes that `data` returns."""
+        if self.is_contiguous:
+            return list(self.offsets)
+        return list(accumulate(self.counts, initial=0))[:-1]
+
+    def data(self, *, writable: bool) -> Array:
+        """Return bytes for a call of r2ccl: the caller's memory if possible, otherwise new memory.
+
+        See `Message.data`. The blocks are at `displs`.
+        """
+        if not self.is_contiguous:
+            return np.empty(sum(self.counts), np.uint8)
+        return self.memory if self.memory.flags.writeable or not writable else self.memory.copy()
+
+    def part(self, data: Array, rank: int) -> Array:
+        """Return the part of `data`, made by `data`, that is the block of `rank`."""
+        first = self.displs[rank]
+        return data[first : first + self.counts[rank]]
+
+    def pack(self, data: Array) -> None:
+        """Copy the elements to `data`, unless `data` is their memory."""
+        for rank, block in enumerate(self.blocks):
+            block.pack(self.part(data, rank))
+
+    def unpack(self, data: Array) -> None:
+        """Copy `data` to the elements, unless `data` is their memory."""
+        for rank, block in enumerate(self.blocks):
+            block.unpack(self.part(data, rank))
+
+
+def vector(spec: Any, *, writable: bool, nblocks: int) -> VectorMessage:
+    """Read a specification of `nblocks` blocks; the errors are those of `buffers.message`."""
+    owner, counts, displs, datatype = parts_of(spec, (tuple,))
+    memory = memory_of(owner, writable=writable)
+    datatype = datatype_of(owner, datatype)
+    if counts is None:
+        entries = _entries(memory.size, datatype)
+        sizes = [entries // nblocks + (entries % nblocks > rank) for rank in range(nblocks)]
+    else:
+        sizes = _per_block(counts, nblocks, lambda count, _: count)
+    if displs is None:
+        starts = list(accumulate(sizes, initial=0))[:-1]
+    else:
+        starts = _per_block(displs, nblocks, lambda stride, rank: stride * rank)
+    extent = int(datatype.extent) if any(sizes) else 0
+    return _made(memory, sizes, [start * extent for start in starts], [datatype] * nblocks)
+
+
+def vector_of_datatypes(spec: Any, *, writable: bool, nblocks: int) -> VectorMessage:
+    """Read a specification of mpi4py's Alltoallw: ``[array, (counts, displacements), datatypes]``.
+
+    Also ``[array, counts, displacements, datatypes]`` or, with a count of 1 and no displacement for
+    all blocks, ``[array, datatypes]``. Displacements are in bytes.
+    """
+    counts: Any = [1] * nblocks
+    displs: Any = [0] * nblocks
+    if len(spec) == 2:
+        owner, datatypes = spec
+    elif len(spec) == 3:
+        owner, (counts, displs), datatypes = spec
+    elif len(spec) == 4:
+        owner, counts, displs, datatypes = spec
+    else:
+        raise ValueError("message: expecting 2 to 4 items")
+    memory = memory_of(owner, writable=writable)
+    if len(datatypes) != nblocks:
+        raise ValueError(f"expecting {nblocks} items, got {len(datatypes)}")
+    return _made(memory, sequence(counts, nblocks), sequence(displs, nblocks), datatypes)
+
+
+def sequence(values: Any, nblocks: int) -> list[int]:
+    """Return `values` as a list of `nblocks` numbers; raise ValueError if there are not as many."""
+    found = [operator.index(value) for value in values]
+    if len(found) != nblocks:
+        raise ValueError(f"expecting {nblocks} items, got {len(found)}")
+    return found
+
+
+def _made(
+    memory: Array, counts: Sequence[int], offsets: Sequence[int], datatypes: Sequence[Any]
+) -> VectorMessage:
+    blocks = []
+    for count, offset, datatype in zip(counts, offsets, datatypes, strict=True):
+        if count < 0 or offset < 0:
+            raise ValueError(f"message: negative count {count} or displacement {offset} of a block")
+        rest = memory[offset:]
+        if count:
+            require_usable(datatype)
+            require_room(rest.size, count, datatype)
+        blocks.append(Message(rest, count, 1, datatype))
+    return VectorMessage(memory, tuple(blocks), tuple(offsets))
+
+
+def _per_block(values: Any, nblocks: int, of_one: Any) -> list[int]:
+    """Return a number for each block, from a sequence or from one number for all."""
+    if isinstance(values, Sequence | np.ndarray) or hasattr(values, "__iter__"):
+        return sequence(values, nblocks)
+    one = operator.index(values)
+    return [of_one(one, rank) for rank in range(nblocks)]
+
+
+def _entries(nbytes: int, datatype: Any) -> int:
+    if not nbytes:
+        return 0
+    extent = extent_of(datatype, "infer count")
+    if nbytes % extent:
+        raise ValueError(
+            f"message: cannot infer count, buffer length {nbytes} is not a multiple of datatype "
+            f"extent {extent} (lb:{datatype.lb}, ub:{datatype.ub})"
+        )
+    return nbytes // extent
+
+
+__all__ = ["VectorMessage", "sequence", "vector", "vector_of_datatypes"]
