@@ -62,6 +62,47 @@ for each in DTYPES:
     CASES[f"reductions_{each}"] = lambda MPI, comm, dtype=each: reductions(MPI, comm, dtype)
 
 
+BITS = ("BAND", "BOR", "BXOR")
+LOGIC = ("LAND", "LOR", "LXOR")
+
+
+@case
+def logical_and_bitwise_reductions(MPI: Any, comm: Any) -> Any:
+    found = {}
+    for dtype in ("i1", "u2", "i4", "u8"):
+        for name in (*BITS, *LOGIC):
+            x, out = np.array([comm.rank, 12, 0, 5 * comm.rank], dtype), np.zeros(4, dtype)
+            comm.Allreduce(x, out, getattr(MPI, name))
+            found[f"{name} {dtype}"] = out
+    for name in LOGIC:
+        x, out = np.array([comm.rank > 0, True, False]), np.zeros(3, bool)
+        comm.Allreduce(x, out, getattr(MPI, name))
+        found[name] = out
+    for name in BITS:
+        x, out = np.array([comm.rank, 12, 7], "u1"), np.zeros(3, "u1")
+        comm.Allreduce([x, MPI.BYTE], [out, MPI.BYTE], getattr(MPI, name))
+        found[f"{name} byte"] = out
+    return found
+
+
+@case
+def reductions_of_pairs(MPI: Any, comm: Any) -> Any:
+    found = {}
+    for name, value in (("FLOAT_INT", "f4"), ("DOUBLE_INT", "f8"), ("LONG_INT", "i8"),
+                        ("TWOINT", "i4"), ("INT_INT", "i4")):  # fmt: skip
+        dtype = np.dtype([("value", value), ("index", "i4")], align=True)
+        for op in (MPI.MINLOC, MPI.MAXLOC):
+            x, out = np.zeros(4, dtype), np.zeros(4, dtype)
+            x["value"] = [comm.rank, -comm.rank, 7, comm.rank % 2]
+            x["index"] = [10 + comm.rank, comm.rank, 3 - comm.rank, comm.rank]
+            datatype = getattr(MPI, name)
+            comm.Allreduce([x, datatype], [out, datatype], op)
+            part = x.copy()
+            comm.Reduce([x, 3, datatype], [part, 3, datatype], op, root=1)
+            found[f"{name} {op == MPI.MINLOC}"] = [out, part if comm.rank == 1 else None]
+    return found
+
+
 def allreduce_of(send: Callable[[Any, Any], Any], receive: Callable[[Any, Any], Any]) -> Case:
     """Allreduce of two specifications of arrays of six elements."""
 
@@ -707,6 +748,15 @@ cases(
     error_of_a_sum_of_bytes=call(
         "Allreduce", lambda MPI, x: [x, MPI.BYTE], lambda MPI, x: [np.zeros(4), MPI.BYTE]
     ),
+    error_of_an_order_of_bools=call(
+        "Allreduce", lambda MPI, x: x > 0, lambda MPI, x: x > 0, op=op("MAX")
+    ),
+    error_of_a_sum_of_pairs=call(
+        "Allreduce",
+        lambda MPI, x: [x, MPI.DOUBLE_INT],
+        lambda MPI, x: [np.zeros(4), MPI.DOUBLE_INT],
+    ),
+    error_of_a_location_of_numbers=call("Allreduce", x, np.zeros(4), op=op("MINLOC")),
     error_of_a_missing_argument=call("Allreduce", x),
     error_of_an_unknown_argument=call("Bcast", x, roof=0),
 )  # fmt: skip

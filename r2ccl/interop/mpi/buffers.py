@@ -88,8 +88,8 @@ class Message(msgspec.Struct, frozen=True, eq=False):
         return np.empty(nbytes, np.uint8)
 
     def elements(self, dtype: np.dtype[Any]) -> Array:
-        """Return the elements, of a predefined datatype, as an array of `dtype` without a copy."""
-        return self.memory[: self.block_nbytes * self.nblocks].view(dtype)
+        """Return the elements as an array of `dtype`, which has their layout, without a copy."""
+        return self.memory[: self.count * self.nblocks * dtype.itemsize].view(dtype)
 
     def pack(self, data: Array) -> None:
         """Copy the elements to `data`, unless `data` is their memory."""

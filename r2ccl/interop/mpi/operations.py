@@ -1,7 +1,8 @@
-"""Tables of the operations and element types of MPI that r2ccl can reduce.
+"""Table of the operations and element types of MPI that r2ccl can reduce.
 
-Invariant: an operation or datatype that is not in a table is refused by its name, before any data
-moves. The error class is that of MPI for an operation that a datatype does not have: ``ERR_OP``.
+The pairs of operation and datatype are those of the MPI standard. An operation or datatype that is
+not in the table is refused by its name, before any data moves. The error class is that of MPI for
+an operation that a datatype does not have: ``ERR_OP``.
 """
 
 from __future__ import annotations
@@ -11,39 +12,64 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from r2ccl import ReduceOp
+from r2ccl import ReduceOp, pair_dtype
 from r2ccl.interop.mpi.errors import MpiError
 
-_INTEGERS = (
-    "SIGNED_CHAR UNSIGNED_CHAR SHORT UNSIGNED_SHORT INT UNSIGNED LONG UNSIGNED_LONG LONG_LONG "
-    "UNSIGNED_LONG_LONG INT8_T INT16_T INT32_T INT64_T UINT8_T UINT16_T UINT32_T UINT64_T "
-    "AINT COUNT OFFSET INTEGER INTEGER1 INTEGER2 INTEGER4 INTEGER8"
+_ARITHMETIC = ("SUM", "PROD")
+_ORDER = ("MIN", "MAX")
+_LOGICAL = ("LAND", "LOR", "LXOR")
+_BITWISE = ("BAND", "BOR", "BXOR")
+_LOCATION = ("MINLOC", "MAXLOC")
+
+#: Names of datatypes, and the operations that they have.
+_KINDS = (
+    (
+        "SIGNED_CHAR UNSIGNED_CHAR SHORT UNSIGNED_SHORT INT UNSIGNED LONG UNSIGNED_LONG LONG_LONG "
+        "UNSIGNED_LONG_LONG INT8_T INT16_T INT32_T INT64_T UINT8_T UINT16_T UINT32_T UINT64_T",
+        (*_ARITHMETIC, *_ORDER, *_LOGICAL, *_BITWISE),
+    ),
+    (
+        "AINT COUNT OFFSET INTEGER INTEGER1 INTEGER2 INTEGER4 INTEGER8",
+        (*_ARITHMETIC, *_ORDER, *_BITWISE),
+    ),
+    (
+        "FLOAT16_T FLOAT FLOAT32_T DOUBLE FLOAT64_T REAL DOUBLE_PRECISION REAL4 REAL8",
+        (*_ARITHMETIC, *_ORDER),
+    ),
+    (
+        "C_COMPLEX C_FLOAT_COMPLEX C_DOUBLE_COMPLEX CXX_FLOAT_COMPLEX CXX_DOUBLE_COMPLEX COMPLEX "
+        "DOUBLE_COMPLEX COMPLEX8 COMPLEX16",
+        _ARITHMETIC,
+    ),
+    ("C_BOOL CXX_BOOL", _LOGICAL),
+    ("BYTE", _BITWISE),
+    ("FLOAT_INT DOUBLE_INT LONG_INT TWOINT", _LOCATION),
 )
-_FLOATS = "FLOAT16_T FLOAT FLOAT32_T DOUBLE FLOAT64_T REAL DOUBLE_PRECISION REAL4 REAL8"
-_COMPLEX = (
-    "C_COMPLEX C_FLOAT_COMPLEX C_DOUBLE_COMPLEX CXX_FLOAT_COMPLEX CXX_DOUBLE_COMPLEX COMPLEX "
-    "DOUBLE_COMPLEX COMPLEX8 COMPLEX16"
-)
+
+#: Types of the values in pairs of a value and an index.
+_PAIRS = {"FLOAT_INT": np.float32, "DOUBLE_INT": np.float64, "LONG_INT": np.int_, "TWOINT": np.intc}
 
 
-def _by_handle(names: str) -> dict[int, np.dtype[Any]]:
-    """Return the dtype of each named datatype that this MPI has, by the handle of the datatype."""
-    found = [getattr(MPI, name, MPI.DATATYPE_NULL) for name in names.split()]
-    return {each.handle: np.dtype(each.typestr) for each in found if each != MPI.DATATYPE_NULL}
+def _dtype_of(name: str, datatype: Any) -> np.dtype[Any]:
+    return pair_dtype(_PAIRS[name]) if name in _PAIRS else np.dtype(datatype.typestr)
 
 
-#: Reductions by the handle of the operation; objects of mpi4py are not hashable.
-_ORDERED = {MPI.MIN.handle: ReduceOp.MIN, MPI.MAX.handle: ReduceOp.MAX}
-_UNORDERED = {MPI.SUM.handle: ReduceOp.SUM, MPI.PROD.handle: ReduceOp.PROD}
+def _table() -> dict[int, tuple[np.dtype[Any], tuple[str, ...]]]:
+    found: dict[int, tuple[np.dtype[Any], tuple[str, ...]]] = {}
+    for names, ops in _KINDS:
+        for name in names.split():
+            datatype = getattr(MPI, name, MPI.DATATYPE_NULL)  # an MPI may lack Fortran's
+            if datatype != MPI.DATATYPE_NULL:
+                found[datatype.handle] = (_dtype_of(name, datatype), ops)
+    return found
 
-_REAL_DTYPES = _by_handle(f"{_INTEGERS} {_FLOATS}")
-_COMPLEX_DTYPES = _by_handle(_COMPLEX)
+
+#: Dtype and operations by the handle of the datatype; objects of mpi4py are not hashable.
+_DATATYPES = _table()
 
 _OP_NAMES = {
-    getattr(MPI, name).handle: name
-    for name in dir(MPI)
-    if isinstance(getattr(MPI, name), MPI.Op)
-}  # fmt: skip
+    getattr(MPI, name).handle: name for name in dir(MPI) if isinstance(getattr(MPI, name), MPI.Op)
+}
 
 
 def reduction(op: Any, datatype: Any) -> tuple[ReduceOp, np.dtype[Any]]:
@@ -58,26 +84,22 @@ def reduction(op: Any, datatype: Any) -> tuple[ReduceOp, np.dtype[Any]]:
     """
     if not isinstance(op, MPI.Op):
         raise TypeError(f"op={op!r}: an MPI.Op is needed, such as MPI.SUM")
-    if datatype.handle in _REAL_DTYPES:
-        dtype, ops = _REAL_DTYPES[datatype.handle], _UNORDERED | _ORDERED
-    elif datatype.handle in _COMPLEX_DTYPES:
-        dtype, ops = _COMPLEX_DTYPES[datatype.handle], _UNORDERED
-    else:
+    if datatype.handle not in _DATATYPES:
         raise MpiError(
             f"datatype {datatype.name or 'without a name'} in a reduction: allowed are the "
-            "integer, floating-point and complex datatypes of MPI with a dtype of r2ccl, not "
-            "derived ones; use comm.mpi for a reduction by MPI itself",
+            "integer, floating-point, complex, logical and pair datatypes of MPI with a dtype of "
+            "r2ccl, not derived ones; use comm.mpi for a reduction by MPI itself",
             MPI.ERR_OP,
         )
-    if op.handle not in ops:
-        given = _OP_NAMES.get(op.handle, "made by MPI.Op.Create")
-        allowed = ", ".join(found.name for found in ops.values())
+    dtype, allowed = _DATATYPES[datatype.handle]
+    name = _OP_NAMES.get(op.handle, "made by MPI.Op.Create")
+    if name not in allowed:
         raise MpiError(
-            f"op {given} for datatype {datatype.name}: allowed are {allowed}; use comm.mpi for a "
-            "reduction by MPI itself",
+            f"op {name} for datatype {datatype.name}: allowed are {', '.join(allowed)}; use "
+            "r2ccl.user_op with comm.communicator, or comm.mpi for a reduction by MPI itself",
             MPI.ERR_OP,
         )
-    return ops[op.handle], dtype
+    return ReduceOp[name], dtype
 
 
 __all__ = ["reduction"]
