@@ -103,6 +103,33 @@ def reductions_of_pairs(MPI: Any, comm: Any) -> Any:
     return found
 
 
+def longest(left: Any, right: Any, datatype: Any) -> None:
+    a, b = np.frombuffer(left, "f8"), np.frombuffer(right, "f8")
+    b[:] = np.where(np.abs(a) >= np.abs(b), a, b)
+
+
+def affine(left: Any, right: Any, datatype: Any) -> None:
+    """Compose the maps x -> a x + b, given as a + bi; it does not commute."""
+    a, b = np.frombuffer(left, "c16"), np.frombuffer(right, "c16")
+    b[:] = a.real * b.real + 1j * (a.real * b.imag + a.imag)
+
+
+@case
+def operations_of_the_program(MPI: Any, comm: Any) -> Any:
+    top, compose = MPI.Op.Create(longest, commute=True), MPI.Op.Create(affine)
+    x = np.array([comm.rank - 1.5, 2.0 - comm.rank, 0.25])
+    out, part, maps = np.zeros(3), np.zeros(1), np.zeros(2, "c16")
+    comm.Allreduce(x, out, top)
+    comm.Reduce_scatter_block(x, part, op=top)
+    mine = np.array([2 + 1j * comm.rank, comm.rank + 1 + 3j])
+    comm.Allreduce(mine, maps, compose)
+    comm.Reduce(mine, at_root := np.zeros(2, "c16"), compose, root=2)
+    comm.Iallreduce(MPI.IN_PLACE, x, top).Wait()
+    facts = top.Is_commutative(), compose.Is_commutative(), isinstance(top, MPI.Op)
+    top.Free()
+    return out, part, maps, at_root, x, facts
+
+
 def allreduce_of(send: Callable[[Any, Any], Any], receive: Callable[[Any, Any], Any]) -> Case:
     """Allreduce of two specifications of arrays of six elements."""
 

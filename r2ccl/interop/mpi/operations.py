@@ -7,12 +7,13 @@ an operation that a datatype does not have: ``ERR_OP``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from r2ccl import ReduceOp, pair_dtype
+from r2ccl import ReduceOp, UserOp, pair_dtype, user_op
 from r2ccl.interop.mpi.errors import MpiError
 
 _ARITHMETIC = ("SUM", "PROD")
@@ -72,7 +73,66 @@ _OP_NAMES = {
 }
 
 
-def reduction(op: Any, datatype: Any) -> tuple[ReduceOp, np.dtype[Any]]:
+class MpiOp(MPI.Op):
+    """Operation with a function of the program; ``MPI.Op`` of mpi4py.
+
+    An operation that ``mpi4py.MPI.Op.Create`` made does not tell its function, so r2ccl can run
+    only those that `Create` of this class made.
+
+    Attributes
+    ----------
+    converted : UserOp
+        The operation for r2ccl.
+    """
+
+    converted: UserOp
+
+    @classmethod
+    def Create(cls, function: Callable[..., Any], commute: bool = False) -> MpiOp:
+        """Return the operation with `function`.
+
+        Parameters
+        ----------
+        function : callable
+            A Python function with the parameters of mpi4py: the left operands, which are read-only,
+            the right operands, which it replaces by the results, and the datatype. The operands are
+            buffers of bytes.
+        commute : bool
+            If False, the data of the ranks is combined in rank order.
+
+        Raises
+        ------
+        InvalidArgument
+            If `r2ccl.user_op` refuses the function.
+
+        Notes
+        -----
+        *Local*. All ranks of a call must pass operations with the same code.
+        """
+        made = super().Create(function, commute)
+        name = getattr(function, "__name__", "")
+        made.converted = user_op(_of_arrays(function), name=name, is_commutative=commute)
+        return made
+
+
+def _of_arrays(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    """Return the function of two arrays that `user_op` needs."""
+
+    def combine(left: Any, right: Any) -> Any:
+        result = right.copy()
+        if result.size:
+            datatype = MPI.Datatype.fromcode(result.dtype.char)
+            function(
+                MPI.buffer.frombuffer(left.view(np.uint8), readonly=True),
+                MPI.buffer.frombuffer(result.view(np.uint8)),
+                datatype,
+            )
+        return result
+
+    return combine
+
+
+def reduction(op: Any, datatype: Any) -> tuple[ReduceOp | UserOp, np.dtype[Any]]:
     """Return the operation and element type of r2ccl for those of MPI.
 
     Raises
@@ -92,14 +152,17 @@ def reduction(op: Any, datatype: Any) -> tuple[ReduceOp, np.dtype[Any]]:
             MPI.ERR_OP,
         )
     dtype, allowed = _DATATYPES[datatype.handle]
-    name = _OP_NAMES.get(op.handle, "made by MPI.Op.Create")
+    if isinstance(op, MpiOp) and op != MPI.OP_NULL and dtype.names is None:
+        return op.converted, dtype
+    name = _OP_NAMES.get(op.handle, "made by mpi4py's MPI.Op.Create")
     if name not in allowed:
         raise MpiError(
-            f"op {name} for datatype {datatype.name}: allowed are {', '.join(allowed)}; use "
-            "r2ccl.user_op with comm.communicator, or comm.mpi for a reduction by MPI itself",
+            f"op {name} for datatype {datatype.name}: allowed are {', '.join(allowed)} and, for "
+            "numbers, those made by Op.Create of r2ccl's interface; use comm.mpi for a reduction "
+            "by MPI itself",
             MPI.ERR_OP,
         )
     return ReduceOp[name], dtype
 
 
-__all__ = ["reduction"]
+__all__ = ["MpiOp", "reduction"]
