@@ -32,7 +32,7 @@ _NATIVE = "@=<" if sys.byteorder == "little" else "@=>"
 _HOST_DEVICES = (1, 3, 11)
 
 
-class Message(msgspec.Struct, frozen=True, eq=False):
+class BufferSpec(msgspec.Struct, frozen=True, eq=False):
     """Elements in the memory of the caller.
 
     Parameters
@@ -121,7 +121,7 @@ def is_in_place(spec: Any) -> bool:
     return spec is None or spec is MPI.IN_PLACE
 
 
-def message(spec: Any, *, writable: bool, nblocks: int = 1) -> Message:
+def message(spec: Any, *, writable: bool, nblocks: int = 1) -> BufferSpec:
     """Read a specification.
 
     Parameters
@@ -159,7 +159,7 @@ def message(spec: Any, *, writable: bool, nblocks: int = 1) -> Message:
     if count:
         require_usable(datatype)
         require_room(memory.size, count * nblocks, datatype)
-    return Message(memory, count, nblocks, datatype)
+    return BufferSpec(memory, count, nblocks, datatype)
 
 
 def parts_of(spec: Any, pairs: tuple[type, ...]) -> tuple[Any, Any, Any, Any]:
@@ -349,7 +349,7 @@ def require_room(nbytes: int, count: int, datatype: Any) -> None:
 
 __all__ = [
     "Array",
-    "Message",
+    "BufferSpec",
     "datatype_of",
     "extent_of",
     "is_in_place",

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from mpi4py import MPI
 
-from r2ccl.interop.mpi.buffers import Message, is_in_place, message
+from r2ccl.interop.mpi.buffers import BufferSpec, is_in_place, message
 from r2ccl.interop.mpi.calls import Call, nothing, root_of
 from r2ccl.interop.mpi.errors import MpiError
-from r2ccl.interop.mpi.vectors import VectorMessage, vector, vector_of_datatypes
+from r2ccl.interop.mpi.vectors import VectorSpec, vector, vector_of_datatypes
 
 #: Takes the bytes to send, the bytes to receive, and ``async_op``; runs a collective of r2ccl.
 Run: TypeAlias = Callable[[Any, Any, bool], Any]
@@ -175,7 +175,7 @@ def _receiving(recvbuf: Any, run: Run) -> Call:
     return Call(lambda is_async: run(None, out, is_async), lambda: into.unpack(out))
 
 
-def _gathering(comm: Any, sendbuf: Any, into: Message | VectorMessage, run: Run) -> Call:
+def _gathering(comm: Any, sendbuf: Any, into: BufferSpec | VectorSpec, run: Run) -> Call:
     """Return a call that sends `sendbuf` and receives the blocks of all ranks."""
     out = into.data(writable=True)
     own = into.part(out, comm.rank)
@@ -187,7 +187,7 @@ def _gathering(comm: Any, sendbuf: Any, into: Message | VectorMessage, run: Run)
     return _exchange(sent, x, x, out, into, run)
 
 
-def _scattering(comm: Any, sent: Message | VectorMessage, recvbuf: Any, run: Run) -> Call:
+def _scattering(comm: Any, sent: BufferSpec | VectorSpec, recvbuf: Any, run: Run) -> Call:
     """Return a call that sends the blocks of all ranks and receives one."""
     x = sent.data(writable=False)
     own = sent.part(x, comm.rank)
@@ -204,7 +204,7 @@ def _scattering(comm: Any, sent: Message | VectorMessage, recvbuf: Any, run: Run
     return _exchange(sent, x, x, into.data(writable=True), into, run)
 
 
-def _exchanging(sent: Message | VectorMessage, into: Message | VectorMessage, run: Run) -> Call:
+def _exchanging(sent: BufferSpec | VectorSpec, into: BufferSpec | VectorSpec, run: Run) -> Call:
     """Return a call that sends the blocks of all ranks and receives as many."""
     out = into.data(writable=True)
     x = out if sent is into else sent.data(writable=False)
@@ -212,7 +212,7 @@ def _exchanging(sent: Message | VectorMessage, into: Message | VectorMessage, ru
 
 
 def _exchanging_blocks(
-    comm: Any, sendbuf: Any, recvbuf: Any, read: Callable[..., VectorMessage]
+    comm: Any, sendbuf: Any, recvbuf: Any, read: Callable[..., VectorSpec]
 ) -> Call:
     """Return a call that exchanges blocks of any size; `read` reads the specifications."""
     into = read(recvbuf, writable=True, nblocks=comm.size)
@@ -232,11 +232,11 @@ def _exchanging_blocks(
 
 
 def _exchange(
-    sent: Message | VectorMessage,
+    sent: BufferSpec | VectorSpec,
     packed: Any,
     x: Any,
     out: Any,
-    into: Message | VectorMessage,
+    into: BufferSpec | VectorSpec,
     run: Run,
 ) -> Call:
     """Return a call that packs `sent`, sends `x`, receives `out` and unpacks it to `into`."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from r2ccl.interop.mpi.buffers import Message, is_in_place, message
+from r2ccl.interop.mpi.buffers import BufferSpec, is_in_place, message
 from r2ccl.interop.mpi.calls import Call, root_of
 from r2ccl.interop.mpi.operations import reduction
 from r2ccl.interop.mpi.vectors import sequence
@@ -104,7 +104,7 @@ def _elementwise(run: Callable[..., Any], sendbuf: Any, recvbuf: Any, op: Any) -
     return Call(lambda is_async: run(x, out, found, async_op=is_async))
 
 
-def _at_start(run: Callable[..., Any], received: Message, count: int, op: Any) -> Call:
+def _at_start(run: Callable[..., Any], received: BufferSpec, count: int, op: Any) -> Call:
     """Return a call that reduces all of `received` and writes `count` elements to its start."""
     found, dtype = reduction(op, received.datatype)
     x = received.elements(dtype)
@@ -116,7 +116,7 @@ def _at_start(run: Callable[..., Any], received: Message, count: int, op: Any) -
     return Call(lambda is_async: run(x, out, found, async_op=is_async), finish)
 
 
-def _input(sendbuf: Any, received: Message, nblocks: int = 1) -> Message:
+def _input(sendbuf: Any, received: BufferSpec, nblocks: int = 1) -> BufferSpec:
     """Read the input of a reduction, which must have the datatype and block of `received`."""
     sent = message(sendbuf, writable=False, nblocks=nblocks)
     _require_same_datatype(sent, received)
@@ -124,7 +124,7 @@ def _input(sendbuf: Any, received: Message, nblocks: int = 1) -> Message:
     return sent
 
 
-def _require_same_datatype(sent: Message, received: Message) -> None:
+def _require_same_datatype(sent: BufferSpec, received: BufferSpec) -> None:
     if sent.datatype != received.datatype:
         raise ValueError("mismatch in send and receive MPI datatypes")
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from r2ccl.interop.mpi.buffers import (
     Array,
-    Message,
+    BufferSpec,
     datatype_of,
     extent_of,
     memory_of,
@@ -28,20 +28,20 @@ from r2ccl.interop.mpi.buffers import (
 )
 
 
-class VectorMessage(msgspec.Struct, frozen=True, eq=False):
+class VectorSpec(msgspec.Struct, frozen=True, eq=False):
     """Blocks of elements in the memory of the caller, one for each rank.
 
     Parameters
     ----------
     memory : ndarray of uint8, shape (nbytes,)
         Memory of the caller. Read-only if the caller's array is.
-    blocks : tuple of Message
+    blocks : tuple of BufferSpec
     offsets : tuple of int
         First byte of each block in `memory`.
     """
 
     memory: Array
-    blocks: tuple[Message, ...]
+    blocks: tuple[BufferSpec, ...]
     offsets: tuple[int, ...]
 
     @property
@@ -64,7 +64,7 @@ class VectorMessage(msgspec.Struct, frozen=True, eq=False):
     def data(self, *, writable: bool) -> Array:
         """Return bytes for a call of r2ccl: the caller's memory if possible, otherwise new memory.
 
-        See `Message.data`. The blocks are at `displs`.
+        See `BufferSpec.data`. The blocks are at `displs`.
         """
         if not self.is_contiguous:
             return np.empty(sum(self.counts), np.uint8)
@@ -86,7 +86,7 @@ class VectorMessage(msgspec.Struct, frozen=True, eq=False):
             block.unpack(self.part(data, rank))
 
 
-def vector(spec: Any, *, writable: bool, nblocks: int) -> VectorMessage:
+def vector(spec: Any, *, writable: bool, nblocks: int) -> VectorSpec:
     """Read a specification of `nblocks` blocks; the errors are those of `buffers.message`."""
     owner, counts, displs, datatype = parts_of(spec, (tuple,))
     memory = memory_of(owner, writable=writable)
@@ -104,7 +104,7 @@ def vector(spec: Any, *, writable: bool, nblocks: int) -> VectorMessage:
     return _made(memory, sizes, [start * extent for start in starts], [datatype] * nblocks)
 
 
-def vector_of_datatypes(spec: Any, *, writable: bool, nblocks: int) -> VectorMessage:
+def vector_of_datatypes(spec: Any, *, writable: bool, nblocks: int) -> VectorSpec:
     """Read a specification of mpi4py's Alltoallw: ``[array, (counts, displacements), datatypes]``.
 
     Also ``[array, counts, displacements, datatypes]`` or, with a count of 1 and no displacement for
@@ -136,7 +136,7 @@ def sequence(values: Any, nblocks: int) -> list[int]:
 
 def _made(
     memory: Array, counts: Sequence[int], offsets: Sequence[int], datatypes: Sequence[Any]
-) -> VectorMessage:
+) -> VectorSpec:
     blocks = []
     for count, offset, datatype in zip(counts, offsets, datatypes, strict=True):
         if count < 0 or offset < 0:
@@ -145,8 +145,8 @@ def _made(
         if count:
             require_usable(datatype)
             require_room(rest.size, count, datatype)
-        blocks.append(Message(rest, count, 1, datatype))
-    return VectorMessage(memory, tuple(blocks), tuple(offsets))
+        blocks.append(BufferSpec(rest, count, 1, datatype))
+    return VectorSpec(memory, tuple(blocks), tuple(offsets))
 
 
 def _per_block(values: Any, nblocks: int, of_one: Any) -> list[int]:
@@ -169,4 +169,4 @@ def _entries(nbytes: int, datatype: Any) -> int:
     return nbytes // extent
 
 
-__all__ = ["VectorMessage", "sequence", "vector", "vector_of_datatypes"]
+__all__ = ["VectorSpec", "sequence", "vector", "vector_of_datatypes"]
