@@ -28,6 +28,7 @@ from r2ccl.errors import (
 from r2ccl.factory import init
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.kernels import ConvertedOp, UserOp, accumulate_float32, premul_sum, user_op
+from r2ccl.runtime.grouping import Group
 from r2ccl.runtime.messages.matching import Message
 from r2ccl.runtime.messages.messenger import MessageRequest
 from r2ccl.runtime.status import HealthReport, Pending
@@ -71,6 +72,7 @@ __all__ = [
     "ConcurrentCalls",
     "Config",
     "ConvertedOp",
+    "Group",
     "HealthReport",
     "InternalError",
     "InvalidArgument",

@@ -6,6 +6,8 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
@@ -36,6 +38,7 @@ from r2ccl.runtime.arguments import as_buffer
 from r2ccl.runtime.async_work import Worker
 from r2ccl.runtime.collectives import Collectives
 from r2ccl.runtime.engine import Engine, RegisteredMemory
+from r2ccl.runtime.grouping import Group
 from r2ccl.runtime.job import ABORT_S, LEAVE_S, Job, nodes_of
 from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.messenger import MessageRequest
@@ -987,11 +990,9 @@ class Communicator:
         """
         to = self._rank_of(to, "to")
         buffer = as_buffer(x, writable=False)
-        request = self._engine.messenger.send(buffer, to, arguments.tag(tag))
-        if async_op:
-            return request
-        request.wait()
-        return None
+        post = partial(self._engine.messenger.send, buffer, to, arguments.tag(tag))
+        begun: MessageRequest | None = self._collectives.start_message(post, async_op)
+        return begun
 
     def recv(
         self,
@@ -1000,7 +1001,7 @@ class Communicator:
         tag: int = ANY_TAG,
         *,
         async_op: bool = False,
-    ) -> Message | MessageRequest:
+    ) -> Any:
         """Receive a message into the first elements of `out`.
 
         Parameters
@@ -1015,7 +1016,8 @@ class Communicator:
         Returns
         -------
         Message or MessageRequest
-            Source, tag and number of elements of the message.
+            Source, tag and number of elements of the message. Within a `group`, None: see
+            `Group.messages`.
 
         Raises
         ------
@@ -1030,14 +1032,10 @@ class Communicator:
         Messages of one source with one tag arrive in the order in which they were sent. *Cost*:
         linear in the number of messages, or receives, that wait for their counterpart.
         """
-        source = self._source_of(source)
+        source, tag = self._source_of(source), arguments.tag(tag, is_any=True)
         buffer = as_buffer(out, writable=True)
-        request = self._engine.messenger.receive(buffer, source, arguments.tag(tag, is_any=True))
-        if async_op:
-            return request
-        found = request.wait()
-        assert found is not None
-        return found
+        post = partial(self._engine.messenger.receive, buffer, source, tag)
+        return self._collectives.start_message(post, async_op)
 
     def sendrecv(
         self,
@@ -1048,22 +1046,23 @@ class Communicator:
         *,
         tag: int = 0,
         recv_tag: int = ANY_TAG,
-    ) -> Message:
+    ) -> Message | None:
         """Send `x` to rank `to`, and receive a message into `out`, at the same time.
 
         See `send` and `recv` for arguments and errors. A ring of ranks that call it does not block,
         whatever the sizes. `x` and `out` must not overlap.
         """
-        received = self.recv(out, source, recv_tag, async_op=True)
-        assert isinstance(received, MessageRequest)
+        if self._collectives.group_here() is not None:
+            self.recv(out, source, recv_tag)
+            self.send(x, to, tag)
+            return None
+        received: MessageRequest = self.recv(out, source, recv_tag, async_op=True)
         try:
             self.send(x, to, tag)
         except InvalidArgument:
             received.cancel()
             raise
-        found = received.wait()
-        assert found is not None
-        return found
+        return received.wait()
 
     def probe(
         self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, is_blocking: bool = True
@@ -1086,6 +1085,29 @@ class Communicator:
         """
         source, tag = self._source_of(source), arguments.tag(tag, is_any=True)
         return self._engine.messenger.probe(source, tag, is_blocking=is_blocking)
+
+    def group(self) -> AbstractContextManager[Group]:
+        """Collect the calls of a ``with`` block, and run them together at its end.
+
+        All ranks must open groups with the same collectives, in the same order. Small allreduces of
+        one dtype and operation run as one, so that 100 of them need the exchanges of one. Messages
+        begin before the collectives, so that any pattern of `send` and `recv` can be written down
+        without a deadlock. Arrays may be read after the block, and must not change within it; no
+        call may use the result of another.
+
+        Returns
+        -------
+        context manager
+            Gives a `Group`, whose ``messages`` are those that its `recv` calls took.
+
+        Raises
+        ------
+        InvalidArgument
+            If this thread has opened a group already, or a call in it has ``async_op``.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`, at the end of the block. If the block raises, nothing runs.
+        """
+        return self._collectives.group()
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Return a new communicator of the ranks that pass the same `color`.

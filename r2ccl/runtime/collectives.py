@@ -8,7 +8,8 @@ that call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from threading import Lock, get_ident
 from typing import Any
@@ -37,6 +38,8 @@ from r2ccl.runtime.arrays.cuda import DeviceBuffer
 from r2ccl.runtime.async_work import Task, Work, Worker
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LandingPool, host_lanes
+from r2ccl.runtime.grouping import Group, batches, joined
+from r2ccl.runtime.messages.messenger import MessageRequest
 from r2ccl.schedule.chunks import Parts
 from r2ccl.types import ORDERED_OP, PREFIXES, CallSignature, Collective, ReduceOp
 
@@ -96,6 +99,8 @@ class Collectives:
         run_quietly: Callable[..., None] = kernels.quiet_context().run
         self._run_engine = partial(run_quietly, engine.run)
         self._run_kernel = partial(run_quietly, _apply)
+        #: Open groups of calls: each belongs to one thread.
+        self._groups: list[Group] = []
 
     # State, for the communicator
 
@@ -177,6 +182,8 @@ class Collectives:
         worker = self._worker
         if worker.failed is not None:
             self.require_seen()
+        if self._groups and (group := self.group_here()) is not None:
+            return self._add_to(group, make(*given), stream, is_async)
         try:
             request = make(*given)
             if stream is None and not is_async and type(request.source) is Buffer:
@@ -214,6 +221,100 @@ class Collectives:
         except BaseException as exc:
             self._engine.fail_call(exc)
             raise
+
+    def start_message(self, post: Callable[[], MessageRequest], is_async: bool) -> Any:
+        """Begin to send or receive a message by ``post()``, and wait for it unless `is_async`.
+
+        Returns
+        -------
+        MessageRequest, Message or None
+            As `Communicator.send` and `recv` return it.
+
+        Raises
+        ------
+        R2cclError
+            As `MessageRequest.wait`.
+        """
+        if self._refusal is not None:
+            raise self._refusal()
+        group = self.group_here()
+        if group is not None:
+            group.post(post)
+            return None
+        request = post()
+        return request if is_async else request.wait()
+
+    # Groups of calls
+
+    def group_here(self) -> Group | None:
+        """Return the group that this thread has opened; None if there is none."""
+        return next((group for group in self._groups if group.is_here), None)
+
+    @contextmanager
+    def group(self) -> Iterator[Group]:
+        """Collect the calls of a ``with`` block and run them at its end; see `Communicator.group`.
+
+        Raises
+        ------
+        InvalidArgument
+            If this thread has opened a group already.
+        R2cclError
+            As for `start`. Nothing was started if the block itself raised.
+        """
+        if self._refusal is not None:
+            raise self._refusal()
+        if self.group_here() is not None:
+            raise InvalidArgument("group() was called within a group: end that one first")
+        group = Group()
+        self._groups.append(group)
+        try:
+            yield group
+        finally:
+            self._groups.remove(group)
+        try:
+            group.run(
+                lambda requests: self.in_turn(partial(self._run_batches, requests)),
+                lambda request, stream: self._start_on_device(request, stream, False),
+            )
+        except (InvalidArgument, ConcurrentCalls):
+            raise
+        except BaseException as exc:
+            self._engine.fail_call(exc)
+            raise
+
+    def _add_to(self, group: Group, request: Request, stream: Any, is_async: bool) -> Any:
+        if is_async:
+            raise InvalidArgument(
+                "async_op=True was given within a group, whose calls run at its end: leave it out"
+            )
+        self._check(request)
+        group.add(request, stream)
+        return request.result
+
+    def _run_batches(self, requests: Sequence[Request]) -> None:
+        for batch in batches(requests):
+            if len(batch) == 1:
+                self._run(batch[0])
+            else:
+                self._run_joined(batch)
+
+    def _run_joined(self, batch: Sequence[Request]) -> None:
+        """Run several allreduces as one, on a copy of their arrays."""
+        call = joined(batch)
+        copy = self._reused("joined", call.count, call.dtype).array
+        at = 0
+        for request in batch:
+            source = request.source
+            assert isinstance(source, Buffer)
+            copy[at : at + source.count] = source.array
+            at += source.count
+        self._collect(call, copy, copy)
+        at = 0
+        for request in batch:
+            output = request.output
+            assert isinstance(output, Buffer)
+            output.array[:] = copy[at : at + output.count]
+            at += output.count
 
     def barrier(self) -> None:
         """Wait until all ranks have called `barrier`.

@@ -1,0 +1,117 @@
+"""Groups of calls: collected in a ``with`` block, then joined and run together."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import Any
+
+import msgspec
+
+from r2ccl.runtime.arguments import Request
+from r2ccl.runtime.arrays.buffers import Buffer
+from r2ccl.runtime.messages.matching import Message
+from r2ccl.runtime.messages.messenger import MessageRequest
+from r2ccl.types import CallSignature, Collective
+
+
+class Group:
+    """Calls of one thread within ``with comm.group():``, which run at its end.
+
+    Attributes
+    ----------
+    messages : list of Message
+        After the block: the messages that its `recv` calls took, in the order of the calls.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._thread = get_ident()
+        self._requests: list[tuple[Request, Any]] = []
+        self._posts: list[Callable[[], MessageRequest]] = []
+
+    @property
+    def is_here(self) -> bool:
+        """True in the thread that opened the group."""
+        return self._thread == get_ident()
+
+    def add(self, request: Request, stream: Any) -> None:
+        """Add a collective on arrays of `stream`."""
+        self._requests.append((request, stream))
+
+    def post(self, fn: Callable[[], MessageRequest]) -> None:
+        """Add a message; ``fn()`` begins to send or receive it."""
+        self._posts.append(fn)
+
+    def run(
+        self,
+        on_host: Callable[[Sequence[Request]], None],
+        on_device: Callable[[Request, Any], object],
+    ) -> None:
+        """Begin all messages, run all collectives, and wait for the messages.
+
+        Parameters
+        ----------
+        on_host : callable
+            Runs requests on host memory.
+        on_device : callable
+            Starts a request on the memory of a GPU, on the given stream.
+        """
+        begun = [post() for post in self._posts]
+        host = [each for each, _ in self._requests if isinstance(each.source, Buffer)]
+        if host:
+            on_host(host)
+        for request, stream in self._requests:
+            if not isinstance(request.source, Buffer):
+                on_device(request, stream)
+        taken = [each.wait() for each in begun]
+        self.messages = [each for each in taken if each is not None]
+
+
+def batches(requests: Sequence[Request]) -> list[list[Request]]:
+    """Divide requests into lists that one call each can run, in the order of the first of each.
+
+    Small allreduces of one dtype and operation are joined. All ranks divide equal groups alike.
+    """
+    found: list[list[Request]] = []
+    open_lists: dict[CallSignature, list[Request]] = {}
+    for request in requests:
+        kind = msgspec.structs.replace(request.signature, count=0)
+        batch = open_lists.get(kind)
+        if not _can_join(request):
+            found.append([request])
+        elif batch is None or _nbytes(batch) + _nbytes([request]) > _MOST_NBYTES:
+            open_lists[kind] = [request]
+            found.append(open_lists[kind])
+        else:
+            batch.append(request)
+    return found
+
+
+def joined(batch: Sequence[Request]) -> CallSignature:
+    """Return the signature of the one allreduce that runs all of `batch`."""
+    counts = [request.signature.count for request in batch]
+    whole = msgspec.structs.replace(batch[0].signature, count=sum(counts))
+    return whole.with_digest(zlib.crc32(repr(counts).encode()))
+
+
+def _can_join(request: Request) -> bool:
+    return (
+        request.signature.collective == Collective.ALLREDUCE
+        and request.schedule is None
+        and request.conversion is None
+        and isinstance(request.source, Buffer)
+        and request.source.nbytes <= _SMALL_NBYTES
+    )
+
+
+def _nbytes(requests: Sequence[Request]) -> int:
+    return sum(each.source.nbytes for each in requests if isinstance(each.source, Buffer))
+
+
+#: Largest array that is copied to be joined with others, and most bytes of one joined call. Above,
+#: the copies cost more than the exchanges that they save.
+_SMALL_NBYTES, _MOST_NBYTES = 256 << 10, 4 << 20
+
+__all__ = ["Group", "batches", "joined"]

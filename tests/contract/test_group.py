@@ -1,0 +1,36 @@
+"""Contract tests of groups of calls, over real processes and real sockets."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from support import group_programs as programs
+from support.slow import slow_but
+
+from r2ccl import launch
+
+TIMEOUT_S = 90.0
+
+
+@pytest.mark.parametrize("nranks", slow_but([3], [1, 2, 3, 4]))
+@pytest.mark.parametrize("nfaults", [0, 3])
+def test_grouped_collectives_are_exact(nranks: int, nfaults: int) -> None:
+    run = functools.partial(programs.collectives, nfaults)
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+
+
+@pytest.mark.parametrize("count", [1, 200_000])
+def test_grouped_messages_need_no_order(count: int) -> None:
+    found = launch(functools.partial(programs.exchanges, count), 3, timeout_s=TIMEOUT_S)
+    for rank, got in enumerate(found):
+        assert got == [True, 3.0, [(source, rank) for source in range(3)]]
+
+
+def test_misuse_of_a_group_runs_nothing_of_it() -> None:
+    assert launch(programs.misused, 2, timeout_s=TIMEOUT_S) == [[1.0, 2.0]] * 2
+
+
+def test_groups_of_other_counts_differ() -> None:
+    for error in launch(programs.differing, 2, timeout_s=TIMEOUT_S):
+        assert error.startswith("InvalidArgument: call 1 differs between ranks")
