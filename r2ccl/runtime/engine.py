@@ -393,7 +393,9 @@ class Engine:
                 if self._migration.is_whole:
                     return True
                 is_late = self._clock() >= give_up
-                return is_late and all(map(self._migration.up, self._links.peers))
+                # A rank that has left already will not exchange data any more.
+                awaited = self._links.peers - self._revocation.left
+                return is_late and all(map(self._migration.up, awaited))
 
             loop.wait(self, is_connected, self._patience(self._pending_init))
         finally:

@@ -151,3 +151,12 @@ def test_a_computing_rank_keeps_its_paths_and_answers_failures() -> None:
         outcome = simulate(workload, FailurePlan((CutPath(at, 0, 1, at % 3, (1,)),)), seed=at)
         assert outcome.is_clean
         assert outcome.repairs in (0, 2)
+
+
+def test_who_still_connects_does_not_wait_for_a_rank_that_left_and_died() -> None:
+    """Rank 0 sends, leaves and dies while rank 3 is stopped before its first path is up."""
+    call = CallSpec(0, "chain/reduce", 1)
+    workload = Workload(7, 2, (call, call), slice_nbytes=32, eager_nbytes=0)
+    outcome = simulate(workload, FailurePlan((Stop(91, 3, 1500), Kill(394, 0))), seed=0)
+    assert outcome.errors == (None,) * 7
+    assert outcome.ncalls == (2,) * 7

@@ -306,7 +306,7 @@ class SimRank:
         if self.phase is RankPhase.CONNECTING:
             if self.migration.is_whole or (
                 self._timeline.now >= self._config.connect_timeout_s
-                and all(map(self.migration.up, self.links.peers))
+                and all(map(self.migration.up, self.links.peers - self.revocation.left))
             ):
                 self._compute()
         elif self.phase is RankPhase.ENTERING:
