@@ -1,0 +1,26 @@
+"""All kinds of calls at once, on several communicators, while rails fail."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from support import mixed_programs as programs
+from support.slow import slow_but
+
+from r2ccl import launch
+
+#: Most growth of a rank in the second half of its calls, in MiB; landing places are kept.
+MOST_GROWTH_MIB = 16
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("ncalls", "nfaults"), slow_but([(60, 3)], [(60, 3), (3400, 60)]))
+def test_any_mixture_of_calls_is_exact_and_holds_nothing(ncalls: int, nfaults: int) -> None:
+    run = functools.partial(programs.mixed, ncalls, nfaults, 7)
+    for report in launch(run, 4, timeout_s=540.0):
+        assert report.wrong == []
+        assert report.nrepairs > 0
+        assert report.late[1] == report.early[1]
+        assert abs(report.late[0] - report.early[0]) <= 4, "paths that are being connected again"
+        assert report.late[2] <= report.early[2] + MOST_GROWTH_MIB
