@@ -165,9 +165,10 @@ class Communicator:
         Parameters
         ----------
         x : array_like, any shape
-            In host memory on all ranks, or in device memory on all ranks. C-contiguous; dtype and
-            number of elements must be equal on all ranks. Borrowed until the collective has
-            finished.
+            In host memory on all ranks, or in device memory on all ranks; dtype and number of
+            elements must be equal on all ranks. Must be C-contiguous in device memory, or if it
+            receives the result; other inputs are copied first if they are not. Borrowed until the
+            collective has finished.
         out : array_like, optional
             Receives the result: the same memory as `x` or disjoint from it. Default: `x` itself.
         op : ReduceOp, ConvertedOp or UserOp
@@ -967,7 +968,8 @@ class Communicator:
         Parameters
         ----------
         x : array_like in host memory
-            C-contiguous. Borrowed until the call, or the `MessageRequest`, has finished.
+            Borrowed until the call, or the `MessageRequest`, has finished; copied first if it is
+            not C-contiguous.
         to : int
             Receiving rank; may be this rank.
         tag : int

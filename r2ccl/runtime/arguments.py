@@ -473,15 +473,16 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
     x : array_like in host memory
         NumPy array of any shape (0 dimensions and 0 elements are allowed), object with the buffer
         protocol (``bytearray``, ``array.array``, ctypes arrays), or tensor with DLPack, such as a
-        torch tensor. Borrowed for the lifetime of the returned buffer.
+        torch tensor. Borrowed for the lifetime of the returned buffer, unless it is not
+        C-contiguous; then the buffer is a copy in C order, which `writable` forbids.
     writable : bool
         True if a result will be written to `x`.
 
     Raises
     ------
     InvalidArgument
-        If `x` is no such object, or its memory is on a device, not C-contiguous, not aligned,
-        byte-swapped, of an unsupported dtype, or read-only when `writable` is True.
+        If `x` is no such object, or its memory is on a device, not aligned, byte-swapped, of an
+        unsupported dtype, or, if `writable` is True, not C-contiguous or read-only.
 
     Notes
     -----
@@ -491,6 +492,9 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
     dtype = array.dtype
     code = CODES.get(dtype)
     flags = array.flags
+    if not flags.c_contiguous and not writable and code is not None:
+        array = np.ascontiguousarray(array)
+        flags = array.flags
     if (
         code is None
         or not flags.c_contiguous

@@ -177,6 +177,12 @@ def test_ranks_that_disagree_are_named(calls: tuple[tuple[int, str, str], ...]) 
         assert after_s < 30
 
 
+@pytest.mark.parametrize("count", [10, 70_000])
+def test_inputs_need_not_be_contiguous(count: int) -> None:
+    run = functools.partial(programs.strided, count)
+    assert launch(run, 3, timeout_s=TIMEOUT_S) == [True] * 3
+
+
 def test_bad_arguments_are_refused_before_any_io() -> None:
     for messages in launch(programs.usable_after_bad_arguments, 2, timeout_s=TIMEOUT_S):
         assert len(messages) == 8

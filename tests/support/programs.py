@@ -593,6 +593,22 @@ def disagree(calls: tuple[tuple[int, str, str], ...]) -> tuple[str, float]:
         return text, time.monotonic() - begin  # close() waits until every rank knows the cause
 
 
+def strided(count: int) -> bool:
+    """Pass inputs that are not contiguous to collectives and messages."""
+    with r2ccl.init() as comm:
+        n, rank = comm.nranks, comm.rank
+        whole = [np.arange(4.0 * count).reshape(2 * count, 2) + each for each in range(n)]
+        column = [each[::2, 1] for each in whole]
+        out = np.empty(count)
+        is_right = np.array_equal(comm.allreduce(column[rank], out), sum(column))
+        is_right &= np.array_equal(comm.allgather(column[rank].T), np.stack(column))
+        to, source = (rank + 1) % n, (rank - 1) % n
+        comm.sendrecv(column[rank], to, out, source)
+        is_right &= np.array_equal(out, column[source])
+        work = comm.allreduce(column[rank], out, async_op=True)
+        return is_right and np.array_equal(work.wait(), sum(column))
+
+
 def usable_after_bad_arguments() -> list[str]:
     """Pass arguments that are refused before any I/O; check that the communicator still works."""
     read_only = np.ones(4)
