@@ -30,7 +30,13 @@ from r2ccl.failover.migration.repairs import Repair
 from r2ccl.failover.revocation import Revoke
 from r2ccl.planning.plan_cache import Plan, Planning
 from r2ccl.runtime.contexts import Context, ContextPost, Contexts, InContext
-from r2ccl.runtime.data_loop import BackgroundControl, DataLoop, Patience, without_frames
+from r2ccl.runtime.data_loop import (
+    BackgroundControl,
+    Caller,
+    DataLoop,
+    Patience,
+    without_frames,
+)
 from r2ccl.runtime.desync_check import Calling, DesyncCheck
 from r2ccl.runtime.executor import LaneRun
 from r2ccl.runtime.messages.messenger import Messenger
@@ -732,10 +738,20 @@ class Engine:
     # Descriptions of the current wait; called in any thread
 
     def pending(self) -> Pending:
-        """Describe what the blocked call waits for; callable in any thread, does not wait."""
-        waiting = self.waiting
-        if waiting is not None:
-            return waiting.pending()
+        """Describe what the blocked call waits for; callable in any thread, does not wait.
+
+        Without a blocked collective: what a blocked message waits for or, in the job's first
+        communicator, a call on another one.
+        """
+        callers: Iterable[Caller] = (self,)
+        if not self.context.context_id:
+            callers = (self, *self._loop.callers.copy().values())
+        elif "messenger" in self.__dict__:
+            callers = (self, self.messenger)
+        for caller in callers:
+            waiting = caller.waiting
+            if waiting is not None:
+                return waiting.pending()
         now = self._clock()
         return Pending(self._job.rank, "", now, now)
 

@@ -56,3 +56,8 @@ def test_messages_and_collectives_mix_while_rails_fail(nranks: int, nfaults: int
     found = launch(run, nranks, timeout_s=TIMEOUT_S)
     assert [wrong for wrong, _ in found] == [[]] * nranks
     assert bool(sum(nrepairs for _, nrepairs in found)) == bool(nfaults)
+
+
+def test_pending_tells_what_a_receive_waits_for() -> None:
+    found, _ = launch(programs.blocked, 2, timeout_s=TIMEOUT_S)
+    assert all("recv() from rank 1 with tag 4" in each for each in found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -168,3 +169,23 @@ def beside_collectives(nrounds: int, nfaults: int, seed: int) -> tuple[list[str]
         for thread in threads:
             thread.join()
         return wrong, len(comm.repairs())
+
+
+def blocked() -> list[str]:
+    """Return what `pending` says of a receive that waits, on both communicators of a job."""
+    with r2ccl.init() as comm:
+        child = comm.dup()
+        if comm.rank:
+            comm.barrier()
+            child.send(np.ones(3), 0, tag=4)
+            return []
+        thread = threading.Thread(target=child.recv, args=(np.empty(3), 1, 4))
+        thread.start()
+        found = ["", ""]
+        until_s = time.monotonic() + 30
+        while not all("recv() from rank 1 with tag 4" in each for each in found):
+            found = [str(comm.pending()), str(child.pending())]
+            assert time.monotonic() < until_s, found
+        comm.barrier()
+        thread.join()
+        return found
