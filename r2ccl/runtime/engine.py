@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -147,6 +147,11 @@ class Engine:
         self.has_raised = False
         self.peers: frozenset[int] = frozenset()
         loop.callers[context.context_id] = self
+        #: Messages between two ranks of the communicator. Made now, because a peer may send many
+        #: before this rank has a use for them.
+        self.messenger = Messenger(
+            job, loop, context, self, connect=self._connect, health=self._newest_health
+        )
 
     @classmethod
     def of_job(cls, job: RankContext, control: BackgroundControl) -> Engine:
@@ -193,22 +198,6 @@ class Engine:
         made: Engine = self.call(make)
         return made
 
-    @cached_property
-    def messenger(self) -> Messenger:
-        """Messages between two ranks of the communicator."""
-
-        def health() -> Health:
-            known = self.known_health()
-            return self.whole_health if known is None else known.health
-
-        def make() -> Messenger:
-            return Messenger(
-                self._job, self._loop, self.context, self, connect=self._connect, health=health
-            )
-
-        made: Messenger = self.call(make)
-        return made
-
     # State; any thread may read it, without waiting
 
     @property
@@ -241,6 +230,10 @@ class Engine:
         None if the ranks do not agree on health (mode failstop).
         """
         return None if self._agreement is None else self._agreement.known
+
+    def _newest_health(self) -> Health:
+        known = self.known_health()
+        return self.whole_health if known is None else known.health
 
     def rails(self, nics: Sequence[Nic]) -> tuple[RailHealth, ...]:
         """Return the state of every rail; ``nics[i]`` is the local NIC of rail i."""
@@ -659,6 +652,7 @@ class Engine:
         try:
             loop.acquire()
             self.check()
+            self._links.drop_messages()
             self._links.confirm_all()
             self._progress.advance()
             loop.wait(self, self._links.is_drained, self._patience(self._pending_drain))
@@ -674,8 +668,7 @@ class Engine:
 
         def forget() -> None:
             del self._loop.callers[self.context.context_id]
-            if "messenger" in self.__dict__:
-                self.messenger.close()
+            self.messenger.close()
             self._contexts.remove(self, self._calls.op)
 
         self.call(forget)
@@ -743,11 +736,9 @@ class Engine:
         Without a blocked collective: what a blocked message waits for or, in the job's first
         communicator, a call on another one.
         """
-        callers: Iterable[Caller] = (self,)
+        callers: Iterable[Caller] = (self, self.messenger)
         if not self.context.context_id:
             callers = (self, *self._loop.callers.copy().values())
-        elif "messenger" in self.__dict__:
-            callers = (self, self.messenger)
         for caller in callers:
             waiting = caller.waiting
             if waiting is not None:

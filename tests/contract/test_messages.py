@@ -61,3 +61,12 @@ def test_messages_and_collectives_mix_while_rails_fail(nranks: int, nfaults: int
 def test_pending_tells_what_a_receive_waits_for() -> None:
     found, _ = launch(programs.blocked, 2, timeout_s=TIMEOUT_S)
     assert all("recv() from rank 1 with tag 4" in each for each in found)
+
+
+def test_messages_wait_for_no_receive_of_an_idle_rank() -> None:
+    run = functools.partial(programs.before_any_receive, 100)
+    assert launch(run, 2, timeout_s=TIMEOUT_S) == [True, True]
+
+
+def test_messages_that_nobody_receives_do_not_delay_the_end() -> None:
+    assert launch(programs.never_received, 2, timeout_s=TIMEOUT_S) == [2.0, 2.0]

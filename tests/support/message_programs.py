@@ -189,3 +189,31 @@ def blocked() -> list[str]:
         comm.barrier()
         thread.join()
         return found
+
+
+def before_any_receive(nmessages: int) -> bool:
+    """Send short messages to a rank that has not used messages yet, then call a collective."""
+    with r2ccl.init() as comm:
+        if comm.rank == 0:
+            for at in range(nmessages):
+                comm.send(np.full(3, float(at)), 1, at)
+        comm.barrier()
+        out = np.empty(3)
+        is_right = True
+        for at in range(nmessages if comm.rank == 1 else 0):
+            comm.recv(out, 0, at)
+            is_right &= bool((out == at).all())
+        return is_right
+
+
+def never_received() -> float:
+    """Close the job while short messages wait, one of them on a communicator closed before."""
+    with r2ccl.init() as comm:
+        child = comm.dup()
+        if comm.rank == 1:
+            child.close()
+        comm.barrier()
+        if comm.rank == 0:
+            comm.send(np.ones(3), 1)
+            child.send(np.ones(3), 1)
+        return float(comm.allreduce(np.ones(1))[0])

@@ -41,8 +41,8 @@ class Calls(Generic[_C]):
     consumers : mapping
         `Consumer` of each channel of the current call.
     on_unposted : callable or None
-        Called with a link whose next slice has arrived before its receive was posted. None: the
-        slice waits for the receive.
+        Posts the receive of the next slice of a link, which has arrived. None: the slice waits for
+        its receive.
     """
 
     __slots__ = (
@@ -86,6 +86,11 @@ def message_context(context_id: int) -> int:
     return context_id | _MESSAGES
 
 
+def is_of_messages(context_id: int) -> bool:
+    """Return whether a context id is one of messages between two ranks."""
+    return bool(context_id & _MESSAGES)
+
+
 def first_channel(context_id: int) -> int:
     """Return the lowest link channel of a communicator."""
     return context_id << CONTEXT_SHIFT
@@ -106,6 +111,7 @@ __all__ = [
     "Calls",
     "context_of",
     "first_channel",
+    "is_of_messages",
     "local_channel",
     "message_context",
 ]

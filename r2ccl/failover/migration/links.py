@@ -16,7 +16,7 @@ from typing import Protocol
 from r2ccl.errors import InternalError
 from r2ccl.failover.bandwidth.protocol import Balance
 from r2ccl.failover.context import RankContext
-from r2ccl.failover.migration.calls import CONTEXT_SHIFT, Calls
+from r2ccl.failover.migration.calls import CONTEXT_SHIFT, Calls, context_of, is_of_messages
 from r2ccl.failover.migration.link import Landing, LinkReport, RecvLink, SendLink, Slice
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.transport.base import Frame
@@ -299,16 +299,24 @@ class Links:
 
     def deliver(self, link: RecvLink) -> None:
         """Deliver the slices that have arrived and have a posted receive, in order."""
-        taken = link.take()
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
-        while taken is not None:
-            landing, payload = taken
-            if landing.op == calls.op:
-                landing.owner.on_slice(landing, payload)
-                self.touch(landing.owner)
+        while link.delivered in link.arrivals:
             taken = link.take()
-        if calls.on_unposted is not None and link.delivered in link.arrivals:
-            calls.on_unposted(link)
+            if taken is not None:
+                landing, payload = taken
+                if landing.op == calls.op:
+                    landing.owner.on_slice(landing, payload)
+                    self.touch(landing.owner)
+            elif calls.on_unposted is None:
+                return
+            else:
+                calls.on_unposted(link)
+
+    def expect(self, link: RecvLink, consumer: Consumer) -> None:
+        """Post a receive of an eager slice that has arrived; its index is the peer."""
+        link.last_used = self.ncalls
+        calls = self.calls[link.channel >> CONTEXT_SHIFT]
+        link.post(None, calls.op, calls.signature, consumer, link.peer)
 
     def consume(self, link: RecvLink, is_eager: bool) -> None:
         """Count the oldest delivered slice as consumed.
@@ -319,6 +327,20 @@ class Links:
         link.consume()
         if not is_eager or link.consumed - link.acked >= self._confirm_after:
             self.unconfirmed[link] = None
+
+    def drop_messages(self) -> None:
+        """Consume messages to closed communicators unread, from now on: their senders wait."""
+        for calls in self.calls.values():
+            if is_of_messages(calls.context_id) and calls.on_unposted is None:
+                calls.on_unposted = self._drop
+        for link in self.receivers.values():
+            if is_of_messages(context_of(link.channel)):
+                self.deliver(link)
+
+    def _drop(self, link: RecvLink) -> None:
+        link.post(None, 0, 0, None, 0)
+        link.take()
+        self.consume(link, False)
 
     # To the transport
 

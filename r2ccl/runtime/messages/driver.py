@@ -193,8 +193,9 @@ class MessageDriver:
         self._calls = calls
         calls.consumers = dict.fromkeys(channels, self)
         calls.on_unposted = self._post_envelope
-        for (_, channel), link in tuple(links.receivers.items()):
-            if channel == self._envelope_channel:
+        for peer in members:
+            link = links.receivers.get((peer, self._envelope_channel))
+            if link is not None:
                 links.deliver(link)  # what arrived before this driver was made
 
     def close(self) -> None:
@@ -254,7 +255,7 @@ class MessageDriver:
 
     def _post_envelope(self, link: RecvLink) -> None:
         """Post a receive for an envelope that has arrived; its index is the peer."""
-        self._links.recv(link, None, self, link.peer)
+        self._links.expect(link, self)
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
         """Handle an envelope; the index of its receive is the peer."""
