@@ -174,6 +174,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return f"Config({', '.join(shown)})"
 
     @property
+    def inbox_nbytes(self) -> int:
+        """Largest eager slice that can arrive: announcements of messages are always eager."""
+        return max(self.eager_nbytes, 1024)
+
+    @property
     def is_resilient(self) -> bool:
         """True if a broken path migrates; in mode failstop it ends the call instead."""
         return self.mode != "failstop"

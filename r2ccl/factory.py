@@ -218,7 +218,7 @@ def _open_transport(
     tcp = TcpTransport(
         control.rank,
         len(control.nics),
-        eager_nbytes=config.eager_nbytes,
+        eager_nbytes=config.inbox_nbytes,
         congestion=config.tcp_congestion,
         sources=dict(enumerate(control.nics)),
         targets={
@@ -322,7 +322,7 @@ def _open_verbs(
             control.rank,
             devices,
             RegistrationCache(registrars, config.registration_limit_nbytes),
-            eager_nbytes=config.eager_nbytes,
+            eager_nbytes=config.inbox_nbytes,
             timeout=config.ib_timeout,
             retry_cnt=config.ib_retry_cnt,
             probe_timeout_s=config.probe_timeout_s,
