@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from operator import index
 from types import TracebackType
@@ -1061,8 +1061,11 @@ class Communicator:
         received: MessageRequest = self.recv(out, source, recv_tag, async_op=True)
         try:
             self.send(x, to, tag)
-        except InvalidArgument:
-            received.cancel()
+        except BaseException:
+            # `out` must not change any more.
+            with suppress(R2cclError):
+                if not received.cancel():
+                    received.wait()
             raise
         return received.wait()
 

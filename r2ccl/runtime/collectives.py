@@ -241,8 +241,14 @@ class Collectives:
         if group is not None:
             group.post(post)
             return None
-        request = post()
-        return request if is_async else request.wait()
+        try:
+            request = post()
+            return request if is_async else request.wait()
+        except (InvalidArgument, ConcurrentCalls):
+            raise
+        except BaseException as exc:
+            self._engine.fail_call(exc)
+            raise
 
     # Groups of calls
 

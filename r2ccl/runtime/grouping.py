@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
 import msgspec
 
+from r2ccl.errors import InvalidArgument, R2cclError
 from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.messages.matching import Message
@@ -58,15 +60,34 @@ class Group:
         on_device : callable
             Starts a request on the memory of a GPU, on the given stream.
         """
-        begun = [post() for post in self._posts]
-        host = [each for each, _ in self._requests if isinstance(each.source, Buffer)]
-        if host:
-            on_host(host)
-        for request, stream in self._requests:
-            if not isinstance(request.source, Buffer):
-                on_device(request, stream)
-        taken = [each.wait() for each in begun]
-        self.messages = [each for each in taken if each is not None]
+        begun: list[MessageRequest] = []
+        try:
+            for post in self._posts:
+                begun.append(post())
+            host = [each for each, _ in self._requests if isinstance(each.source, Buffer)]
+            if host:
+                on_host(host)
+            for request, stream in self._requests:
+                if not isinstance(request.source, Buffer):
+                    on_device(request, stream)
+        except BaseException:
+            with suppress(R2cclError):
+                _wait_for(begun)
+            raise
+        self.messages = [each for each in _wait_for(begun) if each is not None]
+
+
+def _wait_for(begun: Sequence[MessageRequest]) -> list[Message | None]:
+    """Wait for all messages, so that none uses its array any more; then raise the first error."""
+    found, refusals = [], []
+    for each in begun:
+        try:
+            found.append(each.wait())
+        except InvalidArgument as exc:
+            refusals.append(exc)
+    if refusals:
+        raise refusals[0]
+    return found
 
 
 def batches(requests: Sequence[Request]) -> list[list[Request]]:

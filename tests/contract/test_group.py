@@ -34,3 +34,10 @@ def test_misuse_of_a_group_runs_nothing_of_it() -> None:
 def test_groups_of_other_counts_differ() -> None:
     for error in launch(programs.differing, 2, timeout_s=TIMEOUT_S):
         assert error.startswith("InvalidArgument: call 1 differs between ranks")
+
+
+def test_a_refused_message_leaves_none_of_its_group_under_way() -> None:
+    receiver, sender = launch(programs.refused_message, 2, timeout_s=TIMEOUT_S)
+    assert "receives up to 199999" in receiver[0]
+    assert receiver[0] == sender[0]
+    assert receiver[1] == [0.0, 1.0, 2.0]

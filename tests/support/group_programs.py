@@ -88,3 +88,24 @@ def differing() -> str:
         except r2ccl.R2cclError as exc:
             return f"{type(exc).__name__}: {exc}"
         return "no error"
+
+
+def refused_message() -> list[Any]:
+    """Group receives of which the first is refused; return the error and what the others took."""
+    with r2ccl.init() as comm:
+        count = 200_000
+        outs = [np.zeros(count - 1), np.zeros(count), np.zeros(count)]
+        error = ""
+        try:
+            with comm.group():
+                for tag, out in enumerate(outs):
+                    if comm.rank == 0:
+                        comm.recv(out, 1, tag)
+                    else:
+                        comm.send(np.full(count, float(tag)), 0, tag)
+                comm.allreduce(np.ones(3))
+        except r2ccl.InvalidArgument as exc:
+            error = str(exc)
+        found = [float(out[-1]) for out in outs]
+        comm.barrier()
+        return [error, found]
