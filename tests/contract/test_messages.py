@@ -70,3 +70,26 @@ def test_messages_wait_for_no_receive_of_an_idle_rank() -> None:
 
 def test_messages_that_nobody_receives_do_not_delay_the_end() -> None:
     assert launch(programs.never_received, 2, timeout_s=TIMEOUT_S) == [2.0, 2.0]
+
+
+def test_a_refused_message_goes_to_the_next_receive() -> None:
+    _, found = launch(programs.refused_to_the_first, 2, timeout_s=TIMEOUT_S)
+    took = [str(Message(0, tag, 3)) for tag in (0, 1)]
+    assert found == ["InvalidArgument", *took, "True", "None", "True"]
+
+
+def test_a_refused_message_keeps_its_place() -> None:
+    _, found = launch(programs.order_after_a_refusal, 2, timeout_s=TIMEOUT_S)
+    assert found == [-1.0, 1.0, 2.0]
+
+
+def test_a_limited_wait_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("R2CC_TIMEOUT_S", "1.5")
+    for rank, found in enumerate(launch(programs.waited_for_a_while, 2, timeout_s=TIMEOUT_S)):
+        assert found == ["TIMEOUT", str(Message(rank, 4, 3))]
+
+
+def test_messages_need_no_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("R2CC_EAGER_NBYTES", "0")
+    found = launch(programs.without_eager_calls, 2, timeout_s=TIMEOUT_S)
+    assert found == [[(count, float(count)) for count in (0, 3, 100_000)] * 2] * 2

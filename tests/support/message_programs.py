@@ -14,6 +14,7 @@ from r2ccl import Communicator, Message
 from r2ccl.errors import R2cclError
 from r2ccl.testing import Action, Fault, FaultPlan
 
+TIMEOUT_S = 60.0
 #: Around the largest short message, of one slice, of several slices.
 COUNTS = (0, 1, 100, 8180, 8188, 8189, 131_072, 131_073, 1_000_003)
 
@@ -217,3 +218,73 @@ def never_received() -> float:
             comm.send(np.ones(3), 1)
             child.send(np.ones(3), 1)
         return float(comm.allreduce(np.ones(1))[0])
+
+
+def refused_to_the_first() -> list[str]:
+    """Send to two receives that wait, of which the first is of another dtype."""
+    with r2ccl.init() as comm:
+        if comm.rank == 0:
+            comm.barrier()
+            comm.send(np.ones(3), 1)
+            comm.send(np.full(3, 2.0), 1, tag=1)
+            comm.barrier()
+            return []
+        other, right = np.empty(3, np.float32), np.empty(3)
+        begun = [comm.recv(each, async_op=True) for each in (other, right, right, other)]
+        comm.barrier()
+        found = []
+        for each in begun[:3]:
+            try:
+                found.append(str(each.wait(TIMEOUT_S)))
+            except R2cclError as exc:
+                found.append(type(exc).__name__)
+        found += [str(begun[3].cancel()), str(begun[3].wait()), str(begun[3].is_done())]
+        comm.barrier()
+        return found
+
+
+def order_after_a_refusal() -> list[float]:
+    """Refuse the second of two messages, then receive both."""
+    with r2ccl.init() as comm:
+        if comm.rank == 0:
+            for tag in (1, 2):
+                comm.send(np.full(3, float(tag)), 1, tag)
+        comm.barrier()
+        found: list[float] = []
+        if comm.rank == 1:
+            comm.probe(0, 2)
+            try:
+                comm.recv(np.empty(3, np.int8), 0, 2)
+            except r2ccl.InvalidArgument:
+                found.append(-1.0)
+            out = np.empty(3)
+            for _ in range(2):
+                comm.recv(out, 0)
+                found.append(float(out[0]))
+        return found
+
+
+def waited_for_a_while() -> list[str]:
+    """Wait for a message longer than the time that a call may take."""
+    with r2ccl.init() as comm:
+        found = []
+        waiting = comm.recv(np.empty(3), async_op=True)
+        try:
+            waiting.wait(comm.config.timeout_s + 0.5)
+        except r2ccl.TransportTimeout as exc:
+            found.append(str(exc.status))
+        comm.send(np.ones(3), comm.rank, 4)
+        return [*found, str(waiting.wait())]
+
+
+def without_eager_calls() -> list[tuple[int, float]]:
+    """Exchange messages of all kinds where no call is eager."""
+    with r2ccl.init() as comm:
+        found = []
+        for to in range(comm.nranks):
+            for count in (0, 3, 100_000):
+                out = np.empty(count)
+                comm.sendrecv(np.ones(count), (comm.rank + to) % comm.nranks, out)
+                found.append((count, float(out.sum())))
+        comm.barrier()
+        return found

@@ -217,7 +217,7 @@ class MessageDriver:
             return request
         untaken = self._sent.get(peer, 0) - self._taken.get(peer, 0)
         is_short = _HEADER.size + len(view) <= self._eager_nbytes
-        if is_short and (not view or untaken + len(view) <= _MOST_UNTAKEN):
+        if not view or (is_short and untaken + len(view) <= _MOST_UNTAKEN):
             self._sent[peer] = self._sent.get(peer, 0) + len(view)
             self._put(peer, _MESSAGE, dtype, tag, request.ident, len(view), view, request)
         else:
@@ -229,13 +229,15 @@ class MessageDriver:
         """Begin to receive a message into `view`, which is borrowed until it is done."""
         request = ReceiveRequest(self, view, dtype, source, tag)
         envelope = self._matching.post(request)
-        if envelope is not None:
-            self._take(request, envelope)
+        if envelope is not None and self._take(request, envelope):
+            self._matching.remove(envelope)
         return request
 
     def cancel(self, request: ReceiveRequest) -> bool:
-        """Withdraw a receive; return False if it has taken a message."""
-        return self._matching.cancel(request)
+        """Withdraw a receive, which is then done; return False if it has taken a message."""
+        is_withdrawn = self._matching.cancel(request)
+        request.is_done |= is_withdrawn
+        return is_withdrawn
 
     def probe(self, source: int, tag: int) -> Message | None:
         """Return the first message that a receive with `source` and `tag` would take."""
@@ -289,16 +291,17 @@ class MessageDriver:
         """Do nothing: envelopes are eager."""
 
     def _arrived(self, envelope: Envelope) -> None:
-        request = self._matching.arrived(envelope)
-        if request is not None:
-            self._take(request, envelope)
+        while (request := self._matching.taker_of(envelope)) is not None:
+            if self._take(request, envelope):
+                return
+        self._matching.keep(envelope)
 
-    def _take(self, request: ReceiveRequest, envelope: Envelope) -> None:
-        """Let `request` receive the message, if it fits."""
+    def _take(self, request: ReceiveRequest, envelope: Envelope) -> bool:
+        """Let `request` receive the message; return False if the message stays to be received."""
         source, _, dtype, nbytes, ident, payload = envelope
         if dtype != request.dtype or nbytes > len(request.view):
             self._refuse(request, envelope)
-            return
+            return payload is None
         request.result = _described(envelope)
         peer = self._members[source]
         if payload is not None:
@@ -306,7 +309,7 @@ class MessageDriver:
             request.is_done = True
             if source != self._rank:
                 self._note_taken(peer, nbytes)
-            return
+            return True
         lengths = self._cut(source, nbytes)
         self._put(peer, _GRANT, 0, 0, ident, nbytes, b"".join(map(_LENGTH.pack, lengths)))
         at = 0
@@ -318,9 +321,10 @@ class MessageDriver:
                 request.nleft += 1
             at += length
             self._name(link, number)
+        return True
 
     def _refuse(self, request: ReceiveRequest, envelope: Envelope) -> None:
-        """End a receive that the message does not fit; a short message stays to be received."""
+        """End a receive that the message does not fit, and its sender's call if it is long."""
         given = f"{len(request.view) // dtype_of(request.dtype).itemsize}"
         request.error = InvalidArgument(
             f"rank {envelope.source} sent {_described(envelope).count} elements of "
@@ -329,9 +333,7 @@ class MessageDriver:
             "probe() first"
         )
         request.is_done = True
-        if envelope.payload is not None:
-            self._matching.put_back(envelope)
-        else:
+        if envelope.payload is None:
             peer = self._members[envelope.source]
             self._put(peer, _REFUSE, 0, 0, envelope.ident, 0, str(request.error).encode())
 

@@ -67,31 +67,34 @@ class Matching:
         self._envelopes: deque[Envelope] = deque()
         self._takers: deque[Any] = deque()
 
-    def arrived(self, envelope: Envelope) -> Any:
-        """Return the receive that takes a message that just arrived; None: it is kept."""
+    def taker_of(self, envelope: Envelope) -> Any:
+        """Remove and return the receive that takes a message that just arrived; None: none does."""
         for taker in self._takers:
             if _fits(taker, envelope):
                 self._takers.remove(taker)
                 return taker
-        self._envelopes.append(_kept(envelope))
         return None
 
+    def keep(self, envelope: Envelope) -> None:
+        """Keep a message that just arrived, with a copy of its data, which was borrowed."""
+        payload = envelope.payload
+        kept = envelope if payload is None else envelope._replace(payload=bytes(payload))
+        self._envelopes.append(kept)
+
+    def remove(self, envelope: Envelope) -> None:
+        """Remove a kept message that a receive has taken."""
+        self._envelopes.remove(envelope)
+
     def post(self, taker: Taker) -> Envelope | None:
-        """Return the message that a new receive takes; None: the receive is kept."""
+        """Return the kept message that a new receive takes; None: the receive is kept."""
         found = self.find(taker)
         if found is None:
             self._takers.append(taker)
-        else:
-            self._envelopes.remove(found)
         return found
 
     def find(self, taker: Taker) -> Envelope | None:
-        """Return the message that a receive would take, without taking it."""
+        """Return the kept message that a receive would take."""
         return next((each for each in self._envelopes if _fits(taker, each)), None)
-
-    def put_back(self, envelope: Envelope) -> None:
-        """Keep a message, ahead of all others, that its receive could not hold."""
-        self._envelopes.appendleft(_kept(envelope))
 
     def cancel(self, taker: Taker) -> bool:
         """Remove a receive; return False if it has taken a message."""
@@ -99,12 +102,6 @@ class Matching:
             return False
         self._takers.remove(taker)
         return True
-
-
-def _kept(envelope: Envelope) -> Envelope:
-    """Return the envelope with a copy of its data, which was borrowed."""
-    payload = envelope.payload
-    return envelope if payload is None else envelope._replace(payload=bytes(payload))
 
 
 def _fits(taker: Taker, envelope: Envelope) -> bool:

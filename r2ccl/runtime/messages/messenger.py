@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -66,7 +67,10 @@ class MessageRequest:
         return found
 
     def cancel(self) -> bool:
-        """Withdraw a receive that has taken no message; return whether it was withdrawn."""
+        """Withdraw a receive that has taken no message; return whether it was withdrawn.
+
+        `wait` then returns None.
+        """
         return self._messenger.cancel(self._request)
 
 
@@ -179,7 +183,7 @@ class Messenger:
             return found
         wanted = f"a message of {_named('rank', source)} with {_named('tag', tag)}"
         peer = ANY if source == ANY else self._members[source]
-        self._wait(lambda: find() is not None, peer, f"probe() for {wanted}")
+        self._wait(lambda: find() is not None, peer, f"probe() for {wanted}", self._timeout_s)
         taken: Message | None = self._own(find)
         return taken
 
@@ -208,7 +212,9 @@ class Messenger:
             peer = -1 if request.source == ANY else self._members[request.source]
             doing = f"recv() from {_named('rank', peer)} with {_named('tag', request.tag)}"
         if not request.is_done:
-            self._wait(is_over, peer, doing)
+            # A wait for a limited time ends nothing.
+            limit_s = self._timeout_s if timeout_s is None else math.inf
+            self._wait(is_over, peer, doing, limit_s)
         if request.error is not None:
             raise request.error
         if not request.is_done:
@@ -239,10 +245,10 @@ class Messenger:
         loop.send_rest()
         return found
 
-    def _wait(self, is_done: Callable[[], bool], peer: int, doing: str) -> None:
+    def _wait(self, is_done: Callable[[], bool], peer: int, doing: str, timeout_s: float) -> None:
         """Run the data loop until ``is_done()``; `peer` is a rank of the job, or `ANY`."""
         loop = self._loop
-        patience = Patience(self._timeout_s, "R2CC_TIMEOUT_S", partial(self._pending, peer, doing))
+        patience = Patience(timeout_s, "R2CC_TIMEOUT_S", partial(self._pending, peer, doing))
         try:
             loop.acquire()
             self.peers = frozenset() if peer in (ANY, self._job.rank) else frozenset((peer,))
