@@ -21,10 +21,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 
 from r2ccl.bootstrap.base import ControlPort
-from r2ccl.errors import CommunicatorRevoked, InternalError, R2cclError, TransportTimeout
+from r2ccl.errors import (
+    CommunicatorRevoked,
+    ConcurrentCalls,
+    InternalError,
+    R2cclError,
+    TransportTimeout,
+)
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.failover import Failover
 from r2ccl.failover.migration.links import Links
@@ -112,10 +119,11 @@ class Caller(Protocol):
 class _Follower:
     """Thread that stands aside while another one owns the data loop."""
 
-    __slots__ = ("is_done", "turn")
+    __slots__ = ("is_done", "thread", "turn")
 
     def __init__(self, is_done: Callable[[], bool]) -> None:
         self.is_done = is_done
+        self.thread = get_ident()
         #: Set if the thread's wait is over, or the loop may be free.
         self.turn = threading.Event()
 
@@ -168,8 +176,19 @@ class DataLoop:
 
         Call it inside of ``try: ... finally: release()``, so that a Ctrl-C that arrives in between
         leaves no loop owned.
+
+        Raises
+        ------
+        ConcurrentCalls
+            If a signal handler calls it that interrupted a call of its thread within the loop.
         """
+        is_below = self.owner._is_owned()  # type: ignore[attr-defined]
         if self.owner.acquire(blocking=False):
+            if is_below:
+                raise ConcurrentCalls(
+                    f"rank {self.rank}: a signal handler called r2ccl below another call of its "
+                    "thread: set a flag in the handler, and call r2ccl later"
+                )
             return
         self._newcomers.append(None)
         try:
@@ -183,37 +202,38 @@ class DataLoop:
 
     def release(self) -> None:
         """Give the data loop up, if this thread owns it; a thread that stands aside takes it."""
-        if not self.owner._is_owned():  # type: ignore[attr-defined]
+        try:
+            self.owner.release()
+        except RuntimeError:  # not owned
             return
-        self.owner.release()
         if self._followers:
             for follower in self._followers.copy():
                 follower.turn.set()
 
     def _stand_aside(self, caller: Caller, is_done: Callable[[], bool], deadline: float) -> None:
-        """Let another thread own the loop until it is free, or this thread's wait is over."""
+        """Let another thread own the loop until it is free, or this thread's wait is over.
+
+        After Ctrl-C, `give_up` takes the loop back.
+        """
         follower = _Follower(is_done)
+        was_calling = caller.is_calling
         self._followers.append(follower)
-        was_calling, caller.is_calling = caller.is_calling, False
-        interrupt: BaseException | None = None
+        caller.is_calling = False
         self.release()
-        try:
-            while self._newcomers or not self.owner.acquire(blocking=False):
-                follower.turn.wait(_TICK_S)
-                follower.turn.clear()
-                if is_done() or self.error is not None or self._clock() >= deadline:
-                    break
-        except BaseException as exc:
-            interrupt = exc
-        while not self.owner._is_owned():  # type: ignore[attr-defined]
-            try:
+        while self._newcomers or not self.owner.acquire(blocking=False):
+            follower.turn.wait(_TICK_S)
+            follower.turn.clear()
+            if is_done() or self.error is not None or self._clock() >= deadline:
                 self.acquire()
-            except BaseException as exc:
-                interrupt = exc
+                break
         self._followers.remove(follower)
         caller.is_calling = was_calling
-        if interrupt is not None:
-            raise interrupt
+
+    def _take_back(self) -> None:
+        """Own the loop again after Ctrl-C in `_stand_aside`."""
+        if not self.owner._is_owned():  # type: ignore[attr-defined]
+            self.acquire()
+        self._followers = [each for each in self._followers if each.thread != get_ident()]
 
     # Events of the control thread
 
@@ -385,11 +405,12 @@ class DataLoop:
         """End the communicators, unless they have ended, because a call of `caller` raises `exc`.
 
         Afterwards no peer can write into the call's memory. Further Ctrl-C does not interrupt this
-        method. The calling thread must own the loop.
+        method. The calling thread owns the loop, also if Ctrl-C arrived while it stood aside.
         """
         is_sound = isinstance(exc, R2cclError)
         for _ in range(_MOST_INTERRUPTS):
             try:
+                self._take_back()
                 if isinstance(exc, R2cclError):
                     caller.has_raised = True
                     self.fail(exc)

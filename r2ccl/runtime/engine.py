@@ -476,7 +476,8 @@ class Engine:
         loop, links, progress, calls = self._loop, self._links, self._progress, self._calls
         try:
             # Most calls are small; each function call here takes 1 % of the time of such a call.
-            if not self._owner.acquire(blocking=False):
+            owner = self._owner
+            if owner._is_owned() or not owner.acquire(blocking=False):  # type: ignore[attr-defined]
                 loop.acquire()
             if self._revocation.error is not None:
                 self.check()

@@ -160,10 +160,10 @@ class Messenger:
         view = memoryview(x.array.view(np.uint8))  # type: ignore[arg-type]
 
         def post() -> SendRequest:
-            if peer != self._job.rank and peer not in self._loop.links.connected:
-                self._connect(frozenset((peer,)))
             return self._driver.send(view, x.dtype_code, to, tag)
 
+        if peer != self._job.rank and peer not in self._loop.links.connected:
+            self._connect_to(peer)
         return MessageRequest(self, self._own(post), x.owner)
 
     def receive(self, out: Buffer, source: int, tag: int) -> MessageRequest:
@@ -231,19 +231,33 @@ class Messenger:
         loop = self._loop
         try:
             loop.acquire()
-            self.check()
-            if is_step:
-                loop.progress.step()
+            self.is_calling = is_calling = True
             try:
+                self.check()
+                if is_step:
+                    loop.progress.step()
                 found = fn()
                 loop.progress.advance()
+                is_calling = False
             except BaseException as exc:
                 loop.give_up(self, exc)
                 raise
+            finally:
+                self.is_calling = is_calling and not loop.is_settled
         finally:
             loop.release()
         loop.send_rest()
         return found
+
+    def _connect_to(self, peer: int) -> None:
+        loop = self._loop
+        try:
+            loop.acquire()
+            self.check()
+            if peer not in loop.links.connected:
+                self._connect(frozenset((peer,)))
+        finally:
+            loop.release()
 
     def _wait(self, is_done: Callable[[], bool], peer: int, doing: str, timeout_s: float) -> None:
         """Run the data loop until ``is_done()``; `peer` is a rank of the job, or `ANY`."""
@@ -252,7 +266,15 @@ class Messenger:
         try:
             loop.acquire()
             self.peers = frozenset() if peer in (ANY, self._job.rank) else frozenset((peer,))
-            loop.wait(self, is_done, patience)
+            self.is_calling = is_calling = True
+            try:
+                loop.wait(self, is_done, patience)
+                is_calling = False
+            except BaseException as exc:
+                loop.give_up(self, exc)
+                raise
+            finally:
+                self.is_calling = is_calling and not loop.is_settled
         finally:
             self.peers = frozenset()
             loop.release()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.still import make_engine
+from support.still import make_engine, plan
 
 from r2ccl.errors import (
     CommunicatorRevoked,
@@ -24,12 +24,6 @@ from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.arguments import as_buffer
 from r2ccl.runtime.executor import LaneRun
 from r2ccl.transport.verbs.lifetime import Lifetime, allocation_of
-
-
-def plan(*peers: int) -> Plan:
-    """Return a plan with nothing to do."""
-    layout: Any = SimpleNamespace(peers=frozenset(peers))
-    return Plan(0, layout, np.add, None, False)
 
 
 def test_lanes_are_made_by_the_owner_of_the_loop() -> None:

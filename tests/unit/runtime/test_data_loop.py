@@ -1,0 +1,106 @@
+"""Which thread runs the data loop, and what Ctrl-C leaves behind at any line."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from support import interrupted
+from support.still import make_engine, plan
+
+from r2ccl.errors import ConcurrentCalls
+from r2ccl.runtime.data_loop import Patience
+
+JOIN_S = 30.0
+
+
+def blocked_call(engine: Any, is_done: Any) -> None:
+    """Wait until ``is_done()``, as a call that has memory registered does."""
+    loop = engine._loop
+    try:
+        loop.acquire()
+        engine.is_calling = is_calling = True
+        try:
+            loop.wait(engine, is_done, Patience(60.0, "", lambda: None))
+            is_calling = False
+        except BaseException as exc:
+            loop.give_up(engine, exc)
+            raise
+        finally:
+            engine.is_calling = is_calling and not loop.is_settled
+    finally:
+        loop.release()
+
+
+def interrupt_beside_another(line: int) -> bool:
+    """Press Ctrl-C before a line of a call while another thread takes the loop; check the rest."""
+    engine, _ = make_engine()
+    loop = engine._loop
+    settled_by_owner: list[bool] = []
+    settle = loop._settle
+
+    def spied(is_sound: bool) -> None:
+        settled_by_owner.append(loop.owner._is_owned())
+        settle(is_sound)
+
+    loop._settle = spied  # type: ignore[method-assign]
+    other = threading.Thread(target=engine.call, args=(lambda: None,))
+
+    def is_done() -> bool:
+        if other.ident is None:
+            other.start()
+            while not loop._newcomers:
+                pass
+        return not other.is_alive()
+
+    came = interrupted.at_line(line, lambda: blocked_call(engine, is_done))
+    if other.ident is not None:
+        other.join(JOIN_S)
+        assert not other.is_alive(), line
+    assert all(settled_by_owner), line
+    assert not loop._followers, line
+    assert not loop._newcomers, line
+    assert not engine.is_calling, line
+    return came
+
+
+@pytest.mark.parametrize("first", range(1, 9))
+def test_control_c_beside_another_call_ends_both(first: int) -> None:
+    line, came = first, True
+    while came:
+        came = interrupt_beside_another(line)
+        line += 8
+    assert line > 40
+
+
+def test_control_c_in_a_probe_ends_the_job() -> None:
+    """It may have lost events that the transport had reported."""
+    engine, still = make_engine()
+
+    def poll(timeout_s: float) -> list[Any]:
+        raise KeyboardInterrupt
+
+    still.poll = poll  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.messenger.probe(1, 0, is_blocking=False)
+    assert "interrupted" in str(engine.error)
+
+
+def test_a_handler_within_the_loop_may_not_call() -> None:
+    engine, _ = make_engine()
+
+    def handler() -> None:
+        with pytest.raises(ConcurrentCalls, match="signal handler"):
+            engine.messenger.probe(1, 0, is_blocking=False)
+        with pytest.raises(ConcurrentCalls, match="signal handler"):
+            engine.call(lambda: None)
+        with pytest.raises(ConcurrentCalls, match="signal handler"):
+            engine.run(plan(), lambda *_: [])
+
+    engine.call(handler)
+    assert engine.error is None
+    free = threading.Thread(target=engine.call, args=(lambda: None,))
+    free.start()
+    free.join(JOIN_S)
+    assert not free.is_alive()
