@@ -1370,10 +1370,12 @@ class Communicator:
             If an asynchronous call failed and no call has raised its error yet.
         """
         job = self._job
-        if self._collectives.is_blocking and not job.is_forked:
+        alone = self._assemble is None
+        is_blocking = self._collectives.is_blocking if alone else job.is_blocking
+        if is_blocking and not job.is_forked:
             self.abort("close() was called while a collective was in progress")
             return
-        if self._assemble is None:
+        if alone:
             self._close_alone()
             return
         if self._collectives.is_closed:
@@ -1517,6 +1519,12 @@ class Communicator:
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:
         """Refuse all calls from now on, each with a new error from `refusal`."""
         self._collectives.close(refusal)
+        self._engine.messenger.refuse(refusal)
+
+    @property
+    def is_blocking(self) -> bool:
+        """True if a blocking collective runs, in any thread."""
+        return self._collectives.is_blocking
 
     def drain(self) -> None:
         """Wait until the asynchronous calls have ended.
@@ -1558,7 +1566,7 @@ class Communicator:
         """Close a communicator made by `split`; the others of the job stay open."""
         if self._collectives.is_closed:
             return
-        self._collectives.close(self._job.closed)
+        self.refuse(self._job.closed)
         try:
             self.drain()
             self.end_calls(LEAVE_S)

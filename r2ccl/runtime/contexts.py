@@ -19,8 +19,16 @@ from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
 from r2ccl.failover.health.table import Health
 from r2ccl.runtime.desync_check import Calling
 
+
+class Closing(msgspec.Struct, frozen=True, tag="closing"):
+    """Control message of a communicator to its rank 0: the sender has closed it; from it: all have.
+
+    Until then every rank takes part in the health agreement, for which a slower rank may wait.
+    """
+
+
 #: Control message of one communicator.
-ContextMessage = Report | Prepare | Promise | Commit | Calling
+ContextMessage = Report | Prepare | Promise | Commit | Calling | Closing
 
 
 class InContext(msgspec.Struct, frozen=True, tag="in_context"):
@@ -120,6 +128,8 @@ class Contexts:
         #: Messages for communicators that this rank has not made yet.
         self._early: dict[int, list[tuple[int, InContext]]] = {}
         self._lock = threading.Lock()
+        #: Communicators that this rank has closed, but not all of their ranks.
+        self.nclosing = 0
         self._free = (1 << _NIDS) - 2
         #: Lowest number of the first call of the next communicator.
         self._next_op = 1
@@ -129,11 +139,11 @@ class Contexts:
     def offer(self) -> bytes:
         """Return the free ids and the lowest possible first call, for `choose` on all ranks.
 
-        `NO_OFFER` while another thread makes a communicator. The caller must call `choose` or
-        `withdraw` next.
+        `NO_OFFER` while another thread makes a communicator, or if ids become free soon. The caller
+        must call `choose` or `withdraw` next.
         """
         with self._lock:
-            if self._is_offered:
+            if self._is_offered or (self.nclosing and not self._free):
                 return NO_OFFER
             self._is_offered = True
             return self._free.to_bytes(_NIDS // 8, "little") + self._next_op.to_bytes(8, "little")
@@ -186,9 +196,10 @@ class Contexts:
                 member.on_message(peer, wrapped.message)
 
     def remove(self, member: ContextEngine, last_op: int) -> None:
-        """Remove a communicator that was closed, the last call of which was `last_op`."""
+        """Remove a communicator that all ranks have closed, whose last call was `last_op`."""
         context_id, first_op, _ = member.context
         del self._members[context_id]
+        self.nclosing -= 1
         with self._lock:
             self._free |= 1 << context_id
             self._next_op = max(self._next_op, first_op + 1, last_op + 1)
@@ -218,6 +229,7 @@ NO_OFFER = bytes(_NIDS // 8 + 8)
 
 __all__ = [
     "NO_OFFER",
+    "Closing",
     "Context",
     "ContextEngine",
     "ContextMessage",

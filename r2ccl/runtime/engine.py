@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from r2ccl.bootstrap.base import Post
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, R2cclError, TransportTimeout
 from r2ccl.failover.context import RankContext
@@ -29,7 +30,7 @@ from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.failover.revocation import Revoke
 from r2ccl.planning.plan_cache import Plan, Planning
-from r2ccl.runtime.contexts import Context, ContextPost, Contexts, InContext
+from r2ccl.runtime.contexts import Closing, Context, ContextPost, Contexts, InContext
 from r2ccl.runtime.data_loop import (
     BackgroundControl,
     Caller,
@@ -89,6 +90,8 @@ class Engine:
     agreement : HealthAgreement or None
         Agreement of the communicator on the health; None in mode failstop.
     desync : DesyncCheck
+    post : Post
+        Sends control messages to ranks of the communicator.
 
     Attributes
     ----------
@@ -109,6 +112,7 @@ class Engine:
         *,
         agreement: HealthAgreement | None,
         desync: DesyncCheck,
+        post: Post,
     ) -> None:
         self.context = context
         self.rank = context.members.index(job.rank)
@@ -134,6 +138,9 @@ class Engine:
         self._revocation = loop.failover.revocation
         self._agreement = agreement
         self._desync = desync
+        self._post = post
+        #: Ranks that have closed the communicator, as its rank 0 knows.
+        self._closed: set[int] = set()
         self._calls = loop.links.calls_of(context.context_id)
         self._calls.skip_to(context.first_op - 1)
         #: Number of calls that connected data paths before their first slice.
@@ -162,7 +169,9 @@ class Engine:
             agreement.on_known(contexts.adopt)
         everyone = Context(0, 1, tuple(range(job.nranks)))
         desync = DesyncCheck(job.rank, job.peers, job.config.suspicion_timeout_s, control)
-        return cls(job, control, loop, contexts, everyone, agreement=agreement, desync=desync)
+        return cls(
+            job, control, loop, contexts, everyone, agreement=agreement, desync=desync, post=control
+        )
 
     def derived(self, context: Context) -> Engine:
         """Return the engine of a new communicator, which shares the data loop.
@@ -187,7 +196,7 @@ class Engine:
         def make() -> Engine:
             made = Engine(
                 self._job, self._control, self._loop, self._contexts, context,
-                agreement=agreement, desync=desync,
+                agreement=agreement, desync=desync, post=post,
             )  # fmt: skip
             self._contexts.add(made)
             known = self._failover.agreement
@@ -321,6 +330,8 @@ class Engine:
         """Handle a control message of this communicator."""
         if isinstance(message, Calling):
             self._desync.on_calling(message, self._calls.op)
+        elif isinstance(message, Closing):
+            self._note_closed(peer)
         elif self._agreement is not None and self._revocation.error is None:
             self._agreement.on_message(peer, message)
 
@@ -665,14 +676,36 @@ class Engine:
             loop.release()
 
     def remove(self) -> None:
-        """Forget a communicator that `derived` made; it must not be in a call."""
+        """Leave a communicator that `derived` made; it must not be in a call.
 
-        def forget() -> None:
-            del self._loop.callers[self.context.context_id]
-            self.messenger.close()
-            self._contexts.remove(self, self._calls.op)
+        It takes part in the health agreement until all its ranks have left it.
 
-        self.call(forget)
+        Raises
+        ------
+        R2cclError
+            If the job has ended, or a message that is arriving does not arrive completely.
+        """
+
+        def leave() -> None:
+            self._contexts.nclosing += 1
+            if self.rank:
+                self._post.send(0, Closing())
+            else:
+                self._note_closed(0)
+
+        self.messenger.finish()
+        self.call(leave)
+
+    def _note_closed(self, peer: int) -> None:
+        """Forget the communicator once all its ranks have left it."""
+        self._closed.add(peer)
+        if self.rank == 0:
+            if len(self._closed) < self.nranks:
+                return
+            self._post.broadcast(Closing())
+        del self._loop.callers[self.context.context_id]
+        self.messenger.close()
+        self._contexts.remove(self, self._calls.op)
 
     def fail_call(self, error: BaseException) -> None:
         """End the communicator after a call failed outside the data loop.

@@ -45,6 +45,11 @@ class Participant(Protocol):
         """True if the caller is a signal handler that interrupted a blocking call of its thread."""
         ...
 
+    @property
+    def is_blocking(self) -> bool:
+        """True if a blocking collective runs, in any thread."""
+        ...
+
     def drain(self) -> None:
         """Wait until the asynchronous calls have ended."""
         ...
@@ -139,6 +144,11 @@ class Job:
     def remove(self, participant: Participant) -> None:
         """Remove a communicator that was closed alone."""
         self._participants.remove(participant)
+
+    @property
+    def is_blocking(self) -> bool:
+        """True if a blocking collective runs on any communicator, in any thread."""
+        return any(participant.is_blocking for participant in tuple(self._participants))
 
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:
         """Refuse all calls on all communicators from now on, each with an error from `refusal`."""

@@ -66,3 +66,26 @@ def test_an_error_in_one_communicator_ends_all_of_the_job() -> None:
         assert found[0].startswith("InvalidArgument")
         assert "count=4" in found[0]
         assert "count=3" in found[0]
+
+
+def test_a_rank_that_closes_early_still_agrees_on_the_health() -> None:
+    assert launch(programs.closed_early, 2, timeout_s=TIMEOUT_S) == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("count", [10, 1_000_000])
+def test_closing_finishes_the_messages_that_arrive(count: int) -> None:
+    run = functools.partial(programs.closed_with_messages, count)
+    for rank, found in enumerate(launch(run, 2, timeout_s=TIMEOUT_S)):
+        assert found[:5] == ["True True True"] * 5
+        closed = f"rank {rank}: the communicator was closed"
+        assert found[5:] == ["Message", closed, closed]
+
+
+def test_closing_the_job_ends_a_call_on_a_child() -> None:
+    found = launch(programs.closed_below_a_call, 2, timeout_s=TIMEOUT_S)
+    assert found == ["CommunicatorRevoked", "CommunicatorRevoked"]
+
+
+def test_context_ids_are_used_again() -> None:
+    run = functools.partial(programs.made_and_closed, 200)
+    assert max(launch(run, 3, timeout_s=TIMEOUT_S)) < 150

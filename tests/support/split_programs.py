@@ -13,6 +13,8 @@ from r2ccl import Communicator, InvalidArgument
 from r2ccl.errors import CommunicatorRevoked, R2cclError
 from r2ccl.testing import Action, Fault, FaultPlan
 
+TIMEOUT_S = 60.0
+
 
 def split_in_halves() -> list[Any]:
     """Split by parity with reversed keys; return the ranks as each communicator sees them."""
@@ -147,3 +149,86 @@ def exchanged_in_halves() -> bool:
         gathered = half.gatherv(x, root=0, counts=sizes)
         is_whole = gathered is None if rank else gathered.size == sum(sizes)
         return np.array_equal(out, wanted) and is_whole
+
+
+def closed_early() -> float:
+    """Close a child on rank 1 whose last calls rank 0 makes after a NIC was excluded."""
+    with r2ccl.init() as comm:
+        child = comm.dup()
+        x = np.ones(3)
+        if comm.rank == 1:
+            for _ in range(3):
+                child.reduce(x.copy(), root=0)
+            child.close()
+        comm.barrier()
+        if comm.rank == 0:
+            comm.exclude(1, 0)
+            while child.known_health().health.version == 0:
+                pass
+            for _ in range(3):
+                x = child.reduce(np.ones(3), root=0)
+            child.close()
+        comm.barrier()
+        return float(x[0])
+
+
+def closed_with_messages(count: int) -> list[str]:
+    """Close a child while a message arrives and others wait; use the handles afterwards."""
+    found = []
+    with r2ccl.init() as comm:
+        for _ in range(5):
+            child = comm.dup()
+            out, at = np.zeros(count), comm.rank
+            sent = child.send(np.full(count, 1.0 + at), 1 - at, async_op=True)
+            child.send(np.zeros(5), 1 - at, tag=2)
+            child.probe(1 - at, 0)
+            arriving = child.recv(out, 1 - at, 0, async_op=True)
+            waiting = child.recv(np.empty(1), 1 - at, 3, async_op=True)
+            child.close()
+            found.append(f"{arriving.is_done()} {(out == 2.0 - at).all()} {sent.is_done()}")
+        for fn in (arriving.wait, waiting.wait, lambda: child.probe(is_blocking=False)):
+            try:
+                found.append(type(fn()).__name__)
+            except CommunicatorRevoked as exc:
+                found.append(str(exc))
+        comm.barrier()
+    return found
+
+
+def closed_below_a_call() -> str:
+    """Close the job while another thread waits in a collective on a child; return its error."""
+    found = []
+    with r2ccl.init() as comm:
+        child = comm.dup()
+        if comm.rank == 0:
+
+            def call() -> None:
+                try:
+                    child.barrier()
+                except R2cclError as exc:
+                    found.append(type(exc).__name__)
+
+            thread = threading.Thread(target=call)
+            thread.start()
+            while not child._collectives.is_blocking:
+                pass
+            comm.close()
+            thread.join(TIMEOUT_S)
+        else:
+            try:
+                comm.barrier()
+            except R2cclError as exc:
+                found.append(type(exc).__name__)
+            comm.abort()
+    return found[0]
+
+
+def made_and_closed(nrounds: int) -> int:
+    """Make and close many communicators; return the highest context id seen."""
+    with r2ccl.init() as comm:
+        highest = 0
+        for _ in range(nrounds):
+            child = comm.dup()
+            highest = max(highest, child._engine.context.context_id)
+            child.close()
+        return highest

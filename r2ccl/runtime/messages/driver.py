@@ -104,9 +104,9 @@ class ReceiveRequest:
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
         """Count one more slice, which is in its place."""
-        self._driver.on_data(self, landing)
         self.nleft -= 1
         self.is_done = self.nleft == 0
+        self._driver.on_data(self, landing)
 
     def on_released(self, index: int) -> None:
         """Do nothing."""
@@ -175,6 +175,8 @@ class MessageDriver:
         # Channel c uses home rail c modulo the number of home rails.
         self._data_channel = self._envelope_channel + nhomes
         self._next_ident = 0
+        #: Number of receives whose data is arriving.
+        self.nreceiving = 0
         #: Envelopes that wait for a free slot, by peer in the job.
         self._envelopes: dict[int, deque[tuple[memoryview, SendRequest | None]]] = {}
         #: Announced messages by number, until they are granted.
@@ -238,6 +240,10 @@ class MessageDriver:
         is_withdrawn = self._matching.cancel(request)
         request.is_done |= is_withdrawn
         return is_withdrawn
+
+    def withdraw(self) -> None:
+        """Withdraw all receives that have taken no message."""
+        self._matching.forget_takers()
 
     def probe(self, source: int, tag: int) -> Message | None:
         """Return the first message that a receive with `source` and `tag` would take."""
@@ -310,6 +316,7 @@ class MessageDriver:
             if source != self._rank:
                 self._note_taken(peer, nbytes)
             return True
+        self.nreceiving += 1
         lengths = self._cut(source, nbytes)
         self._put(peer, _GRANT, 0, 0, ident, nbytes, b"".join(map(_LENGTH.pack, lengths)))
         at = 0
@@ -392,6 +399,7 @@ class MessageDriver:
     def on_data(self, request: ReceiveRequest, landing: Landing) -> None:
         """Confirm a slice of `request`, which is in its place, and name the next place."""
         assert request.result is not None
+        self.nreceiving -= request.is_done
         peer = self._members[request.result.source]
         link = self._links.receiver(peer, self._data_channel + landing.index)
         self._links.consume(link, False)

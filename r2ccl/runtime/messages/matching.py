@@ -103,6 +103,10 @@ class Matching:
         self._takers.remove(taker)
         return True
 
+    def forget_takers(self) -> None:
+        """Remove all receives."""
+        self._takers.clear()
+
 
 def _fits(taker: Taker, envelope: Envelope) -> bool:
     return taker.source in (ANY, envelope.source) and taker.tag in (ANY, envelope.tag)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from r2ccl.errors import TransportTimeout
+from r2ccl.errors import R2cclError, TransportTimeout
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import message_context
@@ -124,12 +124,26 @@ class Messenger:
             depth=job.config.landing_depth,
             health=health,
         )
+        self._refusal: Callable[[], R2cclError] | None = None
         self.waiting: Patience | None = None
         self.since_s = 0.0
         self.is_calling = False
         self.peers: frozenset[int] = frozenset()
         self._context_id = context_id
         loop.callers[context_id] = self
+
+    def refuse(self, refusal: Callable[[], R2cclError]) -> None:
+        """End all waits, and refuse all calls, each with a new error from `refusal`; any thread."""
+        self._refusal = refusal
+
+    def finish(self) -> None:
+        """Withdraw the receives that have taken no message, and wait for the others."""
+
+        def is_done() -> bool:
+            self._driver.withdraw()
+            return not self._driver.nreceiving
+
+        self._wait(is_done, ANY, "close(), until all data has arrived", self._timeout_s)
 
     def close(self) -> None:
         """Handle no messages any more; called by the owner of the data loop."""
@@ -183,13 +197,19 @@ class Messenger:
             return found
         wanted = f"a message of {_named('rank', source)} with {_named('tag', tag)}"
         peer = ANY if source == ANY else self._members[source]
-        self._wait(lambda: find() is not None, peer, f"probe() for {wanted}", self._timeout_s)
+
+        def is_over() -> bool:
+            return find() is not None or self._refusal is not None
+
+        self._wait(is_over, peer, f"probe() for {wanted}", self._timeout_s)
         taken: Message | None = self._own(find)
         return taken
 
     def test(self, request: SendRequest | ReceiveRequest) -> bool:
         """Return whether `request` is done; run the data loop once if not."""
-        return request.is_done or bool(self._own(lambda: request.is_done, is_step=True))
+        if request.is_done or self._refusal is not None:
+            return True
+        return bool(self._own(lambda: request.is_done, is_step=True))
 
     def cancel(self, request: SendRequest | ReceiveRequest) -> bool:
         """Withdraw a receive that has taken no message; return whether it was withdrawn."""
@@ -204,20 +224,22 @@ class Messenger:
         until_s = None if timeout_s is None else self._clock() + timeout_s
 
         def is_over() -> bool:
-            return request.is_done or (until_s is not None and self._clock() >= until_s)
+            is_late = until_s is not None and self._clock() >= until_s
+            return request.is_done or is_late or self._refusal is not None
 
         if isinstance(request, SendRequest):
             peer, doing = request.peer, f"send() to rank {request.peer}"
         else:
             peer = -1 if request.source == ANY else self._members[request.source]
             doing = f"recv() from {_named('rank', peer)} with {_named('tag', request.tag)}"
-        if not request.is_done:
+        if not is_over():
             # A wait for a limited time ends nothing.
             limit_s = self._timeout_s if timeout_s is None else math.inf
             self._wait(is_over, peer, doing, limit_s)
         if request.error is not None:
             raise request.error
         if not request.is_done:
+            self._require_open()
             raise TransportTimeout(
                 f"rank {self._job.rank}: {doing} is not done after {timeout_s:g} s and goes on: "
                 "wait again, or look at pending() on both ranks",
@@ -226,8 +248,13 @@ class Messenger:
             )
         return request.result
 
+    def _require_open(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal()
+
     def _own(self, fn: Callable[[], Any], *, is_step: bool = False) -> Any:
         """Run ``fn()`` as the owner of the data loop, and send what it posted."""
+        self._require_open()
         loop = self._loop
         try:
             loop.acquire()
