@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from threading import get_ident
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -133,36 +134,41 @@ class Contexts:
         self._free = (1 << _NIDS) - 2
         #: Lowest number of the first call of the next communicator.
         self._next_op = 1
-        #: A communicator is being made with the ids last offered.
-        self._is_offered = False
+        #: Thread that makes a communicator with the ids last offered.
+        self._offerer: int | None = None
+        #: Ids of the communicators that threads make another one from.
+        self._parents: dict[int, int] = {}
 
-    def offer(self) -> bytes:
+    def offer(self, parent: int) -> bytes:
         """Return the free ids and the lowest possible first call, for `choose` on all ranks.
 
-        `NO_OFFER` while another thread makes a communicator, or if ids become free soon. The caller
-        must call `choose` or `withdraw` next.
+        `NO_OFFER` while another thread makes a communicator, or one waits that makes it from a
+        communicator with a lower id than `parent`: so the threads of all ranks take turns in one
+        order. Also if ids become free soon. The caller must call `withdraw` in the end.
         """
         with self._lock:
-            if self._is_offered or (self.nclosing and not self._free):
+            self._parents[get_ident()] = parent
+            is_first = parent == min(self._parents.values())
+            if self._offerer is not None or not is_first or (self.nclosing and not self._free):
                 return NO_OFFER
-            self._is_offered = True
+            self._offerer = get_ident()
             return self._free.to_bytes(_NIDS // 8, "little") + self._next_op.to_bytes(8, "little")
 
-    def withdraw(self, offer: bytes) -> None:
-        """Allow other threads to make a communicator; `offer` is this thread's last offer."""
+    def withdraw(self, *, is_last: bool) -> None:
+        """Withdraw this thread's offer, if it made one; unless `is_last`, it will make another."""
         with self._lock:
-            if offer != NO_OFFER:
-                self._is_offered = False
+            if self._offerer == get_ident():
+                self._offerer = None
+            if is_last:
+                self._parents.pop(get_ident(), None)
 
-    def choose(self, offers: Sequence[bytes], mine: bytes) -> tuple[int, int]:
+    def choose(self, offers: Sequence[bytes]) -> tuple[int, int]:
         """Return the context id and the number of the first call of a new communicator.
 
         Parameters
         ----------
         offers : sequence of bytes
             Offers of all its ranks, none of them `NO_OFFER`.
-        mine : bytes
-            This rank's offer.
 
         Raises
         ------
@@ -173,7 +179,6 @@ class Contexts:
         for offer in offers:
             common &= int.from_bytes(offer[: _NIDS // 8], "little")
         if not common:
-            self.withdraw(mine)
             raise InvalidArgument(
                 f"no context id is free on all ranks: at most {_NIDS} communicators may be open at "
                 "a rank: close those that are not used any more"
@@ -182,7 +187,6 @@ class Contexts:
         first_op = max(int.from_bytes(offer[_NIDS // 8 :], "little") for offer in offers)
         with self._lock:
             self._free &= ~(1 << context_id)
-            self._is_offered = False
         return context_id, first_op
 
     # Owner of the data loop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import time
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument, TransportTimeout
@@ -71,37 +71,42 @@ def agree(
     *Collective*: all ranks.
     """
     for name, value in (("color", color), ("key", key)):
-        if value is not None and value not in _INT64:
+        if value is not None and (not isinstance(value, SupportsIndex) or value not in _INT64):
             raise InvalidArgument(f"{name}={value!r}; allowed are integers of 64 bits")
     entry = _ENTRY.pack(color is not None, color or 0, key)
     give_up_s = monotonic() + timeout_s
     contexts = engine.contexts
-    while True:
-        mine = NO_OFFER if color is None else contexts.offer()
-        try:
+    # No offer at first: a rank that comes late must not keep other threads from making theirs.
+    mine, is_first = NO_OFFER, True
+    try:
+        while True:
             rows = allgather(entry + mine)
-        except BaseException:
-            contexts.withdraw(mine)
-            raise
-        entries = [_ENTRY.unpack_from(row) for row in rows]
-        offers = [row[_ENTRY.size :] for row in rows]
-        takers = [rank for rank, (takes_part, _, _) in enumerate(entries) if takes_part]
-        if all(offers[rank] != NO_OFFER for rank in takers):
-            break
-        contexts.withdraw(mine)
-        if monotonic() >= give_up_s:
-            raise TransportTimeout(
-                f"rank {engine.rank}: other threads were making communicators for "
-                f"{timeout_s:g} s, so none was made here: try again",
-                rank=engine.rank,
-            )
-        time.sleep(_PAUSE_S * random.random())
-    if color is None:
-        return None
-    members = sorted(
-        (rank for rank in takers if entries[rank][1] == color), key=lambda rank: entries[rank][2]
-    )
-    context_id, first_op = contexts.choose([offers[rank] for rank in members], mine)
+            entries = [_ENTRY.unpack_from(row) for row in rows]
+            offers = [row[_ENTRY.size :] for row in rows]
+            takers = [rank for rank, (takes_part, _, _) in enumerate(entries) if takes_part]
+            if not is_first and all(offers[rank] != NO_OFFER for rank in takers):
+                break
+            contexts.withdraw(is_last=False)
+            if monotonic() >= give_up_s:
+                raise TransportTimeout(
+                    f"rank {engine.rank}: other threads were making communicators for "
+                    f"{timeout_s:g} s, so none was made here: try again",
+                    rank=engine.rank,
+                )
+            if not is_first:
+                time.sleep(_PAUSE_S * random.random())
+            is_first = False
+            if color is not None:
+                mine = contexts.offer(engine.context.context_id)
+        if color is None:
+            return None
+        members = sorted(
+            (rank for rank in takers if entries[rank][1] == color),
+            key=lambda rank: entries[rank][2],
+        )
+        context_id, first_op = contexts.choose([offers[rank] for rank in members])
+    finally:
+        contexts.withdraw(is_last=True)
     in_job = tuple(engine.context.members[rank] for rank in members)
     return Part(Context(context_id, first_op, in_job), tuple(members))
 

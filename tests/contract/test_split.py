@@ -89,3 +89,7 @@ def test_closing_the_job_ends_a_call_on_a_child() -> None:
 def test_context_ids_are_used_again() -> None:
     run = functools.partial(programs.made_and_closed, 200)
     assert max(launch(run, 3, timeout_s=TIMEOUT_S)) < 150
+
+
+def test_a_split_that_waits_does_not_hold_up_others() -> None:
+    assert launch(programs.made_in_other_orders, 2, timeout_s=TIMEOUT_S) == [2, 2]

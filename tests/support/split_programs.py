@@ -232,3 +232,19 @@ def made_and_closed(nrounds: int) -> int:
             highest = max(highest, child._engine.context.context_id)
             child.close()
         return highest
+
+
+def made_in_other_orders() -> int:
+    """Split two communicators, on rank 0 in two threads, on rank 1 one after the other."""
+    with r2ccl.init() as comm:
+        child = comm.dup()
+        if comm.rank:
+            return len([child.dup(), comm.dup()])
+        made: list[Communicator] = []
+        first = threading.Thread(target=lambda: made.append(comm.dup()))
+        first.start()
+        while not comm._collectives.is_blocking:
+            pass
+        made.append(child.dup())
+        first.join(TIMEOUT_S)
+        return len(made)

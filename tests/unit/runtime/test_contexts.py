@@ -1,0 +1,76 @@
+"""Context ids that the threads of a rank offer, and what Ctrl-C leaves of an offer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from r2ccl.errors import InvalidArgument
+from r2ccl.runtime.contexts import NO_OFFER, Context, Contexts
+from r2ccl.runtime.splitting import agree
+
+
+def in_another_thread(fn: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(fn()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_threads_offer_in_the_order_of_their_communicators() -> None:
+    """Otherwise each rank may let another thread go first, again and again."""
+    contexts = Contexts()
+    assert contexts.offer(7) != NO_OFFER
+    first_s_turn, done = threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def other() -> None:
+        seen.append(contexts.offer(3) == NO_OFFER)
+        first_s_turn.set()
+        done.wait(30.0)
+        seen.append(contexts.offer(3) != NO_OFFER)
+        contexts.withdraw(is_last=True)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    first_s_turn.wait(30.0)
+    contexts.withdraw(is_last=False)
+    assert contexts.offer(7) == NO_OFFER
+    done.set()
+    thread.join()
+    assert seen == [True, True]
+    assert contexts.offer(7) != NO_OFFER
+
+
+def engine_of(contexts: Contexts) -> Any:
+    return SimpleNamespace(contexts=contexts, rank=0, context=Context(0, 1, (0,)))
+
+
+class Interrupted(list[bytes]):
+    """Rows in the use of which Ctrl-C arrives."""
+
+    def __iter__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_control_c_leaves_no_offer() -> None:
+    contexts = Contexts()
+
+    def allgather(mine: bytes) -> list[bytes]:
+        return [mine] if mine.endswith(NO_OFFER) else Interrupted([mine])
+
+    with pytest.raises(KeyboardInterrupt):
+        agree(engine_of(contexts), allgather, 0, 0, 30.0)
+    assert in_another_thread(lambda: contexts.offer(7)) != NO_OFFER
+
+
+def test_colors_are_integers() -> None:
+    for wrong in (1.0, 1.5, "1", 1 << 63):
+        given: Any = wrong
+        with pytest.raises(InvalidArgument, match="integers of 64 bits"):
+            agree(engine_of(Contexts()), lambda mine: [mine], given, 0, 30.0)
