@@ -1143,7 +1143,7 @@ class Communicator:
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: two allgathers of some 300 bytes per rank. Errors and status
+        *Collective*: all ranks. *Cost*: two allgathers of 300 bytes per rank. Errors and status
         of the new communicator name ranks by their numbers in the job.
         """
         if self._collectives.is_closed:
