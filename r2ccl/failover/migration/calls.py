@@ -40,14 +40,16 @@ class Calls(Generic[_C]):
         Number of the last call that each peer's slices were seen in.
     consumers : mapping
         `Consumer` of each channel of the current call.
+    busy : dict of int to int
+        Peers whose paths are needed although no slice is under way, and for how many messages.
     on_unposted : callable or None
         Posts the receive of the next slice of a link, which has arrived. None: the slice waits for
         its receive.
     """
 
     __slots__ = (
-        "ahead", "consumers", "context_id", "on_unposted", "op", "pairs", "seen", "signature",
-        "signatures",
+        "ahead", "busy", "consumers", "context_id", "on_unposted", "op", "pairs", "seen",
+        "signature", "signatures",
     )  # fmt: skip
 
     def __init__(self, context_id: int) -> None:
@@ -59,6 +61,7 @@ class Calls(Generic[_C]):
         self.ahead: dict[int, dict[tuple[int, int, bool], None]] = {}
         self.seen: dict[int, int] = {}
         self.consumers: Mapping[int, _C] = {}
+        self.busy: dict[int, int] = {}
         self.on_unposted: Callable[[Any], None] | None = None
 
     def finish(self) -> None:

@@ -202,9 +202,10 @@ class Links:
     def idle_peers(self) -> list[int]:
         """Return the connected peers without a slice under way, the least recently used first.
 
-        Peers to which a path is being repaired, or no path on a rail is up, are left out.
+        Left out are peers with a message that waits for its receive, and those to which a path is
+        being repaired, or no path on a rail is up.
         """
-        idle = set(self.connected)
+        idle = self.connected.difference(*(calls.busy for calls in self.calls.values()))
         # By slices posted here: a peer that only confirms slices names no call.
         last_used = self._wanted.copy()
         for sender in self.senders.values():

@@ -68,6 +68,8 @@ class SendRequest:
         """Count one more slice that is released."""
         self.nleft -= 1
         self.is_done = self.nleft == 0
+        if self.is_done:
+            self._driver.note_busy(self.peer, -1)
 
     def on_retired(self, index: int) -> None:
         """Do nothing."""
@@ -203,6 +205,7 @@ class MessageDriver:
     def close(self) -> None:
         """Handle no messages any more."""
         self._calls.consumers = {}
+        self._calls.busy.clear()
         self._calls.on_unposted = None
 
     # Requests
@@ -223,6 +226,7 @@ class MessageDriver:
             self._sent[peer] = self._sent.get(peer, 0) + len(view)
             self._put(peer, _MESSAGE, dtype, tag, request.ident, len(view), view, request)
         else:
+            self.note_busy(peer, 1)
             self._announced[request.ident] = request
             self._put(peer, _REQUEST, dtype, tag, request.ident, len(view))
         return request
@@ -279,12 +283,14 @@ class MessageDriver:
         if kind == _MESSAGE:
             self._arrived(Envelope(source, tag, dtype, nbytes, ident, data))
         elif kind == _REQUEST:
+            self.note_busy(peer, 1)
             self._arrived(Envelope(source, tag, dtype, nbytes, ident, None))
         elif kind == _GRANT:
             lengths = [length for (length,) in _LENGTH.iter_unpack(data)]
             self._granted(self._announced.pop(ident), lengths)
         elif kind == _REFUSE:
             request = self._announced.pop(ident)
+            self.note_busy(peer, -1)
             request.error = InvalidArgument(bytes(data).decode())
             request.is_done = True
         else:
@@ -342,6 +348,7 @@ class MessageDriver:
         request.is_done = True
         if envelope.payload is None:
             peer = self._members[envelope.source]
+            self.note_busy(peer, -1)
             self._put(peer, _REFUSE, 0, 0, envelope.ident, 0, str(request.error).encode())
 
     def _note_taken(self, peer: int, nbytes: int) -> None:
@@ -349,6 +356,13 @@ class MessageDriver:
         if took - self._reported.get(peer, 0) >= _REPORT_EVERY:
             self._reported[peer] = took
             self._put(peer, _TAKEN, 0, 0, 0, took)
+
+    def note_busy(self, peer: int, change: int) -> None:
+        """Count the long messages under way to and from `peer`, which need paths to it."""
+        busy = self._calls.busy
+        count = busy.pop(peer, 0) + change
+        if count > 0:
+            busy[peer] = count
 
     # Data
 
@@ -399,8 +413,10 @@ class MessageDriver:
     def on_data(self, request: ReceiveRequest, landing: Landing) -> None:
         """Confirm a slice of `request`, which is in its place, and name the next place."""
         assert request.result is not None
-        self.nreceiving -= request.is_done
         peer = self._members[request.result.source]
+        if request.is_done:
+            self.nreceiving -= 1
+            self.note_busy(peer, -1)
         link = self._links.receiver(peer, self._data_channel + landing.index)
         self._links.consume(link, False)
         self._named[link] -= 1

@@ -7,9 +7,11 @@ import struct
 from support.still import make_engine
 
 from r2ccl.failover.migration.calls import first_channel, message_context
+from r2ccl.failover.migration.path import PathState
+from r2ccl.types import PathKey
 
 _ENVELOPE = struct.Struct("<BBxxIqQQ")
-_MESSAGE = 1
+_MESSAGE, _REQUEST = 1, 2
 
 
 def test_many_envelopes_may_have_arrived_at_once() -> None:
@@ -21,3 +23,23 @@ def test_many_envelopes_may_have_arrived_at_once() -> None:
     engine._links.deliver(link)
     assert link.consumed == 2000
     assert engine.messenger.probe(1, 1999, is_blocking=False) is not None
+
+
+def test_paths_that_a_message_waits_for_are_not_idle() -> None:
+    """A receive that takes it later has an answer to send."""
+    engine, _ = make_engine(eager_nbytes=64)
+    links = engine._links
+    for peer in (1, 2):
+        links.paths[PathKey(peer, 0)].state = PathState.UP
+    assert links.idle_peers() == [1, 2]
+    link = links.receiver(1, first_channel(message_context(0)))
+    link.arrived(0, _ENVELOPE.pack(_REQUEST, 0, 1, 7, 1, 1000))
+    links.deliver(link)
+    link.acked = link.consumed  # as the next tick confirms it
+    assert links.idle_peers() == [2]
+    sent = engine.messenger._driver.send(memoryview(bytes(1000)), 0, 2, 7)
+    for each in links.senders.values():
+        each.outstanding.clear()
+        each.confirmed = each.posted
+    assert links.idle_peers() == []
+    assert not sent.is_done
