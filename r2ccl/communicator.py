@@ -1353,7 +1353,7 @@ class Communicator:
         """Wait until every rank has received all its data, then leave. Idempotent.
 
         Waits for asynchronous calls. Acts as `abort` if a blocking collective runs in another
-        thread, or was interrupted by the signal handler that calls `close`.
+        thread, or any blocking call was interrupted by the signal handler that calls `close`.
 
         Notes
         -----
@@ -1372,7 +1372,7 @@ class Communicator:
         job = self._job
         alone = self._assemble is None
         is_blocking = self._collectives.is_blocking if alone else job.is_blocking
-        if is_blocking and not job.is_forked:
+        if (is_blocking or job.is_below) and not job.is_forked:
             self.abort("close() was called while a collective was in progress")
             return
         if alone:
@@ -1514,7 +1514,7 @@ class Communicator:
     @property
     def is_below(self) -> bool:
         """True if the caller is a signal handler that interrupted a blocking call of its thread."""
-        return self._collectives.is_below
+        return self._collectives.is_below or self._engine.messenger.is_below
 
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:
         """Refuse all calls from now on, each with a new error from `refusal`."""

@@ -339,6 +339,8 @@ class DataLoop:
                 if self.inbox:
                     self._drain()
                     progress.advance()
+                    if self._followers:
+                        self._notify()
                     continue  # an event may be what this wait is for
                 if progress.step():
                     idle_since = 0.0

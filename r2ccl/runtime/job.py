@@ -150,6 +150,11 @@ class Job:
         """True if a blocking collective runs on any communicator, in any thread."""
         return any(participant.is_blocking for participant in tuple(self._participants))
 
+    @property
+    def is_below(self) -> bool:
+        """True if the caller is a signal handler that interrupted a blocking call of its thread."""
+        return any(participant.is_below for participant in tuple(self._participants))
+
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:
         """Refuse all calls on all communicators from now on, each with an error from `refusal`."""
         for participant in tuple(self._participants):
@@ -221,8 +226,7 @@ class Job:
         self._ending.begin(deadline_s)
         # In a signal handler that interrupted a call, that call owns the data loop and cannot end:
         # wait only for the first two steps, up to the close of the control plane.
-        is_below = any(participant.is_below for participant in tuple(self._participants))
-        self._ending.wait(deadline_s + _BOUND_S, nsteps=2 if is_below else None)
+        self._ending.wait(deadline_s + _BOUND_S, nsteps=2 if self.is_below else None)
 
     def closed(self) -> CommunicatorRevoked:
         """Return the error of calls on a closed communicator."""

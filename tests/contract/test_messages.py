@@ -93,3 +93,9 @@ def test_messages_need_no_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("R2CC_EAGER_NBYTES", "0")
     found = launch(programs.without_eager_calls, 2, timeout_s=TIMEOUT_S)
     assert found == [[(count, float(count)) for count in (0, 3, 100_000)] * 2] * 2
+
+
+def test_closing_in_a_handler_ends_a_receive() -> None:
+    first, second = launch(programs.closed_in_a_handler, 2, timeout_s=TIMEOUT_S)
+    assert first == ["closed", "CommunicatorRevoked"]
+    assert second == ["CommunicatorRevoked"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from typing import Any
@@ -288,3 +289,23 @@ def without_eager_calls() -> list[tuple[int, float]]:
                 found.append((count, float(out.sum())))
         comm.barrier()
         return found
+
+
+def closed_in_a_handler() -> list[str]:
+    """Close the job in a signal handler that interrupts a receive; return how both ended."""
+    found: list[str] = []
+    comm = r2ccl.init()
+
+    def close(signum: int, frame: Any) -> None:
+        comm.close()
+        found.append("closed")
+
+    signal.signal(signal.SIGALRM, close)
+    if comm.rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        comm.recv(np.empty(3))
+    except R2cclError as exc:
+        found.append(type(exc).__name__)
+    comm.abort()
+    return found

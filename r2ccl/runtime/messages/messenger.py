@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,8 @@ class Messenger:
             depth=job.config.landing_depth,
             health=health,
         )
+        #: Identifier of the thread that waits for a message; 0 if none does.
+        self._waiter = 0
         self._refusal: Callable[[], R2cclError] | None = None
         self.waiting: Patience | None = None
         self.since_s = 0.0
@@ -135,6 +138,11 @@ class Messenger:
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:
         """End all waits, and refuse all calls, each with a new error from `refusal`; any thread."""
         self._refusal = refusal
+
+    @property
+    def is_below(self) -> bool:
+        """True if the caller is a signal handler that interrupted a wait of its thread."""
+        return self._waiter == get_ident()
 
     def finish(self) -> None:
         """Withdraw the receives that have taken no message, and wait for the others."""
@@ -292,6 +300,7 @@ class Messenger:
         patience = Patience(timeout_s, "R2CC_TIMEOUT_S", partial(self._pending, peer, doing))
         try:
             loop.acquire()
+            self._waiter = get_ident()
             self.peers = frozenset() if peer in (ANY, self._job.rank) else frozenset((peer,))
             self.is_calling = is_calling = True
             try:
@@ -303,6 +312,7 @@ class Messenger:
             finally:
                 self.is_calling = is_calling and not loop.is_settled
         finally:
+            self._waiter = 0
             self.peers = frozenset()
             loop.release()
         loop.send_rest()
