@@ -239,12 +239,14 @@ class Collectives:
             raise self._refusal()
         group = self.group_here()
         if group is not None:
+            if is_async:
+                raise self._is_async_in_group()
             group.post(post)
             return None
         try:
             request = post()
             return request if is_async else request.wait()
-        except (InvalidArgument, ConcurrentCalls):
+        except (InvalidArgument, ConcurrentCalls, CommunicatorRevoked):
             raise
         except BaseException as exc:
             self._engine.fail_call(exc)
@@ -282,7 +284,7 @@ class Collectives:
                 lambda requests: self.in_turn(partial(self._run_batches, requests)),
                 lambda request, stream: self._start_on_device(request, stream, False),
             )
-        except (InvalidArgument, ConcurrentCalls):
+        except (InvalidArgument, ConcurrentCalls, CommunicatorRevoked):
             raise
         except BaseException as exc:
             self._engine.fail_call(exc)
@@ -290,9 +292,7 @@ class Collectives:
 
     def _add_to(self, group: Group, request: Request, stream: Any, is_async: bool) -> Any:
         if is_async:
-            raise InvalidArgument(
-                "async_op=True was given within a group, whose calls run at its end: leave it out"
-            )
+            raise self._is_async_in_group()
         self._check(request)
         group.add(request, stream)
         return request.result
@@ -522,6 +522,11 @@ class Collectives:
         if self._scratch.nbytes < array.nbytes:
             self._scratch = np.empty(array.nbytes, np.uint8)
         return self._scratch[: array.nbytes].view(array.dtype)
+
+    def _is_async_in_group(self) -> InvalidArgument:
+        return InvalidArgument(
+            "async_op=True was given within a group, whose calls run at its end: leave it out"
+        )
 
     def _concurrent(self) -> ConcurrentCalls:
         return ConcurrentCalls(

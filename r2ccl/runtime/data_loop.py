@@ -119,10 +119,12 @@ class Caller(Protocol):
 class _Follower:
     """Thread that stands aside while another one owns the data loop."""
 
-    __slots__ = ("is_done", "thread", "turn")
+    __slots__ = ("is_done", "is_over", "thread", "turn")
 
     def __init__(self, is_done: Callable[[], bool]) -> None:
+        #: Called by the owner of the loop only: it may read, and change, what the loop changes.
         self.is_done = is_done
+        self.is_over = False
         self.thread = get_ident()
         #: Set if the thread's wait is over, or the loop may be free.
         self.turn = threading.Event()
@@ -223,7 +225,7 @@ class DataLoop:
         while self._newcomers or not self.owner.acquire(blocking=False):
             follower.turn.wait(_TICK_S)
             follower.turn.clear()
-            if is_done() or self.error is not None or self._clock() >= deadline:
+            if follower.is_over or self.error is not None or self._clock() >= deadline:
                 self.acquire()
                 break
         self._followers.remove(follower)
@@ -356,6 +358,8 @@ class DataLoop:
                 if now >= self._next_tick:
                     self._next_tick = now + _TICK_S
                     self._tick(now)
+                    if self._followers:
+                        self._notify()
                 caller.check()
                 if now >= deadline:
                     raise _timeout(patience)
@@ -376,9 +380,10 @@ class DataLoop:
             self._control.is_busy = False
 
     def _notify(self) -> None:
-        """Wake the threads that stand aside and whose wait is over."""
+        """Wake the threads that stand aside and whose wait is over; called by the owner."""
         for follower in self._followers.copy():
-            if follower.is_done():
+            if not follower.is_over and follower.is_done():
+                follower.is_over = True
                 follower.turn.set()
 
     def _sleep(self, timeout_s: float) -> None:

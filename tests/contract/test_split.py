@@ -93,3 +93,8 @@ def test_context_ids_are_used_again() -> None:
 
 def test_a_split_that_waits_does_not_hold_up_others() -> None:
     assert launch(programs.made_in_other_orders, 2, timeout_s=TIMEOUT_S) == [2, 2]
+
+
+def test_closing_ends_a_receive_in_another_thread() -> None:
+    found = launch(programs.closed_below_a_receive, 2, timeout_s=TIMEOUT_S)
+    assert found == [["CommunicatorRevoked", 2.0]] * 2

@@ -69,6 +69,8 @@ def misused() -> list[float]:
             comm.group().__enter__()
         with pytest.raises(r2ccl.InvalidArgument, match="async_op"), comm.group():
             comm.allreduce(x, async_op=True)
+        with pytest.raises(r2ccl.InvalidArgument, match="async_op"), comm.group():
+            comm.recv(x, async_op=True)
         with pytest.raises(r2ccl.InvalidArgument, match="allowed"), comm.group():
             comm.allreduce(np.ones(2, bool))
         with comm.group():

@@ -248,3 +248,24 @@ def made_in_other_orders() -> int:
         made.append(child.dup())
         first.join(TIMEOUT_S)
         return len(made)
+
+
+def closed_below_a_receive() -> list[Any]:
+    """Close a child while another thread waits for a message on it; the job goes on."""
+    with r2ccl.init() as comm:
+        child = comm.dup()
+        found: list[Any] = []
+
+        def receive() -> None:
+            try:
+                child.recv(np.empty(3))
+            except R2cclError as exc:
+                found.append(type(exc).__name__)
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        while not child._engine.messenger._waiter:
+            pass
+        child.close()
+        thread.join(TIMEOUT_S)
+        return [*found, float(comm.allreduce(np.ones(1))[0])]

@@ -9,26 +9,26 @@ import pytest
 from support import interrupted
 from support.still import make_engine, plan
 
+from r2ccl.clock import monotonic
 from r2ccl.errors import ConcurrentCalls
-from r2ccl.runtime.data_loop import Patience
+from r2ccl.runtime.data_loop import DataLoop, Patience
 
 JOIN_S = 30.0
 
 
-def blocked_call(engine: Any, is_done: Any) -> None:
+def blocked_call(caller: Any, is_done: Any, loop: DataLoop) -> None:
     """Wait until ``is_done()``, as a call that has memory registered does."""
-    loop = engine._loop
     try:
         loop.acquire()
-        engine.is_calling = is_calling = True
+        caller.is_calling = is_calling = True
         try:
-            loop.wait(engine, is_done, Patience(60.0, "", lambda: None))
+            loop.wait(caller, is_done, Patience(60.0, "", lambda: None))  # type: ignore[arg-type, return-value]
             is_calling = False
         except BaseException as exc:
-            loop.give_up(engine, exc)
+            loop.give_up(caller, exc)
             raise
         finally:
-            engine.is_calling = is_calling and not loop.is_settled
+            caller.is_calling = is_calling and not loop.is_settled
     finally:
         loop.release()
 
@@ -54,7 +54,7 @@ def interrupt_beside_another(line: int) -> bool:
                 pass
         return not other.is_alive()
 
-    came = interrupted.at_line(line, lambda: blocked_call(engine, is_done))
+    came = interrupted.at_line(line, lambda: blocked_call(engine, is_done, loop))
     if other.ident is not None:
         other.join(JOIN_S)
         assert not other.is_alive(), line
@@ -72,6 +72,34 @@ def test_control_c_beside_another_call_ends_both(first: int) -> None:
         came = interrupt_beside_another(line)
         line += 8
     assert line > 40
+
+
+def test_only_the_owner_asks_whether_a_wait_is_over() -> None:
+    """The answer may depend on what the loop changes, and change it."""
+    engine, _ = make_engine(0, monotonic)
+    loop = engine._loop
+    asked: list[bool] = []
+    ends = threading.Event()
+    aside = threading.Event()
+
+    def second() -> bool:
+        aside.set()
+        return ends.is_set()
+
+    other = threading.Thread(target=blocked_call, args=(engine.messenger, second, loop))
+
+    def first() -> bool:
+        asked.append(loop.owner._is_owned())  # type: ignore[attr-defined]
+        if other.ident is None:
+            other.start()
+        if len(asked) > 5:
+            ends.set()
+        return len(asked) > 10
+
+    blocked_call(engine, first, loop)
+    other.join(JOIN_S)
+    assert aside.is_set()
+    assert all(asked)
 
 
 def test_control_c_in_a_probe_ends_the_job() -> None:
