@@ -153,7 +153,7 @@ def test_a_computing_rank_keeps_its_paths_and_answers_failures() -> None:
         assert outcome.repairs in (0, 2)
 
 
-def test_who_still_connects_does_not_wait_for_a_rank_that_left_and_died() -> None:
+def test_init_does_not_wait_for_a_rank_that_left_and_died() -> None:
     """Rank 0 sends, leaves and dies while rank 3 is stopped before its first path is up."""
     call = CallSpec(0, "chain/reduce", 1)
     workload = Workload(7, 2, (call, call), slice_nbytes=32, eager_nbytes=0)

@@ -26,7 +26,7 @@ def test_operations_and_other_collectives_are_not_mixed() -> None:
     assert batches([*a, moved, *b, *a]) == [[*a, *a], [moved], b]
 
 
-def test_large_arrays_are_not_copied_and_joined_calls_are_bounded() -> None:
+def test_large_arrays_are_not_copied_and_calls_are_bounded() -> None:
     large, small = sums(100_000), sums(*[60_000] * 40)
     found = batches([*small, *large])
     assert found[-1] == large
