@@ -52,8 +52,12 @@ def ops_of(name: str) -> list[r2ccl.ReduceOp]:
     return sorted(OPS[_CODES[name]])
 
 
-#: One of them has every dtype.
-_SOME_OPS = (r2ccl.SUM, r2ccl.MAX, r2ccl.ReduceOp.LOR, r2ccl.ReduceOp.MINLOC)
+def some_ops(name: str) -> list[r2ccl.ReduceOp]:
+    """Return a few operations of a dtype, at least one, that are exact over eight ranks."""
+    ops = [r2ccl.SUM, r2ccl.MAX, r2ccl.LOR, r2ccl.MINLOC]
+    if name.startswith("float8"):
+        ops.remove(r2ccl.SUM)
+    return [op for op in ops if op in ops_of(name)]
 
 
 def data_of(rank: int, count: int, name: str) -> np.ndarray:
@@ -217,7 +221,7 @@ def _unequal_parts(comm: r2ccl.Communicator, name: str, sizes: list[int]) -> Ite
         yield "allgatherv"
     x = data_of(rank, sum(sizes), name)
     mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    op = next(each for each in _SOME_OPS if each in ops_of(name))
+    op = some_ops(name)[0]
     wanted = expected(n, sum(sizes), name, op)[mine]
     made = comm.reduce_scatterv(x, counts=sizes, op=op)
     comm.reduce_scatterv(x, x[mine], counts=sizes, op=op)
@@ -266,7 +270,7 @@ def prefixes(counts: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
     """Run `scan` and `exscan` in place and out of place; return the wrong cases."""
     wrong = []
     with r2ccl.init() as comm:
-        cases = ((name, op) for name in names for op in _SOME_OPS if op in ops_of(name))
+        cases = ((name, op) for name in names for op in some_ops(name))
         for (name, op), count in itertools.product(cases, counts):
             mine = data_of(comm.rank, count, name)
             for method, nbelow in ((comm.scan, comm.rank + 1), (comm.exscan, comm.rank)):
