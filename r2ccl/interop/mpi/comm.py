@@ -53,7 +53,7 @@ _PASSED = """
 """
 PASSED = frozenset(_PASSED.split())
 
-#: What to do instead of a refused method.
+#: Advice in the error of each refused method, by its name.
 _INSTEAD = {
     "Revoke": "call comm.communicator.revoke()",
     "Is_revoked": "catch MPI.Exception: its error class is MPI.ERR_REVOKED",

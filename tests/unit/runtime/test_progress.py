@@ -1,4 +1,4 @@
-"""What the data loop writes about calls that differ."""
+"""Tests of the description of a call in errors about calls that differ."""
 
 from __future__ import annotations
 

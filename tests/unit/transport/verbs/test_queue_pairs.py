@@ -1,4 +1,4 @@
-"""How many queue pairs a rank creates at the start: those of its neighbors, not of all ranks."""
+"""Tests that a rank creates queue pairs for its neighbors at the start, not for all ranks."""
 
 from __future__ import annotations
 
