@@ -51,7 +51,7 @@ def main() -> None:
         report = {
             "declared": declared,
             "used": used,
-            "causes": sorted({repair.cause.rpartition(": ")[0] for repair in comm.repairs()}),
+            "causes": sorted({repair.cause for repair in comm.repairs()}),
             "down": [str(verdict) for verdict in comm.verdicts() if verdict.is_down],
         }
     print(json.dumps(report), flush=True)

@@ -372,7 +372,9 @@ class Migration:
             return
         is_news = message.epoch == path.epoch
         if is_news and message.cause.startswith(EXCLUDED):
-            path.cause = message.cause  # this end may have seen its connection close before
+            # This end may have seen its connection close before.
+            path.cause = message.cause
+            self.log.explained(path.key, message.epoch, message.cause)
         self._apply(path, announced(path, message))
         if is_news and not (message.is_idle or path.is_idle):
             self._look_into(path.key, message.epoch, message.cause, is_own=False)

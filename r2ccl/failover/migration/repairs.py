@@ -66,6 +66,12 @@ class RepairLog:
         """Begin a record: `key` failed in `epoch`."""
         self.repairs.append(Repair(key.peer, key.rail, epoch, cause, now))
 
+    def explained(self, key: PathKey, epoch: int, cause: str) -> None:
+        """Set the cause of the failure of `key` in `epoch`: the peer knows it better."""
+        for repair in self._last(key):
+            if repair.epoch == epoch:
+                repair.cause = cause
+
     def fenced(self, key: PathKey, now: float) -> None:
         """Record that the local end of `key` is fenced."""
         for repair in self._last(key):

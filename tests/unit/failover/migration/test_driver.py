@@ -1062,6 +1062,7 @@ def test_a_peer_that_hears_of_it_first_causes_no_strike() -> None:
         world.migration.on_fenced(Fenced(A))
         assert world.failover.failback.held() == {A: 0.0}
         world.open(0, epoch + 1)
+    assert all(EXCLUDED in repair.cause for repair in world.migration.log.repairs)
 
 
 def test_an_included_rail_of_a_node_apart_counts_at_once() -> None:

@@ -95,6 +95,15 @@ def test_an_epoch_never_used_here_leaves_the_last_record_alone() -> None:
     assert log.open.count(repair) == 1
 
 
+def test_the_peer_explains_the_failure_of_one_epoch_only() -> None:
+    log = RepairLog()
+    failed(log, epoch=1)
+    log.explained(A, 0, "EXCLUDED: late")
+    assert log.repairs[0].cause == "EIO: gone"
+    log.explained(A, 1, "EXCLUDED: by order")
+    assert log.repairs[0].cause == "EXCLUDED: by order"
+
+
 def test_a_path_that_was_never_in_use_has_no_record() -> None:
     log = RepairLog()
     log.opened(A, 0, 1.0)
