@@ -961,7 +961,13 @@ class Communicator:
         self._collectives.barrier()
 
     def send(
-        self, x: Any, to: int, tag: int = 0, *, async_op: bool = False
+        self,
+        x: Any,
+        to: int,
+        tag: int = 0,
+        *,
+        is_synchronous: bool = False,
+        async_op: bool = False,
     ) -> MessageRequest | None:
         """Send `x` to rank `to`.
 
@@ -974,6 +980,8 @@ class Communicator:
             Receiving rank; may be this rank.
         tag : int
             0 or more.
+        is_synchronous : bool
+            Finish only after a `recv` has taken the message, however short it is.
         async_op : bool
             Return a `MessageRequest` at once.
 
@@ -992,7 +1000,13 @@ class Communicator:
         """
         to = self._rank_of(to, "to")
         buffer = as_buffer(x, writable=False)
-        post = partial(self._engine.messenger.send, buffer, to, arguments.tag(tag))
+        post = partial(
+            self._engine.messenger.send,
+            buffer,
+            to,
+            arguments.tag(tag),
+            is_synchronous=is_synchronous,
+        )
         begun: MessageRequest | None = self._collectives.start_message(post, async_op)
         return begun
 
@@ -1025,7 +1039,8 @@ class Communicator:
         ------
         InvalidArgument
             If an argument is invalid, or the message has another dtype or more elements than `out`.
-            A short message then stays to be received; a long one raises at its sender, too.
+            A short message then goes to the next receive; a long or synchronous one raises at its
+            sender, too.
         NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, TransportTimeout
             As for `allreduce`.
 

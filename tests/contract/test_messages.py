@@ -29,17 +29,24 @@ def test_receives_choose_by_source_and_tag() -> None:
     assert found == [Message(1, 2, 10), None, None, False, True, False]
 
 
+def test_a_synchronous_send_waits_for_its_receive() -> None:
+    sender, receiver = launch(programs.synchronous, 2, timeout_s=TIMEOUT_S)
+    taken = [Message(0, tag, count) for tag, count in enumerate((0, 1, 100_000))]
+    assert sender == [(False, got) for each in taken for got in (each, None)]
+    assert receiver == [(False, got) for each in taken for got in (None, each)]
+
+
 def test_a_message_that_does_not_fit_is_refused_and_not_lost() -> None:
     receiver, sender = launch(programs.not_fitting, 2, timeout_s=TIMEOUT_S)
-    assert len(receiver) == 3 + 5
-    assert len(sender) == 1 + 5
+    assert len(receiver) == 4 + 5
+    assert len(sender) == 2 + 5
     assert all(line.startswith("InvalidArgument") for line in (*receiver, *sender))
     assert (
         "rank 1 sent 10 elements of float64 with tag 0, but rank 0 receives up to 9" in receiver[0]
     )
     assert "float32" in receiver[1]
     assert "receives up to 99999" in receiver[2]
-    assert receiver[2] == sender[0]
+    assert receiver[2:4] == sender[:2]
 
 
 def test_the_memory_of_unexpected_messages_is_bounded() -> None:

@@ -84,6 +84,34 @@ def in_order() -> list[Any]:
         return found
 
 
+def synchronous() -> list[tuple[bool, Message | None]]:
+    """Send synchronous messages, also to this rank; return whether each was done too early."""
+    found = []
+    with r2ccl.init() as comm:
+        for tag, count in enumerate((0, 1, 100_000)):
+            for to in (0, 1):
+                out = np.full(count, -1.0)
+                if comm.rank == 0:
+                    x = data(0, to, tag, count)
+                    sent = comm.send(x, to, tag, is_synchronous=True, async_op=True)
+                    assert sent is not None
+                    comm.barrier()  # now it has arrived
+                    was_done = sent.is_done()
+                    comm.barrier()
+                    got = comm.recv(out, 0, tag) if to == 0 else None
+                    found.append((was_done, got))
+                    sent.wait()
+                else:
+                    if to:
+                        comm.probe(0, tag)
+                    comm.barrier()
+                    comm.barrier()
+                    found.append((False, comm.recv(out, 0, tag) if to else None))
+                if to == comm.rank:
+                    assert np.array_equal(out, data(0, to, tag, count))
+    return found
+
+
 def not_fitting() -> list[str]:
     """Receive into arrays that are too small, or of another dtype; return the errors."""
     found: list[str] = []
@@ -99,12 +127,14 @@ def not_fitting() -> list[str]:
             tried(comm.send, np.ones(10), 0)
             tried(comm.send, np.ones(100_000), 0)
             comm.send(np.ones(100_000), 0)
+            tried(comm.send, np.ones(10), 0, is_synchronous=True)
         else:
             tried(comm.recv, np.ones(9))
             tried(comm.recv, np.ones(10, np.float32))
             comm.recv(np.ones(10))
             tried(comm.recv, np.ones(99_999))
             comm.recv(np.ones(100_000))
+            tried(comm.recv, np.ones(9))
         for given in ((np.ones(2), 5), (np.ones(2), 0, -1), (np.ones(2), 0, 0.5), ("x", 0)):
             tried(comm.send, *given)
         tried(comm.recv, np.ones(2), -7)

@@ -11,7 +11,8 @@ is buffered at the receiver if no receive takes it. A long one is announced firs
 
 Grants and landing places are posted in one order, and a link keeps the order of its slices, so both
 ends cut the data of several messages alike. If too many bytes of short messages have been sent that
-no receive has taken, further ones are announced, too, so the memory of a receiver is bounded.
+no receive has taken, further ones are announced, too, so the memory of a receiver is bounded. A
+synchronous message is always announced: the grant tells its sender that a receive has taken it.
 
 All methods are called by the owner of the data loop. Invariant: the memory of a message is neither
 read nor written once its request is done.
@@ -210,19 +211,27 @@ class MessageDriver:
 
     # Requests
 
-    def send(self, view: memoryview, dtype: int, to: int, tag: int) -> SendRequest:
-        """Begin to send the bytes `view` to rank `to`; they are borrowed until it is done."""
+    def send(
+        self, view: memoryview, dtype: int, to: int, tag: int, *, is_synchronous: bool = False
+    ) -> SendRequest:
+        """Begin to send the bytes `view` to rank `to`; they are borrowed until it is done.
+
+        With `is_synchronous`, it is not done before a receive has taken the message.
+        """
         self._next_ident += 1
         self._links.ncalls += 1
         peer = self._members[to]
         request = SendRequest(self, peer, view, self._next_ident)
         if to == self._rank:
-            request.is_done = True
+            request.is_done = not is_synchronous
+            if is_synchronous:
+                self._announced[request.ident] = request
             self._arrived(Envelope(to, tag, dtype, len(view), request.ident, view))
             return request
         untaken = self._sent.get(peer, 0) - self._taken.get(peer, 0)
         is_short = _HEADER.size + len(view) <= self._eager_nbytes
-        if not view or (is_short and untaken + len(view) <= _MOST_UNTAKEN):
+        is_bounded = not view or (is_short and untaken + len(view) <= _MOST_UNTAKEN)
+        if is_bounded and not is_synchronous:
             self._sent[peer] = self._sent.get(peer, 0) + len(view)
             self._put(peer, _MESSAGE, dtype, tag, request.ident, len(view), view, request)
         else:
@@ -321,10 +330,15 @@ class MessageDriver:
             request.is_done = True
             if source != self._rank:
                 self._note_taken(peer, nbytes)
+            elif ident in self._announced:
+                self._announced.pop(ident).is_done = True
             return True
-        self.nreceiving += 1
         lengths = self._cut(source, nbytes)
         self._put(peer, _GRANT, 0, 0, ident, nbytes, b"".join(map(_LENGTH.pack, lengths)))
+        if not nbytes:  # a synchronous message, which has no slices
+            request.is_done = True
+            return True
+        self.nreceiving += 1
         at = 0
         for number, length in enumerate(lengths):
             link = self._links.receiver(peer, self._data_channel + number)
@@ -393,6 +407,7 @@ class MessageDriver:
                 queue.append((request, piece))
                 request.nleft += 1
             at += length
+        request.is_done = request.nleft == 0  # an empty message has no slices
         self.advance()
 
     def advance(self) -> None:

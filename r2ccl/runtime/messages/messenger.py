@@ -176,13 +176,13 @@ class Messenger:
 
     # Requests; any thread
 
-    def send(self, x: Buffer, to: int, tag: int) -> MessageRequest:
+    def send(self, x: Buffer, to: int, tag: int, *, is_synchronous: bool = False) -> MessageRequest:
         """Begin to send `x` to rank `to`, connecting paths to it if there are none."""
         peer = self._members[to]
         view = memoryview(x.array.view(np.uint8))  # type: ignore[arg-type]
 
         def post() -> SendRequest:
-            return self._driver.send(view, x.dtype_code, to, tag)
+            return self._driver.send(view, x.dtype_code, to, tag, is_synchronous=is_synchronous)
 
         if peer != self._job.rank and peer not in self._loop.links.connected:
             self._connect_to(peer)
