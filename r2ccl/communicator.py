@@ -43,9 +43,9 @@ from r2ccl.runtime.job import ABORT_S, LEAVE_S, Job, nodes_of
 from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.messenger import MessageRequest
 from r2ccl.runtime.signal_dump import require_main_thread
-from r2ccl.runtime.splitting import agree
+from r2ccl.runtime.splitting import Part, agree
 from r2ccl.schedule.ir import Schedule
-from r2ccl.types import ReduceOp
+from r2ccl.types import AllgatherBytes, ReduceOp
 
 if TYPE_CHECKING:
     from r2ccl.gpu.backends import GpuBackend
@@ -1165,15 +1165,7 @@ class Communicator:
             raise self._job.closed()
         allgather = self._collectives.allgather_bytes
         part = agree(self._engine, allgather, color, key, self.config.timeout_s)
-        if part is None:
-            return None
-        context, members = part
-        engine = self._engine.derived(context)
-        made = Communicator(
-            self._job, engine, members=members, assemble=None, hardware=self._hardware
-        )
-        made._plans.measured(self._plans.fabric.rates)
-        return made
+        return None if part is None else self._derived(part)
 
     def dup(self) -> Communicator:
         """Return a new communicator of the same ranks, in the same order; see `split`.
@@ -1203,11 +1195,45 @@ class Communicator:
         -----
         *Collective*: all ranks of this communicator.
         """
-        chosen = [self._rank_of(rank) for rank in ranks]
-        if len(set(chosen)) < len(chosen):
-            raise InvalidArgument(f"ranks={list(ranks)!r}; allowed are ranks that all differ")
+        chosen = self._different(ranks)
         is_in = self.rank in chosen
         return self.split(0 if is_in else None, chosen.index(self.rank) if is_in else 0)
+
+    def create_among(self, ranks: Sequence[int], allgather: AllgatherBytes) -> Communicator:
+        """Return a new communicator of `ranks`, in this order; only these call it; see `split`.
+
+        Parameters
+        ----------
+        ranks : sequence of int
+            Different ranks of this communicator, among them this one; the same on all of them.
+        allgather : callable
+            ``allgather(data)`` returns the bytes that each of `ranks` passed, in their order. Used
+            a few times during the call, because the other ranks of this communicator do not call.
+
+        Raises
+        ------
+        InvalidArgument
+            If a number in `ranks` is no rank, or is given twice, or this rank is not among them, or
+            a rank has too many communicators open.
+        TransportTimeout, CommunicatorRevoked
+            As for `split`.
+
+        Notes
+        -----
+        *Collective*: `ranks`.
+        """
+        if self._collectives.is_closed:
+            raise self._job.closed()
+        chosen = self._different(ranks)
+        if self.rank not in chosen:
+            raise InvalidArgument(
+                f"ranks={list(ranks)!r}; rank {self.rank}, which calls create_among(), must be "
+                "among them"
+            )
+        key = chosen.index(self.rank)
+        part = agree(self._engine, allgather, 0, key, self.config.timeout_s, chosen)
+        assert part is not None
+        return self._derived(part)
 
     def exclude(self, rank: int, nic: str | int) -> None:
         """Take a NIC out of use, as before its cable is pulled; results do not change.
@@ -1613,6 +1639,22 @@ class Communicator:
             pxn=self._relayed,
         )
         return selector.select(device, kernels)
+
+    def _derived(self, part: Part) -> Communicator:
+        """Return the communicator that the ranks have agreed on."""
+        engine = self._engine.derived(part.context)
+        made = Communicator(
+            self._job, engine, members=part.members, assemble=None, hardware=self._hardware
+        )
+        made._plans.measured(self._plans.fabric.rates)
+        return made
+
+    def _different(self, ranks: Sequence[int]) -> list[int]:
+        """Return `ranks`; raise `InvalidArgument` unless they are ranks that all differ."""
+        chosen = [self._rank_of(rank) for rank in ranks]
+        if len(set(chosen)) < len(chosen):
+            raise InvalidArgument(f"ranks={list(ranks)!r}; allowed are ranks that all differ")
+        return chosen
 
     def _source_of(self, source: SupportsIndex) -> int:
         """Return `source` as an int; raise `InvalidArgument` if it is neither a rank nor any."""

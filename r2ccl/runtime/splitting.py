@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import time
+from collections.abc import Sequence
 from typing import NamedTuple, SupportsIndex
 
 from r2ccl.clock import monotonic
@@ -35,7 +36,12 @@ class Part(NamedTuple):
 
 
 def agree(
-    engine: Engine, allgather: AllgatherBytes, color: int | None, key: int, timeout_s: float
+    engine: Engine,
+    allgather: AllgatherBytes,
+    color: int | None,
+    key: int,
+    timeout_s: float,
+    among: Sequence[int] | None = None,
 ) -> Part | None:
     """Return the communicator of the ranks that passed the same `color`.
 
@@ -44,13 +50,15 @@ def agree(
     engine : Engine
         Engine of the communicator to split.
     allgather : callable
-        Allgather among its ranks.
+        Allgather among its ranks, or those in `among`.
     color : int or None
         None: this rank takes part in no new communicator.
     key : int
         Ranks are ordered by key, then by rank.
     timeout_s : float
         Time limit, in seconds, for other threads to finish making communicators.
+    among : sequence of int, optional
+        Ranks that take part, in the order of the allgather. Default: all.
 
     Returns
     -------
@@ -68,8 +76,9 @@ def agree(
 
     Notes
     -----
-    *Collective*: all ranks.
+    *Collective*: all ranks, or those in `among`.
     """
+    ranks = range(len(engine.context.members)) if among is None else among
     for name, value in (("color", color), ("key", key)):
         if value is not None and (not isinstance(value, SupportsIndex) or value not in _INT64):
             raise InvalidArgument(f"{name}={value!r}; allowed are integers of 64 bits")
@@ -81,9 +90,10 @@ def agree(
     try:
         while True:
             rows = allgather(entry + mine)
-            entries = [_ENTRY.unpack_from(row) for row in rows]
-            offers = [row[_ENTRY.size :] for row in rows]
-            takers = [rank for rank, (takes_part, _, _) in enumerate(entries) if takes_part]
+            by_rank = dict(zip(ranks, rows, strict=True))
+            entries = {rank: _ENTRY.unpack_from(row) for rank, row in by_rank.items()}
+            offers = {rank: row[_ENTRY.size :] for rank, row in by_rank.items()}
+            takers = [rank for rank, (takes_part, _, _) in entries.items() if takes_part]
             if not is_first and all(offers[rank] != NO_OFFER for rank in takers):
                 break
             contexts.withdraw(is_last=False)

@@ -38,6 +38,11 @@ def test_ranks_outside_get_none_and_children_can_be_split() -> None:
     ]
 
 
+def test_some_ranks_can_make_one_alone() -> None:
+    found = launch(programs.created_among, 3, timeout_s=TIMEOUT_S)
+    assert found == [[1, (2, 0), [2, 0]], [], [0, (2, 0), [2, 0]]]
+
+
 @pytest.mark.parametrize("nranks", slow_but([4], [2, 3, 4, 5]))
 @pytest.mark.parametrize("nfaults", [0, 4])
 def test_threads_may_call_at_once_even_while_rails_fail(nranks: int, nfaults: int) -> None:
@@ -56,8 +61,9 @@ def test_misuse_is_refused_and_the_job_stays_usable() -> None:
     (found, _) = launch(programs.misused, 2, timeout_s=TIMEOUT_S)
     assert [line.partition(":")[0] for line in found] == [
         "InvalidArgument", "InvalidArgument", "InvalidArgument", "InvalidArgument",
-        "CommunicatorRevoked", "CommunicatorRevoked", "CommunicatorRevoked",
+        "InvalidArgument", "CommunicatorRevoked", "CommunicatorRevoked", "CommunicatorRevoked",
     ]  # fmt: skip
+    assert "rank 0, which calls create_among(), must be among them" in found[4]
 
 
 def test_an_error_in_one_communicator_ends_all_of_the_job() -> None:

@@ -45,6 +45,25 @@ def created() -> list[Any]:
         return found
 
 
+def created_among() -> list[Any]:
+    """Make a communicator of ranks 2 and 0, in which rank 1 takes no part."""
+    with r2ccl.init() as comm:
+        if comm.rank == 1:
+            return []
+        peer = 2 - comm.rank
+
+        def exchange(mine: bytes) -> list[bytes]:
+            theirs = np.empty(len(mine), np.uint8)
+            comm.sendrecv(np.frombuffer(mine, np.uint8), peer, theirs, peer)
+            rows = {comm.rank: mine, peer: theirs.tobytes()}
+            return [rows[2], rows[0]]
+
+        made = comm.create_among([2, 0], exchange)
+        ranks = made.allgather(np.array([comm.rank])).ravel().tolist()
+        made.close()
+        return [made.rank, made.members, ranks]
+
+
 def in_threads(ncalls: int, counts: tuple[int, ...], nfaults: int) -> tuple[list[str], int]:
     """Call four communicators from four threads, in other orders on each rank, while rails fail.
 
@@ -106,6 +125,7 @@ def misused() -> list[str]:
         child = comm.dup()
         for fn, *given in (
             (comm.split, 1 << 70), (comm.create, [0, 0]), (comm.create, [7]), (child.shrink,),
+            (comm.create_among, [1 - comm.rank], None),
         ):  # fmt: skip
             refused(fn, *given)
         child.allreduce(np.ones(2))
