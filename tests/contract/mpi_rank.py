@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from contract import mpi_exchanges
+from contract import mpi_exchanges, mpi_messages
 
 Case = Callable[[Any, Any], Any]
 
@@ -545,8 +545,9 @@ def no_requests(MPI: Any, comm: Any) -> Any:
 def requests_with_messages_of_mpi(MPI: Any, comm: Any) -> Any:
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x, got, total = np.array([comm.rank]), np.zeros(1, int), np.array([comm.rank])
+    plain = sys.modules["mpi4py.MPI"].COMM_WORLD
     requests = [
-        comm.Irecv(got, before), comm.Iallreduce(MPI.IN_PLACE, total), comm.Isend(x, after)
+        plain.Irecv(got, before), comm.Iallreduce(MPI.IN_PLACE, total), plain.Isend(x, after)
     ]  # fmt: skip
     statuses: list[Any] = []
     MPI.Request.Waitall(requests, statuses)
@@ -822,7 +823,7 @@ def error_of_free_of_the_world(MPI: Any, comm: Any) -> Any:
     comm.Free()
 
 
-CASES |= mpi_exchanges.CASES
+CASES |= mpi_exchanges.CASES | mpi_messages.CASES
 
 
 def outcome(function: Case, MPI: Any, comm: Any) -> Any:

@@ -13,10 +13,9 @@ or changes one import, because this package has all names of ``mpi4py.MPI``::
 
     comm = MPI.COMM_WORLD
 
-The classes of communicators, requests and operations are those of this package; all else is
-mpi4py's own. The
-first use of `COMM_WORLD` connects the ranks, and is collective. docs/mpi.md lists what runs on
-r2ccl and what runs on MPI.
+The classes of communicators, messages, requests and operations are those of this package; all else
+is mpi4py's own. The first use of `COMM_WORLD` connects the ranks, and is collective. docs/mpi.md
+lists what runs on r2ccl and what runs on MPI.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from mpi4py import MPI
 from r2ccl.interop.mpi.comm import Comm
 from r2ccl.interop.mpi.errors import MpiError
 from r2ccl.interop.mpi.operations import MpiOp as Op
+from r2ccl.interop.mpi.probes import MpiMessage as Message
 from r2ccl.interop.mpi.requests import MpiPrequest as Prequest
 from r2ccl.interop.mpi.requests import MpiRequest as Request
 
@@ -44,4 +44,4 @@ def _world() -> Comm:
     return Comm(MPI.COMM_WORLD)
 
 
-__all__ = ["Comm", "Intracomm", "MpiError", "Op", "Prequest", "Request"]
+__all__ = ["Comm", "Intracomm", "Message", "MpiError", "Op", "Prequest", "Request"]

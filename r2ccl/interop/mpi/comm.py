@@ -1,46 +1,33 @@
-"""Communicator of mpi4py whose collectives run on r2ccl.
+"""Communicator of mpi4py whose collectives and messages run on r2ccl.
 
 `Comm` derives from ``MPI.Intracomm`` and has its handle, because windows, files and other libraries
-take a communicator as an argument. Each public name of ``MPI.Intracomm`` is in one of four sets:
+take a communicator as an argument. Each public name of ``MPI.Intracomm`` is in one of three sets:
 
 - carried: defined by `Comm`, and runs on r2ccl
-- `NOT_YET`: runs on MPI, until r2ccl has it
 - `PASSED`: runs on MPI, because it is not communication of r2ccl's kind
 - all others: raise `MpiError`; names that a later mpi4py adds are among them
 
-Invariant: no other communication of a `Comm` than that in `NOT_YET` and `PASSED` uses MPI.
+Invariant: no other communication of a `Comm` than that in `PASSED` uses MPI.
 """
 
 from __future__ import annotations
 
 import atexit
-import inspect
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+import threading
+from typing import Any, Literal, NoReturn
 
+import numpy as np
 from mpi4py import MPI
 
-from r2ccl import Communicator, init
-from r2ccl.interop.mpi import exchanges, objects, reductions
-from r2ccl.interop.mpi.calls import Call
+from r2ccl import Communicator, MessageRequest, init
+from r2ccl.interop.mpi import exchanges, forms, messages, object_messages, objects, reductions
 from r2ccl.interop.mpi.errors import MpiError, handled
-from r2ccl.interop.mpi.requests import MpiPrequest, MpiRequest
-
-#: Communication that runs on MPI because `Communicator` has no method for it yet.
-_NOT_YET = """
-    Send Isend Send_init send isend Ssend Issend Ssend_init ssend issend
-    Bsend Ibsend Bsend_init bsend ibsend Rsend Irsend Rsend_init
-    Recv Irecv Recv_init recv irecv
-    Sendrecv Isendrecv sendrecv Sendrecv_replace Isendrecv_replace
-    Probe Iprobe probe iprobe Mprobe Improbe mprobe improbe
-    Psend_init Precv_init
-    Attach_buffer Detach_buffer Flush_buffer Iflush_buffer
-"""
-NOT_YET = frozenset(_NOT_YET.split())
+from r2ccl.interop.mpi.probes import claim, probe
 
 #: Methods and attributes that are not communication of r2ccl's kind: what a communicator is,
-#: attributes, error handlers, topologies, intercommunicators and new processes.
+#: attributes, error handlers, topologies, intercommunicators and new processes; and the memory for
+#: buffered messages, of which r2ccl needs none.
 _PASSED = """
     Get_rank Get_size Get_group Get_name Set_name Get_info Set_info Compare Is_inter Is_intra
     rank size group name info is_inter is_intra is_topo topology handle
@@ -50,6 +37,7 @@ _PASSED = """
     Get_topology Cart_map Graph_map Create_cart Create_graph Create_dist_graph
     Create_dist_graph_adjacent
     Create_intercomm Accept Connect Join Get_parent Spawn Spawn_multiple
+    Attach_buffer
 """
 PASSED = frozenset(_PASSED.split())
 
@@ -59,56 +47,64 @@ _INSTEAD = {
     "Is_revoked": "catch MPI.Exception: its error class is MPI.ERR_REVOKED",
     "Shrink": "call comm.communicator.shrink(), which returns a Communicator of r2ccl",
     "Idup": "call Dup()",
+    "Iflush_buffer": "call Flush_buffer()",
+    "Psend_init": "call Send_init() for each part",
+    "Precv_init": "call Recv_init() for each part",
 }
 
 
-def _forms(make: Callable[..., Call]) -> tuple[Any, Any, Any]:
-    """Return the blocking, the nonblocking and the persistent method of a collective."""
-    info = inspect.Parameter("info", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=MPI.INFO_NULL)
-    plain = inspect.signature(make)
-    with_info = plain.replace(parameters=[*plain.parameters.values(), info])
+class Connections:
+    """Connections of a `Comm`, which those made from it share.
 
-    def blocking(self: Comm, *args: Any, **kwargs: Any) -> None:
-        with handled(self.mpi):
-            call = make(self, *args, **kwargs)
-            call.start(False)
-            call.finish()
+    Parameters
+    ----------
+    communicator : Communicator
+        Of all their ranks.
 
-    def nonblocking(self: Comm, *args: Any, **kwargs: Any) -> MpiRequest:
-        with handled(self.mpi):
-            return MpiRequest(self, make(self, *args, **kwargs))
+    Attributes
+    ----------
+    nchildren : int
+        Number of communicators made from it that are not freed.
+    """
 
-    def persistent(self: Comm, *args: Any, **kwargs: Any) -> MpiPrequest:
-        given = with_info.bind(self, *args, **kwargs).arguments
-        given.pop("info", None)  # hints, which r2ccl has no use for
-        with handled(self.mpi):
-            return MpiPrequest(self, make(**given))
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.nchildren = 0
+        self._kept: list[MessageRequest] = []
+        self._lock = threading.Lock()
+        atexit.register(self._leave)
 
-    return (
-        _documented(blocking, make.__doc__, plain),
-        _documented(nonblocking, make.__doc__, plain),
-        _documented(persistent, make.__doc__, with_info),
-    )
+    def keep(self, request: MessageRequest) -> None:
+        """Keep a buffered message until it is sent."""
+        with self._lock:
+            self._kept = [each for each in self._kept if not each.is_done()]
+            self._kept.append(request)
 
+    def flush(self) -> None:
+        """Wait until all buffered messages are sent."""
+        while self._kept:
+            self._kept.pop().wait()
 
-def _objects(function: Callable[..., Any]) -> Any:
-    """Return the method of a collective on pickled objects."""
+    def free(self) -> None:
+        """Close them; later, at the end of the process, if other communicators use them.
 
-    def method(self: Comm, *args: Any, **kwargs: Any) -> Any:
-        with handled(self.mpi):
-            return function(self, *args, **kwargs)
+        *Collective*: all ranks.
+        """
+        if not self.communicator.allreduce(np.array([self.nchildren]))[0]:
+            atexit.unregister(self._leave)
+            self.communicator.close()
 
-    return _documented(method, function.__doc__, inspect.signature(function))
-
-
-def _documented(method: Any, text: str | None, signature: inspect.Signature) -> Any:
-    method.__doc__ = text
-    method.__signature__ = signature
-    return method
+    def _leave(self) -> None:
+        """Close them at the end of the process, or abort them if the program failed."""
+        if getattr(sys, "last_value", None) is not None:
+            self.communicator.abort(f"the program ended with {sys.last_value!r}")
+        else:
+            self.flush()
+            self.communicator.close()
 
 
 class Comm(MPI.Intracomm):
-    """``MPI.Intracomm`` whose collectives run on r2ccl and survive the loss of a rail.
+    """``MPI.Intracomm`` whose communication runs on r2ccl and survives the loss of a rail.
 
     Parameters
     ----------
@@ -133,57 +129,142 @@ class Comm(MPI.Intracomm):
 
     Notes
     -----
-    *Collective*: all ranks of `comm`. The connections are closed by `Free`, or at the end of the
-    process; if it ends with an exception, the calls of the other ranks end with an error.
+    *Collective*: all ranks of `comm`. The connections are shared with communicators made by `Split`
+    and `Dup`. They are closed by `Free`, if those are freed, or at the end of the process; if it
+    ends with an exception, the calls of the other ranks end with an error.
     """
 
     def __new__(cls, comm: Any, **options: Any) -> Comm:  # noqa: D102  # see the class
         return super().__new__(cls, comm)
 
     def __init__(self, comm: Any, **options: Any) -> None:
+        made = init(MPI.Intracomm(comm), **options)
+        self._use(comm, made, Connections(made))
+
+    def _use(self, comm: Any, communicator: Communicator, connections: Connections) -> None:
         self.mpi = MPI.Intracomm(comm)
-        self._options = {name: value for name, value in options.items() if name != "faults"}
-        self._communicator: Communicator | None = init(self.mpi, **options)
-        atexit.register(self._leave)
+        self._communicator: Communicator | None = communicator
+        self._connections = connections
+        #: Held while a message is taken, which a thread may do in two steps: probe and receive.
+        self.taking = threading.Lock()
+        #: Begins to keep a buffered message until it is sent.
+        self.keep = connections.keep
 
     @property
     def communicator(self) -> Communicator:
-        """Communicator of r2ccl that runs the collectives."""
+        """Communicator of r2ccl that runs the communication."""
         if self._communicator is None:
             raise MpiError("the communicator was freed: make another one", MPI.ERR_COMM)
         return self._communicator
 
-    Allreduce, Iallreduce, Allreduce_init = _forms(reductions.allreduce)
-    Reduce, Ireduce, Reduce_init = _forms(reductions.reduce)
-    Reduce_scatter, Ireduce_scatter, Reduce_scatter_init = _forms(reductions.reduce_scatter)
-    Reduce_scatter_block, Ireduce_scatter_block, Reduce_scatter_block_init = _forms(
+    Allreduce, Iallreduce, Allreduce_init = forms.collective(reductions.allreduce)
+    Reduce, Ireduce, Reduce_init = forms.collective(reductions.reduce)
+    Reduce_scatter, Ireduce_scatter, Reduce_scatter_init = forms.collective(
+        reductions.reduce_scatter
+    )
+    Reduce_scatter_block, Ireduce_scatter_block, Reduce_scatter_block_init = forms.collective(
         reductions.reduce_scatter_block
     )
-    Scan, Iscan, Scan_init = _forms(reductions.scan)
-    Exscan, Iexscan, Exscan_init = _forms(reductions.exscan)
+    Scan, Iscan, Scan_init = forms.collective(reductions.scan)
+    Exscan, Iexscan, Exscan_init = forms.collective(reductions.exscan)
 
-    Barrier, Ibarrier, Barrier_init = _forms(exchanges.barrier)
-    Bcast, Ibcast, Bcast_init = _forms(exchanges.bcast)
-    Gather, Igather, Gather_init = _forms(exchanges.gather)
-    Gatherv, Igatherv, Gatherv_init = _forms(exchanges.gatherv)
-    Allgather, Iallgather, Allgather_init = _forms(exchanges.allgather)
-    Allgatherv, Iallgatherv, Allgatherv_init = _forms(exchanges.allgatherv)
-    Scatter, Iscatter, Scatter_init = _forms(exchanges.scatter)
-    Scatterv, Iscatterv, Scatterv_init = _forms(exchanges.scatterv)
-    Alltoall, Ialltoall, Alltoall_init = _forms(exchanges.alltoall)
-    Alltoallv, Ialltoallv, Alltoallv_init = _forms(exchanges.alltoallv)
-    Alltoallw, Ialltoallw, Alltoallw_init = _forms(exchanges.alltoallw)
+    Barrier, Ibarrier, Barrier_init = forms.collective(exchanges.barrier)
+    Bcast, Ibcast, Bcast_init = forms.collective(exchanges.bcast)
+    Gather, Igather, Gather_init = forms.collective(exchanges.gather)
+    Gatherv, Igatherv, Gatherv_init = forms.collective(exchanges.gatherv)
+    Allgather, Iallgather, Allgather_init = forms.collective(exchanges.allgather)
+    Allgatherv, Iallgatherv, Allgatherv_init = forms.collective(exchanges.allgatherv)
+    Scatter, Iscatter, Scatter_init = forms.collective(exchanges.scatter)
+    Scatterv, Iscatterv, Scatterv_init = forms.collective(exchanges.scatterv)
+    Alltoall, Ialltoall, Alltoall_init = forms.collective(exchanges.alltoall)
+    Alltoallv, Ialltoallv, Alltoallv_init = forms.collective(exchanges.alltoallv)
+    Alltoallw, Ialltoallw, Alltoallw_init = forms.collective(exchanges.alltoallw)
 
     barrier = Barrier
-    bcast = _objects(objects.bcast)
-    gather = _objects(objects.gather)
-    allgather = _objects(objects.allgather)
-    scatter = _objects(objects.scatter)
-    alltoall = _objects(objects.alltoall)
-    reduce = _objects(objects.reduce)
-    allreduce = _objects(objects.allreduce)
-    scan = _objects(objects.scan)
-    exscan = _objects(objects.exscan)
+    bcast = forms.on_objects(objects.bcast)
+    gather = forms.on_objects(objects.gather)
+    allgather = forms.on_objects(objects.allgather)
+    scatter = forms.on_objects(objects.scatter)
+    alltoall = forms.on_objects(objects.alltoall)
+    reduce = forms.on_objects(objects.reduce)
+    allreduce = forms.on_objects(objects.allreduce)
+    scan = forms.on_objects(objects.scan)
+    exscan = forms.on_objects(objects.exscan)
+
+    Send, Isend, Send_init = forms.sent(messages.send)
+    Ssend, Issend, Ssend_init = forms.sent(messages.ssend)
+    Bsend, Ibsend, Bsend_init = forms.sent(messages.bsend)
+    Rsend, Irsend, Rsend_init = forms.sent(messages.rsend)
+    Recv, Irecv, Recv_init = forms.received(messages.recv)
+    Sendrecv = forms.blocking_with_status(messages.sendrecv)
+    Isendrecv = forms.nonblocking(messages.sendrecv)
+    Sendrecv_replace = forms.blocking_with_status(messages.sendrecv_replace)
+    Isendrecv_replace = forms.nonblocking(messages.sendrecv_replace)
+
+    send, isend = forms.blocking(object_messages.send), forms.nonblocking(object_messages.send)
+    ssend, issend = forms.blocking(object_messages.ssend), forms.nonblocking(object_messages.ssend)
+    bsend, ibsend = forms.blocking(object_messages.bsend), forms.nonblocking(object_messages.bsend)
+    recv = forms.blocking_with_status(object_messages.recv)
+    irecv = forms.nonblocking(object_messages.irecv)
+
+    def sendrecv(
+        self,
+        sendobj: Any,
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Any = None,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+        status: Any = None,
+    ) -> Any:
+        """Send an object and return the one received at the same time."""
+        with handled(self.mpi):
+            outcome = object_messages.sendrecv(
+                self, sendobj, dest, sendtag, recvbuf, source, recvtag
+            )
+        outcome.write(status)
+        return outcome.obj
+
+    def Probe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None
+    ) -> Literal[True]:
+        """Wait for a message that `Recv` with these arguments would take; return True."""
+        with handled(self.mpi):
+            probe(self, source, tag, status, is_blocking=True)
+        return True
+
+    def Iprobe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None
+    ) -> bool:
+        """Return at once whether there is a message that `Recv` would take."""
+        with handled(self.mpi):
+            return probe(self, source, tag, status, is_blocking=False) is not None
+
+    def Mprobe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None
+    ) -> Any:
+        """Wait for a message and return it, so that no other receive takes it."""
+        with handled(self.mpi):
+            return claim(self, source, tag, status, is_blocking=True)
+
+    def Improbe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None
+    ) -> Any:
+        """Return a message as `Mprobe`, or None if there is none yet."""
+        with handled(self.mpi):
+            return claim(self, source, tag, status, is_blocking=False)
+
+    probe, iprobe, mprobe, improbe = Probe, Iprobe, Mprobe, Improbe
+
+    def Flush_buffer(self) -> None:
+        """Wait until all buffered messages are sent."""
+        with handled(self.mpi):
+            self._connections.flush()
+
+    def Detach_buffer(self) -> Any:
+        """Wait until all buffered messages are sent; return the memory that was attached."""
+        self.Flush_buffer()
+        return super().Detach_buffer()
 
     def Split(self, color: int = 0, key: int = 0) -> Any:
         """Return the communicator of the ranks with this `color`, ordered by `key` and rank.
@@ -214,7 +295,12 @@ class Comm(MPI.Intracomm):
 
     def Create_group(self, group: Any, tag: int = 0) -> Any:
         """Return the communicator of the ranks in `group`; only these must call it."""
-        return self._child(self.mpi.Create_group(group, tag))
+        made = self.mpi.Create_group(group, tag)
+        if made == MPI.COMM_NULL:
+            return made
+        with handled(self.mpi):
+            ranks = _ranks(made, self.mpi)
+            return self._joined(made, self.communicator.create_among(ranks, made.allgather))
 
     @classmethod
     def Create_from_group(
@@ -228,15 +314,20 @@ class Comm(MPI.Intracomm):
         return cls(MPI.Intracomm.Create_from_group(group, stringtag, info, errhandler))
 
     def Free(self) -> None:
-        """Wait until every rank has received all its data, close r2ccl and free the handle of MPI.
+        """Wait for all communication of this rank, close r2ccl and free the handle of MPI.
 
         *Collective*: all ranks. Raises the error of MPI for ``MPI.COMM_WORLD``, which stays usable.
         """
         if self.mpi != MPI.COMM_WORLD and self.mpi != MPI.COMM_SELF:
             with handled(self.mpi):
                 communicator, self._communicator = self.communicator, None
-                atexit.unregister(self._leave)
-                communicator.close()
+                connections = self._connections
+                connections.flush()
+                if communicator is connections.communicator:
+                    connections.free()
+                else:
+                    communicator.close()
+                    connections.nchildren -= 1
         super().Free()
         self.mpi = MPI.Intracomm(self)
 
@@ -254,19 +345,31 @@ class Comm(MPI.Intracomm):
         super().Abort(errorcode)
 
     def _child(self, made: Any) -> Any:
-        """Return a new communicator of mpi4py as a `Comm` with the settings of this one."""
-        if made == MPI.COMM_NULL:
-            return made
-        with handled(self.mpi):
-            return Comm(made, **self._options)
+        """Return a new communicator of mpi4py as a `Comm` with the connections of this one.
 
-    def _leave(self) -> None:
-        """Close r2ccl at the end of the process, or abort it if the program failed."""
-        communicator = self.communicator
-        if getattr(sys, "last_value", None) is not None:
-            communicator.abort(f"the program ended with {sys.last_value!r}")
-        else:
-            communicator.close()
+        *Collective*: all ranks of this one.
+        """
+        is_in = made != MPI.COMM_NULL
+        with handled(self.mpi):
+            # The first rank differs for each of the communicators made by one call.
+            color, key = (_ranks(made, self.mpi)[0], made.rank) if is_in else (None, 0)
+            communicator = self.communicator.split(color, key)
+        return made if communicator is None else self._joined(made, communicator)
+
+    def _joined(self, made: Any, communicator: Communicator) -> Comm:
+        child = Comm.__new__(Comm, made)
+        child._use(made, communicator, self._connections)
+        self._connections.nchildren += 1
+        return child
+
+
+def _ranks(made: Any, parent: Any) -> list[int]:
+    """Return the rank in `parent` of each rank of `made`."""
+    groups = made.Get_group(), parent.Get_group()
+    ranks = MPI.Group.Translate_ranks(groups[0], range(made.size), groups[1])
+    for each in groups:
+        each.Free()
+    return [int(rank) for rank in ranks]
 
 
 def _refuse(name: str) -> Any:
@@ -282,7 +385,7 @@ def _refuse(name: str) -> Any:
 
 
 for _name in dir(MPI.Intracomm):
-    if not _name.startswith("_") and _name not in {*vars(Comm), *NOT_YET, *PASSED}:
+    if not _name.startswith("_") and _name not in {*vars(Comm), *PASSED}:
         setattr(Comm, _name, _refuse(_name))
 
-__all__ = ["NOT_YET", "PASSED", "Comm"]
+__all__ = ["PASSED", "Comm", "Connections"]

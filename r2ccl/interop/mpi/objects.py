@@ -21,7 +21,7 @@ def bcast(comm: Any, obj: Any, root: int = 0) -> Any:
     """Send the object of rank `root` to all ranks, and return it, as mpi4py's bcast."""
     root = root_of(comm, root)
     is_root = comm.rank == root
-    data = _pickled(obj) if is_root else np.empty(0, np.uint8)
+    data = pickled(obj) if is_root else np.empty(0, np.uint8)
     size = comm.communicator.broadcast(np.array([data.size]), root=root)
     if not is_root:
         data = np.empty(size[0], np.uint8)
@@ -32,7 +32,7 @@ def bcast(comm: Any, obj: Any, root: int = 0) -> Any:
 def gather(comm: Any, sendobj: Any, root: int = 0) -> list[Any] | None:
     """Return the objects of all ranks on rank `root`, None on the others, as mpi4py's gather."""
     root = root_of(comm, root)
-    data = _pickled(sendobj)
+    data = pickled(sendobj)
     sizes = comm.communicator.gather(np.array([data.size]), root=root)
     counts = None if sizes is None else sizes.reshape(-1).tolist()
     out = comm.communicator.gatherv(data, root=root, counts=counts)
@@ -41,7 +41,7 @@ def gather(comm: Any, sendobj: Any, root: int = 0) -> list[Any] | None:
 
 def allgather(comm: Any, sendobj: Any) -> list[Any]:
     """Return the objects of all ranks in rank order, as mpi4py's allgather."""
-    data = _pickled(sendobj)
+    data = pickled(sendobj)
     counts = comm.communicator.allgather(np.array([data.size])).reshape(-1).tolist()
     return _loaded(comm.communicator.allgatherv(data, counts=counts), counts)
 
@@ -96,7 +96,7 @@ def exscan(comm: Any, sendobj: Any, op: Any = MPI.SUM) -> Any:
     return fold(op, below) if below else None
 
 
-def _pickled(obj: Any) -> Any:
+def pickled(obj: Any) -> Any:
     """Return the pickle of `obj`, in memory that r2ccl can write to."""
     return np.frombuffer(bytearray(MPI.pickle.dumps(obj)), np.uint8)
 
@@ -106,7 +106,7 @@ def _pickles(comm: Any, objects: Sequence[Any] | None) -> list[Any]:
     found = [None] * comm.size if objects is None else list(objects)
     if len(found) != comm.size:
         raise ValueError(f"expecting {comm.size} items, got {len(found)}")
-    return [_pickled(each) for each in found]
+    return [pickled(each) for each in found]
 
 
 def _loaded(data: Any, counts: list[int]) -> list[Any]:
@@ -119,5 +119,6 @@ def _loaded(data: Any, counts: list[int]) -> list[Any]:
 
 
 __all__ = [
-    "allgather", "allreduce", "alltoall", "bcast", "exscan", "gather", "reduce", "scan", "scatter",
+    "allgather", "allreduce", "alltoall", "bcast", "exscan", "gather", "pickled", "reduce", "scan",
+    "scatter",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Requests of nonblocking and persistent collectives, with the methods of mpi4py's requests.
+"""Requests of nonblocking and persistent calls, with the methods of mpi4py's requests.
 
 The methods for several requests accept those of mpi4py in the same list, because a program may wait
-for a collective of r2ccl and a message of MPI together.
+for a call of r2ccl and one of a window or a file together.
 
 Invariant: a request is *active* from its start until a method has reported its end; only then is
 the result in the memory of the caller.
@@ -9,40 +9,40 @@ the result in the memory of the caller.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from mpi4py import MPI
 
-from r2ccl.interop.mpi.calls import Call
+from r2ccl.interop.mpi.calls import EMPTY, Call, CallOutcome
 from r2ccl.interop.mpi.errors import MpiError, handled
+from r2ccl.interop.mpi.messages import MessageCall
 
 #: Pause between two looks at several requests. A thread of r2ccl moves the data meanwhile.
 _PAUSE_S = 50e-6
 
 
 class MpiRequest:
-    """Handle of a nonblocking collective; ``MPI.Request`` of mpi4py.
+    """Handle of a nonblocking collective or message; ``MPI.Request`` of mpi4py.
 
     Equal to ``MPI.REQUEST_NULL``, and false, once its end was reported.
 
     Parameters
     ----------
     comm : Comm
-    call : Call
+    call : Call or MessageCall
         Started by the constructor.
     """
 
-    def __init__(self, comm: Any, call: Call) -> None:
+    def __init__(self, comm: Any, call: Call | MessageCall) -> None:
         self._comm = comm
-        self._call = call
+        self._call: Any = call
         self._work: Any = call.start(True)
 
     @property
     def is_active(self) -> bool:
-        """True if the collective was started and no method has reported its end."""
+        """True if the call was started and no method has reported its end."""
         return self._work is not None
 
     def __bool__(self) -> bool:
@@ -56,58 +56,114 @@ class MpiRequest:
     __hash__ = object.__hash__
 
     def Wait(self, status: Any = None) -> bool:
-        """Wait until the collective has finished; return True."""
-        if self._work is not None:
-            # The collective has a deadline itself, R2CC_TIMEOUT_S after its own start.
-            self._complete(threading.TIMEOUT_MAX)
-        _set_empty(status)
+        """Wait until the call has finished; return True."""
+        self._waited().write(status)
         return True
 
     def Test(self, status: Any = None) -> bool:
-        """Return at once whether the collective has finished; its result is then complete."""
-        if self._work is not None:
-            if not self._work.is_done():
-                return False
-            self._complete(0)
-        _set_empty(status)
+        """Return at once whether the call has finished; its result is then complete."""
+        outcome = self._tested()
+        if outcome is None:
+            return False
+        outcome.write(status)
         return True
 
-    def wait(self, status: Any = None) -> None:
-        """Wait as `Wait`; a collective on buffers has no message to return."""
-        self.Wait(status)
+    def wait(self, status: Any = None) -> Any:
+        """Wait as `Wait`; return the object of the message received, if it is one."""
+        outcome = self._waited()
+        outcome.write(status)
+        return outcome.obj
 
-    def test(self, status: Any = None) -> tuple[bool, None]:
-        """Test as `Test`; return the flag and, as there is no message, None."""
-        return self.Test(status), None
+    def test(self, status: Any = None) -> tuple[bool, Any]:
+        """Test as `Test`; return the flag and the object of the message received, if it is one."""
+        outcome = self._tested()
+        if outcome is None:
+            return False, None
+        outcome.write(status)
+        return True, outcome.obj
 
     def Get_status(self, status: Any = None) -> bool:
-        """Return whether the collective has finished, without completing the request."""
-        is_done = self._work is None or bool(self._work.is_done())
-        if is_done:
-            _set_empty(status)
-        return is_done
+        """Return whether the call has finished, without completing the request."""
+        if self._work is None:
+            EMPTY.write(status)
+            return True
+        with handled(self._comm.mpi):
+            if not self._work.is_done():
+                return False
+            outcome = self._call.look(self._work)
+        outcome.write(status)
+        return True
 
     def Cancel(self) -> None:
-        """Raise `MpiError`, because a collective cannot be cancelled."""
-        with handled(self._comm.mpi):
-            raise MpiError(
-                "a collective cannot be cancelled: wait for the request instead", MPI.ERR_REQUEST
-            )
-
-    def Free(self) -> None:
-        """Free a request that is not active.
+        """Cancel a receive that has taken no message; a message sent is not cancelled.
 
         Raises
         ------
         MpiError
-            ``ERR_REQUEST``, if the request is active: MPI forbids it for a collective.
+            ``ERR_REQUEST``, for a collective and for a request that is not active.
         """
         with handled(self._comm.mpi):
-            if self.is_active:
+            if self._work is None:
                 raise MpiError(
-                    "the collective of the request is running: wait for the request before Free()",
-                    MPI.ERR_REQUEST,
+                    "the request is not active: there is nothing to cancel", MPI.ERR_REQUEST
                 )
+            self._call.cancel(self._work)
+
+    def Free(self) -> None:
+        """Free a request that is not active, or a send, which goes on.
+
+        Raises
+        ------
+        MpiError
+            ``ERR_REQUEST``, if it is active and a collective, which MPI forbids, or a receive.
+        """
+        with handled(self._comm.mpi):
+            if self._work is not None:
+                self._call.drop(self._work)
+                self._work = None
+
+    get_status, cancel, free = Get_status, Cancel, Free
+
+    @classmethod
+    def Get_status_all(cls, requests: Sequence[Any], statuses: list[Any] | None = None) -> bool:
+        """Return whether all requests have finished, without completing them."""
+        return all(
+            request.Get_status(status) for request, status in _with_statuses(requests, statuses)
+        )
+
+    @classmethod
+    def Get_status_any(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool]:
+        """Return the index of a request that has finished, and whether there is one.
+
+        As `Testany`, without completing it.
+        """
+        active = _active(requests)
+        for index in active:
+            if requests[index].Get_status(status):
+                return index, True
+        return MPI.UNDEFINED, not active
+
+    @classmethod
+    def Get_status_some(
+        cls, requests: Sequence[Any], statuses: list[Any] | None = None
+    ) -> list[int] | None:
+        """Return the indices of the requests that have finished, without completing them.
+
+        Returns None if no request is active.
+        """
+        active = _active(requests)
+        if not active:
+            return None
+        done = [index for index in active if requests[index].Get_status()]
+        for request, status in _with_statuses([requests[index] for index in done], statuses):
+            request.Get_status(status)
+        return done
+
+    get_status_all, get_status_any, get_status_some = (
+        Get_status_all,
+        Get_status_any,
+        Get_status_some,
+    )
 
     @classmethod
     def Waitall(cls, requests: Sequence[Any], statuses: list[Any] | None = None) -> bool:
@@ -210,26 +266,64 @@ class MpiRequest:
                 return index, True, found
         return MPI.UNDEFINED, not active, None
 
-    def _complete(self, timeout_s: float) -> None:
+    @classmethod
+    def waitsome(
+        cls, requests: Sequence[Any], statuses: list[Any] | None = None
+    ) -> tuple[list[int] | None, list[Any] | None]:
+        """Wait until at least one request has finished; return indices and messages.
+
+        Returns None and None if no request is active.
+        """
+        while True:
+            indices, found = cls.testsome(requests, statuses)
+            if indices is None or indices:
+                return indices, found
+            time.sleep(_PAUSE_S)
+
+    @classmethod
+    def testsome(
+        cls, requests: Sequence[Any], statuses: list[Any] | None = None
+    ) -> tuple[list[int] | None, list[Any] | None]:
+        """Complete the requests that have finished; return their indices and messages.
+
+        Returns None and None if no request is active.
+        """
+        active = _active(requests)
+        if not active:
+            return None, None
+        done = [index for index in active if requests[index].Get_status()]
+        return done, cls.waitall([requests[index] for index in done], statuses)
+
+    def _waited(self) -> CallOutcome:
+        return EMPTY if self._work is None else self._complete(None)
+
+    def _tested(self) -> CallOutcome | None:
+        if self._work is None:
+            return EMPTY
+        with handled(self._comm.mpi):
+            is_done = self._work.is_done()
+        return self._complete(0) if is_done else None
+
+    def _complete(self, timeout_s: float | None) -> CallOutcome:
         work, self._work = self._work, None
         with handled(self._comm.mpi):
-            work.wait(timeout_s)
-            self._call.finish()
+            outcome: CallOutcome = self._call.wait(work, timeout_s)
+        return outcome
 
 
 class MpiPrequest(MpiRequest):
-    """Handle of a persistent collective, which `Start` runs again; ``MPI.Prequest`` of mpi4py."""
+    """Handle of a persistent call, which `Start` runs again; ``MPI.Prequest`` of mpi4py."""
 
-    def __init__(self, comm: Any, call: Call) -> None:
+    def __init__(self, comm: Any, call: Call | MessageCall) -> None:
         self._comm = comm
-        self._call: Any = call
+        self._call = call
         self._work = None
 
     def __bool__(self) -> bool:
         return self._call is not None
 
     def Start(self) -> None:
-        """Run the collective once more, with what the buffers hold now.
+        """Run the call once more, with what the buffers hold now.
 
         Raises
         ------
@@ -246,6 +340,8 @@ class MpiPrequest(MpiRequest):
         """Free the request, which must not be active."""
         super().Free()
         self._call = None
+
+    free = Free
 
     @classmethod
     def Startall(cls, requests: Sequence[Any]) -> None:
@@ -278,16 +374,6 @@ def _with_statuses(
         return [(request, None) for request in _checked(requests)]
     statuses += [MPI.Status() for _ in range(len(requests) - len(statuses))]
     return list(zip(_checked(requests), statuses, strict=False))
-
-
-def _set_empty(status: Any) -> None:
-    """Write the status of a collective, which has no source, tag and count."""
-    if status is not None:
-        status.Set_source(MPI.ANY_SOURCE)
-        status.Set_tag(MPI.ANY_TAG)
-        status.Set_error(MPI.SUCCESS)
-        status.Set_elements(MPI.BYTE, 0)
-        status.Set_cancelled(False)
 
 
 __all__ = ["MpiPrequest", "MpiRequest"]

@@ -1,0 +1,347 @@
+"""Messages of mpi4py with their arguments, as calls of a `Communicator`.
+
+Each function takes the communicator of the interface and the arguments of one method of mpi4py,
+checks them and returns a `MessageCall`.
+
+Invariant: r2ccl gets bytes, so sender and receiver may describe the same elements with different
+datatypes, as MPI allows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import msgspec
+import numpy as np
+from mpi4py import MPI
+
+from r2ccl import InvalidArgument, Message
+from r2ccl.communicator import ANY_SOURCE, ANY_TAG
+from r2ccl.interop.mpi.buffers import BufferSpec, message
+from r2ccl.interop.mpi.calls import EMPTY, CallOutcome
+from r2ccl.interop.mpi.errors import MpiError
+
+#: What a receive from ``MPI.PROC_NULL`` gets.
+NO_MESSAGE = Message(MPI.PROC_NULL, MPI.ANY_TAG, 0)
+
+
+class Delivery:
+    """Messages that a call has begun: one received, one sent, or both.
+
+    Parameters
+    ----------
+    received, sent : MessageRequest or None
+    found : Message or None
+        Message that is received already.
+    """
+
+    def __init__(
+        self, received: Any = None, sent: Any = None, found: Message | None = None
+    ) -> None:
+        self.received = received
+        self.sent = sent
+        self.is_cancelled = False
+        self._found = found
+
+    def is_done(self) -> bool:
+        """Return at once whether all of them are done or have failed."""
+        return all(each is None or each.is_done() for each in (self.received, self.sent))
+
+    def wait(self, timeout_s: float | None = None) -> Message | None:
+        """Wait for all of them; return the message received, or None.
+
+        Raises
+        ------
+        MpiError
+            ``ERR_TRUNCATE``, if a message does not fit the memory of its receive.
+        R2cclError
+            As `MessageRequest.wait`.
+        """
+        try:
+            if self.received is not None:
+                self._found = self.received.wait(timeout_s)
+        except InvalidArgument as exc:
+            raise MpiError(str(exc), MPI.ERR_TRUNCATE) from exc
+        finally:
+            self._wait_sent(timeout_s)
+        return self._found
+
+    def _wait_sent(self, timeout_s: float | None) -> None:
+        try:
+            if self.sent is not None:
+                self.sent.wait(timeout_s)
+        except InvalidArgument as exc:
+            raise MpiError(str(exc), MPI.ERR_TRUNCATE) from exc
+
+    def cancel(self) -> None:
+        """Withdraw the receive if it has taken no message."""
+        if self.received is not None and self.received.cancel():
+            self.received = None
+            self.is_cancelled = True
+
+
+class MessageCall(msgspec.Struct, frozen=True, eq=False):
+    """A message to send or receive, with checked arguments; has the methods of a `Call`.
+
+    Parameters
+    ----------
+    begin : callable
+        Begins it, and returns a `Delivery`.
+    finish : callable
+        Brings a message received to where it belongs, and returns its object, if it is one.
+    """
+
+    begin: Callable[[], Delivery]
+    finish: Callable[[Message], Any] = lambda found: None
+
+    def start(self, is_async: bool) -> Delivery:
+        """Begin it."""
+        return self.begin()
+
+    def run(self) -> CallOutcome:
+        """Begin it and wait for it."""
+        return self.wait(self.begin())
+
+    def wait(self, work: Delivery, timeout_s: float | None = None) -> CallOutcome:
+        """Wait for `work`, which `start` returned, and finish it."""
+        found = work.wait(timeout_s)
+        if found is None or found is NO_MESSAGE:
+            return _outcome(found, work)
+        return _outcome(found, work)._replace(obj=self.finish(found))
+
+    def look(self, work: Delivery) -> CallOutcome:
+        """Return the outcome of `work`, which is done, without finishing it."""
+        return _outcome(work.wait(0), work)
+
+    def cancel(self, work: Delivery) -> None:
+        """Cancel a receive that has taken no message; another message is not cancelled."""
+        work.cancel()
+
+    def drop(self, work: Delivery) -> None:
+        """Let a message that is being sent go on; raise `MpiError` if one is being received."""
+        if work.received is not None:
+            raise MpiError(
+                "the receive of the request is running: wait for the request, or cancel it, "
+                "before Free()",
+                MPI.ERR_REQUEST,
+            )
+
+
+def _outcome(found: Message | None, work: Delivery) -> CallOutcome:
+    if found is None:
+        return EMPTY._replace(is_cancelled=work.is_cancelled)
+    return CallOutcome(found.source, found.tag, found.count)
+
+
+def send(comm: Any, buf: Any, dest: int, tag: int = 0) -> MessageCall:
+    """Send `buf` to rank `dest`, as mpi4py's Send."""
+    return _sending_buffer(comm, buf, dest, tag)
+
+
+def ssend(comm: Any, buf: Any, dest: int, tag: int = 0) -> MessageCall:
+    """Send `buf` to rank `dest`; done once a receive has taken it, as mpi4py's Ssend."""
+    return _sending_buffer(comm, buf, dest, tag, is_synchronous=True)
+
+
+def bsend(comm: Any, buf: Any, dest: int, tag: int = 0) -> MessageCall:
+    """Send a copy of `buf` to rank `dest`; done at once, as mpi4py's Bsend."""
+    if dest == MPI.PROC_NULL:
+        return send(comm, buf, dest, tag)
+    sent = message(buf, writable=False)
+    return buffered(comm, sent, dest, tag)
+
+
+def rsend(comm: Any, buf: Any, dest: int, tag: int = 0) -> MessageCall:
+    """Send `buf` to rank `dest`, whose receive need not be there, as mpi4py's Rsend."""
+    return _sending_buffer(comm, buf, dest, tag)
+
+
+def recv(comm: Any, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MessageCall:
+    """Receive a message of rank `source` into `buf`, as mpi4py's Recv."""
+    if source == MPI.PROC_NULL:
+        return from_nowhere(tag)
+    into = message(buf, writable=True)
+    out = into.data(writable=True)
+    return receiving(comm, out, source, tag, lambda found: unpack_first(into, out, found.count))
+
+
+def sendrecv(
+    comm: Any,
+    sendbuf: Any,
+    dest: int,
+    sendtag: int = 0,
+    recvbuf: Any = None,
+    source: int = MPI.ANY_SOURCE,
+    recvtag: int = MPI.ANY_TAG,
+) -> MessageCall:
+    """Send `sendbuf` and receive `recvbuf` at the same time, as mpi4py's Sendrecv."""
+    sent = send(comm, sendbuf, dest, sendtag)
+    return _both(recv(comm, recvbuf, source, recvtag), sent)
+
+
+def sendrecv_replace(
+    comm: Any,
+    buf: Any,
+    dest: int,
+    sendtag: int = 0,
+    source: int = MPI.ANY_SOURCE,
+    recvtag: int = MPI.ANY_TAG,
+) -> MessageCall:
+    """Send a copy of `buf` and receive into `buf` meanwhile, as mpi4py's Sendrecv_replace."""
+    given = message(buf, writable=True)
+    copy = np.empty(given.block_nbytes, np.uint8)
+    sent = sending(comm, copy, dest, sendtag, pack=lambda: given.pack(copy))
+    return _both(recv(comm, buf, source, recvtag), sent)
+
+
+# Parts of these functions, and of those of objects
+
+
+def sending(
+    comm: Any,
+    x: Any,
+    dest: Any,
+    tag: Any,
+    *,
+    pack: Callable[[], None] = lambda: None,
+    is_synchronous: bool = False,
+) -> MessageCall:
+    """Return the call that sends the bytes `x`, after ``pack()`` has written them."""
+    to, tag = peer_of(comm, "dest", dest), _tag_of(tag)
+    if to == MPI.PROC_NULL:
+        return MessageCall(Delivery)
+    run = comm.communicator.send
+
+    def begin() -> Delivery:
+        pack()
+        return Delivery(sent=run(x, to, tag, is_synchronous=is_synchronous, async_op=True))
+
+    return MessageCall(begin)
+
+
+def buffered(comm: Any, sent: BufferSpec, dest: Any, tag: Any) -> MessageCall:
+    """Return the call that sends a copy of `sent`, and is done at once."""
+    to, tag = peer_of(comm, "dest", dest), _tag_of(tag)
+    run = comm.communicator.send
+
+    def begin() -> Delivery:
+        x = np.empty(sent.block_nbytes, np.uint8)
+        sent.pack(x)
+        comm.keep(run(x, to, tag, async_op=True))
+        return Delivery()
+
+    return MessageCall(begin)
+
+
+def receiving(
+    comm: Any, out: Any, source: Any, tag: Any, finish: Callable[[Message], Any]
+) -> MessageCall:
+    """Return the call that receives into the bytes `out`, then calls ``finish(message)``."""
+    wanted = wanted_of(comm, source, tag)
+    run = comm.communicator.recv
+
+    def begin() -> Delivery:
+        with comm.taking:
+            return Delivery(run(out, *wanted, async_op=True))
+
+    return MessageCall(begin, finish)
+
+
+def from_nowhere(tag: Any) -> MessageCall:
+    """Return the call that receives from ``MPI.PROC_NULL``."""
+    _tag_of(tag, is_any=True)
+    return MessageCall(lambda: Delivery(found=NO_MESSAGE))
+
+
+def unpack_first(into: BufferSpec, out: Any, nbytes: int) -> None:
+    """Copy the first `nbytes` of `out` to the elements `into`; the other elements stay."""
+    if nbytes < out.size and not into.is_contiguous:
+        before = np.empty_like(out)
+        into.pack(before)
+        out[nbytes:] = before[nbytes:]
+    into.unpack(out)
+
+
+def wanted_of(comm: Any, source: Any, tag: Any) -> tuple[int, int]:
+    """Return the source and the tag of a receive, as r2ccl has them."""
+    rank, number = peer_of(comm, "source", source), _tag_of(tag, is_any=True)
+    return (
+        ANY_SOURCE if rank == MPI.ANY_SOURCE else rank,
+        ANY_TAG if number == MPI.ANY_TAG else number,
+    )
+
+
+def peer_of(comm: Any, name: str, value: Any) -> int:
+    """Return a rank of `comm`, ``PROC_NULL`` or, as a source, ``ANY_SOURCE``.
+
+    Raises
+    ------
+    TypeError
+        If it is not a whole number.
+    MpiError
+        ``ERR_RANK``, if it is none of these.
+    """
+    rank = operator.index(value)
+    others = (MPI.PROC_NULL, MPI.ANY_SOURCE) if name == "source" else (MPI.PROC_NULL,)
+    if not 0 <= rank < comm.size and rank not in others:
+        also = "PROC_NULL and ANY_SOURCE" if name == "source" else "PROC_NULL"
+        raise MpiError(f"{name}={rank}: allowed are 0 to {comm.size - 1}, {also}", MPI.ERR_RANK)
+    return rank
+
+
+def _tag_of(value: Any, *, is_any: bool = False) -> int:
+    tag = operator.index(value)
+    if not 0 <= tag <= _largest_tag() and not (is_any and tag == MPI.ANY_TAG):
+        also = " and ANY_TAG" if is_any else ""
+        raise MpiError(f"tag={tag}: allowed are 0 to {_largest_tag()}{also}", MPI.ERR_TAG)
+    return tag
+
+
+@cache
+def _largest_tag() -> int:
+    return operator.index(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))  # type: ignore[arg-type]
+
+
+def _sending_buffer(
+    comm: Any, buf: Any, dest: Any, tag: Any, *, is_synchronous: bool = False
+) -> MessageCall:
+    if dest == MPI.PROC_NULL:  # mpi4py does not look at the buffer then
+        return sending(comm, None, dest, tag)
+    sent = message(buf, writable=False)
+    x = sent.data(writable=False)
+    return sending(comm, x, dest, tag, pack=lambda: sent.pack(x), is_synchronous=is_synchronous)
+
+
+def _both(received: MessageCall, sent: MessageCall) -> MessageCall:
+    """Return the call that receives and sends at the same time."""
+
+    def begin() -> Delivery:
+        work = received.begin()  # before the send, which a message may answer at once
+        work.sent = sent.begin().sent
+        return work
+
+    return MessageCall(begin, received.finish)
+
+
+__all__ = [
+    "NO_MESSAGE",
+    "Delivery",
+    "MessageCall",
+    "bsend",
+    "buffered",
+    "from_nowhere",
+    "peer_of",
+    "receiving",
+    "recv",
+    "rsend",
+    "send",
+    "sending",
+    "sendrecv",
+    "sendrecv_replace",
+    "ssend",
+    "unpack_first",
+    "wanted_of",
+]

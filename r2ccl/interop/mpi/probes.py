@@ -1,0 +1,160 @@
+"""Messages that were looked at before they are received: probes, and receives of unknown size.
+
+A matched message (MPI's Mprobe) is received at once into memory of its own, so that no other
+receive takes it; `MpiMessage` copies it to the caller's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from r2ccl import Message
+from r2ccl.interop.mpi.buffers import message
+from r2ccl.interop.mpi.calls import CallOutcome
+from r2ccl.interop.mpi.errors import MpiError, handled
+from r2ccl.interop.mpi.messages import (
+    NO_MESSAGE,
+    Delivery,
+    MessageCall,
+    unpack_first,
+    wanted_of,
+)
+from r2ccl.interop.mpi.requests import MpiRequest
+
+
+def probe(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -> Message | None:
+    """Return the message that a receive would take, and write its status; None: none yet."""
+    wanted = wanted_of(comm, source, tag)
+    if source == MPI.PROC_NULL:
+        found: Message | None = NO_MESSAGE
+    else:
+        found = comm.communicator.probe(*wanted, is_blocking=is_blocking)
+        while found is None and is_blocking:  # another thread has received it
+            found = comm.communicator.probe(*wanted)
+    if found is not None:
+        CallOutcome(found.source, found.tag, found.count).write(status)
+    return found
+
+
+def claim(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -> Any:
+    """Return the message that a receive would take as an `MpiMessage`; None: none yet."""
+    if source == MPI.PROC_NULL:
+        probe(comm, source, tag, status, is_blocking=False)
+        return MPI.Message(MPI.MESSAGE_NO_PROC)
+    while True:
+        with comm.taking:
+            found = probe(comm, source, tag, status, is_blocking=False)
+            if found is not None:
+                return MpiMessage(comm, found)
+        if not is_blocking:
+            return None
+        probe(comm, source, tag, None, is_blocking=True)
+
+
+def loaded(data: Any) -> Any:
+    """Return the object whose pickle is `data`; of no bytes, None, as mpi4py does."""
+    return MPI.pickle.loads(data.data) if data.size else None
+
+
+class MpiMessage:
+    """Message that `Comm.Mprobe` has matched; ``MPI.Message`` of mpi4py.
+
+    Equal to ``MPI.MESSAGE_NULL``, and false, once it was received.
+
+    Parameters
+    ----------
+    comm : Comm
+    found : Message
+        The next message with its source and tag.
+    """
+
+    def __init__(self, comm: Any, found: Message) -> None:
+        self._comm = comm
+        self._data = np.empty(found.count, np.uint8)
+        receive = comm.communicator.recv
+        self._request: Any = receive(self._data, found.source, found.tag, async_op=True)
+
+    @classmethod
+    def Probe(
+        cls, comm: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None
+    ) -> Any:
+        """Call `Mprobe` of `comm`."""
+        return comm.Mprobe(source, tag, status)
+
+    @classmethod
+    def Iprobe(
+        cls, comm: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None
+    ) -> Any:
+        """Call `Improbe` of `comm`."""
+        return comm.Improbe(source, tag, status)
+
+    probe, iprobe = Probe, Iprobe
+
+    def Recv(self, buf: Any, status: Any = None) -> None:
+        """Receive the message into `buf`."""
+        with handled(self._comm.mpi):
+            self._into(buf).run().write(status)
+
+    def Irecv(self, buf: Any) -> MpiRequest:
+        """Begin to receive the message into `buf`; return the request."""
+        with handled(self._comm.mpi):
+            return MpiRequest(self._comm, self._into(buf))
+
+    def recv(self, status: Any = None) -> Any:
+        """Receive and return the object of the message."""
+        with handled(self._comm.mpi):
+            outcome = self.as_object().run()
+        outcome.write(status)
+        return outcome.obj
+
+    def irecv(self) -> MpiRequest:
+        """Begin to receive the object of the message; return the request."""
+        with handled(self._comm.mpi):
+            return MpiRequest(self._comm, self.as_object())
+
+    def __bool__(self) -> bool:
+        return self._request is not None
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, MPI.Message):
+            return other == MPI.MESSAGE_NULL and not self
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def _into(self, buf: Any) -> MessageCall:
+        into = message(buf, writable=True)
+        data = self._data
+
+        def finish(found: Message) -> None:
+            out = into.data(writable=True)
+            if data.size > out.size:
+                raise MpiError(
+                    f"rank {found.source} sent {data.size} bytes with tag {found.tag}, but the "
+                    f"buffer has {out.size}: the message is lost; look at its status first",
+                    MPI.ERR_TRUNCATE,
+                )
+            out[: data.size] = data
+            unpack_first(into, out, data.size)
+
+        return MessageCall(self._begin, finish)
+
+    def as_object(self) -> MessageCall:
+        """Return the call that receives the object of the message."""
+        data = self._data
+        return MessageCall(self._begin, lambda found: loaded(data))
+
+    def _begin(self) -> Delivery:
+        request, self._request = self._request, None
+        if request is None:
+            raise MpiError(
+                "the message was received before: call Mprobe() for the next one",
+                MPI.ERR_REQUEST,
+            )
+        return Delivery(request)
+
+
+__all__ = ["MpiMessage", "claim", "loaded", "probe"]
