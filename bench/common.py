@@ -22,13 +22,20 @@ from typing import Any, NamedTuple
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 #: Bus bandwidth divided by algorithm bandwidth, per collective (PERFORMANCE.md of nccl-tests).
+#: Unequal parts count like equal ones. nccl-tests has no prefix sums; no rank need send or receive
+#: the data more than once, so that their factor is 1.
 _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "allreduce": lambda n: 2 * (n - 1) / n,
-    "allgather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "alltoall": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "reduce": lambda n: 1.0,
+    **dict.fromkeys(
+        (
+            *("allgather", "allgatherv", "reduce_scatter", "reduce_scatterv"),
+            *("gather", "gatherv", "scatter", "scatterv", "alltoall", "alltoallv"),
+        ),
+        lambda n: (n - 1) / n,
+    ),
+    **dict.fromkeys(
+        ("broadcast", "reduce", "scan", "exscan", "sendrecv", "barrier"), lambda n: 1.0
+    ),
 }
 
 

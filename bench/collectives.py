@@ -1,0 +1,314 @@
+"""Define what each measured collective moves, and what its results must be.
+
+The buffer size of a case is that of nccl-tests: the larger of what a rank passes and receives. The
+module imports nothing of r2ccl, so that the ranks of other libraries use the same definitions.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Extent(enum.Enum):
+    """Elements that a rank passes or receives: none, its part, all, or on the root alone all."""
+
+    NONE = enum.auto()
+    PART = enum.auto()
+    WHOLE = enum.auto()
+    ROOT = enum.auto()
+
+
+class Form(NamedTuple):
+    """Collective, or exchange of messages, as it is measured.
+
+    Attributes
+    ----------
+    name : str
+        Method of `r2ccl.Communicator`.
+    sends, receives : Extent
+    reduces : bool
+        True if it takes an operation.
+    is_rooted : bool
+        True if it takes a root.
+    has_parts : bool
+        True if the buffer consists of one part per rank.
+    is_unequal : bool
+        True if the parts have different sizes.
+    """
+
+    name: str
+    sends: Extent
+    receives: Extent
+    reduces: bool = False
+    is_rooted: bool = False
+    has_parts: bool = False
+    is_unequal: bool = False
+
+    @property
+    def can_be_in_place(self) -> bool:
+        """False if the memory that is sent and received must be disjoint."""
+        return self.name not in ("sendrecv", "barrier")
+
+
+_NONE, _PART, _WHOLE, _ROOT = Extent.NONE, Extent.PART, Extent.WHOLE, Extent.ROOT
+FORMS = {
+    form.name: form
+    for form in (
+        Form("allreduce", _WHOLE, _WHOLE, reduces=True),
+        Form("allgather", _PART, _WHOLE, has_parts=True),
+        Form("allgatherv", _PART, _WHOLE, has_parts=True, is_unequal=True),
+        Form("reduce_scatter", _WHOLE, _PART, reduces=True, has_parts=True),
+        Form("reduce_scatterv", _WHOLE, _PART, reduces=True, has_parts=True, is_unequal=True),
+        Form("broadcast", _WHOLE, _WHOLE, is_rooted=True),
+        Form("reduce", _WHOLE, _ROOT, reduces=True, is_rooted=True),
+        Form("gather", _PART, _ROOT, is_rooted=True, has_parts=True),
+        Form("gatherv", _PART, _ROOT, is_rooted=True, has_parts=True, is_unequal=True),
+        Form("scatter", _ROOT, _PART, is_rooted=True, has_parts=True),
+        Form("scatterv", _ROOT, _PART, is_rooted=True, has_parts=True, is_unequal=True),
+        Form("alltoall", _WHOLE, _WHOLE, has_parts=True),
+        Form("alltoallv", _WHOLE, _WHOLE, has_parts=True, is_unequal=True),
+        Form("scan", _WHOLE, _WHOLE, reduces=True),
+        Form("exscan", _WHOLE, _WHOLE, reduces=True),
+        Form("sendrecv", _WHOLE, _WHOLE),
+        Form("barrier", _NONE, _NONE),
+    )
+}
+
+#: NumPy function that computes the exact result of each operation, in 64-bit integers.
+_EXACT: dict[str, Callable[..., Any]] = {
+    "sum": np.add,
+    "avg": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+#: Contents of memory that receives a result.
+UNTOUCHED = 77
+
+
+@dataclass(frozen=True)
+class Case:
+    """Line of a table: a collective of `nranks` ranks, its buffer, operation and root.
+
+    Attributes
+    ----------
+    total : int
+        Elements of the whole buffer.
+    op : str
+        ``"sum"``, ``"prod"``, ``"min"``, ``"max"`` or ``"avg"``; without meaning if the collective
+        does not reduce.
+    """
+
+    form: Form
+    nranks: int
+    total: int
+    dtype: np.dtype[Any]
+    op: str = "sum"
+    root: int = 0
+
+    @classmethod
+    def of(cls, form: Form, nranks: int, nbytes: int, dtype: np.dtype[Any], **more: Any) -> Case:
+        """Return the largest case of at most `nbytes`; equal parts have equally many elements."""
+        total = nbytes // dtype.itemsize
+        if form.has_parts and not form.is_unequal:
+            total -= total % nranks
+        return cls(form, nranks, 0 if form.sends is _NONE else total, dtype, **more)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole buffer."""
+        return self.total * self.dtype.itemsize
+
+    @property
+    def count(self) -> int:
+        """Elements as nccl-tests counts them: of one part, if the parts are equal."""
+        is_part = self.form.has_parts and not self.form.is_unequal
+        return self.total // self.nranks if is_part else self.total
+
+    @property
+    def parts(self) -> list[int]:
+        """Elements of each rank's part; unequal parts grow like 1, 2, 3, ... with the rank."""
+        n = self.nranks
+        weights = range(1, n + 1) if self.form.is_unequal else [1] * n
+        sums = [self.total * each // sum(weights) for each in accumulate(weights, initial=0)]
+        return [high - low for low, high in pairwise(sums)]
+
+    def exchanged(self, rank: int) -> list[int]:
+        """Return the elements that `rank` sends each rank, and receives from it, in an alltoallv.
+
+        The part of ranks i and j is number i + j of `parts`, so every rank sends and receives the
+        whole buffer.
+        """
+        parts = self.parts
+        return [parts[(rank + peer) % self.nranks] for peer in range(self.nranks)]
+
+    def part(self, rank: int) -> slice:
+        """Return the place of the part of `rank` in the whole buffer."""
+        begin = sum(self.parts[:rank])
+        return slice(begin, begin + self.parts[rank])
+
+    def sends(self, rank: int) -> int | None:
+        """Return the number of elements that `rank` passes; None if it passes no array."""
+        return self._extent(self.form.sends, rank)
+
+    def receives(self, rank: int) -> int | None:
+        """Return the number of elements that `rank` receives; None if it passes no array."""
+        return self._extent(self.form.receives, rank)
+
+    def _extent(self, extent: Extent, rank: int) -> int | None:
+        if extent is _NONE or (extent is _ROOT and rank != self.root):
+            return None
+        return self.parts[rank] if extent is _PART else self.total
+
+
+def make_inputs(case: Case, seed: Sequence[int]) -> list[Array | None]:
+    """Return the inputs of all ranks; equal seeds give equal inputs.
+
+    What is reduced are small integers, so that no partial result is rounded in any order of
+    operations: no sum leaves the range in which bfloat16 holds integers, and factors are powers of
+    two. What is only moved are random bytes.
+    """
+    rng = np.random.default_rng(seed)
+    return [_draw(rng, case, rank) for rank in range(case.nranks)]
+
+
+def _draw(rng: np.random.Generator, case: Case, rank: int) -> Array | None:
+    count = case.sends(rank)
+    if count is None:
+        return None
+    if not case.form.reduces:
+        return rng.integers(0, 256, count * case.dtype.itemsize, np.uint8).view(case.dtype)
+    if case.op == "prod":
+        # Float16 holds 2**14; further ranks multiply by one.
+        return rng.integers(1, 3 if rank < 14 else 2, count, np.int8).astype(case.dtype)
+    # Bfloat16 holds every integer up to 256; ranks from the 121st on add zero.
+    bound = max(1, 120 // case.nranks) if rank < 120 else 0
+    lowest = 0 if case.dtype.kind == "u" else -bound
+    return rng.integers(lowest, bound + 1, count, np.int8).astype(case.dtype)
+
+
+def expected(case: Case, inputs: Sequence[Array | None], rank: int) -> Array | None:
+    """Return what `rank` must receive; None if its memory must not change."""
+    if case.receives(rank) is None:
+        return None
+    name = case.form.name
+    given = [each for each in inputs if each is not None]
+    if name in ("scan", "exscan"):
+        given = given[: rank + (name == "scan")]
+        return _reduced(case, given) if given else None
+    if case.form.reduces:
+        whole = _reduced(case, given)
+        return whole[case.part(rank)] if case.form.receives is _PART else whole
+    if name == "sendrecv":
+        return given[rank - 1]
+    if name == "broadcast":
+        return given[case.root]
+    if name in ("scatter", "scatterv"):
+        return given[0][case.part(rank)]
+    if name == "alltoall":
+        return np.concatenate([each[case.part(rank)] for each in given])
+    if name == "alltoallv":
+        return np.concatenate([_sent(case, each, peer, rank) for peer, each in enumerate(given)])
+    return np.concatenate(given)
+
+
+def _reduced(case: Case, inputs: Sequence[Array]) -> Array:
+    exact = np.real(inputs[0]).astype(np.int64)
+    for values in inputs[1:]:
+        _EXACT[case.op](exact, np.real(values).astype(np.int64), out=exact)
+    if case.op != "avg":
+        return exact.astype(case.dtype)
+    average = exact / len(inputs)  # rounding twice is harmless: 53 bits hold twice 24 bits and more
+    return (np.trunc(average) if case.dtype.kind in "iu" else average).astype(case.dtype)
+
+
+def _sent(case: Case, values: Array, source: int, to: int) -> Array:
+    """Return the part of an alltoallv that `source` sends `to`."""
+    counts = case.exchanged(source)
+    begin = sum(counts[:to])
+    return values[begin : begin + counts[to]]
+
+
+class Buffers(NamedTuple):
+    """Arrays that a rank passes to a call; None where it passes none."""
+
+    x: Any
+    out: Any
+
+
+def place(
+    case: Case,
+    rank: int,
+    data: Array | None,
+    *,
+    in_place: bool,
+    move: Callable[[Array], Any] = lambda block: block,
+) -> Buffers:
+    """Return the arrays of a call on `data`, which share memory with `in_place`.
+
+    `move` copies an array to the memory that is measured, for example to a GPU.
+    """
+    count = case.receives(rank)
+    if data is None or count is None or not in_place:
+        untouched = None if count is None else np.full(count, UNTOUCHED, case.dtype)
+        return Buffers(*(None if each is None else move(each) for each in (data, untouched)))
+    part = case.part(rank)
+    if case.form.sends is _PART:
+        block = np.full(count, UNTOUCHED, case.dtype)
+        block[part] = data
+        out = move(block)
+        return Buffers(out[part], out)
+    x = move(data.copy())
+    return Buffers(x, x[part] if case.form.receives is _PART else x)
+
+
+def count_wrong(
+    case: Case, rank: int, inputs: Sequence[Array | None], buffers: Buffers, *, in_place: bool
+) -> int:
+    """Return the number of wrong elements after a call on `buffers`, compared bit for bit.
+
+    Unless the call was in place, this includes elements of the input that were changed.
+    """
+    x, out = buffers
+    mine, wanted = inputs[rank], expected(case, inputs, rank)
+    is_shared = in_place and x is not None and out is not None
+    wrong = 0
+    if out is not None:
+        if wanted is None:
+            wanted = mine if is_shared else np.full(len(out), UNTOUCHED, case.dtype)
+        assert wanted is not None
+        wrong += count_different(out, wanted)
+    if x is not None and mine is not None and not is_shared:
+        wrong += count_different(x, mine)
+    return wrong
+
+
+def count_different(found: Array, wanted: Array) -> int:
+    """Return the number of elements whose bits differ."""
+    size = wanted.itemsize
+    rows = [np.ascontiguousarray(each).view(np.uint8).reshape(-1, size) for each in (found, wanted)]
+    return int(np.count_nonzero((rows[0] != rows[1]).any(axis=1)))
+
+
+__all__ = [
+    "FORMS",
+    "UNTOUCHED",
+    "Array",
+    "Buffers",
+    "Case",
+    "Extent",
+    "Form",
+    "count_different",
+    "count_wrong",
+    "expected",
+    "make_inputs",
+    "place",
+]

@@ -1,0 +1,183 @@
+"""Options of `perf`: those of nccl-tests, where they have a meaning here; others are refused."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from collectives import FORMS
+from common import add_json_argument, parse_size
+
+from r2ccl.dtypes import DTYPES
+from r2ccl.kernels import ON_GPU
+
+#: Names that nccl-tests gives to some types; the other types use NumPy's names.
+NCCL_NAMES = {"float16": "half", "float32": "float", "float64": "double"}
+#: The element types and operations of which `collectives.make_inputs` makes exact inputs.
+DTYPES_BY_NAME = {
+    name: dtype
+    for dtype in map(DTYPES.__getitem__, ON_GPU)
+    for name in (dtype.name, NCCL_NAMES.get(dtype.name, dtype.name))
+}
+_ALL_DTYPES = [DTYPES[code].name for code in ON_GPU]
+_OPS = ["sum", "prod", "min", "max", "avg"]
+#: Collectives that take arrays in the memory of a GPU.
+_ON_GPU = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce")
+
+
+class Options(NamedTuple):
+    """Parsed command line.
+
+    Attributes
+    ----------
+    root : int
+        -1: every root, one after the other.
+    nthreads : int
+        Threads per process, each with a communicator of its own.
+    ngpus : int
+        0: host memory; 1: the memory of a GPU.
+    ngrouped : int
+        Calls per group.
+    is_blocking : bool
+        False: all calls of a loop are asynchronous.
+    average : int
+        Time that is reported: rank 0's, the mean, the least or the largest of all ranks.
+    """
+
+    collectives: list[str]
+    minbytes: int
+    maxbytes: int
+    step: int
+    factor: float
+    iterations: int
+    warmup: int
+    nchecks: int
+    datatypes: list[str]
+    ops: list[str]
+    root: int
+    nthreads: int
+    ngpus: int
+    ngrouped: int
+    is_blocking: bool
+    is_registered: bool
+    average: int
+    nranks: int
+    json: Path | None
+
+
+def parse_arguments(argv: Sequence[str]) -> Options:
+    """Parse the flags of nccl-tests and those of this bench; exit with 2 if one is refused."""
+    parser = argparse.ArgumentParser(
+        prog="perf.py", description="Measure collectives as nccl-tests does."
+    )
+    add = parser.add_argument
+    names = [*FORMS, "all"]
+    add("--collective", choices=names, default="allreduce", metavar="NAME", help=", ".join(names))
+    add("-b", "--minbytes", type=parse_size, default="1M")
+    add("-e", "--maxbytes", type=parse_size, help="default: --minbytes")
+    add("-i", "--step", "--stepbytes", type=parse_size, default="1M", help="bytes between sizes")
+    add("-f", "--factor", "--stepfactor", type=float, default=1.0, help="between sizes; not -i")
+    add("-n", "--iters", type=int, default=20, help="calls, or groups of calls, per timed loop")
+    add("-w", "--warmup-iters", "--warmup_iters", type=int, default=5)
+    add("-c", "--check", type=int, default=1, help="verifications; 0: none")
+    add("-d", "--datatype", choices=[*DTYPES_BY_NAME, "all"], default="float", metavar="TYPE")
+    add("-o", "--op", choices=[*_OPS, "all"], help="of reductions; default: sum")
+    add("-r", "--root", type=int, help="of rooted collectives; -1: every root; default: 0")
+    add("-t", "--nthreads", type=int, default=1, help="per process; each has a communicator")
+    add("-g", "--ngpus", type=int, default=0, help="1: arrays on a GPU; 0: in host memory")
+    add("-m", "--agg-iters", "--agg_iters", type=int, default=1, help="calls per group")
+    add("-z", "--blocking", type=int, choices=(0, 1), default=1, help="0: asynchronous calls")
+    add("-R", "--local-register", "--local_register", type=int, default=0, help="1: register")
+    add("-G", "--cudagraph", type=int, default=0, help="only 0: there are no graphs of calls")
+    add("-a", "--average", type=int, choices=range(4), default=1, help="0: rank 0, mean, min, max")
+    add("--nranks", type=int, default=2, help="processes without a launcher")
+    add_json_argument(parser)
+    args = parser.parse_args(argv)
+    problem = _problem(args)
+    if problem:
+        parser.error(problem)
+    return Options(
+        collectives=list(FORMS) if args.collective == "all" else [args.collective],
+        minbytes=args.minbytes,
+        maxbytes=args.minbytes if args.maxbytes is None else args.maxbytes,
+        step=args.step,
+        factor=args.factor,
+        iterations=args.iters,
+        warmup=args.warmup_iters,
+        nchecks=args.check,
+        datatypes=_ALL_DTYPES if args.datatype == "all" else [args.datatype],
+        ops=_OPS if args.op == "all" else [args.op or "sum"],
+        root=args.root or 0,
+        nthreads=args.nthreads,
+        ngpus=args.ngpus,
+        ngrouped=args.agg_iters,
+        is_blocking=bool(args.blocking),
+        is_registered=bool(args.local_register),
+        average=args.average,
+        nranks=args.nranks,
+        json=args.json,
+    )
+
+
+def _problem(args: argparse.Namespace) -> str | None:
+    """Return why the arguments are refused, or None."""
+    if args.factor <= 1 and args.step < 1:
+        return "--step must be above 0 unless --factor is above 1"
+    if min(args.iters, args.nranks, args.nthreads, args.agg_iters) < 1:
+        return "-n, -t, -m and --nranks must be above 0"
+    if min(args.warmup_iters, args.check) < 0:
+        return "-w and -c must be at least 0"
+    if args.local_register not in (0, 1):
+        return f"-R {args.local_register}: r2ccl has no symmetric memory; -R 1 registers buffers"
+    if args.cudagraph:
+        return f"-G {args.cudagraph}: CUDA graphs cannot capture calls of r2ccl"
+    if not args.blocking and args.agg_iters > 1:
+        return "-z 0 with -m: the calls of a group run at its end, which blocks"
+    return _problem_of_collective(args) or _problem_of_gpus(args)
+
+
+def _problem_of_collective(args: argparse.Namespace) -> str | None:
+    name = args.collective
+    if name == "all":
+        if not args.blocking or args.agg_iters > 1:
+            return "-z 0 and -m apply to every collective but barrier: name one collective"
+        return None
+    form = FORMS[name]
+    if args.root is not None and not form.is_rooted:
+        rooted = ", ".join(each.name for each in FORMS.values() if each.is_rooted)
+        return f"-r: {name} has no root; a root have {rooted}"
+    if args.op is not None and not form.reduces:
+        reductions = ", ".join(each.name for each in FORMS.values() if each.reduces)
+        return f"-o: {name} does not reduce; reductions are {reductions}"
+    if name == "barrier" and (not args.blocking or args.agg_iters > 1):
+        return "-z 0 and -m: a barrier blocks, and cannot be grouped"
+    return None
+
+
+def _problem_of_gpus(args: argparse.Namespace) -> str | None:
+    if args.ngpus == 0:
+        return None
+    if args.ngpus != 1:
+        return (
+            f"-g {args.ngpus}: a rank of r2ccl is a process, and uses one GPU; "
+            "start a rank per GPU, with -g 1"
+        )
+    if args.collective not in _ON_GPU:
+        return f"-g 1: {args.collective} needs host memory; on a GPU run {', '.join(_ON_GPU)}"
+    if args.local_register:
+        return "-R 1 with -g 1: only host memory is registered"
+    try:
+        from numba import cuda
+
+        # Raises an error, with the reason, if there is no driver or GPU.
+        if not len(cuda.gpus):
+            return "-g 1: there is no GPU here; -g 0 measures host memory"
+    except Exception as exc:
+        reason = " ".join(str(exc).split()) or type(exc).__name__
+        return f"-g 1: no GPU can be used here ({reason}); -g 0 measures host memory"
+    return None
+
+
+__all__ = ["DTYPES_BY_NAME", "NCCL_NAMES", "Options", "parse_arguments"]
