@@ -1,7 +1,7 @@
 """Run jobs of several libraries side by side, and measure one at a time.
 
 A `Job` starts the ranks of one library (`worker`) and then commands all of them, through one local
-socket each, to run a number of allreduces. Between commands every rank sleeps in a read of that
+socket each, to run a number of calls. Between commands every rank sleeps in a read of that
 socket, so that an idle library takes no processor time from the measured one; MPICH, for example,
 spins inside its calls.
 
@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 import msgspec
+from peer_calls import GLOO_LACKS
 
 _WORKER = str(Path(__file__).with_name("worker.py"))
 _START_TIMEOUT_S = 60.0
@@ -136,16 +137,25 @@ class Ranks:
 
 
 class Library(NamedTuple):
-    """Library to compare: its name, its transport, the packages it needs."""
+    """Library to compare: its name, its transport, and what it needs and lacks."""
 
     name: str
     transport: str
     packages: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
 
 
 R2CCL = Library("r2ccl", "tcp")
-GLOO = Library("gloo", "tcp", ("torch",))
+GLOO = Library("gloo", "tcp", ("torch",), GLOO_LACKS)
 MPICH = Library("mpich", "shm", ("mpi4py",))
+#: MPICH's ranks treat one another as on different nodes; either of its network layers uses TCP.
+MPICH_TCP = Library(
+    "mpich",
+    "tcp",
+    ("mpi4py",),
+    env=(("MPIR_CVAR_NOLOCAL", "1"), ("UCX_TLS", "tcp,self"), ("FI_PROVIDER", "tcp")),
+)
 
 
 class Job(Ranks):
@@ -168,16 +178,24 @@ class Job(Ranks):
         super().__init__(nranks)
         self.library = library
         try:
-            self._start(_commands(library, nranks, self._folder.name), env)
+            self._start(_commands(library, nranks, self._folder.name), {**dict(library.env), **env})
         except BaseException:
             self.close()
             raise
 
-    def run(self, nbytes: int, iterations: int, warmup: int, group: int = 0) -> float:
-        """Run allreduces of `nbytes` of float32, in place; return the time of one call in seconds.
+    def run(
+        self,
+        nbytes: int,
+        iterations: int,
+        warmup: int,
+        group: int = 0,
+        collective: str = "allreduce",
+    ) -> float:
+        """Run a collective on `nbytes` of float32; return the time of one call in seconds.
 
-        This is the time of `iterations` back-to-back calls, divided by their number, on the slowest
-        rank. `group` selects the communicator of an r2ccl job with several (``BENCH_MODES``).
+        Allreduces, broadcasts and reduces are in place. The time is that of `iterations`
+        back-to-back calls, divided by their number, on the slowest rank. `group` selects the
+        communicator of an r2ccl job with several (``BENCH_MODES``).
 
         Raises
         ------
@@ -185,13 +203,14 @@ class Job(Ranks):
             If a rank fails or does not answer in time.
         """
         for rank in self._ranks:
-            rank.send(msgspec.json.encode((nbytes, iterations, warmup, group)))
+            rank.send(msgspec.json.encode((collective, nbytes, iterations, warmup, group)))
         deadline = time.monotonic() + _RUN_TIMEOUT_S
         return max(self._answer(rank, deadline) for rank in self._ranks)
 
-    def calibrate(self, nbytes: int, loop_s: float) -> int:
+    def calibrate(self, nbytes: int, loop_s: float, collective: str = "allreduce") -> int:
         """Return the number of calls in a loop of about `loop_s` seconds: 3 to 2,000."""
-        return min(2000, max(3, round(loop_s / self.run(nbytes, 3, warmup=1))))
+        once_s = self.run(nbytes, 3, warmup=1, collective=collective)
+        return min(2000, max(3, round(loop_s / once_s)))
 
     def _answer(self, rank: socket.socket, deadline: float) -> float:
         rank.settimeout(max(0.001, deadline - time.monotonic()))
@@ -215,7 +234,7 @@ def _commands(library: Library, nranks: int, folder: str) -> list[ToStart]:
     worker = [sys.executable, _WORKER, library.name]
     if library is R2CCL:
         return [([sys.executable, "-m", "r2ccl", "launch", "-n", str(nranks), "--", *worker], {})]
-    if library is MPICH:
+    if library.name == MPICH.name:
         return [([_mpiexec(), "-n", str(nranks), *worker], {})]
     common = {
         "WORLD_SIZE": str(nranks),
@@ -242,6 +261,7 @@ def _mpiexec() -> str:
 __all__ = [
     "GLOO",
     "MPICH",
+    "MPICH_TCP",
     "R2CCL",
     "Hung",
     "Job",

@@ -1,11 +1,12 @@
 """Measure r2ccl over TCP, gloo and MPICH side by side: same sizes, same arrays, same run.
 
-The ranks of all libraries live during the whole run and sleep while another library is measured. A
-round measures every library at every size, one after the other. The first library changes from
-round to round, so that a slow moment of the machine affects all of them. The time of a round is
-that of a loop of back-to-back calls, divided by their number, on the slowest rank; the number is
-chosen per library and size so that all loops take about the same time. A row is the median over
-rounds. The ratio is r2ccl's time divided by the peer's: below 1, r2ccl is faster.
+MPICH runs twice, over shared memory and over TCP. The ranks of all libraries live during the whole
+run and sleep while another library is measured. For each collective, a round measures every library
+at every size, one after the other. The first library changes from round to round, so that a slow
+moment of the machine affects all of them. The time of a round is that of a loop of back-to-back
+calls, divided by their number, on the slowest rank; the number is chosen per library and size so
+that all loops take about the same time. A row is the median over rounds. The ratio is r2ccl's time
+divided by the peer's: below 1, r2ccl is faster.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from contextlib import ExitStack
 from itertools import product
 from typing import Any
 
+from collectives import FORMS
 from common import (
     Stats,
     add_json_argument,
@@ -28,12 +30,12 @@ from common import (
     parse_sizes,
     write_json,
 )
-from jobs import GLOO, MPICH, R2CCL, Job, Library, Unavailable
+from jobs import GLOO, MPICH, MPICH_TCP, R2CCL, Job, Library, Unavailable
 from rich.console import Console
 from rich.table import Table
 
 _SIZES = "256,4K,64K,1M,4M,16M,64M"
-_LIBRARIES = (R2CCL, GLOO, MPICH)
+_LIBRARIES = (R2CCL, GLOO, MPICH_TCP, MPICH)
 
 Samples = dict[tuple[Library, int], list[float]]
 
@@ -47,29 +49,38 @@ def start_jobs(
         try:
             jobs.append(stack.enter_context(Job(library, nranks)))
         except Unavailable as exc:
-            out.print(f"[yellow]{library.name} ({nranks} ranks) skipped:[/] {exc}", highlight=False)
+            name = f"{library.name} over {library.transport}"
+            out.print(f"[yellow]{name} ({nranks} ranks) skipped:[/] {exc}", highlight=False)
     return jobs
 
 
-def sample(jobs: list[Job], args: argparse.Namespace, out: Console) -> Samples:
-    """Measure in rounds; report a library that fails, and leave it out from then on."""
+def sample(jobs: list[Job], collective: str, args: argparse.Namespace, out: Console) -> Samples:
+    """Measure in rounds; report a library that fails, and leave it out from then on.
+
+    A library that lacks the collective is left out, too.
+    """
+    sizes = [0] if collective == "barrier" else args.sizes
     samples: Samples = defaultdict(list)
     iterations: dict[tuple[Library, int], int] = {}
     start = time.monotonic()
-    for number, nbytes in product(range(args.rounds), args.sizes):
-        if nbytes == args.sizes[0] and _is_late(number, time.monotonic() - start, args.budget_s):
+    for number, nbytes in product(range(args.rounds), sizes):
+        if nbytes == sizes[0] and _is_late(number, time.monotonic() - start, args.budget_s):
             out.print(f"ended after {number} rounds: the time budget is used up", highlight=False)
             break
-        first = number % max(1, len(jobs))
-        for job in jobs[first:] + jobs[:first]:
+        able = [job for job in jobs if collective not in job.library.lacks]
+        first = number % max(1, len(able))
+        for job in able[first:] + able[:first]:
             key = job.library, nbytes
             try:
                 if key not in iterations:
-                    iterations[key] = job.calibrate(nbytes, args.loop_s)
+                    iterations[key] = job.calibrate(nbytes, args.loop_s, collective)
                 count = iterations[key]
-                samples[key].append(job.run(nbytes, count, warmup=1 + count // 10))
+                warmup = 1 + count // 10
+                samples[key].append(job.run(nbytes, count, warmup, collective=collective))
             except Unavailable as exc:
-                out.print(f"[red]{job.library.name} failed at {nbytes} bytes:[/] {exc}")
+                name = f"{job.library.name} over {job.library.transport}"
+                out.print(f"[red]{name} failed at {nbytes} bytes of {collective}:[/] {exc}")
+                job.close()
                 jobs.remove(job)
     return samples
 
@@ -79,7 +90,7 @@ def _is_late(number: int, elapsed_s: float, budget_s: float) -> bool:
     return number > 0 and elapsed_s * (number + 1) / number > budget_s
 
 
-def rows_of(samples: Samples, nranks: int) -> list[dict[str, Any]]:
+def rows_of(samples: Samples, collective: str, nranks: int) -> list[dict[str, Any]]:
     """Return one JSON object per size and library."""
     rows = []
     for (library, nbytes), seconds in sorted(
@@ -89,7 +100,7 @@ def rows_of(samples: Samples, nranks: int) -> list[dict[str, Any]]:
         ours = samples.get((R2CCL, nbytes))
         rows.append(
             {
-                "collective": "allreduce",
+                "collective": collective,
                 "nranks": nranks,
                 "nbytes": nbytes,
                 "library": library.name,
@@ -104,12 +115,14 @@ def rows_of(samples: Samples, nranks: int) -> list[dict[str, Any]]:
     return rows
 
 
-def table_of(rows: list[dict[str, Any]], nranks: int) -> Table:
+def table_of(rows: list[dict[str, Any]], collective: str, nranks: int) -> Table:
     """Return the rows as a table, one line per size."""
-    by_key = {(row["nbytes"], row["library"]): row for row in rows}
-    libraries = [each for each in _LIBRARIES if any(r["library"] == each.name for r in rows)]
+    by_key = {(row["nbytes"], row["library"], row["transport"]): row for row in rows}
+    libraries = [
+        each for each in _LIBRARIES if any(key[1:] == (each.name, each.transport) for key in by_key)
+    ]
     table = Table(
-        title=f"allreduce, float32, in place, {nranks} ranks: µs, median (quartiles); "
+        title=f"{collective}, float32, {nranks} ranks: µs, median (quartiles); "
         "ratio = r2ccl's time / the peer's"
     )
     table.add_column("size", justify="right")
@@ -120,7 +133,7 @@ def table_of(rows: list[dict[str, Any]], nranks: int) -> Table:
     for nbytes in sorted({r["nbytes"] for r in rows}):
         cells = [format_size(nbytes)]
         for library in libraries:
-            row = by_key.get((nbytes, library.name))
+            row = by_key.get((nbytes, library.name, library.transport))
             if row is None:
                 cells += ["failed"] if library is R2CCL else ["failed", "-"]
                 continue
@@ -134,17 +147,22 @@ def table_of(rows: list[dict[str, Any]], nranks: int) -> Table:
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Compare r2ccl with gloo and MPICH.")
+    parser.add_argument("--collective", choices=[*FORMS, "all"], default="allreduce")
     parser.add_argument("--nranks", type=parse_counts, default="2,4", help="default: 2,4")
     parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help=f"default: {_SIZES}")
     parser.add_argument("--rounds", type=int, help="default: 15, with --quick 5")
-    parser.add_argument("--quick", action="store_true", help="end within 60 s")
+    parser.add_argument(
+        "--quick", action="store_true", help="end within 60 s; with all, one round at least"
+    )
     add_json_argument(parser)
     args = parser.parse_args()
     if args.rounds is None:
         args.rounds = 5 if args.quick else 15
     args.loop_s = 0.02 if args.quick else 0.06
     # Time left of the 60 s after starting and ending the ranks.
-    args.budget_s = 40 / len(args.nranks) if args.quick else math.inf
+    args.collectives = list(FORMS) if args.collective == "all" else [args.collective]
+    runs = len(args.nranks) * len(args.collectives)
+    args.budget_s = 40 / runs if args.quick else math.inf
     if args.rounds < 1 or any(nbytes % 4 for nbytes in args.sizes):
         parser.error("--rounds must be above 0, and --sizes multiples of 4 bytes")
     return args
@@ -159,14 +177,15 @@ def main() -> int:
     for nranks in args.nranks:
         with ExitStack() as stack:
             jobs = start_jobs(_LIBRARIES, nranks, stack, out)
-            if jobs:
-                rows = rows_of(sample(jobs, args, out), nranks)
-                out.print(table_of(rows, nranks))
+            for collective in args.collectives if jobs else ():
+                rows = rows_of(sample(jobs, collective, args, out), collective, nranks)
+                out.print(table_of(rows, collective, nranks))
                 results += rows
     if args.json:
         write_json(args.json, results)
-    measured = {row["nranks"] for row in results if row["library"] == R2CCL.name}
-    return 0 if measured == set(args.nranks) else 1
+    ours = [row for row in results if row["library"] == R2CCL.name]
+    measured = {(row["nranks"], row["collective"]) for row in ours}
+    return 0 if measured == set(product(args.nranks, args.collectives)) else 1
 
 
 if __name__ == "__main__":

@@ -12,32 +12,38 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from collectives import FORMS, Buffers, Case, count_wrong, make_inputs, place
 
-Array = np.ndarray[Any, np.dtype[np.float32]]
-#: Bytes, calls in the loop, warm-up calls, and index of the group that makes them.
-Command = tuple[int, int, int, int]
+#: Collective, bytes, calls in the loop, warm-up calls, and index of the group that makes them.
+Command = tuple[str, int, int, int, int]
+#: Collectives whose data is received where it was sent from: gloo has no others.
+_IN_PLACE = ("allreduce", "broadcast", "reduce")
 
 
 class Group(NamedTuple):
     """Communicator of a library, reduced to what the bench needs."""
 
+    rank: int
     nranks: int
     barrier: Callable[[], object]
-    #: Returns the function that sums this array over all ranks, in place.
-    allreduce_of: Callable[[Array], Callable[[], object]]
+    #: Returns the function that makes the calls of a case on these arrays.
+    call_of: Callable[[Case, Buffers], Callable[[], object]]
 
 
 @contextmanager
 def open_r2ccl() -> Iterator[list[Group]]:
     """Join by the launcher's environment, once for every mode in ``BENCH_MODES``."""
+    from calls import call_of
+
     import r2ccl
 
     def group_of(comm: r2ccl.Communicator) -> Group:
-        return Group(comm.nranks, comm.barrier, lambda x: lambda: comm.allreduce(x))
+        return Group(comm.rank, comm.nranks, comm.barrier, partial(call_of, comm))
 
     with ExitStack() as stack:
         modes = os.environ.get("BENCH_MODES", "auto").split(",")
@@ -47,42 +53,51 @@ def open_r2ccl() -> Iterator[list[Group]]:
 def open_gloo() -> AbstractContextManager[list[Group]]:
     """Join through a file; one arithmetic thread per rank, like the other libraries."""
     import torch
+    from peer_calls import gloo_call
     from torch import distributed as dist
 
     torch.set_num_threads(1)
-    nranks = int(os.environ["WORLD_SIZE"])
+    nranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     store = dist.FileStore(os.environ["BENCH_STORE"], nranks)
-    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=nranks)
-
-    def allreduce_of(x: Array) -> Callable[[], object]:
-        tensor = torch.from_numpy(x)
-        return lambda: dist.all_reduce(tensor)
-
-    return nullcontext([Group(nranks, dist.barrier, allreduce_of)])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=nranks)
+    return nullcontext([Group(rank, nranks, dist.barrier, partial(gloo_call, rank))])
 
 
 def open_mpich() -> AbstractContextManager[list[Group]]:
     """Join by mpiexec; mpi4py finalises at exit."""
     from mpi4py import MPI
+    from peer_calls import mpi_call
 
     world = MPI.COMM_WORLD
-
-    def allreduce_of(x: Array) -> Callable[[], object]:
-        return lambda: world.Allreduce(MPI.IN_PLACE, x)
-
-    return nullcontext([Group(world.Get_size(), world.Barrier, allreduce_of)])
+    rank = world.Get_rank()
+    return nullcontext([Group(rank, world.Get_size(), world.Barrier, partial(mpi_call, world))])
 
 
 _OPEN = {"r2ccl": open_r2ccl, "gloo": open_gloo, "mpich": open_mpich}
 
 
-def verify(group: Group, nbytes: int) -> None:
-    """Check one sum before this size is timed."""
-    x = np.arange(nbytes // 4, dtype=np.float32) % 1024
-    expected = x * group.nranks
-    group.allreduce_of(x)()
-    if not np.array_equal(x, expected):
-        raise ValueError(f"wrong sum of {nbytes} bytes: {np.count_nonzero(x != expected)} elements")
+def verify(group: Group, case: Case) -> None:
+    """Check one result before this case is timed."""
+    inputs = make_inputs(case, (case.nbytes,))
+    in_place = case.form.name in _IN_PLACE
+    buffers = place(case, group.rank, inputs[group.rank], in_place=in_place)
+    group.call_of(case, buffers)()
+    if group.rank != case.root and case.form.name == "reduce":
+        return  # gloo changes the arrays of the other ranks
+    wrong = count_wrong(case, group.rank, inputs, buffers, in_place=in_place)
+    if wrong:
+        raise ValueError(f"wrong {case.form.name} of {case.nbytes} bytes: {wrong} elements")
+
+
+def zeros(case: Case, rank: int) -> Buffers:
+    """Return arrays that stay zero, however often they are summed; writing maps the pages."""
+    count = case.sends(rank)
+    data = None if count is None else np.zeros(count, case.dtype)
+    buffers = place(case, rank, data, in_place=case.form.name in _IN_PLACE)
+    for each in buffers:
+        if each is not None:
+            each.fill(0)
+    return buffers
 
 
 def measure(group: Group, call: Callable[[], object], iterations: int, warmup: int) -> float:
@@ -98,16 +113,19 @@ def measure(group: Group, call: Callable[[], object], iterations: int, warmup: i
 
 def serve(groups: list[Group], bench: socket.socket) -> None:
     """Run commands until the bench closes the connection; all groups use the same memory."""
-    calls: dict[int, list[Callable[[], object]]] = {}
+    calls: dict[Case, list[Callable[[], object]]] = {}
     while command := bench.recv(1 << 16):
-        nbytes, iterations, warmup, chosen = msgspec.json.decode(command, type=Command)
-        if nbytes not in calls:
+        name, nbytes, iterations, warmup, chosen = msgspec.json.decode(command, type=Command)
+        first = groups[0]
+        case = Case.of(FORMS[name], first.nranks, nbytes, np.dtype(np.float32))
+        if any(each.form is not case.form for each in calls):
+            calls.clear()  # a collective at a time, so that not all memory is kept
+        if case not in calls:
             for group in groups:
-                verify(group, nbytes)
-            x = np.empty(nbytes // 4, np.float32)
-            x.fill(0)  # zeros stay zeros, however often they are summed; writing maps the pages
-            calls[nbytes] = [group.allreduce_of(x) for group in groups]
-        seconds = measure(groups[chosen], calls[nbytes][chosen], iterations, warmup)
+                verify(group, case)
+            buffers = zeros(case, first.rank)
+            calls[case] = [group.call_of(case, buffers) for group in groups]
+        seconds = measure(groups[chosen], calls[case][chosen], iterations, warmup)
         bench.send(msgspec.json.encode(seconds))
 
 

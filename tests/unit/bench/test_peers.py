@@ -1,0 +1,139 @@
+"""The comparison with other libraries: every collective that they have, verified, with a row."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from support.mpi import find_mpiexec
+
+BENCH = Path(__file__).parents[3] / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import a module of the benches."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module
+
+
+@pytest.fixture
+def run(bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Run `peers` with tiny rounds, without torch; return its status and the saved rows."""
+    find_spec = bench("jobs").find_spec
+    monkeypatch.setattr(
+        bench("jobs"), "find_spec", lambda name: None if name == "torch" else find_spec(name)
+    )
+
+    def main(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
+        saved = tmp_path / "peers.json"
+        tiny = ["--nranks", "2", "--rounds", "1", "--quick", "--json", str(saved)]
+        monkeypatch.setattr("sys.argv", ["bench/peers.py", *tiny, *arguments])
+        status = bench("peers").main()
+        return status, json.loads(saved.read_text())["results"]
+
+    return main
+
+
+def test_every_collective_beside_mpich(bench, run, capsys) -> None:
+    find_mpiexec()
+    status, rows = run("--collective", "all", "--sizes", "96")
+    assert status == 0
+    found = {(row["collective"], row["library"], row["transport"]) for row in rows}
+    libraries = {("r2ccl", "tcp"), ("mpich", "tcp"), ("mpich", "shm")}
+    assert found == {
+        (name, *library) for name in bench("collectives").FORMS for library in libraries
+    }
+    assert all(row["median_us"] > 0 and row["ratio"] > 0 for row in rows)
+    printed = capsys.readouterr().out
+    assert "gloo over tcp (2 ranks) skipped: the package torch is not installed" in printed
+
+
+def test_mpich_over_tcp_uses_sockets(bench) -> None:
+    find_mpiexec()
+    jobs = bench("jobs")
+    with jobs.Job(jobs.MPICH_TCP, 2) as job:
+        before = loopback_nbytes()
+        job.run(1 << 20, 10, 0, collective="alltoall")
+        assert loopback_nbytes() - before >= 10 << 20
+
+
+def loopback_nbytes() -> int:
+    """Bytes that the loopback interface has carried."""
+    line = next(each for each in Path("/proc/net/dev").read_text().splitlines() if "lo:" in each)
+    return int(line.partition(":")[2].split()[0])
+
+
+class Answers:
+    """A job whose calls take as long as given."""
+
+    def __init__(self, library: Any, seconds: Sequence[float]) -> None:
+        self.library = library
+        self._seconds = list(seconds)
+        self.names: list[str] = []
+
+    def calibrate(self, nbytes: int, loop_s: float, collective: str) -> int:
+        return 3
+
+    def run(self, nbytes: int, iterations: int, warmup: int, *, collective: str) -> float:
+        self.names.append(collective)
+        return self._seconds.pop(0)
+
+    def close(self) -> None: ...
+
+
+def arguments_of(peers: Any, monkeypatch: pytest.MonkeyPatch, *given: str) -> Any:
+    monkeypatch.setattr("sys.argv", ["bench/peers.py", *given])
+    return peers.parse_arguments()
+
+
+def test_a_library_without_the_collective_is_left_out_of_it(bench, monkeypatch, capsys) -> None:
+    peers, jobs = bench("peers"), bench("jobs")
+    args = arguments_of(peers, monkeypatch, "--sizes", "64", "--rounds", "3")
+    ours, gloo = Answers(jobs.R2CCL, [2.0, 3.0, 4.0]), Answers(jobs.GLOO, [])
+    rows = peers.rows_of(peers.sample([ours, gloo], "scan", args, Console()), "scan", 2)
+    assert (ours.names, gloo.names) == (["scan"] * 3, [])
+    assert [(row["collective"], row["library"], row["median_us"]) for row in rows] == [
+        ("scan", "r2ccl", 3e6)
+    ]
+
+
+def test_both_transports_of_a_library_have_columns(bench, monkeypatch, capsys) -> None:
+    peers, jobs = bench("peers"), bench("jobs")
+    args = arguments_of(peers, monkeypatch, "--sizes", "64", "--rounds", "1")
+    made = [Answers(jobs.R2CCL, [1.0]), Answers(jobs.MPICH_TCP, [4.0]), Answers(jobs.MPICH, [0.5])]
+    rows = peers.rows_of(peers.sample(made, "gather", args, Console()), "gather", 2)
+    assert [(row["transport"], row["ratio"]) for row in rows] == [
+        ("tcp", 1.0), ("tcp", 0.25), ("shm", 2.0)
+    ]  # fmt: skip
+    Console(width=140).print(peers.table_of(rows, "gather", 2))
+    printed = capsys.readouterr().out
+    assert "mpich (tcp)" in printed
+    assert "mpich (shm)" in printed
+    assert "0.250" in printed
+    assert "2.000" in printed
+
+
+def test_a_wrong_result_of_a_library_is_refused(bench) -> None:
+    worker, collectives = bench("worker"), bench("collectives")
+    case = collectives.Case.of(collectives.FORMS["gather"], 2, 64, np.dtype(np.float32))
+    inputs = collectives.make_inputs(case, (64,))
+
+    def gathered(of: Any, buffers: Any) -> Any:
+        return lambda: buffers.out.__setitem__(slice(None), np.concatenate(inputs))
+
+    right = worker.Group(0, 2, lambda: None, gathered)
+    worker.verify(right, case)
+    idle = worker.Group(0, 2, lambda: None, lambda of, buffers: lambda: None)
+    with pytest.raises(ValueError, match="wrong gather of 64 bytes: 16 elements"):
+        worker.verify(idle, case)
+
+
+def test_gloo_lacks_known_collectives_only(bench) -> None:
+    assert set(bench("peer_calls").GLOO_LACKS) < set(bench("collectives").FORMS)
