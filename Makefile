@@ -86,8 +86,8 @@ bench: $(VENV)/.bench ## compare with gloo and MPICH, and measure the cost of re
 	@$(BIN)/python bench/overhead.py --json out/overhead.json
 	@$(BIN)/python bench/failover.py --json out/failover.json --png out/failover.png
 
-bench-degraded: $(VENV)/.demo ## measure the slowdown by lost NICs, and the planner, in 40 minutes; results in out/
-	@mkdir -p out; for what in cloudlab straggler planner; do \
+bench-degraded: $(VENV)/.demo ## measure the slowdown by lost NICs, and the planner, in 45 minutes; results in out/
+	@mkdir -p out; for what in cloudlab straggler planner collectives; do \
 		$(BIN)/python bench/degraded.py --what $$what --json out/degraded-$$what.json || exit; \
 	done
 

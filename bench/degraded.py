@@ -1,4 +1,4 @@
-"""Measure what lost NICs cost an allreduce on a real network, and check the planner's choices.
+"""Measure what lost NICs cost collectives on a real network, and check the planner's choices.
 
 The network is a netlab: network namespaces on this machine, whose NICs are shaped to a rate that
 the processors can keep up with. A job measures T0, the time of the fault-free ring, loses NICs
@@ -9,7 +9,8 @@ of every reading is verified, element by element; if one element is wrong, the b
 published with this library's schedules. ``straggler``: 4 nodes of 4 NICs with no NIC lost, one
 lost, or one lost on one node and two on another. ``planner``: the same nodes, 10 patterns of lost
 NICs, 6 sizes each; measures how much slower than the best schedule the planner's choice is, and the
-error of its prediction.
+error of its prediction. ``collectives``: every collective on 4 nodes of 8 NICs, with all NICs and
+with one and two of one node lost, beside the published claim.
 
 With ``--measured FILE``, `tables.py` shows the results of the first two beside model and
 simulation.
@@ -21,6 +22,7 @@ import argparse
 import sys
 from typing import Any, NamedTuple
 
+import degraded_collectives as study
 from common import add_json_argument, parse_size, parse_sizes, write_json
 from degraded_cases import (
     BALANCE,
@@ -49,7 +51,7 @@ from rich.console import Console
 
 from r2ccl.testing.netlab import Lab, LabError, LabShape, ensure_privileged
 
-WHATS = ("cloudlab", "straggler", "planner")
+WHATS = ("cloudlab", "straggler", "planner", "collectives")
 
 #: Bucket of each NIC's shaper. It fills while the ranks verify; then traffic exceeds the rate.
 _BURST = "256kb"
@@ -148,13 +150,38 @@ def run_planner(args: argparse.Namespace, out: Console) -> list[dict[str, Any]]:
     return [*(row for point in points for row in point.flat()), verdict]
 
 
+def run_collectives(args: argparse.Namespace, out: Console) -> list[dict[str, Any]]:
+    """Measure every collective with all NICs, and without some of them."""
+    outcomes = {}
+    with _lab(args, nodes=study.NODES, rails=study.NICS) as lab:
+        for name, lost in study.LOST.items():
+            task = Task(
+                what="collectives",
+                sizes=(args.nbytes,),
+                rounds=args.rounds,
+                batch_nbytes=0,
+                healthy=study.NAMES,
+                degraded=study.NAMES,
+                lost=lost,
+            )
+            outcomes[name] = run_job(lab, task)
+    rows = study.rows_of(outcomes)
+    study.print_rows(out, rows)
+    return rows
+
+
 def _lab(args: argparse.Namespace, **shape: Any) -> Lab:
     return Lab(
         **shape, rate=f"{args.rate}mbit", burst=_BURST, latency=args.queue, buffer=args.buffer
     )
 
 
-_RUNS = {"cloudlab": run_cloudlab, "straggler": run_straggler, "planner": run_planner}
+_RUNS = {
+    "cloudlab": run_cloudlab,
+    "straggler": run_straggler,
+    "planner": run_planner,
+    "collectives": run_collectives,
+}
 
 
 class _Default(NamedTuple):
@@ -175,6 +202,7 @@ _DEFAULTS = {
     "cloudlab": _Default(100, 5, 64 << 20, queue="20ms", buffer="100ms"),
     "straggler": _Default(200, 10, 64 << 20, queue="20ms", buffer="50ms"),
     "planner": _Default(200, 3, queue="20ms", buffer="50ms"),
+    "collectives": _Default(100, 5, 32 << 20, queue="20ms", buffer="100ms", quick_nbytes=8 << 20),
 }
 _QUICK_PATTERNS, _QUICK_SIZES = ["none", "1"], [4 << 20, 16 << 20]
 
@@ -198,7 +226,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--queue", help="longest delay in a NIC's queue, in tc's syntax")
     parser.add_argument("--buffer", help="longest delay in a switch port's queue, in tc's syntax")
     parser.add_argument("--rounds", type=int, help="readings per schedule")
-    parser.add_argument("--nbytes", type=parse_size, help="cloudlab, straggler: allreduce size")
+    parser.add_argument("--nbytes", type=parse_size, help="bytes of a call; not planner")
     parser.add_argument("--sizes", type=parse_sizes, help=f"planner: default {_SIZES}")
     parser.add_argument(
         "--patterns",
@@ -210,7 +238,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     planner_only = [name for name in ("sizes", "patterns") if getattr(args, name) is not None]
     if args.what == "planner" and args.nbytes is not None:
-        parser.error("--nbytes applies to --what cloudlab and straggler; use --sizes")
+        parser.error("--nbytes does not apply to --what planner; use --sizes")
     if args.what != "planner" and planner_only:
         parser.error(f"--{planner_only[0]} applies to --what planner only")
     default = _DEFAULTS[args.what]

@@ -40,7 +40,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     what : str
         Study that the names of cases belong to.
     sizes : tuple of int
-        Bytes of the allreduces.
+        Bytes of the buffers.
     rounds : int
         Number of readings of each case.
     batch_nbytes : int
@@ -74,8 +74,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def healthy_ops(self) -> int:
         """Collectives of each rank while all NICs work: barriers, warm-up and timed calls."""
-        calls = sum(2 + self.rounds * (1 + self.ncalls(nbytes)) for nbytes in self.sizes)
-        return len(self.healthy) * calls
+        barriers = (1 + self.rounds) * len(self.sizes)
+        calls = sum(1 + self.rounds * self.ncalls(nbytes) for nbytes in self.sizes)
+        # Messages are no collectives.
+        return sum(barriers + (0 if name == "sendrecv" else calls) for name in self.healthy)
 
     def plan(self) -> FaultPlan | None:
         """Return the faults of the job."""

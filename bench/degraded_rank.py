@@ -1,4 +1,4 @@
-"""Run one rank of the degraded bench: allreduces with all NICs, then without the lost ones.
+"""Run one rank of the degraded bench: calls with all NICs, then without the lost ones.
 
 The first argument is a `degraded_job.Task` in JSON. All calls of a reading run the same schedule.
 Schedules and sizes take turns, so that a disturbance of the machine affects all of them. The last
@@ -13,18 +13,29 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from calls import call_of
+from collectives import (
+    FORMS,
+    UNTOUCHED,
+    Array,
+    Buffers,
+    Case,
+    count_different,
+    expected,
+    make_inputs,
+    place,
+)
 from degraded_cases import BALANCE, Nic, cloudlab, straggler
 from degraded_job import AGAIN, AUTO, DEGRADED, HEALTHY, Prediction, Reading, Said, Task
 
 import r2ccl
 from r2ccl.schedule import Schedule
 
-Array = np.ndarray[Any, np.dtype[np.float32]]
-#: Function that runs one allreduce of its first argument into its second.
+#: Function that runs one call on its first argument, with its second for the result.
 Run = Callable[[Array, Array], Any]
 #: Functions to time, by case name and size in bytes.
 Runs = dict[tuple[str, int], Run]
@@ -35,22 +46,69 @@ _PATIENCE_S = 20.0
 _HOPELESS = 1.5
 
 
-class Bench:
-    """Timed calls of one rank, with their readings of the clock.
+class Data(NamedTuple):
+    """Two inputs of a call, their results, and the memory of the result (None: no result)."""
 
-    Two inputs alternate, so that a lost slice shows as the previous call's result. A misplaced
+    inputs: Sequence[Any]
+    wanted: Sequence[Any]
+    out: Any
+
+
+class Ramps:
+    """Inputs of allreduces of all sizes.
+
+    A lost slice shows as the previous call's result, because two inputs alternate. A misplaced
     slice shows because neighbouring elements differ.
     """
+
+    def __init__(self, comm: r2ccl.Communicator, largest: int) -> None:
+        n = comm.nranks
+        ramp = np.arange(largest // 4, dtype=np.float32) % 1021
+        self._inputs = [ramp * (comm.rank + 1) + turn for turn in range(2)]
+        self._sums = [ramp * (n * (n + 1) // 2) + n * turn for turn in range(2)]
+        self._out = np.empty_like(ramp)
+
+    def of(self, name: str, nbytes: int) -> Data:
+        """Return the data of an allreduce of `nbytes`."""
+        count = nbytes // 4
+        inputs, sums = ([each[:count] for each in both] for both in (self._inputs, self._sums))
+        return Data(inputs, sums, self._out[:count])
+
+
+class Draws:
+    """Random inputs of collectives by name; results are erased before every reading."""
+
+    def __init__(self, comm: r2ccl.Communicator) -> None:
+        self._comm = comm
+        self._made: dict[tuple[str, int], Data] = {}
+
+    def of(self, name: str, nbytes: int) -> Data:
+        """Return the data of a collective on `nbytes`."""
+        if (name, nbytes) not in self._made:
+            case, rank = case_of(self._comm, name, nbytes), self._comm.rank
+            inputs = make_inputs(case, (nbytes,))
+            x, out = place(case, rank, inputs[rank], in_place=False)
+            wanted = expected(case, inputs, rank)
+            if wanted is None and out is not None:
+                wanted = out.copy()  # must not change
+            self._made[name, nbytes] = Data([x, x], [wanted, wanted], out)
+        return self._made[name, nbytes]
+
+
+def case_of(comm: r2ccl.Communicator, name: str, nbytes: int) -> Case:
+    """Return the case of a collective, which sums and has root 0."""
+    return Case.of(FORMS[name], comm.nranks, nbytes, np.dtype(np.float32))
+
+
+class Bench:
+    """Timed calls of one rank, with their readings of the clock."""
 
     def __init__(self, comm: r2ccl.Communicator, task: Task) -> None:
         self.readings: list[Reading] = []
         self._comm = comm
         self._task = task
-        n, largest = comm.nranks, max(task.sizes)
-        ramp = np.arange(largest // 4, dtype=np.float32) % 1021
-        self._inputs = [ramp * (comm.rank + 1) + turn for turn in range(2)]
-        self._sums = [ramp * (n * (n + 1) // 2) + n * turn for turn in range(2)]
-        self._out = np.empty_like(ramp)
+        is_drawn = task.what == "collectives"
+        self._data = Draws(comm) if is_drawn else Ramps(comm, max(task.sizes))
         self._turn = 0
 
     def run_all(self, phase: str, runs: Runs) -> None:
@@ -58,24 +116,27 @@ class Bench:
         for number in range(1 + self._task.rounds):
             for (name, nbytes), run in runs.items():
                 ncalls = self._task.ncalls(nbytes) if number else 1
+                data = self._data.of(name, nbytes)
+                if data.out is not None:
+                    data.out.fill(UNTOUCHED)
                 self._comm.barrier()
-                reading = self._time(run, nbytes // 4, ncalls)
+                reading = self._time(run, data, ncalls)
                 if number:
                     self.readings.append(Reading(phase, name, nbytes, *reading))
 
-    def _time(self, run: Run, count: int, ncalls: int) -> tuple[float, float, float]:
+    def _time(self, run: Run, data: Data, ncalls: int) -> tuple[float, float, float]:
         """Run the calls and check the last result; return begin, end and processor time."""
-        out = self._out[:count]
         before = _processor_s()
         begun_s = time.monotonic()
         for _ in range(ncalls):
             self._turn ^= 1
-            run(self._inputs[self._turn][:count], out)
+            run(data.inputs[self._turn], data.out)
         ended_s = time.monotonic()
         cpu_s = _processor_s() - before
-        wrong = np.flatnonzero(out != self._sums[self._turn][:count])
-        if len(wrong):
-            raise SystemExit(f"{len(wrong)} of {count} elements are wrong, first index {wrong[0]}")
+        if data.out is not None:
+            wrong = count_different(data.out, data.wanted[self._turn])
+            if wrong:
+                raise SystemExit(f"{wrong} of {len(data.out)} elements are wrong")
         return begun_s, ended_s, cpu_s
 
     def wait_for_loss(self) -> None:
@@ -104,6 +165,10 @@ def runs_of(
     comm: r2ccl.Communicator, names: Sequence[str], task: Task, lost: Sequence[Nic]
 ) -> Runs:
     """Return the runs of the cases in `names`, made for the NICs in `lost`."""
+    if task.what == "collectives":
+        return {
+            (name, nbytes): collective_run(comm, name) for nbytes in task.sizes for name in names
+        }
     cases = cloudlab() if task.what == "cloudlab" else straggler(lost)
     found = {case.key: own_run(comm, case.schedule) for case in cases}
     if task.what == "straggler":
@@ -130,6 +195,16 @@ def candidates_of(comm: r2ccl.Communicator, task: Task) -> tuple[Runs, list[Pred
                 seconds = other.predicted_ns / 1e9
                 predictions.append(Prediction(other.name, nbytes, seconds, False))
     return runs, predictions
+
+
+def collective_run(comm: r2ccl.Communicator, name: str) -> Run:
+    """Return a function that runs a collective by name."""
+
+    def run(x: Array, out: Array) -> None:
+        nbytes = max(0 if each is None else each.nbytes for each in (x, out))
+        call_of(comm, case_of(comm, name, nbytes), Buffers(x, out))()
+
+    return run
 
 
 def own_run(comm: r2ccl.Communicator, schedule: Schedule) -> Run:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import random
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -71,6 +75,107 @@ def test_nics_are_lost_right_after_the_healthy_part(task) -> None:
         (0, 3, ops),
     ]
     assert task.ports_lost == 4
+
+
+def test_messages_do_not_count_as_collectives(bench) -> None:
+    task = bench("degraded_job").Task(
+        what="collectives", sizes=(8,), rounds=3, batch_nbytes=0, healthy=("gather", "sendrecv")
+    )
+    assert task.healthy_ops == (4 + 4) + 4  # gathers and barriers, barriers alone
+
+
+#: Runs the healthy part of a task as a rank does, then prints how far its count of calls was off.
+COUNTED = """
+import sys, msgspec, r2ccl
+from degraded_job import HEALTHY, Task
+from degraded_rank import Bench, runs_of
+task = msgspec.json.decode(sys.argv[1], type=Task)
+with r2ccl.init() as comm:
+    before = comm.ncalls
+    bench = Bench(comm, task)
+    bench.run_all(HEALTHY, runs_of(comm, task.healthy, task, ()))
+    if comm.rank == 0:
+        print(len(bench.readings), comm.ncalls - before - task.healthy_ops)
+"""
+
+
+def test_ranks_make_as_many_calls_as_their_task_counts(bench) -> None:
+    names = bench("degraded_collectives").NAMES
+    task = bench("degraded_job").Task(
+        what="collectives", sizes=(96,), rounds=2, batch_nbytes=192, healthy=names
+    )
+    text = msgspec.json.encode(task).decode()
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "r2ccl",
+            "launch",
+            "-n",
+            "3",
+            "--",
+            sys.executable,
+            "-c",
+            COUNTED,
+            text,
+        ],
+        env={**os.environ, "PYTHONPATH": f"{BENCH}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.split()[-2:] == [str(2 * len(names)), "0"]
+
+
+def test_a_wrong_result_of_a_collective_ends_the_bench(bench) -> None:
+    rank = bench("degraded_rank")
+    task = bench("degraded_job").Task(
+        what="collectives", sizes=(96,), rounds=1, batch_nbytes=0, healthy=("gather",)
+    )
+
+    class Idle:
+        rank, nranks = 0, 3
+
+        def barrier(self) -> None:
+            pass
+
+    measured = rank.Bench(Idle(), task)
+    with pytest.raises(SystemExit, match="24 of 24 elements are wrong"):
+        measured.run_all("healthy", {("gather", 96): lambda x, out: None})
+
+
+def test_no_schedule_does_better_than_the_bound(bench) -> None:
+    study = bench("degraded_collectives")
+
+    def share(name: str, lost: str) -> float:
+        return study.bound_s(name, (), 1 << 20) / study.bound_s(name, study.LOST[lost], 1 << 20)
+
+    # An allreduce can do more of its work on the other nodes: 31 and 30 of 32 NICs are left.
+    assert [share("allreduce", lost) for lost in study.LOST] == pytest.approx([31 / 32, 30 / 32])
+    for name in set(study.NAMES) - {"allreduce"}:
+        assert [share(name, lost) for lost in study.LOST] == pytest.approx([7 / 8, 6 / 8])
+
+
+def test_shares_of_the_healthy_speed(bench, capsys) -> None:
+    study, job = bench("degraded_collectives"), bench("degraded_job")
+    times = {
+        (job.HEALTHY, "gather", 1 << 20): job.Times([0.7, 0.7, 0.7], [0.5]),
+        (job.DEGRADED, "gather", 1 << 20): job.Times([0.7, 0.8, 1.4], [0.5]),
+    }
+    rows = study.rows_of({lost: job.Outcome(times, [], [16]) for lost in study.LOST})
+    assert [(row["collective"], row["lost"]) for row in rows] == [
+        ("gather", "1 of 8"), ("gather", "2 of 8")
+    ]  # fmt: skip
+    for row in rows:
+        assert row["share"] == pytest.approx(7 / 8)
+        assert (row["low"], row["high"]) == pytest.approx((0.7 / 1.1, 0.7 / 0.75))
+    assert [row["published_low"] for row in rows] == [0.85, None]
+    study.print_rows(Console(width=140), rows)
+    printed = capsys.readouterr().out
+    assert "87.5%" in printed
+    assert "published for 1 of 8: 85%-89%" in printed
 
 
 def test_a_job_that_loses_nothing_has_no_plan(bench) -> None:
@@ -288,6 +393,7 @@ def test_files_with_nothing_of_a_table_are_refused(
         ["--what", "planner", "--nbytes", "2M"],
         ["--what", "planner", "--patterns", "4 of one node"],
         ["--what", "straggler", "--rounds", "0"],
+        ["--what", "collectives", "--sizes", "2M"],
     ],
 )
 def test_settings_that_make_no_sense_are_refused(bench, monkeypatch, capsys, arguments) -> None:
