@@ -334,7 +334,7 @@ class Links:
         for calls in self.calls.values():
             if is_of_messages(calls.context_id) and calls.on_unposted is None:
                 calls.on_unposted = self._drop
-        for link in self.receivers.values():
+        for link in tuple(self.receivers.values()):
             if is_of_messages(context_of(link.channel)):
                 self.deliver(link)
 
