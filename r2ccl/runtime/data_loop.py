@@ -6,7 +6,8 @@ call takes the loop over, advances the calls of all threads, and the former owne
 own call is done or the loop is free. At other times the control thread runs the loop, so that a
 rank that is busy in user code still handles failures, replays slices and confirms them. Events of
 the control thread are functions in an inbox. The control thread runs them at once if no thread owns
-the loop; otherwise it wakes the owner, which runs them.
+the loop; otherwise it wakes the owner, which runs them. The owner also asks for the others whether
+their calls are done, because that may depend on what the loop changes.
 
 Invariants: every wait has a deadline. No wait ends, by result, error or Ctrl-C, while a peer could
 still write into the call's memory. If a call could not end properly, which a second Ctrl-C can
