@@ -337,6 +337,7 @@ class MessageDriver:
         self._put(peer, _GRANT, 0, 0, ident, nbytes, b"".join(map(_LENGTH.pack, lengths)))
         if not nbytes:  # a synchronous message, which has no slices
             request.is_done = True
+            self.note_busy(peer, -1)
             return True
         self.nreceiving += 1
         at = 0
@@ -407,7 +408,9 @@ class MessageDriver:
                 queue.append((request, piece))
                 request.nleft += 1
             at += length
-        request.is_done = request.nleft == 0  # an empty message has no slices
+        if not request.nleft:  # an empty message has no slices
+            request.is_done = True
+            self.note_busy(request.peer, -1)
         self.advance()
 
     def advance(self) -> None:

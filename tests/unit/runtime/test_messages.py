@@ -11,7 +11,7 @@ from r2ccl.failover.migration.path import PathState
 from r2ccl.types import PathKey
 
 _ENVELOPE = struct.Struct("<BBxxIqQQ")
-_MESSAGE, _REQUEST = 1, 2
+_MESSAGE, _REQUEST, _GRANT = 1, 2, 3
 
 
 def test_many_envelopes_may_have_arrived_at_once() -> None:
@@ -43,3 +43,19 @@ def test_paths_that_a_message_waits_for_are_not_idle() -> None:
         each.confirmed = each.posted
     assert links.idle_peers() == []
     assert not sent.is_done
+
+
+def test_an_empty_synchronous_message_leaves_no_peer_busy() -> None:
+    engine, _ = make_engine()
+    driver, busy = engine.messenger._driver, engine._links.calls_of(message_context(0)).busy
+    sent = driver.send(memoryview(b""), 0, 2, 7, is_synchronous=True)
+    link = engine._links.receiver(1, first_channel(message_context(0)))
+    link.arrived(0, _ENVELOPE.pack(_REQUEST, 0, 1, 7, 1, 0))
+    engine._links.deliver(link)
+    assert busy == {1: 1, 2: 1}
+    assert driver.receive(memoryview(bytearray(8)), 0, 1, 7).is_done
+    answer = engine._links.receiver(2, first_channel(message_context(0)))
+    answer.arrived(0, _ENVELOPE.pack(_GRANT, 0, 1, 0, sent.ident, 0) + bytes(8))
+    engine._links.deliver(answer)
+    assert sent.is_done
+    assert busy == {}
