@@ -202,7 +202,7 @@ _DEFAULTS = {
     "cloudlab": _Default(100, 5, 64 << 20, queue="20ms", buffer="100ms"),
     "straggler": _Default(200, 10, 64 << 20, queue="20ms", buffer="50ms"),
     "planner": _Default(200, 3, queue="20ms", buffer="50ms"),
-    "collectives": _Default(100, 5, 32 << 20, queue="20ms", buffer="100ms", quick_nbytes=8 << 20),
+    "collectives": _Default(100, 5, 64 << 20, queue="20ms", buffer="100ms", quick_nbytes=8 << 20),
 }
 _QUICK_PATTERNS, _QUICK_SIZES = ["none", "1"], [4 << 20, 16 << 20]
 
