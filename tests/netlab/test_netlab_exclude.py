@@ -46,7 +46,8 @@ def test_a_cable_pulled_while_its_nic_is_excluded_is_no_failure() -> None:
         assert report["used"] == 0, "a slice on the excluded NIC"
         assert report["down"] == []
     causes = found[1]["causes"]
-    assert causes and all("EXCLUDED: " in cause for cause in causes), causes
+    assert causes
+    assert all("EXCLUDED: " in cause for cause in causes), causes
 
 
 def test_a_nic_declared_failed_is_used_once_it_is_included() -> None:
