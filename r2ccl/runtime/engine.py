@@ -523,7 +523,14 @@ class Engine:
                 for run in runs:
                     run.advance()
                 progress.advance()
-                loop.wait(self, lambda: not any(run.remaining for run in runs), self._call)
+
+                def is_done() -> bool:
+                    for run in runs:  # noqa: SIM110 - `all` of a generator makes a frame a run
+                        if run.remaining:
+                            return False
+                    return True
+
+                loop.wait(self, is_done, self._call)
                 is_calling = False
             except BaseException as exc:
                 loop.give_up(self, exc)

@@ -121,9 +121,14 @@ class HostCall:
         self.output = output
         self.reduce = reduce
         self.finish = finish
-        scratch = np.empty(layout.count if layout.uses_scratch else 0, output.dtype)
+        scratch = np.empty(layout.count, output.dtype) if layout.uses_scratch else output[:0]
         self.spaces = (source, output, scratch)
-        self.views = tuple(memoryview(space.view(np.uint8)) for space in self.spaces)  # type: ignore[arg-type]
+        view = _bytes_of(source)
+        self.views = (
+            view,
+            view if output is source else _bytes_of(output),
+            _bytes_of(scratch) if layout.uses_scratch else _NO_BYTES,
+        )
 
     def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
         """Implement `Operands.apply`; return 0, because no work is deferred."""
@@ -209,7 +214,11 @@ class _Inbound(_Cursor):
     __slots__ = ("depth", "held", "places", "under_way")
 
     def __init__(self, link: RecvLink, order: tuple[int, ...], depth: int) -> None:
-        super().__init__(link, order)
+        # As in `_Cursor`: a call of its __init__ takes 0.3 % of the time of a small collective.
+        self.link = link
+        self.order = order
+        self.at = 0
+        self.k = 0
         #: Maximum number of receives posted ahead.
         self.depth = depth
         #: Number of receives posted whose slices are not used yet.
@@ -261,22 +270,17 @@ class LaneRun:
         self.channels = lane.channels
         # Existing links are looked up here, which saves one call of `Links.sender` per link.
         senders, receivers = links.senders, links.receivers
-        self._outbound = [
-            _Cursor(
-                senders.get((way.peer, way.channel)) or links.sender(way.peer, way.channel),
-                way.steps,
-            )
-            for way in lane.sends
-        ]
-        self._inbound = [
-            _Inbound(
-                receivers.get((way.peer, way.channel)) or links.receiver(way.peer, way.channel),
-                way.steps,
-                min(pool.depth, way.depth),
-            )
-            for way in lane.recvs
-        ]
-        self._receivers = {cursor.link.peer: cursor for cursor in self._inbound}
+        self._outbound = []
+        for way in lane.sends:
+            sender = senders.get((way.peer, way.channel)) or links.sender(way.peer, way.channel)
+            self._outbound.append(_Cursor(sender, way.steps))
+        self._inbound = []
+        self._receivers = {}
+        for way in lane.recvs:
+            link = receivers.get((way.peer, way.channel)) or links.receiver(way.peer, way.channel)
+            inbound = _Inbound(link, way.steps, min(pool.depth, way.depth))
+            self._inbound.append(inbound)
+            self._receivers[way.peer] = inbound
         self._local = deque(lane.locals)
 
     # Called by Links and Progress
@@ -308,8 +312,9 @@ class LaneRun:
         self._retired[index] += 1
 
     def _finish_slice(self, index: int) -> None:
-        self._done[index] += 1
-        self._retired[index] = max(self._retired[index], self._done[index])
+        done = self._done[index] = self._done[index] + 1
+        if done > self._retired[index]:
+            self._retired[index] = done
         self.remaining -= 1
 
     def advance(self) -> None:
@@ -320,10 +325,13 @@ class LaneRun:
         while moved:
             moved = False
             for outbound in self._outbound:
-                moved |= self._post(outbound)
+                if outbound.at < len(outbound.order):
+                    moved |= self._post(outbound)
             for inbound in self._inbound:
-                moved |= self._use_held(inbound)
-                self._ask(inbound)
+                if inbound.held:
+                    moved |= self._use_held(inbound)
+                if inbound.at < len(inbound.order):
+                    self._ask(inbound)
             if self._local:
                 moved |= self._run_local()
 
@@ -487,6 +495,11 @@ def host_lanes(
     return [LaneRun(lane, call, links, pool) for lane in layout.lanes]
 
 
+def _bytes_of(array: Array) -> memoryview:
+    return memoryview(array.view(np.uint8))  # type: ignore[arg-type]
+
+
+_NO_BYTES = memoryview(b"")
 #: Steps whose memory the transport reads or writes.
 _MOVES = frozenset((OpKind.SEND, OpKind.RECV))
 

@@ -191,21 +191,22 @@ class Progress:
         state = self._seen(path, frame)
         if state is None:
             return
-        link = self._links.receiver(path.peer, frame.channel)
+        links, channel = self._links, frame.channel
+        link = links.receivers.get((path.peer, channel)) or links.receiver(path.peer, channel)
+        payload: memoryview | bytes | None = event.payload
         state.nslices_received += 1
-        state.nbytes_received += _nbytes(link, event)
-        if frame.ack > self._links.sender(path.peer, frame.channel).confirmed:
-            self._confirmed(path.peer, frame.channel, frame.ack)
+        state.nbytes_received += _nbytes(link, frame.seq) if payload is None else len(payload)
+        if frame.ack > links.senders[path.peer, channel].confirmed:
+            self._confirmed(path.peer, channel, frame.ack)
         if self._repairs.open:
             self._migration.note_arrival(event)
-        payload: memoryview | bytes | None = event.payload
         is_wanted_now = frame.seq == link.delivered and frame.seq in link.landings
         if payload is not None and not is_wanted_now:
             payload = bytes(payload)
         if event.is_confirmed:
             link.acked = max(link.acked, frame.seq + 1)
         if link.arrived(frame.seq, payload):
-            self._links.deliver(link)
+            links.deliver(link)
 
     def _on_cleared(self, event: Cleared) -> None:
         path, frame = event.path, event.frame
@@ -232,7 +233,8 @@ class Progress:
 
     def _on_sent(self, event: Sent) -> None:
         self._paths[event.path].activity += 1
-        link = self._links.sender(event.path.peer, event.channel)
+        links, key = self._links, (event.path.peer, event.channel)
+        link = links.senders.get(key) or links.sender(*key)
         released = link.retired(event.path, event.seq)
         self._links.note_retired(link)
         if released:
@@ -300,11 +302,9 @@ class Progress:
         )
 
 
-def _nbytes(link: RecvLink, event: Arrived) -> int:
-    """Return the size of a slice that arrived, or 0 for a duplicate without a landing place."""
-    if event.payload is not None:
-        return len(event.payload)
-    landing = link.landings.get(event.frame.seq)
+def _nbytes(link: RecvLink, seq: int) -> int:
+    """Return the size of a cleared slice that arrived, or 0 for a duplicate."""
+    landing = link.landings.get(seq)
     return len(landing.region) if landing is not None and landing.region is not None else 0
 
 
