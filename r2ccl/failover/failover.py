@@ -388,7 +388,8 @@ class Failover:
             # path, the diagnosis still finds out whether the peer is slow.
             if not self._transport.joins(key.rail):
                 self._probe(key)
-            if self.diagnosis is not None:
+            # A path without work is silent although its peer sends on others: the peer is not slow.
+            if self.diagnosis is not None and self._is_silent(key.peer):
                 self.diagnosis.suspect(key)
         if self.diagnosis is not None:
             self.diagnosis.tick(now, is_calm=not self.migration.repairing)
@@ -413,6 +414,11 @@ class Failover:
                 # never came up, the peer cannot detect that, so this end also checks `is_stuck`.
                 is_due = key.peer in awaited or self._transport.is_stuck(key)
                 yield key, path.activity, is_due
+
+    def _is_silent(self, peer: int) -> bool:
+        """Return whether no path on a rail to `peer` makes progress."""
+        up = self.migration.up(peer)
+        return self._watch.are_silent(key for key in up if not key.is_bypass)
 
     def _seek(self, bypasses: Bypasses, peers: frozenset[int], now: float) -> None:
         """Begin at most `_MOST_SEEKS` rounds of the search for bypasses.

@@ -82,7 +82,9 @@ class Watch:
     def __init__(self, suspicion_s: float) -> None:
         self._suspicion_s = suspicion_s
         self._seen: dict[PathKey, int] = {}
-        self._still_s: dict[PathKey, float] = {}
+        #: Time without progress of each path, in seconds, and the value at which to suspect it next.
+        self._silent_s: dict[PathKey, float] = {}
+        self._limit_s: dict[PathKey, float] = {}
         self._last: float | None = None
 
     def look(self, now: float, paths: Iterable[tuple[PathKey, int, bool]]) -> list[PathKey]:
@@ -107,13 +109,18 @@ class Watch:
         for path, activity, has_work in paths:
             if not has_work or self._seen.get(path) != activity:
                 self._seen[path] = activity
-                self._still_s[path] = 0.0
+                self._silent_s[path] = 0.0
+                self._limit_s[path] = self._suspicion_s
                 continue
-            self._still_s[path] += gap
-            if self._still_s[path] >= self._suspicion_s:
-                self._still_s[path] = 0.0
+            self._silent_s[path] += gap
+            if self._silent_s[path] >= self._limit_s[path]:
+                self._limit_s[path] += self._suspicion_s
                 suspects.append(path)
         return suspects
+
+    def are_silent(self, paths: Iterable[PathKey]) -> bool:
+        """Return whether each of these watched paths has made no progress for `suspicion_s`."""
+        return all(self._silent_s.get(path, 0.0) >= self._suspicion_s for path in paths)
 
 
 __all__ = ["Probes", "Watch"]

@@ -44,3 +44,14 @@ def test_a_path_first_seen_is_not_suspected_at_once() -> None:
     watch.look(0.0, [])
     assert watch.look(100.0, [(A, 0, True)]) == []
     assert watch.look(100.1, [(A, 0, True)]) == []
+
+
+def test_paths_are_silent_together_or_not_at_all() -> None:
+    watch = Watch(0.5)
+    for i in range(30):
+        watch.look(0.1 * i, [(A, i, True), (B, 0, True)])
+    assert watch.are_silent([B])
+    assert not watch.are_silent([A, B])
+    for i in range(30, 40):
+        watch.look(0.1 * i, [(A, 30, True), (B, 0, True)])
+    assert watch.are_silent([A, B])

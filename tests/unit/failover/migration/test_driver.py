@@ -493,6 +493,21 @@ def test_silence_is_probed_and_no_answer_fails_the_path() -> None:
     assert world.links.paths[B].state is PathState.UP
 
 
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_peer_that_sends_on_another_rail_is_not_slow(is_busy: bool) -> None:
+    world = World()
+    diagnosis = world.failover.diagnosis
+    assert diagnosis is not None
+    world.links.recv(world.links.receiver(1, 0), None, None, 0)  # type: ignore[arg-type]
+    for _ in range(20):
+        world.look(0.1)
+        world.links.paths[B].activity += is_busy
+        for probed in world.transport.probed:
+            world.failover.on_probed(Probed(probed, True, "because"))
+        world.transport.probed.clear()
+    assert diagnosis.slow_since(0.0) == (() if is_busy else (1,))
+
+
 @pytest.mark.parametrize("is_stuck", [True, False])
 def test_an_answered_probe_moves_only_a_stuck_flow(is_stuck: bool) -> None:
     world = World()
