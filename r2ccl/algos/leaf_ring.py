@@ -154,8 +154,8 @@ def _require_parts(
         len(each) >= len(core) or len(set(each) & set(leaves)) != len(each) for each in relays
     ):
         raise InvalidArgument(
-            f"relays={relays!r}: give some of the leaves {leaves} for every segment, fewer than "
-            f"{len(core)}"
+            f"relays={relays!r}: give for each segment fewer than {len(core)} different ranks of "
+            f"the leaves {leaves}"
         )
 
 

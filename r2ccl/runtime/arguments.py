@@ -1,13 +1,13 @@
 """Validation of the arguments of a collective.
 
 Each collective except the barrier has one function here. The function views the arrays in host or
-device memory without a copy, allocates the output if the caller passed none, and returns a
-`Request` with the call signature that all ranks must agree on. It does not read array data and does
-not communicate.
+device memory, allocates the output if the caller passed none, and returns a `Request` with the call
+signature that all ranks must agree on. It does not read array data and does not communicate.
 
-Invariant: the arrays of every `Request` are valid and fit together, and its op is an `Operation`;
-others raise `InvalidArgument` here, before any data moves. The caller has checked the root. That
-the dtype supports the op is checked by `check_op` or by planning, the schedule by `PlanCache`.
+Invariant: the arrays of every `Request` are valid and fit together, and its op is an `Operation`.
+Other arguments raise `InvalidArgument` here, before any data moves. Not checked here are the root
+(the caller checks it), the dtype's support of the op (`check_op` or planning), and the schedule
+(`PlanCache`).
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     schedule : Schedule or None
         User-defined allreduce schedule, if the caller passed one.
     parts : Parts or None
-        Places of the parts, unless all are equal and follow one another in both arrays.
+        Places of the parts; None if they follow from the signature.
     is_in_place : bool
         For an allgather: `source` is already this rank's part of `output`. For an alltoall or an
-        exscan: they are the same memory.
+        exscan: `source` and `output` are the same memory.
     conversion : ConvertedOp or None
         Conversion of the input before the collective; then the request is staged.
     is_staged : bool
@@ -253,7 +253,10 @@ def alltoall(x: Any, out: Any, rank: int, nranks: int) -> Request:
 def alltoallv(
     x: Any, out: Any, counts: tuple[Any, Any], displs: tuple[Any, Any], rank: int, nranks: int
 ) -> Request:
-    """Make the request of `Communicator.alltoallv`; `counts` and `displs`: sent, received."""
+    """Make the request of `Communicator.alltoallv`.
+
+    `counts` and `displs` are pairs: first of the parts to send, then of those to receive.
+    """
     source = _on_host("alltoallv", x)
     sent = _counts("sendcounts", counts[0], nranks)
     received = _counts("recvcounts", counts[1], nranks)
@@ -313,8 +316,8 @@ def _gather(
         output, targets = _on_host(collective.name.lower(), out, writable=True), places
         if collective == Collective.GATHER and output.count != _end(places):
             raise InvalidArgument(
-                f"x has {source.count} elements, out has {output.count}: give {len(places)} times "
-                "as many"
+                f"x has {source.count} elements, out has {output.count}: pass an out of "
+                f"{_end(places)} elements"
             )
         _require_room("out", output, places, is_disjoint=True)
         is_in_place(source, _part(output, places[rank]), whole_output=output)
@@ -337,7 +340,7 @@ def _scatter(
     name = collective.name.lower()
     if out is None:
         raise InvalidArgument(
-            f"{name} on rank {rank} without out: only the root, rank {root}, may leave it out; "
+            f"{name} on rank {rank} without out: only the root, rank {root}, may omit out; "
             "pass the array that receives this rank's part"
         )
     output = _on_host(name, out, writable=True)
@@ -418,7 +421,7 @@ def _require_dtype(source: Buffer, output: Buffer) -> None:
 
 
 def _turned(sources: Sequence[Range], targets: Sequence[Range], rank: int) -> Parts:
-    """Return the parts of an alltoall from the places of each rank's part."""
+    """Return the parts of an alltoall: part i is sent to rank + i and received from rank - i."""
     n = len(sources)
     return Parts(
         tuple(sources[(rank + part) % n] for part in range(n)),
@@ -427,14 +430,14 @@ def _turned(sources: Sequence[Range], targets: Sequence[Range], rank: int) -> Pa
 
 
 def _with_counts(call: CallSignature, counts: tuple[int, ...]) -> CallSignature:
-    """Return the signature with a digest of counts that differ; equal counts need none."""
+    """Return the signature with a digest of `counts`, unless all counts are equal."""
     if len(set(counts)) == 1:
         return call
     return call.with_digest(zlib.crc32(repr(counts).encode()))
 
 
 def view(x: Any, *, writable: bool) -> Memory:
-    """View an array in host or device memory, without a copy.
+    """View an array in host or device memory; see `as_buffer` and `as_device_buffer`.
 
     Raises
     ------
@@ -466,7 +469,7 @@ def tag(value: Any, *, is_any: bool = False) -> int:
 
 
 def as_buffer(x: Any, *, writable: bool) -> Buffer:
-    """View `x` as a `Buffer`, sharing its memory.
+    """View `x` as a `Buffer`, which shares the memory of `x` where possible.
 
     Parameters
     ----------

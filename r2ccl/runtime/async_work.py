@@ -21,7 +21,7 @@ from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportTimeout
 
 
 class Task:
-    """A function that a `Worker` runs once, and its outcome."""
+    """Function that a `Worker` runs once, and its outcome."""
 
     __slots__ = ("_ended", "_fn", "error", "is_seen")
 
@@ -43,7 +43,7 @@ class Task:
         return self._ended.wait(timeout_s)
 
     def succeed(self) -> None:
-        """Raise the error of the task, if it has one, and mark it as seen; the task has ended."""
+        """Raise the error of the ended task, if any, and mark the error as seen."""
         if self.error is not None:
             self.is_seen = True
             raise self.error
@@ -92,7 +92,7 @@ class Effects(Protocol):
 
 
 class Work:
-    """Handle of an asynchronous collective, as calls with ``async_op=True`` return it.
+    """Handle of an asynchronous collective, returned by calls with ``async_op=True``.
 
     Keeps the arrays of the call alive. The caller may drop the handle without waiting: the
     collective continues, and an error ends the communicator in any case.
@@ -216,7 +216,7 @@ class Worker:
         return task
 
     def enqueue(self, task: Task) -> None:
-        """Queue `task`, and raise, as `submit` does.
+        """Queue `task`; raises the errors of `submit`.
 
         The caller must call `settle` if an exception interrupts this method, such as Ctrl-C.
         """
@@ -239,7 +239,10 @@ class Worker:
                 continue
 
     def unseen(self) -> BaseException | None:
-        """Return, once, the error of the first task that failed, unless a caller has seen it."""
+        """Return the error of the first failed task, and mark it as seen; None if there is none.
+
+        An error that a caller has seen is not returned.
+        """
         failed, self.failed = self.failed, None
         if failed is None or failed.is_seen:
             return None

@@ -139,7 +139,7 @@ class Collectives:
             raise self._concurrent()
 
     def require_seen(self) -> None:
-        """Raise `CommunicatorRevoked` if an asynchronous call failed and no caller has seen it."""
+        """Raise `CommunicatorRevoked` if an asynchronous call failed with an unseen error."""
         error = self._worker.unseen()
         if error is not None:
             raise CommunicatorRevoked(
@@ -150,7 +150,7 @@ class Collectives:
     # Calls
 
     def start(self, stream: Any, is_async: bool, make: Callable[..., Request], *given: Any) -> Any:
-        """Validate a call, then run it or queue it for the worker.
+        """Validate a call; then run it, queue it for the worker, or add it to the open group.
 
         Parameters
         ----------
@@ -228,7 +228,7 @@ class Collectives:
         Returns
         -------
         MessageRequest, Message or None
-            As `Communicator.send` and `recv` return it.
+            Return value of `Communicator.send` or `recv`; None within a group.
 
         Raises
         ------
@@ -272,7 +272,7 @@ class Collectives:
         if self._refusal is not None:
             raise self._refusal()
         if self.group_here() is not None:
-            raise InvalidArgument("group() was called within a group: end that one first")
+            raise InvalidArgument("group() was called within a group: end the open group first")
         group = Group()
         self._groups.append(group)
         try:
@@ -376,7 +376,7 @@ class Collectives:
         task.succeed()
 
     def run_plan(self, plan: Plan, source: Array, output: Array) -> None:
-        """Run a collective on host memory that the engine has entered already."""
+        """Run `plan`, of a collective that the engine has already entered, on host memory."""
         self._run_engine(plan, partial(host_lanes, self._pool, source, output))
 
     def allgather_bytes(self, mine: bytes) -> list[bytes]:
@@ -418,7 +418,7 @@ class Collectives:
         return calibrate(time_ns, lambda nbytes: self._plans.choose(nbytes, health))
 
     def _check(self, request: Request) -> None:
-        """Check op and schedule of a call for the worker, in which an error ends the communicator.
+        """Check op and schedule before the call is queued; later an error ends the communicator.
 
         Raises
         ------

@@ -22,9 +22,10 @@ from r2ccl.runtime.desync_check import Calling
 
 
 class Closing(msgspec.Struct, frozen=True, tag="closing"):
-    """Control message of a communicator to its rank 0: the sender has closed it; from it: all have.
+    """Control message of close(): to rank 0, the sender has closed; from rank 0, all ranks have.
 
-    Until then every rank takes part in the health agreement, for which a slower rank may wait.
+    Until all ranks have closed the communicator, each takes part in the health agreement, because a
+    slower rank may wait for it.
     """
 
 
@@ -33,10 +34,10 @@ ContextMessage = Report | Prepare | Promise | Commit | Calling | Closing
 
 
 class InContext(msgspec.Struct, frozen=True, tag="in_context"):
-    """Control message of a communicator other than the job's first one.
+    """Wrapper of a control message of a communicator other than the job's first one.
 
     ``context_id`` and ``first_op`` identify the communicator: the id of a closed communicator is
-    used again, but the calls of the next one have higher numbers.
+    reused, but the calls of the next communicator with this id have higher numbers.
     """
 
     context_id: int
@@ -54,7 +55,7 @@ class Context(NamedTuple):
     first_op : int
         Number of its first call.
     members : tuple of int
-        Rank in the job of each of its ranks.
+        Rank in the job, by rank in the communicator.
     """
 
     context_id: int
@@ -63,7 +64,7 @@ class Context(NamedTuple):
 
 
 class ContextPost:
-    """Sender of the control messages of one communicator; ranks are numbered as in it.
+    """Sender of the control messages of one communicator, whose ranks its methods take.
 
     Parameters
     ----------
@@ -142,9 +143,10 @@ class Contexts:
     def offer(self, parent: int) -> bytes:
         """Return the free ids and the lowest possible first call, for `choose` on all ranks.
 
-        `NO_OFFER` while another thread makes a communicator, or one waits that makes it from a
-        communicator with a lower id than `parent`: so the threads of all ranks take turns in one
-        order. Also if ids become free soon. The caller must call `withdraw` in the end.
+        The result is `NO_OFFER` if another thread is making a communicator, if a waiting thread has
+        a parent with a lower id, or if all ids are in use and one will become free soon. Because
+        lower parents come first, the threads of all ranks take turns in the same order. The caller
+        must call `withdraw` afterwards.
         """
         with self._lock:
             self._parents[get_ident()] = parent
@@ -155,7 +157,7 @@ class Contexts:
             return self._free.to_bytes(_NIDS // 8, "little") + self._next_op.to_bytes(8, "little")
 
     def withdraw(self, *, is_last: bool) -> None:
-        """Withdraw this thread's offer, if it made one; unless `is_last`, it will make another."""
+        """Withdraw this thread's offer, if any; without `is_last`, the thread keeps its turn."""
         with self._lock:
             if self._offerer == get_ident():
                 self._offerer = None
@@ -168,12 +170,12 @@ class Contexts:
         Parameters
         ----------
         offers : sequence of bytes
-            Offers of all its ranks, none of them `NO_OFFER`.
+            Offers of all ranks of the new communicator, none of them `NO_OFFER`.
 
         Raises
         ------
         InvalidArgument
-            If so many communicators are open that no id is free on all ranks.
+            If no id is free on all ranks.
         """
         common = (1 << _NIDS) - 1
         for offer in offers:
@@ -211,7 +213,7 @@ class Contexts:
     def on_message(self, peer: int, wrapped: InContext) -> None:
         """Pass a message from `peer`, a rank of the job, to its communicator.
 
-        A message for a communicator that does not exist yet is kept, one for a former communicator
+        A message for a communicator that does not exist yet is kept; a message for a closed one is
         dropped.
         """
         member = self._members.get(wrapped.context_id)

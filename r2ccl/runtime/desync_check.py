@@ -19,7 +19,7 @@ from r2ccl.bootstrap.overlay import without_session
 
 
 class Calling(msgspec.Struct, frozen=True, tag="calling"):
-    """Control message: asks for the ranks that have not called collective ``op``, with reports.
+    """Control message: asks which ranks have not called collective ``op``; carries reports.
 
     ``op`` is the highest collective that the sender knows a rank to wait in. ``last`` has the
     reports: pairs of a rank and the number of the last collective that the rank has called.
@@ -72,12 +72,12 @@ class DesyncCheck:
             self._ask(message.op, op)
 
     def called(self, op: int) -> None:
-        """Report in the next `spread` that this rank has called `op`, at most `asked_op`."""
+        """Report in the next `spread` that this rank has called `op` (at most `asked_op`)."""
         self._own = op
         self._unspread.add(self._rank)
 
     def look(self, now: float, op: int, activity: int, is_late: bool) -> None:
-        """Ask all ranks, unless one has done so, if the call makes no progress or is late.
+        """Ask all ranks if the call makes no progress or is late, unless a rank has asked already.
 
         Parameters
         ----------

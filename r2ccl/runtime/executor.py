@@ -1,9 +1,9 @@
 """Executor: runs the steps of a plan over links, with the kernels of its reductions.
 
 One `LaneRun` per channel of the call runs the lane's steps slice by slice. It posts a send when the
-data to send is complete, names a landing place when the memory to overwrite is free, and reduces a
-slice as soon as it has arrived. Nothing here waits: `LaneRun.advance` posts every send and receive
-that is possible now and returns.
+data to send is complete, announces a landing place when the memory to overwrite is free, and
+reduces a slice as soon as it has arrived. Nothing here waits: `LaneRun.advance` posts every send
+and receive that is possible now and returns.
 
 A slice to be reduced lands in separate memory and is reduced only when it is complete. A slice that
 was received in part can therefore be sent again without being added twice.
@@ -172,7 +172,7 @@ class LandingPool:
         ``allocate(nbytes)`` returns memory into which the transport receives slices without another
         copy: an array, or a memoryview if this process cannot access the memory.
     depth : int
-        Maximum number of landing places that a link names ahead.
+        Maximum number of landing places that a link announces ahead.
     """
 
     def __init__(self, allocate: Callable[[int], Place], depth: int) -> None:
@@ -230,7 +230,7 @@ class _Inbound(_Cursor):
 class _Computing(NamedTuple):
     """Deferred work, whose end completes ``nslices`` slices of op number ``op``.
 
-    ``place`` is the landing place that the work reads, if any, and ``cursor`` its link's.
+    ``place`` is the landing place that the work reads, if any; ``cursor`` belongs to its link.
     """
 
     number: int

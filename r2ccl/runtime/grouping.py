@@ -39,7 +39,7 @@ class Group:
         return self._thread == get_ident()
 
     def add(self, request: Request, stream: Any) -> None:
-        """Add a collective on arrays of `stream`."""
+        """Add a collective; `stream` is the caller's argument of that name."""
         self._requests.append((request, stream))
 
     def post(self, fn: Callable[[], MessageRequest]) -> None:
@@ -59,6 +59,11 @@ class Group:
             Runs requests on host memory.
         on_device : callable
             Starts a request on the memory of a GPU, on the given stream.
+
+        Raises
+        ------
+        R2cclError
+            The first error of a collective or, if all succeed, of a message.
         """
         begun: list[MessageRequest] = []
         try:
@@ -78,7 +83,11 @@ class Group:
 
 
 def _wait_for(begun: Sequence[MessageRequest]) -> list[Message | None]:
-    """Wait for all messages, so that none uses its array any more; then raise the first error."""
+    """Wait for all messages and return them; raise the first `InvalidArgument` at the end.
+
+    Thus no message uses its array any more. Other errors end the communicator, and are raised at
+    once.
+    """
     found, refusals = [], []
     for each in begun:
         try:
@@ -91,7 +100,7 @@ def _wait_for(begun: Sequence[MessageRequest]) -> list[Message | None]:
 
 
 def batches(requests: Sequence[Request]) -> list[list[Request]]:
-    """Divide requests into lists that one call each can run, in the order of the first of each.
+    """Divide requests into batches that one call each can run, ordered by first request.
 
     Small allreduces of one dtype and operation are joined. All ranks divide equal groups alike.
     """

@@ -1,7 +1,8 @@
-"""Job: what all communicators of a process's job share, and its cleanup.
+"""Job: the resources that all communicators of a process share, and their cleanup.
 
 The communicator that `r2ccl.init` returns and those made from it share the control plane, the
-transport, the data loop, the monitor of carriers, and the fate: an error in one of them ends all.
+transport, the data loop and the monitor of carriers. An error in one of these communicators ends
+all.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Participant(Protocol):
         ...
 
     def drain(self) -> None:
-        """Wait until the asynchronous calls have ended."""
+        """Wait until the asynchronous calls have ended; raise `TransportTimeout` if they do not."""
         ...
 
     def end_calls(self, deadline_s: float) -> None:
@@ -179,7 +180,9 @@ class Job:
         Raises
         ------
         TransportTimeout
-            If a peer has no path, or a rank does not call it, within ``R2CC_INIT_TIMEOUT_S``.
+            If a peer has no path, or a rank does not call `start`, within ``R2CC_INIT_TIMEOUT_S``.
+        InvalidArgument
+            As for `dump_on_signal`, if ``R2CC_DUMP_SIGNAL`` is set.
         R2cclError
             If the job fails meanwhile.
         """
@@ -192,7 +195,10 @@ class Job:
         self.engine.start()
 
     def dump_on_signal(self, signum: int) -> None:
-        """Write the first communicator's `dump` to a file or stderr on every signal `signum`."""
+        """Write the first communicator's `dump` to a file or stderr on every signal `signum`.
+
+        Raises InvalidArgument if this is not the main thread, or the signal cannot be handled.
+        """
         path = self.config.dump_file.replace("{rank}", str(self.rank))
         if self._signal_dump is not None:
             self._signal_dump.close()
@@ -278,7 +284,7 @@ class Job:
 
 
 def _excluded(rank: int, peers: Sequence[PeerInfo]) -> frozenset[tuple[int, int]]:
-    """Return the rails declared failed; rank 0 logs the NICs that no rank has."""
+    """Return each (rank, rail) declared failed; rank 0 logs declared NICs that no rank has."""
     ports, unknown = declared(peers)
     if unknown and rank == 0:
         known = dict.fromkeys(f"{info.hostname}:{nic}" for info in peers for nic in info.nics)

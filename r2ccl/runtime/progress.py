@@ -114,8 +114,8 @@ class Progress:
     def begin(self, calls: Calls[Consumer], computer: Computer | None = None) -> None:
         """Prepare the data loop for the call that `Links.begin` started.
 
-        Revoke the communicator if a peer has started a different call with this number. May be left
-        out if there is no `computer` and ``calls.ahead`` is empty.
+        Revoke the communicator if a peer has started a different call with this number. The caller
+        may omit this step if there is no `computer` and ``calls.ahead`` is empty.
 
         Parameters
         ----------
@@ -174,7 +174,7 @@ class Progress:
         return any(computer.is_busy for computer in self._computers.values())
 
     def _take_computed(self) -> bool:
-        """Mark the consumers to be advanced of whose deferred work some is done."""
+        """Touch the consumers of calls whose deferred work progressed; return whether any did."""
         has_computed = False
         for calls, computer in self._computers.items():
             before = computer.computed

@@ -22,13 +22,13 @@ _PAUSE_S = 0.002
 
 
 class Part(NamedTuple):
-    """Communicator to make.
+    """Communicator that the ranks have agreed to make.
 
     Attributes
     ----------
     context : Context
     members : tuple of int
-        Rank of each of its ranks in the communicator that it is made from.
+        Rank in the parent communicator, by rank in the new one.
     """
 
     context: Context
@@ -43,14 +43,14 @@ def agree(
     timeout_s: float,
     among: Sequence[int] | None = None,
 ) -> Part | None:
-    """Return the communicator of the ranks that passed the same `color`.
+    """Agree on the communicators to make, and return that of this rank's `color`.
 
     Parameters
     ----------
     engine : Engine
         Engine of the communicator to split.
     allgather : callable
-        Allgather among its ranks, or those in `among`.
+        Gathers the bytes of all its ranks, or of those in `among`, on each of them.
     color : int or None
         None: this rank takes part in no new communicator.
     key : int
@@ -70,7 +70,7 @@ def agree(
     InvalidArgument
         If `color` or `key` do not fit 64 bits, or no context id is free.
     TransportTimeout
-        If other threads make communicators all the time.
+        If other threads have not finished making communicators within `timeout_s`.
     R2cclError
         If the communicator has ended.
 

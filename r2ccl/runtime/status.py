@@ -208,8 +208,8 @@ class RailHealth(msgspec.Struct, frozen=True):
     speed_mbps : int
         Nominal speed in Mbit/s; 0: unknown.
     state : str
-        ``excluded``: the local NIC is; else ``up`` to all peers, ``down`` to all, or ``degraded``;
-        closed paths do not count.
+        ``excluded`` if the local NIC is excluded. Otherwise ``up`` or ``down`` if all paths are, or
+        ``degraded``; closed paths do not count.
     paths : tuple of PathEntry
         One path per rank that this rank connects data paths to.
     nrepairs : int

@@ -5,7 +5,8 @@ other object raises an error that names the object and lists what is allowed. Th
 parts, overlaps and outputs also serve GPU memory, which `r2ccl.runtime.arrays.cuda` views.
 
 Invariant: a `Buffer` is C-contiguous, aligned, in native byte order, in host memory and of a
-supported element type, and shares its memory with its owner.
+supported element type. It shares memory with its owner, unless the owner is an input that is not
+C-contiguous; then the buffer holds a copy.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Buffer(msgspec.Struct, frozen=True, eq=False):
     Parameters
     ----------
     array : ndarray, shape (count,)
-        View of the caller's memory in the caller's dtype, for pairs in its `raw_dtype`; read-only
-        if that memory is read-only.
+        View of the caller's memory, or a C-contiguous copy of an input. The dtype is the caller's
+        or, for pairs, its `raw_dtype`. Read-only if the memory is read-only.
     dtype_code : int
         Number of the element type in `r2ccl.dtypes`.
     count : int

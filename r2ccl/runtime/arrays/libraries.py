@@ -32,7 +32,7 @@ class Library(Protocol):
     def stream(self, x: Any) -> int:
         """Return the handle of the library's current stream on the GPU of `x`.
 
-        Libraries have one current stream per thread; the handle is that of the calling thread's.
+        Libraries have one current stream per thread; the result is that of the calling thread.
         """
         ...
 

@@ -9,10 +9,11 @@ is buffered at the receiver if no receive takes it. A long one is announced firs
                                         <-   GRANT(ident, bytes per channel), landing places
     slices on the data channels         ->   the receive is complete
 
-Grants and landing places are posted in one order, and a link keeps the order of its slices, so both
-ends cut the data of several messages alike. If too many bytes of short messages have been sent that
-no receive has taken, further ones are announced, too, so the memory of a receiver is bounded. A
-synchronous message is always announced: the grant tells its sender that a receive has taken it.
+Grants and landing places are posted in the same order, and a link keeps the order of its slices, so
+both ends cut the data of several messages alike. If the short messages to a receiver that no
+receive has taken exceed a limit in bytes, further short messages are announced too. This bounds the
+memory of the receiver. A synchronous message is always announced: the grant tells its sender that a
+receive has taken it.
 
 All methods are called by the owner of the data loop. Invariant: the memory of a message is neither
 read nor written once its request is done.
@@ -76,12 +77,12 @@ class SendRequest:
         """Do nothing."""
 
     def advance(self) -> None:
-        """Post what can be posted."""
+        """Post the envelopes and slices for which there is room."""
         self._driver.advance()
 
     @property
     def result(self) -> None:
-        """Nothing."""
+        """None, because a send has no result."""
         return
 
 
@@ -118,7 +119,7 @@ class ReceiveRequest:
         """Do nothing."""
 
     def advance(self) -> None:
-        """Post what can be posted."""
+        """Post the envelopes and slices for which there is room."""
         self._driver.advance()
 
 
@@ -129,19 +130,19 @@ class MessageDriver:
     ----------
     links : Links
     calls : Calls
-        Of the context id of the messages.
+        Calls with the context id of the messages.
     rank : int
         This rank in the communicator.
     members : sequence of int
-        Rank in the job of each rank.
+        Rank in the job, by rank in the communicator.
     first_op : int
-        Number of the communicator's first call, which tells it from former ones with its id.
+        Number of the communicator's first call; tells apart communicators that used the same id.
     nhomes : int
         Number of home rails.
     nwires : int
         Number of rails whose bandwidths add up.
     eager_nbytes, slice_nbytes, depth : int
-        Largest envelope, largest slice, and most landing places named ahead per link.
+        Largest envelope, largest slice, and most landing places announced ahead per link.
     health : callable
         Returns the newest known health.
     """
@@ -204,7 +205,7 @@ class MessageDriver:
                 links.deliver(link)  # what arrived before this driver was made
 
     def close(self) -> None:
-        """Handle no messages any more."""
+        """Stop handling messages."""
         self._calls.consumers = {}
         self._calls.busy.clear()
         self._calls.on_unposted = None
@@ -214,9 +215,9 @@ class MessageDriver:
     def send(
         self, view: memoryview, dtype: int, to: int, tag: int, *, is_synchronous: bool = False
     ) -> SendRequest:
-        """Begin to send the bytes `view` to rank `to`; they are borrowed until it is done.
+        """Begin to send the bytes `view` to rank `to`; borrows them until the request is done.
 
-        With `is_synchronous`, it is not done before a receive has taken the message.
+        With `is_synchronous`, the request is not done before a receive has taken the message.
         """
         self._next_ident += 1
         self._links.ncalls += 1
@@ -241,7 +242,7 @@ class MessageDriver:
         return request
 
     def receive(self, view: memoryview, dtype: int, source: int, tag: int) -> ReceiveRequest:
-        """Begin to receive a message into `view`, which is borrowed until it is done."""
+        """Begin to receive a message into `view`, borrowed until the request is done."""
         request = ReceiveRequest(self, view, dtype, source, tag)
         envelope = self._matching.post(request)
         if envelope is not None and self._take(request, envelope):
@@ -259,7 +260,7 @@ class MessageDriver:
         self._matching.forget_takers()
 
     def probe(self, source: int, tag: int) -> Message | None:
-        """Return the first message that a receive with `source` and `tag` would take."""
+        """Return the first message that a receive with `source` and `tag` would take, or None."""
         found = self._matching.find(ReceiveRequest(self, memoryview(b""), 0, source, tag))
         return None if found is None else _described(found)
 
@@ -352,7 +353,7 @@ class MessageDriver:
         return True
 
     def _refuse(self, request: ReceiveRequest, envelope: Envelope) -> None:
-        """End a receive that the message does not fit, and its sender's call if it is long."""
+        """End a receive that the message does not fit, and the send of an announced message."""
         given = f"{len(request.view) // dtype_of(request.dtype).itemsize}"
         request.error = InvalidArgument(
             f"rank {envelope.source} sent {_described(envelope).count} elements of "
@@ -373,7 +374,7 @@ class MessageDriver:
             self._put(peer, _TAKEN, 0, 0, 0, took)
 
     def note_busy(self, peer: int, change: int) -> None:
-        """Count the long messages under way to and from `peer`, which need paths to it."""
+        """Add `change` to the count of announced messages to and from `peer`, which need paths."""
         busy = self._calls.busy
         count = busy.pop(peer, 0) + change
         if count > 0:
@@ -429,7 +430,7 @@ class MessageDriver:
                 links.send(link, piece, False, owner, 0)
 
     def on_data(self, request: ReceiveRequest, landing: Landing) -> None:
-        """Confirm a slice of `request`, which is in its place, and name the next place."""
+        """Confirm a slice of `request`, which is in its place, and announce the next place."""
         assert request.result is not None
         peer = self._members[request.result.source]
         if request.is_done:
@@ -441,7 +442,7 @@ class MessageDriver:
         self._name(link, landing.index)
 
     def _name(self, link: RecvLink, number: int) -> None:
-        """Name places on data channel `number`, as far as the depth allows."""
+        """Announce places on data channel `number`, as far as the depth allows."""
         queue = self._incoming[link]
         while queue and self._named.get(link, 0) < self._depth:
             request, piece = queue.popleft()

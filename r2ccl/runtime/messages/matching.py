@@ -22,7 +22,7 @@ class Message(msgspec.Struct, frozen=True):
     Attributes
     ----------
     source, tag : int
-        Rank that sent it, and the tag that it gave.
+        Rank of the sender, and tag of the message.
     count : int
         Number of elements.
     """
@@ -33,7 +33,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Envelope(NamedTuple):
-    """Announced message.
+    """Description of a message that has arrived or was announced.
 
     ``ident`` is the sender's number of the message. ``payload`` is its data if it is short; None if
     the data follows once a receive has taken the message.
@@ -53,7 +53,7 @@ class Taker(Protocol):
     Attributes
     ----------
     source, tag : int
-        Accepted ones, or `ANY`.
+        Accepted source and tag; `ANY` accepts all.
     """
 
     source: int
@@ -68,7 +68,7 @@ class Matching:
         self._takers: deque[Any] = deque()
 
     def taker_of(self, envelope: Envelope) -> Any:
-        """Remove and return the receive that takes a message that just arrived; None: none does."""
+        """Remove and return the receive that takes a message that just arrived, or None."""
         for taker in self._takers:
             if _fits(taker, envelope):
                 self._takers.remove(taker)
@@ -86,14 +86,14 @@ class Matching:
         self._envelopes.remove(envelope)
 
     def post(self, taker: Taker) -> Envelope | None:
-        """Return the kept message that a new receive takes; None: the receive is kept."""
+        """Return the kept message that a new receive takes, or keep the receive and return None."""
         found = self.find(taker)
         if found is None:
             self._takers.append(taker)
         return found
 
     def find(self, taker: Taker) -> Envelope | None:
-        """Return the kept message that a receive would take."""
+        """Return the first kept message that a receive would take, or None."""
         return next((each for each in self._envelopes if _fits(taker, each)), None)
 
     def cancel(self, taker: Taker) -> bool:

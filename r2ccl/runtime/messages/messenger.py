@@ -55,11 +55,11 @@ class MessageRequest:
         Raises
         ------
         TransportTimeout
-            If it takes longer. With `timeout_s` the request goes on: wait again. By default, the
-            communicator has ended.
+            If the wait takes longer. With `timeout_s`, the request continues: wait again. Without,
+            the communicator has ended.
         InvalidArgument
-            If the message does not fit its receive; both ends raise it. A short message stays at
-            the receiver.
+            If the message does not fit its receive. For a long or synchronous message, the send
+            raises this error too. A short one stays at the receiver for another receive.
         R2cclError
             If the communicator has ended.
         """
@@ -154,13 +154,13 @@ class Messenger:
         self._wait(is_done, ANY, "close(), until all data has arrived", self._timeout_s)
 
     def close(self) -> None:
-        """Handle no messages any more; called by the owner of the data loop."""
+        """Stop handling messages; called by the owner of the data loop."""
         del self._loop.callers[self._context_id]
         self._driver.close()
 
     @property
     def has_raised(self) -> bool:
-        """As of the calls of the communicator."""
+        """State of the communicator's `engine`, shared by its calls and its messages."""
         return self._engine.has_raised
 
     @has_raised.setter
@@ -177,7 +177,7 @@ class Messenger:
     # Requests; any thread
 
     def send(self, x: Buffer, to: int, tag: int, *, is_synchronous: bool = False) -> MessageRequest:
-        """Begin to send `x` to rank `to`, connecting paths to it if there are none."""
+        """Begin to send `x` to rank `to`; first connect paths to that rank if there are none."""
         peer = self._members[to]
         view = memoryview(x.array.view(np.uint8))  # type: ignore[arg-type]
 
@@ -198,7 +198,10 @@ class Messenger:
         return MessageRequest(self, self._own(post), out.owner)
 
     def probe(self, source: int, tag: int, *, is_blocking: bool) -> Message | None:
-        """Return the first message that a receive would take; None if there is none yet."""
+        """Return the first message that a receive would take; None if there is none yet.
+
+        If `is_blocking`, wait until there is one.
+        """
         find = partial(self._driver.probe, source, tag)
         found: Message | None = self._own(find, is_step=True)
         if found is not None or not is_blocking:
@@ -249,8 +252,8 @@ class Messenger:
         if not request.is_done:
             self._require_open()
             raise TransportTimeout(
-                f"rank {self._job.rank}: {doing} is not done after {timeout_s:g} s and goes on: "
-                "wait again, or look at pending() on both ranks",
+                f"rank {self._job.rank}: {doing} has not finished after {timeout_s:g} s and "
+                "continues: wait again, or look at pending() on both ranks",
                 rank=self._job.rank,
                 status="TIMEOUT",
             )
