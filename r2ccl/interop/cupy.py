@@ -8,9 +8,9 @@ A program for CuPy changes one import::
     comm.all_reduce(x, out)
 
 It has all_reduce, reduce, broadcast, reduce_scatter, all_gather, barrier and stop. It has no send,
-recv, send_recv, scatter, gather or all_to_all, because `Communicator` has none. Arrays may be
-CuPy's or NumPy's, of any dtype that r2ccl supports. They must be C-contiguous; others raise
-`InvalidArgument`.
+recv, send_recv, scatter, gather or all_to_all, because `Communicator` runs these on host memory
+only. Arrays may be CuPy's or NumPy's, of any dtype that r2ccl supports. They must be C-contiguous;
+others raise `InvalidArgument`.
 
 This module does not import CuPy.
 
@@ -94,7 +94,7 @@ def init_process_group(
     Every connection is authenticated with the secret of the job. On 127.0.0.1 and with MPI the
     ranks share a secret automatically. With another `host` every rank needs the same
     ``R2CC_SECRET``, or a ``R2CC_SECRET_FILE`` made with ``openssl rand -hex 32 > FILE; chmod 600
-    FILE``, because the function has no argument for it, like CuPy's.
+    FILE``, because this function, like CuPy's, has no argument for the secret.
 
     While ranks meet at a `host`, the environment variables ``RANK``, ``WORLD_SIZE``,
     ``MASTER_ADDR`` and ``LOCAL_WORLD_SIZE`` of the process are set temporarily: no other thread may

@@ -66,7 +66,7 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
         return bool(datatype.is_predefined and datatype.size == datatype.extent)
 
     def part(self, data: Array, rank: int) -> Array:
-        """Return the part of `data`, made by `data`, that is the block of `rank`."""
+        """Return the block of `rank` in `data`, an array that the method `data` returned."""
         return data[rank * self.block_nbytes : (rank + 1) * self.block_nbytes]
 
     def data(self, *, writable: bool) -> Array:
@@ -108,7 +108,7 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
             self.datatype.Unpack(data, 0, self._extents(), MPI.COMM_SELF)
 
     def _extents(self) -> Any:
-        """Return memory of as many extents as there are elements, from which MPI counts them.
+        """Return memory of one extent per element, from which MPI infers the number of elements.
 
         The last extent may end behind the array. `message` has checked that the elements do not.
         """
@@ -117,7 +117,7 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
 
 
 def is_in_place(spec: Any) -> bool:
-    """Return whether `spec` is ``MPI.IN_PLACE`` or None, which mpi4py takes for it."""
+    """Return whether `spec` is ``MPI.IN_PLACE`` or None, which mpi4py treats alike."""
     return spec is None or spec is MPI.IN_PLACE
 
 
@@ -130,8 +130,8 @@ def message(spec: Any, *, writable: bool, nblocks: int = 1) -> BufferSpec:
     writable : bool
         True if a result will be written.
     nblocks : int
-        Number of blocks of equal size that the specification describes. A count in it is that of
-        one block.
+        Number of blocks of equal size that the specification describes. A count in the
+        specification is that of one block.
 
     Raises
     ------
@@ -140,8 +140,8 @@ def message(spec: Any, *, writable: bool, nblocks: int = 1) -> BufferSpec:
         datatype is unknown, or its memory is not contiguous or is read-only. Unlike mpi4py, also if
         the elements do not fit the memory.
     MpiError
-        ``ERR_BUFFER`` for ``MPI.BOTTOM`` and memory of a GPU, ``ERR_TYPE`` for a datatype that is
-        null or not committed.
+        ``ERR_BUFFER`` for ``MPI.BOTTOM`` and memory of a GPU, ``ERR_TYPE`` for a datatype that
+        `require_usable` refuses.
     """
     owner, count, displacement, datatype = parts_of(spec, (list, tuple))
     memory = memory_of(owner, writable=writable)
@@ -208,14 +208,15 @@ def _is_memory(owner: Any) -> bool:
 
 
 def memory_of(owner: Any, *, writable: bool) -> Array:
-    """View the memory of `owner` as bytes; of None, no bytes.
+    """View the memory of `owner` as bytes; None has no bytes.
 
     Raises
     ------
     MpiError
         ``ERR_BUFFER`` for ``MPI.BOTTOM`` and memory of a GPU.
     BufferError, TypeError
-        If it is not contiguous, is read-only although `writable` is true, or `owner` has none.
+        If `owner` has no memory, or its memory is not contiguous, or is read-only although
+        `writable` is True.
     """
     if owner is None:
         return np.empty(0, np.uint8)
@@ -244,7 +245,10 @@ def _require_host(owner: Any) -> None:
 
 
 def datatype_of(owner: Any, given: Any) -> Any:
-    """Return the datatype that was given, or that of the elements of `owner`."""
+    """Return the datatype that was given, or that of the elements of `owner`.
+
+    Raises BufferError if the byte order is foreign, and KeyError if MPI has no such datatype.
+    """
     if isinstance(given, MPI.Datatype):
         return given
     code = given
@@ -318,9 +322,11 @@ def extent_of(datatype: Any, purpose: str) -> int:
 
 
 def require_usable(datatype: Any) -> None:
-    """Raise the error of MPI if `datatype` is null or not committed."""
+    """Raise `MpiError` if `datatype` is null or not committed, or its extent is not positive."""
     if datatype == MPI.DATATYPE_NULL:
-        raise MpiError("the datatype is MPI.DATATYPE_NULL: pass one of the elements", MPI.ERR_TYPE)
+        raise MpiError(
+            "the datatype is MPI.DATATYPE_NULL: pass the datatype of the elements", MPI.ERR_TYPE
+        )
     if datatype.is_predefined:
         return
     try:

@@ -14,7 +14,7 @@ from r2ccl.interop.mpi.errors import MpiError
 
 
 class CallOutcome(NamedTuple):
-    """What a finished call reports: the message that it received, if it received one.
+    """Outcome of a finished call: the status of the message that it received, if any.
 
     Attributes
     ----------
@@ -22,7 +22,7 @@ class CallOutcome(NamedTuple):
         As in a status of MPI.
     is_cancelled : bool
     obj : object
-        What the lower-case methods return.
+        Return value of the lower-case methods.
     """
 
     source: int = MPI.ANY_SOURCE
@@ -32,7 +32,7 @@ class CallOutcome(NamedTuple):
     obj: Any = None
 
     def write(self, status: Any) -> None:
-        """Write it to an ``MPI.Status``, unless that is None."""
+        """Write the outcome to `status`, an ``MPI.Status``; do nothing if `status` is None."""
         if status is not None:
             status.Set_source(self.source)
             status.Set_tag(self.tag)
@@ -46,7 +46,7 @@ EMPTY = CallOutcome()
 
 
 def nothing() -> None:
-    """Do nothing, to finish a call whose result is where it belongs."""
+    """Finish a call whose result is already in the caller's memory: do nothing."""
 
 
 class Call(msgspec.Struct, frozen=True, eq=False):
@@ -72,7 +72,7 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     def wait(self, work: Any, timeout_s: float | None = None) -> CallOutcome:
         """Wait for `work`, which `start` returned, and finish the collective.
 
-        Without `timeout_s`, until its own timeout, which begins with its own start.
+        Without `timeout_s`, the only limit is the collective's own timeout, from its start.
         """
         work.wait(threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
         self.finish()
@@ -102,9 +102,9 @@ def root_of(comm: Any, root: Any) -> int:
     Raises
     ------
     TypeError
-        If it is not a whole number.
+        If `root` is not an integer.
     MpiError
-        ``ERR_ROOT``, if it is not a rank.
+        ``ERR_ROOT``, if `root` is not a rank of `comm`.
     """
     rank = operator.index(root)
     if not 0 <= rank < comm.size:

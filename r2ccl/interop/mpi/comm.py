@@ -4,10 +4,10 @@
 take a communicator as an argument. Each public name of ``MPI.Intracomm`` is in one of three sets:
 
 - carried: defined by `Comm`, and runs on r2ccl
-- `PASSED`: runs on MPI, because it is not communication of r2ccl's kind
+- `PASSED`: runs on MPI
 - all others: raise `MpiError`; names that a later mpi4py adds are among them
 
-Invariant: no other communication of a `Comm` than that in `PASSED` uses MPI.
+Invariant: apart from the names in `PASSED`, only creating and freeing communicators uses MPI.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ _INSTEAD = {
 
 
 class Connections:
-    """Connections of a `Comm`, which those made from it share.
+    """Connections of a `Comm`, shared by the communicators made from it.
 
     Parameters
     ----------
     communicator : Communicator
-        Of all their ranks.
+        Communicator of r2ccl with all ranks of the first `Comm`.
 
     Attributes
     ----------
     nchildren : int
-        Number of communicators made from it that are not freed.
+        Number of communicators made from the first `Comm` that are not freed.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -86,7 +86,7 @@ class Connections:
             self._kept.pop().wait()
 
     def free(self) -> None:
-        """Close them; later, at the end of the process, if other communicators use them.
+        """Close the connections now or, if a rank still uses them, when the process ends.
 
         *Collective*: all ranks.
         """
@@ -95,7 +95,7 @@ class Connections:
             self.communicator.close()
 
     def _leave(self) -> None:
-        """Close them at the end of the process, or abort them if the program failed."""
+        """Close the connections when the process ends; abort if the program failed."""
         if getattr(sys, "last_value", None) is not None:
             self.communicator.abort(f"the program ended with {sys.last_value!r}")
         else:
@@ -130,8 +130,9 @@ class Comm(MPI.Intracomm):
     Notes
     -----
     *Collective*: all ranks of `comm`. The connections are shared with communicators made by `Split`
-    and `Dup`. They are closed by `Free`, if those are freed, or at the end of the process; if it
-    ends with an exception, the calls of the other ranks end with an error.
+    and `Dup`. `Free` closes the connections if all those are freed; otherwise they are closed when
+    the process ends. If the process ends with an exception, the calls of the other ranks end with
+    an error.
     """
 
     def __new__(cls, comm: Any, **options: Any) -> Comm:  # noqa: D102  # see the class
@@ -278,7 +279,7 @@ class Comm(MPI.Intracomm):
         return self._child(self.mpi.Split_type(split_type, key, info))
 
     def Dup(self, info: Any = None) -> Any:
-        """Return a communicator of the same ranks, whose calls are apart from those of this one."""
+        """Return a communicator of the same ranks, whose calls never match those of this one."""
         return self._child(self.mpi.Dup(info))
 
     def Dup_with_info(self, info: Any) -> Any:
@@ -290,11 +291,11 @@ class Comm(MPI.Intracomm):
         return self._child(self.mpi.Clone())
 
     def Create(self, group: Any) -> Any:
-        """Return the communicator of the ranks in `group`; all ranks of this one must call it."""
+        """Return the communicator of the ranks in `group`; all ranks of this one must call this."""
         return self._child(self.mpi.Create(group))
 
     def Create_group(self, group: Any, tag: int = 0) -> Any:
-        """Return the communicator of the ranks in `group`; only these must call it."""
+        """Return the communicator of the ranks in `group`; only these ranks must call this."""
         made = self.mpi.Create_group(group, tag)
         if made == MPI.COMM_NULL:
             return made
@@ -310,11 +311,11 @@ class Comm(MPI.Intracomm):
         info: Any = MPI.INFO_NULL,
         errhandler: Any = None,
     ) -> Comm:
-        """Return a communicator of the ranks in `group`, which all must call it."""
+        """Return a communicator of the ranks in `group`; all these ranks must call this."""
         return cls(MPI.Intracomm.Create_from_group(group, stringtag, info, errhandler))
 
     def Free(self) -> None:
-        """Wait for all communication of this rank, close r2ccl and free the handle of MPI.
+        """Wait for all communication of this rank, then free the communicator in r2ccl and in MPI.
 
         *Collective*: all ranks. Raises the error of MPI for ``MPI.COMM_WORLD``, which stays usable.
         """

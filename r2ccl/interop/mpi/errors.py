@@ -31,7 +31,7 @@ _CLASSES: tuple[tuple[type[R2cclError], int], ...] = (
 
 
 class MpiError(MPI.Exception):
-    """Error of MPI's kind, raised by a call that r2ccl carries.
+    """Exception with an error class of MPI, raised by calls that run on r2ccl.
 
     Parameters
     ----------

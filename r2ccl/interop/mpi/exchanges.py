@@ -188,7 +188,7 @@ def _gathering(comm: Any, sendbuf: Any, into: BufferSpec | VectorSpec, run: Run)
 
 
 def _scattering(comm: Any, sent: BufferSpec | VectorSpec, recvbuf: Any, run: Run) -> Call:
-    """Return a call that sends the blocks of all ranks and receives one."""
+    """Return a call that sends one block to each rank and receives this rank's own."""
     x = sent.data(writable=False)
     own = sent.part(x, comm.rank)
     if is_in_place(recvbuf):
@@ -205,7 +205,7 @@ def _scattering(comm: Any, sent: BufferSpec | VectorSpec, recvbuf: Any, run: Run
 
 
 def _exchanging(sent: BufferSpec | VectorSpec, into: BufferSpec | VectorSpec, run: Run) -> Call:
-    """Return a call that sends the blocks of all ranks and receives as many."""
+    """Return a call that sends one block to each rank and receives one from each."""
     out = into.data(writable=True)
     x = out if sent is into else sent.data(writable=False)
     return _exchange(sent, x, x, out, into, run)

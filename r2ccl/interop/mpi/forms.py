@@ -1,4 +1,7 @@
-"""Methods of mpi4py made of functions that return a call: blocking, nonblocking and persistent."""
+"""Methods of mpi4py made from functions that return a call.
+
+A call has a blocking, a nonblocking and a persistent method.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,12 @@ def sent(make: Make) -> tuple[Any, Any, Any]:
 
 
 def received(make: Make) -> tuple[Any, Any, Any]:
-    """Return the same of a receive, of which the blocking one takes a status."""
+    """Return the same three methods of a receive; the blocking one takes a status."""
     return blocking_with_status(make), nonblocking(make), persistent(make)
 
 
 def blocking(make: Make) -> Any:
-    """Return the method that runs a call, and returns its object, if it has one."""
+    """Return the method that runs a call and returns the object received, or None."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         with handled(self.mpi):
@@ -47,7 +50,7 @@ def blocking(make: Make) -> Any:
 
 
 def blocking_with_status(make: Make) -> Any:
-    """Return the method that runs a call, and writes its outcome to a status."""
+    """Return the method that also writes the outcome of the call to a status."""
     nplain = len(inspect.signature(make).parameters) - 1
 
     def method(self: Any, *args: Any, status: Any = None, **kwargs: Any) -> Any:
@@ -72,7 +75,10 @@ def nonblocking(make: Make) -> Any:
 
 
 def persistent(make: Make, *more: inspect.Parameter) -> Any:
-    """Return the method that makes a persistent request of a call; `more` is not used."""
+    """Return the method that makes a persistent request of a call.
+
+    The method accepts the parameters `more` and ignores them.
+    """
     signature = _extended(make, *more)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> MpiPrequest:

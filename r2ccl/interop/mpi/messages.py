@@ -89,24 +89,24 @@ class MessageCall(msgspec.Struct, frozen=True, eq=False):
     Parameters
     ----------
     begin : callable
-        Begins it, and returns a `Delivery`.
+        Begins to send or receive, and returns a `Delivery`.
     finish : callable
-        Brings a message received to where it belongs, and returns its object, if it is one.
+        ``finish(found)`` copies a received message to the caller's memory, or returns its object.
     """
 
     begin: Callable[[], Delivery]
     finish: Callable[[Message], Any] = lambda found: None
 
     def start(self, is_async: bool) -> Delivery:
-        """Begin it."""
+        """Begin to send or receive."""
         return self.begin()
 
     def run(self) -> CallOutcome:
-        """Begin it and wait for it."""
+        """Begin to send or receive, and wait for the outcome."""
         return self.wait(self.begin())
 
     def wait(self, work: Delivery, timeout_s: float | None = None) -> CallOutcome:
-        """Wait for `work`, which `start` returned, and finish it."""
+        """Wait for `work`, which `start` returned, and finish the message."""
         found = work.wait(timeout_s)
         if found is None or found is NO_MESSAGE:
             return _outcome(found, work)
@@ -117,11 +117,11 @@ class MessageCall(msgspec.Struct, frozen=True, eq=False):
         return _outcome(work.wait(0), work)
 
     def cancel(self, work: Delivery) -> None:
-        """Cancel a receive that has taken no message; another message is not cancelled."""
+        """Withdraw the receive if it has taken no message; a send is never cancelled."""
         work.cancel()
 
     def drop(self, work: Delivery) -> None:
-        """Let a message that is being sent go on; raise `MpiError` if one is being received."""
+        """Let a running send continue; raise `MpiError` if a receive is running."""
         if work.received is not None:
             raise MpiError(
                 "the receive of the request is running: wait for the request, or cancel it, "
@@ -155,7 +155,7 @@ def bsend(comm: Any, buf: Any, dest: int, tag: int = 0) -> MessageCall:
 
 
 def rsend(comm: Any, buf: Any, dest: int, tag: int = 0) -> MessageCall:
-    """Send `buf` to rank `dest`, whose receive need not be there, as mpi4py's Rsend."""
+    """Send `buf` to rank `dest`, as mpi4py's Rsend; the receive need not be posted before."""
     return _sending_buffer(comm, buf, dest, tag)
 
 
@@ -177,7 +177,7 @@ def sendrecv(
     source: int = MPI.ANY_SOURCE,
     recvtag: int = MPI.ANY_TAG,
 ) -> MessageCall:
-    """Send `sendbuf` and receive `recvbuf` at the same time, as mpi4py's Sendrecv."""
+    """Send `sendbuf` and receive into `recvbuf` at the same time, as mpi4py's Sendrecv."""
     sent = send(comm, sendbuf, dest, sendtag)
     return _both(recv(comm, recvbuf, source, recvtag), sent)
 
@@ -266,7 +266,7 @@ def unpack_first(into: BufferSpec, out: Any, nbytes: int) -> None:
 
 
 def wanted_of(comm: Any, source: Any, tag: Any) -> tuple[int, int]:
-    """Return the source and the tag of a receive, as r2ccl has them."""
+    """Return the source and the tag of a receive, with the wildcards of r2ccl."""
     rank, number = peer_of(comm, "source", source), _tag_of(tag, is_any=True)
     return (
         ANY_SOURCE if rank == MPI.ANY_SOURCE else rank,
@@ -275,14 +275,14 @@ def wanted_of(comm: Any, source: Any, tag: Any) -> tuple[int, int]:
 
 
 def peer_of(comm: Any, name: str, value: Any) -> int:
-    """Return a rank of `comm`, ``PROC_NULL`` or, as a source, ``ANY_SOURCE``.
+    """Return `value` if it is a rank of `comm`, ``PROC_NULL`` or, as a source, ``ANY_SOURCE``.
 
     Raises
     ------
     TypeError
-        If it is not a whole number.
+        If `value` is not an integer.
     MpiError
-        ``ERR_RANK``, if it is none of these.
+        ``ERR_RANK``, if `value` is none of these.
     """
     rank = operator.index(value)
     others = (MPI.PROC_NULL, MPI.ANY_SOURCE) if name == "source" else (MPI.PROC_NULL,)

@@ -1,7 +1,7 @@
 """Messages that were looked at before they are received: probes, and receives of unknown size.
 
 A matched message (MPI's Mprobe) is received at once into memory of its own, so that no other
-receive takes it; `MpiMessage` copies it to the caller's.
+receive takes it; `MpiMessage` copies it to the caller's memory.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ def claim(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -
 
 
 def loaded(data: Any) -> Any:
-    """Return the object whose pickle is `data`; of no bytes, None, as mpi4py does."""
+    """Return the object whose pickle is `data`; None if `data` is empty, as mpi4py does."""
     return MPI.pickle.loads(data.data) if data.size else None
 
 
 class MpiMessage:
     """Message that `Comm.Mprobe` has matched; ``MPI.Message`` of mpi4py.
 
-    Equal to ``MPI.MESSAGE_NULL``, and false, once it was received.
+    Once received, the message is false and equal to ``MPI.MESSAGE_NULL``.
 
     Parameters
     ----------
     comm : Comm
     found : Message
-        The next message with its source and tag.
+        First message with its source and tag that no receive has taken.
     """
 
     def __init__(self, comm: Any, found: Message) -> None:

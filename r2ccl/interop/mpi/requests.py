@@ -26,7 +26,7 @@ _PAUSE_S = 50e-6
 class MpiRequest:
     """Handle of a nonblocking collective or message; ``MPI.Request`` of mpi4py.
 
-    Equal to ``MPI.REQUEST_NULL``, and false, once its end was reported.
+    Once its end was reported, the request is false and equal to ``MPI.REQUEST_NULL``.
 
     Parameters
     ----------
@@ -69,13 +69,13 @@ class MpiRequest:
         return True
 
     def wait(self, status: Any = None) -> Any:
-        """Wait as `Wait`; return the object of the message received, if it is one."""
+        """Wait as `Wait`; return the Python object received, or None."""
         outcome = self._waited()
         outcome.write(status)
         return outcome.obj
 
     def test(self, status: Any = None) -> tuple[bool, Any]:
-        """Test as `Test`; return the flag and the object of the message received, if it is one."""
+        """Test as `Test`; return the flag and the Python object received, or None."""
         outcome = self._tested()
         if outcome is None:
             return False, None
@@ -110,12 +110,12 @@ class MpiRequest:
             self._call.cancel(self._work)
 
     def Free(self) -> None:
-        """Free a request that is not active, or a send, which goes on.
+        """Free an inactive request, or the request of a send, which continues.
 
         Raises
         ------
         MpiError
-            ``ERR_REQUEST``, if it is active and a collective, which MPI forbids, or a receive.
+            ``ERR_REQUEST``, if the request is active and its call is a collective or a receive.
         """
         with handled(self._comm.mpi):
             if self._work is not None:
@@ -209,7 +209,8 @@ class MpiRequest:
     def Testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool]:
         """Complete one request that has finished; return its index and whether there is one.
 
-        The index is MPI.UNDEFINED if there is none, and the flag is True if none is active.
+        If no request has finished, the index is MPI.UNDEFINED. The flag is also True if no request
+        is active.
         """
         active = _active(requests)
         for index in active:
@@ -235,12 +236,12 @@ class MpiRequest:
 
     @classmethod
     def waitall(cls, requests: Sequence[Any], statuses: list[Any] | None = None) -> list[Any]:
-        """Wait until all requests have finished; return their messages."""
+        """Wait until all requests have finished; return the objects received."""
         return [request.wait(status) for request, status in _with_statuses(requests, statuses)]
 
     @classmethod
     def waitany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
-        """Wait until one request has finished; return its index and message."""
+        """Wait until one request has finished; return its index and the object received."""
         while True:
             index, is_over, found = cls.testany(requests, status)
             if is_over:
@@ -251,14 +252,14 @@ class MpiRequest:
     def testall(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[bool, list[Any] | None]:
-        """Return at once whether all requests have finished and, if so, their messages."""
+        """Return at once whether all requests have finished and, if so, the objects received."""
         if not all(request.Get_status() for request in _checked(requests)):
             return False, None
         return True, cls.waitall(requests, statuses)
 
     @classmethod
     def testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool, Any]:
-        """Complete one request that has finished; return its index, the flag and its message."""
+        """Complete one request as `Testany`; return index, flag and the object received."""
         active = _active(requests)
         for index in active:
             is_over, found = requests[index].test(status)
@@ -270,7 +271,7 @@ class MpiRequest:
     def waitsome(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
-        """Wait until at least one request has finished; return indices and messages.
+        """Wait until at least one request has finished; return indices and objects received.
 
         Returns None and None if no request is active.
         """
@@ -284,7 +285,7 @@ class MpiRequest:
     def testsome(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
-        """Complete the requests that have finished; return their indices and messages.
+        """Complete the requests that have finished; return their indices and objects received.
 
         Returns None and None if no request is active.
         """

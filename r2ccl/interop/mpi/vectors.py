@@ -71,7 +71,7 @@ class VectorSpec(msgspec.Struct, frozen=True, eq=False):
         return self.memory if self.memory.flags.writeable or not writable else self.memory.copy()
 
     def part(self, data: Array, rank: int) -> Array:
-        """Return the part of `data`, made by `data`, that is the block of `rank`."""
+        """Return the block of `rank` in `data`, an array that the method `data` returned."""
         first = self.displs[rank]
         return data[first : first + self.counts[rank]]
 
@@ -127,7 +127,7 @@ def vector_of_datatypes(spec: Any, *, writable: bool, nblocks: int) -> VectorSpe
 
 
 def sequence(values: Any, nblocks: int) -> list[int]:
-    """Return `values` as a list of `nblocks` numbers; raise ValueError if there are not as many."""
+    """Return `values` as a list of integers; raise ValueError if there are not `nblocks`."""
     found = [operator.index(value) for value in values]
     if len(found) != nblocks:
         raise ValueError(f"expecting {nblocks} items, got {len(found)}")
