@@ -2,8 +2,8 @@
 
 Rings and chains connect consecutive ranks; recursive doubling and dissemination connect ranks at
 distances of powers of two. If nodes have several ranks, the same holds among nodes. A rank thus has
-about 2 log2(n) neighbors, and twice as many with several ranks per node. Schedules made for a
-degraded network use further edges.
+about 2 log2(n) neighbors, and twice as many with several ranks per node. Direct exchanges, and
+schedules made for a degraded network, use further edges.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def premul_sum(factor: complex) -> ConvertedOp:
     Returns
     -------
     ConvertedOp
-        The ``op`` of `Communicator.allreduce`, `reduce` or `reduce_scatter` on host memory.
+        The ``op`` of any reduction of `Communicator` on host memory.
 
     Notes
     -----
@@ -135,7 +135,7 @@ def accumulate_float32(op: ReduceOp | ConvertedOp = ReduceOp.SUM) -> ConvertedOp
     Returns
     -------
     ConvertedOp
-        The ``op`` of `Communicator.allreduce`, `reduce` or `reduce_scatter` on host memory.
+        The ``op`` of any reduction of `Communicator` on host memory.
 
     Notes
     -----

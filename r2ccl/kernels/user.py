@@ -96,13 +96,13 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
     name : str
         Name in messages; default: the name of the function.
     is_commutative : bool
-        If False, the data of the ranks is combined in rank order, by fewer schedules.
+        If False, the data of the ranks is combined in rank order, which fewer schedules can do.
 
     Returns
     -------
     UserOp
-        The ``op`` of `Communicator.allreduce`, `reduce` or `reduce_scatter`. Make it once, not for
-        each call: it is kept until the process ends.
+        The ``op`` of any reduction of `Communicator`. Make the operation once, not for each call:
+        it is kept until the process ends.
 
     Raises
     ------

@@ -2,10 +2,9 @@
 
 Allgather and reduce-scatter run as rings or disseminations, or as a spanning tree if no ring
 exists; broadcast and reduce run as chains or packed trees; scan and exscan run as chains in rank
-order or by doubling. On a healthy network each channel has
-one home rail. On a degraded network every edge is placed separately. A ring has one edge into and
-one out of a node per channel, so the number of channels is chosen to fill the ports of the node
-with the least bandwidth.
+order or by doubling. On a healthy network each channel has one home rail. On a degraded network
+every edge is placed separately. A ring has one edge into and one out of a node per channel, so the
+number of channels is chosen to fill the ports of the node with the least bandwidth.
 
 Invariant: equal terms give equal candidates in the same order, on every rank.
 """

@@ -24,10 +24,10 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 
     ``cuts`` holds the slice boundaries in elements of the memory that the op writes; for a send, of
     the memory that it reads. ``shift`` is the distance, in elements, from there to the same element
-    of the memory that the op reads. Each entry of ``after`` has the
-    index of an op to wait for, whether the dependency holds slice by slice, and whether a retired
-    send satisfies it (otherwise a send must be released). ``is_left`` is true if the received data
-    is the left operand of the reduction.
+    of the memory that the op reads. Each entry of ``after`` has the index of an op to wait for,
+    whether the dependency holds slice by slice, and whether a retired send satisfies the dependency
+    (otherwise a send must be released). ``is_left`` is true if the received data is the left
+    operand of the reduction.
     """
 
     kind: OpKind
@@ -51,7 +51,7 @@ class LinkSteps(NamedTuple):
     """The steps of a lane that send on one link, or those that receive from it, in slice order.
 
     ``peer`` and ``channel`` identify the link; ``channel`` is a link channel, which may differ from
-    the schedule's channel. ``depth`` bounds how many landing places the receiver names ahead.
+    the schedule's channel. ``depth`` bounds how many landing places the receiver announces ahead.
     """
 
     peer: int
@@ -327,8 +327,8 @@ def limit_windows(layout: Layout, nhomes: int, nbytes: int) -> Layout:
 
     Notes
     -----
-    A receiver controls what is in flight by the landing places it names. If several peers send to
-    one port, the data in flight to that port must fit the switch queue before it. A queue that
+    A receiver controls what is in flight by the landing places it announces. If several peers send
+    to one port, the data in flight to that port must fit the switch queue before it. A queue that
     overflows drops segments, and TCP waits 200 ms to retransmit the last segment of a burst.
     Measured with 4 nodes of 4 rails of 200 Mbit/s, queues of 128 KiB, packed trees and slices of
     128 KiB: with two landing places ahead, a call retransmits 1,000 segments, waits 200 ms 3 to 7

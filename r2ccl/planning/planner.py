@@ -8,9 +8,8 @@ Data that fits one eager slice is bound by latency and runs recursive doubling, 
 binary tree. Larger collectives run the candidate with the least predicted time, or a preferred one
 whose time is within 2 % of it (`r2ccl.planning.cost_model`, `best`). An alltoall, and a gather or a
 scatter except of little data, is a direct exchange (`r2ccl.planning.exchange_placement`).
-``R2CC_ALGO`` fixes the
-schedule family, ``R2CC_MODE`` restricts the families. If some nodes have no common rail, schedules
-whose neighbours share one replace the others, as long as one exists.
+``R2CC_ALGO`` fixes the schedule family, ``R2CC_MODE`` restricts the families. If some nodes have no
+common rail, schedules whose neighbours share one replace the others, as long as one exists.
 """
 
 from __future__ import annotations

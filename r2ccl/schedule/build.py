@@ -3,8 +3,8 @@
 Every op waits for the earlier op of the same rank and channel that last wrote its memory; an op
 that writes also waits for the ops that have read the memory since. INPUT and OUTPUT count as the
 same memory, as in an in-place call, so the program is correct in place and out of place, except for
-collectives in `r2ccl.schedule.ir.APART`. An order
-that only messages between ranks guarantee is not known here; the checker verifies it.
+collectives in `r2ccl.schedule.ir.APART`. An order that only messages between ranks guarantee is not
+known here; the checker verifies it.
 """
 
 from __future__ import annotations

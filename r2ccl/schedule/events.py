@@ -13,7 +13,7 @@ END    the op is done for ops with it in ``after``: delivered, reduced, copied o
 ====== ===============================================================================
 
 The smallest buffers are no eager slot, and room for one unreduced slice per link. A SEND therefore
-ends when its message lands, which is after the receiver has named a landing place; and a message
+ends when its message lands, which is after the receiver announced a landing place; and a message
 lands only after the link's earlier messages have been delivered.
 
 Slices

@@ -86,7 +86,7 @@ class Op(msgspec.Struct, frozen=True, gc=False):
     is_proof : bool
         RECV only. True if the message cannot be sent before the peers of all SENDs in ``after``
         have received the messages of these SENDs. The message then implies their confirmation, so
-        the landing place may be named as soon as their local requests are retired. The checker
+        the landing place may be announced as soon as their local requests are retired. The checker
         verifies this.
     """
 
