@@ -16,7 +16,7 @@ call                      over TCP                        over verbs
 
 Two protocols carry a slice. *Eager*: ``isend`` without an ``irecv``; the payload arrives in the
 transport's memory and is borrowed by its `Arrived` event until the next ``poll``. *Cleared*: the
-receiver names the landing place with ``irecv``, the sender is notified by `Cleared` and answers
+receiver announces the landing place with ``irecv``, the sender is notified by `Cleared` and answers
 with ``isend`` on the same path; the payload lands in the region itself.
 
 Invariants:
@@ -83,7 +83,7 @@ class Arrived(msgspec.Struct, gc=False):
 
 
 class Cleared(msgspec.Struct, gc=False):
-    """Event: the peer named a landing place of ``nbytes``; answer with ``isend(token=token)``."""
+    """Event: the peer announced a landing place of ``nbytes``; answer with ``isend(token=...)``."""
 
     path: PathKey
     frame: Frame
@@ -343,7 +343,7 @@ class Transport(Protocol):
         ...
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
-        """Name `region` as the landing place of slice ``frame.seq``, and send this to the peer.
+        """Announce `region` to the peer as the landing place of slice ``frame.seq``.
 
         `region` is borrowed until `Arrived` or `Fenced`. Does nothing if the path is not open.
 

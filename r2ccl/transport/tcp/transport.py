@@ -224,7 +224,7 @@ class TcpTransport(PreconnectedTransport):
         self._mark(conn)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
-        """Queue a clear-to-send frame that names `region` for slice ``frame.seq``."""
+        """Queue a clear-to-send frame that announces `region` for slice ``frame.seq``."""
         conn = self._by_path.get(path)
         if conn is None:
             return
@@ -286,7 +286,10 @@ class TcpTransport(PreconnectedTransport):
         self._wakeup.wake()
 
     def fence(self, path: PathKey) -> None:
-        """Close the socket of `path`; the next `poll` reports `Fenced`, even if it was not open."""
+        """Close the socket of `path`; the next `poll` reports `Fenced`, even if it was not open.
+
+        Raises InternalError as `close` does.
+        """
         self._discard(path)
         self._events.append(Fenced(path))
 
@@ -331,7 +334,7 @@ class TcpTransport(PreconnectedTransport):
         Raises
         ------
         InternalError
-            If the kernel lost bytes of a slice that was confirmed before it was read.
+            If the kernel lost bytes that it had reported as received.
         """
         with ExitStack() as steps:  # callbacks run last to first
             steps.callback(self._close_descriptors)
@@ -385,7 +388,7 @@ class TcpTransport(PreconnectedTransport):
             conn.sock.close()
 
     def _read_confirmed(self, conn: _Connection) -> None:
-        """Read the rest of a slice that was confirmed before it was read.
+        """Read the rest of a slice that has been confirmed already.
 
         Raises
         ------

@@ -5,7 +5,7 @@ completion at the peer:
 
 - *messages* (clear-to-send, confirmations, eager slices) go into the peer's ring, at an offset that
   the sender chooses (`r2ccl.transport.verbs.ring`);
-- *slices* go into the landing place that their receiver named;
+- *slices* go into the landing place that their receiver announced;
 - *credits* carry no payload.
 
 The 32 bits of immediate data are: 2 bits for the kind (`Tag`); 8 bits of *mark*, a random number
