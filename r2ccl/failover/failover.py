@@ -187,8 +187,9 @@ class Failover:
 
         Until `joined` ends the wait, paths that a peer closes meanwhile are connected again.
 
-        Above ``R2CC_MAX_CONNECTIONS`` peers, close the idle paths of as many others, of which those
-        least recently used come first. Paths made by `start` are never closed.
+        If more than ``R2CC_MAX_CONNECTIONS`` peers would then be connected, close the idle paths to
+        the surplus number of other ranks, least recently used first. Paths made by `start` are
+        never closed.
         """
         self._joining.update(peers)
         self._make_room(peers)
@@ -201,7 +202,7 @@ class Failover:
         self._joining = +self._joining
 
     def _make_room(self, peers: frozenset[int]) -> None:
-        """Close idle paths to as many ranks as `peers` exceed ``R2CC_MAX_CONNECTIONS`` by."""
+        """Close idle paths until connecting `peers` does not exceed ``R2CC_MAX_CONNECTIONS``."""
         config = self._config
         surplus = len(self._links.connected | peers) - config.max_connections
         if surplus > 0 and config.max_connections and config.is_resilient:

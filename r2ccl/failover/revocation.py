@@ -143,7 +143,7 @@ class Revocation:
     def give_up(self, error: R2cclError, kind: str = "", peer: int = -1) -> None:
         """End the communicator with `error`, which concerns `peer`.
 
-        If `kind`, the name of the class for the other ranks, is given, revoke it on all ranks.
+        If `kind`, the error class for the other ranks, is given, revoke the communicator on all.
         """
         text = error.why if isinstance(error, PeerLost) else str(error)
         message = Revoke(kind or type(error).__name__, text, self._rank, peer)

@@ -195,8 +195,8 @@ class HealthAgreement:
         ports : iterable of (int, int)
             Rank and rail of each.
         on_answer : callable
-            ``on_answer(refusal)``: called with an empty text once all ranks know of it, or with the
-            reason why nothing was changed. Not called if a rank is lost meanwhile.
+            ``on_answer(refusal)``: called with an empty text once all ranks know of the change, or
+            with the reason why nothing was changed. Not called if a rank is lost meanwhile.
         is_excluded : bool
 
         Raises

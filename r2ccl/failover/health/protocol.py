@@ -251,10 +251,10 @@ class Agreement:
         return [Send(COORDINATOR, message)]
 
     def adopt(self, now: float, health: Health) -> list[Action]:
-        """Take the shares in `health` as the report of each rank on its own rails; for rank 0.
+        """Take the shares in `health` as each rank's report on its own rails; on rank 0 only.
 
-        The communicators made from another one adopt its health, so that one report serves all, and
-        its excluded rails.
+        Communicators made from another one adopt its health and its excluded rails, so that one
+        report serves all.
         """
         if self.lost is not None:
             return []

@@ -59,10 +59,10 @@ class Prepare(msgspec.Struct, frozen=True, tag="health.prepare"):
 
 
 class Promise(msgspec.Struct, frozen=True, tag="health.promise"):
-    """Control message: promise that holds until the `Commit`, of all ranks in the sender's subtree.
+    """Control message: promise of all ranks in the sender's subtree, until the `Commit`.
 
-    None of them starts a collective beyond the last one that it has started + window. `reached` is
-    the last collective that any of them has started.
+    Each of these ranks starts at most ``window`` collectives beyond the last one that it has
+    started. `reached` is the highest collective that any of these ranks has started.
     """
 
     version: int

@@ -41,7 +41,7 @@ class Calls(Generic[_C]):
     consumers : mapping
         `Consumer` of each channel of the current call.
     busy : dict of int to int
-        Peers whose paths are needed although no slice is under way, and for how many messages.
+        Number of messages per peer that need its paths although no slice is in flight.
     on_unposted : callable or None
         Posts the receive of the next slice of a link, which has arrived. None: the slice waits for
         its receive.

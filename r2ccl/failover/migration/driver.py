@@ -152,7 +152,7 @@ class Migration:
             self._bypasses.connecting(peer)
 
     def close_idle(self, peer: int) -> None:
-        """Have `peer` close its paths to this rank, which finds them idle; this end follows.
+        """Ask `peer` to close its paths to this rank, because they are idle; this end follows.
 
         The steps are those after a failure, without diagnosis and failback. So a slice that the
         peer has just sent is not lost: it is replayed once the paths are connected again.
@@ -165,7 +165,7 @@ class Migration:
                 self._close(path)
 
     def on_close_paths(self, peer: int) -> None:
-        """Close the paths to `peer`, which finds them idle."""
+        """Close the paths to `peer`, which has asked for this because they are idle."""
         if peer in self._links.connected and peer not in self._reopening:
             self._note_closed(peer)
         for path in self._on_rails(peer):

@@ -7,7 +7,7 @@ slice is identified by its number, never by the path it travels on. Any slice ma
 on any path that is up, and a link changes its path without a handshake:
 
 * An *eager* slice is copied by the sender and travels on the sender's ``route``.
-* A *cleared* slice travels on the path on which the receiver named its landing place.
+* A *cleared* slice travels on the path on which the receiver announced its landing place.
 
 Two counts describe the sender (``confirmed <= posted``) and three the receiver
 (``consumed <= delivered <= received``)::
@@ -156,7 +156,7 @@ class SendLink:
         return item, token
 
     def cleared(self, path: PathKey, seq: int, nbytes: int, token: object) -> Slice | None:
-        """Record a landing place of `nbytes` that the peer named on `path` for slice `seq`.
+        """Record a landing place of `nbytes` that the peer announced on `path` for slice `seq`.
 
         `token` is passed back to the transport with the slice. Return the slice, to be written
         now, if it was posted already; else None.
@@ -224,7 +224,7 @@ class SendLink:
         return self._release()
 
     def fenced(self, path: PathKey) -> list[Slice]:
-        """Retire the slices in flight on `path`, and drop the landing places named on it.
+        """Retire the slices in flight on `path`, and drop the landing places announced on it.
 
         Call it once the local end of `path` is fenced. Return the slices that this releases.
         """
@@ -239,7 +239,7 @@ class SendLink:
         """Apply the peer's report for `path`, fenced at both ends; return the slices released.
 
         A lost slice becomes WAITING: an eager one until `waiting` returns it, a cleared one until
-        the receiver names a new landing place.
+        the receiver announces a new landing place.
 
         Raises
         ------
@@ -356,7 +356,7 @@ class RecvLink:
     ) -> Landing:  # fmt: skip
         """Post a receive of the next slice, into `region` if cleared.
 
-        If ``path`` of the landing is not None, the caller names the landing place on that path.
+        If ``path`` of the landing is not None, the caller announces the landing place on that path.
         """
         seq = self.posted
         self.posted = seq + 1
@@ -426,7 +426,7 @@ class RecvLink:
         return landing is not None and (landing.region is None or landing.path == path)
 
     def resume(self, path: PathKey) -> None:
-        """Mark the landing places named on `path` whose slices have not arrived as lost.
+        """Mark the landing places announced on `path` whose slices have not arrived as lost.
 
         Call it once both ends of `path` are fenced.
         """
@@ -436,7 +436,7 @@ class RecvLink:
                 landing.was_lost = True
 
     def unnamed(self) -> list[Landing]:
-        """Assign the landing places without a path to the route; return them, to be named now.
+        """Assign the landing places without a path to the route; return them, to be announced now.
 
         Landing places whose slices have arrived are left out. The route must not be None.
         """

@@ -254,7 +254,7 @@ class Links:
         Raises
         ------
         InternalError
-            If the size of the landing place that the peer named differs from that of `view`.
+            If the size of the landing place that the peer announced differs from that of `view`.
         """
         if not is_eager:
             _, nbytes, _ = link.clears[link.posted]
@@ -281,8 +281,8 @@ class Links:
         ----------
         link : RecvLink
         region : memoryview or None
-            Landing place, which is named to the peer; borrowed until the slice is delivered. None
-            if the slice is eager.
+            Landing place, which is announced to the peer; borrowed until the slice is delivered.
+            None if the slice is eager.
         consumer : Consumer
             Receives the slice.
         index : int
@@ -330,7 +330,7 @@ class Links:
             self.unconfirmed[link] = None
 
     def drop_messages(self) -> None:
-        """Consume messages to closed communicators unread, from now on: their senders wait."""
+        """From now on, drop messages for closed communicators, so that no sender waits for them."""
         for calls in self.calls.values():
             if is_of_messages(calls.context_id) and calls.on_unposted is None:
                 calls.on_unposted = self._drop
@@ -370,7 +370,7 @@ class Links:
         self._transport.isend(key, frame, item.view, token, is_replay=is_replay)
 
     def name(self, link: RecvLink, landing: Landing) -> None:
-        """Post a landing place with the transport, which names it to the peer on its path."""
+        """Post a landing place with the transport, which announces it to the peer on its path."""
         assert landing.path is not None
         assert landing.region is not None
         link.acked = link.consumed

@@ -86,8 +86,8 @@ class Routes:
     def reroute(self, peer: int, proposed: Mapping[int, int] | None = None) -> dict[int, int]:
         """Assign a route to every channel to `peer` without one, and send what waited for it.
 
-        This sends waiting eager slices, landing places to name, and confirmations. If no path to
-        `peer` is up, assign and send nothing.
+        This sends waiting eager slices, landing places to announce, and confirmations. If no path
+        to `peer` is up, assign and send nothing.
 
         Parameters
         ----------
