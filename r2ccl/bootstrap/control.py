@@ -82,8 +82,8 @@ class ControlHandler(Protocol):
         why : str
             Evidence of the loss.
         last_heard_s : float or None
-            Seconds from its last sign of life to the loss, at the rank that found the loss. None if
-            all ranks that have a session with `peer` are lost.
+            Seconds from the last sign of life of `peer` to the loss, at the rank that found the
+            loss. None if all ranks that have a session with `peer` are lost.
         """
 
     def on_tick(self, now: float) -> None:

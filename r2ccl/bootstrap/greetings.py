@@ -58,7 +58,7 @@ class Table(msgspec.Struct, frozen=True, tag="table"):
         Raises
         ------
         InvalidArgument
-            If they cannot be decoded.
+            If the addresses cannot be decoded.
         """
         try:
             plain = zlib.decompressobj().decompress(self.packed, _MAX_TABLE_NBYTES)

@@ -1,7 +1,7 @@
 """Connection of data sockets, one per (peer, rail, epoch).
 
-The lower rank dials a rail until it succeeds, since a rail may come back after hours. It dials a
-bypass once for each list of ways that it is given. The higher rank accepts exactly the (peer, rail,
+The lower rank dials a rail until it succeeds, since a rail may come back after hours. It tries each
+way of a bypass once (`r2ccl.bootstrap.bypass`). The higher rank accepts exactly the (peer, rail,
 epoch) that it expects. The data plane decides when a path gets a new socket. Runs in the control
 thread.
 """

@@ -241,7 +241,7 @@ async def resolve(host: str, port: int) -> str:
     Raises
     ------
     OSError
-        If `host` has none, or cannot be resolved.
+        If `host` has no address, or cannot be resolved.
     """
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(host))  # needs no resolver thread

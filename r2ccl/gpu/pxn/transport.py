@@ -9,9 +9,9 @@ Theory of operation
 ``isend``: the slice is copied to a slot. When the copy is done, the inner transport sends the
 slot's view. Later sends on the path wait behind it, in order. `Sent` frees the slot.
 
-``irecv``: the inner transport names a slot to the peer. The `Arrived` event of the slot, and every
-later event of the path, is held until the slot was copied to the region. `Fenced` is held until no
-copy of the path is in progress, including copies of slices that were dropped.
+``irecv``: the inner transport announces a slot to the peer. The `Arrived` event of the slot, and
+every later event of the path, is held until the slot was copied to the region. `Fenced` is held
+until no copy of the path is in progress, including copies of slices that were dropped.
 
 If no slot is free or large enough, a slice travels directly. Each end of a path decides this
 independently, for each slice.
