@@ -2,7 +2,7 @@
 
 Types that NCCL has use NCCL's number (``ncclDataType_t`` in nccl.h); types that NCCL lacks start at
 16. Numbers are part of the wire protocol: they are below 64, never change and are never reused for
-another type. ``longdouble`` has none, because its layout differs between machines.
+another type. ``longdouble`` has no number, because its layout differs between machines.
 
 Every type here has the byte order of the machine. bfloat16 and the 8-bit floats are available if
 ml_dtypes is installed.

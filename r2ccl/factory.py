@@ -251,7 +251,7 @@ def _open_transport(
 
 
 def _set_log_level(config: Config) -> None:
-    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; add a stderr handler if it has none."""
+    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; add a stderr handler if none is there."""
     level = DEBUG_LEVELS[config.debug.upper()]
     logger = logging.getLogger("r2ccl")
     if level:

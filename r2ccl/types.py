@@ -110,7 +110,7 @@ class Nic(msgspec.Struct, frozen=True):
     speed_mbps : int
         Nominal rate in Mbit/s; 0: unknown.
     is_last_resort : bool
-        True if it carries slices only between two ranks that have no other rail left.
+        True if the NIC carries slices only between two ranks that have no other rail left.
     """
 
     name: str

@@ -41,8 +41,8 @@ def run(code: str, *, timeout_s: float, is_inner: bool = False) -> Ended:
     -------
     Ended
         Output and error. The output is what the process wrote before it ended, crashed or was
-        killed. The error is the last line of its standard error, or describes how it ended; it is
-        empty if the exit status is 0.
+        killed. The error is empty if the exit status is 0, else the last line of standard error or
+        a description of the end of the process.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", code],

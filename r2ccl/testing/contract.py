@@ -103,7 +103,7 @@ class Side:
         self.transport.flush()
 
     def want(self, seq: int, region: bytearray, ack: int = 0) -> None:
-        """Name `region` as the landing place of slice `seq` of channel 3, and flush."""
+        """Announce `region` as landing place of slice `seq` of channel 3, and flush."""
         self.transport.irecv(self.path, Frame(3, seq, 2, 5, 77), memoryview(region), ack)
         self.transport.flush()
 
@@ -148,7 +148,7 @@ class JoinedPair:
         return side.of(kind)
 
     def cleared(self, region: bytearray, seq: int = 0) -> object:
-        """Name `region` as landing place of slice `seq` on side `b`; return side `a`'s token."""
+        """Announce `region` for slice `seq` on side `b`; return the token that side `a` gets."""
         before = len(self.a.of(Cleared))
         self.b.want(seq, region)
         return self.until_count(self.a, Cleared, before + 1)[-1].token
@@ -398,7 +398,7 @@ def check_fence_is_last(bench: Bench) -> None:
 
 
 def check_fence_keeps_writes_out(bench: Bench) -> None:
-    """Check that after `Fenced` no write reaches a landing place named before the fence.
+    """Check that after `Fenced` no write reaches a landing place announced before the fence.
 
     This holds for slices sent before the fence and after it.
     """

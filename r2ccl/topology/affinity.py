@@ -119,8 +119,9 @@ class Affinity:
         Raises
         ------
         InvalidArgument
-            If a port in `speeds` is not in the machine, a rate is negative, the machine has no such
-            route as one that stays, or the GPU or the port of one that moves is not in use.
+            If a port in `speeds` is not in the machine, a rate is negative, a route that stays is
+            not possible in the machine, or a route that moves has a GPU or a port that is not in
+            use.
         """
         load = Load(Options(self._machine, self._gpus, self._ports, speeds))
         kept = [route for route in routes if route.port not in speeds]

@@ -116,7 +116,7 @@ class PathFinder:
     def _over_a_gpu(
         self, start: Vertex, end: Vertex, direct: TopologyPath | None
     ) -> TopologyPath | None:
-        """Return the fastest NVLink path through a third GPU if faster than `direct`, else that."""
+        """Return the fastest NVLink path through a third GPU if faster, else `direct`."""
         best = direct
         for gpu in self._graph.machine.gpus:
             middle = Vertex(VertexKind.GPU, gpu.bus_id)

@@ -48,7 +48,7 @@ class StillInUse(WrongOrder):
 
     @classmethod
     def by(cls, what: str, user: str, why: str) -> StillInUse:
-        """Return the error for the freeing `what` during the work `user`, for the reason `why`."""
+        """Return the error for freeing call `what` during operation `user`, for reason `why`."""
         return cls(f"in use: {what}\nwhile\n  {user}\n{why}")
 
 

@@ -51,7 +51,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     is_timed_out : bool
         True if the rank was ended because it ran longer than the time limit.
     output : str
-        Its stdout and stderr until it ended; empty if the caller reads the pipes itself.
+        Stdout and stderr of the rank until it ended; empty if the caller reads the pipes itself.
     """
 
     rank: int

@@ -44,7 +44,7 @@ class Need(msgspec.Struct, frozen=True):
     Attributes
     ----------
     what : str
-        Its description, for messages.
+        Description of the requirement, for messages.
     package : str
         Debian package that provides it; empty if it comes from the Python Package Index.
     is_there : callable

@@ -248,7 +248,7 @@ class SimControl:
     def _lose(
         self, peer: int, why: str, last_heard_s: float | None, witness: int | None = None
     ) -> bool:
-        """Report the loss of `peer`, which is told too; return False if that was done before."""
+        """Report the loss of `peer` to it and to the host; return False if it was lost before."""
         if self._overlay.is_closed(peer):
             return False
         if peer in self._sessions:

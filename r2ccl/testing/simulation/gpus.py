@@ -2,7 +2,7 @@
 
 A `GpuNetwork` moves slices between the `FakeDevice`s of the ranks. The fake treats each access of a
 NIC as one of the host, and raises an error for unordered accesses: for example if a slice is sent
-before the host knows that the kernel which makes it is done, or a landing place is named while a
+before the host knows that the kernel that makes it is done, or a landing place is announced while a
 kernel reads it. Kernels run late, in any order that streams and events allow.
 
 Use it with ``simulate(..., network_type=GpuNetwork, rank_type=GpuRank)``. Equal workloads, plans

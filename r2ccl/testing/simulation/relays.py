@@ -27,7 +27,7 @@ _POISON = 0xB6
 
 
 class SimPart(SimTransport):
-    """`SimTransport` with the interface of a `Part`; it has no descriptor, as it never sleeps."""
+    """`SimTransport` with the interface of a `TransportPart`; it never sleeps."""
 
     def fileno(self) -> int:
         """Return -1: the transport has no file descriptor."""

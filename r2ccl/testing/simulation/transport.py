@@ -72,7 +72,7 @@ class SimTransport(PreconnectedTransport):
         Raises
         ------
         TransportError
-            If they do not.
+            If the NICs do not reach device memory.
         """
         if self._network.reaches_devices:
             return Unregistered()
@@ -104,7 +104,7 @@ class SimTransport(PreconnectedTransport):
         self._queue(end, message, is_replay)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
-        """Queue the message that names `region` as the landing place of slice ``frame.seq``."""
+        """Queue the message that announces `region` as landing place of slice ``frame.seq``."""
         end = self._live(path)
         if end is not None:
             if ack:

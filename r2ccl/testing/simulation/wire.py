@@ -174,7 +174,7 @@ class Wire:
 
     Each bypass has a wire of its own. It either passes through a third rank over the two wires
     `legs`, or crosses rails between the two `ports`, each a (rank, rail). The wire of a bypass
-    breaks if one of these does, and is never repaired.
+    breaks with any of these wires or ports, and is never repaired.
     """
 
     __slots__ = ("ends", "is_up", "legs", "pair", "ports", "rail")
