@@ -1,9 +1,9 @@
 """Connection of data sockets, one per (peer, rail, epoch).
 
-The lower rank dials a rail until it succeeds, since a rail may come back after hours. It tries each
-way of a bypass once (`r2ccl.bootstrap.bypass`). The higher rank accepts exactly the (peer, rail,
-epoch) that it expects. The data plane decides when a path gets a new socket. Runs in the control
-thread.
+The lower rank dials a rail until it succeeds, since a rail may come back after hours. It dials a
+bypass once, by the first way that works (`r2ccl.bootstrap.bypass`). The higher rank accepts exactly
+the (peer, rail, epoch) that it expects. The data plane decides when a path gets a new socket. Runs
+in the control thread.
 """
 
 from __future__ import annotations

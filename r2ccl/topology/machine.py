@@ -47,7 +47,7 @@ class NumaNode(msgspec.Struct, frozen=True):
     distances: tuple[tuple[int, int], ...] = ()
 
     def distance_to(self, node: int) -> int:
-        """Return the NUMA distance to `node`: the firmware's value, or a default if it has none."""
+        """Return the NUMA distance to `node`: the firmware's value, else a default."""
         known = dict(self.distances).get(node, 0)
         return known or (LOCAL_DISTANCE if node == self.id else REMOTE_DISTANCE)
 

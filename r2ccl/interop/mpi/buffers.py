@@ -169,7 +169,12 @@ def parts_of(spec: Any, pairs: tuple[type, ...]) -> tuple[Any, Any, Any, Any]:
     ----------
     spec : object
     pairs : tuple of type
-        Types of a pair of a count and a displacement.
+        Types of ``(count, displacement)`` in `spec`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `spec` has no form that mpi4py takes.
     """
     if not isinstance(spec, list | tuple):
         if not _is_memory(spec):
