@@ -82,7 +82,7 @@ class Watch:
     def __init__(self, suspicion_s: float) -> None:
         self._suspicion_s = suspicion_s
         self._seen: dict[PathKey, int] = {}
-        #: Time without progress of each path, in seconds, and the value at which to suspect it next.
+        #: Seconds without progress of each path, and those at which it is suspected next.
         self._silent_s: dict[PathKey, float] = {}
         self._limit_s: dict[PathKey, float] = {}
         self._last: float | None = None

@@ -466,7 +466,7 @@ class DataLoop:
         return True
 
     def fail(self, exc: R2cclError) -> None:
-        """End the communicators, unless they have ended, because of the error `exc` here."""
+        """End the communicators, unless they have ended, with `exc`, an error of this rank."""
         if self._revocation.error is not None:
             return
         if isinstance(exc, InternalError):

@@ -648,7 +648,7 @@ class Engine:
                 )
         if refusal:
             raise InvalidArgument(
-                f"the NIC cannot be excluded: {refusal}; first include another one, or repair it"
+                f"the NIC cannot be excluded: {refusal}; first include or repair another NIC"
             )
 
     def leave(self) -> None:
