@@ -215,7 +215,8 @@ def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choi
     if nlinks:
         # Slices must be small enough for the pipeline and for the byte budget of the ports, large
         # enough to be worth their overhead, and of whole elements of any type.
-        nslices = _nslices(int(wire_ns) * candidate.fill, rates.alpha_ns)
+        fill_ns = int(wire_ns) * candidate.fill
+        nslices = _nslices(fill_ns, rates.alpha_ns) if fill_ns else 1
         wanted = min(nbytes // schedule.nchannels // nslices, fabric.inlet_nbytes // (2 * nlinks))
         wanted -= wanted % ALIGNMENT_NBYTES
         slice_nbytes = min(slice_nbytes, max(_MIN_SLICE_NBYTES, wanted))
