@@ -204,17 +204,16 @@ class Messenger:
         """
         find = partial(self._driver.probe, source, tag)
         found: Message | None = self._own(find, is_step=True)
-        if found is not None or not is_blocking:
-            return found
         wanted = f"a message of {_named('rank', source)} with {_named('tag', tag)}"
         peer = ANY if source == ANY else self._members[source]
 
         def is_over() -> bool:
             return find() is not None or self._refusal is not None
 
-        self._wait(is_over, peer, f"probe() for {wanted}", self._timeout_s)
-        taken: Message | None = self._own(find)
-        return taken
+        while found is None and is_blocking:  # another thread may receive the message first
+            self._wait(is_over, peer, f"probe() for {wanted}", self._timeout_s)
+            found = self._own(find)
+        return found
 
     def test(self, request: SendRequest | ReceiveRequest) -> bool:
         """Return whether `request` is done; run the data loop once if not."""
@@ -238,19 +237,15 @@ class Messenger:
             is_late = until_s is not None and self._clock() >= until_s
             return request.is_done or is_late or self._refusal is not None
 
-        if isinstance(request, SendRequest):
-            peer, doing = request.peer, f"send() to rank {request.peer}"
-        else:
-            peer = -1 if request.source == ANY else self._members[request.source]
-            doing = f"recv() from {_named('rank', peer)} with {_named('tag', request.tag)}"
         if not is_over():
             # A wait for a limited time ends nothing.
             limit_s = self._timeout_s if timeout_s is None else math.inf
-            self._wait(is_over, peer, doing, limit_s)
+            self._wait(is_over, *self._describe(request), limit_s)
         if request.error is not None:
             raise request.error
         if not request.is_done:
             self._require_open()
+            _, doing = self._describe(request)
             raise TransportTimeout(
                 f"rank {self._job.rank}: {doing} has not finished after {timeout_s:g} s and "
                 "continues: wait again, or look at pending() on both ranks",
@@ -259,23 +254,40 @@ class Messenger:
             )
         return request.result
 
+    def _describe(self, request: SendRequest | ReceiveRequest) -> tuple[int, str]:
+        """Return the peer of a request, in the job, or `ANY`, and the request as text."""
+        if isinstance(request, SendRequest):
+            return request.peer, f"send() to rank {request.peer}"
+        peer = ANY if request.source == ANY else self._members[request.source]
+        return peer, f"recv() from {_named('rank', peer)} with {_named('tag', request.tag)}"
+
     def _require_open(self) -> None:
         if self._refusal is not None:
             raise self._refusal()
 
     def _own(self, fn: Callable[[], Any], *, is_step: bool = False) -> Any:
         """Run ``fn()`` as the owner of the data loop, and send what it posted."""
+        progress = self._loop.progress
+
+        def run() -> Any:
+            self.check()
+            if is_step:
+                progress.step()
+            found = fn()
+            progress.advance()
+            return found
+
         self._require_open()
+        return self._call(run)
+
+    def _call(self, fn: Callable[[], Any]) -> Any:
+        """Run ``fn()`` as the owner of the data loop; what it raises ends the communicator."""
         loop = self._loop
         try:
             loop.acquire()
             self.is_calling = is_calling = True
             try:
-                self.check()
-                if is_step:
-                    loop.progress.step()
                 found = fn()
-                loop.progress.advance()
                 is_calling = False
             except BaseException as exc:
                 loop.give_up(self, exc)
@@ -299,26 +311,18 @@ class Messenger:
 
     def _wait(self, is_done: Callable[[], bool], peer: int, doing: str, timeout_s: float) -> None:
         """Run the data loop until ``is_done()``; `peer` is a rank of the job, or `ANY`."""
-        loop = self._loop
         patience = Patience(timeout_s, "R2CC_TIMEOUT_S", partial(self._pending, peer, doing))
-        try:
-            loop.acquire()
+
+        def wait() -> None:
             self._waiter = get_ident()
             self.peers = frozenset() if peer in (ANY, self._job.rank) else frozenset((peer,))
-            self.is_calling = is_calling = True
             try:
-                loop.wait(self, is_done, patience)
-                is_calling = False
-            except BaseException as exc:
-                loop.give_up(self, exc)
-                raise
+                self._loop.wait(self, is_done, patience)
             finally:
-                self.is_calling = is_calling and not loop.is_settled
-        finally:
-            self._waiter = 0
-            self.peers = frozenset()
-            loop.release()
-        loop.send_rest()
+                self._waiter = 0
+                self.peers = frozenset()
+
+        self._call(wait)
 
     def _pending(self, peer: int, doing: str) -> Pending:
         waits = () if peer == ANY else (Wait(peer, "message"),)
