@@ -1,57 +1,34 @@
-"""Communicator: collectives among a group of ranks, status of the group, and orderly shutdown."""
+"""Communicator: collectives among a group of ranks, status of the group, and orderly shutdown.
+
+The methods contain no logic: each passes its call to the module of `r2ccl.runtime` that carries it
+out.
+"""
 
 from __future__ import annotations
 
-import logging
 import signal
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from functools import partial
-from operator import index
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
+from typing import Any, TypeAlias
 
-import msgspec
 import numpy as np
 
 from r2ccl.bootstrap.control import ControlPlane
-from r2ccl.bootstrap.messages import PeerInfo
-from r2ccl.clock import monotonic
-from r2ccl.device.base import Device
-from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 from r2ccl.failover.diagnosis.verdict import Verdict
-from r2ccl.failover.exclusion import ports_of
 from r2ccl.failover.health.driver import Known
-from r2ccl.failover.migration.calls import first_channel
 from r2ccl.failover.migration.repairs import Repair
-from r2ccl.failover.shrink.driver import regroup
-from r2ccl.failover.shrink.protocol import Shrinking
-from r2ccl.gpu.collectives import DeviceCollectives
-from r2ccl.gpu.hardware import Hardware
-from r2ccl.gpu.plan_selector import PlanSelector
-from r2ccl.planning.cost_model import Fabric
-from r2ccl.planning.plan_cache import PlanCache, in_job
 from r2ccl.planning.planner import Explanation
-from r2ccl.runtime import arguments, status
-from r2ccl.runtime.arguments import as_buffer
-from r2ccl.runtime.async_work import Worker
-from r2ccl.runtime.collectives import Collectives
+from r2ccl.runtime import arguments, splitting, status
 from r2ccl.runtime.engine import Engine, RegisteredMemory
 from r2ccl.runtime.grouping import Group
-from r2ccl.runtime.job import ABORT_S, LEAVE_S, Job, nodes_of
+from r2ccl.runtime.job import Job
 from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.messenger import MessageRequest
-from r2ccl.runtime.signal_dump import require_main_thread
-from r2ccl.runtime.splitting import Part, agree
+from r2ccl.runtime.messaging import MessageCalls
+from r2ccl.runtime.participant import MakeDeviceCalls
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import AllgatherBytes, ReduceOp
-
-if TYPE_CHECKING:
-    from r2ccl.gpu.backends import GpuBackend
-    from r2ccl.gpu.pxn.transport import PxnTransport
-
-_log = logging.getLogger(__name__)
 
 #: Source, or tag, of a receive that takes any.
 ANY_SOURCE = ANY_TAG = ANY
@@ -60,28 +37,97 @@ ANY_SOURCE = ANY_TAG = ANY
 class Communicator:
     """Group of ranks that run collectives together; created by `r2ccl.init`.
 
-    Every method marked *collective* must be called by all ranks in the same order.
+    Every method marked *collective* must be called by all ranks in the same order. The sections
+    below apply to all collectives, that is, to `allreduce`, `allgather`, `reduce_scatter`,
+    `broadcast`, `reduce`, `gather`, `scatter`, `alltoall`, `scan`, `exscan`, their forms with ``v``
+    for parts of unequal size, and `run_schedule`; a method says only what it adds to them, or what
+    differs.
 
     Attributes
     ----------
     rank, nranks : int
         Number of this process, from 0, and number of ranks.
     members : tuple of int
-        For each rank, its rank in the communicator from which `shrink` made this one. In a
-        communicator made by `r2ccl.init`, each rank's own number.
+        For each rank, its rank in the communicator from which `shrink` or `split` made this one. In
+        a communicator made by `r2ccl.init`, each rank's own number.
     config : Config
         Settings of this communicator.
+
+    Arguments of all collectives
+    ----------------------------
+    x : array_like
+        The input, of any shape, in host memory on all ranks. `allreduce`, `allgather`,
+        `reduce_scatter`, `broadcast`, `reduce` and `run_schedule` also take device memory, on all
+        ranks. Dtype and number of elements must be equal on all ranks, the number except where
+        parts may have unequal sizes. Must be C-contiguous in device memory, or if it receives the
+        result; other inputs are copied first if they are not. Borrowed until the collective has
+        finished.
+    out : array_like, optional
+        Receives the result: a C-contiguous array of the dtype of `x`, in the same kind of memory.
+        Disjoint from `x`, except for the overlap that the method allows.
+    op : ReduceOp, ConvertedOp or UserOp
+        An operation that the dtype supports; docs/reductions.md has the table. `premul_sum`,
+        `accumulate_float32` and `user_op` make others.
+    root : int
+        Rank that sends, or receives, the data of all ranks.
+    counts, displs : sequence of int
+        For each rank, the number of elements of its part, and the first element of the part; equal
+        on all ranks, except where the method says otherwise. A count may be 0. Parts of `out` must
+        not overlap, and elements of `out` outside all parts are not modified. By default, the parts
+        follow one another in rank order.
+    stream : optional
+        For device memory only. The collective runs after the work enqueued on this stream before
+        the call, and work enqueued on it later sees the result. A handle, a stream of CuPy, Numba
+        or torch, or an object with ``__cuda_stream__``. Default: the current stream of the array's
+        library.
+    async_op : bool
+        Return a `Work` at once.
+
+    Results of all collectives
+    --------------------------
+    `out` or, without it, its default; None on a rank that receives nothing. With ``async_op``, a
+    `Work` whose `wait` returns this. A call on device memory always returns at once, and work
+    enqueued on `stream` afterwards sees the result; with ``async_op``, only after `Work.order`.
+
+    Errors of all collectives and messages
+    --------------------------------------
+    InvalidArgument
+        If an argument is not as described: before any data moves, and the communicator stays
+        usable. Or if the ranks disagree on the call, which revokes the communicator on every rank.
+    NoHealthyRail, PeerLost, TransportTimeout
+        If the collective failed (see `r2ccl.errors`); the communicator is revoked. With
+        ``async_op``, `Work.wait` raises the error. For a call on device memory without
+        ``async_op``, the next call raises `CommunicatorRevoked`, whose ``reason`` is the error.
+    TransportError
+        If a GPU or its driver failed or, with ``R2CC_MODE=failstop``, a path failed.
+    CommunicatorRevoked
+        If the communicator was revoked before, or another rank revokes it during the call.
+    ConcurrentCalls
+        If this call is blocking, and another blocking call runs in another thread or was
+        interrupted by this signal handler.
+
+    After a failure
+    ---------------
+    The failure of a path does not change a bit of the result of the call in progress. Later calls
+    are planned for the remaining rails and may round differently (docs/fault-model.md). If a call
+    raises, `out` is undefined.
+
+    Order and threads
+    -----------------
+    The collectives of one communicator, blocking or asynchronous, run in the order in which they
+    were called. Calls marked *local* need no other rank. `repairs`, `health`, `verdicts`,
+    `known_health`, `pending` and `dump` are callable in any thread, also while a call blocks, and
+    do not wait.
     """
 
     def __init__(
         self,
         job: Job,
         engine: Engine,
-        *,
         members: tuple[int, ...],
-        assemble: Assemble | None,
-        hardware: Hardware,
-        relayed: PxnTransport | None = None,
+        *,
+        assemble: Assemble,
+        make_device_calls: MakeDeviceCalls,
     ) -> None:
         self.rank = engine.rank
         self.nranks = engine.nranks
@@ -89,40 +135,11 @@ class Communicator:
         self.config = engine.config
         self._job = job
         self._engine = engine
-        #: Makes the communicator of the survivors; None in a communicator made by `split`.
         self._assemble = assemble
-        self._hardware = hardware
-        #: Part of the transport that can use PXN routes.
-        self._relayed = relayed
-        self._peers = [job.control.peers[rank] for rank in engine.context.members]
-        fabric = Fabric(job.homes, job.control.nwires, nodes_of(self._peers))
-        context_id, _, in_job_of = engine.context
-        self._plans = PlanCache(
-            self.rank,
-            self.nranks,
-            fabric,
-            self.config,
-            place=in_job(in_job_of, first_channel(context_id)) if context_id else None,
-        )
-        turn = threading.Lock()
-        self._worker = Worker(f"r2ccl-worker-{self.rank}", turn, engine.fail_call)
-        self._on_device = DeviceCollectives(
-            self.rank,
-            timeout_s=self.config.timeout_s,
-            worker=self._worker,
-            check=engine.check,
-            open_device=hardware.open,
-            select_backends=self._select_backends,
-        )
-        self._collectives = Collectives(
-            engine,
-            self._plans,
-            job.pool,
-            worker=self._worker,
-            turn=turn,
-            start_on_device=self._on_device.start,
-        )
-        job.add(self)
+        self._make_device_calls = make_device_calls
+        self._participant = job.add(engine, make_device_calls)
+        self._collectives = self._participant.collectives
+        self._messages = MessageCalls(self._collectives, engine.messenger, self.nranks)
 
     def connect(self) -> None:
         """Start the control plane, connect the rails and, if needed, measure them.
@@ -140,16 +157,7 @@ class Communicator:
         -----
         *Collective*: all ranks.
         """
-        try:
-            self._job.start()
-            if self._is_measured():
-                rates = self._collectives.calibrate()
-                self._plans.measured(rates)
-                if len({info.host for info in self._peers}) == self.nranks:
-                    self._engine.set_nominal_rate(rates.beta)
-        except BaseException as exc:
-            self._job.abort_surely(f"init() failed: {exc!r}")
-            raise
+        self._job.connect()
 
     def allreduce(
         self,
@@ -224,33 +232,49 @@ class Communicator:
 
         Parameters
         ----------
-        x : array_like, any shape
-            As for `allreduce`. May be this rank's part of `out`, which saves a copy.
+        x : array_like
+            May be this rank's part of `out`, which saves a copy.
         out : array_like, optional
-            Receives the data of all ranks in rank order: ``nranks`` times as many elements as `x`,
-            of the same dtype. Default: a new array of shape ``(nranks, *x.shape)``.
-        stream, async_op
-            As for `allreduce`.
-
-        Returns
-        -------
-        array_like or Work
-            `out`, or the new array without `out`; with ``async_op`` a `Work`.
-
-        Raises
-        ------
-        InvalidArgument
-            As for `allreduce`, or if `out` has a wrong size, or overlaps `x` but `x` is not this
-            rank's part of `out`.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
+            Receives the data of all ranks in rank order: ``nranks`` times as many elements as `x`.
+            Default: a new array of shape ``(nranks, *x.shape)``.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: each rank sends (n - 1)/n of `out`, in a ring.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
+        each rank sends (n - 1)/n of `out`, in a ring.
         """
         make = arguments.allgather
         return self._collectives.start(stream, async_op, make, x, out, self.rank, self.nranks)
+
+    def allgatherv(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        counts: Sequence[int],
+        displs: Sequence[int] | None = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Gather the `x` of every rank, whose sizes may differ, on every rank.
+
+        Parameters
+        ----------
+        x : array_like
+            As for `allgather`, with ``counts[rank]`` elements. May be in device memory if all
+            counts are equal and `displs` is left out.
+        out : array_like, optional
+            Receives the data of all ranks. Default: a new flat array that ends with the last part.
+        counts, displs : sequence of int
+            Parts of `out`; `displs` may differ between ranks.
+
+        Notes
+        -----
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
+        as for `allgather`; each rank receives all parts but its own.
+        """
+        given = (x, out, counts, displs, self.rank, self.nranks)
+        return self._collectives.start(stream, async_op, arguments.allgatherv, *given)
 
     def reduce_scatter(
         self,
@@ -266,79 +290,74 @@ class Communicator:
         Parameters
         ----------
         x : array_like
-            As for `allreduce`; the number of elements must be a multiple of ``nranks``. Not
-            modified, unless `out` is a part of `x`.
+            The number of elements must be a multiple of ``nranks``. Not modified, unless `out` is a
+            part of `x`.
         out : array_like, optional
             Receives part number `rank` of ``nranks`` equal parts of the result. May be the same
             part of `x`. Default: a new array, of shape ``(x.shape[0] / nranks, *x.shape[1:])`` if
             ``nranks`` divides ``x.shape[0]``, otherwise flat.
-        op
-            As for `allreduce`.
-        stream, async_op
-            As for `allreduce`.
-
-        Returns
-        -------
-        array_like or Work
-            `out`, or the new array without `out`; with ``async_op`` a `Work`.
-
-        Raises
-        ------
-        InvalidArgument
-            As for `allreduce`, or if the number of elements of `x` is not a multiple of ``nranks``,
-            or `out` has a wrong size, or `out` overlaps `x` but is not this rank's part of `x`.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: each rank sends (n - 1)/n of `x`, in a ring, and needs
-        memory of the size of `x` for partial sums, which is reused across calls.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
+        each rank sends (n - 1)/n of `x`, in a ring, and needs memory of the size of `x` for partial
+        sums, which is reused across calls.
         """
         make = arguments.reduce_scatter
         return self._collectives.start(stream, async_op, make, x, out, op, self.rank, self.nranks)
 
-    def broadcast(
+    def reduce_scatterv(
         self,
         x: Any,
         out: Any = None,
-        root: int = 0,
+        op: arguments.Operation = ReduceOp.SUM,
         *,
+        counts: Sequence[int],
         stream: Any = None,
         async_op: bool = False,
+    ) -> Any:
+        """Reduce `x` over all ranks; each rank receives one part of the result, of any size.
+
+        Parameters
+        ----------
+        x : array_like
+            As many elements as all counts together. May be in device memory if all counts are
+            equal.
+        out : array_like, optional
+            Receives part number `rank` of the result, of ``counts[rank]`` elements. May be the same
+            part of `x`. Default: a new flat array.
+        counts : sequence of int
+            The parts follow one another in rank order.
+
+        Notes
+        -----
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
+        as for `reduce_scatter`; each rank sends all parts but its own.
+        """
+        given = (x, out, op, counts, self.rank, self.nranks)
+        return self._collectives.start(stream, async_op, arguments.reduce_scatterv, *given)
+
+    def broadcast(
+        self, x: Any, out: Any = None, root: int = 0, *, stream: Any = None, async_op: bool = False
     ) -> Any:
         """Send the data of rank `root` to every rank.
 
         Parameters
         ----------
-        x : array_like, any shape
+        x : array_like
             On `root`, the data. On other ranks, the array that receives the data if `out` is not
-            given. Dtype and number of elements must be equal on all ranks.
+            given.
         out : array_like, optional
             Receives the data: the same memory as `x` or disjoint from it. Default: `x` itself.
-        root : int
-        stream, async_op
-            As for `allreduce`.
-
-        Returns
-        -------
-        array_like or Work
-            `out`, or `x` without `out`; with ``async_op`` a `Work`.
-
-        Raises
-        ------
-        InvalidArgument
-            As for `allreduce`, or if `root` is not a rank.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: log2(n) messages one after another if the data fits one
-        eager slice; otherwise a pipeline through all ranks, in which each rank except `root`
-        receives the data once and, while all NICs work, sends the data at most once.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
+        log2(n) messages one after another if the data fits one eager slice; otherwise a pipeline
+        through all ranks, in which each rank except `root` receives the data once and, while all
+        NICs work, sends the data at most once.
         """
-        root = self._rank_of(root)
+        root = arguments.rank_of(root, self.nranks)
         return self._collectives.start(stream, async_op, arguments.broadcast, x, out, root)
 
     def reduce(
@@ -355,81 +374,41 @@ class Communicator:
 
         Parameters
         ----------
-        x : array_like, any shape
-            As for `allreduce`. Not modified, except on `root` without `out`.
+        x : array_like
+            Not modified, except on `root` without `out`.
         out : array_like, optional
             On `root`, receives the result, as for `allreduce`. Ignored on other ranks.
-        op
-            As for `allreduce`.
-        root : int
-        stream, async_op
-            As for `allreduce`.
-
-        Returns
-        -------
-        array_like or None or Work
-            On `root`, `out`, or `x` without `out`; None on other ranks. With ``async_op`` a `Work`.
-
-        Raises
-        ------
-        InvalidArgument
-            As for `allreduce`, or if `root` is not a rank.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: as for `broadcast`, in the opposite direction. Ranks other
-        than `root` need memory of the size of `x` for partial sums, which is reused across calls.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
+        as for `broadcast`, in the opposite direction. Ranks other than `root` need memory of the
+        size of `x` for partial sums, which is reused across calls.
         """
-        root = self._rank_of(root)
-        return self._collectives.start(
-            stream, async_op, arguments.reduce, x, out, op, root, self.rank
-        )
+        given = (x, out, op, arguments.rank_of(root, self.nranks), self.rank)
+        return self._collectives.start(stream, async_op, arguments.reduce, *given)
 
     def gather(
-        self,
-        x: Any,
-        out: Any = None,
-        root: int = 0,
-        *,
-        stream: Any = None,
-        async_op: bool = False,
+        self, x: Any, out: Any = None, root: int = 0, *, stream: Any = None, async_op: bool = False
     ) -> Any:
         """Gather the `x` of every rank on rank `root`.
 
         Parameters
         ----------
-        x : array_like, any shape
-            In host memory, otherwise as for `allreduce`. On `root` it may be the root's part of
-            `out`, which saves a copy.
+        x : array_like
+            On `root` it may be the root's part of `out`, which saves a copy.
         out : array_like, optional
             On `root`, receives the data of all ranks in rank order, as for `allgather`. Ignored on
             other ranks.
-        root : int
-        stream, async_op
-            As for `allreduce`; a stream is refused, because device memory is not supported.
-
-        Returns
-        -------
-        array_like or None or Work
-            On `root`, `out`, or the new array without `out`; None on other ranks. With
-            ``async_op`` a `Work`.
-
-        Raises
-        ------
-        InvalidArgument
-            As for `allgather`, if `root` is not a rank, or if an array is in device memory.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: one message from every rank to the root; log2(n) messages
-        one after another over a binomial tree if all data fits one eager slice.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
+        one message from every rank to the root; log2(n) messages one after another over a binomial
+        tree if all data fits one eager slice.
         """
-        root, make = self._rank_of(root), arguments.gather
-        return self._collectives.start(stream, async_op, make, x, out, root, self.rank, self.nranks)
+        given = (x, out, arguments.rank_of(root, self.nranks), self.rank, self.nranks)
+        return self._collectives.start(stream, async_op, arguments.gather, *given)
 
     def gatherv(
         self,
@@ -449,46 +428,29 @@ class Communicator:
         x : array_like
             As for `gather`, of any number of elements, 0 allowed.
         out : array_like, optional
-            On `root`, receives the data. Elements outside all parts are not modified. Default: a
-            new flat array that ends with the last part. Ignored on other ranks.
-        root : int
-        counts : sequence of int
-            On `root`, the number of elements of each rank's `x`. Ignored on other ranks.
-        displs : sequence of int, optional
-            On `root`, the first element of each rank's part of `out`; parts must not overlap.
-            Default: the parts follow one another in rank order. Ignored on other ranks.
-        stream, async_op
-            As for `gather`.
-
-        Returns
-        -------
-        array_like or None or Work
-            As for `gather`.
+            On `root`, receives the data. Default: a new flat array that ends with the last part.
+            Ignored on other ranks.
+        counts, displs : sequence of int
+            On `root`, the number of elements of each rank's `x`, and the parts of `out`. Ignored on
+            other ranks.
 
         Raises
         ------
         InvalidArgument
-            As for `gather`, if counts or displacements are wrong or, on all ranks, if a rank passes
-            another number of elements than `root` expects, which revokes the communicator.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
+            Also if, on any rank, `x` has another number of elements than `root` expects; this
+            revokes the communicator on every rank.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: one message from every rank to the root.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
+        message from every rank to the root.
         """
-        root, make = self._rank_of(root), arguments.gatherv
+        root = arguments.rank_of(root, self.nranks)
         given = (x, out, root, counts, displs, self.rank, self.nranks)
-        return self._collectives.start(stream, async_op, make, *given)
+        return self._collectives.start(stream, async_op, arguments.gatherv, *given)
 
     def scatter(
-        self,
-        x: Any,
-        out: Any = None,
-        root: int = 0,
-        *,
-        stream: Any = None,
-        async_op: bool = False,
+        self, x: Any, out: Any = None, root: int = 0, *, stream: Any = None, async_op: bool = False
     ) -> Any:
         """Send one equal part of the `x` of rank `root` to every rank.
 
@@ -496,32 +458,18 @@ class Communicator:
         ----------
         x : array_like
             On `root`, the parts of all ranks in rank order; the number of elements must be a
-            multiple of ``nranks``. In host memory. Ignored on other ranks, which may pass None.
+            multiple of ``nranks``. Ignored on other ranks, which may pass None.
         out : array_like, optional
             Receives this rank's part. On `root` it may be the same part of `x`, which saves a copy,
             and the default is a new array, as for `reduce_scatter`. Required on other ranks.
-        root : int
-        stream, async_op
-            As for `gather`.
-
-        Returns
-        -------
-        array_like or Work
-            `out`, or on `root` the new array without `out`; with ``async_op`` a `Work`.
-
-        Raises
-        ------
-        InvalidArgument
-            As for `gather`, or if `out` is missing or has a wrong size.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: as for `gather`, in the opposite direction.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
+        as for `gather`, in the opposite direction.
         """
-        root, make = self._rank_of(root), arguments.scatter
-        return self._collectives.start(stream, async_op, make, x, out, root, self.rank, self.nranks)
+        given = (x, out, arguments.rank_of(root, self.nranks), self.rank, self.nranks)
+        return self._collectives.start(stream, async_op, arguments.scatter, *given)
 
     def scatterv(
         self,
@@ -539,40 +487,27 @@ class Communicator:
         Parameters
         ----------
         x : array_like
-            On `root`, contains the parts of all ranks. In host memory. Ignored on other ranks,
-            which may pass None.
+            On `root`, contains the parts of all ranks. Ignored on other ranks, which may pass None.
         out : array_like, optional
             Receives this rank's part and has its size. On `root` it may be the same part of `x`,
             and the default is a new flat array. Required on other ranks.
-        root : int
-        counts : sequence of int
-            On `root`, the number of elements of each rank's part. Ignored on other ranks.
-        displs : sequence of int, optional
-            On `root`, the first element of each rank's part of `x`; parts may overlap. Default: the
-            parts follow one another in rank order. Ignored on other ranks.
-        stream, async_op
-            As for `gather`.
-
-        Returns
-        -------
-        array_like or Work
-            As for `scatter`.
+        counts, displs : sequence of int
+            On `root`, the parts of `x`, which may overlap. Ignored on other ranks.
 
         Raises
         ------
         InvalidArgument
-            As for `scatter`, if counts or displacements are wrong or, on all ranks, if `out` of a
-            rank has another size than `root` sends, which revokes the communicator.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
+            Also if, on any rank, `out` has another size than `root` sends; this revokes the
+            communicator on every rank.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: one message from the root to every rank.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
+        message from the root to every rank.
         """
-        root, make = self._rank_of(root), arguments.scatterv
+        root = arguments.rank_of(root, self.nranks)
         given = (x, out, root, counts, displs, self.rank, self.nranks)
-        return self._collectives.start(stream, async_op, make, *given)
+        return self._collectives.start(stream, async_op, arguments.scatterv, *given)
 
     def alltoall(
         self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False
@@ -583,30 +518,16 @@ class Communicator:
         ----------
         x : array_like
             The parts for all ranks in rank order; the number of elements must be a multiple of
-            ``nranks``. In host memory, otherwise as for `allreduce`.
+            ``nranks``.
         out : array_like, optional
             Receives the parts from all ranks in rank order; has the size of `x`. May be `x` itself.
             Default: a new array like `x`.
-        stream, async_op
-            As for `gather`.
-
-        Returns
-        -------
-        array_like or Work
-            `out`, or the new array without `out`; with ``async_op`` a `Work`.
-
-        Raises
-        ------
-        InvalidArgument
-            As for `allreduce`, if the number of elements is not a multiple of ``nranks``, or if an
-            array is in device memory.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: one message to every rank; each rank sends (n - 1)/n of
-        `x`. If `out` is `x`, the data is copied once, to memory that is reused across calls.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
+        one message to every rank; each rank sends (n - 1)/n of `x`. If `out` is `x`, the data is
+        copied once, to memory that is reused across calls.
         """
         make = arguments.alltoall
         return self._collectives.start(stream, async_op, make, x, out, self.rank, self.nranks)
@@ -628,141 +549,29 @@ class Communicator:
         Parameters
         ----------
         x : array_like
-            Contains the parts for all ranks. In host memory, otherwise as for `allreduce`.
+            Contains the parts for all ranks, which may overlap.
         out : array_like, optional
-            Receives the parts from all ranks. May be `x` itself. Elements outside all parts are not
-            modified. Default: a new flat array that ends with the last part.
-        sendcounts, recvcounts : sequence of int
-            Number of elements sent to, and received from, each rank; 0 allowed.
-        senddispls, recvdispls : sequence of int, optional
-            First element of each rank's part of `x`, and of `out`; parts of `out` must not overlap.
-            Default: the parts follow one another in rank order.
-        stream, async_op
-            As for `gather`.
-
-        Returns
-        -------
-        array_like or Work
-            As for `alltoall`.
+            Receives the parts from all ranks. May be `x` itself. Default: a new flat array that
+            ends with the last part.
+        sendcounts, senddispls : sequence of int
+            Parts of `x`: one for each rank. They differ between ranks.
+        recvcounts, recvdispls : sequence of int
+            Parts of `out`: one from each rank.
 
         Raises
         ------
         InvalidArgument
-            As for `alltoall`, if counts or displacements are wrong or, on all ranks, if a rank
-            sends another number of elements than the receiver expects, which revokes the
-            communicator.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
+            Also if a rank sends another number of elements than the receiver expects; this revokes
+            the communicator on every rank.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: one message to every rank, also for empty parts. No rank
-        learns the counts of other pairs.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
+        message to every rank, also for empty parts. No rank learns the counts of other pairs.
         """
         counts, displs = (sendcounts, recvcounts), (senddispls, recvdispls)
         given = (x, out, counts, displs, self.rank, self.nranks)
         return self._collectives.start(stream, async_op, arguments.alltoallv, *given)
-
-    def allgatherv(
-        self,
-        x: Any,
-        out: Any = None,
-        *,
-        counts: Sequence[int],
-        displs: Sequence[int] | None = None,
-        stream: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Gather the `x` of every rank, whose sizes may differ, on every rank.
-
-        Parameters
-        ----------
-        x : array_like
-            As for `allgather`, with ``counts[rank]`` elements. Unless all counts are equal and
-            `displs` is left out, in host memory.
-        out : array_like, optional
-            Receives the data of all ranks. Elements outside all parts are not modified. Default: a
-            new flat array that ends with the last part.
-        counts : sequence of int
-            Number of elements of each rank's `x`, equal on all ranks; 0 allowed.
-        displs : sequence of int, optional
-            First element of each rank's part of `out`; parts must not overlap. May differ between
-            ranks. Default: the parts follow one another in rank order.
-        stream, async_op
-            As for `allreduce`.
-
-        Returns
-        -------
-        array_like or Work
-            As for `allgather`.
-
-        Raises
-        ------
-        InvalidArgument
-            As for `allgather`, if counts or displacements are wrong, if an array is in device
-            memory or, on all ranks, if the ranks pass different counts, which revokes the
-            communicator.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
-
-        Notes
-        -----
-        *Collective*: all ranks. *Cost*: as for `allgather`; each rank receives all parts but its
-        own.
-        """
-        make = arguments.allgatherv
-        given = (x, out, counts, displs, self.rank, self.nranks)
-        return self._collectives.start(stream, async_op, make, *given)
-
-    def reduce_scatterv(
-        self,
-        x: Any,
-        out: Any = None,
-        op: arguments.Operation = ReduceOp.SUM,
-        *,
-        counts: Sequence[int],
-        stream: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Reduce `x` over all ranks; each rank receives one part of the result, of any size.
-
-        Parameters
-        ----------
-        x : array_like
-            As for `reduce_scatter`, with as many elements as all counts together. Unless all counts
-            are equal, in host memory.
-        out : array_like, optional
-            Receives part number `rank` of the result, of ``counts[rank]`` elements. May be the same
-            part of `x`. Default: a new flat array.
-        op : ReduceOp
-            As for `allreduce`.
-        counts : sequence of int
-            Number of elements of each rank's part, equal on all ranks; 0 allowed. The parts follow
-            one another in rank order.
-        stream, async_op
-            As for `allreduce`.
-
-        Returns
-        -------
-        array_like or Work
-            As for `reduce_scatter`.
-
-        Raises
-        ------
-        InvalidArgument
-            As for `reduce_scatter`, if the counts are wrong, if an array is in device memory or, on
-            all ranks, if the ranks pass different counts, which revokes the communicator.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
-
-        Notes
-        -----
-        *Collective*: all ranks. *Cost*: as for `reduce_scatter`; each rank sends all parts but its
-        own.
-        """
-        make = arguments.reduce_scatterv
-        given = (x, out, op, counts, self.rank, self.nranks)
-        return self._collectives.start(stream, async_op, make, *given)
 
     def scan(
         self,
@@ -777,33 +586,17 @@ class Communicator:
 
         Parameters
         ----------
-        x : array_like, any shape
-            In host memory, otherwise as for `allreduce`.
-        out : array_like, optional
-            As for `allreduce`.
-        op : ReduceOp
+        x, out : array_like
+            As for `allreduce`, in host memory.
+        op : ReduceOp, ConvertedOp or UserOp
             As for `allreduce`, except AVG.
-        stream, async_op
-            As for `gather`.
-
-        Returns
-        -------
-        array_like or Work
-            As for `allreduce`.
-
-        Raises
-        ------
-        InvalidArgument
-            As for `allreduce`, if `op` is AVG, or if an array is in device memory.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: log2(n) exchanges of the data if it fits one eager slice;
-        otherwise a pipeline through all ranks, if that is predicted to be faster. Ranks get the
-        same bits on every run with the same plan, but the sum of the highest rank may round
-        differently from an allreduce.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
+        log2(n) exchanges of the data if it fits one eager slice; otherwise a pipeline through all
+        ranks, if that is predicted to be faster. Ranks get the same bits on every run with the same
+        plan, but the sum of the highest rank may round differently from an allreduce.
         """
         return self._collectives.start(stream, async_op, arguments.scan, x, out, op, False)
 
@@ -820,25 +613,14 @@ class Communicator:
 
         Parameters
         ----------
-        x, out, op, stream, async_op
+        x, out, op
             As for `scan`. On rank 0, `out` is not modified.
-
-        Returns
-        -------
-        array_like or Work
-            As for `allreduce`.
-
-        Raises
-        ------
-        InvalidArgument
-            As for `scan`.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: as for `scan`, and one exchange more. Without `out`, the
-        data is copied once, to memory that is reused across calls.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
+        as for `scan`, and one exchange more. Without `out`, the data is copied once, to memory that
+        is reused across calls.
         """
         return self._collectives.start(stream, async_op, arguments.scan, x, out, op, True)
 
@@ -860,57 +642,149 @@ class Communicator:
             Allreduce of `nranks` ranks, equal on all ranks; from `r2ccl.algos` or made with
             `r2ccl.schedule.build`. Its edges are placed on the rails, and its chunks cut into
             slices.
-        x, out, op, stream, async_op
+        x, out, op
             As for `allreduce`.
-
-        Returns
-        -------
-        array_like or Work
-            `out`, or `x` without `out`; with ``async_op`` a `Work`.
 
         Raises
         ------
         ScheduleError
             If the checker refuses the schedule, for example because a contribution would be missing
             or doubled on some rank. No data has moved, and the communicator stays usable.
-        InvalidArgument
-            As for `allreduce`, or if the schedule is for another collective or number of ranks.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: as the schedule says. The checker runs once for each
-        schedule.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: as
+        the schedule says. The checker runs once for each schedule.
         """
-        if (schedule.collective, schedule.nranks) != ("allreduce", self.nranks):
-            raise InvalidArgument(
-                f"the schedule is a {schedule.collective} over {schedule.nranks} ranks: pass an "
-                f"allreduce over {self.nranks} ranks"
-            )
-        return self._collectives.start(stream, async_op, arguments.allreduce, x, out, op, schedule)
+        given = (schedule, x, out, op, self.nranks)
+        return self._collectives.start(stream, async_op, arguments.run_schedule, *given)
 
-    def explain(self, nbytes: int) -> Explanation:
-        """Compare the schedules that an allreduce of `nbytes` could run; ``str()`` is a table.
+    def barrier(self) -> None:
+        """Wait until all ranks have called `barrier`, and until earlier asynchronous calls ended.
+
+        Notes
+        -----
+        *Collective*: all ranks; see `Communicator` for the errors. *Cost*: log2(n) empty messages
+        per rank.
+        """
+        self._collectives.barrier()
+
+    def group(self) -> AbstractContextManager[Group]:
+        """Collect the calls of a ``with`` block, and run them together at its end.
+
+        All ranks must open groups with the same collectives, in the same order. Small allreduces of
+        one dtype and operation run as one, so that 100 of them need the exchanges of one. Messages
+        begin before the collectives, so that any pattern of `send` and `recv` can be written down
+        without a deadlock. Arrays may be read after the block, and must not change within it; no
+        call may use the result of another.
+
+        Returns
+        -------
+        context manager
+            Gives a `Group`, whose ``messages`` are those that its `recv` calls took. The end of the
+            block raises the errors of the calls. If the block itself raises, nothing runs.
 
         Raises
         ------
         InvalidArgument
-            If `nbytes` is negative.
+            If this thread has opened a group already, or a call in it has ``async_op``.
+        """
+        return self._collectives.group()
+
+    def send(
+        self, x: Any, to: int, tag: int = 0, *, is_synchronous: bool = False, async_op: bool = False
+    ) -> MessageRequest | None:
+        """Send `x` to rank `to`.
+
+        Parameters
+        ----------
+        x : array_like in host memory
+            Borrowed until the call, or the `MessageRequest`, has finished; copied first if it is
+            not C-contiguous.
+        to : int
+            Receiving rank; may be this rank.
+        tag : int
+            0 or more.
+        is_synchronous : bool
+            Finish only after a `recv` has taken the message, however short it is.
+        async_op : bool
+            Return a `MessageRequest` at once.
+
+        Raises
+        ------
+        InvalidArgument
+            If an argument is invalid, or the receive that took the message cannot hold it.
 
         Notes
         -----
-        *Local*: uses the health that this rank knows. The next allreduce may be planned with a
-        health that is one version newer or older; all ranks use the same version for a call.
+        See `Communicator` for the other errors. A message of at most ``R2CC_EAGER_NBYTES``, less a
+        header of 32 bytes, is copied, and the call returns; a longer one waits for its `recv`.
+        *After failure*: no message is lost or doubled. Messages and collectives do not wait for
+        each other.
         """
-        if nbytes < 0:
-            raise InvalidArgument(f"nbytes={nbytes}; allowed is 0 or more")
-        return self._plans.explain(nbytes, self.known_health().health)
+        return self._messages.send(x, to, tag, is_synchronous=is_synchronous, is_async=async_op)
 
-    @property
-    def ncalls(self) -> int:
-        """Number of collectives begun so far, including the measurements of `r2ccl.init`."""
-        return self._engine.op
+    def recv(
+        self, out: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, async_op: bool = False
+    ) -> Any:
+        """Receive a message into the first elements of `out`.
+
+        Parameters
+        ----------
+        out : array_like in host memory
+            C-contiguous and writable, of the dtype that is sent, and at least as large.
+        source, tag : int
+            Accepted ones; by default any.
+        async_op : bool
+            Return a `MessageRequest` at once; its ``wait()`` returns the `Message`.
+
+        Returns
+        -------
+        Message or MessageRequest
+            Source, tag and number of elements of the message. Within a `group`, None: see
+            `Group.messages`.
+
+        Raises
+        ------
+        InvalidArgument
+            If an argument is invalid, or the message has another dtype or more elements than `out`.
+            A short message then goes to the next receive; a long or synchronous one raises at its
+            sender, too.
+
+        Notes
+        -----
+        See `Communicator` for the other errors. Messages of one source with one tag arrive in the
+        order in which they were sent. *Cost*: linear in the number of messages, or receives, that
+        wait for their counterpart.
+        """
+        return self._messages.recv(out, source, tag, is_async=async_op)
+
+    def sendrecv(
+        self,
+        x: Any,
+        to: int,
+        out: Any,
+        source: int = ANY_SOURCE,
+        *,
+        tag: int = 0,
+        recv_tag: int = ANY_TAG,
+    ) -> Message | None:
+        """Send `x` to rank `to`, and receive a message into `out`, at the same time.
+
+        See `send` and `recv` for arguments and errors. A ring of ranks that call it does not block,
+        whatever the sizes. `x` and `out` must not overlap.
+        """
+        return self._messages.sendrecv(x, to, out, source, tag=tag, recv_tag=recv_tag)
+
+    def probe(
+        self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, is_blocking: bool = True
+    ) -> Message | None:
+        """Return the message that `recv` with these arguments would take, without taking it.
+
+        See `recv` for arguments and errors. Unless `is_blocking`, return None if there is no such
+        message yet.
+        """
+        return self._messages.probe(source, tag, is_blocking=is_blocking)
 
     def register(self, x: Any) -> RegisteredMemory:
         """Register the memory of `x` with the NICs, so that slices are transferred without a copy.
@@ -939,195 +813,9 @@ class Communicator:
 
         Notes
         -----
-        *Local*: the other ranks need not call it. Waits while a call runs in another thread.
+        *Local*. Waits while a call runs in another thread.
         """
-        memory = as_buffer(x, writable=True).array.view(np.uint8)
-        return self._engine.register(memory)
-
-    def barrier(self) -> None:
-        """Wait until all ranks have called `barrier`, and until earlier asynchronous calls ended.
-
-        Raises
-        ------
-        InvalidArgument
-            If another rank makes a different call; the communicator is revoked on every rank.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
-
-        Notes
-        -----
-        *Collective*: all ranks. *Cost*: log2(n) empty messages per rank.
-        """
-        self._collectives.barrier()
-
-    def send(
-        self,
-        x: Any,
-        to: int,
-        tag: int = 0,
-        *,
-        is_synchronous: bool = False,
-        async_op: bool = False,
-    ) -> MessageRequest | None:
-        """Send `x` to rank `to`.
-
-        Parameters
-        ----------
-        x : array_like in host memory
-            Borrowed until the call, or the `MessageRequest`, has finished; copied first if it is
-            not C-contiguous.
-        to : int
-            Receiving rank; may be this rank.
-        tag : int
-            0 or more.
-        is_synchronous : bool
-            Finish only after a `recv` has taken the message, however short it is.
-        async_op : bool
-            Return a `MessageRequest` at once.
-
-        Raises
-        ------
-        InvalidArgument
-            If an argument is invalid, or the receive that took the message cannot hold it.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, TransportTimeout
-            As for `allreduce`.
-
-        Notes
-        -----
-        A message of at most ``R2CC_EAGER_NBYTES``, less a header of 32 bytes, is copied, and the
-        call returns; a longer one waits for its `recv`. *After failure*: no message is lost or
-        doubled. Messages and collectives do not wait for each other.
-        """
-        to = self._rank_of(to, "to")
-        buffer = as_buffer(x, writable=False)
-        post = partial(
-            self._engine.messenger.send,
-            buffer,
-            to,
-            arguments.tag(tag),
-            is_synchronous=is_synchronous,
-        )
-        begun: MessageRequest | None = self._collectives.start_message(post, async_op)
-        return begun
-
-    def recv(
-        self,
-        out: Any,
-        source: int = ANY_SOURCE,
-        tag: int = ANY_TAG,
-        *,
-        async_op: bool = False,
-    ) -> Any:
-        """Receive a message into the first elements of `out`.
-
-        Parameters
-        ----------
-        out : array_like in host memory
-            C-contiguous and writable, of the dtype that is sent, and at least as large.
-        source, tag : int
-            Accepted ones; by default any.
-        async_op : bool
-            Return a `MessageRequest` at once; its ``wait()`` returns the `Message`.
-
-        Returns
-        -------
-        Message or MessageRequest
-            Source, tag and number of elements of the message. Within a `group`, None: see
-            `Group.messages`.
-
-        Raises
-        ------
-        InvalidArgument
-            If an argument is invalid, or the message has another dtype or more elements than `out`.
-            A short message then goes to the next receive; a long or synchronous one raises at its
-            sender, too.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, TransportTimeout
-            As for `allreduce`.
-
-        Notes
-        -----
-        Messages of one source with one tag arrive in the order in which they were sent. *Cost*:
-        linear in the number of messages, or receives, that wait for their counterpart.
-        """
-        source, tag = self._source_of(source), arguments.tag(tag, is_any=True)
-        buffer = as_buffer(out, writable=True)
-        post = partial(self._engine.messenger.receive, buffer, source, tag)
-        return self._collectives.start_message(post, async_op)
-
-    def sendrecv(
-        self,
-        x: Any,
-        to: int,
-        out: Any,
-        source: int = ANY_SOURCE,
-        *,
-        tag: int = 0,
-        recv_tag: int = ANY_TAG,
-    ) -> Message | None:
-        """Send `x` to rank `to`, and receive a message into `out`, at the same time.
-
-        See `send` and `recv` for arguments and errors. A ring of ranks that call it does not block,
-        whatever the sizes. `x` and `out` must not overlap.
-        """
-        if self._collectives.group_here() is not None:
-            self.recv(out, source, recv_tag)
-            self.send(x, to, tag)
-            return None
-        received: MessageRequest = self.recv(out, source, recv_tag, async_op=True)
-        try:
-            self.send(x, to, tag)
-        except BaseException:
-            # `out` must not change any more.
-            with suppress(R2cclError):
-                if not received.cancel():
-                    received.wait()
-            raise
-        return received.wait()
-
-    def probe(
-        self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, is_blocking: bool = True
-    ) -> Message | None:
-        """Return the message that `recv` with these arguments would take, without taking it.
-
-        Parameters
-        ----------
-        source, tag : int
-            As for `recv`.
-        is_blocking : bool
-            False: return None if there is no such message yet.
-
-        Raises
-        ------
-        InvalidArgument
-            If an argument is invalid.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, TransportTimeout
-            As for `allreduce`.
-        """
-        source, tag = self._source_of(source), arguments.tag(tag, is_any=True)
-        return self._engine.messenger.probe(source, tag, is_blocking=is_blocking)
-
-    def group(self) -> AbstractContextManager[Group]:
-        """Collect the calls of a ``with`` block, and run them together at its end.
-
-        All ranks must open groups with the same collectives, in the same order. Small allreduces of
-        one dtype and operation run as one, so that 100 of them need the exchanges of one. Messages
-        begin before the collectives, so that any pattern of `send` and `recv` can be written down
-        without a deadlock. Arrays may be read after the block, and must not change within it; no
-        call may use the result of another.
-
-        Returns
-        -------
-        context manager
-            Gives a `Group`, whose ``messages`` are those that its `recv` calls took.
-
-        Raises
-        ------
-        InvalidArgument
-            If this thread has opened a group already, or a call in it has ``async_op``.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`, at the end of the block. If the block raises, nothing runs.
-        """
-        return self._collectives.group()
+        return self._engine.register(arguments.as_buffer(x, writable=True).array.view(np.uint8))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Return a new communicator of the ranks that pass the same `color`.
@@ -1153,51 +841,31 @@ class Communicator:
         ------
         InvalidArgument
             If `color` or `key` is no integer of 64 bits, or a rank has too many communicators open.
-        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
-            As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: two allgathers of 300 bytes per rank. Errors and status
-        of the new communicator name ranks by their numbers in the job.
+        *Collective*: all ranks; see `Communicator` for the other errors. *Cost*: two allgathers of
+        300 bytes per rank. Errors and status of the new communicator name ranks by their numbers in
+        the job.
         """
-        if self._collectives.is_closed:
-            raise self._job.closed()
-        allgather = self._collectives.allgather_bytes
-        part = agree(self._engine, allgather, color, key, self.config.timeout_s)
-        return None if part is None else self._derived(part)
+        part = splitting.split(self._participant, color, key)
+        return None if part is None else self._made_of(part)
 
     def dup(self) -> Communicator:
         """Return a new communicator of the same ranks, in the same order; see `split`.
 
-        Notes
-        -----
         *Collective*: all ranks.
         """
-        made = self.split(0, self.rank)
-        assert made is not None
-        return made
+        return self._made_of(splitting.dup(self._participant))
 
     def create(self, ranks: Sequence[int]) -> Communicator | None:
         """Return a new communicator of `ranks`, in this order; None on other ranks; see `split`.
 
-        Parameters
-        ----------
-        ranks : sequence of int
-            Different ranks of this communicator, the same on all ranks.
-
-        Raises
-        ------
-        InvalidArgument
-            If a number in `ranks` is no rank, or is given twice.
-
-        Notes
-        -----
-        *Collective*: all ranks of this communicator.
+        *Collective*: all ranks of this communicator. They pass the same `ranks`, which must all
+        differ.
         """
-        chosen = self._different(ranks)
-        is_in = self.rank in chosen
-        return self.split(0 if is_in else None, chosen.index(self.rank) if is_in else 0)
+        part = splitting.create(self._participant, ranks)
+        return None if part is None else self._made_of(part)
 
     def create_among(self, ranks: Sequence[int], allgather: AllgatherBytes) -> Communicator:
         """Return a new communicator of `ranks`, in this order; only these call it; see `split`.
@@ -1213,27 +881,23 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If a number in `ranks` is no rank, or is given twice, or this rank is not among them, or
-            a rank has too many communicators open.
-        TransportTimeout, CommunicatorRevoked
-            As for `split`.
+            As for `split` and `create`, or if this rank is not among `ranks`.
 
         Notes
         -----
         *Collective*: `ranks`.
         """
-        if self._collectives.is_closed:
-            raise self._job.closed()
-        chosen = self._different(ranks)
-        if self.rank not in chosen:
-            raise InvalidArgument(
-                f"ranks={list(ranks)!r}; rank {self.rank}, which calls create_among(), must be "
-                "among them"
-            )
-        key = chosen.index(self.rank)
-        part = agree(self._engine, allgather, 0, key, self.config.timeout_s, chosen)
-        assert part is not None
-        return self._derived(part)
+        return self._made_of(splitting.create_among(self._participant, ranks, allgather))
+
+    def _made_of(self, part: splitting.Part) -> Communicator:
+        """Return the communicator that the ranks have agreed on."""
+        return Communicator(
+            self._job,
+            self._engine.derived(part.context),
+            part.members,
+            assemble=self._assemble,
+            make_device_calls=self._make_device_calls,
+        )
 
     def exclude(self, rank: int, nic: str | int) -> None:
         """Take a NIC out of use, as before its cable is pulled; results do not change.
@@ -1264,35 +928,39 @@ class Communicator:
 
         Notes
         -----
-        *Local*: any rank may call it, in any thread, also while a call runs in another thread. When
-        it returns, every rank has stopped using the NIC for data. The control plane may still use
-        the NIC, and does without it once it fails. *Cost*: one round of the health agreement.
+        *Local*; also while a call runs in another thread. When it returns, every rank has stopped
+        using the NIC for data. The control plane may still use the NIC, and does without it once it
+        fails. *Cost*: one round of the health agreement, for which it waits.
         """
-        self._set_excluded(rank, nic, is_excluded=True)
+        self._participant.exclude(rank, nic, is_excluded=True)
 
     def include(self, rank: int, nic: str | int) -> None:
         """End the exclusion of a NIC by `exclude` or ``R2CC_FAILED_NICS``.
 
         Its paths are probed, and carry data again once the probes have succeeded. If the NIC is not
-        excluded, nothing changes.
+        excluded, nothing changes. See `exclude` for arguments and errors. *Local*.
+        """
+        self._participant.exclude(rank, nic, is_excluded=False)
 
-        Parameters
-        ----------
-        rank, nic
-            As for `exclude`.
+    def explain(self, nbytes: int) -> Explanation:
+        """Compare the schedules that an allreduce of `nbytes` could run; ``str()`` is a table.
 
         Raises
         ------
         InvalidArgument
-            If there is no such rank or NIC, or with ``R2CC_MODE=failstop``.
-        TransportTimeout, CommunicatorRevoked, ConcurrentCalls
-            As for `exclude`.
+            If `nbytes` is negative.
 
         Notes
         -----
-        *Local*: as for `exclude`.
+        *Local*: uses the health that this rank knows. The next allreduce may be planned with a
+        health that is one version newer or older; all ranks use the same version for a call.
         """
-        self._set_excluded(rank, nic, is_excluded=False)
+        return self._participant.explain(nbytes)
+
+    @property
+    def ncalls(self) -> int:
+        """Number of collectives begun so far, including the measurements of `r2ccl.init`."""
+        return self._engine.op
 
     def repairs(self) -> tuple[Repair, ...]:
         """Return the latest repairs of this rank's paths, oldest first.
@@ -1305,24 +973,15 @@ class Communicator:
     def health(self) -> status.HealthReport:
         """Return the state of this rank's rails and of their paths to other ranks.
 
-        Ranks that this rank has exchanged no data with may be missing.
-
-        Notes
-        -----
-        *Local*; callable in any thread, does not wait. ``str()`` of the report is for people.
+        Ranks that this rank has exchanged no data with may be missing. ``str()`` of the report is
+        for people.
         """
-        rails = self._engine.rails(self._job.rails)
-        memory = self._engine.memory(self._job.pool.nbytes)
-        return status.HealthReport(self.rank, monotonic(), rails, memory)
+        return self._participant.health()
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return the last verdict of this rank on each path; ``str()`` of a verdict is for people.
 
         Empty with ``R2CC_MODE=failstop``, which does not diagnose failures.
-
-        Notes
-        -----
-        *Local*; callable in any thread, does not wait.
         """
         return self._engine.verdicts()
 
@@ -1333,22 +992,16 @@ class Communicator:
         on, which they may not have agreed on yet. The time is a reading of CLOCK_MONOTONIC in
         seconds. In version 0, all rails have their full bandwidth; with ``R2CC_MODE=failstop``
         there is no other version, and the time is 0.
-
-        Notes
-        -----
-        *Local*; callable in any thread, does not wait.
         """
-        return self._engine.known_health() or Known(self._engine.whole_health, 0.0)
+        return self._participant.known_health()
 
     def pending(self) -> status.Pending:
         """Return the ranks, slices and other objects that the blocked call of this rank waits for.
 
-        Notes
-        -----
-        *Local*; callable in any thread while a call blocks, does not wait. ``str()`` of the result
-        is for people. This rank learns that a peer has called the collective from the peer's
-        slices or from its answer to the desync check. A call starts the desync check after
-        ``R2CC_SUSPICION_TIMEOUT_S`` without progress, or after half of ``R2CC_TIMEOUT_S``.
+        ``str()`` of the result is for people. This rank learns that a peer has called the
+        collective from the peer's slices or from its answer to the desync check. A call starts the
+        desync check after ``R2CC_SUSPICION_TIMEOUT_S`` without progress, or after half of
+        ``R2CC_TIMEOUT_S``.
         """
         return self._engine.pending()
 
@@ -1357,16 +1010,8 @@ class Communicator:
 
         The fields are those of `r2ccl.runtime.status.RankStatus`: the running collective, the
         objects that it waits for, and every path, link, peer and repair.
-
-        Notes
-        -----
-        *Local*; callable in any thread, does not wait.
         """
-        control = self._job.control
-        peers = [info for info in control.peers if info.rank != self._job.rank]
-        memory = self._engine.memory(self._job.pool.nbytes)
-        read = self._engine.status(peers, control.last_heard, self._plans.planning, memory)
-        return msgspec.json.encode(read).decode()
+        return self._participant.dump()
 
     def dump_on_signal(self, signum: int = signal.SIGUSR1) -> None:
         """Write `dump` to ``R2CC_DUMP_FILE``, or to stderr, on every signal `signum`.
@@ -1388,17 +1033,13 @@ class Communicator:
 
     def rejections(self) -> dict[str, int]:
         """Return the number of connections and frames that this rank rejected, by reason."""
-        return dict(self._job.control.rejections())
+        return self._job.rejections()
 
     def close(self) -> None:
         """Wait until every rank has received all its data, then leave. Idempotent.
 
         Waits for asynchronous calls. Acts as `abort` if a blocking collective runs in another
         thread, or any blocking call was interrupted by the signal handler that calls `close`.
-
-        Notes
-        -----
-        *Collective*: all ranks. Does not wait for the other ranks if the communicator is revoked.
 
         Raises
         ------
@@ -1409,29 +1050,12 @@ class Communicator:
             If the communicator failed meanwhile.
         CommunicatorRevoked
             If an asynchronous call failed and no call has raised its error yet.
+
+        Notes
+        -----
+        *Collective*: all ranks. Does not wait for the other ranks if the communicator is revoked.
         """
-        job = self._job
-        alone = self._assemble is None
-        is_blocking = self._collectives.is_blocking if alone else job.is_blocking
-        if (is_blocking or job.is_below) and not job.is_forked:
-            self.abort("close() was called while a collective was in progress")
-            return
-        if alone:
-            self._close_alone()
-            return
-        if self._collectives.is_closed:
-            job.event_queue.end("close() was called")
-            job.free(LEAVE_S)
-            return
-        job.refuse(job.closed)
-        try:
-            job.drain()
-            if self._engine.error is None:
-                self._collectives.in_turn(self._engine.leave)
-                job.is_left = True
-        finally:
-            job.free(LEAVE_S)
-        self._collectives.require_seen()
+        self._job.close(self._participant)
 
     def abort(self, why: str = "abort() was called") -> None:
         """Revoke the communicator on every rank and leave it; return within a second.
@@ -1462,8 +1086,7 @@ class Communicator:
         every later call on all ranks ends with `CommunicatorRevoked`. If the communicator has ended
         already, its first reason stays.
         """
-        if not self._collectives.is_closed:
-            self._engine.revoke(why)
+        self._participant.revoke(why)
 
     def shrink(self, *, quorum: str = "majority") -> Communicator:
         """Return a new communicator of the surviving ranks.
@@ -1510,28 +1133,7 @@ class Communicator:
         communicator. Faults planned with `r2ccl.testing` are not injected into the new
         communicator.
         """
-        if self._collectives.is_closed:
-            raise self._job.closed()
-        if self._assemble is None:
-            raise InvalidArgument(
-                "shrink() was called on a communicator made by split() or dup(): call it on the "
-                "one that r2ccl.init() returned, and split the new one"
-            )
-        if self.config.dump_signal:
-            require_main_thread()
-        job = self._job
-        table = Shrinking(self.rank, self.nranks, quorum)
-        if self._engine.error is None:
-            self._engine.revoke("shrink() was called")
-        job.refuse(job.closed)
-        leave_s = ABORT_S
-        try:
-            excluded = self._engine.excluded_rails()
-            successor = regroup(table, job.event_queue, job.control, self._assemble, excluded)
-            leave_s = LEAVE_S
-        finally:
-            job.free(leave_s)
-        return successor
+        return self._job.shrink(self._participant, quorum, self._assemble)
 
     def __enter__(self) -> Communicator:
         return self
@@ -1544,145 +1146,11 @@ class Communicator:
     ) -> None:
         if exc is None:
             self.close()
-            return
-        self._job.abort_surely(f"the with block ended with {exc!r}")
+        else:
+            self._job.abort_surely(f"the with block ended with {exc!r}")
 
     def __repr__(self) -> str:
         return f"<r2ccl.Communicator rank {self.rank} of {self.nranks}, {self._job.nrails} rails>"
-
-    # Called by the job
-
-    @property
-    def is_below(self) -> bool:
-        """True if the caller is a signal handler that interrupted a blocking call of its thread."""
-        return self._collectives.is_below or self._engine.messenger.is_below
-
-    def refuse(self, refusal: Callable[[], R2cclError]) -> None:
-        """Refuse all calls from now on, each with a new error from `refusal`."""
-        self._collectives.close(refusal)
-        self._engine.messenger.refuse(refusal)
-
-    @property
-    def is_blocking(self) -> bool:
-        """True if a blocking collective runs, in any thread."""
-        return self._collectives.is_blocking
-
-    def drain(self) -> None:
-        """Wait until the asynchronous calls have ended.
-
-        Raises
-        ------
-        TransportTimeout
-            If they do not end within ``R2CC_INIT_TIMEOUT_S``.
-        """
-        if not self._worker.drain(self.config.init_timeout_s):
-            raise TransportTimeout(
-                f"rank {self.rank}: close() waited {self.config.init_timeout_s:g} s for "
-                f"asynchronous calls: {self.pending()}; wait for them before close(), or raise "
-                "R2CC_INIT_TIMEOUT_S",
-                rank=self.rank,
-                status="TIMEOUT",
-            )
-
-    def end_calls(self, deadline_s: float) -> None:
-        """End the asynchronous calls and free the devices.
-
-        Raises
-        ------
-        TransportError
-            If a device could not be freed.
-        """
-        if not self._worker.is_idle and self._engine.error is None:
-            self._engine.revoke("the communicator was closed while asynchronous calls were running")
-        if not self._worker.close(deadline_s):
-            _log.error(
-                "rank %d: an asynchronous call did not end, so its memory was not freed; end the "
-                "process",
-                self.rank,
-            )
-            return
-        self._on_device.close(deadline_s)
-
-    def _close_alone(self) -> None:
-        """Close a communicator made by `split`; the others of the job stay open."""
-        if self._collectives.is_closed:
-            return
-        self.refuse(self._job.closed)
-        try:
-            self.drain()
-            self.end_calls(LEAVE_S)
-        finally:
-            self._job.remove(self)
-            self._engine.remove()
-        self._collectives.require_seen()
-
-    def _is_measured(self) -> bool:
-        """Return whether measured rates select the schedules."""
-        fabric = self._plans.fabric
-        nnodes = len(set(fabric.nodes)) if fabric.nodes else self.nranks
-        return fabric.nwires > 1 and nnodes > 1 and self.config.is_planned
-
-    def _select_backends(self, device: Device, kernels: Any) -> tuple[GpuBackend, ...]:
-        from r2ccl.gpu.backends import (
-            BackendSelector,  # imported here, because the import takes 18 ms with its kernels
-        )
-
-        selector = BackendSelector(
-            self._engine,
-            PlanSelector(self._engine, self._plans),
-            self._collectives.run_plan,
-            config=self.config,
-            nodes=_hosts(self._peers),
-            allgather=self._collectives.allgather_bytes,
-            labels=[self._job.rails[at].name for at in self._engine.joined],
-            hardware=self._hardware,
-            pxn=self._relayed,
-        )
-        return selector.select(device, kernels)
-
-    def _derived(self, part: Part) -> Communicator:
-        """Return the communicator that the ranks have agreed on."""
-        engine = self._engine.derived(part.context)
-        made = Communicator(
-            self._job, engine, members=part.members, assemble=None, hardware=self._hardware
-        )
-        made._plans.measured(self._plans.fabric.rates)
-        return made
-
-    def _different(self, ranks: Sequence[int]) -> list[int]:
-        """Return `ranks`; raise `InvalidArgument` unless they are ranks that all differ."""
-        chosen = [self._rank_of(rank) for rank in ranks]
-        if len(set(chosen)) < len(chosen):
-            raise InvalidArgument(f"ranks={list(ranks)!r}; allowed are ranks that all differ")
-        return chosen
-
-    def _source_of(self, source: SupportsIndex) -> int:
-        """Return `source` as an int; raise `InvalidArgument` if it is neither a rank nor any."""
-        return ANY_SOURCE if source == ANY_SOURCE else self._rank_of(source, "source")
-
-    def _set_excluded(self, rank: int, nic: str | int, *, is_excluded: bool) -> None:
-        self._collectives.require_free()
-        of_job = self._engine.context.members[self._rank_of(rank, "rank")]
-        ports = ports_of(self._job.control.peers, of_job, nic)
-        self._engine.exclude(ports, is_excluded=is_excluded)
-
-    def _rank_of(self, root: SupportsIndex, name: str = "root") -> int:
-        """Return `root` as an int; raise `InvalidArgument` if it is not a rank."""
-        try:
-            rank = index(root)
-        except TypeError:  # 1.5, or a string
-            rank = -1
-        if not 0 <= rank < self.nranks:
-            raise InvalidArgument(f"{name}={root!r}; allowed is 0 to {self.nranks - 1}")
-        return rank
-
-
-def _hosts(peers: Sequence[PeerInfo]) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of the peers on each host, in ascending order."""
-    hosts: dict[str, list[int]] = {}
-    for rank, info in enumerate(peers):
-        hosts.setdefault(info.host, []).append(rank)
-    return tuple(tuple(ranks) for ranks in hosts.values())
 
 
 #: Function that creates a communicator, not yet connected, from a control plane and its `members`.

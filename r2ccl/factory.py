@@ -36,6 +36,7 @@ from r2ccl.failover.health.rounds import (
 from r2ccl.failover.migration.path import Announcement, ClosePaths, ConnectPaths
 from r2ccl.failover.revocation import Leaving, Revoke, Spared
 from r2ccl.failover.shrink.protocol import Message as Shrinking
+from r2ccl.gpu.collectives import device_collectives
 from r2ccl.gpu.hardware import CudaHardware
 from r2ccl.runtime.contexts import InContext
 from r2ccl.runtime.desync_check import Calling
@@ -193,10 +194,9 @@ def _assemble(
         return Communicator(
             job,
             job.engine,
-            members=members,
+            members,
             assemble=partial(_assemble, config, hcas),
-            hardware=CudaHardware(),
-            relayed=relayed,
+            make_device_calls=partial(device_collectives, hardware=CudaHardware(), pxn=relayed),
         )
     except BaseException:
         try:

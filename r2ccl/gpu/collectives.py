@@ -18,15 +18,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import InvalidArgument, TransportError, TransportTimeout
+from r2ccl.gpu.hardware import Hardware
 from r2ccl.gpu.host_signal import HostJob
+from r2ccl.gpu.plan_selector import PlanSelector
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.cuda import DeviceBuffer, streams_of
 from r2ccl.runtime.arrays.streams import stream_of
 from r2ccl.runtime.async_work import Task, Work, Worker
+from r2ccl.runtime.participant import Participant
 
 if TYPE_CHECKING:
     from r2ccl.gpu.backends import GpuBackend, GpuKernels
+    from r2ccl.gpu.pxn.transport import PxnTransport
 
 #: Function that opens the GPU with an ordinal and returns it with its kernels.
 OpenDevice: TypeAlias = "Callable[[int], tuple[Device, GpuKernels]]"
@@ -279,6 +283,51 @@ class DeviceCollectives:
             arrays.backend.recycle(arrays.done)
 
 
+def device_collectives(
+    participant: Participant, *, hardware: Hardware, pxn: PxnTransport | None
+) -> DeviceCollectives:
+    """Return the collectives on GPU memory of one communicator.
+
+    Parameters
+    ----------
+    participant : Participant
+        Runs the calls of the communicator.
+    hardware : Hardware
+    pxn : PxnTransport or None
+        Transport that can send slices through other GPUs; None if it is not available. Used by the
+        job's first communicator alone.
+    """
+    engine = participant.engine
+
+    def select(device: Device, kernels: GpuKernels) -> Sequence[GpuBackend]:
+        from r2ccl.gpu.backends import BackendSelector  # takes 18 ms with its kernels
+
+        ranks_on: dict[str, list[int]] = {}
+        for rank, host in enumerate(participant.hosts):
+            ranks_on.setdefault(host, []).append(rank)
+        selector = BackendSelector(
+            engine,
+            PlanSelector(engine, participant.plans),
+            participant.collectives.run_plan,
+            config=engine.config,
+            nodes=list(ranks_on.values()),
+            allgather=participant.collectives.allgather_bytes,
+            labels=[participant.rails[rail].name for rail in engine.joined],
+            hardware=hardware,
+            pxn=None if engine.context.context_id else pxn,
+        )
+        return selector.select(device, kernels)
+
+    return DeviceCollectives(
+        engine.rank,
+        timeout_s=engine.config.timeout_s,
+        worker=participant.worker,
+        check=engine.check,
+        open_device=hardware.open,
+        select_backends=select,
+    )
+
+
 def _call_of(request: Request) -> DeviceCall:
     output = request.output
     return DeviceCall(
@@ -289,4 +338,10 @@ def _call_of(request: Request) -> DeviceCall:
     )
 
 
-__all__ = ["DeviceCollectives", "DeviceOutcome", "OpenDevice", "SelectBackends"]
+__all__ = [
+    "DeviceCollectives",
+    "DeviceOutcome",
+    "OpenDevice",
+    "SelectBackends",
+    "device_collectives",
+]

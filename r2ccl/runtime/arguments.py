@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import index
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 import msgspec
 import numpy as np
@@ -88,13 +88,23 @@ class Request(msgspec.Struct, frozen=True, eq=False):
 
 
 def allreduce(x: Any, out: Any, op: Operation, schedule: Schedule | None = None) -> Request:
-    """Make the request of `Communicator.allreduce` or `Communicator.run_schedule`."""
+    """Make the request of `Communicator.allreduce`."""
     source, output = _both(x, out)
     number = op if type(op) is ReduceOp else ReduceOp.SUM
     call = CallSignature(Collective.ALLREDUCE, source.dtype_code, number, source.count)
     request = Request(call, source, output, x if out is None else out, schedule)
     # rare; each function call takes 1 % of the time of a small call
     return request if number is op else _with_operation(request, op)
+
+
+def run_schedule(schedule: Schedule, x: Any, out: Any, op: Operation, nranks: int) -> Request:
+    """Make the request of `Communicator.run_schedule`."""
+    if (schedule.collective, schedule.nranks) != ("allreduce", nranks):
+        raise InvalidArgument(
+            f"the schedule is a {schedule.collective} over {schedule.nranks} ranks: pass an "
+            f"allreduce over {nranks} ranks"
+        )
+    return allreduce(x, out, op, schedule)
 
 
 def broadcast(x: Any, out: Any, root: int) -> Request:
@@ -451,6 +461,23 @@ def view(x: Any, *, writable: bool) -> Memory:
     return as_buffer(x, writable=writable)
 
 
+def rank_of(value: SupportsIndex, nranks: int, name: str = "root") -> int:
+    """Return the argument `name`, a rank, as an int.
+
+    Raises
+    ------
+    InvalidArgument
+        If `value` is not an integer from 0 to ``nranks - 1``.
+    """
+    try:
+        rank = index(value)
+    except TypeError:  # 1.5, or a string
+        rank = -1
+    if not 0 <= rank < nranks:
+        raise InvalidArgument(f"{name}={value!r}; allowed is 0 to {nranks - 1}")
+    return rank
+
+
 def tag(value: Any, *, is_any: bool = False) -> int:
     """Return the tag of a message; `is_any` allows `ANY`.
 
@@ -579,9 +606,11 @@ __all__ = [
     "check_op",
     "gather",
     "gatherv",
+    "rank_of",
     "reduce",
     "reduce_scatter",
     "reduce_scatterv",
+    "run_schedule",
     "scan",
     "scatter",
     "scatterv",

@@ -10,23 +10,26 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TypeVar
 
 from r2ccl.algos.neighbors import neighbors
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
-from r2ccl.errors import CommunicatorRevoked, R2cclError, TransportError
+from r2ccl.errors import CommunicatorRevoked, InvalidArgument, R2cclError, TransportError
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.port_map import port_map_of
 from r2ccl.failover.exclusion import declared
-from r2ccl.failover.shrink.driver import EventQueue
+from r2ccl.failover.shrink.driver import EventQueue, Successor, regroup
+from r2ccl.failover.shrink.protocol import Shrinking
+from r2ccl.planning.cost_model import UNMEASURED, Fabric
 from r2ccl.runtime import forking
 from r2ccl.runtime.ending import Ending
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LandingPool
-from r2ccl.runtime.signal_dump import SignalDump, write_line
+from r2ccl.runtime.participant import MakeDeviceCalls, Participant
+from r2ccl.runtime.signal_dump import SignalDump, require_main_thread, write_line
 from r2ccl.topology.monitor import LinkMonitor
 from r2ccl.transport.base import Transport
 from r2ccl.types import Nic
@@ -34,34 +37,7 @@ from r2ccl.types import Nic
 _log = logging.getLogger(__name__)
 
 
-class Participant(Protocol):
-    """Communicator as its job uses it."""
-
-    def refuse(self, refusal: Callable[[], R2cclError]) -> None:
-        """Refuse all calls from now on, each with a new error from `refusal`."""
-        ...
-
-    @property
-    def is_below(self) -> bool:
-        """True if the caller is a signal handler that interrupted a blocking call of its thread."""
-        ...
-
-    @property
-    def is_blocking(self) -> bool:
-        """True if a blocking collective runs, in any thread."""
-        ...
-
-    def drain(self) -> None:
-        """Wait until the asynchronous calls have ended; raise `TransportTimeout` if they do not."""
-        ...
-
-    def end_calls(self, deadline_s: float) -> None:
-        """End the asynchronous calls and free the devices."""
-        ...
-
-    def dump(self) -> str:
-        """Return the status of the rank as one line of JSON."""
-        ...
+_S = TypeVar("_S", bound=Successor)
 
 
 class Job:
@@ -106,7 +82,7 @@ class Job:
         self.nrails = transport.nrails
         #: Local NICs of all rails; those of TCP rails come from the control plane.
         self.rails = tuple(rails) or control.nics
-        self.nodes = nodes_of(control.peers)
+        self.nodes = _nodes_of(control.peers)
         self.is_forked = False
         self.is_left = False
         self._monitor: LinkMonitor | None = None
@@ -138,13 +114,32 @@ class Job:
 
     # Communicators
 
-    def add(self, participant: Participant) -> None:
-        """Add a communicator; the first one is that of all ranks."""
-        self._participants.append(participant)
+    def add(self, engine: Engine, make_device_calls: MakeDeviceCalls) -> Participant:
+        """Add a communicator, and return what runs its calls; the first one is that of all ranks.
 
-    def remove(self, participant: Participant) -> None:
-        """Remove a communicator that was closed alone."""
-        self._participants.remove(participant)
+        Parameters
+        ----------
+        engine : Engine
+            Of the communicator: `engine`, or one derived from it.
+        make_device_calls : callable
+            A `MakeDeviceCalls`.
+        """
+        fabric = Fabric(
+            self.homes,
+            self.control.nwires,
+            _nodes_of([self.control.peers[rank] for rank in engine.context.members]),
+            self._participants[0].plans.fabric.rates if self._participants else UNMEASURED,
+        )
+        made = Participant(
+            engine,
+            control=self.control,
+            rails=self.rails,
+            pool=self.pool,
+            fabric=fabric,
+            make_device_calls=make_device_calls,
+        )
+        self._participants.append(made)
+        return made
 
     @property
     def is_blocking(self) -> bool:
@@ -174,8 +169,10 @@ class Job:
 
     # Life
 
-    def start(self) -> None:
-        """Start the control plane and connect the rails.
+    def connect(self) -> None:
+        """Start the control plane, connect the rails and, if needed, measure them.
+
+        If it raises, the job has been aborted.
 
         Raises
         ------
@@ -185,7 +182,19 @@ class Job:
             As for `dump_on_signal`, if ``R2CC_DUMP_SIGNAL`` is set.
         R2cclError
             If the job fails meanwhile.
+
+        Notes
+        -----
+        *Collective*: all ranks.
         """
+        try:
+            self._start()
+            self._participants[0].calibrate()
+        except BaseException as exc:
+            self.abort_surely(f"init() failed: {exc!r}")
+            raise
+
+    def _start(self) -> None:
         self._ending.prepare()
         forking.hold(self, Job._descriptors, Job._disable)
         if self.config.dump_signal:
@@ -205,13 +214,83 @@ class Job:
         first = self._participants[0]
         self._signal_dump = SignalDump(signum, lambda: write_line(first.dump(), path))
 
+    def close(self, participant: Participant) -> None:
+        """Close one communicator, or all if it is that of all ranks; see `Communicator.close`."""
+        is_first = participant is self._participants[0]
+        is_blocking = self.is_blocking if is_first else participant.is_blocking
+        if (is_blocking or self.is_below) and not self.is_forked:
+            self.abort("close() was called while a collective was in progress")
+        elif is_first:
+            self._close_all()
+        elif not participant.is_closed:
+            self._close_one(participant)
+
+    def _close_all(self) -> None:
+        first = self._participants[0]
+        if first.is_closed:
+            self.event_queue.end("close() was called")
+            self.free(_LEAVE_S)
+            return
+        self.refuse(self.closed)
+        try:
+            self.drain()
+            if self.engine.error is None:
+                first.leave()
+                self.is_left = True
+        finally:
+            self.free(_LEAVE_S)
+        first.require_seen()
+
+    def _close_one(self, participant: Participant) -> None:
+        """Close a communicator made by `split`; the others of the job stay open."""
+        participant.refuse(self.closed)
+        try:
+            participant.drain()
+            participant.end_calls(_LEAVE_S)
+        finally:
+            self._participants.remove(participant)
+            participant.engine.remove()
+        participant.require_seen()
+
+    def shrink(
+        self,
+        participant: Participant,
+        quorum: str,
+        make: Callable[[ControlPlane, tuple[int, ...]], _S],
+    ) -> _S:
+        """End the job, and return the communicator of the surviving ranks that `make` makes.
+
+        See `Communicator.shrink` for the errors, and `regroup` for `make`.
+        """
+        if participant.is_closed:
+            raise self.closed()
+        if participant is not self._participants[0]:
+            raise InvalidArgument(
+                "shrink() was called on a communicator made by split() or dup(): call it on the "
+                "one that r2ccl.init() returned, and split the new one"
+            )
+        if self.config.dump_signal:
+            require_main_thread()
+        table = Shrinking(self.rank, self.nranks, quorum)
+        if self.engine.error is None:
+            self.engine.revoke("shrink() was called")
+        self.refuse(self.closed)
+        leave_s = _ABORT_S
+        try:
+            excluded = self.engine.excluded_rails()
+            successor = regroup(table, self.event_queue, self.control, make, excluded)
+            leave_s = _LEAVE_S
+        finally:
+            self.free(leave_s)
+        return successor
+
     def abort(self, why: str) -> None:
         """End all communicators on every rank and free everything; return within a second."""
         self.refuse(self.forked if self.is_forked else self.closed)
         if not self.is_left and not self.is_forked:
             self.engine.revoke(why)
             self.event_queue.end(why)
-        self.free(ABORT_S)
+        self.free(_ABORT_S)
 
     def abort_surely(self, why: str) -> None:
         """Abort; if Ctrl-C interrupts the abort, repeat it."""
@@ -245,6 +324,10 @@ class Job:
             "communicator, and only that process can use it: start workers with spawn, or create "
             "a communicator in each worker"
         )
+
+    def rejections(self) -> dict[str, int]:
+        """Return the number of connections and frames that this rank rejected, by reason."""
+        return dict(self.control.rejections())
 
     def _descriptors(self) -> list[int]:
         """Return the open file descriptors, which a forked child must replace."""
@@ -295,7 +378,7 @@ def _excluded(rank: int, peers: Sequence[PeerInfo]) -> frozenset[tuple[int, int]
     return ports
 
 
-def nodes_of(peers: Sequence[PeerInfo]) -> tuple[int, ...]:
+def _nodes_of(peers: Sequence[PeerInfo]) -> tuple[int, ...]:
     """Return the node number of each rank; empty for a single node or one rank per node."""
     numbers: dict[str, int] = {}
     nodes = tuple(numbers.setdefault(info.host, len(numbers)) for info in peers)
@@ -303,10 +386,10 @@ def nodes_of(peers: Sequence[PeerInfo]) -> tuple[int, ...]:
 
 
 #: Timeout of the cleanup after `close`, in seconds.
-LEAVE_S = 5.0
+_LEAVE_S = 5.0
 #: Timeout of the cleanup after `abort`, in seconds.
-ABORT_S = 0.5
+_ABORT_S = 0.5
 #: Seconds that `Job.free` waits beyond the timeout; the cleanup thread continues afterwards.
 _BOUND_S = 0.4
 
-__all__ = ["ABORT_S", "LEAVE_S", "Job", "Participant", "nodes_of"]
+__all__ = ["Job"]

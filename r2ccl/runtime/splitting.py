@@ -1,4 +1,8 @@
-"""Agreement of the ranks of a communicator on the communicators to make from it."""
+"""Agreement of the ranks of a communicator on the communicators to make from it.
+
+`split`, `dup`, `create` and `create_among` are the methods of `Communicator` with these names, up
+to the agreement; they return the communicator to make.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,10 @@ from typing import NamedTuple, SupportsIndex
 
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument, TransportTimeout
+from r2ccl.runtime.arguments import rank_of
 from r2ccl.runtime.contexts import NO_OFFER, Context
 from r2ccl.runtime.engine import Engine
+from r2ccl.runtime.participant import Participant
 from r2ccl.types import AllgatherBytes
 
 #: Whether the rank takes part, its color, its key.
@@ -33,6 +39,53 @@ class Part(NamedTuple):
 
     context: Context
     members: tuple[int, ...]
+
+
+def split(participant: Participant, color: int | None, key: int) -> Part | None:
+    """Agree on one communicator per color; None if `color` is None."""
+    collectives, engine = participant.collectives, participant.engine
+    collectives.require_free()
+    return agree(engine, collectives.allgather_bytes, color, key, engine.config.timeout_s)
+
+
+def dup(participant: Participant) -> Part:
+    """Agree on a communicator of the same ranks."""
+    part = split(participant, 0, participant.engine.rank)
+    assert part is not None
+    return part
+
+
+def create(participant: Participant, ranks: Sequence[int]) -> Part | None:
+    """Agree on a communicator of `ranks`; None on other ranks."""
+    chosen = _different(ranks, participant.engine.nranks)
+    own = participant.engine.rank
+    return (
+        split(participant, 0, chosen.index(own)) if own in chosen else split(participant, None, 0)
+    )
+
+
+def create_among(participant: Participant, ranks: Sequence[int], allgather: AllgatherBytes) -> Part:
+    """Agree with `ranks`, over `allgather` among them, on a communicator of these ranks."""
+    engine = participant.engine
+    participant.collectives.require_free()
+    chosen = _different(ranks, engine.nranks)
+    if engine.rank not in chosen:
+        raise InvalidArgument(
+            f"ranks={list(ranks)!r}; rank {engine.rank}, which calls create_among(), must be among "
+            "them"
+        )
+    key = chosen.index(engine.rank)
+    part = agree(engine, allgather, 0, key, engine.config.timeout_s, chosen)
+    assert part is not None
+    return part
+
+
+def _different(ranks: Sequence[int], nranks: int) -> list[int]:
+    """Return `ranks`; raise `InvalidArgument` unless they are ranks that all differ."""
+    chosen = [rank_of(rank, nranks) for rank in ranks]
+    if len(set(chosen)) < len(chosen):
+        raise InvalidArgument(f"ranks={list(ranks)!r}; allowed are ranks that all differ")
+    return chosen
 
 
 def agree(
@@ -121,4 +174,4 @@ def agree(
     return Part(Context(context_id, first_op, in_job), tuple(members))
 
 
-__all__ = ["Part", "agree"]
+__all__ = ["Part", "agree", "create", "create_among", "dup", "split"]

@@ -264,7 +264,7 @@ def allreduces_among_some(count: int) -> tuple[bool, int]:
         r2ccl.init(faults=plan, slice_nbytes=4096, eager_nbytes=0) as comm,
     ):
         group = tuple(range(comm.rank % 2, comm.nranks, 2))
-        enter, is_right = PlanSelector(comm._engine, comm._plans).among(group), True
+        enter, is_right = PlanSelector(comm._engine, comm._participant.plans).among(group), True
 
         def run(call: CallSignature, x: Any) -> None:
             comm._collectives.run_plan(enter(call, None), x, x)

@@ -1,0 +1,244 @@
+"""Participant: what runs the calls of one communicator at this rank.
+
+It owns the plan cache, the worker thread and the collectives of the communicator. Its job, which
+owns the connections, closes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, SupportsIndex
+
+import msgspec
+
+from r2ccl.bootstrap.control import ControlPlane
+from r2ccl.clock import monotonic
+from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
+from r2ccl.failover.exclusion import ports_of
+from r2ccl.failover.health.driver import Known
+from r2ccl.failover.migration.calls import first_channel
+from r2ccl.planning.cost_model import Fabric
+from r2ccl.planning.plan_cache import PlanCache, in_job
+from r2ccl.planning.planner import Explanation
+from r2ccl.runtime.arguments import Request, rank_of
+from r2ccl.runtime.async_work import Worker
+from r2ccl.runtime.collectives import Collectives
+from r2ccl.runtime.engine import Engine
+from r2ccl.runtime.executor import LandingPool
+from r2ccl.runtime.status import HealthReport
+from r2ccl.types import Nic
+
+_log = logging.getLogger(__name__)
+
+
+class DeviceCalls(Protocol):
+    """Collectives on device memory of one communicator; `r2ccl.gpu.collectives` implements them."""
+
+    def start(self, request: Request, stream: Any, is_async: bool) -> Any:
+        """Begin a collective; return its result, or a `Work` if `is_async`."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` seconds for the device, then free it.
+
+        Raises
+        ------
+        TransportError
+            If the device could not be freed.
+        """
+        ...
+
+
+class Participant:
+    """One communicator of a job, at this rank.
+
+    Parameters
+    ----------
+    engine : Engine
+    control : ControlPlane
+        Control plane of the job.
+    rails : sequence of Nic
+        Local NIC of each rail.
+    pool : LandingPool
+        Landing places of all communicators of the job.
+    fabric : Fabric
+    make_device_calls : callable
+        A `MakeDeviceCalls`.
+
+    Attributes
+    ----------
+    engine : Engine
+    rails : sequence of Nic
+    plans : PlanCache
+    worker : Worker
+        Runs asynchronous calls.
+    collectives : Collectives
+    hosts : list of str
+        Host of each rank of the communicator.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        control: ControlPlane,
+        rails: Sequence[Nic],
+        pool: LandingPool,
+        fabric: Fabric,
+        make_device_calls: MakeDeviceCalls,
+    ) -> None:
+        self.engine = engine
+        self.rails = rails
+        self._control = control
+        self._pool = pool
+        self._config = engine.config
+        context_id, _, members = engine.context
+        self.hosts = [control.peers[rank].host for rank in members]
+        place = in_job(members, first_channel(context_id)) if context_id else None
+        self.plans = PlanCache(engine.rank, engine.nranks, fabric, engine.config, place=place)
+        turn = threading.Lock()
+        self.worker = Worker(f"r2ccl-worker-{engine.rank}", turn, engine.fail_call)
+        self.collectives = Collectives(
+            engine,
+            self.plans,
+            pool,
+            worker=self.worker,
+            turn=turn,
+            start_on_device=self._start_on_device,
+        )
+        self._on_device = make_device_calls(self)
+
+    def _start_on_device(self, request: Request, stream: Any, is_async: bool) -> Any:
+        return self._on_device.start(request, stream, is_async)
+
+    def calibrate(self) -> None:
+        """Measure the network, if measured rates select the schedules.
+
+        Notes
+        -----
+        *Collective*: all ranks.
+        """
+        fabric, nranks = self.plans.fabric, self.engine.nranks
+        nnodes = len(set(fabric.nodes)) or nranks
+        if fabric.nwires > 1 and nnodes > 1 and self._config.is_planned:
+            rates = self.collectives.calibrate()
+            self.plans.measured(rates)
+            if len(set(self.hosts)) == nranks:
+                self.engine.set_nominal_rate(rates.beta)
+
+    def exclude(self, rank: SupportsIndex, nic: str | SupportsIndex, *, is_excluded: bool) -> None:
+        """Exclude a NIC, or end its exclusion; see `Communicator.exclude` for the errors."""
+        self.collectives.require_free()
+        of_job = self.engine.context.members[rank_of(rank, self.engine.nranks, "rank")]
+        ports = ports_of(self._control.peers, of_job, nic)
+        self.engine.exclude(ports, is_excluded=is_excluded)
+
+    # State; any thread may read it, without waiting
+
+    def explain(self, nbytes: int) -> Explanation:
+        """Compare the schedules that an allreduce of `nbytes` could run.
+
+        Raises
+        ------
+        InvalidArgument
+            If `nbytes` is negative.
+        """
+        if nbytes < 0:
+            raise InvalidArgument(f"nbytes={nbytes}; allowed is 0 or more")
+        return self.plans.explain(nbytes, self.known_health().health)
+
+    def known_health(self) -> Known:
+        """Return the newest health that this rank has received, and the time of its arrival."""
+        return self.engine.known_health() or Known(self.engine.whole_health, 0.0)
+
+    def health(self) -> HealthReport:
+        """Return the state of this rank's rails and of their paths to other ranks."""
+        rails = self.engine.rails(self.rails)
+        memory = self.engine.memory(self._pool.nbytes)
+        return HealthReport(self.engine.rank, monotonic(), rails, memory)
+
+    def dump(self) -> str:
+        """Return the full status of this rank as one line of JSON."""
+        peers = [info for info in self._control.peers if info.rank != self._control.rank]
+        memory = self.engine.memory(self._pool.nbytes)
+        read = self.engine.status(peers, self._control.last_heard, self.plans.planning, memory)
+        return msgspec.json.encode(read).decode()
+
+    @property
+    def is_closed(self) -> bool:
+        """True if calls are refused."""
+        return self.collectives.is_closed
+
+    @property
+    def is_blocking(self) -> bool:
+        """True if a blocking collective runs, in any thread."""
+        return self.collectives.is_blocking
+
+    @property
+    def is_below(self) -> bool:
+        """True if the caller is a signal handler that interrupted a blocking call of its thread."""
+        return self.collectives.is_below or self.engine.messenger.is_below
+
+    # End
+
+    def revoke(self, why: str) -> None:
+        """End the job's communicators on all ranks, unless this one is closed."""
+        if not self.is_closed:
+            self.engine.revoke(why)
+
+    def refuse(self, refusal: Callable[[], R2cclError]) -> None:
+        """Refuse all calls from now on, each with a new error from `refusal`."""
+        self.collectives.close(refusal)
+        self.engine.messenger.refuse(refusal)
+
+    def drain(self) -> None:
+        """Wait until the asynchronous calls have ended.
+
+        Raises
+        ------
+        TransportTimeout
+            If they do not end within ``R2CC_INIT_TIMEOUT_S``.
+        """
+        if not self.worker.drain(self._config.init_timeout_s):
+            raise TransportTimeout(
+                f"rank {self.engine.rank}: close() waited {self._config.init_timeout_s:g} s for "
+                f"asynchronous calls: {self.engine.pending()}; wait for them before close(), or "
+                "raise R2CC_INIT_TIMEOUT_S",
+                rank=self.engine.rank,
+                status="TIMEOUT",
+            )
+
+    def leave(self) -> None:
+        """Wait until every rank of the job has all its data."""
+        self.collectives.in_turn(self.engine.leave)
+
+    def end_calls(self, deadline_s: float) -> None:
+        """End the asynchronous calls and free the devices.
+
+        Raises
+        ------
+        TransportError
+            If a device could not be freed.
+        """
+        if not self.worker.is_idle and self.engine.error is None:
+            self.engine.revoke("the communicator was closed while asynchronous calls were running")
+        if not self.worker.close(deadline_s):
+            _log.error(
+                "rank %d: an asynchronous call did not end, so its memory was not freed; end the "
+                "process",
+                self.engine.rank,
+            )
+            return
+        self._on_device.close(deadline_s)
+
+    def require_seen(self) -> None:
+        """Raise `CommunicatorRevoked` if an asynchronous call failed and no caller has seen it."""
+        self.collectives.require_seen()
+
+
+#: Function that makes the collectives on device memory of a communicator.
+MakeDeviceCalls = Callable[[Participant], DeviceCalls]
+
+__all__ = ["DeviceCalls", "MakeDeviceCalls", "Participant"]
