@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 
 import msgspec
 
@@ -51,7 +52,8 @@ def gather(nranks: int, root: int = 0, nchannels: int = 1) -> Schedule:
     Arguments and errors as in `alltoall`; also raises `InvalidArgument` if `root` is not a rank.
     """
     cost = _rooted_cost(nranks)
-    return _schedule("gather", nranks, nchannels, lambda r: _collect(nranks, root, r), cost, root)
+    ops_of = partial(_rooted, nranks, root, is_gather=True)
+    return _schedule("gather", nranks, nchannels, ops_of, cost, root)
 
 
 def scatter(nranks: int, root: int = 0, nchannels: int = 1) -> Schedule:
@@ -61,7 +63,8 @@ def scatter(nranks: int, root: int = 0, nchannels: int = 1) -> Schedule:
     """
     cost = _rooted_cost(nranks)
     cost = msgspec.structs.replace(cost, sent=cost.received, received=cost.sent)
-    return _schedule("scatter", nranks, nchannels, lambda r: _deal(nranks, root, r), cost, root)
+    ops_of = partial(_rooted, nranks, root, is_gather=False)
+    return _schedule("scatter", nranks, nchannels, ops_of, cost, root)
 
 
 def lower_bound(sizes: Sequence[Sequence[int]], ports: Sequence[Sequence[int]]) -> Fraction:
@@ -143,27 +146,18 @@ def _exchange(nranks: int, rank: int) -> tuple[Op, ...]:
     return program.ops()
 
 
-def _collect(nranks: int, root: int, rank: int) -> tuple[Op, ...]:
+def _rooted(nranks: int, root: int, rank: int, *, is_gather: bool) -> tuple[Op, ...]:
+    """Return the ops of `rank` in a gather to `root`, or in a scatter from it."""
     program = ProgramBuilder()
+    at_root: Callable[[int, int], int] = program.recv if is_gather else program.send
+    at_others: Callable[[int, int], int] = program.send if is_gather else program.recv
     if rank != root:
-        program.send(root, rank)
+        at_others(root, rank)
         return program.ops()
     program.copy(root, Space.INPUT)
     for distance in range(1, nranks):
-        source = (root + distance) % nranks
-        program.recv(source, source)
-    return program.ops()
-
-
-def _deal(nranks: int, root: int, rank: int) -> tuple[Op, ...]:
-    program = ProgramBuilder()
-    if rank != root:
-        program.recv(root, rank)
-        return program.ops()
-    program.copy(root, Space.INPUT)
-    for distance in range(1, nranks):
-        target = (root + distance) % nranks
-        program.send(target, target)
+        peer = (root + distance) % nranks
+        at_root(peer, peer)
     return program.ops()
 
 
