@@ -97,7 +97,6 @@ class Runner:
     ) -> None:
         self._comm = comm
         self._memory = memory
-        self._is_blocking = options.is_blocking
         self._calls = [call_of(comm, case, each) for each in buffers]
         self._start = None if options.is_blocking else start_of(comm, case, buffers[0])
 

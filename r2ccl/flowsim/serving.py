@@ -117,10 +117,6 @@ class Latency(NamedTuple):
     ttft_s: float
     tpot_s: float
 
-    def request_s(self, noutput: int) -> float:
-        """Return the seconds until the last of `noutput` output tokens."""
-        return self.ttft_s + max(0, noutput - 1) * self.tpot_s
-
 
 def prefill(
     model: Transformer, server: Server, nprompts: int, length: int, allreduce_s: AllreduceTime

@@ -156,7 +156,7 @@ def reduce_scatter(x: Any, out: Any, op: Operation, rank: int, nranks: int) -> R
 def allgatherv(x: Any, out: Any, counts: Any, displs: Any, rank: int, nranks: int) -> Request:
     """Make the request of `Communicator.allgatherv`."""
     sizes = _counts("counts", counts, nranks)
-    places = _places("counts", sizes, "displs", displs)
+    places = _places(sizes, "displs", displs)
     if len(set(sizes)) == 1 and places == consecutive(sizes):
         return allgather(x, like_flat(x, sum(sizes)) if out is None else out, rank, nranks)
     source = _on_host("allgatherv", x)
@@ -217,7 +217,7 @@ def gatherv(
     source = _on_host("gatherv", x)
     places: tuple[Range, ...] = ((0, 0),) * nranks
     if rank == root:
-        places = _places("counts", _counts("counts", counts, nranks), "displs", displs)
+        places = _places(_counts("counts", counts, nranks), "displs", displs)
         out = like_flat(x, _end(places)) if out is None else out
     return _gather(Collective.GATHERV, source, out, root, rank, places)
 
@@ -241,7 +241,7 @@ def scatterv(
         return _scatter(Collective.SCATTERV, None, out, root, rank, ((0, 0),) * nranks)
     source = _on_host("scatterv", x)
     sizes = _counts("counts", counts, nranks)
-    places = _places("counts", sizes, "displs", displs)
+    places = _places(sizes, "displs", displs)
     _require_room("x", source, places, is_disjoint=False)
     result = like_flat(x, sizes[rank]) if out is None else out
     return _scatter(Collective.SCATTERV, source, result, root, rank, places)
@@ -275,8 +275,8 @@ def alltoallv(
             f"sendcounts[{rank}]={sent[rank]} and recvcounts[{rank}]={received[rank]} are both the "
             "size of the part that this rank sends to itself: they must be equal"
         )
-    sources = _places("sendcounts", sent, "senddispls", displs[0])
-    targets = _places("recvcounts", received, "recvdispls", displs[1])
+    sources = _places(sent, "senddispls", displs[0])
+    targets = _places(received, "recvdispls", displs[1])
     result = like_flat(x, _end(targets)) if out is None else out
     output = _on_host("alltoallv", result, writable=True)
     _require_room("x", source, sources, is_disjoint=False)
@@ -389,11 +389,11 @@ def _counts(name: str, counts: Any, nranks: int) -> tuple[int, ...]:
     return found
 
 
-def _places(name: str, counts: tuple[int, ...], displs_name: str, displs: Any) -> tuple[Range, ...]:
+def _places(counts: tuple[int, ...], name: str, displs: Any) -> tuple[Range, ...]:
     """Return the ranges of parts of `counts` elements at `displs`, by default one after another."""
     if displs is None:
         return consecutive(counts)
-    firsts = _counts(displs_name, displs, len(counts))
+    firsts = _counts(name, displs, len(counts))
     return tuple((at, at + count) for at, count in zip(firsts, counts, strict=True))
 
 

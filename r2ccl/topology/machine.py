@@ -235,22 +235,6 @@ def merge(machines: Sequence[Machine]) -> Machine:
     )
 
 
-def over_sockets(machine: Machine) -> Machine:
-    """Return the machine as socket transports see it: with interfaces instead of RDMA ports.
-
-    Sockets cannot access GPU memory, so all ports lose ``has_gdr``. RDMA ports without an interface
-    are left out. Of several ports with the same interface, the first is kept.
-    """
-    ports: dict[str, NicPort] = {}
-    for port in machine.ports:
-        name = port.netdev or ("" if port.port else port.name)
-        if name and name not in ports:
-            ports[name] = msgspec.structs.replace(port, name=name, port=0, netdev="", has_gdr=False)
-    return Machine.of(
-        machine.nodes, machine.pci, machine.gpus, ports.values(), machine.nvlinks, machine.remarks
-    )
-
-
 _Part = TypeVar("_Part", bound=msgspec.Struct)
 
 
@@ -315,6 +299,5 @@ __all__ = [
     "PciDevice",
     "bus_order",
     "merge",
-    "over_sockets",
     "parse_bus_id",
 ]

@@ -58,11 +58,6 @@ class NameFilter:
             raise self._missing_name()
 
     @property
-    def is_empty(self) -> bool:
-        """True if the list has no names."""
-        return not self._rules
-
-    @property
     def is_selection(self) -> bool:
         """True if the list has names to include, not to exclude."""
         return bool(self._rules) and not self.is_exclusion

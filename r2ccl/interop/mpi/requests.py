@@ -10,7 +10,7 @@ the result in the memory of the caller.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -137,11 +137,7 @@ class MpiRequest:
 
         As `Testany`, without completing it.
         """
-        active = _active(requests)
-        for index in active:
-            if requests[index].Get_status(status):
-                return index, True
-        return MPI.UNDEFINED, not active
+        return _first(requests, lambda request: request.Get_status(status))
 
     @classmethod
     def Get_status_some(
@@ -151,12 +147,9 @@ class MpiRequest:
 
         Returns None if no request is active.
         """
-        active = _active(requests)
-        if not active:
-            return None
-        done = [index for index in active if requests[index].Get_status()]
-        for request, status in _with_statuses([requests[index] for index in done], statuses):
-            request.Get_status(status)
+        done = _finished(requests)
+        if done:
+            cls.Get_status_all([requests[index] for index in done], statuses)
         return done
 
     get_status_all, get_status_any, get_status_some = (
@@ -212,11 +205,7 @@ class MpiRequest:
         If no request has finished, the index is MPI.UNDEFINED. The flag is also True if no request
         is active.
         """
-        active = _active(requests)
-        for index in active:
-            if requests[index].Test(status):
-                return index, True
-        return MPI.UNDEFINED, not active
+        return _first(requests, lambda request: request.Test(status))
 
     @classmethod
     def Testsome(
@@ -226,12 +215,9 @@ class MpiRequest:
 
         Returns None if no request is active.
         """
-        active = _active(requests)
-        if not active:
-            return None
-        done = [index for index in active if requests[index].Get_status()]
-        for request, status in _with_statuses([requests[index] for index in done], statuses):
-            request.Wait(status)
+        done = _finished(requests)
+        if done:
+            cls.Waitall([requests[index] for index in done], statuses)
         return done
 
     @classmethod
@@ -289,10 +275,9 @@ class MpiRequest:
 
         Returns None and None if no request is active.
         """
-        active = _active(requests)
-        if not active:
+        done = _finished(requests)
+        if done is None:
             return None, None
-        done = [index for index in active if requests[index].Get_status()]
         return done, cls.waitall([requests[index] for index in done], statuses)
 
     def _waited(self) -> CallOutcome:
@@ -365,6 +350,22 @@ def _active(requests: Sequence[Any]) -> list[int]:
         for index, request in enumerate(_checked(requests))
         if (request.is_active if isinstance(request, MpiRequest) else request != MPI.REQUEST_NULL)
     ]
+
+
+def _first(requests: Sequence[Any], is_done: Callable[[Any], bool]) -> tuple[int, bool]:
+    """Return the index of the first active request that is done, and True.
+
+    Returns MPI.UNDEFINED if there is none, and as the flag whether no request is active.
+    """
+    active = _active(requests)
+    found = next((index for index in active if is_done(requests[index])), MPI.UNDEFINED)
+    return found, found != MPI.UNDEFINED or not active
+
+
+def _finished(requests: Sequence[Any]) -> list[int] | None:
+    """Return the indices of the active requests that have finished; None if none is active."""
+    active = _active(requests)
+    return [index for index in active if requests[index].Get_status()] if active else None
 
 
 def _with_statuses(

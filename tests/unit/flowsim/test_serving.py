@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.flowsim.serving import Latency, Server, Transformer, decode, latency, prefill
+from r2ccl.flowsim.serving import Server, Transformer, decode, latency, prefill
 
 MODEL = Transformer(nparameters=1e9, nlayers=10, hidden=100, kv_heads=4, head_size=25)
 SERVER = Server(nprocessors=8, flops_per_s=1e12, memory_bytes_per_s=1e10)
@@ -67,8 +67,6 @@ def test_a_request_is_its_prefill_and_a_step_a_further_token() -> None:
     found = latency(MODEL, SERVER, length=50, nsequences=3, allreduce_s=Asked())
     assert found.ttft_s == prefill(MODEL, SERVER, 1, 50, Asked()).time_s
     assert found.tpot_s == decode(MODEL, SERVER, 3, 50, Asked()).time_s
-    assert Latency(1.0, 0.5).request_s(5) == 3.0
-    assert Latency(1.0, 0.5).request_s(1) == 1.0
 
 
 def test_slower_allreduces_make_everything_slower() -> None:

@@ -25,7 +25,6 @@ from r2ccl.topology.machine import (
     NvLink,
     PciDevice,
     merge,
-    over_sockets,
 )
 
 Load = Callable[[str], Machine]
@@ -185,18 +184,6 @@ def test_those_that_lose_a_nic_together_turn_to_different_ones(load: Load) -> No
     backups = [routes[1].port for routes in affinity.preferences().values()]
     assert backups == ["mlx5_1:1", "mlx5_2:1", "mlx5_2:1", "mlx5_3:1", "mlx5_3:1", "mlx5_0:1",
                        "mlx5_0:1", "mlx5_1:1"]  # fmt: skip
-
-
-def test_over_sockets_everything_passes_processors(load: Load) -> None:
-    affinity = Affinity(over_sockets(load("hgx_a100")))
-    routes = affinity.assign()
-    assert {route.distance for route in routes} == {Distance.PHB}
-    assert Counter(route.port for route in routes) == {f"ib{n}": 2 for n in range(4)}
-    near = {gpu: {f"ib{2 * (number // 4) + each}" for each in range(2)} for number, gpu in
-            enumerate(A100)}  # fmt: skip
-    assert all(route.port in near[route.gpu] for route in routes)
-    after = affinity.reroute(routes, {"ib0": 0})
-    assert {route.via for route in after} == {None}
 
 
 # A workstation, and shapes of one question each

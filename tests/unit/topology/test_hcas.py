@@ -309,7 +309,7 @@ def test_a_port_is_a_number(pattern: str) -> None:
 
 def test_an_empty_list_names_nothing() -> None:
     names = NameFilter(" ", variable="X")
-    assert (names.is_empty, names.is_selection, names.lists("eth0")) == (True, False, False)
+    assert (names.is_selection, names.lists("eth0")) == (False, False)
 
 
 def test_natural_order_counts() -> None:

@@ -18,7 +18,6 @@ from r2ccl.topology.machine import (
     NvLink,
     PciDevice,
     merge,
-    over_sockets,
     parse_bus_id,
 )
 
@@ -133,20 +132,6 @@ def test_a_machine_travels_as_a_message() -> None:
         ["x"],
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(machine), type=Machine) == machine
-
-
-def test_sockets_see_interfaces_that_reach_no_gpu() -> None:
-    ports = [
-        PORT,
-        msgspec.structs.replace(PORT, name="rxe0", has_gdr=False),  # on the same interface
-        NicPort("mlx5_1", 1, "", 0, 1, has_gdr=True),
-        NicPort("eth9", 0, "", 0, 10),
-    ]
-    seen = over_sockets(Machine.of([NODE], [device(NIC)], ports=ports))
-    assert [(port.label, port.bus_id, port.has_gdr) for port in seen.ports] == [
-        ("eth0", NIC, False),
-        ("eth9", "", False),
-    ]
 
 
 def test_numa_distances_are_the_firmwares_or_the_standards() -> None:
