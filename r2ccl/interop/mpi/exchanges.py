@@ -10,6 +10,7 @@ datatypes, as MPI allows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,8 +21,8 @@ from r2ccl.interop.mpi.calls import Call, nothing, root_of
 from r2ccl.interop.mpi.errors import MpiError
 from r2ccl.interop.mpi.vectors import VectorSpec, vector, vector_of_datatypes
 
-#: Takes the bytes to send, the bytes to receive, and ``async_op``; runs a collective of r2ccl.
-Run: TypeAlias = Callable[[Any, Any, bool], Any]
+#: Collective of r2ccl, called with the bytes to send, the bytes to receive, and ``async_op=``.
+Run: TypeAlias = Callable[..., Any]
 
 
 def barrier(comm: Any) -> Call:
@@ -54,10 +55,7 @@ def bcast(comm: Any, buf: Any, root: int = 0) -> Call:
 def gather(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
     """Gather `sendbuf` of every rank in `recvbuf` of rank `root`, as mpi4py's Gather."""
     root = root_of(comm, root)
-
-    def run(x: Any, out: Any, is_async: bool) -> Any:
-        return comm.communicator.gather(x, out, root, async_op=is_async)
-
+    run = partial(comm.communicator.gather, root=root)
     if comm.rank != root:
         return _sending(sendbuf, run)
     return _gathering(comm, sendbuf, message(recvbuf, writable=True, nblocks=comm.size), run)
@@ -66,49 +64,31 @@ def gather(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
 def gatherv(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
     """Gather blocks of any size in `recvbuf` of rank `root`, as mpi4py's Gatherv."""
     root = root_of(comm, root)
-    communicator = comm.communicator
+    run = partial(comm.communicator.gatherv, root=root)
     if comm.rank != root:
-        return _sending(
-            sendbuf, lambda x, out, is_async: communicator.gatherv(x, None, root, async_op=is_async)
-        )
+        return _sending(sendbuf, run)
     into = vector(recvbuf, writable=True, nblocks=comm.size)
-    counts, displs = into.counts, into.displs
-    return _gathering(
-        comm,
-        sendbuf,
-        into,
-        lambda x, out, is_async: communicator.gatherv(
-            x, out, root, counts=counts, displs=displs, async_op=is_async
-        ),
-    )
+    run = partial(run, counts=into.counts, displs=into.displs)
+    return _gathering(comm, sendbuf, into, run)
 
 
 def allgather(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
     """Gather `sendbuf` of every rank in `recvbuf` of every rank, as mpi4py's Allgather."""
     into = message(recvbuf, writable=True, nblocks=comm.size)
-    run = comm.communicator.allgather
-    return _gathering(comm, sendbuf, into, lambda x, out, is_async: run(x, out, async_op=is_async))
+    return _gathering(comm, sendbuf, into, comm.communicator.allgather)
 
 
 def allgatherv(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
     """Gather blocks of any size in `recvbuf` of every rank, as mpi4py's Allgatherv."""
     into = vector(recvbuf, writable=True, nblocks=comm.size)
-    run, counts, displs = comm.communicator.allgatherv, into.counts, into.displs
-    return _gathering(
-        comm,
-        sendbuf,
-        into,
-        lambda x, out, is_async: run(x, out, counts=counts, displs=displs, async_op=is_async),
-    )
+    run = partial(comm.communicator.allgatherv, counts=into.counts, displs=into.displs)
+    return _gathering(comm, sendbuf, into, run)
 
 
 def scatter(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
     """Send one block of `sendbuf` of rank `root` to every rank, as mpi4py's Scatter."""
     root = root_of(comm, root)
-
-    def run(x: Any, out: Any, is_async: bool) -> Any:
-        return comm.communicator.scatter(x, out, root, async_op=is_async)
-
+    run = partial(comm.communicator.scatter, root=root)
     if comm.rank != root:
         return _receiving(recvbuf, run)
     return _scattering(comm, message(sendbuf, writable=False, nblocks=comm.size), recvbuf, run)
@@ -117,22 +97,12 @@ def scatter(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
 def scatterv(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
     """Send one block of any size of rank `root` to every rank, as mpi4py's Scatterv."""
     root = root_of(comm, root)
-    communicator = comm.communicator
+    run = partial(comm.communicator.scatterv, root=root)
     if comm.rank != root:
-        return _receiving(
-            recvbuf,
-            lambda x, out, is_async: communicator.scatterv(None, out, root, async_op=is_async),
-        )
+        return _receiving(recvbuf, run)
     sent = vector(sendbuf, writable=False, nblocks=comm.size)
-    counts, displs = sent.counts, sent.displs
-    return _scattering(
-        comm,
-        sent,
-        recvbuf,
-        lambda x, out, is_async: communicator.scatterv(
-            x, out, root, counts=counts, displs=displs, async_op=is_async
-        ),
-    )
+    run = partial(run, counts=sent.counts, displs=sent.displs)
+    return _scattering(comm, sent, recvbuf, run)
 
 
 def alltoall(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
@@ -142,8 +112,7 @@ def alltoall(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
     if not is_in_place(sendbuf):
         sent = message(sendbuf, writable=False, nblocks=comm.size)
         _require_equal(comm, sent.block_nbytes, into.block_nbytes)
-    run = comm.communicator.alltoall
-    return _exchanging(sent, into, lambda x, out, is_async: run(x, out, async_op=is_async))
+    return _exchanging(sent, into, comm.communicator.alltoall)
 
 
 def alltoallv(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
@@ -163,7 +132,7 @@ def _sending(sendbuf: Any, run: Run) -> Call:
 
     def start(is_async: bool) -> Any:
         sent.pack(x)
-        return run(x, None, is_async)
+        return run(x, None, async_op=is_async)
 
     return Call(start)
 
@@ -172,7 +141,7 @@ def _receiving(recvbuf: Any, run: Run) -> Call:
     """Return a call in which this rank only receives."""
     into = message(recvbuf, writable=True)
     out = into.data(writable=True)
-    return Call(lambda is_async: run(None, out, is_async), lambda: into.unpack(out))
+    return Call(lambda is_async: run(None, out, async_op=is_async), lambda: into.unpack(out))
 
 
 def _gathering(comm: Any, sendbuf: Any, into: BufferSpec | VectorSpec, run: Run) -> Call:
@@ -196,7 +165,7 @@ def _scattering(comm: Any, sent: BufferSpec | VectorSpec, recvbuf: Any, run: Run
 
         def start(is_async: bool) -> Any:
             sent.pack(x)
-            return run(x, unused, is_async)
+            return run(x, unused, async_op=is_async)
 
         return Call(start)
     into = message(recvbuf, writable=True)
@@ -219,16 +188,14 @@ def _exchanging_blocks(
     sent = into
     if not is_in_place(sendbuf):
         sent = read(sendbuf, writable=False, nblocks=comm.size)
-    layout = {
-        "sendcounts": sent.counts,
-        "senddispls": sent.displs,
-        "recvcounts": into.counts,
-        "recvdispls": into.displs,
-    }
-    run = comm.communicator.alltoallv
-    return _exchanging(
-        sent, into, lambda x, out, is_async: run(x, out, async_op=is_async, **layout)
+    run = partial(
+        comm.communicator.alltoallv,
+        sendcounts=sent.counts,
+        senddispls=sent.displs,
+        recvcounts=into.counts,
+        recvdispls=into.displs,
     )
+    return _exchanging(sent, into, run)
 
 
 def _exchange(
@@ -243,7 +210,7 @@ def _exchange(
 
     def start(is_async: bool) -> Any:
         sent.pack(packed)
-        return run(x, out, is_async)
+        return run(x, out, async_op=is_async)
 
     return Call(start, lambda: into.unpack(out))
 

@@ -8,6 +8,7 @@ method of mpi4py from it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,18 +38,13 @@ def exscan(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call:
 def reduce(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int = 0) -> Call:
     """Reduce `sendbuf` over all ranks into `recvbuf` on rank `root`, as mpi4py's Reduce."""
     root = root_of(comm, root)
-    run = comm.communicator.reduce
+    run = partial(comm.communicator.reduce, root=root)
     if comm.rank == root:
-        return _elementwise(
-            lambda x, out, found, async_op: run(x, out, found, root, async_op=async_op),
-            sendbuf,
-            recvbuf,
-            op,
-        )
+        return _elementwise(run, sendbuf, recvbuf, op)
     sent = message(sendbuf, writable=False)
     found, dtype = reduction(op, sent.datatype)
     x = sent.elements(dtype)
-    return Call(lambda is_async: run(x, None, found, root, async_op=is_async))
+    return Call(lambda is_async: run(x, None, found, async_op=is_async))
 
 
 def reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call:
@@ -79,10 +75,7 @@ def reduce_scatter(
     else:
         counts = sequence(recvcounts, comm.size)
     total, own = sum(counts), counts[comm.rank]
-
-    def run(x: Any, out: Any, found: Any, *, async_op: bool) -> Any:
-        return comm.communicator.reduce_scatterv(x, out, found, counts=counts, async_op=async_op)
-
+    run = partial(comm.communicator.reduce_scatterv, counts=counts)
     if in_place:
         _require_equal("receive count", received.count, "sum(counts)", total)
         return _at_start(run, received, own, op)
