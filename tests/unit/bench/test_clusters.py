@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -13,19 +11,10 @@ from support.slow import slow_but
 from r2ccl.algos import ring
 from r2ccl.types import Collective
 
-BENCH = Path(__file__).parents[3] / "bench"
-
 
 @pytest.fixture
-def clusters(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH))
-    spec = importlib.util.spec_from_file_location("clusters", BENCH / "clusters.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "clusters", module)
-    spec.loader.exec_module(module)
-    return module
+def clusters(bench: Callable[[str], ModuleType]) -> ModuleType:
+    return bench("clusters")
 
 
 @pytest.mark.parametrize("ranks_per_node", slow_but([2], [1, 2]))

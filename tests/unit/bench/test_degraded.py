@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -19,13 +18,6 @@ from rich.console import Console
 from r2ccl.schedule.check import check
 
 BENCH = Path(__file__).parents[3] / "bench"
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import a module of the benches."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ Kernels run on a fake GPU; ranks are real processes with a fake GPU each, joined
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -27,13 +26,6 @@ from r2ccl.testing.fakedevice.forms import FakeLauncher, combine
 ROOT = BENCH.parent
 RANK = str(ROOT / "tests/support/fake_gpu_rank.py")
 NBYTES = 3 * BLOCK_NBYTES + 64
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Import a module of the benches."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,15 +11,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 from support.mpi import find_mpiexec
-
-BENCH = Path(__file__).parents[3] / "bench"
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import a module of the benches."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
 import os
@@ -32,13 +31,6 @@ PAIRS = [
     for code, ops in ON_GPU.items()
     for dtype, op in itertools.product([DTYPES[code]], sorted(ops))
 ]
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import a module of the benches."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -14,15 +13,8 @@ BENCH = Path(__file__).parents[3] / "bench"
 
 
 @pytest.fixture
-def scale(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCH))
-    spec = importlib.util.spec_from_file_location("scale", BENCH / "scale.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "scale", module)
-    spec.loader.exec_module(module)
-    return module
+def scale(bench: Any) -> Any:
+    return bench("scale")
 
 
 def test_it_measures_jobs_and_saves_the_figures(

@@ -25,13 +25,6 @@ USES = ["r2ccl-training", "r2ccl-inference"]
 ROUNDING = 1e-3
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import a module of the benches."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module
-
-
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What the quick form of a table saves; each runs once."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import socket
 import subprocess
 import sys
@@ -16,8 +15,6 @@ import pytest
 from r2ccl.transport.base import Arrived
 from r2ccl.transport.tcp.transport import TcpTransport
 from r2ccl.types import Nic, PathKey
-
-BENCH = Path(__file__).parents[3] / "bench"
 
 HEAD = """\
 ---------------------------------------------------------------------------------------
@@ -39,34 +36,29 @@ LATENCY = f"""{HEAD}\
 """
 
 
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
+@pytest.fixture
+def perftest(bench: Any) -> Any:
+    return bench("perftest")
 
 
 @pytest.fixture
-def perftest() -> Any:
-    return importlib.import_module("perftest")
+def perf(bench: Any) -> Any:
+    return bench("verbs_perf")
 
 
 @pytest.fixture
-def perf() -> Any:
-    return importlib.import_module("verbs_perf")
+def report(bench: Any) -> Any:
+    return bench("verbs_report")
 
 
 @pytest.fixture
-def report() -> Any:
-    return importlib.import_module("verbs_report")
+def roles(bench: Any) -> Any:
+    return bench("verbs_roles")
 
 
 @pytest.fixture
-def roles() -> Any:
-    return importlib.import_module("verbs_roles")
-
-
-@pytest.fixture
-def pair() -> Any:
-    return importlib.import_module("verbs_pair")
+def pair(bench: Any) -> Any:
+    return bench("verbs_pair")
 
 
 @pytest.mark.parametrize(
