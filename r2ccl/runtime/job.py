@@ -177,7 +177,7 @@ class Job:
         Raises
         ------
         TransportTimeout
-            If a peer has no path, or a rank does not call `start`, within ``R2CC_INIT_TIMEOUT_S``.
+            If a peer has no path, or a rank does not connect, within ``R2CC_INIT_TIMEOUT_S``.
         InvalidArgument
             As for `dump_on_signal`, if ``R2CC_DUMP_SIGNAL`` is set.
         R2cclError

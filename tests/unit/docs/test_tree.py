@@ -134,6 +134,15 @@ def test_words_that_were_replaced_do_not_come_back() -> None:
     assert set(REPLACED) & (words | classes) <= STILL_THERE
 
 
+def test_the_communicator_is_an_index_without_logic() -> None:
+    logic = (ast.For, ast.While, ast.Try, ast.With, ast.Raise, ast.Assert, ast.comprehension)
+    for node in ast.walk(ast.parse((PACKAGE / "communicator.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name != "__init__":
+            found = list(ast.walk(node))
+            assert not [each for each in found if isinstance(each, logic)], node.name
+            assert len([each for each in found if isinstance(each, ast.stmt)]) <= 5, node.name
+
+
 def listed(tree: ast.Module) -> set[str] | None:
     """Return the names in ``__all__``; None if there is none."""
     for node in tree.body:
