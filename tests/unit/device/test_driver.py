@@ -27,6 +27,7 @@ from r2ccl.device.bindings import Cuda
 from r2ccl.device.driver import CudaDevice
 from r2ccl.device.numbering import ordinal_of
 from r2ccl.errors import InternalError, InvalidArgument, TransportError, TransportTimeout
+from r2ccl.testing.fakedevice import FakeDevice
 from r2ccl.topology.machine import parse_bus_id
 
 PAGE = mmap.PAGESIZE
@@ -1034,10 +1035,11 @@ def test_the_numbers_in_the_source_are_those_of_nvidias_package() -> None:
         assert getattr(real.CUresult, each.name) == each
 
 
-def test_it_has_the_methods_of_a_device() -> None:
+@pytest.mark.parametrize("implementation", [CudaDevice, FakeDevice])
+def test_it_has_the_methods_of_a_device(implementation: type) -> None:
     for name, wanted in vars(Device).items():
         if not name.startswith("_"):
-            given = getattr(CudaDevice, name)
+            given = getattr(implementation, name)
             assert isinstance(given, property) == isinstance(wanted, property), name
             if not isinstance(wanted, property):
                 assert list(inspect.signature(given).parameters) == list(

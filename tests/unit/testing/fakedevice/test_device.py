@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import inspect
 import mmap
 import random
 import re
@@ -18,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.fake_bench import NBYTES, NSEEDS, PAGE, Bench, launch_add, load_add, pattern
 
-from r2ccl.device.base import Device, Stream
+from r2ccl.device.base import Stream
 from r2ccl.errors import TransportError
 from r2ccl.testing.fakedevice import (
     POISON,
@@ -677,17 +676,6 @@ def test_other_seeds_run_work_in_other_orders_one_seed_in_one() -> None:
 
     assert order(1) == order(1)
     assert len({order(seed) for seed in range(20)}) > 5
-
-
-def test_it_has_the_methods_of_a_device() -> None:
-    for name, wanted in vars(Device).items():
-        if not name.startswith("_"):
-            given = getattr(FakeDevice, name)
-            assert isinstance(given, property) == isinstance(wanted, property), name
-            if not isinstance(wanted, property):
-                assert list(inspect.signature(given).parameters) == list(
-                    inspect.signature(wanted).parameters
-                ), name
 
 
 def test_the_default_streams_are_each_one_stream_for_a_thread() -> None:
