@@ -580,12 +580,12 @@ def parts_beyond_4gib() -> bool:
         )
 
 
-def reduced_bits(count: int, seed: int) -> bytes:
-    """Return the sum of data whose result depends on the order of additions."""
+def reduced_bits(counts: tuple[int, ...], seed: int) -> list[bytes]:
+    """Return sums of data whose result depends on the order of additions."""
     with r2ccl.init() as comm:
         rng = np.random.default_rng((seed, comm.rank))
-        x = rng.standard_normal(count).astype(np.float32)
-        return comm.allreduce(x).tobytes()
+        xs = [rng.standard_normal(count).astype(np.float32) for count in counts]
+        return [comm.allreduce(x).tobytes() for x in xs]
 
 
 def disagree(calls: tuple[tuple[int, str, str], ...]) -> tuple[str, float]:
@@ -853,7 +853,7 @@ def does_not_shrink() -> str:
     comm = r2ccl.init()
     # A short timeout for shrink() only: init() may be slow on a busy machine.
     control = comm._job.control
-    impatient = msgspec.structs.replace(control.setting.config, init_timeout_s=5.0)
+    impatient = msgspec.structs.replace(control.setting.config, init_timeout_s=3.0)
     control.setting = msgspec.structs.replace(control.setting, config=impatient)
     # A rank that has already passed the barrier may have revoked the communicator.
     with contextlib.suppress(r2ccl.CommunicatorRevoked):
