@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import queue
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from support.planes import RAILS, WAIT_S, Job, Number, Recorder, Text, environment, join, turn_away
 from support.planes import start_job as start_job  # the fixture
+from support.slow import slow_but
 
 from r2ccl.bootstrap import ControlPlane, Goodbye, connect, startup, wire
 from r2ccl.bootstrap.auth import PROOF_NBYTES, PROTOCOL_VERSION, Claim, Dialer, Purpose, Secret
@@ -144,8 +146,13 @@ def test_a_name_that_cannot_exist_ends_init_at_once(
     assert f"rank {rank}: MASTER_ADDR='head-node' cannot be resolved (EAI_FAIL" in str(error)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("code", [socket.EAI_AGAIN, socket.EAI_NONAME])
+@pytest.mark.parametrize(
+    ("rank", "code"),
+    slow_but(
+        [(0, socket.EAI_AGAIN), (1, socket.EAI_NONAME)],
+        itertools.product([0, 1], [socket.EAI_AGAIN, socket.EAI_NONAME]),
+    ),
+)
 def test_a_name_that_does_not_come_in_time_is_in_the_timeout(
     resolver: Callable[..., None],
     caplog: pytest.LogCaptureFixture,

@@ -79,7 +79,7 @@ def check_finished(found: Mapping[int, Mapping[str, Any]]) -> None:
 
 @pytest.mark.parametrize(
     ("nranks", "victim"),
-    slow_but([(4, 2), (3, 0), (9, 4)], [(4, 2), (4, 0), (3, 0), (2, 1), (9, 4)]),
+    slow_but([(4, 2), (3, 0)], [(4, 2), (4, 0), (3, 0), (2, 1), (9, 4)]),
 )
 def test_survivors_of_a_death_in_mid_call_finish_the_job(nranks: int, victim: int) -> None:
     found = reports(nranks, {victim: {"dies": 3}})
@@ -162,7 +162,7 @@ def test_a_revoked_communicator_shrinks_to_all_without_leaks() -> None:
 
 
 def test_abort_beside_a_stopped_peer_takes_bounded_time() -> None:
-    fates: dict[int, dict[str, Any]] = {0: {"aborts_after_s": 2.0}, 1: {"stops": 3}}
+    fates: dict[int, dict[str, Any]] = {0: {"aborts_after_s": 1.0}, 1: {"stops": 3}}
     with ranks(2, fates, settings={"peer_timeout_s": 600.0}) as started:
         begin = time.monotonic()
         left = report(started[0])

@@ -1,7 +1,8 @@
 """Campaign of every fault on real sockets: each result is exact, nothing hangs.
 
-R2CC_CAMPAIGN_RUNS sets the runs of each fault (default 2; `make campaign` 50). Measurements are
-printed; the tests assert only exact results, and that every planned fault occurred.
+R2CC_CAMPAIGN_RUNS sets the runs of each fault (default 2; `make campaign` 50); `make test` has one
+of each. Measurements are printed; the tests assert only exact results, and that every planned fault
+occurred.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.slow import slow_but
 
 from r2ccl.testing import Action, Fault, FaultPlan
 from r2ccl.testing.netlab import Lab, unavailable_reason
@@ -85,15 +87,16 @@ def run_ranks(
     return [json.loads(each.output.strip().splitlines()[-1]) for each in ended]
 
 
+@pytest.mark.parametrize("runs", slow_but([1], sorted({1, RUNS})))
 @pytest.mark.parametrize("kind", list(KINDS), ids=str)
-def test_results_are_exact(kind: Action) -> None:
+def test_results_are_exact(kind: Action, runs: int) -> None:
     rng = random.Random(kind.value)
-    plan = FaultPlan([fault(kind, run, rng) for run in range(1, RUNS + 1)])
+    plan = FaultPlan([fault(kind, run, rng) for run in range(1, runs + 1)])
     with Lab(nodes=NODES, rails=RAILS) as lab:
-        reports = run_ranks(lab, "campaign_rank.py", str(RUNS), str(NBYTES), plan=plan)
+        reports = run_ranks(lab, "campaign_rank.py", str(runs), str(NBYTES), plan=plan)
     plan.assert_all_fired()
     print_repair_times(kind, plan, reports)
-    assert [report["exact"] for report in reports] == [RUNS] * NODES
+    assert [report["exact"] for report in reports] == [runs] * NODES
     if kind in (Action.STOP, Action.SLOW):
         assert not any(report["repairs"] for report in reports), "a slow peer is no reason to move"
 
@@ -161,8 +164,9 @@ def print_repair_times(kind: Action, plan: FaultPlan, reports: list[dict[str, An
     repairs = [repair for report in reports for repair in report["repairs"]]
     nbytes = sum(repair["nbytes_replayed"] for repair in repairs)
     print(
-        f"{kind}: {RUNS} runs exact on {len(reports)} ranks, {len(repairs)} paths repaired, "
-        f"{nbytes} bytes replayed; cut to first replayed byte {spread(firsts)}"
+        f"{kind}: {len(plan.faults)} runs exact on {len(reports)} ranks, "
+        f"{len(repairs)} paths repaired, {nbytes} bytes replayed; "
+        f"cut to first replayed byte {spread(firsts)}"
     )
 
 

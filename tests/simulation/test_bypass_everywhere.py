@@ -8,7 +8,7 @@ import os
 
 import msgspec
 import pytest
-from support.slow import slow_but
+from support.slow import slow_but, sweep
 
 from r2ccl.testing.simulation import CallSpec, CutPath, FailurePlan, NicDown, Workload, simulate
 
@@ -35,24 +35,25 @@ def apart(at: int, gap: int, is_seen: bool, keep: int = 0) -> tuple[NicDown, Nic
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 240)
+@sweep(5 * STEP, STEP)
 @pytest.mark.parametrize("is_seen", slow_but([False], [True, False]), ids=["seen", "silent"])
 @pytest.mark.parametrize("fabric", slow_but(["rail"], ["full", "rail"]))
 @pytest.mark.parametrize(
     "workload", slow_but([CLEARED], [CLEARED, EAGER, TREES]), ids=["cleared", "eager", "trees"]
 )
 def test_a_pair_is_left_apart_at_every_event(
-    workload: Workload, fabric: str, is_seen: bool
+    workload: Workload, fabric: str, is_seen: bool, step: int
 ) -> None:
     struck = msgspec.structs.replace(workload, fabric=fabric)
     nbypassed = 0
-    for at in range(0, simulate(struck).nevents, STEP):
+    for at in range(0, simulate(struck).nevents, step):
         faults = apart(at, (0, 7, 40)[at % 3], is_seen, keep=at % 4)
         outcome = simulate(struck, FailurePlan(faults), seed=at)
         assert outcome.is_clean, (faults, outcome.errors)
         assert outcome.time_s < BOUND_S, (faults, outcome.time_s)
         nbypassed += outcome.nbypasses > 0
     # Runs with early or late faults may need no bypass.
-    assert nbypassed > 5
+    assert nbypassed > 5 * STEP // step
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
@@ -64,8 +65,9 @@ def test_two_ranks_alone_go_across_at_every_event() -> None:
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
+@sweep(35, 1 if IS_THOROUGH else 5)
 @pytest.mark.parametrize("at", slow_but([120], [120, 300]))
-def test_the_bypass_is_cut_at_every_event_and_another_way_found(at: int) -> None:
+def test_the_bypass_is_cut_at_every_event_and_another_way_found(at: int, step: int) -> None:
     """Cut the paths of a bypass in turn; ranks 2 and 3 can both forward."""
     workload = Workload(
         4, 2, (CallSpec(48, channels=2),), slice_nbytes=8, eager_nbytes=0, fabric="rail"
@@ -73,7 +75,7 @@ def test_the_bypass_is_cut_at_every_event_and_another_way_found(at: int) -> None
     first = apart(at, 0, is_seen=True)
     end = simulate(workload, FailurePlan(first), seed=at).nevents
     legs = [(0, 2, 1), (0, 3, 1), (1, 2, 0), (1, 3, 0)]
-    for second in range(at, min(end, at + 400), 1 if IS_THOROUGH else 5):
+    for second in range(at, min(end, at + 400), step):
         a, b, rail = legs[second // STEP % 4]
         cut = CutPath(second, a, b, rail, (a, b) if second % 2 else (), keep=second % 3)
         outcome = simulate(workload, FailurePlan((*first, cut)), seed=second)

@@ -9,7 +9,7 @@ import os
 
 import msgspec
 import pytest
-from support.slow import slow_but
+from support.slow import slow_but, sweep
 
 from r2ccl.testing.simulation import CallSpec, CutPath, FailurePlan, NicDown, Workload, simulate
 
@@ -34,12 +34,13 @@ def told_to(who: str, a: int, b: int, at: int) -> tuple[int, ...]:
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
+@sweep(7, 1)
 @pytest.mark.parametrize("who", slow_but(["one", "nobody"], ["both", "one", "nobody"]))
 @pytest.mark.parametrize(
     "workload", slow_but([EAGER], [CLEARED, EAGER, TREES]), ids=["cleared", "eager", "trees"]
 )
-def test_a_path_is_cut_at_every_event(workload: Workload, who: str) -> None:
-    for at in range(simulate(workload).nevents):
+def test_a_path_is_cut_at_every_event(workload: Workload, who: str, step: int) -> None:
+    for at in range(0, simulate(workload).nevents, step):
         restores_us = (0, 400) if IS_THOROUGH else (400 * (at // len(PATHS) % 2),)
         for (a, b, rail), restore_us in itertools.product(paths_for(at), restores_us):
             cut = CutPath(
@@ -59,11 +60,11 @@ def test_a_path_is_cut_at_every_event(workload: Workload, who: str) -> None:
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
+@sweep(23, 1 if IS_THOROUGH else 3)
 @pytest.mark.parametrize("is_lazy", [True, False])
 @pytest.mark.parametrize("is_seen", slow_but([False], [True, False]))
-def test_a_nic_goes_down_at_every_event(is_seen: bool, is_lazy: bool) -> None:
+def test_a_nic_goes_down_at_every_event(is_seen: bool, is_lazy: bool, step: int) -> None:
     workload = msgspec.structs.replace(CLEARED, is_lazy=is_lazy)
-    step = 1 if IS_THOROUGH else 3
     for at in range(0, simulate(workload).nevents, step):
         down = NicDown(at, at % 3, at // 3 % 3, is_seen, keep=at % 3, restore_us=300 * (at % 2))
         outcome = simulate(workload, FailurePlan((down,)), seed=at)
@@ -72,18 +73,19 @@ def test_a_nic_goes_down_at_every_event(is_seen: bool, is_lazy: bool) -> None:
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
+@sweep(7, 1)
 @pytest.mark.parametrize(
     ("first_us", "second_us"), slow_but([(300, 0)], [(0, 0), (300, 0), (0, 300), (300, 300)])
 )
 def test_the_path_moved_to_is_cut_at_every_event_of_the_repair(
-    first_us: int, second_us: int
+    first_us: int, second_us: int, step: int
 ) -> None:
     """Cut the second path in every state of the first repair: fencing, announced, replaying."""
     workload = Workload(2, 3, (CallSpec(24, channels=2),), slice_nbytes=8, eager_nbytes=0)
     end = simulate(workload).nevents
     firsts = range(60, end, 5 if IS_THOROUGH else 80)
     for first, rail in itertools.product(firsts, (1, 2)):
-        for second in range(first, first + 160):
+        for second in range(first, first + 160, step):
             cuts = (
                 CutPath(first, 0, 1, 0, (first % 2,), keep=first % 3, restore_us=first_us),
                 CutPath(second, 0, 1, rail, (0, 1), keep=second % 3, restore_us=second_us),

@@ -1,6 +1,7 @@
 """Failures beyond repair: every rank ends, in bounded time, with an error that names the cause."""
 
 import pytest
+from support.slow import sweep
 
 from r2ccl.errors import CommunicatorRevoked, NoHealthyRail, PeerLost, TransportTimeout
 from r2ccl.testing.simulation import (
@@ -24,11 +25,12 @@ PEER_TIMEOUT_S = 5.0
 CONNECTED = 150
 
 
+@sweep(180, 60)
 @pytest.mark.parametrize("told", [(0, 1), (0,), ()], ids=["both told", "one told", "none told"])
 @pytest.mark.parametrize("is_loud", [True, False])
-def test_all_rails_of_a_pair_dead(told: tuple[int, ...], is_loud: bool) -> None:
+def test_all_rails_of_a_pair_dead(told: tuple[int, ...], is_loud: bool, step: int) -> None:
     workload = Workload(calls=TWICE, is_loud=is_loud, fabric="none")
-    for at in range(CONNECTED, 900, 60):
+    for at in range(CONNECTED, 900, step):
         cuts = tuple(CutPath(at + 20 * rail, 0, 1, rail, told, keep=rail) for rail in range(3))
         outcome = simulate(workload, FailurePlan(cuts), seed=at)
         zero, one, two = outcome.errors
@@ -85,11 +87,12 @@ def test_no_rail_from_the_start() -> None:
     )
 
 
+@sweep(300, 60)
 @pytest.mark.parametrize("dead", [0, 1, 2])
 @pytest.mark.parametrize("is_loud", [True, False])
-def test_a_killed_rank_is_lost_for_all(dead: int, is_loud: bool) -> None:
+def test_a_killed_rank_is_lost_for_all(dead: int, is_loud: bool, step: int) -> None:
     workload = Workload(calls=TWICE, is_loud=is_loud)
-    for at in range(0, 1_500, 60):
+    for at in range(0, 1_500, step):
         outcome = simulate(workload, FailurePlan((Kill(at, dead),)), seed=at)
         survivors = [error for rank, error in enumerate(outcome.errors) if rank != dead]
         assert all(isinstance(error, PeerLost) for error in survivors), (at, outcome.errors)
@@ -97,21 +100,23 @@ def test_a_killed_rank_is_lost_for_all(dead: int, is_loud: bool) -> None:
         assert outcome.time_s < PEER_TIMEOUT_S + 1.0
 
 
-def test_a_killed_rank_behind_a_noisy_control_plane() -> None:
+@sweep(300, 100)
+def test_a_killed_rank_behind_a_noisy_control_plane(step: int) -> None:
     noise = Noise(lose=30, repeat=20, late=50, late_ms=50)
-    for at in range(200, 1_200, 100):
+    for at in range(200, 1_200, step):
         plan = FailurePlan((Kill(at, 1), CutPath(at, 0, 2, 0, restore_us=1_000)), noise)
         outcome = simulate(Workload(calls=TWICE), plan, seed=at)
         assert isinstance(outcome.errors[0], PeerLost)
         assert isinstance(outcome.errors[2], PeerLost)
 
 
-def test_memory_of_a_call_that_raised_is_left_alone() -> None:
+@sweep(125, 25)
+def test_memory_of_a_call_that_raised_is_left_alone(step: int) -> None:
     """Check that late writes of paths cut just before the error find every end fenced.
 
     The simulation itself checks each write.
     """
-    for at in range(CONNECTED, 800, 25):
+    for at in range(CONNECTED, 800, step):
         cuts = tuple(
             CutPath(at, 0, 1, rail, (0, 1), keep=6, late_us=6_000_000) for rail in range(3)
         )
@@ -120,10 +125,11 @@ def test_memory_of_a_call_that_raised_is_left_alone() -> None:
         assert all(outcome.errors)
 
 
+@sweep(150, 50)
 @pytest.mark.parametrize("stopped", [0, 1, 2])
-def test_a_stopped_rank_goes_on(stopped: int) -> None:
+def test_a_stopped_rank_goes_on(stopped: int, step: int) -> None:
     """Stop a rank for longer than the suspicion and less than the peer timeout: no path is lost."""
-    for at in range(CONNECTED, 900, 50):
+    for at in range(CONNECTED, 900, step):
         outcome = simulate(Workload(calls=TWICE), FailurePlan((Stop(at, stopped, 2_000),)), seed=at)
         assert outcome.is_clean
         assert outcome.repairs == 0
@@ -136,18 +142,20 @@ def test_a_rank_stopped_too_long_is_lost() -> None:
     assert outcome.errors[1] is not None
 
 
-def test_every_message_lost_once() -> None:
+@sweep(5, 1)
+def test_every_message_lost_once(step: int) -> None:
     """Lose every message once: control frames are sent again, data frames break the connection."""
     workload = Workload(calls=(CallSpec(60),))
-    for number in range(simulate(workload).nmessages):
+    for number in range(0, simulate(workload).nmessages, step):
         outcome = simulate(workload, FailurePlan((Lose(number),)), seed=number)
         assert outcome.is_clean, number
 
 
-def test_a_computing_rank_keeps_its_paths_and_answers_failures() -> None:
+@sweep(125, 25)
+def test_a_computing_rank_keeps_its_paths_and_answers_failures(step: int) -> None:
     """Let rank 0 compute for 2 s while one of its paths fails and is repaired."""
     workload = Workload(calls=TWICE, busy_ms=(2_000, 0, 0))
-    for at in range(CONNECTED, 700, 25):
+    for at in range(CONNECTED, 700, step):
         outcome = simulate(workload, FailurePlan((CutPath(at, 0, 1, at % 3, (1,)),)), seed=at)
         assert outcome.is_clean
         assert outcome.repairs in (0, 2)

@@ -14,7 +14,7 @@ import os
 import random
 
 import pytest
-from support.slow import slow_but
+from support.slow import slow_but, sweep
 
 from r2ccl.config import ALGOS
 from r2ccl.failover.health.table import RailShare
@@ -58,21 +58,24 @@ def breakage(at: int, nranks: int) -> Fault:
 
 
 @LIMIT
+@sweep(7, 1)
 @pytest.mark.parametrize(
     "schedule", slow_but(["ring", "packed_trees", "direct/alltoall"], SCHEDULES)
 )
-def test_a_rail_is_cut_at_every_event(schedule: str) -> None:
+def test_a_rail_is_cut_at_every_event(schedule: str, step: int) -> None:
     for nranks in (4,) if schedule in FOUR else SIZES:
         workload = job(schedule, nranks)
         clean = simulate(workload)
         assert clean.is_clean
         repairs = 0
-        for at in range(clean.began[1], clean.nevents):
+        for at in range(clean.began[1], clean.nevents, step):
             fault = breakage(at, nranks)
             outcome = simulate(workload, FailurePlan((fault,)), seed=at)
             assert outcome.is_clean, (fault, outcome.errors)
             repairs += outcome.repairs
-        assert repairs > clean.nevents // 2, "hardly a cut was noticed: the test shows nothing"
+        assert repairs > clean.nevents // step // 2, (
+            "hardly a cut was noticed: the test shows nothing"
+        )
 
 
 #: Schedules whose parts can differ in size.
@@ -88,9 +91,12 @@ PARTED = (
 
 
 @LIMIT
+@sweep(13, 1 if IS_THOROUGH else 2)
 @pytest.mark.parametrize("eager_nbytes", [0, 16])
 @pytest.mark.parametrize("schedule", slow_but(["direct/alltoall"], PARTED))
-def test_parts_of_any_size_survive_a_cut_at_every_event(schedule: str, eager_nbytes: int) -> None:
+def test_parts_of_any_size_survive_a_cut_at_every_event(
+    schedule: str, eager_nbytes: int, step: int
+) -> None:
     """Move parts of no, a few and many elements; with `eager_nbytes`, small ones are sent whole."""
     sizes = (17, 0, 2)
     spec = CallSpec(sum(sizes), schedule, 2, sizes=sizes)
@@ -98,11 +104,12 @@ def test_parts_of_any_size_survive_a_cut_at_every_event(schedule: str, eager_nby
     clean = simulate(workload)
     assert clean.is_clean
     repairs = 0
-    for at in range(clean.began[1], clean.nevents, 1 if IS_THOROUGH else 2):
+    moments = range(clean.began[1], clean.nevents, step)
+    for at in moments:
         outcome = simulate(workload, FailurePlan((breakage(at, 3),)), seed=at)
         assert outcome.is_clean, (at, outcome.errors)
         repairs += outcome.repairs
-    assert repairs > clean.nevents // 4, "hardly a cut was noticed: the test shows nothing"
+    assert repairs > len(moments) // 2, "hardly a cut was noticed: the test shows nothing"
 
 
 @LIMIT

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.slow import slow_but
+from support.slow import slow_but, sweep
 
 from r2ccl.failover.health.table import WHOLE
 from r2ccl.failover.migration.link import SendLink, Slice
@@ -100,7 +100,7 @@ class Job:
 @pytest.mark.parametrize("by", [0, 1, RANK])
 @pytest.mark.parametrize(
     ("workload", "step"),
-    slow_but([(CLEARED, 3), (EAGER, 3)], [(CLEARED, 3), (EAGER, 3), (CLEARED, 1), (EAGER, 1)]),
+    slow_but([(CLEARED, 13), (EAGER, 13)], [(CLEARED, 13), (EAGER, 13), (CLEARED, 1), (EAGER, 1)]),
 )
 def test_a_rail_is_excluded_at_every_event(workload: Workload, step: int, by: int) -> None:
     for at in range(by, simulate(workload).nevents, step):
@@ -151,9 +151,10 @@ def test_a_rail_included_without_its_cable_stays_down(is_seen: bool) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("is_restored", [True, False])
-def test_a_rail_is_excluded_at_every_event_of_its_repair(is_restored: bool) -> None:
+@sweep(14, 2)
+def test_a_rail_is_excluded_at_every_event_of_its_repair(is_restored: bool, step: int) -> None:
     first = 150
-    for at in range(first, first + 200, 2):
+    for at in range(first, first + 200, step):
         cut = CutPath(first, 0, RANK, RAIL, (0, RANK), keep=at % 3, restore_us=300 * is_restored)
         job = Job(CLEARED, cut, Exclude(at, RANK, RAIL, at % 3), seed=at)
         assert job.outcome.is_clean, (at, job.outcome.errors)
@@ -162,7 +163,7 @@ def test_a_rail_is_excluded_at_every_event_of_its_repair(is_restored: bool) -> N
             assert job.at_answers == [job.nslices()], at
 
 
-@pytest.mark.parametrize("at", range(200, 500, 20))
+@pytest.mark.parametrize("at", slow_but(range(200, 500, 100), range(200, 500, 20)))
 def test_both_ends_of_a_path_are_excluded(at: int) -> None:
     workload = msgspec.structs.replace(LONG, nranks=3)
     orders = Exclude(at, RANK, RAIL, RANK), Exclude(at + at % 7, 0, RAIL, 0)
@@ -198,8 +199,9 @@ def test_a_rail_that_is_down_is_no_other_rail() -> None:
     assert job.answers() == [f"rank {RANK} would have no rail left"]
 
 
-def test_an_order_and_its_opposite_at_once_are_both_answered() -> None:
-    for at in range(700, 740):
+@sweep(7, 1)
+def test_an_order_and_its_opposite_at_once_are_both_answered(step: int) -> None:
+    for at in range(700, 740, step):
         job = Job(LONG, Exclude(at, RANK, RAIL, 0), Exclude(at, RANK, RAIL, 1, False), seed=at)
         assert job.outcome.is_clean
         assert job.answers() == ["", ""]
@@ -220,7 +222,7 @@ def test_rails_declared_failed_are_not_waited_for_and_not_used(by: int) -> None:
     assert job.nslices() > 0
 
 
-@pytest.mark.parametrize("at", range(300, 2_000, 170))
+@pytest.mark.parametrize("at", slow_but(range(300, 2_000, 510), range(300, 2_000, 170)))
 def test_orders_survive_a_noisy_control(at: int) -> None:
     workload = msgspec.structs.replace(LONG, calls=(CallSpec(60),) * 12, busy_ms=(30,))
     orders = [Exclude(at + 60 * i, RANK, RAIL, i % 4, i % 2 == 0) for i in range(7)]
@@ -229,11 +231,12 @@ def test_orders_survive_a_noisy_control(at: int) -> None:
     assert job.answers() == [""] * 7
 
 
-def test_a_path_closed_as_idle_is_excluded_too() -> None:
+@sweep(450, 90)
+def test_a_path_closed_as_idle_is_excluded_too(step: int) -> None:
     workload = msgspec.structs.replace(
         LONG, nranks=5, is_lazy=True, max_connections=2, busy_ms=(50,), calls=(CallSpec(60),) * 8
     )
-    for at in range(200, 2_000, 90):
+    for at in range(200, 2_000, step):
         job = Job(workload, Exclude(at, RANK, RAIL, at % 5), seed=at)
         assert job.outcome.is_clean, (at, job.outcome.errors)
         assert all(path.state is PathState.DOWN for path in job.paths()), at

@@ -14,7 +14,7 @@ from unittest import mock
 
 import msgspec
 import pytest
-from support.slow import slow_but
+from support.slow import slow_but, sweep
 
 from r2ccl.gpu.device_reduction import ReductionStream
 from r2ccl.gpu.operands import DeviceOperands
@@ -90,15 +90,17 @@ def test_a_path_is_cut_at_every_event(workload: Workload) -> None:
             assert outcome.is_clean, (cut, outcome.errors)
 
 
-def test_a_nic_goes_down_at_any_event() -> None:
-    for at in range(0, run(RING).nevents, 1 if IS_THOROUGH else 7):
+@sweep(35, 1 if IS_THOROUGH else 7)
+def test_a_nic_goes_down_at_any_event(step: int) -> None:
+    for at in range(0, run(RING).nevents, step):
         down = NicDown(at, at % 3, at // 3 % 2, is_seen=at % 2 == 0, restore_us=300 * (at % 2))
         assert run(RING, FailurePlan((down,)), at).is_clean, down
 
 
-def test_calls_that_end_early_leave_their_memory_alone() -> None:
+@sweep(115, 23)
+def test_calls_that_end_early_leave_their_memory_alone(step: int) -> None:
     """Kill a rank: the others do not wait for it, and no NIC or kernel touches released memory."""
-    for at in range(150, 500, 23):
+    for at in range(150, 500, step):
         outcome = run(RING, FailurePlan((Kill(at, 1),)), at)
         assert all(outcome.errors[rank] is not None or outcome.ncalls[rank] for rank in (0, 2))
 

@@ -7,7 +7,7 @@ ranks closes and reopens paths at most calls, at times that differ from rank to 
 import random
 
 import pytest
-from support.slow import slow_but
+from support.slow import slow_but, sweep
 
 from r2ccl.failover.migration.path import PathState
 from r2ccl.testing.simulation import (
@@ -54,26 +54,31 @@ def test_rails_that_connect_again_need_no_bypass(nranks: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-@pytest.mark.parametrize("nranks", slow_but([5, 8], [3, 4, 5, 6, 7, 8, 9]))
-def test_ranks_at_different_speeds_lose_nothing(nranks: int, limit: int) -> None:
-    for seed in range(20):
+@pytest.mark.parametrize(
+    ("nranks", "nseeds"),
+    slow_but([(5, 5), (8, 2)], [(5, 5), (8, 2), *((n, 20) for n in range(3, 10))]),
+)
+def test_ranks_at_different_speeds_lose_nothing(nranks: int, nseeds: int, limit: int) -> None:
+    for seed in range(nseeds):
         job = workload(nranks, limit, busy_ms=(40, 30 + seed, 70, 20, 3 * seed))
         outcome = simulate(job, FailurePlan((), Noise(late=30, late_ms=20)), seed)
         assert outcome.is_clean, (seed, outcome.errors)
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
-def test_a_nic_goes_down_while_idle_paths_are_closed(is_seen: bool) -> None:
+@sweep(185, 37)
+def test_a_nic_goes_down_while_idle_paths_are_closed(is_seen: bool, step: int) -> None:
     job = workload(6, 2)
-    for at in range(0, simulate(job).nevents, 37):
+    for at in range(0, simulate(job).nevents, step):
         down = NicDown(at, at % 6, at // 6 % 2, is_seen, keep=at % 3, restore_us=50_000 * (at % 2))
         outcome = simulate(job, FailurePlan((down,)), seed=at)
         assert outcome.is_clean, (down, outcome.errors)
 
 
-def test_a_path_is_cut_while_idle_paths_are_closed() -> None:
+@sweep(203, 29)
+def test_a_path_is_cut_while_idle_paths_are_closed(step: int) -> None:
     job = workload(5, 1)
-    for at in range(0, simulate(job).nevents, 29):
+    for at in range(0, simulate(job).nevents, step):
         a, b = at % 5, (at + 1 + at // 5 % 4) % 5
         cut = CutPath(at, a, b, at % 2, (a,), keep=at % 4, late_us=500, restore_us=1_000)
         outcome = simulate(job, FailurePlan((cut,)), seed=at)

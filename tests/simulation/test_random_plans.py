@@ -13,6 +13,7 @@ import hypothesis
 import msgspec
 import pytest
 from hypothesis import strategies as st
+from support.slow import given
 
 from r2ccl.errors import CommunicatorRevoked, PeerLost
 from r2ccl.testing.simulation import (
@@ -135,24 +136,23 @@ def jobs(
 
 
 LIMIT = pytest.mark.timeout(120 if EXAMPLES <= 1_000 else 7_200)
+UNCHECKED = list(hypothesis.HealthCheck)
 random_plans = hypothesis.settings(
     max_examples=EXAMPLES,
     deadline=None,
-    suppress_health_check=list(hypothesis.HealthCheck),
+    suppress_health_check=UNCHECKED,
 )
 larger_plans = hypothesis.settings(random_plans, max_examples=max(1, EXAMPLES // 5))
 
 
 @LIMIT
-@random_plans
-@hypothesis.given(jobs())
+@given(min(50, EXAMPLES), EXAMPLES, jobs(), suppress_health_check=UNCHECKED)
 def test_every_job_ends_with_the_exact_result(job: tuple[Workload, FailurePlan, int]) -> None:
     check_result(job)
 
 
 @LIMIT
-@larger_plans
-@hypothesis.given(jobs(MORE))
+@given(min(8, EXAMPLES), max(1, EXAMPLES // 5), jobs(MORE), suppress_health_check=UNCHECKED)
 def test_every_larger_job_ends_with_the_exact_result(
     job: tuple[Workload, FailurePlan, int],
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from support.slow import sweep
 
 from r2ccl.errors import TransportError
 from r2ccl.gpu.pxn.relay import Relay, Slot
@@ -122,23 +123,28 @@ def test_a_path_is_cut_at_every_event(workload: Workload) -> None:
             assert outcome.is_clean, (plan, rank_type, outcome.errors)
 
 
-def test_a_nic_goes_down_at_any_event() -> None:
-    for at in range(0, run(RING).nevents, 1 if IS_THOROUGH else 7):
+@sweep(35, 1 if IS_THOROUGH else 7)
+def test_a_nic_goes_down_at_any_event(step: int) -> None:
+    for at in range(0, run(RING).nevents, step):
         down = NicDown(at, at % 3, at // 3 % 2, is_seen=at % 2 == 0, restore_us=300 * (at % 2))
         assert run(RING, FailurePlan((down,)), at, RANKS[at % len(RANKS)]).is_clean, down
 
 
+@sweep(115, 23)
 @pytest.mark.parametrize("rank_type", RANKS)
-def test_calls_that_end_early_leave_their_memory_alone(rank_type: type[RelayRank]) -> None:
+def test_calls_that_end_early_leave_their_memory_alone(
+    rank_type: type[RelayRank], step: int
+) -> None:
     """Kill a rank: no copy reads or writes released memory, or makes other ranks wait."""
-    for at in range(150, 500, 23):
+    for at in range(150, 500, step):
         outcome = run(RING, FailurePlan((Kill(at, 1),)), at, rank_type)
         assert all(outcome.errors[rank] is not None or outcome.ncalls[rank] for rank in (0, 2))
 
 
-def test_slots_come_back_whatever_happens() -> None:
+@sweep(55, 11)
+def test_slots_come_back_whatever_happens(step: int) -> None:
     """Check the slots of every live rank once nothing moves any more."""
-    for at in range(150, 450, 11):
+    for at in range(150, 450, step):
         world = World(RING, plan_of_cut(at, *PATHS[at % 6]), at, GpuNetwork, RANKS[at % 4])
         assert world.run(MAX_EVENTS).is_clean
         end = world.timeline.now + 1.0

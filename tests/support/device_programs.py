@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from support.lookalikes import CUDA, Producer
+from support.raising import raises
 from support.ranks import TIMEOUT_S, OneCard, get, put
 
 import r2ccl
@@ -131,13 +131,13 @@ def dying(victim: int, room: str) -> str:
     for work in works:
         work.order(card.stream)
     Path(room, str(comm.rank)).touch()
-    with pytest.raises((PeerLost, CommunicatorRevoked)) as caught:
+    with raises((PeerLost, CommunicatorRevoked)) as caught:
         works[0].wait(TIMEOUT_S)
     # The stream reaches work that was enqueued after the calls.
     done = card.device.make_event()
     card.device.record(done, card.stream)
     assert card.device.synchronize(done, TIMEOUT_S)
-    with pytest.raises(CommunicatorRevoked):
+    with raises(CommunicatorRevoked):
         comm.allreduce(x, stream=card.stream)
     comm.abort()
     return str(caught.value)
@@ -155,7 +155,7 @@ def unseen_failure() -> str:
         comm.revoke("for a test")
     else:
         comm.allreduce(x, stream=card.stream)
-    with pytest.raises(CommunicatorRevoked) as caught:
+    with raises(CommunicatorRevoked) as caught:
         comm.barrier()
     comm.close()
     return str(caught.value)
@@ -194,7 +194,7 @@ def broken_card() -> str:
         comm.barrier()  # all ranks have returned from init()
         comm.allreduce(x)
 
-    with pytest.raises((TransportError, CommunicatorRevoked)) as caught:
+    with raises((TransportError, CommunicatorRevoked)) as caught:
         call()
     comm.abort()
     return str(caught.value)
@@ -217,7 +217,7 @@ def wrong_arguments() -> list[str]:
             ((x, None, 99), {"stream": card.stream}),
             ((x, None, r2ccl.premul_sum(2)), {"stream": card.stream}),
         ):
-            with pytest.raises(InvalidArgument) as caught:
+            with raises(InvalidArgument) as caught:
                 comm.allreduce(*arguments, **keywords)
             said.append(str(caught.value))
         comm.allreduce(x, stream=card.stream)

@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 import numpy as np
-import pytest
+from support.raising import raises
 
 import r2ccl
 from r2ccl.testing import Action, Fault, FaultPlan
@@ -65,13 +65,13 @@ def misused() -> list[float]:
         with contextlib.suppress(ZeroDivisionError), comm.group():
             comm.allreduce(x)
             1 / 0  # noqa: B018
-        with pytest.raises(r2ccl.InvalidArgument, match="within a group"), comm.group():
+        with raises(r2ccl.InvalidArgument, match="within a group"), comm.group():
             comm.group().__enter__()
-        with pytest.raises(r2ccl.InvalidArgument, match="async_op"), comm.group():
+        with raises(r2ccl.InvalidArgument, match="async_op"), comm.group():
             comm.allreduce(x, async_op=True)
-        with pytest.raises(r2ccl.InvalidArgument, match="async_op"), comm.group():
+        with raises(r2ccl.InvalidArgument, match="async_op"), comm.group():
             comm.recv(x, async_op=True)
-        with pytest.raises(r2ccl.InvalidArgument, match="allowed"), comm.group():
+        with raises(r2ccl.InvalidArgument, match="allowed"), comm.group():
             comm.allreduce(np.ones(2, bool))
         with comm.group():
             pass

@@ -11,10 +11,12 @@ import struct
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
+
+if TYPE_CHECKING:
+    import pytest
 
 CUDA, CUDA_HOST, ROCM, MANAGED = 2, 3, 10, 13
 

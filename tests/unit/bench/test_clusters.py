@@ -17,11 +17,13 @@ def clusters(bench: Callable[[str], ModuleType]) -> ModuleType:
     return bench("clusters")
 
 
-@pytest.mark.parametrize("ranks_per_node", slow_but([2], [1, 2]))
+@pytest.mark.parametrize(
+    ("ranks_per_node", "ndrawn"), slow_but([(2, 4)], [(2, 4), (1, 12), (2, 12)])
+)
 def test_choices_have_routes_and_come_close_to_the_bound(
-    clusters: ModuleType, ranks_per_node: int
+    clusters: ModuleType, ranks_per_node: int, ndrawn: int
 ) -> None:
-    for number in range(12):
+    for number in range(ndrawn):
         drawn = clusters.draw(11, number, ranks_per_node, 12)
         row = clusters.examine(drawn, has_others=True)
         assert not row["without_route"], row["is"]

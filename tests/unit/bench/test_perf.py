@@ -26,6 +26,7 @@ from r2ccl.types import ReduceOp
 BENCH = Path(__file__).parents[3] / "bench"
 PERF = [sys.executable, str(BENCH / "perf.py")]
 TIMEOUT_S = 120
+SLOW = pytest.mark.slow
 PAIRS = [
     pytest.param(dtype, op, id=f"{dtype.name}-{op.name}")
     for code, ops in ON_GPU.items()
@@ -443,9 +444,11 @@ def test_every_collective_is_measured(collectives: Any, tmp_path: Path) -> None:
     [
         (["-t", "2", "--collective", "alltoall"], "nthreads", 2),
         (["-m", "3", "--collective", "scatterv"], "ngrouped", 3),
-        (["-m", "2", "--collective", "sendrecv"], "ngrouped", 2),
+        pytest.param(["-m", "2", "--collective", "sendrecv"], "ngrouped", 2, marks=SLOW),
         (["-z", "0", "--collective", "reduce_scatter"], "is_blocking", False),
-        (["-z", "0", "-t", "2", "--collective", "sendrecv"], "is_blocking", False),
+        pytest.param(
+            ["-z", "0", "-t", "2", "--collective", "sendrecv"], "is_blocking", False, marks=SLOW
+        ),
         (["-R", "1", "--collective", "gather"], "wrong", 0),
         (["-r", "1", "--collective", "scatter"], "root", 1),
         (["-d", "double", "-o", "max", "--collective", "scan"], "op", "max"),

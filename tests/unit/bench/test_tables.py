@@ -91,7 +91,9 @@ def test_packed_trees_are_close_to_the_bound(quick, bench) -> None:
         assert all(row["over_bound"] <= limit(Fraction(row["case"])) for row in found)
 
 
-@pytest.mark.parametrize(("lost", "trees", "slices"), [("1/3", 28, 96), ("1/2", 4, 160)])
+@pytest.mark.parametrize(
+    ("lost", "trees", "slices"), slow_but([("1/2", 4, 160)], [("1/3", 28, 96), ("1/2", 4, 160)])
+)
 def test_packed_trees_of_64_nodes_are_close_to_the_bound(bench, lost, trees, slices) -> None:
     rows = bench("tables_rows")
     bandwidths = rows.straggler(64, Fraction(lost))
@@ -186,7 +188,7 @@ def test_patterns_depend_on_seed_and_number_alone(bench) -> None:
 
 def test_processes_find_what_one_finds(bench) -> None:
     failures = bench("tables_failures")
-    assert failures.judge_all(3, [4, 5], 2) == failures.judge_all(3, [4, 5], 1)
+    assert failures.judge_all(3, [3, 4], 2) == failures.judge_all(3, [3, 4], 1)
 
 
 TESTBED = {"setting": "2.7B, 128 sequences", "case": "1 NIC"}
@@ -259,23 +261,26 @@ def test_serving_loses_less_than_published(quick) -> None:
         assert balance["simulated"] < hot_repair["simulated"]
 
 
-def test_closed_forms_are_close_to_what_is_simulated(bench) -> None:
+LOST = {"none": (), "one": ((0,),), "two of a node": ((0, 1),), "one of each": ((0,), (0,))}
+
+
+@pytest.mark.parametrize("lost", slow_but(["none", "one", "one of each"], LOST))
+def test_closed_forms_are_close_to_what_is_simulated(bench, lost) -> None:
     strategies = bench("tables_strategies")
     for strategy in strategies.Strategy:
-        for lost in ((), ((0,),), ((0, 1),), ((0,), (0,))):
-            pattern = strategies.canonical(strategy, lost)
-            nbytes = 1 << 30
-            simulated, model = (
-                time_of(strategies.PAIR, strategy, pattern, nbytes)
-                for time_of in (strategies.allreduce_s, strategies.model_s)
-            )
-            assert model * (1 - ROUNDING) <= simulated <= 1.02 * model
+        pattern = strategies.canonical(strategy, LOST[lost])
+        nbytes = 1 << 30
+        simulated, model = (
+            time_of(strategies.PAIR, strategy, pattern, nbytes)
+            for time_of in (strategies.allreduce_s, strategies.model_s)
+        )
+        assert model * (1 - ROUNDING) <= simulated <= 1.02 * model
 
 
-def test_the_published_schedule_of_gpus_adds_up_everything(bench) -> None:
+@pytest.mark.parametrize("first", slow_but([6], [6, 8]))
+def test_the_published_schedule_of_gpus_adds_up_everything(bench, first) -> None:
     strategies = bench("tables_strategies")
-    for alive in ((8, 7), (6, 8)):
-        check(strategies._flat_r2cc(strategies.PAIR, alive))
+    check(strategies._flat_r2cc(strategies.PAIR, (first, 7 if first == 8 else 8)))
 
 
 def test_patterns_are_merged_only_where_a_strategy_cannot_tell(bench) -> None:

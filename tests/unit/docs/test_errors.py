@@ -132,8 +132,14 @@ def only_passes_on(template: str) -> bool:
     return len(re.findall(r"[A-Za-z]", re.sub(r"^rank …", "", template))) < 3
 
 
-MODULES = [Module(path) for path in sorted((ROOT / "r2ccl").rglob("*.py"))]
-SITES = [site for module in MODULES for site in module.sites()]
+@functools.cache
+def modules() -> list[Module]:
+    return [Module(path) for path in sorted((ROOT / "r2ccl").rglob("*.py"))]
+
+
+@functools.cache
+def sites() -> list[Site]:
+    return [site for module in modules() for site in module.sites()]
 
 
 def patterns(kind: str) -> list[str]:
@@ -152,7 +158,7 @@ def matches(pattern: str, text: str) -> bool:
 @pytest.mark.parametrize("kind", [*CLASSES, "log"])
 def test_every_message_is_documented_and_every_row_is_a_message(kind: str) -> None:
     listed = patterns(kind)
-    spoken = [site for site in SITES if site.kind == kind and not only_passes_on(site.template)]
+    spoken = [site for site in sites() if site.kind == kind and not only_passes_on(site.template)]
     missing = [site for site in spoken if not any(matches(row, site.template) for row in listed)]
     assert missing == [], "add them to docs/errors.md, with what they mean and what to do"
     stale = [row for row in listed if not any(matches(row, site.template) for site in spoken)]
@@ -161,10 +167,10 @@ def test_every_message_is_documented_and_every_row_is_a_message(kind: str) -> No
 
 def test_the_collector_sees_the_places_that_raise() -> None:
     """A name that is raised and is no class of ours is a helper that returns one, or known here."""
-    assert len(SITES) > 150
+    assert len(sites()) > 150
     raised = {
         node.exc.func.id
-        for module in MODULES
+        for module in modules()
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Raise)
         and isinstance(node.exc, ast.Call)
@@ -172,7 +178,7 @@ def test_the_collector_sees_the_places_that_raise() -> None:
     }
     returning = {
         node.name
-        for module in MODULES
+        for module in modules()
         for node in ast.walk(module.tree)
         if isinstance(node, ast.FunctionDef) and node.returns is not None
         and any(each in ast.unparse(node.returns) for each in CLASSES)
@@ -188,7 +194,7 @@ def test_the_collector_sees_the_places_that_raise() -> None:
 def test_every_status_is_documented() -> None:
     given = {
         keyword.value.value
-        for module in MODULES
+        for module in modules()
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Call)
         for keyword in node.keywords
@@ -196,7 +202,7 @@ def test_every_status_is_documented() -> None:
     }
     causes = {
         template.partition(":")[0]
-        for module in MODULES
+        for module in modules()
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Call) and name_of(node.func) == ("fail", "self")
         and (template := module.template(node.args[-1]))[:1].isupper()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import tomllib
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
@@ -54,10 +55,14 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-TREES = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in MODULES.items()}
 
 
-def imports(tree: ast.AST) -> set[str]:
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in MODULES.items()}
+
+
+def imports_of(tree: ast.AST) -> set[str]:
     """All modules of the library that one imports, also below functions and for types alone."""
     found = set()
     for node in ast.walk(tree):
@@ -69,7 +74,9 @@ def imports(tree: ast.AST) -> set[str]:
     return found & MODULES.keys()
 
 
-IMPORTS = {name: imports(tree) - {name} for name, tree in TREES.items()}
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    return {name: imports_of(tree) - {name} for name, tree in trees().items()}
 
 
 def test_a_listing_shows_few_modules_and_packages() -> None:
@@ -88,20 +95,20 @@ def test_layers_are_few_and_count_imports_for_types() -> None:
 
 def test_no_module_imports_itself_by_a_detour() -> None:
     try:
-        TopologicalSorter(IMPORTS).prepare()
+        TopologicalSorter(imports()).prepare()
     except CycleError as exc:
         pytest.fail(f"a cycle: {' <- '.join(exc.args[1])}")
 
 
 def test_production_imports_nothing_of_testing() -> None:
-    for name, imported in IMPORTS.items():
+    for name, imported in imports().items():
         if not name.startswith("r2ccl.testing") and name not in TESTING_COMMANDS:
             assert not [each for each in imported if each.startswith("r2ccl.testing")], name
 
 
 def test_small_modules_have_more_than_one_importer() -> None:
     importers = defaultdict(set)
-    for name, imported in IMPORTS.items():
+    for name, imported in imports().items():
         for each in imported:
             importers[each].add(name)
     small = {
@@ -116,7 +123,7 @@ def test_small_modules_have_more_than_one_importer() -> None:
 
 def test_a_class_has_a_name_of_its_own() -> None:
     places = defaultdict(list)
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name)
@@ -127,7 +134,7 @@ def test_words_that_were_replaced_do_not_come_back() -> None:
     words = {name.rpartition(".")[2] for name in MODULES}
     classes = {
         node.name.lower()
-        for tree in TREES.values()
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     }
@@ -152,10 +159,10 @@ def listed(tree: ast.Module) -> set[str] | None:
 
 
 def test_names_that_others_import_are_in_all() -> None:
-    names = {name: listed(tree) for name, tree in TREES.items()}
+    names = {name: listed(tree) for name, tree in trees().items()}
     missing = {
         (node.module, alias.name)
-        for tree in TREES.values()
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.slow import given
 
 from r2ccl.algos import packed_trees
 from r2ccl.config import Config
@@ -51,8 +51,9 @@ def without_a_way(schedule: Schedule, rows: Rows, nodes: list[int]) -> list[tupl
     ]
 
 
-@settings(deadline=None, max_examples=60)
 @given(
+    12,
+    60,
     st.lists(
         st.tuples(*[st.sampled_from([0, 0, 5, WHOLE])] * NRAILS).filter(any), min_size=2, max_size=7
     ).filter(is_joined),

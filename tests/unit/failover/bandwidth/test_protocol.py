@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import slow
 
 from r2ccl.errors import InternalError
 from r2ccl.failover.bandwidth.protocol import Balance, shares
@@ -193,8 +194,7 @@ def test_thirty_slices_give_the_rate_within_15_percent(
     assert job.rate() == pytest.approx(shape["rate"], rel=0.15)
 
 
-@settings(max_examples=40, deadline=None)
-@given(rails, st.sampled_from([0.25, 4.0]))
+@slow.given(10, 40, rails, st.sampled_from([0.25, 4.0]))
 def test_a_change_is_followed_within_a_second_of_traffic(
     shape: dict[str, float], factor: float
 ) -> None:
@@ -267,8 +267,9 @@ def test_a_slow_rail_is_weighted_down_and_up_again() -> None:
     assert changes[-1][0] < 10.0
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+@slow.given(
+    12,
+    60,
     st.lists(st.tuples(st.floats(0.3, 3.0), st.floats(0.01, 0.4)), min_size=1, max_size=6),
     st.integers(0, 3),
 )

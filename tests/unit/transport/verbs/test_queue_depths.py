@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.slow import slow_but
 
 from r2ccl.errors import TransportError
 from r2ccl.testing.fakepyverbs import FakeFabric, installed
@@ -16,7 +17,7 @@ from r2ccl.transport.verbs import queue_depths
 from r2ccl.transport.verbs.registration import RegistrationCache
 from r2ccl.types import PathKey, ProbeKey
 
-NPEERS = 255
+many_peers = pytest.mark.parametrize("npeers", slow_but([63], [63, 255]))
 #: As many as a send queue holds.
 NSLICES = queue_depths.NSENDS
 
@@ -88,30 +89,32 @@ def paths_of(events: Sequence[Event], kind: type[Any]) -> list[int]:
     return sorted(event.path.peer for event in events if isinstance(event, kind))
 
 
-def test_a_port_that_dies_is_told_on_every_path_at_once(start: Any) -> None:
-    job = start(NPEERS)
+@many_peers
+def test_a_port_that_dies_is_told_on_every_path_at_once(start: Any, npeers: int) -> None:
+    job = start(npeers)
     job.fill()
     job.fabric.fail_port("near0")
     # Slices, receives, and the markers come with the fence.
-    assert job.cq.nhighest > 100 * NPEERS
+    assert job.cq.nhighest > 100 * npeers
     assert job.cq.nlost == 0
-    assert paths_of(job.poll(), Failed) == list(range(1, NPEERS + 1))
-    for peer in range(1, NPEERS + 1):
+    assert paths_of(job.poll(), Failed) == list(range(1, npeers + 1))
+    for peer in range(1, npeers + 1):
         job.near.fence(PathKey(peer, 0))
-    assert paths_of(job.poll(), Fenced) == list(range(1, NPEERS + 1))
+    assert paths_of(job.poll(), Fenced) == list(range(1, npeers + 1))
     assert job.cq.nlost == 0
 
 
-def test_fencing_every_path_drains_what_each_of_them_flushes(start: Any) -> None:
+@many_peers
+def test_fencing_every_path_drains_what_each_of_them_flushes(start: Any, npeers: int) -> None:
     """Room for one path's completions is enough, if they are taken while the paths are fenced."""
-    job = start(NPEERS)
+    job = start(npeers)
     job.fill()
     job.cq.nhighest = 0
-    for peer in range(1, NPEERS + 1):
+    for peer in range(1, npeers + 1):
         job.near.fence(PathKey(peer, 0))
     assert 100 < job.cq.nhighest <= queue_depths.NCOMPLETIONS
     # One poll is enough, however many there are: the deadline of a fence is a second.
-    assert paths_of(job.poll(1), Fenced) == list(range(1, NPEERS + 1))
+    assert paths_of(job.poll(1), Fenced) == list(range(1, npeers + 1))
 
 
 def test_the_queue_has_an_entry_for_each_request_of_each_peer(start: Any) -> None:
