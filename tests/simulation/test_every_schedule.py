@@ -9,13 +9,18 @@ ports of planned schedules are lost at many more moments.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
+import pkgutil
 import random
+import sys
+from typing import Any
 
 import pytest
 from support.slow import slow_but, sweep
 
+from r2ccl import algos
 from r2ccl.config import ALGOS
 from r2ccl.failover.health.table import RailShare
 from r2ccl.testing.simulation import (
@@ -29,7 +34,7 @@ from r2ccl.testing.simulation import (
     Workload,
     simulate,
 )
-from r2ccl.types import ReduceOp
+from r2ccl.types import PAIRWISE, Collective, ReduceOp
 
 IS_THOROUGH = int(os.environ.get("R2CC_SIM_EXAMPLES", "0")) >= 20_000
 LIMIT = pytest.mark.timeout(7200 if IS_THOROUGH else 120)
@@ -78,12 +83,61 @@ def test_a_rail_is_cut_at_every_event(schedule: str, step: int) -> None:
         )
 
 
+def makers_of_schedules() -> dict[Any, str]:
+    """Return the public functions of the algorithms that build schedules: their code and name."""
+    modules = [
+        importlib.import_module(f"{algos.__name__}.{each.name}")
+        for each in pkgutil.iter_modules(algos.__path__)
+    ]
+    return {
+        value.__code__: f"{module.__name__}.{name}"
+        for module in modules
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and getattr(value, "__module__", "") == module.__name__
+        and getattr(value, "__annotations__", {}).get("return") == "Schedule"
+    }
+
+
+def test_every_algorithm_and_collective_is_simulated() -> None:
+    called, made = set(), []
+    sys.setprofile(lambda frame, event, arg: called.add(frame.f_code))
+    try:
+        made = [make(4, 2) for make in SCHEDULES.values()]
+    finally:
+        sys.setprofile(None)
+    makers = makers_of_schedules()
+    assert len(makers) > 20
+    assert [name for code, name in makers.items() if code not in called] == []
+    computed = {each.name.lower() for each in set(Collective) - PAIRWISE - {Collective.BARRIER}}
+    assert {schedule.collective for schedule in made} == computed
+    parted = {SCHEDULES[name](4, 2).collective for name in PARTED}
+    assert parted >= {each.name.lower().removesuffix("v") for each in PAIRWISE}
+
+
+@LIMIT
+@pytest.mark.parametrize("nranks", slow_but([3], [2, 3, 5]))
+def test_a_barrier_survives_a_cut_at_every_event(nranks: int) -> None:
+    """A barrier is an allreduce of no elements."""
+    workload = Workload(nranks, RAILS, (CallSpec(0, "recursive_doubling", 1),) * 3)
+    clean = simulate(workload)
+    assert clean.is_clean
+    repairs = 0
+    for at in range(clean.began[1], clean.nevents):
+        outcome = simulate(workload, FailurePlan((breakage(at, nranks),)), seed=at)
+        assert outcome.is_clean, (at, outcome.errors)
+        repairs += outcome.repairs
+    assert repairs > clean.nevents // 4, "hardly a cut was noticed: the test shows nothing"
+
+
 #: Schedules whose parts can differ in size.
 PARTED = (
     "ring/allgather",
     "ring/reduce_scatter",
     "dissemination/allgather",
     "dissemination/reduce_scatter",
+    "spanning_tree/allgather",
+    "spanning_tree/reduce_scatter",
     "direct/alltoall",
     "direct/gather",
     "direct/scatter",

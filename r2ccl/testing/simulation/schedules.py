@@ -23,9 +23,11 @@ from r2ccl.algos import (
     recursive_doubling,
     ring,
     scan,
+    spanning_tree,
     tree,
     tree_gather,
 )
+from r2ccl.algos.packed_trees import Reach
 from r2ccl.schedule.ir import Schedule
 
 #: Function ``make(nranks, nchannels)`` for at least two ranks; some use more or fewer channels.
@@ -67,9 +69,17 @@ def _flat(nranks: int, nchannels: int) -> list[tree.Parents]:
     return [tree.turned(tree.double_binary(nranks)[0], nranks - 1)] * nchannels
 
 
+def _reach(nranks: int) -> Reach:
+    """Return a reach in which ranks 0 and 1 are apart, if there are at least four ranks."""
+    return lambda a, b: nranks < 4 or {a, b} != {0, 1}
+
+
 def _bridged(nranks: int, nchannels: int) -> Schedule:
-    """Build a ring in which ranks 0 and 1 are not neighbours, if there are at least four ranks."""
-    return bridged_ring.allreduce(nranks, nchannels, lambda a, b: nranks < 4 or {a, b} != {0, 1})
+    return bridged_ring.allreduce(nranks, nchannels, _reach(nranks))
+
+
+def _spanning(nranks: int) -> tree.Parents:
+    return spanning_tree.span(nranks, _reach(nranks))
 
 
 def _teams(nranks: int) -> list[range]:
@@ -111,6 +121,8 @@ RINGS: dict[str, Maker] = {
     "chain/scan": scan.chain,
     "chain/exscan": lambda n, c: scan.chain(n, c, is_exclusive=True),
     "bridged_ring": _bridged,
+    "spanning_tree/allgather": lambda n, c: spanning_tree.allgather(_spanning(n), c),
+    "spanning_tree/reduce_scatter": lambda n, c: spanning_tree.reduce_scatter(_spanning(n), c),
     "hierarchy/ring": _ring_of_nodes,
 }
 
