@@ -72,7 +72,12 @@ def data_of(rank: int, count: int, name: str) -> np.ndarray:
 
 
 def expected(nranks: int, count: int, name: str, op: r2ccl.ReduceOp) -> np.ndarray:
-    every = [data_of(rank, count, name) for rank in range(nranks)]
+    return reduced([data_of(rank, count, name) for rank in range(nranks)], op)
+
+
+def reduced(every: list[np.ndarray], op: r2ccl.ReduceOp) -> np.ndarray:
+    """Reduce the inputs of all ranks with NumPy."""
+    nranks = len(every)
     total = functools.reduce(FUNCTIONS.get(op, np.add), every).astype(every[0].dtype)
     if op != r2ccl.AVG:
         return total
