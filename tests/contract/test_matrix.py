@@ -19,14 +19,14 @@ from r2ccl.types import Collective
 THINNED = 23
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("nranks", "every"),
     slow_but([(3, THINNED)], [(3, THINNED), *((nranks, 1) for nranks in (1, 2, 3, 4, 5, 8))]),
 )
 def test_every_cell_is_exact(nranks: int, every: int) -> None:
     run = functools.partial(programs.matrix, every)
-    found = launch(run, nranks, timeout_s=580.0)
+    found = launch(run, nranks, timeout_s=1180.0)
     print(f"{found[0][0]} cells on {nranks} ranks")
     assert [wrong for _, wrong in found] == [[]] * nranks
 

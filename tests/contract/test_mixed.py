@@ -11,15 +11,25 @@ from support.slow import slow_but
 from r2ccl import launch
 
 #: Most growth of a rank in the second half of its calls, in MiB; landing places are kept.
-MOST_GROWTH_MIB = 16
+MOST_GROWTH_MIB = 12
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("ncalls", "nfaults"), slow_but([(60, 3)], [(60, 3), (3400, 60)]))
 def test_any_mixture_of_calls_is_exact_and_holds_nothing(ncalls: int, nfaults: int) -> None:
     run = functools.partial(programs.mixed, ncalls, nfaults, 7)
-    for report in launch(run, 4, timeout_s=540.0):
-        assert report.wrong == []
+    reports = launch(run, 4, timeout_s=540.0)
+    for rank, report in enumerate(reports):
+        held = "; ".join(
+            f"{early} -> {late}" for early, late in zip(report.early, report.late, strict=True)
+        )
+        print(
+            f"rank {rank}: {3 * ncalls} calls, {report.nfired} faults, {report.nrepairs} paths "
+            f"moved; descriptors, threads, MiB: {held}"
+        )
+    assert [report.wrong for report in reports] == [[]] * 4
+    assert sum(report.nfired for report in reports) >= nfaults / 2
+    for report in reports:
         assert report.nrepairs > 0
         assert report.late[1] == report.early[1]
         assert abs(report.late[0] - report.early[0]) <= 4, "paths that are being connected again"

@@ -91,7 +91,7 @@ class Cell(NamedTuple):
         return all(programs.same(found, wanted) for found, wanted in self.arrays)
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=64)
 def _data(rank: int, count: int, dtype: str, is_small: bool) -> Array:
     """Return the input of a rank, if `is_small` of 0 and 1: sums of 8-bit floats are then exact."""
     x = programs.data_of(rank, count, dtype)
