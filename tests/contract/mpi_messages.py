@@ -425,6 +425,7 @@ def requests_of_messages(MPI: Any, comm: Any) -> Any:
     while not R.Testall(requests):
         pass
     found += [R.Get_status_all(requests), R.get_status_any(requests), R.Get_status_some(requests)]
+    found.append(R.get_status_all(requests))
     comm.Detach_buffer()
     return [*found, out]
 
@@ -465,6 +466,8 @@ def a_receive_that_is_cancelled(MPI: Any, comm: Any) -> Any:
     found = [status.Is_cancelled(), bool(request), lower.wait()]
     sent = comm.isend("freed", comm.rank)
     sent.free()
+    comm.Isend(b"freed", comm.rank, 1).Free()
+    comm.Recv(bytearray(5), comm.rank, 1)
     persistent = comm.Recv_init(out, tag=79)
     persistent.Start()
     persistent.cancel()

@@ -10,6 +10,7 @@ rank as JSON.
 from __future__ import annotations
 
 import array
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -461,6 +462,7 @@ def one_request(MPI: Any, comm: Any) -> Any:
     while not request.Test():
         pass
     again = request.Test(), request.Wait(), request.wait(), request.test(), request.Get_status()
+    again += (request.get_status(),)
     lower = comm.Ibarrier()
     found = lower.wait()
     polled = comm.Ibarrier()
@@ -620,7 +622,7 @@ def split_of_some_ranks(MPI: Any, comm: Any) -> Any:
         return "none"
     x = ramp(comm)
     made.Bcast(x, root=1)
-    made.Free()
+    made.free()
     return x
 
 
@@ -790,6 +792,37 @@ cases(
 )  # fmt: skip
 
 
+def forms_of(name: str) -> list[str]:
+    """Return the names of the blocking, the nonblocking and the persistent form of a method."""
+    once = [name, f"I{name.lower()}"]
+    return once if name.startswith("Sendrecv") else [*once, f"{name}_init"]
+
+
+#: Every method with buffers, and arguments that fit three ranks.
+PARTS, WHOLE = np.zeros(4), np.zeros(12)
+WITH_BUFFERS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("Allreduce", "Reduce", "Scan", "Exscan"), (PARTS, np.zeros(4))),
+    **dict.fromkeys(("Reduce_scatter", "Reduce_scatter_block"), (WHOLE, PARTS)),
+    **dict.fromkeys(("Gather", "Gatherv", "Allgather", "Allgatherv"), (PARTS, WHOLE)),
+    **dict.fromkeys(("Scatter", "Scatterv"), (WHOLE, PARTS)),
+    **dict.fromkeys(("Alltoall", "Alltoallv", "Alltoallw"), (WHOLE, np.zeros(12))),
+    **dict.fromkeys(("Send", "Ssend", "Bsend", "Rsend", "Recv"), (PARTS, 0)),
+    "Bcast": (WHOLE,),
+    "Sendrecv": (PARTS, 0, 0, np.zeros(4), 0),
+    "Sendrecv_replace": (PARTS, 0, 0, 0),
+}
+for each, given in WITH_BUFFERS.items():
+    for method in forms_of(each):
+        with_number = [given[0], 3] if each.startswith("Scatter") else [3, *given[1:]]
+        CASES[f"error_of_a_number_in_{method}"] = call(method, *with_number)
+        if each in ("Bcast", "Reduce", "Gather", "Gatherv", "Scatter", "Scatterv"):
+            CASES[f"error_of_the_root_of_{method}"] = call(method, *given, root=9)
+        if each.startswith(("Allreduce", "Reduce", "Scan", "Exscan")):
+            CASES[f"error_of_the_op_of_{method}"] = call(method, *given, op=op("OP_NULL"))
+        if each in ("Recv", "Sendrecv", "Sendrecv_replace") or each.endswith("send"):
+            CASES[f"error_of_the_rank_of_{method}"] = call(method, given[0], 9, *given[2:])
+
+
 @case
 def error_of_a_sum_of_vectors(MPI: Any, comm: Any) -> Any:
     pairs = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()
@@ -826,6 +859,33 @@ def error_of_free_of_the_world(MPI: Any, comm: Any) -> Any:
 CASES |= mpi_exchanges.CASES | mpi_messages.CASES
 
 
+#: Methods of r2ccl's classes that the cases have called, each with the names of these cases.
+CALLED: dict[str, set[str]] = {}
+
+
+def record_calls(case: list[str], *owners: type) -> None:
+    """Note in `CALLED` which methods are called by a case, whose name is the last of `case`."""
+    for owner in owners:
+        for name, found in list(vars(owner).items()):
+            is_bound = isinstance(found, classmethod | staticmethod)
+            function = found.__func__ if is_bound else found
+            if name.startswith("_") or not callable(function):
+                continue
+            noting = _noting(f"{owner.__name__}.{name}", function, case)
+            setattr(owner, name, type(found)(noting) if is_bound else noting)
+
+
+def _noting(name: str, function: Any, case: list[str]) -> Any:
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        # Calls by the package itself do not count.
+        if not sys._getframe(1).f_globals["__name__"].startswith("r2ccl."):
+            CALLED.setdefault(name, set()).update(case[-1:])
+        return function(*args, **kwargs)
+
+    return method
+
+
 def outcome(function: Case, MPI: Any, comm: Any) -> Any:
     try:
         return {"value": plain(function(MPI, comm))}
@@ -851,15 +911,19 @@ def main() -> None:
 
     from r2ccl.interop import mpi
 
-    world = mpi4py.MPI.COMM_WORLD
-    found = {
-        name: {
-            "mpi4py": outcome(function, mpi4py.MPI, world),
-            "r2ccl": outcome(function, mpi, mpi.COMM_WORLD),
-        }
-        for name, function in CASES.items()
-    }
-    ranks = world.gather(found)
+    world, running = mpi4py.MPI.COMM_WORLD, [""]
+    comm = mpi.COMM_WORLD
+    record_calls(
+        running,
+        *(mpi.Comm, mpi.Request, mpi.Prequest, mpi.Message, mpi.Op),
+    )
+    found = {}
+    for name, function in CASES.items():
+        expected = outcome(function, mpi4py.MPI, world)
+        running.append(name)
+        found[name] = {"mpi4py": expected, "r2ccl": outcome(function, mpi, comm)}
+    called = {name: sorted(cases) for name, cases in CALLED.items()}
+    ranks = world.gather({"outcomes": found, "called": called})
     if world.rank == 0:
         print(json.dumps(ranks))
 

@@ -40,8 +40,8 @@ def written(program: str, nranks: int = 2) -> Any:
 
 
 @cache
-def outcomes() -> list[dict[str, Any]]:
-    """Outcomes of all cases on each rank."""
+def reports() -> list[dict[str, Any]]:
+    """Outcomes of all cases, and the methods that they called, on each rank."""
     done = mpiexec(NRANKS, PROGRAM)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
@@ -51,11 +51,50 @@ def outcomes() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_both_have_the_same_outcome(name: str) -> None:
-    for rank, found in enumerate(outcomes()):
-        expected, got = found[name]["mpi4py"], found[name]["r2ccl"]
+    for rank, report in enumerate(reports()):
+        expected, got = (report["outcomes"][name][library] for library in ("mpi4py", "r2ccl"))
         texts = [each.pop("text", "") for each in (expected, got)]
         assert got == expected, f"rank {rank}: {texts}"
         assert ("error" in got) == (name.startswith("error")), texts
+
+
+METHODS = """
+import inspect, json
+from mpi4py import MPI
+from r2ccl.interop import mpi
+
+pairs = (
+    (MPI.Intracomm, mpi.Comm), (MPI.Request, mpi.Request), (MPI.Prequest, mpi.Prequest),
+    (MPI.Message, mpi.Message), (MPI.Op, mpi.Op),
+)
+print(json.dumps({
+    f"{own.__name__}.{name}": "buf" in " ".join(inspect.signature(getattr(own, name)).parameters)
+    for plain, own in pairs
+    for name in vars(own)
+    if not name.startswith("_") and callable(getattr(plain, name, None))
+    and callable(getattr(own, name)) and getattr(own, name).__doc__[:6] != "Raise "
+}))
+"""
+#: Methods that end a job: `test_abort_ends_the_job_with_its_code` calls it.
+ENDING = ["Comm.Abort"]
+
+
+def test_every_method_is_compared_with_that_of_mpi4py() -> None:
+    """Each has a case with a result; those of a communicator with buffers, one with an error."""
+    methods = written(METHODS, 1)
+    with_result: set[str] = set()
+    with_error: set[str] = set()
+    for report in reports():
+        for method, cases in report["called"].items():
+            for case in cases:
+                (with_error if case.startswith("error") else with_result).add(method)
+    assert sorted(set(methods) - with_result) == ENDING
+    with_buffers = {
+        name for name, has_buffer in methods.items()
+        if has_buffer and name.startswith("Comm.") and name.removeprefix("Comm.")[0].isupper()
+    }  # fmt: skip
+    assert len(with_buffers) > 60
+    assert sorted(with_buffers - with_error) == []
 
 
 SIGNATURES = """
