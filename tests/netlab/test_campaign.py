@@ -7,6 +7,7 @@ occurred.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import matrix_programs
 from support.slow import slow_but
 
 from r2ccl.testing import Action, Fault, FaultPlan
@@ -60,7 +62,12 @@ def fault(
 
 
 def run_ranks(
-    lab: Lab, program: str, *args: str, plan: FaultPlan, env: dict[str, str] | None = None
+    lab: Lab,
+    program: str,
+    *args: str,
+    plan: FaultPlan,
+    env: dict[str, str] | None = None,
+    nruns: int = RUNS,
 ) -> list[dict[str, Any]]:
     """Run a program of this folder on every node; return the last line of each rank that ended."""
     script = Path(__file__).with_name(program)
@@ -76,7 +83,7 @@ def run_ranks(
             **(env or {}),
         },
         plan=plan,
-        timeout_s=60 + 8 * RUNS,
+        timeout_s=60 + 8 * nruns,
         sink=lines.append,
     )
     killed = [each for each in results if each.returncode == -9]
@@ -99,6 +106,55 @@ def test_results_are_exact(kind: Action, runs: int) -> None:
     assert [report["exact"] for report in reports] == [runs] * NODES
     if kind in (Action.STOP, Action.SLOW):
         assert not any(report["repairs"] for report in reports), "a slow peer is no reason to move"
+
+
+#: The rank that sends slices in a call whatever its schedule: the root, or any but the root, with
+#: a part of its own. In scan and exscan, rank 0 sends to the others.
+FROM_ROOT, FROM_FIRST = ("broadcast", "scatter", "scatterv"), ("scan", "exscan")
+#: Bytes of a part, and slices that this rank sends at least; in a barrier, one.
+PART_NBYTES, PART_STEPS = 512 << 10, 6
+COLLECTIVES = (*matrix_programs.COLLECTIVES, "barrier")
+
+
+def lost_nics(runs: int) -> FaultPlan:
+    """Return a plan in which a random NIC goes down in every call of `collectives_rank`."""
+    rng, faults = random.Random(runs), []
+    for call, (run, name) in enumerate(itertools.product(range(runs), COLLECTIVES)):
+        root = run % NODES
+        sender = root if name in FROM_ROOT else 0 if name in FROM_FIRST or root else NODES - 1
+        where = {"node": rng.randrange(NODES), "rail": rng.randrange(2), "rank": sender}
+        step = 0 if name == "barrier" else rng.randrange(PART_STEPS)
+        faults.append(
+            Fault(
+                action=Action.NIC_DOWN, **where, at_op=2 * call, at_step=step,
+                duration_s=rng.uniform(0.1, 0.4),
+            )
+        )  # fmt: skip
+    return FaultPlan(faults)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("runs", slow_but([1], [1, 20]))
+def test_every_collective_is_exact(runs: int) -> None:
+    plan = lost_nics(runs)
+    env = {
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "R2CC_MODE": "auto",
+        "R2CC_SLICE_NBYTES": str(32 << 10),
+    }
+    with Lab(nodes=NODES, rails=2) as lab:
+        reports = run_ranks(
+            lab, "collectives_rank.py", str(runs), str(PART_NBYTES),
+            plan=plan, env=env, nruns=len(plan.faults),
+        )  # fmt: skip
+    plan.assert_all_fired()
+    for name in COLLECTIVES:
+        exact = min(report["exact"][name] for report in reports)
+        nrepairs = sum(report["nrepairs"][name] for report in reports)
+        slowest_s = max(report["slowest_s"][name] for report in reports)
+        print(f"{name}: {exact}/{runs} exact, {nrepairs} paths moved, at most {slowest_s:.2f} s")
+    assert [report["exact"] for report in reports] == [dict.fromkeys(COLLECTIVES, runs)] * NODES
+    assert all(sum(report["nrepairs"].values()) > 0 for report in reports)
 
 
 @pytest.mark.slow
