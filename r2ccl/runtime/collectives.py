@@ -502,7 +502,8 @@ class Collectives:
                 conversion=None,
             )
         )
-        if result is not output:
+        has_result = call.collective != Collective.EXSCAN or self._rank > 0
+        if result is not output and has_result:
             assert isinstance(output, Buffer)
             assert isinstance(result, Buffer)
             self._run_kernel(kernels.narrower(call.dtype), result.array, output.array)
