@@ -149,11 +149,13 @@ def test_every_collective_is_exact(runs: int) -> None:
         )  # fmt: skip
     plan.assert_all_fired()
     for name in COLLECTIVES:
-        exact = min(report["exact"][name] for report in reports)
+        nwrong = len(set().union(*(report["wrong"][name] for report in reports)))
         nrepairs = sum(report["nrepairs"][name] for report in reports)
         slowest_s = max(report["slowest_s"][name] for report in reports)
-        print(f"{name}: {exact}/{runs} exact, {nrepairs} paths moved, at most {slowest_s:.2f} s")
-    assert [report["exact"] for report in reports] == [dict.fromkeys(COLLECTIVES, runs)] * NODES
+        text = f"{nrepairs} paths moved, at most {slowest_s:.2f} s"
+        print(f"{name}: {runs - nwrong}/{runs} exact, {text}")
+    nothing: dict[str, list[int]] = {name: [] for name in COLLECTIVES}
+    assert [report["wrong"] for report in reports] == [nothing] * NODES
     assert all(sum(report["nrepairs"].values()) > 0 for report in reports)
 
 

@@ -71,7 +71,8 @@ class Case(NamedTuple):
         return x
 
     def blank(self, count: int) -> Array:
-        return self.put(np.zeros(count, programs.dtype_of(self.dtype)))
+        """Return an output that differs from memory that nothing was written to."""
+        return self.put(np.ones(count, programs.dtype_of(self.dtype)))
 
     @property
     def sizes(self) -> list[int]:
