@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from r2ccl import kernels
 from r2ccl.clock import monotonic
-from r2ccl.dtypes import CODES, dtype_of
+from r2ccl.dtypes import CODES, dtype_of, raw_dtype
 from r2ccl.errors import (
     CommunicatorRevoked,
     ConcurrentCalls,
@@ -515,7 +515,7 @@ class Collectives:
         memory = self._converted.get(name)
         if memory is None or memory.nbytes < nbytes:
             memory = self._converted[name] = np.empty(nbytes, np.uint8)
-        array = memory[:nbytes].view(dtype)
+        array = memory[:nbytes].view(dtype if dtype.names is None else raw_dtype(dtype))
         return Buffer(array, code, count, dtype.itemsize, nbytes, memory)
 
     def _scratch_like(self, array: Array) -> Array:

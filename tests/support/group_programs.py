@@ -26,17 +26,23 @@ def collectives(nfaults: int) -> list[str]:
             ints = [np.full(count + at, rank + at) for at in range(5)]
             outs = [np.empty_like(each) for each in ints]
             before = [each.copy() for each in ints]
+            pairs = [np.zeros(count + at, r2ccl.pair_dtype(np.float64)) for at in range(3)]
+            for each in pairs:
+                each["value"], each["index"] = -rank, rank
             with comm.group():
                 for x in small:
                     comm.allreduce(x)
                 for x, out in zip(ints, outs, strict=True):
                     comm.allreduce(x, out, r2ccl.MAX)
+                for each in pairs:
+                    comm.allreduce(each, op=r2ccl.MINLOC)
                 rows = comm.allgather(np.array([rank]))
                 comm.broadcast(small_root := np.full(3, rank), root=n - 1)
             whole = sum(range(n))
             is_right = all((x == whole + n * at).all() for at, x in enumerate(small))
             is_right &= all((out == n - 1 + at).all() for at, out in enumerate(outs))
             is_right &= all(map(np.array_equal, ints, before))
+            is_right &= all((each["index"] == n - 1).all() for each in pairs)
             is_right &= rows.ravel().tolist() == list(range(n)) and (small_root == n - 1).all()
             if not is_right:
                 wrong.append(f"rank {rank}, {count} elements")
