@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
+from functools import partial
 
 import pytest
-from support import programs
+from support import collective_programs, failure_programs, operation_programs, part_programs, values
 from support.slow import slow_but
 
 import r2ccl
@@ -15,36 +15,39 @@ from r2ccl import launch
 TIMEOUT_S = 90.0
 
 
-def check_in_one_job(nranks: int, *runs: functools.partial[list[str]]) -> None:
+def check_in_one_job(nranks: int, *runs: partial[list[str]]) -> None:
     """Each program returns its wrong cases. One job, as starting it costs more than its calls."""
-    run = functools.partial(programs.in_one_job, *runs)
+    run = partial(collective_programs.in_one_job, *runs)
     assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
 
 
 COLLECTIVES = (
-    programs.allreduces,
-    programs.parted,
-    programs.rooted,
-    programs.exchanges,
-    programs.prefixes,
+    collective_programs.allreduces,
+    collective_programs.parted,
+    collective_programs.rooted,
+    part_programs.exchanges,
+    collective_programs.prefixes,
 )
 
 
 @pytest.mark.parametrize("nranks", slow_but([1, 3], [1, 2, 3, 4, 5]))
 def test_every_collective_dtype_and_op_is_exact(nranks: int) -> None:
-    given = {"counts": (0, 1, 7, 1000), "names": programs.DTYPES}
-    check_in_one_job(nranks, *(functools.partial(run, **given) for run in COLLECTIVES))
+    given = {"counts": (0, 1, 7, 1000), "names": values.DTYPES}
+    check_in_one_job(nranks, *(partial(run, **given) for run in COLLECTIVES))
 
 
 @pytest.mark.parametrize("nranks", slow_but([3], [1, 2, 3, 4, 8]))
 def test_every_protocol_is_exact(nranks: int) -> None:
     """Use sizes around the eager limit, of one slice, several slices, several channels."""
     counts = (16383, 16384, 16385, 70001, 262144, 1000003)
-    reductions = functools.partial(
-        programs.allreduces, counts=counts, names=("float32", "bfloat16"), ops=programs.some_ops
+    reductions = partial(
+        collective_programs.allreduces,
+        counts=counts,
+        names=("float32", "bfloat16"),
+        ops=values.some_ops,
     )
     given = {"counts": (16385, 100_003), "names": ("float32",)}
-    others = [functools.partial(run, **given) for run in COLLECTIVES[1:]]
+    others = [partial(run, **given) for run in COLLECTIVES[1:]]
     check_in_one_job(nranks, reductions, *others)
 
 
@@ -59,7 +62,7 @@ def test_every_protocol_is_exact(nranks: int) -> None:
 )
 def test_a_wrong_count_is_found_by_the_two_ranks(collective: str, nsent: int, nwanted: int) -> None:
     """Send from rank 1 to 0 in a gatherv, otherwise from 0 to 1."""
-    run = functools.partial(programs.wrong_count, collective, nsent, nwanted)
+    run = partial(part_programs.wrong_count, collective, nsent, nwanted)
     for error in launch(run, 3, timeout_s=TIMEOUT_S):
         assert "InvalidArgument" in error
         assert f"passes {nsent} elements for rank" in error
@@ -67,31 +70,31 @@ def test_a_wrong_count_is_found_by_the_two_ranks(collective: str, nsent: int, nw
 
 
 def test_ranks_that_pass_different_counts_are_told() -> None:
-    for error in launch(programs.different_counts, 3, timeout_s=TIMEOUT_S):
+    for error in launch(part_programs.different_counts, 3, timeout_s=TIMEOUT_S):
         assert "InvalidArgument" in error
         assert "allgather(count=6, dtype=float64, counts=" in error
 
 
 def test_a_communicator_is_usable_after_wrong_parts() -> None:
-    launch(programs.usable_after_wrong_parts, 2, timeout_s=TIMEOUT_S)
+    launch(part_programs.usable_after_wrong_parts, 2, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("nranks", slow_but([3], [1, 2, 3, 4]))
 def test_inputs_can_be_scaled_and_widened(nranks: int) -> None:
-    check_in_one_job(nranks, functools.partial(programs.converted, counts=(0, 1, 7, 20_001)))
+    check_in_one_job(nranks, partial(operation_programs.converted, counts=(0, 1, 7, 20_001)))
 
 
 def test_a_mean_in_float32_is_rounded_once() -> None:
     assert (
-        launch(functools.partial(programs.rounded_once, 5000), 3, timeout_s=TIMEOUT_S) == [True] * 3
+        launch(partial(operation_programs.rounded_once, 5000), 3, timeout_s=TIMEOUT_S) == [True] * 3
     )
 
 
 @pytest.mark.parametrize("is_user_op", [False, True])
 def test_a_lost_rail_changes_no_bit_of_a_special_operation(is_user_op: bool) -> None:
-    run = functools.partial(programs.special_bits, 200_000, is_user_op=is_user_op)
+    run = partial(operation_programs.special_bits, 200_000, is_user_op=is_user_op)
     healthy, lossy = (
-        launch(functools.partial(run, is_lossy=is_lossy), 3, timeout_s=TIMEOUT_S)
+        launch(partial(run, is_lossy=is_lossy), 3, timeout_s=TIMEOUT_S)
         for is_lossy in (False, True)
     )
     assert {bits for bits, _ in (*healthy, *lossy)} == {healthy[0][0]}
@@ -102,18 +105,19 @@ def test_a_lost_rail_changes_no_bit_of_a_special_operation(is_user_op: bool) -> 
 def test_operations_of_the_user_are_exact(nranks: int) -> None:
     counts = (1, 700, 30_001)
     check_in_one_job(
-        nranks, *(functools.partial(programs.user_operations, count=count) for count in counts)
+        nranks,
+        *(partial(operation_programs.user_operations, count=count) for count in counts),
     )
 
 
 def test_ranks_with_different_operations_are_refused() -> None:
-    for said in launch(programs.other_operation, 2, timeout_s=TIMEOUT_S):
+    for said in launch(operation_programs.other_operation, 2, timeout_s=TIMEOUT_S):
         assert said.startswith("InvalidArgument: ")
         assert said.count("op=user_op ") == 2
 
 
 def test_an_operation_that_fails_ends_the_communicator() -> None:
-    said = launch(programs.failing_operation, 3, timeout_s=TIMEOUT_S)
+    said = launch(operation_programs.failing_operation, 3, timeout_s=TIMEOUT_S)
     assert said[1] == "ZeroDivisionError: on purpose"
     assert "CommunicatorRevoked" in said[0]
     assert "ZeroDivisionError" in said[0]
@@ -121,7 +125,7 @@ def test_an_operation_that_fails_ends_the_communicator() -> None:
 
 
 def test_a_user_can_bring_a_schedule() -> None:
-    run = functools.partial(programs.own_schedules, 300_001)
+    run = partial(collective_programs.own_schedules, 300_001)
     assert launch(run, 3, timeout_s=TIMEOUT_S) == [[]] * 3
 
 
@@ -141,23 +145,23 @@ BEYOND_2_GIB = (2 << 30) + 12345
 )
 def test_large_arrays_are_right_to_the_last_byte(collective: str, nbytes: int) -> None:
     """Sizes beyond 2 GiB are also in test_chunks.py and test_unequal_parts.py."""
-    run = functools.partial(programs.right_to_the_last_byte, collective, nbytes)
+    run = partial(collective_programs.right_to_the_last_byte, collective, nbytes)
     assert launch(run, 2, timeout_s=TIMEOUT_S) == [True, True]
 
 
 def test_parts_lie_beyond_4_gib() -> None:
-    assert launch(programs.parts_beyond_4gib, 2, timeout_s=TIMEOUT_S) == [True, True]
+    assert launch(part_programs.parts_beyond_4gib, 2, timeout_s=TIMEOUT_S) == [True, True]
 
 
 def test_all_ranks_get_the_same_bits() -> None:
-    run = functools.partial(programs.reduced_bits, (100, 300_000), 1)
+    run = partial(collective_programs.reduced_bits, (100, 300_000), 1)
     first, *others = launch(run, 4, timeout_s=TIMEOUT_S)
     assert others == [first] * 3
 
 
 @pytest.mark.parametrize("mode", slow_but(["0"], ["0", "1", "auto"]))
 def test_modes_give_the_same_bits(mode: str) -> None:
-    run = functools.partial(programs.reduced_bits, (200_000,), 2)
+    run = partial(collective_programs.reduced_bits, (200_000,), 2)
     reference = launch(run, 3, timeout_s=TIMEOUT_S)
     assert launch(run, 3, timeout_s=TIMEOUT_S, env={"R2CC_MODE": mode}) == reference
 
@@ -177,7 +181,7 @@ def test_modes_give_the_same_bits(mode: str) -> None:
     ],
 )
 def test_ranks_that_disagree_are_named(calls: tuple[tuple[int, str, str], ...]) -> None:
-    found = launch(functools.partial(programs.disagree, calls), 3, timeout_s=TIMEOUT_S)
+    found = launch(partial(failure_programs.disagree, calls), 3, timeout_s=TIMEOUT_S)
     for error, after_s in found:
         assert error.startswith("InvalidArgument"), found
         assert "all ranks must pass the same" in error
@@ -186,11 +190,11 @@ def test_ranks_that_disagree_are_named(calls: tuple[tuple[int, str, str], ...]) 
 
 def test_inputs_need_not_be_contiguous() -> None:
     counts = (10, 70_000)
-    check_in_one_job(3, *(functools.partial(programs.strided, count=count) for count in counts))
+    check_in_one_job(3, *(partial(collective_programs.strided, count=count) for count in counts))
 
 
 def test_bad_arguments_are_refused_before_any_io() -> None:
-    for messages in launch(programs.usable_after_bad_arguments, 2, timeout_s=TIMEOUT_S):
+    for messages in launch(failure_programs.usable_after_bad_arguments, 2, timeout_s=TIMEOUT_S):
         assert len(messages) == 8
         assert "not C-contiguous" in messages[0]
         assert "read-only" in messages[1]
@@ -200,7 +204,7 @@ def test_bad_arguments_are_refused_before_any_io() -> None:
 
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_wrong_ops_roots_and_schedules_end_nothing(is_busy: bool) -> None:
-    run = functools.partial(programs.usable_after_wrong_ops_roots_and_schedules, is_busy)
+    run = partial(failure_programs.usable_after_wrong_ops_roots_and_schedules, is_busy)
     assert launch(run, 2, timeout_s=TIMEOUT_S) == [None] * 2
 
 
@@ -209,8 +213,8 @@ def test_wrong_ops_roots_and_schedules_end_nothing(is_busy: bool) -> None:
     slow_but([(0, 1000), (2, 32 << 20)], itertools.product([0, 2], [1000, 32 << 20])),
 )
 def test_a_killed_rank_is_lost_on_every_survivor(victim: int, nbytes: int) -> None:
-    run = functools.partial(programs.killed_report, victim, nbytes)
-    reports = programs.survivors(run, 3, victim, TIMEOUT_S)
+    run = partial(failure_programs.killed_report, victim, nbytes)
+    reports = failure_programs.survivors(run, 3, victim, TIMEOUT_S)
     assert len(reports) == 2
     for report in reports:
         assert report["error"] == "PeerLost"
@@ -220,7 +224,9 @@ def test_a_killed_rank_is_lost_on_every_survivor(victim: int, nbytes: int) -> No
 
 
 def test_a_rank_lost_in_init_leaves_nothing_to_shrink() -> None:
-    reports = programs.survivors(functools.partial(programs.killed_in_init, 1), 3, 1, TIMEOUT_S)
+    reports = failure_programs.survivors(
+        partial(failure_programs.killed_in_init, 1), 3, 1, TIMEOUT_S
+    )
     assert [peer for peer, _ in reports] == [1, 1]
     for _, text in reports:
         assert "left during init" in text
@@ -229,13 +235,13 @@ def test_a_rank_lost_in_init_leaves_nothing_to_shrink() -> None:
 
 
 def test_control_c_ends_a_blocked_call() -> None:
-    first, second = launch(functools.partial(programs.interrupted, 0), 2, timeout_s=TIMEOUT_S)
+    first, second = launch(partial(failure_programs.interrupted, 0), 2, timeout_s=TIMEOUT_S)
     assert first == "KeyboardInterrupt"
     assert "rank 0 gave up" in second
 
 
 def test_a_peer_that_does_not_come_is_named() -> None:
-    text = launch(programs.timed_out, 2, timeout_s=TIMEOUT_S)[0]
+    text = launch(failure_programs.timed_out, 2, timeout_s=TIMEOUT_S)[0]
     assert "waits for" in text
     assert "rank 1" in text
 
@@ -243,11 +249,11 @@ def test_a_peer_that_does_not_come_is_named() -> None:
 @pytest.mark.parametrize("nranks", slow_but([4], [2, 4]))
 @pytest.mark.parametrize(("count", "step"), [(1000, 0), (500_000, 1)])
 def test_losing_a_rail_changes_no_bit(nranks: int, count: int, step: int) -> None:
-    run = functools.partial(programs.lose_rails, count, step, 6)
+    run = partial(failure_programs.lose_rails, count, step, 6)
     reports = launch(run, nranks, timeout_s=TIMEOUT_S)
     assert reports[0][1] >= 1
     reference = launch(
-        functools.partial(programs.many_reductions, count, 6), nranks, timeout_s=TIMEOUT_S
+        partial(failure_programs.many_reductions, count, 6), nranks, timeout_s=TIMEOUT_S
     )
     assert [results for results, _ in reports] == reference
 
@@ -261,22 +267,22 @@ EXCHANGES = [
 @pytest.mark.parametrize("collective", slow_but(["alltoallv"], EXCHANGES))
 def test_losing_a_rail_changes_no_part(collective: str) -> None:
     """The first call, without a fault, is verified by `test_every_protocol_is_exact`."""
-    run = functools.partial(programs.lose_a_rail_in, collective)
+    run = partial(failure_programs.lose_a_rail_in, collective)
     reports = launch(run, 3, timeout_s=TIMEOUT_S)
     assert all(is_right for is_right, _ in reports)
     assert reports[1][1] >= 1
 
 
 def test_parts_are_exchanged_in_communicators_of_some_ranks() -> None:
-    assert launch(programs.exchanges_among_some, 5, timeout_s=TIMEOUT_S) == [[]] * 5
+    assert launch(part_programs.exchanges_among_some, 5, timeout_s=TIMEOUT_S) == [[]] * 5
 
 
 def test_registered_memory_is_reduced_like_any_other() -> None:
-    assert launch(programs.registered, 2, timeout_s=TIMEOUT_S) == [True, True]
+    assert launch(collective_programs.registered, 2, timeout_s=TIMEOUT_S) == [True, True]
 
 
 def test_fail_stop_mode_reports_the_broken_path() -> None:
-    run = functools.partial(programs.lose_rails, 500_000, 1, 2)
+    run = partial(failure_programs.lose_rails, 500_000, 1, 2)
     with pytest.raises(r2ccl.R2cclError, match="R2CC_MODE=failstop does not migrate"):
         launch(run, 2, timeout_s=TIMEOUT_S, env={"R2CC_MODE": "failstop"})
 
@@ -284,5 +290,6 @@ def test_fail_stop_mode_reports_the_broken_path() -> None:
 def test_prefixes_and_unequal_parts_take_every_operation() -> None:
     counts = (3, 100_000)
     check_in_one_job(
-        3, *(functools.partial(programs.operations_of_prefixes, count=count) for count in counts)
+        3,
+        *(partial(operation_programs.operations_of_prefixes, count=count) for count in counts),
     )

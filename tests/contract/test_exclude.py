@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from support import programs
+from support import exclude_programs as programs
 from support.slow import slow_but
 
 from r2ccl import launch

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import localjobs, programs
+from support import failure_programs as programs
+from support import localjobs
 from support.slow import slow_but
 
 from r2ccl import launch

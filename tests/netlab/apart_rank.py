@@ -12,7 +12,7 @@ import sys
 import time
 
 import numpy as np
-from support import programs
+from support import values
 
 import r2ccl
 from r2ccl.types import BYPASS
@@ -37,7 +37,7 @@ def main() -> None:
                     begun_s = time.monotonic()
                     found, wanted = run(comm, collective, count, root=number % comm.nranks)
                     slowest_s = max(slowest_s, time.monotonic() - begun_s)
-                    if not programs.same(found, wanted):
+                    if not values.same(found, wanted):
                         wrong.append(f"round {number}: {collective} of {count}")
             comm.barrier()
         health = comm.known_health().health
@@ -67,17 +67,17 @@ def run(
     """Run a collective on small integers; return its result and the expected one."""
     count -= count % comm.nranks
     n, rank = comm.nranks, comm.rank
-    total = programs.expected(n, count, "float32", r2ccl.SUM)
-    mine = programs.data_of(rank, count, "float32")
+    total = values.expected(n, count, "float32", r2ccl.SUM)
+    mine = values.data_of(rank, count, "float32")
     if collective == "allreduce":
         return comm.allreduce(mine.copy()), total
     if collective == "reduce_scatter":
         return comm.reduce_scatter(mine), total.reshape(n, -1)[rank]
     if collective == "allgather":
-        every = [programs.data_of(peer, count // n, "float32") for peer in range(n)]
+        every = [values.data_of(peer, count // n, "float32") for peer in range(n)]
         return comm.allgather(every[rank]), np.concatenate(every)
     if collective == "broadcast":
-        return comm.broadcast(mine.copy(), root=root), programs.data_of(root, count, "float32")
+        return comm.broadcast(mine.copy(), root=root), values.data_of(root, count, "float32")
     found = comm.reduce(mine.copy(), root=root)
     return (found, total) if rank == root else (mine, mine)
 

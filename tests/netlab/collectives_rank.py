@@ -13,7 +13,7 @@ import sys
 import time
 
 from campaign_rank import wait_until_whole
-from support import matrix_programs, programs
+from support import matrix_programs, values
 
 import r2ccl
 
@@ -45,12 +45,12 @@ def cell_of(comm: r2ccl.Communicator, name: str, run: int, nbytes: int) -> matri
     """Return a call of `run`, with another dtype, operation, place and root in each run."""
     if name == "barrier":
         return matrix_programs.Cell(comm.barrier, [])
-    dtype = programs.DTYPES[run % len(programs.DTYPES)]
+    dtype = values.DTYPES[run % len(values.DTYPES)]
     operation = None
     if name in matrix_programs.REDUCING:
         found = matrix_programs.reductions(name, dtype, comm.rank)
         operation = found[run % len(found)]
-    count = nbytes // programs.dtype_of(dtype).itemsize
+    count = nbytes // values.dtype_of(dtype).itemsize
     return matrix_programs.COLLECTIVES[name](
         matrix_programs.Case(
             comm, dtype, operation, count, is_in_place=run % 2 == 1,

@@ -14,7 +14,7 @@ import sys
 import time
 
 import numpy as np
-from support import programs
+from support import values
 
 import r2ccl
 from r2ccl.testing.simulation import SCHEDULES
@@ -36,7 +36,7 @@ def main() -> None:
                 found, is_right = rounded(comm)
             else:
                 found, wanted = call(comm, collective, dtype, op, root)
-                is_right = programs.same(found, wanted)
+                is_right = values.same(found, wanted)
             if not is_right:
                 wrong.append(f"operation {number}: {collective} {dtype} {name}")
             digests.append(hashlib.sha256(found.tobytes()).hexdigest())
@@ -65,8 +65,8 @@ def call(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run an operation; return the part of the result this rank gets, and the expected part."""
     part = slice(comm.rank * COUNT // comm.nranks, (comm.rank + 1) * COUNT // comm.nranks)
-    x = programs.data_of(comm.rank, COUNT, dtype)
-    total = programs.expected(comm.nranks, COUNT, dtype, op)
+    x = values.data_of(comm.rank, COUNT, dtype)
+    total = values.expected(comm.nranks, COUNT, dtype, op)
     match collective:
         case "allreduce":
             return comm.allreduce(x, op=op), total
@@ -75,7 +75,7 @@ def call(
         case "allgather":
             return comm.allgather(total[part]).reshape(-1), total
         case "broadcast":
-            return comm.broadcast(x, root=root), programs.data_of(root, COUNT, dtype)
+            return comm.broadcast(x, root=root), values.data_of(root, COUNT, dtype)
         case "reduce":
             result = comm.reduce(x, op=op, root=root)
             return (total[:0], total[:0]) if result is None else (result, total)

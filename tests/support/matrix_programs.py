@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from support import programs
+from support import values
 
 import r2ccl
 from r2ccl import Communicator
@@ -72,7 +72,7 @@ class Case(NamedTuple):
 
     def blank(self, count: int) -> Array:
         """Return an output that differs from memory that nothing was written to."""
-        return self.put(np.ones(count, programs.dtype_of(self.dtype)))
+        return self.put(np.ones(count, values.dtype_of(self.dtype)))
 
     @property
     def sizes(self) -> list[int]:
@@ -89,13 +89,13 @@ class Cell(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        return all(programs.same(found, wanted) for found, wanted in self.arrays)
+        return all(values.same(found, wanted) for found, wanted in self.arrays)
 
 
 @functools.lru_cache(maxsize=64)
 def _data(rank: int, count: int, dtype: str, is_small: bool) -> Array:
     """Return the input of a rank, if `is_small` of 0 and 1: sums of 8-bit floats are then exact."""
-    x = programs.data_of(rank, count, dtype)
+    x = values.data_of(rank, count, dtype)
     return (x.astype(np.float32) - 1).astype(x.dtype) if is_small else x
 
 
@@ -254,8 +254,8 @@ def _scaled(inputs: list[Array]) -> Array:
 def reductions(collective: str, dtype: str, rank: int) -> list[Reduction]:
     """Return the operations of a collective on a type; `rank` is the one that passes them."""
     found = [
-        Reduction(op.name, op, functools.partial(programs.reduced, op=op))
-        for op in programs.ops_of(dtype)
+        Reduction(op.name, op, functools.partial(values.reduced, op=op))
+        for op in values.ops_of(dtype)
         if op is not r2ccl.AVG or not collective.endswith("scan")
     ]
     if dtype in _WITH_OTHER_OPERATIONS:
@@ -264,14 +264,14 @@ def reductions(collective: str, dtype: str, rank: int) -> list[Reduction]:
         found.append(Reduction("premul_sum", r2ccl.premul_sum(rank + 1), _scaled))
     if dtype in ("float16", "bfloat16"):
         wide = r2ccl.accumulate_float32(r2ccl.SUM)
-        total = functools.partial(programs.reduced, op=r2ccl.SUM)
+        total = functools.partial(values.reduced, op=r2ccl.SUM)
         found.append(Reduction("accumulate_float32", wide, total))
     return found
 
 
 def rows(rank: int) -> Iterator[tuple[str, str, Reduction | None]]:
     """Yield every collective with every type and operation."""
-    for collective, dtype in itertools.product(COLLECTIVES, programs.DTYPES):
+    for collective, dtype in itertools.product(COLLECTIVES, values.DTYPES):
         found = reductions(collective, dtype, rank) if collective in REDUCING else [None]
         yield from ((collective, dtype, each) for each in found)
 

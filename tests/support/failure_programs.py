@@ -1,0 +1,292 @@
+"""Programs whose calls fail, or survive the loss of a rail."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+from support.raising import raises
+from support.values import dtype_of
+
+import r2ccl
+from r2ccl import communicator
+from r2ccl.algos import ring
+from r2ccl.testing import fail_at
+
+
+def disagree(calls: tuple[tuple[int, str, str], ...]) -> tuple[str, float]:
+    """Call with ``calls[rank]`` = (count, dtype, op); return the error, and seconds until it."""
+    with r2ccl.init() as comm:
+        count, name, op = calls[comm.rank]
+        begin = time.monotonic()
+        try:
+            comm.barrier()  # else the error may reach a rank that is still in init()
+            comm.allreduce(np.ones(count, dtype_of(name)), op=r2ccl.ReduceOp[op])
+            comm.barrier()  # a rank that needs no peer for its own call fails here
+        except r2ccl.R2cclError as exc:
+            text = f"{type(exc).__name__}: {exc}"
+        else:
+            text = "no error"
+        return text, time.monotonic() - begin  # close() waits until every rank knows the cause
+
+
+def usable_after_bad_arguments() -> list[str]:
+    """Pass arguments that are refused before any I/O; check that the communicator still works."""
+    read_only = np.ones(4)
+    read_only.flags.writeable = False
+    overlapping = np.ones(10)
+    refused: list[tuple[Any, ...]] = [
+        (np.ones((4, 4))[:, ::2],),
+        (read_only,),
+        ([1.0, 2.0],),
+        (np.array(["a"]),),
+        (np.ones(4), np.ones(5)),
+        (np.ones(4), np.ones(4, np.float32)),
+        (overlapping[:8], overlapping[1:9]),
+        (np.ones(4, complex), None, r2ccl.MIN),
+    ]
+    messages = []
+    with r2ccl.init() as comm:
+        for arguments in refused:
+            try:
+                comm.allreduce(*arguments)
+            except r2ccl.InvalidArgument as exc:
+                messages.append(str(exc))
+        assert comm.allreduce(np.ones(3))[0] == comm.nranks
+    return messages
+
+
+def usable_after_wrong_ops_roots_and_schedules(is_busy: bool) -> None:
+    """Pass wrong ops, roots and schedules, if `is_busy` while an asynchronous call runs."""
+    x, big = np.ones(4), np.ones(1_000_000)
+    ops: list[Any] = [9, "sum", [r2ccl.SUM], None, 1.5]
+    whole = ring.allreduce(2, 1)
+    half = msgspec.structs.replace(whole, generate=lambda rank: (whole.generate(rank)[0][:1],))
+    with r2ccl.init() as comm:
+        refused: list[Callable[[], Any]] = [
+            *(functools.partial(comm.allreduce, x, op=op) for op in ops),
+            lambda: comm.reduce(x, op=9),  # type: ignore[arg-type]
+            lambda: comm.reduce_scatter(x, op=9),  # type: ignore[arg-type]
+            *(functools.partial(comm.broadcast, x, root=root) for root in (0.5, "0", -1, 2)),
+            lambda: comm.reduce(x, root=0.5),  # type: ignore[arg-type]
+            lambda: comm.allreduce(np.ones(4, complex), op=r2ccl.MAX),
+            lambda: comm.run_schedule(half, x),
+            lambda: comm.run_schedule(half, x, async_op=True),
+        ]
+        for call in refused:
+            work = comm.allreduce(big, op=r2ccl.MAX, async_op=True) if is_busy else None
+            with raises((r2ccl.InvalidArgument, r2ccl.ScheduleError)):
+                call()
+            if work is not None:
+                work.wait()
+        comm.reduce(x, root=np.int64(1))  # type: ignore[arg-type]
+        assert comm.allreduce(np.ones(3), op=int(r2ccl.SUM))[0] == 2  # type: ignore[arg-type]
+
+
+def killed_report(victim: int, nbytes: int, path: str) -> None:
+    """Kill one rank during an allreduce; each survivor writes its error to `path`."""
+    with r2ccl.init() as comm:
+        x = np.ones(nbytes, np.uint8)
+        comm.allreduce(x)
+        if comm.rank == victim:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        begin = time.monotonic()
+        report: dict[str, Any] = {}
+        try:
+            while True:
+                comm.allreduce(x)
+        except r2ccl.R2cclError as exc:
+            report["error"] = type(exc).__name__
+            report["peer"] = getattr(exc, "peer", None)
+            report["delay_s"] = time.monotonic() - begin
+        try:
+            comm.barrier()
+        except r2ccl.CommunicatorRevoked as exc:
+            report["after"] = type(exc.reason).__name__
+        with open(f"{path}.{comm.rank}", "w") as file:
+            json.dump(report, file)
+        comm.abort()
+
+
+def killed_in_init(victim: int, path: str) -> None:
+    """Kill one rank after the rendezvous; each survivor writes its error to `path`."""
+    connect = communicator.Communicator.connect
+
+    def die(comm: r2ccl.Communicator) -> None:
+        if comm.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        connect(comm)
+
+    communicator.Communicator.connect = die  # type: ignore[method-assign]
+    with raises(r2ccl.PeerLost) as caught:
+        r2ccl.init()
+    with open(f"{path}.{os.environ['RANK']}", "w") as file:
+        json.dump([caught.value.peer, str(caught.value)], file)
+
+
+def survivors(
+    run: functools.partial[None], nranks: int, victim: int, timeout_s: float
+) -> list[Any]:
+    """Launch `run`, whose `victim` dies, and return the reports of the survivors."""
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.suppress(r2ccl.R2cclError):  # the launcher reports the victim's death
+            r2ccl.launch(functools.partial(run, f"{folder}/report"), nranks, timeout_s=timeout_s)
+        paths = [f"{folder}/report.{rank}" for rank in range(nranks) if rank != victim]
+        reports = []
+        for path in paths:
+            with open(path) as file:
+                reports.append(json.load(file))
+        return reports
+
+
+def interrupted(victim: int) -> str:
+    """End a call that waits for an absent peer by Ctrl-C; return the error of this rank."""
+    with r2ccl.init() as comm:
+        if comm.rank == victim:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            try:
+                comm.allreduce(np.ones(1 << 20))
+            except KeyboardInterrupt:
+                comm.abort("interrupted")
+                return "KeyboardInterrupt"
+        else:
+            deadline = time.monotonic() + 30
+            while comm._engine.error is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            try:
+                comm.allreduce(np.ones(1 << 20))
+            except r2ccl.CommunicatorRevoked as exc:
+                comm.abort()
+                return str(exc)
+    return "no error"
+
+
+def timed_out() -> str:
+    """Return the timeout error of rank 0, which names the absent peer."""
+    with r2ccl.init(timeout_s=0.5) as comm:
+        if comm.rank == 0:
+            try:
+                comm.allreduce(np.ones(1 << 20, np.float32))
+            except r2ccl.TransportTimeout as exc:
+                return str(exc)
+        else:
+            deadline = time.monotonic() + 10
+            while comm._engine.error is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+        comm.abort()
+    return ""
+
+
+def lose_rails(count: int, step: int, ops: int) -> tuple[list[bytes], int]:
+    """Break rail 0 at `step` of every other operation; return results and number of repairs."""
+    from r2ccl.testing import Action, Fault, FaultPlan
+
+    faults = [
+        Fault(action=Action.NIC_DOWN, node=0, rail=0, rank=0, at_op=op, at_step=step)
+        for op in range(0, ops, 2)
+    ]
+    plan = FaultPlan(faults)
+    with r2ccl.init(faults=plan) as comm:
+        results = []
+        for op in range(ops):
+            x = np.random.default_rng((op, comm.rank)).standard_normal(count).astype(np.float32)
+            results.append(comm.allreduce(x).tobytes())
+        return results, len(comm.repairs())
+
+
+def lose_a_rail_in(collective: str) -> tuple[bool, int]:
+    """Lose rail 0 of rank 1 in the second of two calls; return if both are right, and repairs."""
+
+    with fail_at(rank=1, rail=0, op=1, step=2) as plan, r2ccl.init(faults=plan) as comm:
+        n, rank = comm.nranks, comm.rank
+        sizes = [400_000 + 1000 * peer for peer in range(n)]
+        whole = np.arange(sum(sizes), dtype=np.float32) + rank
+        mine = whole[: sizes[rank]]
+        received = [sizes[rank]] * n  # in an alltoallv, every rank sends rank r sizes[r] elements
+        calls: dict[str, Callable[[], Any]] = {
+            "alltoall": lambda: comm.alltoall(np.tile(mine, n)[: n * sizes[0]]),
+            "alltoallv": lambda: comm.alltoallv(whole, sendcounts=sizes, recvcounts=received),
+            "gather": lambda: comm.gather(mine[: sizes[0]]),
+            "gatherv": lambda: comm.gatherv(mine, counts=sizes),
+            "scatter": lambda: comm.scatter(whole[: n * sizes[0]], mine[: sizes[0]], root=1),
+            "scatterv": lambda: comm.scatterv(whole, mine.copy(), root=1, counts=sizes),
+            "allgatherv": lambda: comm.allgatherv(mine, counts=sizes),
+            "reduce_scatterv": lambda: comm.reduce_scatterv(whole, counts=sizes),
+            "scan": lambda: comm.scan(whole, np.empty_like(whole)),
+            "exscan": lambda: comm.exscan(whole, np.zeros_like(whole)),
+        }
+        if collective == "scatter":
+            mine = mine.copy()
+        results = []
+        for _ in range(2):
+            result = calls[collective]()
+            results.append(b"" if result is None else result.tobytes())
+        return results[0] == results[1], len(comm.repairs())
+
+
+def many_reductions(count: int, ops: int) -> list[bytes]:
+    """Run the operations of `lose_rails` without faults."""
+    with r2ccl.init() as comm:
+        return [
+            comm.allreduce(
+                np.random.default_rng((op, comm.rank)).standard_normal(count).astype(np.float32)
+            ).tobytes()
+            for op in range(ops)
+        ]
+
+
+def does_not_shrink() -> str:
+    """Let rank 1 not call shrink() while the others wait for it; return the error of each rank."""
+    comm = r2ccl.init()
+    # A short timeout for shrink() only: init() may be slow on a busy machine.
+    control = comm._job.control
+    impatient = msgspec.structs.replace(control.setting.config, init_timeout_s=3.0)
+    control.setting = msgspec.structs.replace(control.setting, config=impatient)
+    # A rank that has already passed the barrier may have revoked the communicator.
+    with contextlib.suppress(r2ccl.CommunicatorRevoked):
+        comm.barrier()
+    if comm.rank == 1:
+        deadline = time.monotonic() + 40
+        while len(comm._job.event_queue._news) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)  # two Views, and two Goodbyes once the others have given up
+    try:
+        comm.shrink()
+    except r2ccl.R2cclError as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return "no error"
+
+
+def shrink_again_and_again(times: int) -> list[str]:
+    """Revoke while the others are in a call, and shrink to all ranks; return the errors."""
+    comm = r2ccl.init()
+    wrong = []
+    usage = []
+    for turn in range(times):
+        try:
+            for call in itertools.count():
+                if call == 3 and turn % comm.nranks == comm.rank:
+                    comm.revoke()
+                if comm.allreduce(np.ones(3))[0] != comm.nranks:
+                    wrong.append(f"wrong sum in turn {turn}")
+        except r2ccl.CommunicatorRevoked:
+            usage.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+            comm = comm.shrink()
+        if comm.members != tuple(range(comm.nranks)):
+            wrong.append(f"members {comm.members}")
+    # One connection more or less may be in setup; a leaked communicator has more than that.
+    (threads, fds), (threads_then, fds_then) = usage[-1], usage[0]
+    if threads != threads_then or fds > fds_then + 4:
+        wrong.append(f"threads and descriptors in use: {usage}")
+    comm.close()
+    return wrong
