@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from r2ccl.algos import (
     bridged_ring,
+    direct_exchange,
     dissemination,
     hierarchy,
     leaf_ring,
@@ -18,11 +19,15 @@ from r2ccl.algos import (
     r2cc_allreduce,
     recursive_doubling,
     ring,
+    scan,
+    spanning_tree,
     tree,
+    tree_gather,
 )
 
 __all__ = [
     "bridged_ring",
+    "direct_exchange",
     "dissemination",
     "hierarchy",
     "leaf_ring",
@@ -34,5 +39,8 @@ __all__ = [
     "r2cc_allreduce",
     "recursive_doubling",
     "ring",
+    "scan",
+    "spanning_tree",
     "tree",
+    "tree_gather",
 ]

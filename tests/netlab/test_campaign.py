@@ -134,7 +134,7 @@ def lost_nics(runs: int) -> FaultPlan:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("runs", slow_but([1], [1, 20]))
+@pytest.mark.parametrize("runs", slow_but([1], [1, min(RUNS, 20)]))
 def test_every_collective_is_exact(runs: int) -> None:
     plan = lost_nics(runs)
     env = {
