@@ -96,7 +96,10 @@ class RailDown(TransportError):
 
 
 class TransportTimeout(TransportError):
-    """Timeout of a wait; the message names the links, ranks or GPU work that it waited for."""
+    """Timeout of a wait; the message says what it waited for.
+
+    If the ``wait`` of a request times out, its operation continues.
+    """
 
 
 class NoHealthyRail(R2cclError):

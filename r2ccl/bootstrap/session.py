@@ -151,8 +151,9 @@ class Session:
     ----------
     now : float
         Current time of a monotonic clock; all later times must be of the same clock.
-    limits : SessionLimits
-        ``heartbeat_s`` and ``window`` may differ between the ends.
+    limits : SessionLimits, optional
+        May differ between the ends. If ``ack_s`` is not well below the ``resend_s`` of the other
+        end, messages are sent twice.
     """
 
     def __init__(self, now: float, limits: SessionLimits | None = None) -> None:

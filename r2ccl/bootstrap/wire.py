@@ -145,9 +145,10 @@ async def prove(sock: socket.socket, secret: Secret, claim: Claim) -> None:
     Raises
     ------
     OSError
-        If the connection fails.
+        If the connection fails, other than by a close or a reset.
     HandshakeRejected
-        If the other side does not know the secret, or does not accept this connection now.
+        If the other side does not know the secret, has another protocol version, or closes or
+        resets the connection: it does not accept it now, or its process has ended.
     """
     try:
         await _shake_hands(sock, Dialer(secret, claim, os.urandom(NONCE_NBYTES)))

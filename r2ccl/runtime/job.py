@@ -367,7 +367,10 @@ class Job:
 
 
 def _excluded(rank: int, peers: Sequence[PeerInfo]) -> frozenset[tuple[int, int]]:
-    """Return each (rank, rail) declared failed; rank 0 logs declared NICs that no rank has."""
+    """Return each (rank, rail) declared failed, or excluded before a shrink.
+
+    Rank 0 logs declared NICs that no rank has.
+    """
     ports, unknown = declared(peers)
     if unknown and rank == 0:
         known = dict.fromkeys(f"{info.hostname}:{nic}" for info in peers for nic in info.nics)

@@ -47,9 +47,11 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     nprobes : int
         Number of good probes in a row that a return requires.
     spacing_s : float
-        Pause after the failure, after a good probe, and after the first probe without an answer.
+        Pause after the failure, after the first probe without an answer, and after each of the
+        first ``nprobes - 1`` good probes in a row.
     cap_s : float
-        Longest pause between probes, and the pause between good probes during a hold.
+        Longest pause between probes, and the pause after each further good probe unless the hold
+        ends sooner.
     hold_unit_s, hold_cap_s : float
         Unit and upper limit of the hold; see the formula of this module.
     half_life_s : float

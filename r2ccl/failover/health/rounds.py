@@ -172,16 +172,16 @@ class Member:
             return None
         if health.version != held.version + 1 or self.limit is not None:
             raise InternalError(
-                f"version {health.version} prepared, but version {held.version} is held"
+                f"health version {health.version} prepared, but version {held.version} is held"
                 + (" and not committed" if self.limit is not None else "")
             )
         if (health.nranks, health.nrails, health.config) != (
             held.nranks, held.nrails, held.config,
         ):  # fmt: skip
             raise InternalError(
-                f"version {health.version} is a table of {health.nranks} ranks, {health.nrails} "
-                f"rails, configuration {health.config!r}; expected {held.nranks} ranks, "
-                f"{held.nrails} rails, configuration {held.config!r}"
+                f"health version {health.version} is a table of {health.nranks} ranks, "
+                f"{health.nrails} rails, configuration {health.config!r}; expected {held.nranks} "
+                f"ranks, {held.nrails} rails, configuration {held.config!r}"
             )
         self.held = health
         self.limit = self.started + self._window
@@ -203,8 +203,8 @@ class Member:
         earliest = max(self.limit or 0, self._plans[-1][0] - 1) + 1
         if version > self.held.version or first < earliest:
             raise InternalError(
-                f"version {version} committed from collective {first} on: the version held is "
-                f"{self.held.version}, and the earliest collective it may begin at is {earliest}"
+                f"health version {version} committed from collective {first} on: the version held "
+                f"is {self.held.version}, and the earliest collective it may begin at is {earliest}"
             )
         self.limit = None
         # If several versions begin at the same collective, only the newest is ever used.

@@ -219,7 +219,10 @@ class SimRank:
             self.submit(self.failover.on_carrier, rail, is_up)
 
     def exclude(self, rank: int, rail: int, *, is_excluded: bool) -> None:
-        """Exclude a rail of `rank`, or include it again, as `Communicator.exclude` does."""
+        """Ask all ranks to exclude a rail of `rank`, or to include it again, without waiting.
+
+        The answer is appended to `answers`: a refusal, or an empty text once all ranks agree.
+        """
         agreement = self.failover.agreement
         assert agreement is not None
         order = partial(agreement.exclude, is_excluded=is_excluded)
