@@ -200,6 +200,13 @@ def test_every_operation_and_element_type_is_exact(schedule: str, nranks: int) -
         assert simulate(job(schedule, nranks, dtype=dtype, op=op)).is_clean, (dtype, op)
 
 
+@LIMIT
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16"])
+def test_a_mean_over_nine_ranks_is_exact(dtype: str) -> None:
+    """Divide by a number that not all of these types can represent."""
+    assert simulate(job("ring", 9, dtype=dtype, op=ReduceOp.AVG)).is_clean
+
+
 #: Rank 1 has half of its rail 0 from the beginning, and rank 2 loses its rail 1 before the first
 #: call; the second call is planned for both.
 SLOW, FIRST = RailShare(1, 0, 8), (2, 1)

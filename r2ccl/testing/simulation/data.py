@@ -156,6 +156,8 @@ def _mean(total: Array, nranks: int) -> Array:
         return np.asarray(total // nranks + is_above, total.dtype)
     # Divide real and imaginary parts separately: NumPy's complex division may round differently.
     parts = total.view(total.real.dtype)
+    if parts.itemsize < 4:  # an 8-bit float cannot represent 9, for example
+        return np.asarray(parts.astype(np.float32) / np.float32(nranks)).astype(total.dtype)
     return np.asarray(parts / parts.dtype.type(nranks)).view(total.dtype)
 
 
