@@ -32,7 +32,7 @@ COLLECTIVES = (
 
 @pytest.mark.parametrize("nranks", slow_but([1, 3], [1, 2, 3, 4, 5]))
 def test_every_collective_dtype_and_op_is_exact(nranks: int) -> None:
-    given = {"counts": (0, 1, 7, 1000), "names": values.DTYPES}
+    given = {"counts": (0, 7), "names": values.DTYPES}
     check_in_one_job(nranks, *(partial(run, **given) for run in COLLECTIVES))
 
 

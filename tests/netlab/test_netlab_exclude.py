@@ -50,6 +50,7 @@ def test_a_cable_pulled_while_its_nic_is_excluded_is_no_failure() -> None:
     assert all("EXCLUDED: " in cause for cause in causes), causes
 
 
+@pytest.mark.slow
 def test_a_nic_declared_failed_is_used_once_it_is_included() -> None:
     """All nodes of a lab have the same host name, so the number of the node names it."""
     for report in reports(R2CC_FAILED_NICS="1:1,9:1"):

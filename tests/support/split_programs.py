@@ -219,16 +219,16 @@ def closed_below_a_call() -> str:
     """Close the job while another thread waits in a collective on a child; return its error."""
     found = []
     with r2ccl.init() as comm:
-        child = comm.dup()
+
+        def call(child: r2ccl.Communicator) -> None:
+            try:
+                child.barrier()
+            except R2cclError as exc:
+                found.append(type(exc).__name__)
+
         if comm.rank == 0:
-
-            def call() -> None:
-                try:
-                    child.barrier()
-                except R2cclError as exc:
-                    found.append(type(exc).__name__)
-
-            thread = threading.Thread(target=call)
+            child = comm.dup()
+            thread = threading.Thread(target=call, args=(child,))
             thread.start()
             while not child._collectives.is_blocking:
                 pass
@@ -236,8 +236,9 @@ def closed_below_a_call() -> str:
             thread.join(TIMEOUT_S)
         else:
             try:
+                comm.dup()
                 comm.barrier()
-            except R2cclError as exc:
+            except R2cclError as exc:  # in dup() if rank 0 has left it already
                 found.append(type(exc).__name__)
             comm.abort()
     return found[0]
