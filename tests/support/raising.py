@@ -1,4 +1,4 @@
-"""What ranks use for ``pytest.raises``: importing pytest takes each of a thousand ranks 0.1 s."""
+"""Form of ``pytest.raises`` for ranks: importing pytest takes each of a thousand ranks 0.1 s."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from r2ccl.interop.mpi.buffers import BufferSpec, message
 from r2ccl.interop.mpi.calls import EMPTY, CallOutcome
 from r2ccl.interop.mpi.errors import MpiError
 
-#: What a receive from ``MPI.PROC_NULL`` gets.
+#: Result of a receive from ``MPI.PROC_NULL``.
 NO_MESSAGE = Message(MPI.PROC_NULL, MPI.ANY_TAG, 0)
 
 
