@@ -216,7 +216,7 @@ def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choi
         # Slices must be small enough for the pipeline and for the byte budget of the ports, large
         # enough to be worth their overhead, and of whole elements of any type.
         fill_ns = int(wire_ns) * candidate.fill
-        nslices = _nslices(fill_ns, rates.alpha_ns) if fill_ns else 1
+        nslices = _nslices(fill_ns, rates) if fill_ns else 1
         wanted = min(nbytes // schedule.nchannels // nslices, fabric.inlet_nbytes // (2 * nlinks))
         wanted -= wanted % ALIGNMENT_NBYTES
         slice_nbytes = min(slice_nbytes, max(_MIN_SLICE_NBYTES, wanted))
@@ -258,13 +258,15 @@ def _fill_of_trees(fill: Fraction, nranks: int, ntrees: int, nwires: int) -> Fra
     return shown / (root * (1 + fill * Fraction(5, 14)))
 
 
-def _nslices(fill_ns: int, alpha_ns: int) -> int:
+def _nslices(fill_ns: int, rates: Rates) -> int:
     """Return the number of slices per channel with the least pipeline time.
 
-    With n slices, filling takes about ``fill_ns / n``, and handling each slice takes a quarter of
-    `alpha_ns`.
+    With n slices, filling takes about ``fill_ns / n``. Handling each slice takes a quarter of the
+    latency of a step in a measured network, and `_UNMEASURED_SLICE_NS` in another.
     """
-    return max(_FEW_SLICES, min(_MANY_SLICES, isqrt(4 * fill_ns // max(1, alpha_ns))))
+    if rates == UNMEASURED:
+        return max(1, min(_MANY_SLICES, isqrt(fill_ns // _UNMEASURED_SLICE_NS)))
+    return max(_FEW_SLICES, min(_MANY_SLICES, isqrt(4 * fill_ns // rates.alpha_ns)))
 
 
 #: Families in which every rank receives from only one other rank.
@@ -291,6 +293,9 @@ _SHOWN_STEPS = Fraction(9, 11)
 #: Bounds of the number of slices per channel, and the least size of a slice.
 _FEW_SLICES, _MANY_SLICES = 16, 128
 _MIN_SLICE_NBYTES = 32 << 10
+#: Time to handle a slice, at the bandwidth of `UNMEASURED`; fitted to broadcasts over loopback (16
+#: MiB, 4 ranks on 2 cores: slices of 1 MiB take a quarter of the time of slices of 128 KiB).
+_UNMEASURED_SLICE_NS = 300_000
 #: In-flight byte budget of a port: what the port receives in `_INLET_S` seconds, at least
 #: `_LEAST_INLET_NBYTES`.
 _INLET_S = Fraction(1, 100)

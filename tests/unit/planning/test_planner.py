@@ -266,6 +266,14 @@ def test_trees_leave_a_dead_port_alone_and_have_slices_enough() -> None:
     assert port_time(lost.schedule, lost.placement, range(4), health(r1n0=0)) <= bound * 21 / 20
 
 
+@pytest.mark.parametrize(("nbytes", "most"), [(MIB, 4), (4 * MIB, 8), (16 * MIB, 16)])
+def test_an_unmeasured_network_gets_few_large_slices(nbytes: int, most: int) -> None:
+    planner = Planner(Fabric((0,), 1), Config())
+    for collective in (Collective.BROADCAST, Collective.REDUCE):
+        chosen = planner.plan(call(collective), nbytes, health(4, 1))
+        assert -(-nbytes // chosen.slice_nbytes) <= most, collective
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, WHOLE), min_size=12, max_size=12), st.sampled_from(ALGOS))
 def test_every_health_gives_a_schedule_that_is_right(shares: list[int], algo: str) -> None:
