@@ -8,9 +8,10 @@ all ranks.
 Steps: 1. Bytes on the wire: only what a rank has to send and to receive itself.
 
 Channel 0 carries no share of a part that is divided: it carries parts that are too small to be
-divided among the channels, and an empty message for every other part. A receiver thus gets one
-message at once from every rank that it expects a part of, and finds a wrong size at once.
-`r2ccl.planning.lowering.lower` with ``whole_nbytes`` divides parts in this way.
+divided among the channels. Where each pair of ranks has sizes of its own, channel 0 also carries an
+empty message for every other part: a receiver gets one message at once from every rank that it
+expects a part of, and so finds a wrong size at once. `r2ccl.planning.lowering.lower` with
+``whole_nbytes`` and ``announces_parts`` divides parts in this way.
 """
 
 from __future__ import annotations

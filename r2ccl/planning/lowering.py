@@ -87,7 +87,7 @@ class Layout(msgspec.Struct, frozen=True):
     slice_nbytes : int
         Largest size of a slice: whole elements, at least one.
     lanes : tuple of Lane
-        One lane per channel of the schedule.
+        One lane per channel of the schedule, without those in which nothing is left to do.
     peers : frozenset of int
         Ranks that this rank sends to or receives from.
     uses_scratch : bool
@@ -115,6 +115,7 @@ def lower(
     numbers: Mapping[tuple[int, int], int] | None = None,
     parts: Parts | None = None,
     whole_nbytes: int = 0,
+    announces_parts: bool = False,
 ) -> Layout:
     """Map `program` to a buffer of `count` elements of `itemsize` bytes and cut it into slices.
 
@@ -135,8 +136,12 @@ def lower(
         Places of the parts in this rank's memory; scratch memory has equal parts. Default: equal
         parts that follow one another everywhere.
     whole_nbytes : int
-        If above 0, parts of at most this size are sent whole and eagerly on the first channel. The
-        other channels then send no empty chunks, unless another op depends on it.
+        If above 0, parts of at most this size are sent whole and eagerly on the first channel, all
+        others on the other channels. No channel then sends empty chunks, unless another op depends
+        on them, or no part has data.
+    announces_parts : bool
+        If True, the first channel sends an empty message for each part that travels on other
+        channels. A receiver that expects another size then finds that out at once.
 
     Raises
     ------
@@ -153,8 +158,11 @@ def lower(
     ):
         ops, eager = every, eager_nbytes
         if whole_nbytes:
-            ops = _without_empty(every, pieces, at) if at else every
+            if at or (count and not announces_parts):
+                ops = _without_empty(every, pieces, at)
             eager = eager_nbytes if at else max(eager_nbytes, whole_nbytes)
+            if not ops:
+                continue
         steps = tuple(
             _place(op, ops, program.rank, pieces, at, slice_elements, itemsize, eager) for op in ops
         )

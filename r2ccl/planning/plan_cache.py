@@ -337,6 +337,7 @@ class PlanCache:
             numbers=placement.numbers(self._rank),
             parts=parts,
             whole_nbytes=whole_nbytes,
+            announces_parts=call.collective in PAIRWISE,
         )
         layout = limit_windows(layout, len(self.fabric.homes), self.fabric.inlet_nbytes)
         if self.place is not None:

@@ -207,8 +207,8 @@ def lose_rails(count: int, step: int, ops: int) -> tuple[list[bytes], int]:
 
 def lose_a_rail_in(collective: str) -> tuple[bool, int]:
     """Lose rail 0 of rank 1 in the second of two calls; return if both are right, and repairs."""
-
-    with fail_at(rank=1, rail=0, op=1, step=2) as plan, r2ccl.init(faults=plan) as comm:
+    step = 1 if collective == "gather" else 2  # in a gather, rank 1 sends only two slices
+    with fail_at(rank=1, rail=0, op=1, step=step) as plan, r2ccl.init(faults=plan) as comm:
         n, rank = comm.nranks, comm.rank
         sizes = [400_000 + 1000 * peer for peer in range(n)]
         whole = np.arange(sum(sizes), dtype=np.float32) + rank

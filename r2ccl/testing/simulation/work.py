@@ -124,6 +124,7 @@ def _chosen(
         numbers=placement.numbers(rank),
         parts=Parts(places, places),
         whole_nbytes=config.eager_nbytes if schedule.name == "direct" else 0,
+        announces_parts=bool(spec.sizes),
     )
     return SimTask(schedule, signature, layout)
 

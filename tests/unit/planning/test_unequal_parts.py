@@ -34,6 +34,7 @@ def alltoall(sizes: list[list[int]], rank: int, whole_nbytes: int, nchannels: in
         eager_nbytes=0,
         parts=parts,
         whole_nbytes=whole_nbytes,
+        announces_parts=True,
     )
 
 
@@ -140,3 +141,13 @@ def test_a_wrong_number_of_parts_is_refused() -> None:
     parts = Parts(((0, 1),) * 2, ((0, 1),) * 2)
     with pytest.raises(InvalidArgument, match="nparts=3"):
         lower(program, 0, 4, slice_nbytes=64, eager_nbytes=0, parts=parts)
+
+
+@pytest.mark.parametrize("count", [0, 12, 12_000])
+def test_equal_parts_travel_in_one_message_per_pair(count: int) -> None:
+    for rank in range(4):
+        program = direct_exchange.alltoall(4, 1).program(rank)
+        layout = lower(program, count, 4, slice_nbytes=1 << 20, eager_nbytes=0, whole_nbytes=64)
+        for peer in set(range(4)) - {rank}:
+            for kind in (OpKind.SEND, OpKind.RECV):
+                assert [size for _, size, _ in slices(layout, kind, peer)] == [count // 4]
