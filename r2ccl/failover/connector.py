@@ -22,8 +22,8 @@ caller, even if it is the higher rank, and need not report that the connection i
 The probed end stays unchanged until the next offer, which means that the prober's end is closed.
 Probes have low priority: at most one is called per tick, and none while paths are being repaired.
 A probe that cannot be connected (on a fabric that does not connect its two rails) is retried ever
-more rarely, but every minute. It is retried soon if a path to its peer on one of its two rails
-comes up.
+more rarely, but at least once a minute. It is retried at the next tick if a path to its peer on one
+of its two rails comes up.
 
 Invariant: this rank has at most one endpoint of each path, and one per role (prober, probed) of
 each probe, that is not in use yet. An endpoint that is not handed over is closed.
@@ -97,7 +97,7 @@ def probe_keys(peers: Sequence[int], rails: Sequence[int]) -> list[ProbeKey]:
     ----------
     peers : sequence of int
     rails : sequence of int
-        RDMA rails; the first one follows the last one.
+        RDMA rails; the first rail follows the last rail.
     """
     following = dict(zip(rails, [*rails[1:], *rails[:1]], strict=True))
     return [
@@ -347,7 +347,7 @@ class Connector:
         self._send(key.peer, Offer(key.rail, attempt.epoch, attempt.number, info, _via(key)))
 
     def _on_asker(self, key: ProbeKey, offer: Offer) -> None:
-        """Answer an offer to probe this rank, now or at the next calm tick; drop the last one."""
+        """Answer an offer to probe this rank, now or at the next calm tick; drop an earlier one."""
         previous = self._asked.get(key)
         if previous is not None:
             previous.drop()

@@ -39,7 +39,7 @@ def declared(peers: Sequence[PeerInfo]) -> Declared:
     Raises
     ------
     InvalidArgument
-        If a rank has no other rail, or two ranks have no other common one.
+        If a rank has no other rail, or two ranks have no other common rail.
     """
     nodes = list(dict.fromkeys(info.host for info in peers))
     ports = {(info.rank, rail) for info in peers for rail in info.excluded}
@@ -101,7 +101,7 @@ def ports_of(
 
 
 def _number(given: SupportsIndex) -> int:
-    """Return an integer of any type as an int; -1 if it is none."""
+    """Return `given` as an int; -1 if it is not an integer."""
     try:
         return index(given)
     except TypeError:

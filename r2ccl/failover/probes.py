@@ -56,9 +56,9 @@ class Probes:
     def on_probed(self, event: Probed, *, is_over: bool = False) -> None:
         """Pass the result of a probe to all callers that wait for it.
 
-        An RDMA probe that was not answered has broken its connection: schedule a new one. If an
-        RDMA probe between the two ports of one rail could not be made, retry its connection at the
-        next tick. With `is_over` (the communicator has ended), do neither.
+        An RDMA probe that was not answered has broken its connection: schedule a new connection. If
+        an RDMA probe between the two ports of one rail could not be made, retry its connection at
+        the next tick. With `is_over` (the communicator has ended), do neither.
         """
         key = event.key
         if not is_over and self._transport.joins(key.rail):

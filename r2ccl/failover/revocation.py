@@ -143,7 +143,8 @@ class Revocation:
     def give_up(self, error: R2cclError, kind: str = "", peer: int = -1) -> None:
         """End the communicator with `error`, which concerns `peer`.
 
-        If `kind`, the error class for the other ranks, is given, revoke the communicator on all.
+        If `kind`, the error class for the other ranks, is given, revoke it on all ranks; otherwise
+        end it on this rank only.
         """
         text = error.why if isinstance(error, PeerLost) else str(error)
         message = Revoke(kind or type(error).__name__, text, self._rank, peer)
@@ -152,7 +153,7 @@ class Revocation:
         self.end(error, message)
 
     def end(self, error: R2cclError, message: Revoke) -> None:
-        """Store the error and begin to fence all paths; do nothing if one is stored already."""
+        """Store `error` and begin to fence all paths; do nothing if an error is stored already."""
         if self.error is None:
             self.error, self.reason = error, message
             self._fence_all()

@@ -271,7 +271,7 @@ def describe(readings: Sequence[Reading], name: Naming) -> tuple[str, ...]:
 
 
 def _between(readings: Iterable[Reading], asker: Port, target: Port) -> bool | None:
-    """Return the result of the first probe of `target` from `asker`; None if there was none."""
+    """Return the result of the first probe of `target` from `asker`; None if there is no result."""
     for reading in readings:
         if (reading.asker, reading.target) == (asker, target):
             return reading.is_answered

@@ -150,7 +150,7 @@ class Member:
         return self._plans[0][1] if self.limit is None and len(self._plans) == 1 else None
 
     def skip_to(self, op: int) -> None:
-        """Count all collectives up to `op` as started; they were planned with `steady`."""
+        """Count all collectives up to `op`, planned with `steady`; see `Agreement.skip_to`."""
         if self.steady is None or op < self.started:
             raise InternalError(
                 f"rank {self._rank}: cannot count collectives up to {op} as started: the last one "
@@ -242,9 +242,9 @@ class Subtree:
         self.missing = frozenset((self._rank, *self.children))
 
     def promise(self, rank: int, message: Promise) -> Promise | None:
-        """Store the promise of `rank`; if it is the last one, return that of the whole subtree.
+        """Store the promise of `rank`; if none is missing now, return that of the whole subtree.
 
-        Ignore a promise of an earlier version, and a second one.
+        Ignore a promise of an earlier version, and a repeated promise.
 
         Raises
         ------
@@ -309,7 +309,7 @@ class Coordinator:
     def exclude(self, request: ExcludeRails) -> RailsExcluded:
         """Carry out a request with the next round and return the answer to it.
 
-        Refuse an exclusion that leaves a rank without a rail, or two ranks without a common one.
+        Refuse an exclusion that leaves a rank without a rail, or two ranks without a common rail.
 
         Raises
         ------
@@ -335,8 +335,8 @@ class Coordinator:
     def begin(self, now: float) -> Prepare | None:
         """Begin a round if news change the health, no round is running and the pause is over.
 
-        Return the message that begins the round, or None. A request that a later one has undone
-        still gets the version that its answer names.
+        Return the message that begins the round, or None. If a later request undoes an earlier one,
+        the round is still run, because the answers name its version.
         """
         if not self._has_news or self._is_running or now < self._rest_until:
             return None
@@ -358,7 +358,7 @@ class Coordinator:
 
 
 def _without_rail(before: Health, after: Health, ports: Iterable[tuple[int, int]]) -> str:
-    """Return why no exclusion of `ports` may change `before` to `after`; empty if it may."""
+    """Return why `ports` must not be excluded, or empty; this changes `before` to `after`."""
     for rank in sorted({rank for rank, _ in ports}):
         if not after.capacity(rank):
             return f"rank {rank} would have no rail left"

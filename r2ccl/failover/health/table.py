@@ -1,8 +1,8 @@
 """Health: the table of rail bandwidths that planners read, and how reports are merged into it.
 
 A *share* is the bandwidth that one rail of one rank has left, in sixteenths of the full rate: 0 is
-down, `WHOLE` is the full rate, which is that of the rank's best rail unless all its rails are slow
-(`r2ccl.failover.bandwidth.protocol`). Shares are coarse on purpose: measurement noise must not
+down, `WHOLE` is the full rate. That is the rate of the rank's best rail, unless all its rails are
+slow (`r2ccl.failover.bandwidth.protocol`). Shares are coarse on purpose: measurement noise must not
 cause a new plan. Ranks that plan from equal tables build equal schedules. The code that measures a
 share decides when a change is large enough to report; this table keeps no history.
 
@@ -71,7 +71,8 @@ class Health(msgspec.Struct, frozen=True):
     InvalidArgument
         If the table is empty or incomplete, a share exceeds `WHOLE`, the version is negative, or an
         excluded rail does not exist or has a share. For a table in a message, msgspec raises
-        `ValidationError` instead.
+        `ValidationError` instead. Also raised by every method for a rank or rail that does not
+        exist.
     """
 
     version: int
@@ -118,13 +119,7 @@ class Health(msgspec.Struct, frozen=True):
         return len(self.shares) // self.nrails
 
     def share(self, rank: int, rail: int) -> int:
-        """Return the share of `rail` of `rank`, 0 to `WHOLE`.
-
-        Raises
-        ------
-        InvalidArgument
-            If the rank or rail does not exist.
-        """
+        """Return the share of `rail` of `rank`, 0 to `WHOLE`."""
         return self.shares[self._index(rank, rail)]
 
     def shares_of(self, rank: int) -> bytes:
@@ -165,7 +160,7 @@ class Health(msgspec.Struct, frozen=True):
         Raises
         ------
         InvalidArgument
-            If `news` or `excluded` contain a rank, rail or share that does not exist.
+            If a share in `news` is not 0 to `WHOLE`.
         """
         out = self.excluded if excluded is None else tuple(sorted(excluded))
         shares = bytearray(self.shares)
@@ -186,7 +181,7 @@ class Health(msgspec.Struct, frozen=True):
         Raises
         ------
         InvalidArgument
-            If a rank does not exist, or `ranks` is empty.
+            If `ranks` is empty.
         """
         starts = [self._index(rank, 0) for rank in ranks]
         rows = (self.shares[start : start + self.nrails] for start in starts)

@@ -29,9 +29,9 @@ class Calls(Generic[_C]):
         Packed signature of the same call.
     signatures : dict of int to int
         Signatures of the last calls, by number.
-    pairs : mapping or None
-        Packed signatures of the slices from a peer, or with True to a peer, if the ranks of each
-        pair agree on their own signature; None: ``signature`` is that of all slices.
+    pairs : mapping of (int, bool) to int, or None
+        Packed signature of the slices from a peer (False) or to a peer (True), if each pair of
+        ranks has its own signature; None: ``signature`` is that of all slices.
     ahead : dict
         Signatures received for calls that this rank has not started, by number of the call: the
         signature, its sender, and whether the slices are sent to the sender. The keys of a dict,

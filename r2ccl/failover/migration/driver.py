@@ -271,10 +271,10 @@ class Migration:
             self._look_into(key, path.epoch, cause, is_own=True)
 
     def exclude(self, rank: int, rail: int) -> None:
-        """Take all paths of a port that is excluded now out of use, without a diagnosis.
+        """Take all paths of the excluded port of `rank` on `rail` out of use, without a diagnosis.
 
-        Bypasses of its rank are fenced too, because this end does not know their ports; the search
-        then takes other ways.
+        Bypasses that begin or end at `rank` are fenced too, because this end does not know their
+        ports; the search then takes other ways.
         """
         for path in list(self._paths.values()):
             key = path.key

@@ -314,7 +314,7 @@ class Links:
                 calls.on_unposted(link)
 
     def expect(self, link: RecvLink, consumer: Consumer) -> None:
-        """Post a receive of an eager slice that has arrived; its index is the peer."""
+        """Post a receive, with the peer as its index, of an eager slice that has arrived."""
         link.last_used = self.ncalls
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
         link.post(None, calls.op, calls.signature, consumer, link.peer)

@@ -171,7 +171,7 @@ class EventQueue:
     # Called by any thread
 
     def end(self, why: str) -> None:
-        """Cancel shrink: a running `regroup` and later ones raise `CommunicatorRevoked`."""
+        """Cancel shrink: this and later calls of `regroup` raise `CommunicatorRevoked`."""
         with self._changed:
             self._end = self._end or why
             self._changed.notify_all()
