@@ -175,7 +175,7 @@ class MixedTransport:
         return self._by_rail[path.rail].is_stuck(path)
 
     def probe(self, key: ProbeKey) -> None:
-        """Start a probe; one between rails of different parts cannot be made (outcome None)."""
+        """Start a probe; its outcome is None if a rail is missing or the rails are of two parts."""
         rails = range(self.nrails)
         if key.rail not in rails or key.via not in rails:
             self._refused.append(Probed(key, None, f"no such rail: there are {self.nrails}"))

@@ -205,7 +205,7 @@ class TcpProber:
         )  # fmt: skip
 
     def _judge(self, probe: _Probe, code: int) -> None:
-        """Handle the outcome of one connect; end the probe if it is an answer or the last error."""
+        """Handle the outcome of one connect: an answer or the last error ends the probe."""
         if code in (0, errno.ECONNREFUSED):
             self._answered.add(probe.key)
             self._end(probe, True, "connected" if code == 0 else "refused")

@@ -162,6 +162,7 @@ class TcpTransport(PreconnectedTransport):
         Address and port that probes of each path connect to; nobody listens on the port.
     probe_timeout_s : float
         Time in which a probe must be answered, in seconds.
+    clock : Clock
     """
 
     def __init__(
@@ -286,9 +287,12 @@ class TcpTransport(PreconnectedTransport):
         self._wakeup.wake()
 
     def fence(self, path: PathKey) -> None:
-        """Close the socket of `path`; the next `poll` reports `Fenced`, even if it was not open.
+        """Close the socket of `path`; the next `poll` reports `Fenced`, even without a socket.
 
-        Raises InternalError as `close` does.
+        Raises
+        ------
+        InternalError
+            As `close`.
         """
         self._discard(path)
         self._events.append(Fenced(path))
@@ -298,7 +302,7 @@ class TcpTransport(PreconnectedTransport):
         return MemoryUse()
 
     def has_unsent(self) -> bool:
-        """Return True if a socket buffer is full and data waits for it."""
+        """Return True if data waits because a socket buffer is full."""
         return bool(self._waiting)
 
     def is_stuck(self, path: PathKey) -> bool:

@@ -375,7 +375,8 @@ class RdmaDevice:
             ) from exc
         if not is_known:
             raise TransportError(
-                f"{self.name}: the link-layer address of {remote.gid} is not resolved yet",
+                f"{self.name}: the link-layer address of {remote.gid} is not resolved yet; "
+                "the connection is tried again",
                 status="NO_NEIGHBOUR",
             )
         return remote

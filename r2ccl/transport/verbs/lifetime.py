@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 A registration outlives the call it was made for, so it must end when its memory is freed. An
 address that is freed and mapped again refers to other pages, but the old registration would still
-access the old ones. An address alone does not show this. Two things do:
+access the old pages. An address alone does not show this. Two things do:
 
 * the *owner*, the object that keeps the memory alive. `allocation_of` follows a NumPy view to the
   array or object at its root, so all views of an allocation have the same owner;

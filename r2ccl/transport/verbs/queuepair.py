@@ -56,7 +56,7 @@ _MAX_RD_ATOMIC = 1
 
 _MARK_BITS = 8
 #: Fields of a wr_id, from the top: request kind, life of the queue pair, count of send requests
-#: posted in this life up to this one (0 for receive requests).
+#: posted in this life up to this request (0 for receive requests).
 _COUNT_BITS = 44
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
 _LIFE_BITS = 10

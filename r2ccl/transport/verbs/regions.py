@@ -58,10 +58,9 @@ class Registrar(Protocol):
         Raises
         ------
         TransportError
-            If the NIC refuses; callers pass it on unchanged, so its message must name the NIC.
+            If the NIC refuses, with a message that names the NIC; callers pass it on unchanged.
         Exception
-            If the NIC refuses; the exception has ``errno`` or ``error_code``, which `refusal`
-            translates.
+            If the NIC refuses, with an ``errno`` or ``error_code``, which `refusal` translates.
         """
         ...
 

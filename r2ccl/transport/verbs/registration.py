@@ -215,6 +215,11 @@ class RegistrationCache:
         locked memory once per NIC.
     memory : Memory, optional
         Kind of memory; host memory by default.
+
+    Raises
+    ------
+    InvalidArgument
+        If `registrars` is empty.
     """
 
     def __init__(

@@ -88,6 +88,7 @@ class VerbsTransport:
         Time in which a probe must be answered, in seconds.
     first_rail : int
         Rail number of ``devices[0]``; above 0 if other transports have the first rails.
+    clock : Clock
     open_cuda : callable
         Opens the CUDA driver; called when device memory is first registered.
     """
