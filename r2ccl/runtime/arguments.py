@@ -2,7 +2,8 @@
 
 Each collective except the barrier has one function here. The function views the arrays in host or
 device memory, allocates the output if the caller passed none, and returns a `Request` with the call
-signature that all ranks must agree on. It does not read array data and does not communicate.
+signature that all ranks must agree on. It does not read array data and does not communicate. Its
+arguments and errors are those of the method of `Communicator` with the same name.
 
 Invariant: the arrays of every `Request` are valid and fit together, and its op is an `Operation`.
 Other arguments raise `InvalidArgument` here, before any data moves. Not checked here are the root
@@ -300,7 +301,8 @@ def scan(x: Any, out: Any, op: Operation, is_exclusive: bool) -> Request:
         is_same = is_in_place(source, output)
     if op is ReduceOp.AVG or getattr(op, "op", None) is ReduceOp.AVG:
         raise InvalidArgument(
-            f"{name} with op=AVG: each rank reduces another number of ranks; pass op=SUM and divide"
+            f"{name} with op=AVG: every rank reduces a different number of ranks; pass op=SUM and "
+            "divide"
         )
     number = op if type(op) is ReduceOp else ReduceOp.SUM
     call = CallSignature(collective, source.dtype_code, number, source.count)

@@ -204,21 +204,23 @@ class Worker:
         self.failed: Task | None = None
 
     def submit(self, fn: Callable[[], None]) -> Task:
-        """Run ``fn()`` in the thread after all tasks that were submitted before; return its task.
+        """Run ``fn()`` in the thread after all earlier tasks; return its task.
 
-        Raises
-        ------
-        CommunicatorRevoked
-            If the worker is closed.
+        Raises the errors of `enqueue`.
         """
         task = Task(fn)
         self.enqueue(task)
         return task
 
     def enqueue(self, task: Task) -> None:
-        """Queue `task`; raises the errors of `submit`.
+        """Queue `task`.
 
         The caller must call `settle` if an exception interrupts this method, such as Ctrl-C.
+
+        Raises
+        ------
+        CommunicatorRevoked
+            If the worker is closed.
         """
         with self._changed:
             if self._is_closed:
@@ -239,9 +241,9 @@ class Worker:
                 continue
 
     def unseen(self) -> BaseException | None:
-        """Return the error of the first failed task, and mark it as seen; None if there is none.
+        """Return the error of the first failed task, and mark the error as seen.
 
-        An error that a caller has seen is not returned.
+        Return None if no task has failed, or a caller has seen the error.
         """
         failed, self.failed = self.failed, None
         if failed is None or failed.is_seen:

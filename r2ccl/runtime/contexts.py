@@ -137,7 +137,7 @@ class Contexts:
         self._next_op = 1
         #: Thread that makes a communicator with the ids last offered.
         self._offerer: int | None = None
-        #: Ids of the communicators that threads make another one from.
+        #: Ids of the communicators from which threads make new communicators.
         self._parents: dict[int, int] = {}
 
     def offer(self, parent: int) -> bytes:
@@ -223,7 +223,7 @@ class Contexts:
             self._early.setdefault(wrapped.context_id, []).append((peer, wrapped))
 
     def adopt(self, health: Health) -> None:
-        """Pass a new health of the job to all communicators made from its first one."""
+        """Pass a new health of the job to all communicators made from the job's first one."""
         for member in self._members.values():
             member.adopt(health)
 

@@ -147,7 +147,7 @@ class DataLoop:
         self.failover = Failover(context, self.links)
         self.progress = Progress(context, self.links, self.failover)
         self.inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        #: Communicators with a call in progress, and all communicators, by context id.
+        #: Calls and messages of all communicators, by context id.
         self.callers: dict[int, Caller] = {}
         self._config = context.config
         self._transport = context.transport
@@ -183,7 +183,7 @@ class DataLoop:
         Raises
         ------
         ConcurrentCalls
-            If a signal handler calls it that interrupted a call of its thread within the loop.
+            If the caller is a signal handler that interrupted a call in the loop.
         """
         is_below = self.owner._is_owned()  # type: ignore[attr-defined]
         if self.owner.acquire(blocking=False):
@@ -246,7 +246,7 @@ class DataLoop:
         self.serve()
 
     def serve(self) -> None:
-        """Run what is in the inbox, unless a thread owns the data loop; then wake that thread."""
+        """Run what is in the inbox; if a thread owns the data loop, wake that thread instead."""
         while self.inbox:
             # A signal handler may run inside of the thread that owns the loop.
             if self.owner._is_owned():  # type: ignore[attr-defined]

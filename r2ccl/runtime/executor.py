@@ -422,7 +422,7 @@ class LaneRun:
         return has_moved
 
     def _use(self, cursor: _Inbound, index: int, step: Step, data: Any) -> None:
-        """Reduce or copy the data of a slice; None means that it is in its destination already."""
+        """Reduce or copy the data of a slice; None: the data is in its destination already."""
         k = self._used[index]
         self._used[index] = k + 1
         number = 0

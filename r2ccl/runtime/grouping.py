@@ -83,10 +83,10 @@ class Group:
 
 
 def _wait_for(begun: Sequence[MessageRequest]) -> list[Message | None]:
-    """Wait for all messages and return them; raise the first `InvalidArgument` at the end.
+    """Wait for all messages and return them, None for those that were sent.
 
-    Thus no message uses its array any more. Other errors end the communicator, and are raised at
-    once.
+    Raise the first `InvalidArgument` only after all waits, when no message uses its array any more.
+    Other errors end the communicator, and are raised at once.
     """
     found, refusals = [], []
     for each in begun:

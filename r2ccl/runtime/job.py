@@ -115,12 +115,12 @@ class Job:
     # Communicators
 
     def add(self, engine: Engine, make_device_calls: MakeDeviceCalls) -> Participant:
-        """Add a communicator, and return what runs its calls; the first one is that of all ranks.
+        """Add a communicator, first that of all ranks, and return its `Participant`.
 
         Parameters
         ----------
         engine : Engine
-            Of the communicator: `engine`, or one derived from it.
+            Engine of the communicator: the job's, or an engine derived from it.
         make_device_calls : callable
             A `MakeDeviceCalls`.
         """
@@ -206,7 +206,10 @@ class Job:
     def dump_on_signal(self, signum: int) -> None:
         """Write the first communicator's `dump` to a file or stderr on every signal `signum`.
 
-        Raises InvalidArgument if this is not the main thread, or the signal cannot be handled.
+        Raises
+        ------
+        InvalidArgument
+            If this is not the main thread, or the signal cannot be handled.
         """
         path = self.config.dump_file.replace("{rank}", str(self.rank))
         if self._signal_dump is not None:
@@ -266,8 +269,8 @@ class Job:
             raise self.closed()
         if participant is not self._participants[0]:
             raise InvalidArgument(
-                "shrink() was called on a communicator made by split() or dup(): call it on the "
-                "one that r2ccl.init() returned, and split the new one"
+                f"rank {self.rank}: shrink() was called on a communicator made from another one: "
+                "call it on the communicator that r2ccl.init() returned, and split the result again"
             )
         if self.config.dump_signal:
             require_main_thread()

@@ -49,7 +49,7 @@ class SignalDump:
             ) from exc
 
     def close(self) -> None:
-        """Restore the previous handler, unless another one has replaced this one. Idempotent."""
+        """Restore the previous handler, unless this handler was replaced. Idempotent."""
         if self._write is None:
             return
         self._write = None

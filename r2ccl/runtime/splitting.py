@@ -42,21 +42,24 @@ class Part(NamedTuple):
 
 
 def split(participant: Participant, color: int | None, key: int) -> Part | None:
-    """Agree on one communicator per color; None if `color` is None."""
+    """Agree on one communicator per color, and return that of `color`; None if `color` is None.
+
+    Arguments and errors are those of `Communicator.split`, as in the functions below.
+    """
     collectives, engine = participant.collectives, participant.engine
     collectives.require_free()
     return agree(engine, collectives.allgather_bytes, color, key, engine.config.timeout_s)
 
 
 def dup(participant: Participant) -> Part:
-    """Agree on a communicator of the same ranks."""
+    """Agree on a communicator of the same ranks, and return it."""
     part = split(participant, 0, participant.engine.rank)
     assert part is not None
     return part
 
 
 def create(participant: Participant, ranks: Sequence[int]) -> Part | None:
-    """Agree on a communicator of `ranks`; None on other ranks."""
+    """Agree on a communicator of `ranks`, and return it; return None on other ranks."""
     chosen = _different(ranks, participant.engine.nranks)
     own = participant.engine.rank
     return (
@@ -65,7 +68,7 @@ def create(participant: Participant, ranks: Sequence[int]) -> Part | None:
 
 
 def create_among(participant: Participant, ranks: Sequence[int], allgather: AllgatherBytes) -> Part:
-    """Agree with `ranks`, over `allgather` among them, on a communicator of these ranks."""
+    """Return a communicator of `ranks`, which agree on it over their `allgather`."""
     engine = participant.engine
     participant.collectives.require_free()
     chosen = _different(ranks, engine.nranks)

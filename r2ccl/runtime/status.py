@@ -34,8 +34,8 @@ class Wait(msgspec.Struct, frozen=True):
     peer : int
         Rank that must provide the object.
     what : str
-        One of ``slice``, ``confirmation``, ``path``, ``agreement on the health`` or, if a slice is
-        ready to be sent, ``landing place`` (cleared slice) or ``free slot`` (eager slice).
+        One of ``slice``, ``message``, ``confirmation``, ``path``, ``agreement on the health`` or,
+        if a slice is ready to be sent, ``landing place`` (cleared) or ``free slot`` (eager).
     channel, seq : int or None
         Channel of the link, and number of the first slice that waits; None if no link is concerned.
     rail : int or None
@@ -115,7 +115,8 @@ class PathEntry(msgspec.Struct, frozen=True):
         ``up``; ``fencing`` or ``fenced``: going down; ``down``: being reconnected, or excluded;
         ``closed``: the paths to the peer are idle and are connected when they are needed.
     cause : str
-        Evidence of the last failure; empty: the path has never failed.
+        Evidence of the last failure, or ``not connected yet``; empty if the path is closed or was
+        never lost.
     since_s : float
         Time at which the path was last taken into or out of use.
     nslices_sent, nslices_received, nbytes_sent, nbytes_received : int

@@ -277,7 +277,7 @@ def _read_interface(x: Any, interface: Any, library: Library | None) -> _Given:
 
 
 def _dtype_of_interface(x: Any, typestr: str) -> np.dtype[Any]:
-    """Return the array's own dtype if it has this type string: NumPy lacks some types."""
+    """Return the dtype of a type string: the own dtype of `x` if it fits, else NumPy's."""
     own = getattr(x, "dtype", None)
     return own if isinstance(own, np.dtype) and own.str == typestr else np.dtype(typestr)
 

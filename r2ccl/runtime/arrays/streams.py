@@ -111,7 +111,7 @@ def producer_stream(x: Any, entry: Any) -> Stream | None:
 def _handle_in(given: Any, protocol: Any) -> int:
     """Return the handle from `protocol`, the ``__cuda_stream__`` of `given`.
 
-    It is a method, or a property in drafts of the protocol.
+    ``__cuda_stream__`` is a method; in drafts of the protocol, it is a property.
     """
     answer = protocol() if callable(protocol) else protocol
     if isinstance(answer, tuple) and len(answer) == 2 and answer[0] == 0:

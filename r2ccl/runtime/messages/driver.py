@@ -276,7 +276,7 @@ class MessageDriver:
         self.advance()
 
     def _post_envelope(self, link: RecvLink) -> None:
-        """Post a receive for an envelope that has arrived; its index is the peer."""
+        """Post a receive, with the peer as its index, for an envelope that has arrived."""
         self._links.expect(link, self)
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:

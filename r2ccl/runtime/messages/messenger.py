@@ -40,7 +40,7 @@ class MessageRequest:
         return self._messenger.test(self._request)
 
     def wait(self, timeout_s: float | None = None) -> Message | None:
-        """Block until the message is sent, so that its array may change, or received.
+        """Block until the message is received, or is sent, so that its array may change.
 
         Parameters
         ----------
@@ -59,7 +59,7 @@ class MessageRequest:
             the communicator has ended.
         InvalidArgument
             If the message does not fit its receive. For a long or synchronous message, the send
-            raises this error too. A short one stays at the receiver for another receive.
+            raises this error too. A short message stays at the receiver for another receive.
         R2cclError
             If the communicator has ended.
         """
