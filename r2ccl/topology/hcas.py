@@ -128,7 +128,7 @@ class GidFinder:
     port : int
         Port number, from 1.
     index : int
-        Slot of the GID in the port's table; -1: the best one, see `choose_gid`.
+        Slot of the GID in the port's table; -1: the slot of the best GID, see `choose_gid`.
     root : Path
         Directory ``class/infiniband`` of sysfs.
     """

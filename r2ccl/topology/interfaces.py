@@ -25,8 +25,8 @@ DEFAULT_LOOPBACK_RAILS = 2
 #: Rails on loopback use 127.0.0.1 to 127.0.0.254; Linux answers on all of 127.0.0.0/8.
 MAX_LOOPBACK_RAILS = 254
 
-#: Name prefixes of container and hypervisor bridges, which lead to no other host. NCCL leaves the
-#: same ones out.
+#: Name prefixes of container and hypervisor bridges, which lead to no other host. NCCL excludes the
+#: same prefixes.
 VIRTUAL_PREFIXES = ("docker", "virbr")
 
 
@@ -159,8 +159,8 @@ def _last_resort(
     named = [each for each in others if each.name == config.last_resort]
     if not named and all(each.name != config.last_resort for each in chosen):
         raise InvalidArgument(
-            f"R2CC_LAST_RESORT={config.last_resort!r} is no interface that is up and has an "
-            "address, or is loopback; allowed are auto, none or one of these interfaces: "
+            f"R2CC_LAST_RESORT={config.last_resort!r} names no interface besides loopback that is "
+            "up and has an address; allowed are auto, none or one of these interfaces: "
             f"{_describe(each for each in usable if not each.is_loopback)}"
         )
     return named

@@ -83,9 +83,9 @@ class Neighbours:
         -------
         bool
             True also if no resolution is needed (the machine's own and IPv6 link-local addresses),
-            or if the kernel cannot be asked (before Linux 5.0). False also if no route exists, if
-            the interface or the source address is down or was removed, or if this process has no
-            free file descriptor or the kernel no memory for the lookup; try again later.
+            or if the kernel cannot be asked (before Linux 5.0). False also if the lookup failed
+            for a reason that may pass: no route exists, the interface or the source address is down
+            or was removed, or no file descriptor or kernel memory is free.
 
         Raises
         ------

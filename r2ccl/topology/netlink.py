@@ -132,6 +132,11 @@ class RouteSocket:
     timeout_s : float
         Deadline of each answer in seconds. The kernel answers within the send call, so a timeout
         means a broken kernel, not a slow one.
+
+    Raises
+    ------
+    OSError
+        If the socket cannot be created.
     """
 
     def __init__(self, *, timeout_s: float = 5.0) -> None:
