@@ -157,7 +157,7 @@ class Placed(NamedTuple):
 
 
 def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
-    """Place a candidate on the rails; on the ports of nodes if its schedule is over nodes."""
+    """Return `candidate` on the rails of ranks, or of nodes if its schedule is over nodes."""
     schedule, homes, nodes = candidate.schedule, fabric.homes, fabric.nodes
     if candidate.is_among_nodes:
         health, nodes = _of_nodes(health, nodes), ()

@@ -141,7 +141,7 @@ def _dealt(shares: Sequence[int], turn: int, count: int) -> list[int]:
 
 
 def _with_whole_parts(placement: Placement, width: int) -> Placement:
-    """Place the whole parts of every pair on a rail that the pair uses for divided ones."""
+    """Place the whole parts of every pair on a rail that the pair uses for divided parts."""
     rails: dict[tuple[int, int], list[int]] = {}
     for _, low, high, number in placement.edges:
         rails.setdefault((low, high), []).append(number % width)

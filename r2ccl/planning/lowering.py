@@ -121,6 +121,8 @@ def lower(
 
     Parameters
     ----------
+    program : RankProgram
+    count, itemsize : int
     slice_nbytes : int
         Largest size of a slice. An element larger than this is a slice of its own.
     eager_nbytes : int

@@ -226,7 +226,8 @@ def ring_time(
 ) -> Fraction | None:
     """Return the `port_time` of a ring allreduce in rank order, without its flows.
 
-    Unlike there, a channel detours as a whole, to the rail with the fewest detours for its share.
+    Unlike in `port_time`, a channel detours as a whole, to the rail with the fewest detours for its
+    share.
     """
     n, width = health.nranks, len(homes)
     channels: list[list[int]] = [[] for _ in homes]

@@ -47,8 +47,8 @@ class Plan(NamedTuple):
     is_bandwidth_sample : bool
         True if the traffic of the call can measure the bandwidth of rails.
     pairs : dict of (int, bool) to int, or None
-        For a collective in `r2ccl.types.PAIRWISE`, the signature of the slices from a peer, or with
-        True to a peer, which has their number of elements; replaces `signature`.
+        For a collective in `r2ccl.types.PAIRWISE`, the signature, with the number of elements, of
+        the slices from a peer (False) or to a peer (True); replaces `signature`.
     """
 
     signature: int
@@ -363,7 +363,7 @@ class PlanCache:
         return min(self._config.eager_nbytes, self.fabric.inlet_nbytes // self._nranks)
 
     def _is_bandwidth_sample(self, call: CallSignature, health: Health, op: int) -> bool:
-        """Return whether collective number `op` is a bandwidth sample, even a slower one.
+        """Return whether collective number `op` must run as a bandwidth sample, even if slower.
 
         Samples are frequent soon after the health changed, because it may change back. Later they
         are rare enough to cost at most `_BUDGET` of the predicted time. All ranks agree, because

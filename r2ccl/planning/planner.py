@@ -157,7 +157,7 @@ class Planner:
     ) -> Choice:
         """Return the choice for a gather or scatter over a tree.
 
-        It is binomial, or spans nodes that have no common home rail.
+        The tree is binomial; if some nodes have no common home rail, it is a spanning tree.
         """
         make = _TREE_GATHERS[call.collective]
         if _is_bridged(terms):
@@ -222,6 +222,8 @@ class Planner:
 
         Parameters
         ----------
+        nbytes : int
+        health : Health
         families : iterable of str, optional
             Names in `FAMILIES`, or ``spanning_tree``. Default: the families that the settings allow
             and that can be the best for this health. If no candidate of these has a common home
@@ -286,7 +288,7 @@ class Planner:
         return Explanation(nbytes, chosen, tuple(others), why, health.excluded)
 
     def _why(self, nbytes: int, *, is_allowed: bool) -> str:
-        """Return the reason of a choice; `is_allowed`: it is of a family from `_names`."""
+        """Return the reason of a choice; `is_allowed` is True if `_names` has its family."""
         config = self._config
         if nbytes <= config.eager_nbytes:
             return "because the data fits one eager slice"
