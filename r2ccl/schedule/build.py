@@ -51,7 +51,7 @@ class ProgramBuilder:
     def send(
         self, peer: int, chunk: int, *, after: Sequence[int] = (), space: Space | None = None
     ) -> int:
-        """Add an op that sends this rank's `chunk` to `peer`; by default the one that is `held`."""
+        """Add an op that sends this rank's `chunk` in `space` (default: `held`) to `peer`."""
         source = self.held(chunk) if space is None else space
         waits = self._reading(source, chunk)
         return self._add(Op(OpKind.SEND, peer, source, chunk, Space.OUTPUT, -1, _all(waits, after)))
@@ -91,7 +91,7 @@ class ProgramBuilder:
     def reduce(
         self, chunk: int, source: Space, target: Space = Space.OUTPUT, *, is_final: bool = False
     ) -> int:
-        """Add an op that reduces this rank's `chunk` in space `source` into the one in `target`."""
+        """Add an op that reduces this rank's `chunk` in space `source` into that in `target`."""
         waits = _all(self._reading(source, chunk), self._writing(target, chunk))
         return self._add(Op(OpKind.REDUCE, -1, source, chunk, target, chunk, waits, is_final))
 

@@ -69,7 +69,8 @@ def check_order(schedule: Schedule) -> None:
     Raises
     ------
     ScheduleError
-        If it combines the data of some chunk in another order; names the rank with the result.
+        If the data of some chunk is combined in another order; the message names the rank with the
+        result.
 
     Notes
     -----
@@ -103,7 +104,7 @@ def check_fields(schedule: Schedule, arrays: ScheduleArrays) -> None:
     Raises
     ------
     ScheduleError
-        If the fields of an op are wrong; names the first such op.
+        If the fields of an op are wrong; the message names the first such op.
     """
     ops = arrays.ops
     kind, peer, src, dst = ops["kind"], ops["peer"], ops["src"], ops["dst"]

@@ -134,8 +134,9 @@ def layout(
     Raises
     ------
     InvalidArgument
-        As `cut`; or if there is not one weight per channel, `nparts` does not divide the number of
-        chunks of every channel or, without `parts`, `count`, or `parts` has another length.
+        As `cut`. Also if there is not one weight per channel, if `nparts` does not divide the
+        number of chunks of every channel, if `parts` does not have `nparts` ranges or, without
+        `parts`, if `nparts` does not divide `count`.
     """
     if len(weights) != len(nchunks):
         raise InvalidArgument(

@@ -8,6 +8,9 @@ a bit set: bit ``r`` stands for rank ``r``. All spaces have the same chunks. In 
 gather a rank's INPUT holds data in some chunks only, in a reduce_scatter or a scatter only some
 chunks of a rank's OUTPUT are defined; in place, their positions are those of NCCL's in-place
 operations. In an alltoall, a chunk index stands for the distance from source to destination.
+
+The functions of the collectives raise `InvalidArgument` if `root` is not a rank, or if every rank
+has its own chunks and `nchunks` is not a multiple of `nranks`.
 """
 
 from __future__ import annotations

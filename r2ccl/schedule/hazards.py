@@ -29,15 +29,15 @@ Place = tuple[int, int, int, int]
 def check_hazards(
     arrays: ScheduleArrays, other: Ints, events: Events, *, can_be_in_place: bool = True
 ) -> None:
-    """Verify that every read follows the last write, and every write all earlier uses.
+    """Verify that every read follows the last write, and every write follows all earlier uses.
 
-    Also verifies every `Op.is_proof`. With `can_be_in_place`, INPUT shares the memory of OUTPUT.
+    Also verify every `Op.is_proof`. With `can_be_in_place`, INPUT shares the memory of OUTPUT.
 
     Raises
     ------
     ScheduleError
-        If two conflicting ops are not ordered, or an `is_proof` is wrong. Names the op that may run
-        too early and the op it must wait for.
+        If two conflicting ops are not ordered, or an `is_proof` is wrong. The message names the op
+        that may run too early and the op it must wait for.
     """
     order, moment = replay_order(arrays, events)
     waits = _Waits(arrays, other, moment)

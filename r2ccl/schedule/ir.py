@@ -216,7 +216,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         """Number of parts of the buffer: `nranks` for collectives in `PARTED`, else 1.
 
         In a schedule that `check` accepts, the number of chunks of every channel is a multiple of
-        it.
+        this number.
         """
         return self.nranks if self.collective in PARTED else 1
 

@@ -54,9 +54,9 @@ def replay(
     Raises
     ------
     ScheduleError
-        If an op reads memory that was never written or reduces a complete chunk, a contribution is
-        missing, added twice or in an output where it does not belong, an ``is_final`` is wrong, or
-        ranks reduce in different orders or, where the collective requires it, not in rank order.
+        If an op reads memory that was never written, or reduces a complete chunk; if a contribution
+        is missing, is added twice, or does not belong in an output; if an ``is_final`` is wrong; if
+        ranks reduce in different orders, or not in rank order although the collective requires it.
     """
     order, _ = replay_order(arrays, events)
     firsts = list(accumulate(schedule.nchunks, initial=0))
