@@ -69,7 +69,7 @@ def scatter(nranks: int, root: int = 0, nchannels: int = 1) -> Schedule:
 
 
 def lower_bound(sizes: Sequence[Sequence[int]], ports: Sequence[Sequence[int]]) -> Fraction:
-    """Return the least time of any direct exchange, without latency.
+    """Return the least time of any direct exchange, without latency: a size over a bandwidth.
 
     Every rank has to send and receive its parts through its own ports, and every pair through those
     that both have on common rails. Pairs without a common rail, whose data travels over other ranks

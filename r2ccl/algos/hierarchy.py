@@ -159,7 +159,7 @@ def _lead(inner: Sequence[Op], others: Sequence[int], leaders: Sequence[int]) ->
 def _moved(
     inner: Sequence[Op], op: Op, ready: dict[int, int], by: int, leaders: Sequence[int]
 ) -> Op:
-    """Return an inner op with leaders as peers, waiting for the sum of its node."""
+    """Return `op` of `inner` with leaders as peers; the first op on a chunk waits for `ready`."""
     after = tuple(by + index for index in op.after)
     source = op.src_space
     if ready:

@@ -23,7 +23,7 @@ with one straggler, and mostly with several, in the time `packed_trees.lower_bou
 Segments overlap. On each link the reduce-scatter of a segment comes before the remaining steps of
 earlier segments, so that the core has other work while it waits for a slow leaf. Only the start and
 the end do not overlap: leaves wait for the reduce-scatter of the first segment, and the core runs
-the allgather of the last one. Both are shorter with more segments.
+the allgather of the last segment. Both are shorter with more segments.
 
 Steps: 2(m - 1) dependent messages for one segment, at least 4 with a relay, and up to 2(m - 2) more
 for each further segment. Bytes on the wire: as above.
@@ -54,7 +54,7 @@ from r2ccl.schedule.ir import Op, Schedule, Space
 
 #: Number of segments by which the exchange of a segment with the leaves, and its allgather, follow
 #: its reduce-scatter in program order. From simulations with 4 to 16 ranks and 8 to 32 segments:
-#: with smaller lags links wait for each other, larger ones gain nothing.
+#: with smaller lags links wait for each other, larger lags gain nothing.
 _RETURN_LAG, _GATHER_LAG = 3, 6
 
 _T = TypeVar("_T")

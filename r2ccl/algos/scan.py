@@ -6,11 +6,11 @@ just below. The reduction therefore needs to be associative, but not commutative
 `doubling` reduces over 1, 2, 4, ... ranks below: a rank sends what it holds to the rank at that
 distance above. `chain` passes the reduction of all ranks below from each rank to the next, as a
 pipeline. In the exscan every rank first gets the data of the rank below (doubling), or receives the
-reduction directly as its result and reduces its own data to a copy of it (chain).
+reduction directly as its result and reduces its own data into a copy of the result (chain).
 
-Steps: ceil(log2 n) exchanges with doubling, of which floor(log2 n) depend on each other; an exscan
-takes one more, with a rank less. In a chain n - 1. Bytes on the wire: with doubling the data once
-per exchange, in a chain once.
+Steps: with doubling, ceil(log2 n) exchanges, of which floor(log2 n) depend on each other; an exscan
+takes one exchange, then doubles over n - 1 ranks. A chain takes n - 1. Bytes on the wire: a rank
+sends the data once per exchange with doubling, and once in a chain.
 
 References
 ----------
