@@ -139,9 +139,9 @@ def accumulate_float32(op: ReduceOp | ConvertedOp = ReduceOp.SUM) -> ConvertedOp
 
     Notes
     -----
-    Without it, each of the n - 1 steps rounds to the dtype. *Cost*: partial results travel as
-    float32, so twice as many bytes for 16-bit floats and four times as many for 8-bit floats, and
-    memory of that size, which is reused across calls.
+    Without this reduction, each of the n - 1 steps rounds to the dtype. *Cost*: partial results
+    travel as float32, so twice as many bytes for 16-bit floats and four times as many for 8-bit
+    floats, and memory of that size, which is reused across calls.
     """
     if isinstance(op, ConvertedOp):
         return msgspec.structs.replace(op, is_wide=True)

@@ -89,7 +89,7 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
         - a Python function with two parameters, which are arrays, or a NumPy ufunc; it returns an
           array;
         - a Python function, or one compiled by ``njit``, with three parameters, which are arrays;
-          it writes to the last one.
+          it writes to the last array.
 
         Arrays are flat slices of the data, also empty ones; inputs are read-only. Each element of
         the result may depend only on the two elements at its index.

@@ -54,7 +54,7 @@ def _split(name: str) -> tuple[int, bool]:
 
 
 def _whole(op: ReduceOp, word: Any, compared: Any) -> Function:
-    """Return the function for lanes of one integer."""
+    """Return ``f(left, right)`` for lanes of one `word`; MIN and MAX compare as `compared`."""
     if op is ReduceOp.SUM:
         return lambda a, b: word(a + b)
     if op is ReduceOp.PROD:
@@ -110,7 +110,7 @@ def _one_divided(div: Function, bits: int, is_signed: bool) -> Function:
 
 
 def _each(one: Function, bits: int) -> Function:
-    """Return a function for all integers in a lane, given the function for one."""
+    """Return a function for all integers in a lane, given the function for one integer."""
     if bits == 16:
         return lambda a, b: _U32(one(a, b, _U32(0)) | one(a, b, _U32(16)))
     return lambda a, b: _U32(
