@@ -237,8 +237,8 @@ def reporter_from_env(
         rank = int(env["RANK"])
     except (KeyError, ValueError) as exc:
         raise InvalidArgument(
-            f"R2CC_FAULT_PLAN={path} needs the number of this process in RANK, "
-            f"but RANK is {env.get('RANK')!r}"
+            f"R2CC_FAULT_PLAN={path} needs the rank of this process in RANK, "
+            f"but RANK is {env.get('RANK')!r}: start the process with a launcher"
         ) from exc
     address = env.get("R2CC_FAULT_SOCKET")
     if address:

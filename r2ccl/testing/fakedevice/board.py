@@ -127,7 +127,13 @@ class Board:
         return self._ncards
 
     def admit(self, name: str, card: int) -> Host:
-        """Open a card for a process and return the process's host."""
+        """Open a card for a process and return the process's host.
+
+        Raises
+        ------
+        Misuse
+            If a process of this name has the card open.
+        """
         with self._changed:
             if (card, name) in self._names:
                 raise Misuse.of(f"two processes with the name {name} open the same GPU")

@@ -48,11 +48,11 @@ class FakeDevice(FakeProcess):
     ordinal : int
         Number of the GPU in its process.
     uuid : bytes, optional
-        By default the card's. Another one makes the device look like a second card that reaches the
-        same memory.
+        By default the card's. With another uuid, the device looks like a second card that reaches
+        the same memory.
     is_strict : bool
         If True, freeing memory or destroying a stream or an event is an error unless the host knows
-        that its work is over. If False, the call waits for the work, as the driver does.
+        that the work using it is over. If False, the call waits for the work, as the driver does.
     timeout_s : float
         Longest time in seconds that such a wait, or `close`, may take.
 

@@ -108,7 +108,7 @@ class FakeGpu:
         self.board.touch(Access.WRITE, piece, host, stamp)
 
     def flush(self, host: Host) -> None:
-        """Order later work of a host after all writes of NICs to this card that it has seen."""
+        """Order later work of `host` after all NIC writes to this card that `host` has seen."""
         nics = self._nics.get(host.actor)
         if nics is not None:
             host.clock[nics] = host.unflushed[nics]

@@ -43,12 +43,13 @@ class Guard:
         return bool(self._sources or self._targets)
 
     def take(self, others: Iterable[FakeOperation]) -> None:
-        """Guard the pinned memory that no operation which may run earlier still uses.
+        """Guard the operation's pinned memory, except what `others` still use.
 
         Parameters
         ----------
         others : iterable of FakeOperation
-            Operations that have not run and are not behind this one in its stream.
+            Operations that may run earlier: they have not run, and are not behind the guarded
+            operation in its stream.
         """
         others = tuple(others)
         for piece in tuple(self._sources):
@@ -67,7 +68,7 @@ class Guard:
         Raises
         ------
         Race
-            If the host wrote to it.
+            If the host wrote to guarded memory.
         """
         for piece, seen in self._seen:
             if piece.view.tobytes() != seen:

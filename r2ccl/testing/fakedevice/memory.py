@@ -158,7 +158,10 @@ class MemoryPiece(msgspec.Struct, frozen=True):
 
 
 class AddressSpace:
-    """All spans of all processes and cards of a board, sorted by address."""
+    """All spans of all processes and cards of a board, sorted by address.
+
+    Every method raises `Misuse` for an argument that a real driver would refuse.
+    """
 
     def __init__(self) -> None:
         self._spans: list[Span] = []  # sorted by address
@@ -322,7 +325,7 @@ def _backing(address: int) -> tuple[tuple[int, int], int]:
 def as_bytes(view: npt.NDArray[Any]) -> Bytes:
     """Return a flat uint8 view of a contiguous array."""
     if not view.flags.c_contiguous:
-        raise Misuse.of("the array is not contiguous, so it is not one range of memory")
+        raise Misuse.of("the array is not contiguous: pass one range of memory, or a copy")
     return view.reshape(-1).view(np.uint8)
 
 

@@ -114,11 +114,11 @@ class FakeOperation:
         self.is_exposed = False
 
     def is_ready(self) -> bool:
-        """Return True if it can run now."""
+        """Return True if the operation can run now."""
         return True
 
     def is_due(self) -> bool:
-        """Return True if it can run without any further action of the host."""
+        """Return True if the operation can run without any further action of the host."""
         return self.is_ready()
 
     def learn(self, clock: Clock) -> None:
@@ -126,7 +126,7 @@ class FakeOperation:
         join(clock, self.clock)
 
     def touch(self, stamp: Stamp, clock: Clock) -> None:
-        """Record the accesses that are known before it runs; raise Race if one is not ordered."""
+        """Record the accesses known before the run; raise Race if an access is not ordered."""
         for piece in self.reads:
             piece.touch(Access.READ, stamp, clock)
         for piece in self.writes:
@@ -136,7 +136,7 @@ class FakeOperation:
         """Do the work of the operation."""
 
     def reaches(self, piece: MemoryPiece) -> bool:
-        """Return True if it accesses any byte of `piece`."""
+        """Return True if the operation accesses any byte of `piece`."""
         return any(each.overlaps(piece) for each in self.pieces)
 
 

@@ -1,8 +1,8 @@
 """Injector of faults into the NICs and ranks of a lab.
 
 It applies a fault at once, and schedules the end of the fault and the changes of a flap with the
-driver. Calls of `Injector.apply` and changes of NICs are serialised, so none of another fault lies
-between the two times of a `Firing`.
+driver. Calls of `Injector.apply` and changes of NICs are serialised, so no other fault changes a
+NIC between the two times of a `Firing`.
 """
 
 from __future__ import annotations

@@ -237,7 +237,10 @@ class Lab:
         return self._injector.apply(fault)
 
     def restore(self, node: int | None = None, rail: int | None = None) -> Firing:
-        """Undo all faults of a NIC, of a node, of a rail or, with no argument, of all NICs."""
+        """Undo all faults of a NIC, of a node, of a rail or, with no argument, of all NICs.
+
+        Returns and raises as `apply` does.
+        """
         return self.apply(Fault(action=Action.RESTORE, node=node, rail=rail))
 
     def counters(self) -> dict[tuple[int, int], tuple[int, int]]:

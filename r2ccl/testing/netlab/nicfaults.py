@@ -50,8 +50,8 @@ class FaultHold:
 class NicFaults:
     """Faults in force on the NICs of one lab. Not thread-safe.
 
-    Faults with different targets add up. Of several with the same target, such as two rates of a
-    NIC, the last applies; when it ends, the one before it applies again.
+    Faults with different targets add up. Of several faults with the same target, such as two rates
+    of a NIC, the last applies; when it ends, the fault before it applies again.
 
     Parameters
     ----------

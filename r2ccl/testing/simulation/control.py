@@ -368,7 +368,7 @@ class SimControl:
         return is_running and self._expected.get(PathKey(peer, rail)) == epoch
 
     def let_in(self, peer: int, rail: int, epoch: int, end: End) -> None:
-        """Pass a connection to the rank; further ones of the same epoch are accepted too."""
+        """Pass a connection to the rank; further connections of this epoch are accepted too."""
         self._host.on_path(peer, rail, epoch, end)
 
     def _answered(self, key: PathKey, number: int, pause_s: float, wire: Wire, end: End) -> None:

@@ -55,7 +55,7 @@ class SimOutcome(msgspec.Struct, frozen=True):
     Attributes
     ----------
     errors : tuple of R2cclError or None
-        Error that ended each rank's last call; None if it raised none or the rank was killed.
+        Error that ended each rank's last call; None if the rank raised no error or was killed.
     ncalls : tuple of int
         Number of calls that each rank completed.
     nevents, nmessages : int

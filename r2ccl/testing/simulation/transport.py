@@ -31,7 +31,9 @@ class SimTransport(PreconnectedTransport):
     -----
     ``poll`` never sleeps. To detect mistakes of the caller, each poll overwrites the payloads of
     the poll before it. From the poll after the one that returned a path's `Fenced`, ``isend``,
-    ``irecv`` and ``confirm`` on the path raise InternalError until it is opened again.
+    ``irecv`` and ``confirm`` on the path raise InternalError until it is opened again. So do
+    ``open`` of a path that is not fenced, and ``isend`` of a slice that does not have the size of
+    its landing place.
     """
 
     def __init__(
