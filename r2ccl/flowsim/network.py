@@ -146,7 +146,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         """Return a copy in which `rails` of `node` fail `time_s` seconds after the start.
 
         With 0 they are dead from the start. Changes that the network already has still apply, so
-        one at a later time can revive a rail.
+        a later change can revive a rail.
 
         Raises
         ------

@@ -38,10 +38,10 @@ class TrainingJob(msgspec.Struct, frozen=True, kw_only=True):
     gradient_nbytes : int
         Bytes of gradients on each rank of the allreduce.
     bucket_nbytes : int
-        Bytes of a bucket; the last one may be smaller. 0: one bucket, so nothing overlaps.
+        Bytes of a bucket; the last bucket may be smaller. 0: one bucket, so nothing overlaps.
     nmicrobatches : int
         Number of micro-batches, of equal size. Gradients become final in the backward pass of the
-        last one.
+        last micro-batch.
 
     Raises
     ------
