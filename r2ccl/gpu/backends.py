@@ -307,7 +307,7 @@ class BackendSelector:
         group: Sequence[int],
         homes: Sequence[int],
     ) -> PxnRoutes | None:
-        """Return this rank's PXN routes, opened when rails in `homes` fail; None if it has none."""
+        """Return this rank's PXN routes, opened when rails in `homes` fail, or None."""
         rails, known_health = self._engine.homes, self._engine.known_health
         is_possible = affinity is not None and affinity.pxn_routes and self._pxn is not None
         if affinity is None or self._pxn is None or not is_possible or known_health() is None:

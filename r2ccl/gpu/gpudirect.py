@@ -122,7 +122,7 @@ class GpuDirectBackend(SignalledStream):
         self._cleared: dict[int, tuple[Layout, Layout]] = {}
 
     def supports(self, call: DeviceCall, nranks: int = 0) -> bool:
-        """Return whether there are kernels for a call of `nranks` ranks (0: all) and it is large.
+        """Return whether a call of `nranks` ranks (0: all) is large and there are kernels for it.
 
         If each rank's part fits one eager slice, the two copies of a window through pinned memory
         cost less than one kernel per step.
@@ -276,7 +276,7 @@ class GpuDirectBackend(SignalledStream):
         self._settle()
 
     def _end(self, job: GpuDirectJob) -> None:
-        """Signal the call; do nothing if that was done, so that its event is pooled once."""
+        """Signal the call, unless it was signalled before: its event is pooled once."""
         if not job.is_over:
             self._signal(job.number)
             self._events.append(job.before)
