@@ -239,7 +239,7 @@ class Device(Protocol):
     ) -> None:
         """Enqueue a copy of `nrows` rows of `nbytes` bytes each.
 
-        A pitch is the distance between the starts of two rows in bytes.
+        A pitch is the distance in bytes between the starts of two rows.
         """
         ...
 

@@ -186,8 +186,8 @@ class PrimaryContext:
         Raises
         ------
         TransportTimeout
-            If work did not end. Nothing was freed, because the driver would wait for the work
-            without a deadline.
+            If work did not end within `timeout_s`. Nothing was freed, because the driver would wait
+            for the work without a deadline.
         TransportError
             If the driver refused to free a resource. All other resources were freed.
         """

@@ -455,8 +455,8 @@ class CudaDevice:
         Raises
         ------
         TransportTimeout
-            If work did not end. Nothing was freed, because the driver would wait for the work
-            without a deadline.
+            If work did not end within `close_timeout_s`. Nothing was freed, because the driver
+            would wait for the work without a deadline.
         TransportError
             If the driver refused to free a resource. All other resources were freed.
         """

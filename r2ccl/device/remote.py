@@ -5,7 +5,7 @@ On other GPUs, the host must flush the writes after polling the completion and b
 work. On some platforms a stream can flush too (CU_STREAM_MEM_OP_FLUSH_REMOTE_WRITES), for the later
 work on that stream; this library does not use that. If NICs reach a GPU over two interconnects
 (PCIe and a link to the processor), the driver guarantees the order only within each of them, so all
-NICs must use the same one.
+NICs must use the same interconnect.
 
 Invariant: if a flush is necessary and the driver does not support it, an error is raised.
 
