@@ -241,8 +241,8 @@ def _meet_over_mpi(n_devices: int, rank: int) -> Communicator:
     size = world.Get_size()
     if sorted(ranks) != [(each, size) for each in range(size)]:
         raise InvalidArgument(
-            f"MPI's {size} ranks gave (rank, n_devices) = {ranks}; each must give another "
-            "rank, and n_devices must be the number of MPI's ranks: start as many with mpiexec"
+            f"MPI's {size} ranks gave (rank, n_devices) = {ranks}; each must give a different "
+            "rank, and n_devices must be the number of MPI's ranks: start n_devices with mpiexec"
         )
     ordered = world.Split(0, rank)
     made = init(ordered)
@@ -255,7 +255,7 @@ def _meet_as_launched(n_devices: int, rank: int) -> Communicator:
     if launched != (str(n_devices), str(rank)):
         raise InvalidArgument(
             f"n_devices={n_devices} and rank={rank}, but the launcher set WORLD_SIZE={launched[0]} "
-            f"and RANK={launched[1]}: give the same, or a host and a port"
+            f"and RANK={launched[1]}: pass these values, or a host and a port"
         )
     return init()
 

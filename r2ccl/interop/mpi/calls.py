@@ -55,7 +55,8 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     Parameters
     ----------
     start : callable
-        Runs the collective; takes ``async_op`` and returns a `Work` if it is true.
+        ``start(async_op)`` runs the collective or, if `async_op` is true, starts it and returns its
+        `Work`.
     finish : callable
         Copies the result to the caller's memory; called after the collective has finished.
     """

@@ -153,7 +153,10 @@ class Comm(MPI.Intracomm):
 
     @property
     def communicator(self) -> Communicator:
-        """Communicator of r2ccl that runs the communication."""
+        """Communicator of r2ccl that runs the communication.
+
+        Raises `MpiError` with ``ERR_COMM`` after `Free`.
+        """
         if self._communicator is None:
             raise MpiError("the communicator was freed: make another one", MPI.ERR_COMM)
         return self._communicator
@@ -218,7 +221,7 @@ class Comm(MPI.Intracomm):
         recvtag: int = MPI.ANY_TAG,
         status: Any = None,
     ) -> Any:
-        """Send an object and return the one received at the same time."""
+        """Send an object; return the object that is received at the same time."""
         with handled(self.mpi):
             outcome = object_messages.sendrecv(
                 self, sendobj, dest, sendtag, recvbuf, source, recvtag
@@ -279,7 +282,7 @@ class Comm(MPI.Intracomm):
         return self._child(self.mpi.Split_type(split_type, key, info))
 
     def Dup(self, info: Any = None) -> Any:
-        """Return a communicator of the same ranks, whose calls never match those of this one."""
+        """Return a communicator of the same ranks; its calls never match calls of this `Comm`."""
         return self._child(self.mpi.Dup(info))
 
     def Dup_with_info(self, info: Any) -> Any:
@@ -291,7 +294,7 @@ class Comm(MPI.Intracomm):
         return self._child(self.mpi.Clone())
 
     def Create(self, group: Any) -> Any:
-        """Return the communicator of the ranks in `group`; all ranks of this one must call this."""
+        """Return the communicator of the ranks in `group`; the other ranks must call this too."""
         return self._child(self.mpi.Create(group))
 
     def Create_group(self, group: Any, tag: int = 0) -> Any:
@@ -346,9 +349,9 @@ class Comm(MPI.Intracomm):
         super().Abort(errorcode)
 
     def _child(self, made: Any) -> Any:
-        """Return a new communicator of mpi4py as a `Comm` with the connections of this one.
+        """Return `made`, a new communicator of mpi4py, as a `Comm` with these connections.
 
-        *Collective*: all ranks of this one.
+        *Collective*: all ranks of this `Comm`.
         """
         is_in = made != MPI.COMM_NULL
         with handled(self.mpi):
@@ -374,7 +377,7 @@ def _ranks(made: Any, parent: Any) -> list[int]:
 
 
 def _refuse(name: str) -> Any:
-    """Return a method that raises `MpiError` with what to do instead."""
+    """Return a method that raises `MpiError`; its message says what to do instead."""
     instead = _INSTEAD.get(name, f"call comm.mpi.{name}, which MPI runs")
 
     def method(self: Comm, *args: Any, **kwargs: Any) -> None:

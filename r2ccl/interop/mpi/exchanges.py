@@ -1,7 +1,7 @@
 """Collectives of mpi4py that move data, with their arguments, as calls of a `Communicator`.
 
-The functions are as in `reductions`. Those whose names end in ``v`` have blocks with counts and
-displacements of their own.
+The functions are as in `reductions`. If the name ends in ``v`` or ``w``, each block has its own
+count and displacement.
 
 Invariant: r2ccl gets bytes, so the ranks of a call may describe the same elements with different
 datatypes, as MPI allows.
@@ -95,7 +95,7 @@ def scatter(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
 
 
 def scatterv(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
-    """Send one block of any size of rank `root` to every rank, as mpi4py's Scatterv."""
+    """Send a block of any size from rank `root` to every rank, as mpi4py's Scatterv."""
     root = root_of(comm, root)
     run = partial(comm.communicator.scatterv, root=root)
     if comm.rank != root:
@@ -174,7 +174,7 @@ def _scattering(comm: Any, sent: BufferSpec | VectorSpec, recvbuf: Any, run: Run
 
 
 def _exchanging(sent: BufferSpec | VectorSpec, into: BufferSpec | VectorSpec, run: Run) -> Call:
-    """Return a call that sends one block to each rank and receives one from each."""
+    """Return a call that sends a block to each rank and receives a block from each."""
     out = into.data(writable=True)
     x = out if sent is into else sent.data(writable=False)
     return _exchange(sent, x, x, out, into, run)

@@ -35,7 +35,7 @@ def sent(make: Make) -> tuple[Any, Any, Any]:
 
 
 def received(make: Make) -> tuple[Any, Any, Any]:
-    """Return the same three methods of a receive; the blocking one takes a status."""
+    """Return the same three methods of a receive; the blocking method takes a status."""
     return blocking_with_status(make), nonblocking(make), persistent(make)
 
 
@@ -50,7 +50,7 @@ def blocking(make: Make) -> Any:
 
 
 def blocking_with_status(make: Make) -> Any:
-    """Return the method that also writes the outcome of the call to a status."""
+    """Return a method as `blocking` that also writes the outcome of the call to a status."""
     nplain = len(inspect.signature(make).parameters) - 1
 
     def method(self: Any, *args: Any, status: Any = None, **kwargs: Any) -> Any:

@@ -47,11 +47,11 @@ class Delivery:
         self._found = found
 
     def is_done(self) -> bool:
-        """Return at once whether all of them are done or have failed."""
+        """Return at once whether all messages are done or have failed."""
         return all(each is None or each.is_done() for each in (self.received, self.sent))
 
     def wait(self, timeout_s: float | None = None) -> Message | None:
-        """Wait for all of them; return the message received, or None.
+        """Wait for all messages; return the message received, or None.
 
         Raises
         ------
@@ -197,7 +197,7 @@ def sendrecv_replace(
     return _both(recv(comm, buf, source, recvtag), sent)
 
 
-# Parts of these functions, and of those of objects
+# Parts of these functions, and of those in `object_messages`
 
 
 def sending(

@@ -50,7 +50,7 @@ def irecv(
 ) -> MessageCall:
     """Begin to receive an object of rank `source`, as mpi4py's irecv.
 
-    `buf` is memory for its pickle, or the number of bytes of that memory; by default 32 KiB.
+    `buf` is memory for the pickle, or the number of bytes of that memory; by default 32 KiB.
     """
     if source == MPI.PROC_NULL:
         return from_nowhere(tag)

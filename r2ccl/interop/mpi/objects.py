@@ -110,7 +110,7 @@ def _pickles(comm: Any, objects: Sequence[Any] | None) -> list[Any]:
 
 
 def _loaded(data: Any, counts: list[int]) -> list[Any]:
-    """Return the objects whose pickles, of these sizes, follow one another in `data`."""
+    """Return the objects whose pickles, of sizes `counts`, follow one another in `data`."""
     ends = np.cumsum(counts).tolist()
     return [
         MPI.pickle.loads(data[end - count : end].data)

@@ -74,7 +74,7 @@ _OP_NAMES = {
 
 
 class MpiOp(MPI.Op):
-    """Operation with a function of the program; ``MPI.Op`` of mpi4py.
+    """Operation with a function of the program, in place of ``MPI.Op``.
 
     An operation that ``mpi4py.MPI.Op.Create`` made does not tell its function, so r2ccl can run
     only those that `Create` of this class made.

@@ -60,7 +60,7 @@ def loaded(data: Any) -> Any:
 
 
 class MpiMessage:
-    """Message that `Comm.Mprobe` has matched; ``MPI.Message`` of mpi4py.
+    """Message that `Comm.Mprobe` has matched, in place of ``MPI.Message``.
 
     Once received, the message is false and equal to ``MPI.MESSAGE_NULL``.
 
@@ -68,7 +68,7 @@ class MpiMessage:
     ----------
     comm : Comm
     found : Message
-        First message with its source and tag that no receive has taken.
+        Message that no receive has taken yet, the first with its source and tag.
     """
 
     def __init__(self, comm: Any, found: Message) -> None:
@@ -134,7 +134,8 @@ class MpiMessage:
             if data.size > out.size:
                 raise MpiError(
                     f"rank {found.source} sent {data.size} bytes with tag {found.tag}, but the "
-                    f"buffer has {out.size}: the message is lost; look at its status first",
+                    f"buffer has {out.size}: the message is lost; let the buffer fit "
+                    "the status of the probe",
                     MPI.ERR_TRUNCATE,
                 )
             out[: data.size] = data

@@ -48,7 +48,7 @@ def reduce(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int =
 
 
 def reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call:
-    """Reduce `sendbuf`, and give each rank one block of it, as mpi4py's Reduce_scatter_block."""
+    """Reduce `sendbuf`; each rank gets one block of the result, as Reduce_scatter_block."""
     run = comm.communicator.reduce_scatter
     if is_in_place(sendbuf):
         received = message(recvbuf, writable=True, nblocks=comm.size)
@@ -63,7 +63,7 @@ def reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SU
 def reduce_scatter(
     comm: Any, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Any = MPI.SUM
 ) -> Call:
-    """Reduce `sendbuf`, and give each rank ``recvcounts[rank]`` elements, as Reduce_scatter.
+    """Reduce `sendbuf`; each rank gets ``recvcounts[rank]`` elements, as mpi4py's Reduce_scatter.
 
     Without `recvcounts`, the ranks exchange the counts of their `recvbuf` first.
     """

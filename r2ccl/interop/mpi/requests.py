@@ -24,7 +24,7 @@ _PAUSE_S = 50e-6
 
 
 class MpiRequest:
-    """Handle of a nonblocking collective or message; ``MPI.Request`` of mpi4py.
+    """Handle of a nonblocking collective or message, in place of ``MPI.Request``.
 
     Once its end was reported, the request is false and equal to ``MPI.REQUEST_NULL``.
 
@@ -298,7 +298,7 @@ class MpiRequest:
 
 
 class MpiPrequest(MpiRequest):
-    """Handle of a persistent call, which `Start` runs again; ``MPI.Prequest`` of mpi4py."""
+    """Handle of a persistent call, which `Start` runs again; in place of ``MPI.Prequest``."""
 
     def __init__(self, comm: Any, call: Call | MessageCall) -> None:
         self._comm = comm
@@ -323,7 +323,7 @@ class MpiPrequest(MpiRequest):
             self._work = self._call.start(True)
 
     def Free(self) -> None:
-        """Free the request, which must not be active."""
+        """Free the request as `MpiRequest.Free`; it cannot be started again."""
         super().Free()
         self._call = None
 

@@ -108,7 +108,8 @@ def vector_of_datatypes(spec: Any, *, writable: bool, nblocks: int) -> VectorSpe
     """Read a specification of mpi4py's Alltoallw: ``[array, (counts, displacements), datatypes]``.
 
     Also ``[array, counts, displacements, datatypes]`` or, with a count of 1 and no displacement for
-    all blocks, ``[array, datatypes]``. Displacements are in bytes.
+    all blocks, ``[array, datatypes]``. Displacements are in bytes. The errors are those of
+    `buffers.message`.
     """
     counts: Any = [1] * nblocks
     displs: Any = [0] * nblocks
