@@ -1,4 +1,4 @@
-"""Execution of code in a separate process with a timeout, as it may crash or never return.
+"""Execution of code that may crash or never return: in a separate process, with a timeout.
 
 Invariant: when `run` returns, the process has ended, unless it is stuck in the kernel and cannot be
 killed.

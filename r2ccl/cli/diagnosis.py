@@ -59,7 +59,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 class DoctorFinding(msgspec.Struct, frozen=True):
     """Result of one check.
 
-    ``level`` is ``skipped`` if the check does not apply, or depends on another one that failed.
+    ``level`` is ``skipped`` if the check does not apply, or depends on another check that failed.
     ``says`` is the result in words; ``fix`` is empty if nothing is wrong.
     """
 

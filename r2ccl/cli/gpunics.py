@@ -41,7 +41,7 @@ def way_of(driver: CudaDriver, registrars: Sequence[Registrar], address: int) ->
 
 
 def export_error(driver: CudaDriver, address: int) -> str:
-    """Return the error with which the allocation at `address` cannot become a dma-buf, or empty.
+    """Return the error of exporting the allocation at `address` as a dma-buf; empty if none.
 
     The export is tried even if the driver reports that it is not supported.
     """

@@ -201,7 +201,7 @@ def map_apart(handles: Sequence[tuple[int, bytes]]) -> list[str]:
     code = f"from r2ccl.cli.gpuprobe import map_all\nmap_all({list(handles)!r})"
     ended = run(code, timeout_s=_MAP_TIMEOUT_S, is_inner=True)
     if ended.error:
-        return [f"the process that mapped it failed: {ended.error}"] * len(handles)
+        return [f"the process that mapped the memory failed: {ended.error}"] * len(handles)
     return msgspec.json.decode(ended.said, type=list[str])
 
 

@@ -1,9 +1,9 @@
 """Report on the rails that r2ccl would use on a machine, and why other interfaces are not used.
 
 The module is a pure function of the facts of `r2ccl.cli.doctor`; `r2ccl.topology` chooses the
-rails. Invariants: the findings that are ``ok`` are the rails of a rank in a job on several hosts,
-in order, as if no interface served the rendezvous, without the NICs that are declared failed; a
-warning or an error has a fix.
+rails. Invariants: the findings that are ``ok`` are, in order, the rails of a rank in a job on
+several hosts whose rendezvous uses no rail's interface; NICs that are declared failed are not among
+them. A warning or an error has a fix.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ def test_a_process_that_dies_while_it_maps_is_the_reason(monkeypatch: pytest.Mon
     monkeypatch.setattr(gpuprobe, "run", lambda code, **more: ended)
     assert (
         gpuprobe.map_apart([(0, bytes(64)), (1, bytes(64))])
-        == ["the process that mapped it failed: signal SIGBUS"] * 2
+        == ["the process that mapped the memory failed: signal SIGBUS"] * 2
     )
 
 
