@@ -34,7 +34,8 @@ class Repair(msgspec.Struct):
     nbytes_replayed : int
         Payload bytes that this rank sent again.
     restored_s : float
-        Time when the path was in use again. 0: not yet.
+        Time when the path was in use again. 0: not yet. A bypass is connected again only when its
+        two ranks have no common rail.
     """
 
     peer: int
