@@ -24,7 +24,7 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -514,7 +514,7 @@ class ControlPlane:
         else:
             self._guard(self._handler.on_path, peer, rail, epoch, sock)
 
-    async def _admit(self, claim: Claim, listener: int) -> Handover:
+    def _admit(self, claim: Claim, listener: int) -> Handover | Coroutine[Any, Any, Handover]:
         if claim.communicator != self.communicator_id:
             raise HandshakeRejected("another communicator")
         is_forward = claim.purpose is Purpose.FORWARD
@@ -527,7 +527,7 @@ class ControlPlane:
         if claim.purpose is Purpose.CONTROL:
             return self._open_session(claim.src).adopt
         if claim.purpose is Purpose.DATA:
-            return await self._paths.admit(claim, listener)
+            return self._paths.admit(claim, listener)
         if is_forward:
             return self._forwarder.admit(claim)
         raise HandshakeRejected("rendezvous is over")

@@ -10,9 +10,9 @@ import errno
 import logging
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -35,6 +35,7 @@ from r2ccl.bootstrap.identity import Identity
 from r2ccl.bootstrap.listener import MAX_PENDING, Handover, Listener, Rejections
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.naming import LeaderName
+from r2ccl.bootstrap.wire import MessageReader
 from r2ccl.clock import monotonic
 from r2ccl.config import AGREED
 from r2ccl.errors import (
@@ -61,14 +62,22 @@ _BIND_PAUSE_S = 0.25
 _RESOLVE_PAUSE_S = 0.5
 
 
-class _Member(msgspec.Struct):
-    """State of another rank at rank 0."""
+class _Member:
+    """Connection of another rank at rank 0, and what that rank has sent."""
 
-    hello: Hello
-    sock: socket.socket
-    #: Reads the message after its Hello; fails at once if the rank exits.
-    reader: asyncio.Task[bytes]
-    info: PeerInfo | None = None
+    __slots__ = ("info", "rank", "reader", "sock")
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_message: Callable[[_Member, bytes], None],
+        on_end: Callable[[_Member, OSError], None],
+    ) -> None:
+        self.sock = sock
+        self.reader = MessageReader(sock, partial(on_message, self), partial(on_end, self))
+        #: -1 until its Hello is accepted.
+        self.rank = -1
+        self.info: PeerInfo | None = None
 
 
 class Leader:
@@ -87,12 +96,15 @@ class Leader:
         self._prepare = prepare
         self._rejections = rejections
         self._timeout_s = timeout_s
-        self._members: dict[int, _Member] = {}
-        self._surplus: list[socket.socket] = []
+        #: First message of each rank that has arrived, and of this one.
+        self._hellos = {0: hello}
+        #: All connections, also those whose Hello was not accepted.
+        self._members: list[_Member] = []
+        #: Ranks that have sent neither their last message nor an error.
+        self._awaited = set(range(1, identity.nranks))
         self._faults: list[str] = []
         #: Ranks that exited during the rendezvous.
         self._left: list[Hello] = []
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._progress = asyncio.Event()
 
     async def run(self) -> Meeting:
@@ -122,26 +134,23 @@ class Leader:
             await self._tell_everyone(failed)
             raise failed.error(0) from exc
         finally:
-            for task in self._tasks:
-                task.cancel()
-            for open_sock in [*self._surplus, *(member.sock for member in self._members.values())]:
-                open_sock.close()
             await listener.close()
+            for member in self._members:
+                member.reader.stop()
+                member.sock.close()
             self._identity.secret.retract()
 
     async def _lead(self, secret: Secret, sock: socket.socket) -> Meeting:
         await self._gather_hellos()
-        hosts = {self._hello.host, *(member.hello.host for member in self._members.values())}
+        hosts = {hello.host for hello in self._hellos.values()}
         welcome = Welcome(secrets.token_bytes(COMMUNICATOR_ID_NBYTES), len(hosts) == 1)
         await self._tell_everyone(welcome)
         own = self._prepare(welcome.is_on_one_host, self._own_address(sock))
-        await asyncio.gather(*(self._await_ready(member) for member in self._members.values()))
+        while self._awaited:
+            await self._progress.wait()
         if self._faults:
             raise InvalidArgument("; ".join(self._faults))
-        infos = [
-            own,
-            *(member.info for member in self._members.values() if member.info is not None),
-        ]
+        infos = [own, *(member.info for member in self._members if member.info is not None)]
         peers = _with_common_rails(infos)
         await self._tell_everyone(Table.of(peers))
         return Meeting(welcome.communicator_id, secret, peers)
@@ -184,58 +193,64 @@ class Leader:
 
     def _own_address(self, listening: socket.socket) -> str:
         """Return the local address that a member reached; rank 0 may listen on all addresses."""
-        for member in self._members.values():
+        for member in self._members:
             return str(member.sock.getsockname()[0])
         return str(listening.getsockname()[0])
 
     # -- first round ------------------------------------------------------------------------
 
-    async def _admit(self, claim: Claim, listener: int) -> Handover:
+    def _admit(self, claim: Claim, listener: int) -> Handover:
         if claim.purpose is not Purpose.RENDEZVOUS:
             raise HandshakeRejected("not a rendezvous")
         return self._receive_member
 
     def _receive_member(self, sock: socket.socket) -> None:
-        self._surplus.append(sock)  # until its Hello is accepted
-        task = asyncio.get_running_loop().create_task(self._greet(sock))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._members.append(_Member(sock, self._on_message, self._on_end))
 
-    async def _greet(self, sock: socket.socket) -> None:
+    def _on_message(self, member: _Member, body: bytes) -> None:
+        if member.rank < 0:
+            self._greet(member, body)
+        else:
+            self._conclude(member, body)
+
+    def _greet(self, member: _Member, body: bytes) -> None:
         try:
-            hello = expect(Hello, await wire.receive_message(sock))
-        except (OSError, InvalidArgument) as exc:
+            hello = expect(Hello, body)
+        except InvalidArgument as exc:
             self._rejections.add("no Hello", exc)
+            member.reader.stop()
             return
         if hello.nranks != self._identity.nranks or not 0 <= hello.rank < hello.nranks:
             self._fault(
                 f"rank {hello.rank} was started for {hello.nranks} ranks, "
                 f"rank 0 for {self._identity.nranks}: WORLD_SIZE must be equal everywhere"
             )
-        elif hello.rank == 0 or hello.rank in self._members:
-            first = self._hello if hello.rank == 0 else self._members[hello.rank].hello
+        elif hello.rank in self._hellos:
+            first = self._hellos[hello.rank]
             self._fault(
                 f"rank {hello.rank} was started twice: pid {first.pid} on {_name(first)} and "
                 f"pid {hello.pid} on {_name(hello)}"
             )
         else:
-            self._surplus.remove(sock)
-            reader = asyncio.get_running_loop().create_task(wire.receive_message(sock))
-            self._tasks.add(reader)
-            reader.add_done_callback(partial(self._on_read, hello))
-            self._members[hello.rank] = _Member(hello, sock, reader)
-            self._announce()
+            member.rank = hello.rank
+            self._hellos[hello.rank] = hello
+            if len(self._hellos) == self._identity.nranks:
+                self._announce()
+            return
+        member.reader.stop()
 
-    def _on_read(self, hello: Hello, reader: asyncio.Task[bytes]) -> None:
-        """Record an error if the member closed its connection."""
-        self._tasks.discard(reader)
-        exc = None if reader.cancelled() else reader.exception()
-        if exc is not None:
-            self._left.append(hello)
-            self._fault(
-                f"rank {hello.rank} (pid {hello.pid} on {_name(hello)}) left during init "
-                f"({exc}): see its own log"
-            )
+    def _on_end(self, member: _Member, exc: OSError) -> None:
+        """Record an error: the member closed its connection."""
+        if member.rank < 0:
+            self._rejections.add("no Hello", exc)
+            return
+        hello = self._hellos[member.rank]
+        self._left.append(hello)
+        self._fault(
+            f"rank {hello.rank} (pid {hello.pid} on {_name(hello)}) left during init "
+            f"({exc}): see its own log"
+        )
+        self._finish(member)
 
     def _fault(self, text: str) -> None:
         self._faults.append(text)
@@ -246,16 +261,11 @@ class Leader:
         self._progress = asyncio.Event()
 
     async def _gather_hellos(self) -> None:
-        everyone = self._identity.nranks - 1
-        while len(self._members) < everyone and not self._faults:
+        while len(self._hellos) < self._identity.nranks and not self._faults:
             await self._progress.wait()
         if self._faults:
-            await self._await_stragglers(everyone)
-        odd = [
-            member.hello.rank
-            for member in self._members.values()
-            if member.hello.digest != self._hello.digest
-        ]
+            await self._await_stragglers()
+        odd = [hello.rank for hello in self._hellos.values() if hello.digest != self._hello.digest]
         if odd:
             names = ", ".join(f"R2CC_{name.upper()}" for name in AGREED)
             self._faults.append(
@@ -265,35 +275,40 @@ class Leader:
         if self._faults:
             raise InvalidArgument("; ".join(self._faults))
 
-    async def _await_stragglers(self, everyone: int) -> None:
+    async def _await_stragglers(self) -> None:
         try:
             async with asyncio.timeout(_FAULT_GRACE_S):
-                while len(self._members) < everyone:
+                while len(self._hellos) < self._identity.nranks:
                     await self._progress.wait()
         except TimeoutError:
             logger.debug("rank 0: some ranks did not arrive in time to receive the error")
 
     # -- second round -----------------------------------------------------------------------
 
-    async def _await_ready(self, member: _Member) -> None:
+    def _conclude(self, member: _Member, body: bytes) -> None:
         try:
-            message = decode(await member.reader)
-        except OSError:
-            return  # `_on_read` has recorded it
-        if isinstance(message, Ready):
-            member.info = message.info
+            message = decode(body)
+        except InvalidArgument as exc:
+            self._faults.append(f"rank {member.rank} failed: {exc}")
         else:
-            text = message.text if isinstance(message, MeetingFailed) else "unexpected message"
-            self._faults.append(f"rank {member.hello.rank} failed: {text}")
+            if isinstance(message, Ready):
+                member.info = message.info
+            else:
+                text = message.text if isinstance(message, MeetingFailed) else "unexpected message"
+                self._faults.append(f"rank {member.rank} failed: {text}")
+        self._finish(member)
+
+    def _finish(self, member: _Member) -> None:
+        member.reader.stop()
+        self._awaited.discard(member.rank)
+        if not self._awaited:
+            self._announce()
 
     async def _tell_everyone(self, message: Greeting) -> None:
         """Send `message` to all members; the next round detects members that did not receive it."""
-        body = encode(message)
-        socks = [*self._surplus, *(member.sock for member in self._members.values())]
         try:
             async with asyncio.timeout(VERDICT_MARGIN_S):
-                sends = (wire.send_message(sock, body) for sock in socks)
-                await asyncio.gather(*sends, return_exceptions=True)
+                await wire.send_to_all([member.sock for member in self._members], encode(message))
         except TimeoutError:
             logger.debug("rank 0 could not send to all ranks: %s", message)
 
@@ -307,14 +322,12 @@ class Leader:
     def _account_of_timeout(self) -> MeetingFailed:
         if self._faults:
             return MeetingFailed("; ".join(self._faults))
-        present = {0, *self._members}
-        missing = [rank for rank in range(self._identity.nranks) if rank not in present]
+        missing = [rank for rank in range(self._identity.nranks) if rank not in self._hellos]
         where = f"{self._identity.address}:{self._identity.port}"
         if not missing:
-            silent = [member.hello.rank for member in self._members.values() if member.info is None]
             return MeetingFailed(
-                f"ranks {silent} arrived at rank 0 ({where}) but did not open their listeners "
-                f"within {self._timeout_s:g} s: look at their logs",
+                f"ranks {sorted(self._awaited)} arrived at rank 0 ({where}) but did not open their "
+                f"listeners within {self._timeout_s:g} s: look at their logs",
                 is_timeout=True,
             )
         return MeetingFailed(

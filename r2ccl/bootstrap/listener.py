@@ -15,7 +15,8 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from r2ccl.bootstrap.auth import (
@@ -27,7 +28,7 @@ from r2ccl.bootstrap.auth import (
     HandshakeRejected,
     Secret,
 )
-from r2ccl.bootstrap.wire import HANDSHAKE_TIMEOUT_S, Address, Visitor, receive_exactly
+from r2ccl.bootstrap.wire import HANDSHAKE_TIMEOUT_S, Address
 from r2ccl.clock import Clock, monotonic
 from r2ccl.errors import describe_os_error
 
@@ -37,12 +38,13 @@ logger = logging.getLogger("r2ccl.bootstrap")
 #: the oldest.
 MAX_PENDING = 64
 #: Rate and burst of accepted connections that fail to authenticate: above them, accepting pauses.
-#: Each takes about 0.3 ms of the control thread. A full backlog is accepted within a second, before
+#: Each takes about 0.2 ms of the control thread. A full backlog is accepted within a second, before
 #: dialers time out.
 _UNPROVED_PER_S, _UNPROVED_BURST = 1000.0, 1024.0
 #: Pause after a failed accept; if no descriptor was free, closing connections free some meanwhile.
 _ACCEPT_RETRY_S = 0.1
 _LOG_INTERVAL_S = 5.0
+_BROKEN_OFF = "handshake broke off"
 
 
 class Rejections:
@@ -89,9 +91,10 @@ class Unneeded(Exception):
 #: block.
 Handover = Callable[[socket.socket], None]
 #: Function that decides about a connection, given its proved claim and the index of the listening
-#: socket; may wait until the connection is expected. Returns the function that takes over the
-#: socket. Raises HandshakeRejected to refuse the connection, Unneeded if it is superseded.
-Gate = Callable[[Claim, int], Awaitable[Handover]]
+#: socket. Returns the function that takes over the socket or, if the connection is not expected
+#: yet, a coroutine that waits for this, not for long, and returns it. Both raise HandshakeRejected
+#: to refuse the connection, Unneeded if it is superseded.
+Gate = Callable[[Claim, int], Handover | Coroutine[Any, Any, Handover]]
 
 
 class _Allowance:
@@ -118,6 +121,29 @@ class _Allowance:
         return max(0.0, -(self._left + earned) / _UNPROVED_PER_S)
 
 
+class _Handshake:
+    """Unauthenticated connection, and the time by which its handshake must end."""
+
+    __slots__ = ("acceptor", "address", "expires_s", "index", "is_challenged", "received", "sock")
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        address: Address,
+        index: int,
+        acceptor: Acceptor,
+        expires_s: float,
+    ) -> None:
+        self.sock = sock
+        self.address = address
+        self.index = index
+        self.acceptor = acceptor
+        self.expires_s = expires_s
+        #: Bytes of the opening, then of the proof.
+        self.received = b""
+        self.is_challenged = False
+
+
 class Listener:
     """Accepts connections on several sockets, authenticates them and hands over their sockets.
 
@@ -129,7 +155,7 @@ class Listener:
     gate : Gate
     rejections : Rejections
     timeout_s : float
-        Longest time of one handshake in seconds, including the wait of the gate.
+        Longest time of one handshake in seconds, without the wait of the gate.
     max_pending : int
         Maximum number of unauthenticated connections at a time; a new one evicts the oldest.
     """
@@ -151,14 +177,18 @@ class Listener:
         self._timeout_s = timeout_s
         self._max_pending = max_pending
         self._allowance = _Allowance(monotonic)
-        self._tasks: set[asyncio.Task[None]] = set()
+        #: Connections that wait for the gate.
+        self._tasks: set[asyncio.Task[Handover]] = set()
         #: Unauthenticated connections, oldest first (a dict keeps the order).
-        self._pending: dict[socket.socket, asyncio.Task[None]] = {}
+        self._pending: dict[socket.socket, _Handshake] = {}
+        #: Ends the oldest of them when its time is over; or listens again after a pause.
+        self._expiry: asyncio.TimerHandle | None = None
+        self._pauses: dict[int, asyncio.TimerHandle] = {}
 
     def start(self) -> None:
         """Start accepting connections; call in the loop."""
-        for index, sock in enumerate(self._sockets):
-            self._spawn(self._accept(sock, index))
+        for index in range(len(self._sockets)):
+            self._resume(index)
 
     def descriptors(self) -> list[int]:
         """Return the descriptors of the listening sockets and unauthenticated connections."""
@@ -166,87 +196,142 @@ class Listener:
 
     async def close(self) -> None:
         """Stop accepting; close the listening sockets and all unfinished handshakes."""
+        loop = asyncio.get_running_loop()
+        for timer in (self._expiry, *self._pauses.values()):
+            if timer is not None:
+                timer.cancel()
+        for sock in (*self._pending, *self._sockets):
+            loop.remove_reader(sock.fileno())
+            sock.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for sock in (*self._pending, *self._sockets):
-            sock.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    # Callbacks, not coroutines: all ranks connect to rank 0, and waking a task costs as much as
+    # reading a message. The loop gets descriptors: for a socket that it does not watch yet, it
+    # would format the text of an error.
 
-    async def _accept(self, listener: socket.socket, index: int) -> None:
+    def _resume(self, index: int) -> None:
+        sock = self._sockets[index]
+        asyncio.get_running_loop().add_reader(sock.fileno(), self._accept, sock, index)
+
+    def _pause(self, index: int, pause_s: float) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            while (wait_s := self._allowance.wait_s()) > 0:
-                await asyncio.sleep(wait_s)
-            try:
-                sock, address = await loop.sock_accept(listener)
-            except OSError as exc:
-                why = f"accept failed: {describe_os_error(exc)}"
-                self._rejections.add(why, listener.getsockname())
-                await asyncio.sleep(_ACCEPT_RETRY_S)
-                continue
-            if len(self._pending) >= self._max_pending:
-                self._evict_oldest()
-            self._pending[sock] = self._spawn(self._serve(sock, address, index))
+        loop.remove_reader(self._sockets[index].fileno())
+        self._pauses[index] = loop.call_later(pause_s, self._resume, index)
 
-    def _evict_oldest(self) -> None:
-        oldest = next(iter(self._pending))
-        self._pending.pop(oldest).cancel()
-        self._allowance.spend()
-        # The task cannot close the socket: cancelled before its first step, it never runs. Close it
-        # later, because the loop watches the descriptor until the cancellation takes effect.
-        asyncio.get_running_loop().call_soon(oldest.close)
-        self._rejections.add("too many unproved connections", "the oldest of them")
-
-    async def _serve(self, sock: socket.socket, address: Address, index: int) -> None:
+    def _accept(self, listener: socket.socket, index: int) -> None:
+        wait_s = self._allowance.wait_s()
+        if wait_s > 0:
+            self._pause(index, wait_s)
+            return
         try:
-            async with asyncio.timeout(self._timeout_s):
-                handover = await self._authenticate(sock, index)
-        except asyncio.CancelledError:
-            sock.close()
-            raise
-        except Unneeded:
-            sock.close()
-        except Visitor:
-            self._allowance.spend()
-            sock.close()
-        except (HandshakeRejected, OSError) as exc:
-            self._allowance.spend()
-            self._rejections.add(_reason(exc), f"{address[0]}:{address[1]}")
-            sock.close()
-        else:
-            handover(sock)
-        finally:
-            self._pending.pop(sock, None)
-
-    async def _authenticate(self, sock: socket.socket, index: int) -> Handover:
+            sock, address = listener.accept()
+        except (BlockingIOError, InterruptedError):
+            return  # the dialer has closed the connection again
+        except OSError as exc:
+            why = f"accept failed: {describe_os_error(exc)}"
+            self._rejections.add(why, listener.getsockname())
+            self._pause(index, _ACCEPT_RETRY_S)
+            return
+        sock.setblocking(False)
+        if len(self._pending) >= self._max_pending:
+            oldest = next(iter(self._pending.values()))
+            self._reject(oldest, "too many unproved connections", "the oldest of them")
         loop = asyncio.get_running_loop()
         acceptor = Acceptor(self._secret, os.urandom(NONCE_NBYTES))
-        opening = await receive_exactly(sock, OPENING_NBYTES)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await loop.sock_sendall(sock, acceptor.challenge(opening))
+        made = _Handshake(sock, address, index, acceptor, loop.time() + self._timeout_s)
+        self._pending[sock] = made
+        if self._expiry is None:
+            self._expiry = loop.call_at(made.expires_s, self._expire)
+        loop.add_reader(sock.fileno(), self._read, made)
+
+    def _expire(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._expiry = None
+        while self._pending:
+            oldest = next(iter(self._pending.values()))
+            if oldest.expires_s > loop.time():
+                self._expiry = loop.call_at(oldest.expires_s, self._expire)
+                break
+            self._reject(oldest, "handshake timed out")
+
+    def _read(self, made: _Handshake) -> None:
+        wanted = PROOF_NBYTES if made.is_challenged else OPENING_NBYTES
         try:
-            claim = acceptor.verify(await receive_exactly(sock, PROOF_NBYTES))
-        except Visitor:
-            raise ConnectionResetError("closed before its proof") from None
-        self._pending.pop(sock, None)
-        handover = await self._gate(claim, index)
-        await loop.sock_sendall(sock, acceptor.answer())
+            piece = made.sock.recv(wanted - len(made.received))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            piece = b""
+        made.received += piece
+        if not piece:
+            self._end(made)
+        elif len(made.received) == wanted:
+            step = self._verify if made.is_challenged else self._challenge
+            self._run(made, partial(step, made))
+
+    def _end(self, made: _Handshake) -> None:
+        """Handle the end of a connection by its dialer; one that sent nothing is only a probe."""
+        if made.is_challenged or made.received:
+            self._reject(made, _BROKEN_OFF)
+        else:
+            self._allowance.spend()
+            self._close(made)
+
+    def _run(self, made: _Handshake, step: Callable[[], Handover | None]) -> None:
+        """Run a step of a handshake; hand over the socket if that was the last one."""
+        try:
+            handover = step()
+        except (Unneeded, asyncio.CancelledError):
+            self._close(made)
+        except HandshakeRejected as exc:
+            self._reject(made, exc.reason)
+        except OSError:
+            self._reject(made, _BROKEN_OFF)
+        else:
+            if handover is not None:
+                handover(made.sock)
+
+    def _challenge(self, made: _Handshake) -> None:
+        challenge = made.acceptor.challenge(made.received)
+        made.received, made.is_challenged = b"", True
+        made.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.sock.send(challenge)  # always fits into the buffer of a new connection
+
+    def _verify(self, made: _Handshake) -> Handover | None:
+        claim = made.acceptor.verify(made.received)
+        self._forget(made)
+        admitted = self._gate(claim, made.index)
+        if not isinstance(admitted, Coroutine):
+            return self._answer(made, admitted)
+        task = asyncio.get_running_loop().create_task(admitted)
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._on_admitted, made))
+        return None
+
+    def _on_admitted(self, made: _Handshake, task: asyncio.Task[Handover]) -> None:
+        self._tasks.discard(task)
+        self._run(made, lambda: self._answer(made, task.result()))
+
+    def _answer(self, made: _Handshake, handover: Handover) -> Handover:
+        made.sock.send(made.acceptor.answer())
         return handover
 
+    def _reject(self, made: _Handshake, reason: str, who: str = "") -> None:
+        self._allowance.spend()
+        self._rejections.add(reason, who or f"{made.address[0]}:{made.address[1]}")
+        self._close(made)
 
-def _reason(exc: HandshakeRejected | OSError) -> str:
-    if isinstance(exc, HandshakeRejected):
-        return exc.reason
-    if isinstance(exc, TimeoutError):
-        return "handshake timed out"
-    return "handshake broke off"
+    def _close(self, made: _Handshake) -> None:
+        self._forget(made)
+        made.sock.close()
+
+    def _forget(self, made: _Handshake) -> None:
+        """Stop reading a connection that ends, or whose dialer has proved the secret."""
+        if self._pending.pop(made.sock, None) is not None:
+            asyncio.get_running_loop().remove_reader(made.sock.fileno())
 
 
 __all__ = ["MAX_PENDING", "Gate", "Handover", "Listener", "Rejections", "Unneeded"]

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -77,8 +79,8 @@ class Paths:
         self._expected[key] = epoch
         self._announce_change()
 
-    async def admit(self, claim: Claim, listener: int) -> Handover:
-        """Wait until an authenticated DATA connection is expected; part of the `Gate`.
+    def admit(self, claim: Claim, listener: int) -> Handover | Coroutine[Any, Any, Handover]:
+        """Admit an authenticated DATA connection once it is expected; part of the `Gate`.
 
         Raises
         ------
@@ -93,6 +95,11 @@ class Paths:
         key = PathKey(claim.src, claim.rail)
         if key.is_bypass and claim.epoch <= self._bypassed.get(key.peer, -1):
             raise Unneeded  # another way connected first
+        if self._expected.get(key) == claim.epoch:
+            return partial(self._let_in, key, claim.epoch)
+        return self._await_expected(key, claim)
+
+    async def _await_expected(self, key: PathKey, claim: Claim) -> Handover:
         try:
             async with asyncio.timeout(_EARLY_S):
                 while self._expected.get(key) != claim.epoch:
@@ -101,7 +108,7 @@ class Paths:
                     await self._expectation_changed.wait()
         except TimeoutError:
             raise HandshakeRejected("path not expected") from None
-        return lambda sock: self._let_in(key, claim.epoch, sock)
+        return partial(self._let_in, key, claim.epoch)
 
     def _let_in(self, key: PathKey, epoch: int, sock: socket.socket) -> None:
         if self._expected.get(key) != epoch:  # changed while the answer was being sent

@@ -12,6 +12,7 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Callable, Iterable
 
 from r2ccl.bootstrap.auth import (
     ANSWER_NBYTES,
@@ -34,6 +35,9 @@ BACKLOG = 1024
 _LENGTH = struct.Struct("!I")
 #: Maximum size of a message, enough for a `Table` of about 200,000 ranks.
 _MAX_MESSAGE_NBYTES = 16 << 20
+_CLOSED = "the other side closed the connection"
+#: Bytes that a `MessageReader` reads at once: more than a `Hello` or `Ready` has.
+_READ_NBYTES = 16 << 10
 
 
 class Visitor(Exception):
@@ -257,6 +261,26 @@ async def send_message(sock: socket.socket, body: bytes) -> None:
     await loop.sock_sendall(sock, _LENGTH.pack(len(body)) + body)
 
 
+async def send_to_all(socks: Iterable[socket.socket], body: bytes) -> None:
+    """Send `body`, prefixed with its length, over each of `socks`; ignore those that fail."""
+    loop = asyncio.get_running_loop()
+    packet = memoryview(_LENGTH.pack(len(body)) + body)
+    rests = []
+    for sock in socks:
+        # A coroutine only where the socket's buffer is too small: there are n - 1 sockets.
+        with contextlib.suppress(OSError):
+            if (nsent := _send_some(sock, packet)) < len(packet):
+                rests.append(loop.sock_sendall(sock, packet[nsent:]))
+    await asyncio.gather(*rests, return_exceptions=True)
+
+
+def _send_some(sock: socket.socket, data: memoryview) -> int:
+    try:
+        return sock.send(data)
+    except BlockingIOError:
+        return 0
+
+
 async def receive_message(sock: socket.socket) -> bytes:
     """Receive a message that `send_message` sent.
 
@@ -266,14 +290,75 @@ async def receive_message(sock: socket.socket) -> bytes:
         If the stream ends, or the length is above 16 MiB.
     """
     try:
-        (nbytes,) = _LENGTH.unpack(await receive_exactly(sock, _LENGTH.size))
-        if nbytes > _MAX_MESSAGE_NBYTES:
-            raise ConnectionAbortedError(
-                f"a message of {nbytes} bytes was announced; at most 16 MiB are allowed"
-            )
+        nbytes = _unpack_length(await receive_exactly(sock, _LENGTH.size))
         return await receive_exactly(sock, nbytes)
     except Visitor:
-        raise ConnectionResetError("the other side closed the connection") from None
+        raise ConnectionResetError(_CLOSED) from None
+
+
+def _unpack_length(prefix: bytes | bytearray) -> int:
+    (nbytes,) = _LENGTH.unpack_from(prefix)
+    if nbytes > _MAX_MESSAGE_NBYTES:
+        raise ConnectionAbortedError(
+            f"a message of {nbytes} bytes was announced; at most 16 MiB are allowed"
+        )
+    return int(nbytes)
+
+
+class MessageReader:
+    """Receives messages by callbacks, which cost less than a waiting task per connection.
+
+    Parameters
+    ----------
+    sock : socket.socket
+        Borrowed until `stop`.
+    on_message : callable
+        Takes a message that `send_message` sent.
+    on_end : callable
+        Takes the error if the stream ends or breaks, or a message is above 16 MiB; called at most
+        once, and last.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_message: Callable[[bytes], None],
+        on_end: Callable[[OSError], None],
+    ) -> None:
+        self._sock = sock
+        self._on_message = on_message
+        self._on_end = on_end
+        self._received = bytearray()
+        self._is_stopped = False
+        asyncio.get_running_loop().add_reader(sock.fileno(), self._read)
+
+    def stop(self) -> None:
+        """Receive nothing more; call before the socket is closed. Idempotent."""
+        if not self._is_stopped:
+            self._is_stopped = True
+            asyncio.get_running_loop().remove_reader(self._sock.fileno())
+
+    def _read(self) -> None:
+        try:
+            piece = self._sock.recv(_READ_NBYTES)
+            if not piece:
+                raise ConnectionResetError(_CLOSED)
+            self._received += piece
+            self._deliver()
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as exc:
+            self.stop()
+            self._on_end(exc)
+
+    def _deliver(self) -> None:
+        while len(self._received) >= _LENGTH.size and not self._is_stopped:
+            end = _LENGTH.size + _unpack_length(self._received)
+            if len(self._received) < end:
+                return
+            body = bytes(self._received[_LENGTH.size : end])
+            del self._received[:end]
+            self._on_message(body)
 
 
 def limit_silence(sock: socket.socket, timeout_s: float) -> None:
@@ -316,6 +401,7 @@ __all__ = [
     "HANDSHAKE_TIMEOUT_S",
     "Address",
     "HandshakeTimeout",
+    "MessageReader",
     "Visitor",
     "close_hard",
     "describe_failure",
@@ -332,4 +418,5 @@ __all__ = [
     "reserve_port",
     "resolve",
     "send_message",
+    "send_to_all",
 ]

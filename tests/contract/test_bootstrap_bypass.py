@@ -69,9 +69,8 @@ def test_a_third_rank_forwards_both_ways_until_one_end_closes(
 
 def test_a_dead_way_does_not_hold_up_the_others(start_job: Callable[..., Job]) -> None:
     job = start_job(3)
-    # Close the listener of rank 2's first rail; its second rail works.
-    victim = job.planes[2]._listener._sockets[0]
-    victim.close()
+    # The listener of rank 2's first rail listens no more; its second rail works.
+    job.planes[2]._listener._sockets[0].shutdown(socket.SHUT_RDWR)
     connect(job, 0, BypassWay(0, 2, 0), BypassWay(1, 2, 1))
     left, right = ends(job, 0)
     right.sendall(b"here")
