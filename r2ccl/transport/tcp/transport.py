@@ -28,6 +28,8 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 
+import numpy as np
+
 from r2ccl.clock import Clock, monotonic
 from r2ccl.errors import InternalError, errno_name
 from r2ccl.transport.base import (
@@ -120,7 +122,8 @@ class _Connection:
         self.path = path
         self.sock = sock
         self.fd = sock.fileno()
-        self.buffer = memoryview(bytearray(buffer_nbytes))
+        #: Uninitialized: the kernel provides pages as they are used, and most paths use one or two.
+        self.buffer = np.empty(buffer_nbytes, np.uint8).data
         #: Bytes ``parsed .. filled`` of the buffer are read but not parsed yet.
         self.parsed = 0
         self.filled = 0
