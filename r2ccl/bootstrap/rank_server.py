@@ -7,6 +7,7 @@ the function after the fork.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -81,6 +82,8 @@ def serve(descriptor: int, launcher: int) -> None:
         request = pickle.loads(connection.recv_bytes())
         for name in _PRELOADED:
             importlib.import_module(name)
+        # Otherwise each rank's garbage collector writes to all objects, and so copies their pages.
+        gc.freeze()
         server = os.getpid()
         ranks: dict[int, int] = {}
         for rank in range(len(request.results)):
