@@ -114,6 +114,8 @@ class Failover:
             on_up=self._report_up,
             is_excluded=self._is_excluded,
         )
+        #: Evidence and time of ports that are down, whose idle paths have not been failed yet.
+        self._ports_down: dict[int, tuple[str, float]] = {}
         self._watch = Watch(self._config.suspicion_timeout_s)
         self._join_by_s = 0.0
         #: Number of calls that wait for paths to each rank.
@@ -281,7 +283,26 @@ class Failover:
         self.probes.on_probed(event, is_over=self.is_over)
 
     def _port_down(self, rail: int, cause: str) -> None:
-        """Fail the paths of a local port, and report it to the diagnosis and the agreement."""
+        """Fail the paths of a local port that slices are expected from; then see to the rest.
+
+        A job with many nodes has many idle paths. Their repair, and the agreement of all ranks,
+        would take processor time from the ranks that a call waits for.
+        """
+        for peer in sorted(self._links.awaited_peers() & self._links.peers):
+            self.migration.fail(PathKey(peer, rail), cause)
+        now = self._clock()
+        self._ports_down[rail] = (cause, now)
+        self._end_ports_down(now)
+
+    def _end_ports_down(self, now: float) -> None:
+        """See to the rest of the ports that are down, unless repairs run that are not late."""
+        for rail, (_, since_s) in list(self._ports_down.items()):
+            if not self.migration.repairing or now >= since_s + _GIVE_WAY_S:
+                self._end_port_down(rail)
+
+    def _end_port_down(self, rail: int) -> None:
+        """Fail the other paths of the port; report it to the diagnosis and the agreement."""
+        cause, _ = self._ports_down.pop(rail)
         for peer in self._links.peers:
             self.migration.fail(PathKey(peer, rail), cause)
         if self.diagnosis is not None and not self.revocation.is_leaving:
@@ -290,6 +311,7 @@ class Failover:
 
     def _port_up(self, rail: int) -> None:
         """Ask the lower rank of each failed path of a local port to probe the path soon."""
+        self._ports_down.pop(rail, None)
         for peer in self._links.peers:
             key = PathKey(peer, rail)
             if self._links.paths[key].state is PathState.UP:
@@ -305,6 +327,7 @@ class Failover:
         """Pass a control message from `peer` to the part that handles it."""
         if isinstance(message, Announcement):
             self.migration.on_announced(peer, message)
+            self._end_ports_down(self._clock())
         elif isinstance(message, Leaving):
             self.revocation.on_leaving(message)
         elif isinstance(message, Goodbye):
@@ -369,6 +392,7 @@ class Failover:
         if self.is_over:
             return
         self._calling = peers
+        self._end_ports_down(now)
         is_calm, is_leaving = not self.migration.repairing, self.revocation.is_leaving
         self.revocation.spread()
         closed = self._links.peers - self._links.connected
@@ -571,5 +595,7 @@ class Failover:
 
 #: Maximum number of bypass rounds begun per tick: each costs file descriptors and loop time.
 _MOST_SEEKS = 4
+#: Longest time that the idle paths of a port wait for the repair of those in use, in seconds.
+_GIVE_WAY_S = 0.1
 
 __all__ = ["Failover", "PortUp"]

@@ -263,6 +263,47 @@ def test_a_port_going_down_fails_its_paths_one_coming_up_calls() -> None:
     assert world.transport.probed[asked:] == [straight(B)]
 
 
+def port_down_in_a_call() -> tuple[World, PathKey]:
+    """Take port 1 down while a slice of rank 1 is awaited; return an idle path of the port."""
+    world, idle = World(nranks=3), PathKey(2, 1)
+    world.migration.on_opened(*idle, 0, Endpoint())
+    world.links.receiver(1, 0).post(None, 1, 0, None, 0)
+    world.failover.on_carrier(1, False)
+    assert world.transport.fenced == [B]
+    return world, idle
+
+
+def test_idle_paths_of_a_port_wait_for_those_in_use() -> None:
+    world, idle = port_down_in_a_call()
+    world.repair(B)
+    assert world.transport.fenced == [B, idle]
+    assert share_of_port(world) == 0
+
+
+def test_idle_paths_of_a_port_do_not_wait_for_long() -> None:
+    world, idle = port_down_in_a_call()
+    assert share_of_port(world) == WHOLE
+    world.look(0.1)
+    assert world.transport.fenced == [B, idle]
+
+
+def test_idle_paths_of_a_port_that_is_up_again_stay() -> None:
+    world, idle = port_down_in_a_call()
+    world.failover.on_carrier(1, True)
+    world.repair(B)
+    world.look(0.2)
+    assert world.transport.fenced == [B]
+    assert world.links.paths[idle].state is PathState.UP
+
+
+def share_of_port(world: World) -> int:
+    """Return the share that the ranks would agree on for port 1 of this rank."""
+    agreement = world.failover.agreement
+    assert agreement is not None
+    agreement.tick(world.now + 1.0)
+    return agreement.known.health.share(0, 1)
+
+
 def test_a_silent_queue_pair_moves_by_its_own_error_alone() -> None:
     world = World(joined={1})
     world.links.receiver(1, 0).post(None, 1, 0, None, 0)
