@@ -283,10 +283,10 @@ class Failover:
         self.probes.on_probed(event, is_over=self.is_over)
 
     def _port_down(self, rail: int, cause: str) -> None:
-        """Fail the paths of a local port that slices are expected from; then see to the rest.
+        """Fail the paths of a local port to the peers that a call waits for, then the others.
 
         A job with many nodes has many idle paths. Their repair, and the agreement of all ranks,
-        would take processor time from the ranks that a call waits for.
+        would take processor time from the repair that a call waits for.
         """
         for peer in sorted(self._links.awaited_peers() & self._links.peers):
             self.migration.fail(PathKey(peer, rail), cause)
@@ -295,7 +295,7 @@ class Failover:
         self._end_ports_down(now)
 
     def _end_ports_down(self, now: float) -> None:
-        """See to the rest of the ports that are down, unless repairs run that are not late."""
+        """Fail the other paths of ports that are down, once the first repairs are over or late."""
         for rail, (_, since_s) in list(self._ports_down.items()):
             if not self.migration.repairing or now >= since_s + _GIVE_WAY_S:
                 self._end_port_down(rail)
