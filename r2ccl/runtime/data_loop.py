@@ -166,6 +166,8 @@ class DataLoop:
         self._is_sending_rest = False
         #: The communicators have failed and no path is in use any more.
         self.is_settled = False
+        #: The transport is freed; a control thread that ends late finds nothing to do.
+        self._is_closed = False
 
     @property
     def error(self) -> R2cclError | None:
@@ -255,6 +257,9 @@ class DataLoop:
                 if not self.owner.acquire(blocking=False):
                     if self._sleeping:
                         self._transport.wake()
+                    return
+                if self._is_closed:
+                    self.inbox.clear()
                     return
                 for caller in self.callers.values():
                     if caller.is_calling:
@@ -483,6 +488,7 @@ class DataLoop:
         while self._clock() < give_up_s:
             try:
                 if self.owner.acquire(timeout=_TICK_S) and not self._followers:
+                    self._is_closed = True
                     self._transport.close()
                     return
             finally:

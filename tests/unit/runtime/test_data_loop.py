@@ -132,3 +132,22 @@ def test_a_handler_within_the_loop_may_not_call() -> None:
     free.start()
     free.join(JOIN_S)
     assert not free.is_alive()
+
+
+def test_a_late_tick_leaves_a_closed_transport_alone() -> None:
+    """On a busy machine the control thread may end after the transport is freed."""
+    engine, still = make_engine()
+    polled: list[float] = []
+
+    def poll(timeout_s: float) -> list[Any]:
+        polled.append(timeout_s)
+        return []
+
+    still.poll = poll  # type: ignore[method-assign]
+    engine.on_tick(monotonic())
+    assert polled
+    polled.clear()
+    engine.close()
+    engine.on_tick(monotonic())
+    assert not polled
+    assert engine.error is None
