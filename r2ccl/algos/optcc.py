@@ -155,7 +155,10 @@ def _owned(seat: Seat, segment: _Segment) -> int:
 def _overlapped(
     segments: Sequence[_Segment],
 ) -> Iterator[tuple[_Segment | None, _Segment | None]]:
-    """Yield, for each turn, the segment (or None) to reduce and the segment to allgather."""
+    """Yield pairs: a segment to reduce-scatter, and the segment to allgather after it.
+
+    The second comes `_LAG` segments before the first. Either is None where there is no segment.
+    """
     none = [None] * _LAG
     return zip([*segments, *none], [*none, *segments], strict=True)
 

@@ -142,8 +142,8 @@ def read_secret_file(path: str) -> Secret:
         return _read_secret(path, None, 0)
     except OSError as exc:
         raise InvalidArgument(
-            f"R2CC_SECRET_FILE={path!r}: {exc.strerror}; make it with "
-            f"`openssl rand -hex 32 > {path}; chmod 600 {path}`"
+            f"R2CC_SECRET_FILE={path!r} cannot be read: {exc.strerror}; check the path, or make "
+            f"the file with `openssl rand -hex 32 > {path}; chmod 600 {path}`"
         ) from exc
 
 

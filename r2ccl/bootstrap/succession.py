@@ -137,7 +137,10 @@ class Succession:
         return common
 
     def _hand_over(self, rails: Sequence[int]) -> tuple[list[socket.socket], list[socket.socket]]:
-        """Return the listeners and probe sockets of `rails`; close those of other rails."""
+        """Return the listeners and the probe sockets of `rails`; close those of other rails.
+
+        The listeners at the control addresses follow those of the rails.
+        """
         taken = [sock for rail in rails if (sock := self._rails[rail]) is not None]
         taken += [sock for sock in self._control if sock is not None]
         probes = [sock for rail in rails if (sock := self._probes[rail]) is not None]

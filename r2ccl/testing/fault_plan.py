@@ -198,9 +198,16 @@ def fail_at(rank: int, rail: int, op: int, step: int = 0) -> FaultPlan:
 
 
 def wrap_by_env(inner: Transport, rank: int) -> ReportingTransport:
-    """Return a wrapper of `inner` that applies the plan which the environment names.
+    """Return a wrapper of `inner` that applies the faults of the plan that the environment names.
 
     `r2ccl.init` calls it if ``R2CC_TRANSPORT_WRAPPER=r2ccl.testing.fault_plan:wrap_by_env`` is set.
+    Without ``R2CC_FAULT_PLAN`` there are no faults. `rank` is not used: the plan applies to the
+    rank in ``RANK``.
+
+    Raises
+    ------
+    InvalidArgument
+        If the plan or ``RANK`` is not valid; see `reporter_from_env`.
     """
     return ReportingTransport(inner, lambda cut: reporter_from_env(os.environ, apply=cut))
 

@@ -197,7 +197,11 @@ class SimNetwork:
                 self._reset(end)
 
     def fail(self, end: End, status: str, detail: str) -> None:
-        """Report the failure of `end` to its transport, once."""
+        """Report the failure of `end` to its transport, once.
+
+        If the transport has not taken `end` into use yet, it gets the report when it does. Do
+        nothing if `end` is being fenced or is fenced.
+        """
         if end.state is EndState.NEW:
             end.is_dead = True
         elif end.state is EndState.LIVE:

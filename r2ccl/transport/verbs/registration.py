@@ -395,7 +395,7 @@ class RegistrationCache:
             at -= 1
 
     def _retire(self, registration: Registration) -> None:
-        """Remove a registration from the index; it ends once it has neither users nor pins."""
+        """Remove a registration from the index; `_settle` ends it once nothing needs it."""
         if registration.is_indexed:
             self._unindex(registration)
             self._leaving.append(registration)
