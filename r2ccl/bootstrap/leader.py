@@ -229,7 +229,7 @@ class Leader:
             first = self._hellos[hello.rank]
             self._fault(
                 f"rank {hello.rank} was started twice: pid {first.pid} on {_name(first)} and "
-                f"pid {hello.pid} on {_name(hello)}"
+                f"pid {hello.pid} on {_name(hello)}: give each process its own RANK"
             )
         else:
             member.rank = hello.rank
@@ -305,7 +305,11 @@ class Leader:
             self._announce()
 
     async def _tell_everyone(self, message: Greeting) -> None:
-        """Send `message` to all members; the next round detects members that did not receive it."""
+        """Send `message` to all members within `VERDICT_MARGIN_S`.
+
+        A member that it does not reach fails by its own timeout, or when rank 0 closes the
+        connection.
+        """
         try:
             async with asyncio.timeout(VERDICT_MARGIN_S):
                 await wire.send_to_all([member.sock for member in self._members], encode(message))

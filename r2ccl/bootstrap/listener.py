@@ -91,9 +91,9 @@ class Unneeded(Exception):
 #: block.
 Handover = Callable[[socket.socket], None]
 #: Function that decides about a connection, given its proved claim and the index of the listening
-#: socket. Returns the function that takes over the socket or, if the connection is not expected
-#: yet, a coroutine that waits for this, not for long, and returns it. Both raise HandshakeRejected
-#: to refuse the connection, Unneeded if it is superseded.
+#: socket. Returns the function that takes over the socket. If the connection is not expected yet,
+#: returns a coroutine that waits briefly until it is, and then returns that function. Gate and
+#: coroutine raise HandshakeRejected to refuse the connection, Unneeded if it is superseded.
 Gate = Callable[[Claim, int], Handover | Coroutine[Any, Any, Handover]]
 
 
@@ -181,8 +181,9 @@ class Listener:
         self._tasks: set[asyncio.Task[Handover]] = set()
         #: Unauthenticated connections, oldest first (a dict keeps the order).
         self._pending: dict[socket.socket, _Handshake] = {}
-        #: Ends the oldest of them when its time is over; or listens again after a pause.
+        #: Ends the oldest unauthenticated connection when its time is over.
         self._expiry: asyncio.TimerHandle | None = None
+        #: Resumes accepting after a pause, by index of the listening socket.
         self._pauses: dict[int, asyncio.TimerHandle] = {}
 
     def start(self) -> None:
@@ -209,8 +210,8 @@ class Listener:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # Callbacks, not coroutines: all ranks connect to rank 0, and waking a task costs as much as
-    # reading a message. The loop gets descriptors: for a socket that it does not watch yet, it
-    # would format the text of an error.
+    # reading a message. `add_reader` gets descriptors, because its lookup of a socket that it does
+    # not watch yet formats the socket into the text of an error, which costs two system calls.
 
     def _resume(self, index: int) -> None:
         sock = self._sockets[index]
@@ -273,7 +274,7 @@ class Listener:
             self._run(made, partial(step, made))
 
     def _end(self, made: _Handshake) -> None:
-        """Handle the end of a connection by its dialer; one that sent nothing is only a probe."""
+        """Handle a connection that its dialer ended; if it sent nothing, it was only a probe."""
         if made.is_challenged or made.received:
             self._reject(made, _BROKEN_OFF)
         else:
@@ -281,7 +282,7 @@ class Listener:
             self._close(made)
 
     def _run(self, made: _Handshake, step: Callable[[], Handover | None]) -> None:
-        """Run a step of a handshake; hand over the socket if that was the last one."""
+        """Run a step of a handshake; after the last step, hand over the socket."""
         try:
             handover = step()
         except (Unneeded, asyncio.CancelledError):

@@ -88,7 +88,7 @@ async def dial(
         async with asyncio.timeout(limit_s):
             await prove(sock, secret, claim)
     except TimeoutError as exc:
-        if exc.errno is not None:  # of the kernel, which lost the connection
+        if exc.errno is not None:  # from the kernel: the connection was lost
             raise
         raise HandshakeTimeout(limit_s) from exc
     return sock
@@ -173,7 +173,13 @@ async def _shake_hands(sock: socket.socket, dialer: Dialer) -> None:
 
 
 def open_socket(target_host: str, source: str = "") -> socket.socket:
-    """Return a non-blocking TCP socket for `target_host`, bound to `source` unless empty."""
+    """Return a non-blocking TCP socket for `target_host`, bound to `source` unless empty.
+
+    Raises
+    ------
+    OSError
+        If the process can open no more files, or `source` is not an address of this host.
+    """
     family = socket.AF_INET6 if ":" in target_host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -188,7 +194,13 @@ def open_socket(target_host: str, source: str = "") -> socket.socket:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on numeric address `host`; port 0 takes any free port."""
+    """Return a socket that listens on numeric address `host`; port 0 takes any free port.
+
+    Raises
+    ------
+    OSError
+        As for `open_socket`, or if the port is in use.
+    """
     sock = open_socket(host)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -223,7 +235,9 @@ async def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
     Visitor
         If the stream ends, or is reset, before the first byte.
     ConnectionError
-        If the stream ends after fewer bytes.
+        If the stream ends, or is reset, after fewer than `nbytes` bytes.
+    OSError
+        If the connection fails otherwise.
     """
     loop = asyncio.get_running_loop()
     data = bytearray()
@@ -256,7 +270,13 @@ async def resolve(host: str, port: int) -> str:
 
 
 async def send_message(sock: socket.socket, body: bytes) -> None:
-    """Send `body`, prefixed with its length."""
+    """Send `body`, prefixed with its length.
+
+    Raises
+    ------
+    OSError
+        If the connection fails.
+    """
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(sock, _LENGTH.pack(len(body)) + body)
 
@@ -287,7 +307,9 @@ async def receive_message(sock: socket.socket) -> bytes:
     Raises
     ------
     ConnectionError
-        If the stream ends, or the length is above 16 MiB.
+        If the stream ends, or is reset, or the length is above 16 MiB.
+    OSError
+        If the connection fails otherwise.
     """
     try:
         nbytes = _unpack_length(await receive_exactly(sock, _LENGTH.size))

@@ -295,7 +295,10 @@ class Failover:
         self._end_ports_down(now)
 
     def _end_ports_down(self, now: float) -> None:
-        """Fail the other paths of ports that are down, once the first repairs are over or late."""
+        """Fail the other paths of ports that are down.
+
+        Do so once no repair is in progress, or `_GIVE_WAY_S` after the port went down.
+        """
         for rail, (_, since_s) in list(self._ports_down.items()):
             if not self.migration.repairing or now >= since_s + _GIVE_WAY_S:
                 self._end_port_down(rail)
@@ -589,7 +592,10 @@ class Failover:
         return bool(nodes) and nodes[peer] == nodes[self._rank]
 
     def _port_share(self, rank: int, rail: int) -> float:
-        """Return the share that a port has left, 0 to 16; always 1 without an agreement."""
+        """Return the share of its bandwidth that a port has left, 0 (down) to 16.
+
+        Only ratios of shares matter: without an agreement, every port has 1.
+        """
         return 1.0 if self.agreement is None else self.agreement.known.health.share(rank, rail)
 
 
