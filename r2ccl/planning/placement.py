@@ -360,16 +360,16 @@ class _Ports:
         return best_at
 
     def time(self, node: int, at: int) -> _Time:
-        """Return the time of a port; 0 if it is down."""
+        """Return the busy time of the port of `node` on home rail `at`; 0 if it is down."""
         return max(self._sent[node][at], self._received[node][at]) * self._scale[node][at]
 
     def busier(self, flow: Flow, at: int) -> _Time:
-        """Return the time of the busier of the two ports that `flow` uses on home rail `at`."""
+        """Return the larger busy time of the two ports that `flow` uses on home rail `at`."""
         low, high = self.ends(flow)
         return max(self.time(low, at), self.time(high, at))
 
     def busiest(self) -> tuple[_Time, int, int]:
-        """Return the time, the node and the home rail of the busiest port that is up."""
+        """Return the busy time, the node and the home rail of the busiest port that is up."""
         times = (
             (self.time(node, at), -node, -at) for node in self.shares for at in range(self.width)
         )
@@ -377,9 +377,9 @@ class _Ports:
         return time, -node, -at
 
     def floor(self) -> _Time:
-        """Return the time of the busiest node if its ports split its load in proportion to shares.
+        """Return a lower bound of the busiest port's busy time, which no placement can undercut.
 
-        No placement makes the busiest port faster.
+        It is the busy time of the busiest node if its ports split its load in proportion to shares.
         """
         times = (
             Fraction(max(sum(self._sent[node]), sum(self._received[node])) * _SCALE, sum(row))

@@ -133,7 +133,8 @@ def _pack_alone(op: Op, rank: int, channel: int, index: int) -> None:
         _pack_all((op,))
     except (TypeError, OverflowError) as exc:
         raise ScheduleError(
-            f"{op!r} has a field of the wrong type or size ({exc}); every field is a small integer",
+            f"{op!r} has a field of the wrong type or size ({exc}): pass integers that fit into 32 "
+            "bits (16 bits for kinds and spaces)",
             rank=rank,
             channel=channel,
             op=index,

@@ -61,6 +61,19 @@ class FakeDevice(FakeProcess):
     refusals : dict of str to str
         Names of the methods that must fail, each with the driver's status; may be changed at any
         time.
+
+    Raises
+    ------
+    Misuse
+        By every method, for an argument that a real driver would refuse, and after `close`.
+    Race
+        By every method, if it accesses memory, or runs work that does, without the needed order.
+    TransportError
+        By the methods in `refusals`.
+
+    Notes
+    -----
+    *After failure*: every method of every process on the card raises the first `WrongOrder` again.
     """
 
     def __init__(

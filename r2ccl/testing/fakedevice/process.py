@@ -26,7 +26,7 @@ _LEGACY, _PER_THREAD = 1, 2
 
 
 class FakeProcess:
-    """Process on a `FakeGpu`; see `FakeDevice` for the parameters."""
+    """Process on a `FakeGpu`; see `FakeDevice` for the parameters and the errors."""
 
     def __init__(self, gpu: FakeGpu, name: str, *, is_strict: bool, timeout_s: float) -> None:
         self.refusals: dict[str, str] = {}

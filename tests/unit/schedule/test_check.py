@@ -328,8 +328,8 @@ def test_an_empty_program_leaves_the_output_unwritten():
 
 
 @pytest.mark.parametrize("value", [1 << 40, 0.0, None])
-def test_fields_that_are_no_small_integers_are_refused(value):
-    with pytest.raises(ScheduleError, match=r"op 1: .*every field is a small integer"):
+def test_fields_that_do_not_fit_their_type_are_refused(value):
+    with pytest.raises(ScheduleError, match=r"op 1: .*pass integers that fit into 32 bits"):
         check(exchange(None, [send(0), recv(value)]))
 
 
