@@ -126,7 +126,7 @@ def rail_name(rail: int) -> str:
 
 
 class PathKey(NamedTuple):
-    """Path from this rank to ``peer`` over one rail: the unit that fails, is fenced and migrates.
+    """Identifies the path from this rank to ``peer`` over one rail: the unit that fails.
 
     Rail number `BYPASS` stands for a bypass, which uses no common rail: see `BypassWay`.
     """

@@ -50,7 +50,15 @@ _LAG = 2
 
 
 class _Segment(NamedTuple):
-    """One segment: its sections, by starting position; `is_reversed` for the order S3 S1 S4 S2."""
+    """One segment.
+
+    Attributes
+    ----------
+    sections : tuple of (int,)
+        Chunk of each section; section p starts at position p of the ring.
+    is_reversed : bool
+        True if the stages have the order S3 S1 S4 S2.
+    """
 
     sections: tuple[tuple[int], ...]
     is_reversed: bool

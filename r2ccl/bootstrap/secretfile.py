@@ -135,8 +135,8 @@ def read_secret_file(path: str) -> Secret:
     Raises
     ------
     InvalidArgument
-        If the file cannot be read, belongs to another user, is accessible to other users, or does
-        not hold a secret.
+        If the file cannot be read, is not a regular file, belongs to another user, is accessible to
+        other users, or does not hold a secret.
     """
     try:
         return _read_secret(path, None, 0)
@@ -155,8 +155,8 @@ def _read_secret(path: str, folder: int | None, flags: int) -> Secret:
         if not stat.S_ISREG(status.st_mode) or not is_private:
             raise InvalidArgument(
                 f"{path}: a secret must be in a regular file of this user with mode 0600; "
-                f"this one has owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}: "
-                f"`chmod 600 {path}`"
+                f"this one has owner {status.st_uid}, mode {stat.filemode(status.st_mode)}: "
+                f"`chmod 600 {path}`, or use a regular file that this user owns"
             )
         return Secret.from_hex(os.read(fd, _MAX_FILE_NBYTES).decode("ascii", "replace"))
     finally:

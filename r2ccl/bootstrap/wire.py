@@ -217,6 +217,11 @@ def reserve_port(host: str) -> socket.socket:
 
     The kernel refuses connections to the port. The refusal answers a probe, even if strangers have
     filled the backlog of this rank's listeners.
+
+    Raises
+    ------
+    OSError
+        As for `open_socket`.
     """
     sock = open_socket(host)
     try:

@@ -41,7 +41,7 @@ class TransportPart(Transport, Protocol):
 
 
 class _Registrations:
-    """Registrations of the same memory with several parts, closed together."""
+    """Registrations of one memory with several parts of a `MixedTransport`, closed together."""
 
     def __init__(self, made: Sequence[Registered]) -> None:
         self._made = made

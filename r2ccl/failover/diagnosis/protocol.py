@@ -334,11 +334,11 @@ def choose_auxiliaries(
 ) -> list[Auxiliary]:
     """Return the auxiliaries for a diagnosis by rank `me`, best first.
 
-    Auxiliaries whose path is up come before the others, and among these, third ranks come before
-    other rails. There is one third rank per NIC, and none on the two NICs of the path, which ranks
-    of one host may share. Ranks are taken in increasing order from ``me + 1`` on, so that different
-    ranks ask different ones. Rails are taken by distance, because probes that need a connection
-    have one only from the same and the next rail.
+    Auxiliaries whose path is up come first. Of several with a path that is up, or several without,
+    third ranks come before other rails. There is at most one third rank per NIC, and none on the
+    two NICs of the path: ranks of one host may share a NIC. Ranks are taken in increasing order
+    from ``me + 1`` on, so that different ranks ask different ones. Rails are taken by distance,
+    because probes that need a connection have one only from the same and the next rail.
 
     Parameters
     ----------
