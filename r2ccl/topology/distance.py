@@ -1,8 +1,8 @@
 """Finds the best path between any two GPUs, NIC ports and processors of a machine.
 
-The best path has the highest bandwidth, and is the shortest of these. It may pass processors and
-switches, but no third GPU, except between two GPUs over NVLink only. Bandwidths here are those
-without other traffic; `affinity` assigns traffic.
+The best path is the shortest of those with the highest bandwidth. It may pass processors and
+switches. It may pass a third GPU only if it joins two GPUs and consists of NVLink only. Bandwidths
+here are those without other traffic; `affinity` assigns traffic.
 
 Invariant: only integers and the order of vertices decide, so equal machines have equal paths on
 every host.
