@@ -1,7 +1,7 @@
 """Rounds of the health agreement: the messages, and the state that they change.
 
-`Member` is the state of every rank, `Subtree` its collection of promises, `Coordinator` the
-additional state of rank 0.
+Each rank keeps a `Member`, and a `Subtree` that collects promises. Rank 0 also keeps a
+`Coordinator`.
 `r2ccl.failover.health.protocol` explains the protocol and proves that ranks never disagree.
 
 Invariant: a rank keeps its promise until the matching commit.
@@ -111,7 +111,7 @@ class AgreementLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member:
-    """State of every rank: the health versions it plans with, and its promise."""
+    """State that each rank keeps: the health versions that it plans with, and its promise."""
 
     __slots__ = ("_plans", "_rank", "_window", "held", "limit", "started")
 

@@ -99,7 +99,7 @@ class CutPath(msgspec.Struct, frozen=True):
     Attributes
     ----------
     at : int
-        Event before which the path breaks.
+        Number of the event before which the path breaks.
     a, b, rail : int
         The two ranks and the rail.
     told : tuple of int
@@ -167,13 +167,16 @@ class Kill(msgspec.Struct, frozen=True):
 
 
 class Lose(msgspec.Struct, frozen=True):
-    """Fault: message `number` is lost; unless it is a control frame, its connection breaks."""
+    """Fault: a message is lost; unless it is a control frame, its connection breaks.
+
+    `number` counts all messages of the run in the order in which they are sent, from 0.
+    """
 
     number: int
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Fault: message `number` is delayed by `ms`.
+    """Fault: message `number`, counted as in `Lose`, is delayed by `ms`.
 
     Unless it is a control frame, all later messages on its path are delayed too.
     """
