@@ -71,7 +71,8 @@ def cut_chunks(program: Program, sizes: Sizes, weights: Sequence[int]) -> Record
     nslices = np.maximum(1, -(-counts // lengths))
     if nslices.max() > np.iinfo(np.int32).max:
         raise InvalidArgument(
-            f"{nslices.max()} slices per chunk; give a larger slice_nbytes, or a smaller nslices"
+            f"{nslices.max()} slices per chunk; allowed are at most 2^31 - 1: give a larger "
+            "slice_nbytes, or a smaller nslices"
         )
     chunks = np.empty(counts.size, CHUNK_DTYPE)
     chunks["nbytes"] = counts * sizes.itemsize

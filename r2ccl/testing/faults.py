@@ -173,9 +173,9 @@ class Fault(
         for item in filter(None, (part.strip() for part in rest.split(","))):
             name, equals, value = item.partition("=")
             if not equals or name in fields:
+                why = f"{name!r} occurs twice" if equals else f"{item!r} is not name=value"
                 raise InvalidArgument(
-                    f"fault {text!r}: {item!r} is not name=value, or its name occurs twice; "
-                    "example: nic_down:node=1,rail=2,at_op=3,at_step=5"
+                    f"fault {text!r}: {why}; example: nic_down:node=1,rail=2,at_op=3,at_step=5"
                 )
             fields[name] = value
         return _convert(fields, cls, f"fault {text!r}")

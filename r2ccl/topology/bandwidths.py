@@ -60,7 +60,7 @@ def pcie_mbps(speed_mtps: int, width: int) -> int:
 
 
 def nvlink_mbps(compute_capability: int) -> int:
-    """Return the bandwidth of one NVLink of a GPU; a compute capability of 0 means unknown."""
+    """Return the bandwidth of one NVLink by the GPU's compute capability (90: 9.0; 0: unknown)."""
     return next(mbps for least, mbps in _NVLINK_MBPS if compute_capability >= least)
 
 
