@@ -177,6 +177,11 @@ class Dialer:
     claim : Claim
     nonce : bytes
         32 fresh random bytes.
+
+    Raises
+    ------
+    InternalError
+        If methods are called in another order, or `nonce` or an opening has the wrong length.
     """
 
     def __init__(self, secret: Secret, claim: Claim, nonce: bytes) -> None:
@@ -228,6 +233,11 @@ class Acceptor:
     secret : Secret
     nonce : bytes
         32 fresh random bytes.
+
+    Raises
+    ------
+    InternalError
+        If methods are called in another order, or `nonce` or an opening has the wrong length.
     """
 
     def __init__(self, secret: Secret, nonce: bytes) -> None:
