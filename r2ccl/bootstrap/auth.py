@@ -124,6 +124,8 @@ class Purpose(enum.IntEnum):
     RENDEZVOUS = 3
     #: Carries bytes that the acceptor forwards to another rank.
     FORWARD = 4
+    #: Passes a segment of shared memory between ranks of one host.
+    SEGMENT = 5
 
 
 class Claim(NamedTuple):

@@ -173,6 +173,28 @@ _CONVERT = {
     "float16": (_float_of_f16, _f16_of_float),
 }
 
+@_inline
+def _bf16_quotient(x: Any, divisor: Any) -> Any:
+    return _bf16_of_float(np.float32(_float_of_bf16(x) / np.float32(divisor)))
+
+
+@_inline
+def _f16_quotient(x: Any, divisor: Any) -> Any:
+    return _f16_of_float(np.float32(_float_of_f16(x) / np.float32(divisor)))
+
+
+_DIVIDE = {"bfloat16": _bf16_quotient, "float16": _f16_quotient}
+
+
+def scalar_reducer(dtype_name: str, op: ReduceOp) -> Callable[[Any, Any], Any]:
+    """Return the function for compiled code that combines two elements, as bits."""
+    return _COMBINE[dtype_name, op]
+
+
+def scalar_divider(dtype_name: str) -> Callable[[Any, Any], Any]:
+    """Return the function for compiled code that divides an element, as bits, by a number."""
+    return _DIVIDE[dtype_name]
+
 
 def compile_reducer(dtype_name: str, op: ReduceOp) -> BitsReducer:
     """Compile the loop of one operation, or load it from the disk cache.
@@ -282,4 +304,6 @@ __all__ = [
     "compile_reducer",
     "compile_scaler",
     "compile_widener",
+    "scalar_divider",
+    "scalar_reducer",
 ]

@@ -1,0 +1,80 @@
+"""Compilation of functions by Numba, once per host: the disk cache is locked meanwhile."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+
+_log = logging.getLogger(__name__)
+
+#: Lock file in the directory of Numba's cache.
+_LOCK_NAME = "r2ccl.lock"
+
+
+@contextmanager
+def compile_lock(function: Callable[..., Any]) -> Iterator[bool]:
+    """Hold the lock of the disk cache that `function` belongs to.
+
+    While one process compiles, others wait, and then load the result from the cache.
+
+    Yields
+    ------
+    bool
+        Whether there is a disk cache: a directory that Numba can write to.
+    """
+    try:
+        directory = njit(cache=True)(function).stats.cache_path
+        os.makedirs(directory, exist_ok=True)
+        descriptor = os.open(os.path.join(directory, _LOCK_NAME), os.O_CREAT | os.O_RDWR, 0o600)
+    except (RuntimeError, OSError) as exc:
+        _log.info(
+            "compiled %s without a disk cache (%s): set NUMBA_CACHE_DIR to a writable directory",
+            function.__name__,
+            exc,
+        )
+        yield False
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def compile_entry(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
+    """Compile a function for one signature; return it without Numba's dispatch of types.
+
+    The arguments must have exactly the types of `signature`. The function runs without the GIL.
+    """
+    with compile_lock(function) as is_cached:
+        compiled = njit(signature, nogil=True, error_model="numpy", cache=is_cached)(function)
+    [result] = compiled.overloads.values()
+    entry: Callable[..., Any] = result.entry_point
+    _KEPT.append(compiled)
+    return entry
+
+
+def digest_of(*files: str) -> int:
+    """Return a number that depends on the contents of source files.
+
+    Numba compiles a function anew if its own file has changed, but not if a file has changed whose
+    functions are inlined. A function that uses this number is compiled anew in both cases.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(Path(file).read_bytes())
+    return 1 + int.from_bytes(digest.digest()[:4], "little")
+
+
+#: Compiled functions, whose code must not be freed.
+_KEPT: list[Any] = []
+
+__all__ = ["compile_entry", "compile_lock", "digest_of"]

@@ -1,0 +1,20 @@
+"""Collectives between ranks of one host, through memory that their processes share.
+
+Each rank owns one segment, a sealed memfd that every other rank of the host maps:
+
+- `segment` creates, passes and maps segments;
+- `atomics` has the loads, stores and system calls that compiled code makes on them;
+- `waiting` waits in compiled code until a peer has advanced;
+- `state` is the memory in which a rank keeps its position in a call;
+- `exchange` is the compiled loop of all collectives that move parts, or reduce them once;
+- `allreduce` is the compiled pipeline of large allreduces;
+- `group` has `LocalGroup`, the object that a communicator calls.
+
+All collectives have one structure. Ranks number *rounds*, which never restart: in round j a rank
+copies data into stage slot ``j % 3`` of its segment and stores j in its word ``posted``; peers wait
+for that, read the slot, and store j in their word ``done``. The first round of a call carries the
+call's signature, and every rank waits for it from every other, so calls that differ are found before
+any output is written.
+
+Results are reduced in rank order, so they have the same bits on all ranks and in every run.
+"""

@@ -1,0 +1,149 @@
+"""Compiled pipeline of large allreduces: reduce-scatter and allgather of one chunk after another.
+
+Each chunk is divided into one share per rank. In round k, a rank copies the shares of its peers from
+its input to its stage slot, reduces its own share of chunk k - 1 from the stage slots of all ranks to
+its result slot, and copies all shares of chunk k - 2 from the result slots to its output. Each
+element is read and written twice by every rank, for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from numba import types
+
+from r2ccl.kernels.compiling import compile_entry, digest_of
+from r2ccl.shm import atomics, layout, rounds, waiting
+from r2ccl.shm.atomics import call_kernel, move, stream_fence, words_at
+from r2ccl.shm.layout import (
+    BASES,
+    DIFFERS,
+    DONE,
+    FINISHED,
+    LAST,
+    NRANKS,
+    NSLOTS,
+    POSTED,
+    RANK,
+    RESULTS,
+    RESUME,
+    ROUND,
+    SAFE,
+    SLOT_NBYTES,
+    SLOTS,
+    STEP,
+    STREAM_NBYTES,
+    TOTAL,
+    WAITING,
+)
+from r2ccl.shm.rounds import begin, compare_headers, copy, wait_for_all, write_header
+from r2ccl.shm.waiting import publish
+
+#: Steps of a round.
+_DEPOSIT, _REDUCE, _COLLECT = 0, 1, 2
+
+#: Compiled ``allreduce``, see `compiled_allreduce`.
+Allreduce = Callable[[int, int, int, int, int, int, int, int], int]
+
+
+@functools.cache
+def compiled_allreduce() -> Allreduce:
+    """Compile the pipeline, or load it from the disk cache.
+
+    Returns
+    -------
+    callable
+        ``allreduce(state, source_at, target_at, nbytes, most, kernel, signature, flags)``; returns
+        one of the results in `layout`. `source_at` and `target_at` are addresses of pointers to the
+        input and the output, which may be equal. Chunks have at most `most` bytes, a multiple of 64
+        and at most `SLOT_NBYTES`.
+    """
+    version = digest_of(*(each.__file__ for each in (atomics, layout, rounds, waiting)))
+
+    def allreduce(
+        address: Any, source_at: Any, target_at: Any, nbytes: Any, most: Any, kernel: Any,
+        signature: Any, flags: Any,
+    ) -> Any:  # fmt: skip
+        if version == 0:  # never; it makes `version` part of the key in the disk cache
+            return DIFFERS
+        state = words_at(address)
+        source, target = words_at(source_at)[0], words_at(target_at)[0]
+        rank, nranks = state[RANK], state[NRANKS]
+        base = state[BASES + rank]
+        sources = address + 8 * (BASES + nranks)
+        kernel_sources = words_at(sources)
+        is_streamed = nbytes >= state[STREAM_NBYTES]
+        total = max(1, (nbytes + most - 1) // most)
+        chunk = ((nbytes + total - 1) // total + 63) & -64
+
+        first = state[LAST] + 1
+        if (flags & RESUME) == 0:
+            begin(state, total)
+        # Before round 0, the round with index -1 deposits the first chunk and compares the calls.
+        while state[ROUND] <= total:
+            index = state[ROUND]
+            this = first + index
+            if state[STEP] == _DEPOSIT:
+                ahead = index + 1
+                if ahead == 0 and not write_header(state, address, signature):
+                    return WAITING
+                if ahead < total:
+                    # The slot is free: `_COLLECT` of the previous round waited until all ranks had
+                    # reduced the chunk that was there.
+                    slot = base + SLOTS + ((first + ahead) % NSLOTS) * SLOT_NBYTES
+                    at = source + ahead * chunk
+                    length = max(0, min(chunk, nbytes - ahead * chunk))
+                    share = ((length + nranks - 1) // nranks + 63) & -64
+                    before = min(length, rank * share)
+                    after = min(length, before + share)
+                    move(slot, at, before)
+                    move(slot + after, at + after, length - after)
+                    publish(base + POSTED, first + ahead)
+                state[STEP] = _REDUCE
+            if state[STEP] == _REDUCE:
+                if index < 0:
+                    result = compare_headers(state, address, signature)
+                    if result != FINISHED:
+                        return result
+                elif index < total:
+                    if not wait_for_all(state, address, POSTED, this):
+                        return WAITING
+                    length = max(0, min(chunk, nbytes - index * chunk))
+                    share = ((length + nranks - 1) // nranks + 63) & -64
+                    before = min(length, rank * share)
+                    after = min(length, before + share)
+                    place = (this % NSLOTS) * SLOT_NBYTES
+                    for peer in range(nranks):
+                        kernel_sources[peer] = state[BASES + peer] + SLOTS + place + before
+                    kernel_sources[rank] = source + index * chunk + before
+                    # The result slot is free: all ranks have posted `this`, so they have collected
+                    # the results of round `this - NSLOTS`.
+                    result = base + RESULTS + place + before
+                    call_kernel(kernel, sources, nranks, result, after - before)
+                    publish(base + DONE, this)
+                state[STEP] = _COLLECT
+            if index >= 1:
+                if not wait_for_all(state, address, DONE, this - 1):
+                    return WAITING
+                state[SAFE] = this - 1
+                at = (index - 1) * chunk
+                length = max(0, min(chunk, nbytes - at))
+                share = ((length + nranks - 1) // nranks + 63) & -64
+                place = RESULTS + ((this - 1) % NSLOTS) * SLOT_NBYTES
+                for peer in range(nranks):
+                    before = min(length, peer * share)
+                    after = min(length, before + share)
+                    found = state[BASES + peer] + place + before
+                    copy(target + at + before, found, after - before, is_streamed)
+            state[STEP] = _DEPOSIT
+            state[ROUND] = index + 1
+        stream_fence()
+        state[LAST] = first + total - 1
+        return FINISHED
+
+    return compile_entry(allreduce, types.int64(*[types.int64] * 8))
+
+
+__all__ = ["Allreduce", "compiled_allreduce"]

@@ -1,0 +1,262 @@
+"""Atomic operations, and system calls for waiting, in code that Numba compiles.
+
+The functions are Numba intrinsics, which take addresses as int64. x86-64 and arm64 are supported;
+`UNSUPPORTED` says why another machine is not. Both have little-endian words, so the lower 32 bits
+of a 64-bit word, which a futex compares, have the address of the word.
+
+Ordering, as C11 names it: loads acquire and stores release. A store that must be ordered before a
+later load of another word, as in the check for sleeping peers, needs `fence` between them; `add` and
+`fence` are sequentially consistent on both machines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_MACHINE = platform.machine()
+#: Numbers of the system call futex(2), by machine (asm/unistd.h).
+_FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98}
+_FUTEX = _FUTEX_NUMBERS.get(_MACHINE, 0)
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_EVERYONE = 2**31 - 1
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_VECTOR = ir.VectorType(_I64, 4)
+_VOID = ir.VoidType()
+
+
+def _find_obstacle() -> str:
+    """Return why this process cannot compile the functions below; empty if it can."""
+    if not _FUTEX:
+        return f"machine {_MACHINE!r}: supported are {', '.join(sorted(_FUTEX_NUMBERS))}"
+    # LLVM ends the process if it does not find a symbol.
+    library = ctypes.CDLL(None)
+    missing = [name for name in ("syscall", "sched_yield") if not hasattr(library, name)]
+    return f"libc lacks {', '.join(missing)}" if missing else ""
+
+
+#: Reason why this machine cannot run the functions; empty if it can.
+UNSUPPORTED = _find_obstacle()
+
+
+@intrinsic
+def load_acquire(typing_context: Any, address: Any) -> Any:
+    """Return the 64-bit word at `address`; later accesses come after it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_pointer(builder, args[0]), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def load_ordered(typing_context: Any, address: Any) -> Any:
+    """Return the 64-bit word at `address`, sequentially consistent with `add` and `fence`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_pointer(builder, args[0]), "seq_cst", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def store_release(typing_context: Any, address: Any, value: Any) -> Any:
+    """Store `value` in the 64-bit word at `address`; earlier accesses come before it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], _pointer(builder, args[0]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def add(typing_context: Any, address: Any, value: Any) -> Any:
+    """Add `value` to the 64-bit word at `address` and return its old value."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", _pointer(builder, args[0]), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def fence(typing_context: Any) -> Any:
+    """Order all earlier stores before all later loads."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def stream_fence(typing_context: Any) -> Any:
+    """Order earlier stores of `stream` before later stores."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if _MACHINE == "x86_64":
+            _call_void(builder, "llvm.x86.sse.sfence")
+        else:
+            builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def pause(typing_context: Any) -> Any:
+    """Let the core rest for some tens of cycles within a loop that waits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if _MACHINE == "x86_64":
+            _call_void(builder, "llvm.x86.sse2.pause")
+        else:
+            # `yield` does nothing on most arm64 cores; a barrier for the whole system (option 15)
+            # lasts about as long as x86's pause.
+            isb = ir.FunctionType(_VOID, [_I32])
+            function = cgutils.get_or_insert_function(builder.module, isb, "llvm.aarch64.isb")
+            builder.call(function, [_I32(15)])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def sched_yield(typing_context: Any) -> Any:
+    """Let another thread use the core: sched_yield(2)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I32, [])
+        function = cgutils.get_or_insert_function(builder.module, kind, "sched_yield")
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def futex_wait(typing_context: Any, address: Any, value: Any, timeout: Any) -> Any:
+    """Sleep while the lower 32 bits of the word at `address` are those of `value`.
+
+    `timeout` is the address of a ``struct timespec``, the longest duration. The function may return
+    earlier: woken, or because the thread received a signal.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        low = builder.zext(builder.trunc(args[1], _I32), _I64)
+        arguments = [args[0], _I64(_FUTEX_WAIT), low, args[2], _I64(0), _I64(0)]
+        _call_futex(builder, arguments)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def futex_wake(typing_context: Any, address: Any) -> Any:
+    """Wake all threads, of all processes, that sleep on the word at `address`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        arguments = [args[0], _I64(_FUTEX_WAKE), _I64(_EVERYONE), _I64(0), _I64(0), _I64(0)]
+        _call_futex(builder, arguments)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def move(typing_context: Any, target: Any, source: Any, nbytes: Any) -> Any:
+    """Copy `nbytes` between addresses of separate memory: memcpy(3)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to, at = (builder.inttoptr(each, ir.IntType(8).as_pointer()) for each in args[:2])
+        cgutils.raw_memcpy(builder, to, at, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def stream(typing_context: Any, target: Any, source: Any) -> Any:
+    """Copy 64 bytes to an address that is a multiple of 32, past the caches.
+
+    Call `stream_fence` before the word that publishes the bytes is stored.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = _VECTOR.as_pointer()
+        hint = builder.module.add_metadata([_I32(1)])
+        for offset in (0, 32):  # vectors of 32 bytes are faster than of 64 on unaligned data
+            to, at = (builder.inttoptr(builder.add(each, _I64(offset)), kind) for each in args)
+            store = builder.store(builder.load(at, align=1), to, align=32)
+            store.set_metadata("nontemporal", hint)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def words_at(typing_context: Any, address: Any) -> Any:
+    """Return the address as a pointer to 64-bit words, for `numba.carray`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = context.get_value_type(types.CPointer(types.int64))
+        return builder.inttoptr(args[0], kind)
+
+    return types.CPointer(types.int64)(types.int64), generate
+
+
+@intrinsic
+def call_kernel(
+    typing_context: Any, kernel: Any, sources: Any, count: Any, target: Any, nbytes: Any
+) -> Any:
+    """Call the function at address `kernel`, which `r2ccl.kernels.fold` compiled."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_VOID, [_I64] * 4)
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _I64.as_pointer())
+
+
+def _call_void(builder: Any, name: str) -> None:
+    kind = ir.FunctionType(_VOID, [])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+
+
+def _call_futex(builder: Any, arguments: Any) -> None:
+    kind = ir.FunctionType(_I64, [_I64], var_arg=True)
+    function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
+    builder.call(function, [_I64(_FUTEX), *arguments])
+
+
+__all__ = [
+    "UNSUPPORTED",
+    "add",
+    "call_kernel",
+    "fence",
+    "futex_wait",
+    "futex_wake",
+    "load_acquire",
+    "load_ordered",
+    "move",
+    "pause",
+    "sched_yield",
+    "store_release",
+    "stream",
+    "stream_fence",
+    "words_at",
+]

@@ -1,0 +1,191 @@
+"""Compiled loop of the collectives in which every element is copied or reduced once.
+
+These are all but large allreduces: broadcast, allgather, gather, scatter, alltoall and their forms
+with parts of different sizes copy; reduce, reduce_scatter and small allreduces combine the parts of
+all ranks, in rank order, with a kernel of `r2ccl.kernels.fold`. A barrier copies nothing.
+
+In each round, a sender copies the next piece of each part into its stage slot and posts the round. A
+receiver waits for the post of each sender and takes its piece. Senders are one round ahead of the
+receivers, so copies into and out of slots overlap. Each part is written and read twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from numba import types
+
+from r2ccl.kernels.compiling import compile_entry, digest_of
+from r2ccl.shm import atomics, layout, rounds, waiting
+from r2ccl.shm.atomics import call_kernel, load_acquire, move, store_release, stream_fence, words_at
+from r2ccl.shm.layout import (
+    AWAITED,
+    BASES,
+    DIFFERS,
+    DIFFERS_IN_SIZE,
+    DONE,
+    FINISHED,
+    FROM_ROOT,
+    LAST,
+    LENGTHS,
+    MAX_NRANKS,
+    NCALLS,
+    NRANKS,
+    NSLOTS,
+    POSTED,
+    RANK,
+    RESUME,
+    ROUND,
+    SAFE,
+    SHARED,
+    SLOT_NBYTES,
+    SLOTS,
+    STEP,
+    STREAM_NBYTES,
+    TABLES,
+    TO_ROOT,
+    TOTAL,
+    WAITING,
+)
+from r2ccl.shm.rounds import begin, compare_headers, copy, write_header
+from r2ccl.shm.waiting import publish, wait
+
+#: Steps of a round.
+_DEPOSIT, _TAKE = 0, 1
+
+#: Compiled ``exchange``, see `compiled_exchange`.
+Exchange = Callable[[int, int, int, int, int, int, int, int, int, int], int]
+
+
+@functools.cache
+def compiled_exchange() -> Exchange:
+    """Compile the loop, or load it from the disk cache.
+
+    Returns
+    -------
+    callable
+        ``exchange(state, source_at, source_step, target_at, target_step, nbytes, root, kernel,
+        signature, flags)``; returns one of the results in `layout`. `source_at` and `target_at` are
+        addresses of pointers to the input and the output. The part that rank s sends to rank d has
+        `nbytes` bytes at ``input + d * source_step`` of rank s, and is copied to ``output + s *
+        target_step`` of rank d. With a `kernel`, the parts of all ranks are reduced to ``output``
+        instead. With `TABLES`, addresses and sizes are those in the state.
+    """
+    version = digest_of(*(each.__file__ for each in (atomics, layout, rounds, waiting)))
+
+    def exchange(
+        address: Any, source_at: Any, source_step: Any, target_at: Any, target_step: Any,
+        nbytes: Any, root: Any, kernel: Any, signature: Any, flags: Any,
+    ) -> Any:  # fmt: skip
+        if version == 0:  # never; it makes `version` part of the key in the disk cache
+            return DIFFERS
+        state = words_at(address)
+        source, target = words_at(source_at)[0], words_at(target_at)[0]
+        rank, nranks = state[RANK], state[NRANKS]
+        base = state[BASES + rank]
+        sources = address + 8 * (BASES + nranks)
+        kernel_sources = words_at(sources)
+        sent_from, sent_nbytes = words_at(sources + 8 * nranks), words_at(sources + 16 * nranks)
+        put_to, put_nbytes = words_at(sources + 24 * nranks), words_at(sources + 32 * nranks)
+        is_shared, has_tables = (flags & SHARED) != 0, (flags & TABLES) != 0
+        is_sender = (flags & FROM_ROOT) == 0 or rank == root
+        is_receiver = (flags & TO_ROOT) == 0 or rank == root
+        senders = range(root, root + 1) if flags & FROM_ROOT else range(nranks)
+        receivers = range(root, root + 1) if flags & TO_ROOT else range(nranks)
+        # A slot is divided between the receivers, unless they get the same data or there is one.
+        is_whole = is_shared or (flags & TO_ROOT) != 0
+        piece = SLOT_NBYTES if is_whole else (SLOT_NBYTES // nranks) & -64
+        portion = 0 if is_whole else piece
+
+        first = state[LAST] + 1
+        if (flags & RESUME) == 0:
+            most = nbytes
+            if has_tables:
+                most = 0
+                for peer in range(nranks):
+                    most = max(most, sent_nbytes[peer], put_nbytes[peer])
+            begin(state, (most + piece - 1) // piece)
+        row = LENGTHS + 8 * MAX_NRANKS * (state[NCALLS] & 1)
+
+        # Before round 0, the round with index -1 deposits its pieces and compares the calls.
+        while state[ROUND] < state[TOTAL]:
+            index = state[ROUND]
+            this = first + index
+            if state[STEP] == _DEPOSIT:
+                ahead = index + 1
+                if ahead == 0:
+                    if not write_header(state, address, signature):
+                        return WAITING
+                    if has_tables:
+                        for peer in range(nranks):
+                            store_release(base + row + 8 * peer, sent_nbytes[peer])
+                if is_sender and ahead < state[TOTAL]:
+                    if state[SAFE] < first + ahead - NSLOTS:
+                        for peer in receivers:
+                            word = state[BASES + peer] + DONE
+                            free = first + ahead - NSLOTS
+                            if peer != rank and not wait(state, address, word, free):
+                                state[AWAITED] = peer
+                                return WAITING
+                        state[SAFE] = first + ahead - NSLOTS
+                    slot = base + SLOTS + ((first + ahead) % NSLOTS) * SLOT_NBYTES
+                    done = ahead * piece
+                    for peer in range(rank, rank + 1) if is_shared else receivers:
+                        length = sent_nbytes[peer] if has_tables else nbytes
+                        if length > done and (is_shared or peer != rank):
+                            at = source if is_shared else source + peer * source_step
+                            at = sent_from[peer] if has_tables else at
+                            move(slot + peer * portion, at + done, min(length - done, piece))
+                if ahead == 0 or (is_sender and ahead < state[TOTAL]):
+                    publish(base + POSTED, first + ahead)
+                state[STEP] = _TAKE
+            if index < 0:
+                result = compare_headers(state, address, signature)
+                if result != FINISHED:
+                    return result
+                if has_tables:
+                    for peer in range(nranks):
+                        to = peer if is_shared else rank
+                        if load_acquire(state[BASES + peer] + row + 8 * to) != put_nbytes[peer]:
+                            state[AWAITED] = peer
+                            return DIFFERS_IN_SIZE
+            elif is_receiver:
+                for peer in senders:
+                    word = state[BASES + peer] + POSTED
+                    if peer != rank and not wait(state, address, word, this):
+                        state[AWAITED] = peer
+                        return WAITING
+                done = index * piece
+                slot = SLOTS + (this % NSLOTS) * SLOT_NBYTES + rank * portion
+                if kernel != 0:
+                    for peer in range(nranks):
+                        kernel_sources[peer] = state[BASES + peer] + slot
+                    if not is_shared:
+                        kernel_sources[rank] = source + rank * source_step + done
+                    length = max(0, min(nbytes - done, piece))
+                    call_kernel(kernel, sources, nranks, target + done, length)
+                else:
+                    is_streamed = nbytes * nranks >= state[STREAM_NBYTES]
+                    for peer in senders:
+                        at = state[BASES + peer] + slot
+                        if peer == rank:
+                            at = source + done if is_shared else source + rank * source_step + done
+                            at = sent_from[rank] + done if has_tables else at
+                        length = put_nbytes[peer] if has_tables else nbytes
+                        to = put_to[peer] if has_tables else target + peer * target_step
+                        if length > done and at != to + done:
+                            copy(to + done, at, min(length - done, piece), is_streamed)
+            if index >= 0 and state[TOTAL] > 1:
+                publish(base + DONE, this)
+            state[STEP] = _DEPOSIT
+            state[ROUND] = index + 1
+        stream_fence()
+        state[LAST] = first + state[TOTAL] - 1
+        return FINISHED
+
+    return compile_entry(exchange, types.int64(*[types.int64] * 10))
+
+
+__all__ = ["Exchange", "compiled_exchange"]

@@ -1,0 +1,138 @@
+"""Layout of a segment, and of the state that a rank keeps for compiled code.
+
+A segment has control words, each on a line of its own, and then slots of `SLOT_NBYTES`. Only its
+owner writes it, apart from the counts of waiters. The state is private to a process: an array of
+64-bit words, most of which are indexed by the names below.
+"""
+
+from __future__ import annotations
+
+#: Bytes between words that different ranks write. Two lines of 64 bytes, because Intel's processors
+#: fetch lines in pairs; lines of some arm64 processors have 128 bytes.
+LINE_NBYTES = 128
+
+# Offsets in a segment, in bytes.
+
+#: Last round whose data the owner has put into its stage slot; its header is valid before.
+POSTED = 0
+#: In the line of POSTED, two words each, for calls with even and odd numbers: the signature of the
+#: call, and the number of rounds that the owner needs.
+SIGNATURES, NROUNDS = 16, 32
+#: Last round whose slots the owner has read; its result slot is valid.
+DONE = 2 * LINE_NBYTES
+#: Threads that sleep until the word changes: this far behind POSTED and DONE.
+WAITERS = LINE_NBYTES
+#: Reason why the owner has given up: bytes of the text, 0 while it has not; 1 + the rank that it has
+#: lost, or 0; then the text in UTF-8.
+REASON = 4 * LINE_NBYTES
+REASON_NBYTES = 400
+#: 1 once the owner has closed its group.
+CLOSED = 8 * LINE_NBYTES
+#: Two rows, for calls with even and odd numbers: bytes that the owner sends to each rank, for
+#: collectives whose parts differ in size.
+LENGTHS = 16 * LINE_NBYTES
+MAX_NRANKS = 256
+#: Slots of data: `NSLOTS` stage slots, then as many result slots.
+SLOTS = 64 * LINE_NBYTES
+SLOT_NBYTES = 1 << 18
+NSLOTS = 3
+RESULTS = SLOTS + NSLOTS * SLOT_NBYTES
+SEGMENT_NBYTES = SLOTS + 2 * NSLOTS * SLOT_NBYTES
+
+assert LENGTHS + 2 * 8 * MAX_NRANKS <= SLOTS
+
+# Indices of the state.
+
+RANK, NRANKS = 0, 1
+#: Last round of the previous call; number of calls begun.
+LAST, NCALLS = 2, 3
+#: All peers have read the stage slots of this round and those before.
+SAFE = 4
+#: Position in the call: the next round (from 0) and the next step in it; see `exchange`.
+ROUND, STEP = 5, 6
+#: Rounds of the call, agreed by all ranks.
+TOTAL = 7
+#: Peer that the call waits for, or with which it disagrees.
+AWAITED = 8
+#: Number of `pause` before a wait yields or sleeps, which adapts; its limits.
+SPIN, SPIN_MIN, SPIN_MAX = 9, 10, 11
+#: Number of `sched_yield` before a wait sleeps.
+YIELDS = 12
+#: Longest sleep before the caller looks for signals and failures, a ``struct timespec``.
+SLEEP_S, SLEEP_NS = 13, 14
+#: Outputs of at least this many bytes are written past the caches.
+STREAM_NBYTES = 15
+#: Addresses of the segments of all ranks, then space for the sources of a kernel, then the tables of
+#: a call whose parts differ: addresses and bytes of what is sent to each rank, and received.
+BASES = 16
+
+
+def state_size(nranks: int) -> int:
+    """Return the number of words of the state."""
+    return BASES + 6 * nranks
+
+
+# Results of a compiled call.
+
+FINISHED = 0
+#: The call waits for AWAITED; call it again with RESUME.
+WAITING = 1
+#: AWAITED made another call, or expects another size.
+DIFFERS, DIFFERS_IN_SIZE = 2, 3
+
+# Flags of a compiled call.
+
+#: Continue the call that returned WAITING; all other arguments must be the same.
+RESUME = 1
+#: All receivers get the same data.
+SHARED = 2
+#: Only the root sends; only the root receives.
+FROM_ROOT, TO_ROOT = 4, 8
+#: The parts are those in the tables of the state.
+TABLES = 16
+
+__all__ = [
+    "AWAITED",
+    "BASES",
+    "CLOSED",
+    "DIFFERS",
+    "DIFFERS_IN_SIZE",
+    "DONE",
+    "FINISHED",
+    "FROM_ROOT",
+    "LAST",
+    "LENGTHS",
+    "LINE_NBYTES",
+    "MAX_NRANKS",
+    "NCALLS",
+    "NRANKS",
+    "NROUNDS",
+    "NSLOTS",
+    "POSTED",
+    "RANK",
+    "REASON",
+    "REASON_NBYTES",
+    "RESULTS",
+    "RESUME",
+    "ROUND",
+    "SAFE",
+    "SEGMENT_NBYTES",
+    "SHARED",
+    "SIGNATURES",
+    "SLEEP_NS",
+    "SLEEP_S",
+    "SLOTS",
+    "SLOT_NBYTES",
+    "SPIN",
+    "SPIN_MAX",
+    "SPIN_MIN",
+    "STEP",
+    "STREAM_NBYTES",
+    "TABLES",
+    "TOTAL",
+    "TO_ROOT",
+    "WAITERS",
+    "WAITING",
+    "YIELDS",
+    "state_size",
+]

@@ -1,0 +1,211 @@
+"""Exchange of segments between the ranks of one host, over Unix sockets.
+
+Each rank listens at a random name in the abstract namespace, which leaves nothing behind, and each
+pair connects once: the higher rank dials. Ranks in different network namespaces do not reach each
+other, and those in different PID namespaces or of different users refuse each other, so containers
+are told apart by trying. Both ends prove that they know the secret of the job
+(`r2ccl.bootstrap.auth`) before they pass their descriptor.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from r2ccl.bootstrap.auth import (
+    ANSWER_NBYTES,
+    NONCE_NBYTES,
+    OPENING_NBYTES,
+    PROOF_NBYTES,
+    Acceptor,
+    Claim,
+    Dialer,
+    HandshakeRejected,
+    Purpose,
+    Secret,
+)
+from r2ccl.clock import monotonic
+from r2ccl.errors import TransportError, describe_os_error
+from r2ccl.shm.segment import Segment
+from r2ccl.types import AllgatherBytes
+
+_NAME_NBYTES = 16
+_CREDENTIALS = struct.Struct("iII")
+#: Seconds that one connection of a stranger may delay the others.
+_HANDSHAKE_S = 5.0
+
+
+class Peer(NamedTuple):
+    """Segment of a peer, and a descriptor that becomes readable when its process ends."""
+
+    segment: Segment
+    pidfd: int
+
+
+class Place(NamedTuple):
+    """Place of this rank among those of the host.
+
+    ``ranks`` has their numbers in the communicator, for messages; ``index`` is the place of this
+    rank in it. ``communicator`` is the communicator's id of 16 bytes.
+    """
+
+    ranks: Sequence[int]
+    index: int
+    communicator: bytes
+
+
+def pass_segments(
+    own: Segment, place: Place, exchange: AllgatherBytes, secret: Secret, timeout_s: float
+) -> dict[int, Peer]:
+    """Exchange segments with all other ranks of the host.
+
+    Parameters
+    ----------
+    own : Segment
+        This rank's segment; its descriptor stays open.
+    place : Place
+    exchange : callable
+        Allgathers bytes between the ranks of `place`.
+    secret : Secret
+    timeout_s : float
+        Seconds to wait for each peer.
+
+    Returns
+    -------
+    dict of int to Peer
+        By index in ``place.ranks``.
+
+    Raises
+    ------
+    TransportError
+        On every rank, if any two ranks cannot share memory.
+
+    Notes
+    -----
+    *Collective*: all ranks of `place`.
+    """
+    found: dict[int, Peer] = {}
+    problem = ""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
+        name = secrets.token_bytes(_NAME_NBYTES)
+        try:
+            listener.bind(_abstract(name))
+            listener.listen(len(place.ranks))
+        except OSError as exc:
+            problem = f"rank {place.ranks[place.index]}: {describe_os_error(exc)}"
+        names = exchange(name)
+        if not problem:
+            until_s = monotonic() + timeout_s
+            try:
+                for index in range(place.index):
+                    found[index] = _dial(names[index], index, own, place, secret, timeout_s)
+                _accept_all(listener, found, own, place, secret, until_s)
+            except (OSError, HandshakeRejected, TransportError) as exc:
+                problem = f"rank {place.ranks[place.index]}: {describe_os_error(exc)}"
+    results = exchange(problem.encode()[:_PROBLEM_NBYTES].ljust(_PROBLEM_NBYTES, b"\0"))
+    problems = [each.rstrip(b"\0").decode(errors="replace") for each in results]
+    if any(problems):
+        for peer in found.values():
+            peer.segment.close()
+            os.close(peer.pidfd)
+        raise TransportError(
+            f"ranks {list(place.ranks)} cannot share memory ({next(filter(None, problems))}); the "
+            "same user must run them, in the same network and PID namespace"
+        )
+    return found
+
+
+_PROBLEM_NBYTES = 256
+
+
+def _dial(
+    name: bytes, index: int, own: Segment, place: Place, secret: Secret, timeout_s: float
+) -> Peer:
+    claim = Claim(Purpose.SEGMENT, place.communicator, place.index, index)
+    dialer = Dialer(secret, claim, secrets.token_bytes(NONCE_NBYTES))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(_abstract(name))
+        pid = _check_process(connection)
+        connection.sendall(dialer.opening())
+        connection.sendall(dialer.prove(_receive(connection, OPENING_NBYTES)))
+        dialer.confirm(_receive(connection, ANSWER_NBYTES))
+        return _swap(connection, own, pid)
+
+
+def _accept_all(
+    listener: socket.socket,
+    found: dict[int, Peer],
+    own: Segment,
+    place: Place,
+    secret: Secret,
+    until_s: float,
+) -> None:
+    """Accept the connections of all higher ranks, and close those of others."""
+    missing = set(range(place.index + 1, len(place.ranks)))
+    while missing:
+        listener.settimeout(max(0.001, until_s - monotonic()))
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(max(0.001, min(_HANDSHAKE_S, until_s - monotonic())))
+            try:
+                pid = _check_process(connection)
+                acceptor = Acceptor(secret, secrets.token_bytes(NONCE_NBYTES))
+                connection.sendall(acceptor.challenge(_receive(connection, OPENING_NBYTES)))
+                claim = acceptor.verify(_receive(connection, PROOF_NBYTES))
+                wanted = Claim(Purpose.SEGMENT, place.communicator, claim.src, place.index)
+                if claim != wanted or claim.src not in missing:
+                    continue
+                connection.sendall(acceptor.answer())
+                found[claim.src] = _swap(connection, own, pid)
+                missing.discard(claim.src)
+            except (HandshakeRejected, OSError):
+                continue
+
+
+def _swap(connection: socket.socket, own: Segment, pid: int) -> Peer:
+    socket.send_fds(connection, [b"s"], [own.descriptor])
+    message, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if message != b"s" or len(descriptors) != 1:
+        for each in descriptors:
+            os.close(each)
+        raise HandshakeRejected("no descriptor")
+    segment = Segment(descriptors[0])
+    segment.close_descriptor()
+    try:
+        return Peer(segment, os.pidfd_open(pid))
+    except OSError:
+        segment.close()
+        raise
+
+
+def _check_process(connection: socket.socket) -> int:
+    """Return the PID of the process at the other end, which must be of this process's user."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(packed)
+    if uid != os.geteuid():
+        raise HandshakeRejected(f"user {uid}, expected user {os.geteuid()}")
+    if pid == 0:
+        raise HandshakeRejected("another PID namespace")
+    return int(pid)
+
+
+def _receive(connection: socket.socket, nbytes: int) -> bytes:
+    received = b""
+    while len(received) < nbytes:
+        some = connection.recv(nbytes - len(received))
+        if not some:
+            raise HandshakeRejected("connection closed")
+        received += some
+    return received
+
+
+def _abstract(name: bytes) -> bytes:
+    return b"\0r2ccl-" + name.hex().encode()
+
+
+__all__ = ["Peer", "Place", "pass_segments"]

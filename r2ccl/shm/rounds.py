@@ -1,0 +1,98 @@
+"""Steps that all compiled collectives share: the begin of a call, its check, copies of results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba.extending import register_jitable
+
+from r2ccl.shm.atomics import load_acquire, move, store_release, stream
+from r2ccl.shm.layout import (
+    AWAITED,
+    BASES,
+    DIFFERS,
+    DONE,
+    FINISHED,
+    LAST,
+    NCALLS,
+    NRANKS,
+    NROUNDS,
+    NSLOTS,
+    POSTED,
+    RANK,
+    ROUND,
+    SAFE,
+    SIGNATURES,
+    STEP,
+    TOTAL,
+    WAITING,
+)
+from r2ccl.shm.waiting import wait
+
+
+@register_jitable
+def begin(state: Any, total: Any) -> None:
+    """Set the position to the begin of a call for which this rank needs `total` rounds."""
+    state[ROUND] = -1
+    state[STEP] = 0
+    state[NCALLS] += 1
+    state[TOTAL] = max(total, 1)
+
+
+@register_jitable
+def write_header(state: Any, address: Any, signature: Any) -> Any:
+    """Write the header of the call; return whether the first stage slot may be written."""
+    oldest = state[LAST] + 1 - NSLOTS
+    if state[SAFE] < oldest:
+        if not wait_for_all(state, address, DONE, oldest):
+            return False
+        state[SAFE] = oldest
+    # The header of the call before the previous one is not read any more, because all ranks have
+    # posted the previous one.
+    base = state[BASES + state[RANK]] + 8 * (state[NCALLS] & 1)
+    store_release(base + SIGNATURES, signature)
+    store_release(base + NROUNDS, state[TOTAL])
+    return True
+
+
+@register_jitable
+def compare_headers(state: Any, address: Any, signature: Any) -> Any:
+    """Wait for all headers; check that all ranks make the same call, and agree on its rounds."""
+    first = state[LAST] + 1
+    if not wait_for_all(state, address, POSTED, first):
+        return WAITING
+    state[SAFE] = max(state[SAFE], first - 1)  # a rank that begins a call has ended the previous one
+    for peer in range(state[NRANKS]):
+        base = state[BASES + peer] + 8 * (state[NCALLS] & 1)
+        if load_acquire(base + SIGNATURES) != signature:
+            state[AWAITED] = peer
+            return DIFFERS
+        state[TOTAL] = max(state[TOTAL], load_acquire(base + NROUNDS))
+    return FINISHED
+
+
+@register_jitable
+def wait_for_all(state: Any, address: Any, offset: Any, value: Any) -> Any:
+    """Wait until the word at `offset` of every peer is at least `value`; return whether it is."""
+    for peer in range(state[NRANKS]):
+        if peer != state[RANK] and not wait(state, address, state[BASES + peer] + offset, value):
+            state[AWAITED] = peer
+            return False
+    return True
+
+
+@register_jitable
+def copy(target: Any, source: Any, nbytes: Any, is_streamed: Any) -> None:
+    """Copy to a result; past the caches if `is_streamed`, as it is too large to stay there."""
+    if not is_streamed or nbytes < 4096:
+        move(target, source, nbytes)
+        return
+    head = -target & 63
+    move(target, source, head)
+    end = head + ((nbytes - head) & -64)
+    for at in range(head, end, 64):
+        stream(target + at, source + at)
+    move(target + end, source + end, nbytes - end)
+
+
+__all__ = ["begin", "compare_headers", "copy", "wait_for_all", "write_header"]

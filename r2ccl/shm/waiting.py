@@ -1,0 +1,116 @@
+"""Waiting in compiled code until a word of a peer has reached a value, and waking the peers.
+
+A wait has three phases: `pause` in a loop, ``sched_yield`` in a loop, sleep in the kernel. With a
+core for each rank, a thread pauses for long and never yields, because a yield to a background process
+may take milliseconds. With more ranks than cores it pauses briefly and then yields. The number of
+pauses grows while they suffice and shrinks while they do not, so it also adapts to two ranks that
+the scheduler has put on one core, to a busy neighbour, and to a peer that computes for long.
+
+The sleep ends after `SLEEP_NS`, and when the thread receives a signal. The compiled call then returns
+`WAITING`, so that its caller, in Python, handles signals, deadlines and failures and continues it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from numba import types
+from numba.extending import register_jitable
+
+from r2ccl.kernels.compiling import compile_entry, digest_of
+from r2ccl.shm import atomics, layout
+from r2ccl.shm.atomics import (
+    add,
+    fence,
+    futex_wait,
+    futex_wake,
+    load_acquire,
+    load_ordered,
+    pause,
+    sched_yield,
+    store_release,
+    words_at,
+)
+from r2ccl.shm.layout import (
+    BASES,
+    DONE,
+    NRANKS,
+    POSTED,
+    SLEEP_S,
+    SPIN,
+    SPIN_MAX,
+    SPIN_MIN,
+    WAITERS,
+    YIELDS,
+)
+
+
+@register_jitable
+def publish(word: Any, value: Any) -> None:
+    """Store `value` at the address `word` and wake the threads that sleep until it changes."""
+    store_release(word, value)
+    fence()
+    if load_acquire(word + WAITERS) > 0:
+        futex_wake(word)
+
+
+@register_jitable
+def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
+    """Wait until the word at an address is at least `value`; return whether it is.
+
+    Parameters
+    ----------
+    state : pointer to int64
+    address : int64
+        Address of the state.
+    word, value : int64
+    """
+    if load_acquire(word) >= value:
+        return True
+    limit = state[SPIN]
+    for _ in range(limit):
+        pause()
+        if load_acquire(word) >= value:
+            state[SPIN] = min(state[SPIN_MAX], limit + (limit >> 3) + 1)
+            return True
+    state[SPIN] = max(state[SPIN_MIN], limit - (limit >> 2))
+    for _ in range(state[YIELDS]):
+        sched_yield()
+        if load_acquire(word) >= value:
+            return True
+    while True:
+        # A peer that stores the word after this thread has read it sees the count, as `add` here and
+        # `fence` in `publish` are sequentially consistent, and wakes this thread.
+        add(word + WAITERS, 1)
+        seen = load_ordered(word)
+        if seen < value:
+            futex_wait(word, seen, address + 8 * SLEEP_S)
+        add(word + WAITERS, -1)
+        found = load_acquire(word)
+        if found >= value:
+            return True
+        if found == seen:  # slept for long enough, or was woken for another reason
+            return False
+
+
+@functools.cache
+def wake_all() -> Callable[[int], None]:
+    """Compile the function that wakes all waiting ranks; its argument is the address of a state.
+
+    Their compiled calls return, and their callers look for the reason.
+    """
+    version = digest_of(atomics.__file__, layout.__file__)
+
+    def wake(address: Any) -> None:
+        state = words_at(address)
+        if version:  # always; it makes `version` part of the key in the disk cache
+            for peer in range(state[NRANKS]):
+                futex_wake(state[BASES + peer] + POSTED)
+                futex_wake(state[BASES + peer] + DONE)
+
+    return compile_entry(wake, types.void(types.int64))
+
+
+__all__ = ["publish", "wait", "wake_all"]
