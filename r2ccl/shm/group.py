@@ -34,6 +34,7 @@ from r2ccl.shm.layout import (
     AWAITED,
     CLOSED,
     DIFFERS_IN_SIZE,
+    ENDED,
     FROM_ROOT,
     MAX_NRANKS,
     REASON,
@@ -67,7 +68,6 @@ _SPINS = {False: (500, 20, 2000), True: (20, 5, 20)}
 _YIELDS = {False: 0, True: 20}
 #: Longest sleep within compiled code, in nanoseconds. After it, Python handles signals and failures.
 _SLEEP_NS = 4_000_000
-_START_S = 60.0
 
 _COUNT_MASK = (1 << 38) - 1
 _WORD = 1 << 64
@@ -140,6 +140,7 @@ class LocalGroup:
         secret: Secret,
         *,
         timeout_s: float,
+        connect_timeout_s: float = 20.0,
         communicator: bytes = bytes(COMMUNICATOR_ID_NBYTES),
     ) -> LocalGroup:
         """Share memory with other ranks of this host.
@@ -156,6 +157,8 @@ class LocalGroup:
             Secret of the job.
         timeout_s : float
             Seconds that a call waits for a peer.
+        connect_timeout_s : float
+            Seconds that this call waits for a peer.
         communicator : bytes
             Id of the communicator, 16 bytes.
 
@@ -189,7 +192,7 @@ class LocalGroup:
                 f"rank {ranks[index]}: {problem or f'ranks {unable} cannot share memory'}"
             )
         try:
-            peers = pass_segments(own, place, exchange, secret, _START_S)
+            peers = pass_segments(own, place, exchange, secret, connect_timeout_s)
         except BaseException:
             own.close()
             raise
@@ -451,7 +454,8 @@ class LocalGroup:
                     if monotonic() - began_s > self._timeout_s:
                         raise self._timed_out()
             if result:
-                raise self._differs(result, given)
+                ended = self._find_end() if result == ENDED else None
+                raise ended or self._differs(result, given)
         except BaseException as exc:
             self._fail(exc)
             raise
@@ -460,6 +464,17 @@ class LocalGroup:
         """Return the error that ends the call, unless the call can finish at once."""
         if self._error is not None:
             return self._error()
+        for index, peer in self._peers.items():
+            nbytes, kind = (int(each) for each in peer.segment.words[REASON // 8 :][:2])
+            if nbytes:
+                begin = REASON + 16
+                data = peer.segment.data[begin : begin + min(nbytes, REASON_NBYTES)]
+                text = data.tobytes().decode(errors="replace")
+                if 0 < kind <= self._nranks and kind - 1 != self._rank:
+                    return self._lost(kind - 1, text)
+                here, there = self._place.ranks[self._rank], self._place.ranks[index]
+                make = InvalidArgument if kind == _INVALID else CommunicatorRevoked
+                return make(f"rank {here}: rank {there} ended the group: {text}")
         awaited = int(self._memory[AWAITED])
         for index, peer in self._peers.items():
             is_closed = peer.segment.words[CLOSED // 8] == 1
@@ -467,39 +482,32 @@ class LocalGroup:
                 return self._lost(index, "its process has ended")
             if is_closed and index == awaited:
                 return self._lost(index, "it has closed its communicator")
-        for index, peer in self._peers.items():
-            nbytes, lost = (int(each) for each in peer.segment.words[REASON // 8 :][:2])
-            if nbytes:
-                begin = REASON + 16
-                data = peer.segment.data[begin : begin + min(nbytes, REASON_NBYTES)]
-                text = data.tobytes().decode(errors="replace")
-                if lost and lost - 1 != self._rank and lost <= self._nranks:
-                    return self._lost(lost - 1, text)
-                here, there = self._place.ranks[self._rank], self._place.ranks[index]
-                return CommunicatorRevoked(f"rank {here}: rank {there} ended the group: {text}")
         return None
 
     def _fail(self, error: BaseException) -> None:
         """End the group because a call failed."""
-        lost = self._place.ranks.index(error.peer) + 1 if isinstance(error, PeerLost) else 0
+        told = text
+        kind = _INVALID if isinstance(error, InvalidArgument) else 0
+        if isinstance(error, PeerLost):
+            kind, told = 1 + self._place.ranks.index(error.peer), error.why
         rank, text = self._place.ranks[self._rank], f"{type(error).__name__}: {error}"
         reason = error if isinstance(error, R2cclError) else None
         self._end(
             lambda: CommunicatorRevoked(
                 f"rank {rank}: the group has ended: {text}", reason=reason
             ),
-            text,
-            lost,
+            told,
+            kind,
         )
 
-    def _end(self, make: Callable[[], R2cclError], text: str, lost: int = 0) -> None:
+    def _end(self, make: Callable[[], R2cclError], text: str, kind: int = 0) -> None:
         if self._error is not None:
             return
         self._error = make
         data = text.encode()[:REASON_NBYTES] or b"?"
         begin = REASON + 16
         self._own.data[begin : begin + len(data)] = np.frombuffer(data, np.uint8)
-        self._own.words[REASON // 8 + 1] = lost
+        self._own.words[REASON // 8 + 1] = kind
         self._own.words[REASON // 8] = len(data)
         self._wake_all(self._state)
 
@@ -594,6 +602,8 @@ class LocalGroup:
 
 _ALLREDUCE = int(Collective.ALLREDUCE)
 _NOTHING = np.empty(0, np.uint8)
+#: In the second word of REASON: the calls of two ranks differ.
+_INVALID = -1
 
 
 def _text(packed: int) -> str:

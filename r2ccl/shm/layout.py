@@ -22,8 +22,8 @@ SIGNATURES, NROUNDS = 16, 32
 DONE = 2 * LINE_NBYTES
 #: Threads that sleep until the word changes: this far behind POSTED and DONE.
 WAITERS = LINE_NBYTES
-#: Reason why the owner has given up: bytes of the text, 0 while it has not; 1 + the rank that it has
-#: lost, or 0; then the text in UTF-8.
+#: Reason why the owner has given up: bytes of the text, 0 while it has not; its kind: 1 + the index
+#: of a lost rank, -1 if calls differ, else 0; then the text in UTF-8.
 REASON = 4 * LINE_NBYTES
 REASON_NBYTES = 400
 #: 1 once the owner has closed its group.
@@ -79,6 +79,8 @@ FINISHED = 0
 WAITING = 1
 #: AWAITED made another call, or expects another size.
 DIFFERS, DIFFERS_IN_SIZE = 2, 3
+#: AWAITED has given up; see REASON.
+ENDED = 4
 
 # Flags of a compiled call.
 
@@ -98,6 +100,7 @@ __all__ = [
     "DIFFERS",
     "DIFFERS_IN_SIZE",
     "DONE",
+    "ENDED",
     "FINISHED",
     "FROM_ROOT",
     "LAST",
