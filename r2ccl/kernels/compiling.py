@@ -9,11 +9,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
-from numba import njit
+from numba import extending, njit
 
 _log = logging.getLogger(__name__)
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Lock file in the directory of Numba's cache.
 _LOCK_NAME = "r2ccl.lock"
@@ -49,6 +52,22 @@ def compile_lock(function: Callable[..., Any]) -> Iterator[bool]:
         os.close(descriptor)
 
 
+def inlined(function: _F) -> _F:
+    """Let compiled code call a function.
+
+    As ``numba.extending.register_jitable``, with types. Functions compiled by ``njit`` will not do:
+    one that closes over them has a different key in the disk cache in every process.
+    """
+    result: _F = extending.register_jitable(function)
+    return result
+
+
+def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let compiled code use LLVM instructions: as ``numba.extending.intrinsic``, with types."""
+    result: Callable[..., Any] = extending.intrinsic(function)
+    return result
+
+
 def compile_entry(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
     """Compile a function for one signature; return it without Numba's dispatch of types.
 
@@ -62,19 +81,19 @@ def compile_entry(function: Callable[..., Any], signature: Any) -> Callable[...,
     return entry
 
 
-def digest_of(*files: str) -> int:
-    """Return a number that depends on the contents of source files.
+def digest_of(*modules: ModuleType) -> int:
+    """Return a number that depends on the source of modules.
 
     Numba compiles a function anew if its own file has changed, but not if a file has changed whose
     functions are inlined. A function that uses this number is compiled anew in both cases.
     """
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(Path(file).read_bytes())
+    for module in modules:
+        digest.update(Path(str(module.__file__)).read_bytes())
     return 1 + int.from_bytes(digest.digest()[:4], "little")
 
 
 #: Compiled functions, whose code must not be freed.
 _KEPT: list[Any] = []
 
-__all__ = ["compile_entry", "compile_lock", "digest_of"]
+__all__ = ["compile_entry", "compile_lock", "digest_of", "inlined", "intrinsic"]

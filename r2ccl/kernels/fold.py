@@ -1,10 +1,11 @@
 """Compiled kernels that reduce the arrays of several ranks at once, called by address.
 
-Compiled code calls them through a C function pointer, so one compiled loop serves all operations and
-element types. A kernel combines its sources from the first to the last, one step after another, as
-`r2ccl.kernels.reducer` would: integers wrap, 16-bit floats are computed in float32 and rounded at
-every step, and AVG divides at the end as `r2ccl.kernels.divider` does. Importing this module imports
-Numba (about 0.5 s); a kernel takes 0.2-0.5 s to compile, or some ms to load from Numba's disk cache.
+Compiled code calls them through a C function pointer, so one compiled loop serves all operations
+and element types. A kernel combines its sources from the first to the last, one step after another,
+as `r2ccl.kernels.reducer` would: integers wrap, 16-bit floats are computed in float32 and rounded
+at every step, and AVG divides at the end as `r2ccl.kernels.divider` does. Importing this module
+imports Numba (about 0.5 s); a kernel takes 0.2-0.5 s to compile, or some ms to load from Numba's
+disk cache.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ import numpy as np
 from llvmlite import ir
 from numba import cfunc, types
 from numba.core import cgutils
-from numba.extending import intrinsic, register_jitable
 
 from r2ccl.dtypes import dtype_of
 from r2ccl.kernels import half
-from r2ccl.kernels.compiling import compile_lock
+from r2ccl.kernels.compiling import compile_lock, inlined, intrinsic
 from r2ccl.kernels.host import HALVES, SMALL
 from r2ccl.kernels.table import check_op
 from r2ccl.types import ReduceOp
@@ -48,8 +48,8 @@ def fold_kernel(dtype_code: int, op: ReduceOp | int) -> int:
     -------
     int
         Address of ``void kernel(const int64_t *sources, int64_t count, void *target, int64_t
-        nbytes)``. `sources` holds `count` addresses of arrays of `nbytes` bytes; `target` may be one
-        of them, and must not overlap them otherwise.
+        nbytes)``. `sources` holds `count` addresses of arrays of `nbytes` bytes; `target` may be
+        one of them, and must not overlap them otherwise.
 
     Raises
     ------
@@ -154,54 +154,53 @@ def _scratch(typing_context: Any) -> Any:
     return types.int64(), generate
 
 
-# Helpers use `register_jitable` for the reason given in `r2ccl.kernels.half`.
-@register_jitable
+@inlined
 def _add(x: Any, y: Any) -> Any:
     return x + y
 
 
-@register_jitable
+@inlined
 def _multiply(x: Any, y: Any) -> Any:
     return x * y
 
 
-@register_jitable
+@inlined
 def _minimum(x: Any, y: Any) -> Any:
     # `x` if it is NaN; `y` if only that is.
     return x if (x <= y) | (x != x) else y
 
 
-@register_jitable
+@inlined
 def _maximum(x: Any, y: Any) -> Any:
     return x if (x >= y) | (x != x) else y
 
 
-@register_jitable
+@inlined
 def _logical_and(x: Any, y: Any) -> Any:
     return (x != 0) & (y != 0)
 
 
-@register_jitable
+@inlined
 def _logical_or(x: Any, y: Any) -> Any:
     return (x != 0) | (y != 0)
 
 
-@register_jitable
+@inlined
 def _logical_xor(x: Any, y: Any) -> Any:
     return (x != 0) ^ (y != 0)
 
 
-@register_jitable
+@inlined
 def _and(x: Any, y: Any) -> Any:
     return x & y
 
 
-@register_jitable
+@inlined
 def _or(x: Any, y: Any) -> Any:
     return x | y
 
 
-@register_jitable
+@inlined
 def _xor(x: Any, y: Any) -> Any:
     return x ^ y
 
@@ -220,24 +219,24 @@ _COMBINE: dict[ReduceOp, Callable[..., Any]] = {
 }
 
 
-@register_jitable
+@inlined
 def _divide_signed(x: Any, count: Any) -> Any:
     # Rounds toward zero: `//` rounds down, so a negative sum is rounded up first.
     wide = np.int64(x)
     return (wide + (count - 1 if wide < 0 else 0)) // count
 
 
-@register_jitable
+@inlined
 def _divide_unsigned(x: Any, count: Any) -> Any:
     return np.uint64(x) // np.uint64(count)
 
 
-@register_jitable
+@inlined
 def _divide_float(x: Any, count: Any) -> Any:
     return x / type(x)(count)
 
 
-@register_jitable
+@inlined
 def _divide_complex(x: Any, count: Any) -> Any:
     return complex(x.real / count, x.imag / count)
 

@@ -173,6 +173,7 @@ _CONVERT = {
     "float16": (_float_of_f16, _f16_of_float),
 }
 
+
 @_inline
 def _bf16_quotient(x: Any, divisor: Any) -> Any:
     return _bf16_of_float(np.float32(_float_of_bf16(x) / np.float32(divisor)))

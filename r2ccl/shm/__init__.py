@@ -13,8 +13,8 @@ Each rank owns one segment, a sealed memfd that every other rank of the host map
 All collectives have one structure. Ranks number *rounds*, which never restart: in round j a rank
 copies data into stage slot ``j % 3`` of its segment and stores j in its word ``posted``; peers wait
 for that, read the slot, and store j in their word ``done``. The first round of a call carries the
-call's signature, and every rank waits for it from every other, so calls that differ are found before
-any output is written.
+call's signature, and every rank waits for it from every other, so calls that differ are found
+before any output is written.
 
 Results are reduced in rank order, so they have the same bits on all ranks and in every run.
 """

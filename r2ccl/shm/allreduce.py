@@ -1,9 +1,9 @@
 """Compiled pipeline of large allreduces: reduce-scatter and allgather of one chunk after another.
 
-Each chunk is divided into one share per rank. In round k, a rank copies the shares of its peers from
-its input to its stage slot, reduces its own share of chunk k - 1 from the stage slots of all ranks to
-its result slot, and copies all shares of chunk k - 2 from the result slots to its output. Each
-element is read and written twice by every rank, for any number of ranks.
+Each chunk is divided into one share per rank. In round k, a rank copies the shares of its peers
+from its input to its stage slot, reduces its own share of chunk k - 1 from the stage slots of all
+ranks to its result slot, and copies all shares of chunk k - 2 from the result slots to its output.
+Each element is read and written twice by every rank, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from r2ccl.shm.layout import (
     SLOTS,
     STEP,
     STREAM_NBYTES,
-    TOTAL,
     WAITING,
 )
 from r2ccl.shm.rounds import begin, compare_headers, copy, wait_for_all, write_header
@@ -60,7 +59,7 @@ def compiled_allreduce() -> Allreduce:
         input and the output, which may be equal. Chunks have at most `most` bytes, a multiple of 64
         and at most `SLOT_NBYTES`.
     """
-    version = digest_of(*(each.__file__ for each in (atomics, layout, rounds, waiting)))
+    version = digest_of(atomics, layout, rounds, waiting)
 
     def allreduce(
         address: Any, source_at: Any, target_at: Any, nbytes: Any, most: Any, kernel: Any,

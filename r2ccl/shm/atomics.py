@@ -5,8 +5,8 @@ The functions are Numba intrinsics, which take addresses as int64. x86-64 and ar
 of a 64-bit word, which a futex compares, have the address of the word.
 
 Ordering, as C11 names it: loads acquire and stores release. A store that must be ordered before a
-later load of another word, as in the check for sleeping peers, needs `fence` between them; `add` and
-`fence` are sequentially consistent on both machines.
+later load of another word, as in the check for sleeping peers, needs `fence` between them; `add`
+and `fence` are sequentially consistent on both machines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+from r2ccl.kernels.compiling import intrinsic
 
 _MACHINE = platform.machine()
 #: Numbers of the system call futex(2), by machine (asm/unistd.h).

@@ -4,8 +4,8 @@ These are all but large allreduces: broadcast, allgather, gather, scatter, allto
 with parts of different sizes copy; reduce, reduce_scatter and small allreduces combine the parts of
 all ranks, in rank order, with a kernel of `r2ccl.kernels.fold`. A barrier copies nothing.
 
-In each round, a sender copies the next piece of each part into its stage slot and posts the round. A
-receiver waits for the post of each sender and takes its piece. Senders are one round ahead of the
+In each round, a sender copies the next piece of each part into its stage slot and posts the round.
+A receiver waits for the post of each sender and takes its piece. Senders are one round ahead of the
 receivers, so copies into and out of slots overlap. Each part is written and read twice.
 """
 
@@ -73,7 +73,7 @@ def compiled_exchange() -> Exchange:
         target_step`` of rank d. With a `kernel`, the parts of all ranks are reduced to ``output``
         instead. With `TABLES`, addresses and sizes are those in the state.
     """
-    version = digest_of(*(each.__file__ for each in (atomics, layout, rounds, waiting)))
+    version = digest_of(atomics, layout, rounds, waiting)
 
     def exchange(
         address: Any, source_at: Any, source_step: Any, target_at: Any, target_step: Any,

@@ -58,7 +58,8 @@ Ranges: TypeAlias = Sequence[tuple[int, int]]
 
 #: Allreduces of at most this many bytes times ranks exchange whole inputs: one step instead of two.
 FLAT_NBYTES = 1 << 15
-#: An allreduce has at least this many chunks, of at least `_CHUNK_NBYTES`, so that its steps overlap.
+#: An allreduce has at least this many chunks, of at least `_CHUNK_NBYTES`, so that its steps
+#: overlap.
 _NCHUNKS = 4
 _CHUNK_NBYTES = 1 << 16
 #: Outputs of at least this many bytes are written past the caches.
@@ -66,7 +67,8 @@ _STREAM_NBYTES = 8 << 20
 #: Number of pauses of a wait, by whether there are more ranks than cores: first, least, most.
 _SPINS = {False: (500, 20, 2000), True: (20, 5, 20)}
 _YIELDS = {False: 0, True: 20}
-#: Longest sleep within compiled code, in nanoseconds. After it, Python handles signals and failures.
+#: Longest sleep within compiled code, in nanoseconds. After it, Python handles signals and
+#: failures.
 _SLEEP_NS = 4_000_000
 
 _COUNT_MASK = (1 << 38) - 1
@@ -76,8 +78,9 @@ _WORD = 1 << 64
 def _data_offset() -> int:
     """Return the offset of the data pointer in NumPy's array objects.
 
-    ``PyArrayObject`` begins with the object header, which is followed by the pointer (ndarraytypes.h);
-    its layout is part of NumPy's ABI. Reading it in compiled code costs 1 ns, and `ctypes.data` 800.
+    ``PyArrayObject`` begins with the object header, which is followed by the pointer
+    (ndarraytypes.h); its layout is part of NumPy's ABI. Reading it in compiled code costs 1 ns, and
+    `ctypes.data` 800.
     """
     probe = np.empty(1)
     offset = object.__basicsize__
@@ -93,9 +96,9 @@ class LocalGroup:
     """Ranks of one host that share memory; made by `connect`.
 
     All methods for collectives take flat C-contiguous arrays, which the caller has checked: the
-    dtypes are equal, the sizes fit, and arrays do not overlap unless they are equal. ``code`` is the
-    number of their dtype. *Collective*: all ranks, in the same order. A call that fails ends the
-    group, on all ranks; the contents of outputs are then undefined.
+    dtypes are equal, the sizes fit, and arrays do not overlap unless they are equal. ``code`` is
+    the number of their dtype. *Collective*: all ranks, in the same order. A call that fails ends
+    the group, on all ranks; the contents of outputs are then undefined.
 
     Every collective raises:
 
@@ -165,8 +168,8 @@ class LocalGroup:
         Raises
         ------
         TransportError
-            If any two of the ranks cannot share memory, or memory or descriptors are exhausted; then
-            no rank has a group.
+            If any two of the ranks cannot share memory, or memory or descriptors are exhausted;
+            then no rank has a group.
 
         Notes
         -----
@@ -316,9 +319,7 @@ class LocalGroup:
         """Copy `source` of rank r to range ``places[r]`` of `output` of `root`."""
         sent, put = self._no_parts(), places if places is not None else self._no_parts()
         sent[root] = (0, source.size)
-        self._exchange_parts(
-            Collective.GATHERV, code, 0, source, sent, output, put, TO_ROOT, root
-        )
+        self._exchange_parts(Collective.GATHERV, code, 0, source, sent, output, put, TO_ROOT, root)
 
     def scatterv(
         self, source: Array, output: Array, code: int, places: Ranges | None, root: int
@@ -330,9 +331,7 @@ class LocalGroup:
             Collective.SCATTERV, code, 0, source, sent, output, put, FROM_ROOT, root
         )
 
-    def alltoallv(
-        self, source: Array, output: Array, code: int, sent: Ranges, put: Ranges
-    ) -> None:
+    def alltoallv(self, source: Array, output: Array, code: int, sent: Ranges, put: Ranges) -> None:
         """Copy range ``sent[d]`` of `source` of rank s to range ``put[s]`` of `output` of rank d.
 
         `source` and `output` must not overlap.
@@ -486,16 +485,14 @@ class LocalGroup:
 
     def _fail(self, error: BaseException) -> None:
         """End the group because a call failed."""
+        rank, text = self._place.ranks[self._rank], f"{type(error).__name__}: {error}"
         told = text
         kind = _INVALID if isinstance(error, InvalidArgument) else 0
         if isinstance(error, PeerLost):
             kind, told = 1 + self._place.ranks.index(error.peer), error.why
-        rank, text = self._place.ranks[self._rank], f"{type(error).__name__}: {error}"
         reason = error if isinstance(error, R2cclError) else None
         self._end(
-            lambda: CommunicatorRevoked(
-                f"rank {rank}: the group has ended: {text}", reason=reason
-            ),
+            lambda: CommunicatorRevoked(f"rank {rank}: the group has ended: {text}", reason=reason),
             told,
             kind,
         )
@@ -589,8 +586,8 @@ class LocalGroup:
         theirs = int(words[layout.SIGNATURES // 8 + row]) % _WORD
         mine = given[-1] % _WORD
         return InvalidArgument(
-            f"rank {here} called {_text(mine)}, rank {there} called {_text(theirs)}: all ranks must "
-            "make the same calls in the same order"
+            f"rank {here} called {_text(mine)}, rank {there} called {_text(theirs)}: all ranks "
+            "must make the same calls in the same order"
         )
 
     def _concurrent(self) -> ConcurrentCalls:

@@ -62,8 +62,8 @@ YIELDS = 12
 SLEEP_S, SLEEP_NS = 13, 14
 #: Outputs of at least this many bytes are written past the caches.
 STREAM_NBYTES = 15
-#: Addresses of the segments of all ranks, then space for the sources of a kernel, then the tables of
-#: a call whose parts differ: addresses and bytes of what is sent to each rank, and received.
+#: Addresses of the segments of all ranks, then space for the sources of a kernel, then the tables
+#: of a call whose parts differ: addresses and bytes of what is sent to each rank, and received.
 BASES = 16
 
 

@@ -16,6 +16,8 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from r2ccl.bootstrap.auth import (
     ANSWER_NBYTES,
     NONCE_NBYTES,
@@ -46,7 +48,7 @@ class Peer(NamedTuple):
     pidfd: int
 
 
-class Place(NamedTuple):
+class Place(msgspec.Struct, frozen=True):
     """Place of this rank among those of the host.
 
     ``ranks`` has their numbers in the communicator, for messages; ``index`` is the place of this

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.extending import register_jitable
-
+from r2ccl.kernels.compiling import inlined
 from r2ccl.shm.atomics import load_acquire, move, store_release, stream
 from r2ccl.shm.layout import (
     AWAITED,
@@ -32,7 +31,7 @@ from r2ccl.shm.layout import (
 from r2ccl.shm.waiting import wait
 
 
-@register_jitable
+@inlined
 def begin(state: Any, total: Any) -> None:
     """Set the position to the begin of a call for which this rank needs `total` rounds."""
     state[ROUND] = -1
@@ -41,7 +40,7 @@ def begin(state: Any, total: Any) -> None:
     state[TOTAL] = max(total, 1)
 
 
-@register_jitable
+@inlined
 def write_header(state: Any, address: Any, signature: Any) -> Any:
     """Write the header of the call; return whether the first stage slot may be written."""
     oldest = state[LAST] + 1 - NSLOTS
@@ -57,13 +56,15 @@ def write_header(state: Any, address: Any, signature: Any) -> Any:
     return True
 
 
-@register_jitable
+@inlined
 def compare_headers(state: Any, address: Any, signature: Any) -> Any:
     """Wait for all headers; check that all ranks make the same call, and agree on its rounds."""
     first = state[LAST] + 1
     if not wait_for_all(state, address, POSTED, first):
         return WAITING
-    state[SAFE] = max(state[SAFE], first - 1)  # a rank that begins a call has ended the previous one
+    state[SAFE] = max(
+        state[SAFE], first - 1
+    )  # a rank that begins a call has ended the previous one
     for peer in range(state[NRANKS]):
         base = state[BASES + peer] + 8 * (state[NCALLS] & 1)
         if load_acquire(base + SIGNATURES) != signature:
@@ -77,7 +78,7 @@ def compare_headers(state: Any, address: Any, signature: Any) -> Any:
     return FINISHED
 
 
-@register_jitable
+@inlined
 def wait_for_all(state: Any, address: Any, offset: Any, value: Any) -> Any:
     """Wait until the word at `offset` of every peer is at least `value`; return whether it is."""
     for peer in range(state[NRANKS]):
@@ -87,7 +88,7 @@ def wait_for_all(state: Any, address: Any, offset: Any, value: Any) -> Any:
     return True
 
 
-@register_jitable
+@inlined
 def copy(target: Any, source: Any, nbytes: Any, is_streamed: Any) -> None:
     """Copy to a result; past the caches if `is_streamed`, as it is too large to stay there."""
     if not is_streamed or nbytes < 4096:

@@ -2,8 +2,8 @@
 
 A segment is an anonymous file in memory (memfd), which has no name in any file system and is freed
 with the last process that maps it. Its size is sealed, so no rank can make another one fault by
-shrinking it, and its pages are allocated at once, so a full file system or memory cgroup is an error
-before the first call.
+shrinking it, and its pages are allocated at once, so a full file system or memory cgroup is an
+error before the first call.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """Waiting in compiled code until a word of a peer has reached a value, and waking the peers.
 
 A wait has three phases: `pause` in a loop, ``sched_yield`` in a loop, sleep in the kernel. With a
-core for each rank, a thread pauses for long and never yields, because a yield to a background process
-may take milliseconds. With more ranks than cores it pauses briefly and then yields. The number of
-pauses grows while they suffice and shrinks while they do not, so it also adapts to two ranks that
-the scheduler has put on one core, to a busy neighbour, and to a peer that computes for long.
+core for each rank, a thread pauses for long and never yields, because a yield to a background
+process may take milliseconds. With more ranks than cores it pauses briefly and then yields. The
+number of pauses grows while they suffice and shrinks while they do not, so it also adapts to two
+ranks that the scheduler has put on one core, to a busy neighbour, and to a peer that computes for
+long.
 
-The sleep ends after `SLEEP_NS`, and when the thread receives a signal. The compiled call then returns
-`WAITING`, so that its caller, in Python, handles signals, deadlines and failures and continues it.
+The sleep ends after `SLEEP_NS`, and when the thread receives a signal. The compiled call then
+returns `WAITING`, so that its caller, in Python, handles signals, deadlines and failures and
+continues it.
 """
 
 from __future__ import annotations
@@ -17,9 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 from numba import types
-from numba.extending import register_jitable
 
-from r2ccl.kernels.compiling import compile_entry, digest_of
+from r2ccl.kernels.compiling import compile_entry, digest_of, inlined
 from r2ccl.shm import atomics, layout
 from r2ccl.shm.atomics import (
     add,
@@ -47,7 +48,7 @@ from r2ccl.shm.layout import (
 )
 
 
-@register_jitable
+@inlined
 def publish(word: Any, value: Any) -> None:
     """Store `value` at the address `word` and wake the threads that sleep until it changes."""
     store_release(word, value)
@@ -56,7 +57,7 @@ def publish(word: Any, value: Any) -> None:
         futex_wake(word)
 
 
-@register_jitable
+@inlined
 def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
     """Wait until the word at an address is at least `value`; return whether it is.
 
@@ -81,8 +82,8 @@ def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
         if load_acquire(word) >= value:
             return True
     while True:
-        # A peer that stores the word after this thread has read it sees the count, as `add` here and
-        # `fence` in `publish` are sequentially consistent, and wakes this thread.
+        # A peer that stores the word after this thread has read it sees the count, as `add` here
+        # and `fence` in `publish` are sequentially consistent, and wakes this thread.
         add(word + WAITERS, 1)
         seen = load_ordered(word)
         if seen < value:
@@ -101,7 +102,7 @@ def wake_all() -> Callable[[int], None]:
 
     Their compiled calls return, and their callers look for the reason.
     """
-    version = digest_of(atomics.__file__, layout.__file__)
+    version = digest_of(atomics, layout)
 
     def wake(address: Any) -> None:
         state = words_at(address)

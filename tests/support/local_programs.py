@@ -126,8 +126,10 @@ def _cases(
         yield f"reduce to {place}", out, reduced(parts, code, op) if me == place else new(size)
         out = parts[me].copy()
         group.reduce(out, out, code, op, place)
-        yield f"reduce in place to {place}", out, (
-            reduced(parts, code, op) if me == place else parts[me]
+        yield (
+            f"reduce in place to {place}",
+            out,
+            (reduced(parts, code, op) if me == place else parts[me]),
         )
         out = new(size)
         group.broadcast(parts[me], out, code, place)
@@ -164,7 +166,7 @@ def _cases(
 def _uneven_cases(
     group: LocalGroup, me: int, n: int, size: int, code: int, wholes: list[Array]
 ) -> Iterator[tuple[str, Array, Array]]:
-    """Run the collectives whose parts differ: rank r has r parts in n of `size`, in reverse order."""
+    """Run the collectives whose parts differ in size; they are placed in reverse order."""
     dtype, root = DTYPES[code], n - 1
     counts = [size * rank // n for rank in range(n)]
     starts = [sum(counts[rank + 1 :]) for rank in range(n)]
@@ -256,7 +258,7 @@ def _large(group: LocalGroup, times: int = 1) -> None:
 
 
 def die(host: Host, when: str) -> float:
-    """The last rank kills itself before a call or in one; the others call until they get an error."""
+    """The last rank kills itself before a call or in one; the others call until an error."""
     group = host.connect()
     group.barrier()
     if host.index == host.nranks - 1:
@@ -414,5 +416,3 @@ def leave_nothing(host: Host) -> list[list[str]]:
     group.close()
     note()
     return found
-
-
