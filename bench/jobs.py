@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -147,6 +148,8 @@ class Library(NamedTuple):
 
 
 R2CCL = Library("r2ccl", "tcp")
+#: Shared memory without a communicator: see `local_calls`.
+LOCAL = Library("r2ccl", "shm", lacks=("sendrecv", "scan", "exscan", "reduce_scatterv"))
 GLOO = Library("gloo", "tcp", ("torch",), GLOO_LACKS)
 MPICH = Library("mpich", "shm", ("mpi4py",))
 #: MPICH's ranks treat one another as on different nodes; either of its network layers uses TCP.
@@ -155,6 +158,21 @@ MPICH_TCP = Library(
     "tcp",
     ("mpi4py",),
     env=(("MPIR_CVAR_NOLOCAL", "1"), ("UCX_TLS", "tcp,self"), ("FI_PROVIDER", "tcp")),
+)
+OPENMPI = Library(
+    "openmpi",
+    "shm",
+    ("mpi4py", "openmpi"),
+    env=(
+        ("MPI4PY_MPIABI", "openmpi"),
+        *((f"{name}_PREFIX", sys.prefix) for name in ("OPAL", "PRTE", "PMIX")),
+        *(
+            (f"{name}_ALLOW_RUN_AS_ROOT{suffix}", "1")
+            for name in ("OMPI", "PRTE")
+            for suffix in ("", "_CONFIRM")
+        ),
+        ("LD_LIBRARY_PATH", f"{sys.prefix}/lib"),
+    ),
 )
 
 
@@ -229,19 +247,36 @@ class Job(Ranks):
 def _commands(library: Library, nranks: int, folder: str) -> list[ToStart]:
     """Return the processes to start for a library, each with its own variables."""
     for package in library.packages:
-        if find_spec(package) is None:
+        if not _is_installed(package):
             raise Unavailable(f"the package {package} is not installed")
     worker = [sys.executable, _WORKER, library.name]
-    if library is R2CCL:
+    if library.name == R2CCL.name:
+        worker[-1:] = [f"{library.name}-{library.transport}"]
         return [([sys.executable, "-m", "r2ccl", "launch", "-n", str(nranks), "--", *worker], {})]
     if library.name == MPICH.name:
         return [([_mpiexec(), "-n", str(nranks), *worker], {})]
+    if library.name == OPENMPI.name:
+        # Launcher of Open MPI 5; `mpiexec` may be that of another MPI.
+        prterun = str(Path(sys.executable).with_name("prterun"))
+        options = ["--map-by", ":oversubscribe", "--bind-to", "none"]
+        return [([prterun, "-n", str(nranks), *options, *worker], {})]
     common = {
         "WORLD_SIZE": str(nranks),
         "GLOO_SOCKET_IFNAME": "lo",
         "BENCH_STORE": str(Path(folder, "store")),
     }
     return [(worker, {**common, "RANK": str(rank)}) for rank in range(nranks)]
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether a module or, for Open MPI, which has none, a distribution is installed."""
+    if find_spec(name) is not None:
+        return True
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def _mpiexec() -> str:
@@ -260,8 +295,10 @@ def _mpiexec() -> str:
 
 __all__ = [
     "GLOO",
+    "LOCAL",
     "MPICH",
     "MPICH_TCP",
+    "OPENMPI",
     "R2CCL",
     "Hung",
     "Job",

@@ -1,0 +1,107 @@
+"""Measure collectives in shared memory beside MPICH and Open MPI, on one machine, in one run.
+
+Rounds and loops are those of `peers`. Each MPI also runs with glibc's thresholds raised
+(``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``), so that it keeps its temporary memory. The
+ratio is r2ccl's time divided by that of the better MPI: below 1, r2ccl is faster.
+
+r2ccl is measured as `r2ccl.shm.group.LocalGroup`, without the communicator around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+from collectives import FORMS
+from common import (
+    Stats,
+    add_json_argument,
+    format_size,
+    machine,
+    parse_counts,
+    parse_sizes,
+    write_json,
+)
+from jobs import LOCAL, MPICH, OPENMPI, Library
+from local_calls import COLLECTIVES
+from peers import Samples, sample, start_jobs
+from rich.console import Console
+from rich.table import Table
+
+_SIZES = "256,4K,64K,1M,4M,16M,64M"
+_KEPT = (("MALLOC_MMAP_THRESHOLD_", str(1 << 30)), ("MALLOC_TRIM_THRESHOLD_", str(1 << 31)))
+_MPIS = tuple(
+    each._replace(transport=f"{each.transport}{suffix}", env=each.env + env)
+    for each in (MPICH, OPENMPI)
+    for suffix, env in (("", ()), (", malloc", _KEPT))
+)
+_LIBRARIES: tuple[Library, ...] = (LOCAL, *_MPIS)
+
+
+def rows_of(samples: Samples, collective: str, nranks: int) -> list[dict[str, Any]]:
+    """Return one JSON object per size."""
+    rows = []
+    for nbytes in sorted({size for _, size in samples}):
+        times = {
+            f"{library.name} ({library.transport})": Stats.of(samples[library, nbytes]).median * 1e6
+            for library in _LIBRARIES
+            if (library, nbytes) in samples
+        }
+        ours, *others = times.values()
+        ratio = ours / min(others) if others else None
+        rows.append(
+            {
+                "collective": collective,
+                "nranks": nranks,
+                "nbytes": nbytes,
+                "median_us": times,
+                "ratio": ratio,
+            }
+        )
+    return rows
+
+
+def table_of(rows: list[dict[str, Any]], collective: str, nranks: int) -> Table:
+    """Return the rows as a table, one line per size."""
+    table = Table(title=f"{collective}, float32, {nranks} ranks: µs, median; ratio to the better")
+    names = list(rows[0]["median_us"])
+    for name in ("size", *names, "ratio"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = [f"{row['median_us'].get(name, float('nan')):,.1f}" for name in names]
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        table.add_row(format_size(row["nbytes"]), *cells, ratio)
+    return table
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Compare shared memory with MPICH and Open MPI.")
+    parser.add_argument("--collective", choices=[*COLLECTIVES, "all"], default="allreduce")
+    parser.add_argument("--nranks", type=parse_counts, default="2,4", help="default: 2,4")
+    parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help=f"default: {_SIZES}")
+    parser.add_argument("--rounds", type=int, default=9, help="default: 9")
+    parser.add_argument("--loop-s", type=float, default=0.02, help="default: 0.02")
+    parser.add_argument("--budget-s", type=float, default=600.0, help="default: 600")
+    add_json_argument(parser)
+    args = parser.parse_args()
+    out = Console(width=None if sys.stdout.isatty() else 140)
+    out.print(" · ".join(f"{key} {value}" for key, value in machine().items()), highlight=False)
+    results: list[dict[str, Any]] = []
+    chosen = [each for each in FORMS if args.collective in (each, "all") and each in COLLECTIVES]
+    for nranks in args.nranks:
+        with ExitStack() as stack:
+            jobs = start_jobs(_LIBRARIES, nranks, stack, out)
+            for collective in chosen:
+                rows = rows_of(sample(jobs, collective, args, out), collective, nranks)
+                out.print(table_of(rows, collective, nranks))
+                results += rows
+    if args.json:
+        write_json(args.json, results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
