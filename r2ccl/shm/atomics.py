@@ -22,9 +22,9 @@ from numba.core import cgutils
 from r2ccl.kernels.compiling import intrinsic
 
 _MACHINE = platform.machine()
-#: Numbers of the system call futex(2), by machine (asm/unistd.h).
-_FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98}
-_FUTEX = _FUTEX_NUMBERS.get(_MACHINE, 0)
+#: Numbers of futex(2), sched_setaffinity(2) and sched_getaffinity(2), by machine (asm/unistd.h).
+_NUMBERS = {"x86_64": (202, 203, 204), "aarch64": (98, 122, 123)}
+_FUTEX, _SET_AFFINITY, _GET_AFFINITY = _NUMBERS.get(_MACHINE, (0, 0, 0))
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _EVERYONE = 2**31 - 1
 
@@ -36,10 +36,10 @@ _VOID = ir.VoidType()
 def _find_obstacle() -> str:
     """Return why this process cannot compile the functions below; empty if it can."""
     if not _FUTEX:
-        return f"machine {_MACHINE!r}: supported are {', '.join(sorted(_FUTEX_NUMBERS))}"
+        return f"machine {_MACHINE!r}: supported are {', '.join(sorted(_NUMBERS))}"
     # LLVM ends the process if it does not find a symbol.
     library = ctypes.CDLL(None)
-    missing = [name for name in ("syscall", "sched_yield") if not hasattr(library, name)]
+    missing = [name for name in ("syscall", "sched_yield", "sched_getcpu") if not hasattr(library, name)]
     return f"libc lacks {', '.join(missing)}" if missing else ""
 
 
@@ -145,6 +145,38 @@ def sched_yield(typing_context: Any) -> Any:
 
 
 @intrinsic
+def current_cpu(typing_context: Any) -> Any:
+    """Return the number of the CPU that runs this thread: sched_getcpu(3)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I32, [])
+        function = cgutils.get_or_insert_function(builder.module, kind, "sched_getcpu")
+        return builder.sext(builder.call(function, []), _I64)
+
+    return types.int64(), generate
+
+
+@intrinsic
+def read_affinity(typing_context: Any, address: Any, nbytes: Any) -> Any:
+    """Write this thread's set of allowed CPUs to `address`: sched_getaffinity(2)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call_system(builder, _GET_AFFINITY, [_I64(0), args[1], args[0]])
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def write_affinity(typing_context: Any, address: Any, nbytes: Any) -> Any:
+    """Let this thread run on the CPUs in the set at `address`: sched_setaffinity(2)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call_system(builder, _SET_AFFINITY, [_I64(0), args[1], args[0]])
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
 def futex_wait(typing_context: Any, address: Any, value: Any, timeout: Any) -> Any:
     """Sleep while the lower 32 bits of the word at `address` are those of `value`.
 
@@ -155,7 +187,7 @@ def futex_wait(typing_context: Any, address: Any, value: Any, timeout: Any) -> A
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         low = builder.zext(builder.trunc(args[1], _I32), _I64)
         arguments = [args[0], _I64(_FUTEX_WAIT), low, args[2], _I64(0), _I64(0)]
-        _call_futex(builder, arguments)
+        _call_system(builder, _FUTEX, arguments)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
@@ -167,7 +199,7 @@ def futex_wake(typing_context: Any, address: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         arguments = [args[0], _I64(_FUTEX_WAKE), _I64(_EVERYONE), _I64(0), _I64(0), _I64(0)]
-        _call_futex(builder, arguments)
+        _call_system(builder, _FUTEX, arguments)
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -238,16 +270,17 @@ def _call_void(builder: Any, name: str) -> None:
     builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
 
 
-def _call_futex(builder: Any, arguments: Any) -> None:
+def _call_system(builder: Any, number: int, arguments: Any) -> Any:
     kind = ir.FunctionType(_I64, [_I64], var_arg=True)
     function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
-    builder.call(function, [_I64(_FUTEX), *arguments])
+    return builder.call(function, [_I64(number), *arguments])
 
 
 __all__ = [
     "UNSUPPORTED",
     "add",
     "call_kernel",
+    "current_cpu",
     "fence",
     "futex_wait",
     "futex_wake",
@@ -255,9 +288,11 @@ __all__ = [
     "load_ordered",
     "move",
     "pause",
+    "read_affinity",
     "sched_yield",
     "store_release",
     "stream",
     "stream_fence",
     "words_at",
+    "write_affinity",
 ]

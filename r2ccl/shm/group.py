@@ -110,7 +110,7 @@ class LocalGroup:
     """
 
     def __init__(
-        self, own: Segment, peers: dict[int, Peer], place: Place, *, ncpus: int, timeout_s: float
+        self, own: Segment, peers: dict[int, Peer], place: Place, *, timeout_s: float
     ) -> None:
         self._place = place
         self._rank = place.index
@@ -125,7 +125,7 @@ class LocalGroup:
         self._dead: set[int] = set()
         self._kernels: dict[int, int] = {}
         self._heads: dict[int, int] = {}
-        self._memory = self._make_state(self._nranks > ncpus)
+        self._memory = self._make_state()
         self._state = int(self._memory.ctypes.data)
         self._run_exchange: Exchange = compiled_exchange()
         self._run_allreduce: Allreduce | None = None
@@ -200,8 +200,7 @@ class LocalGroup:
             own.close()
             raise
         own.close_descriptor()
-        ncpus = len(os.sched_getaffinity(0))
-        return cls(own, peers, place, ncpus=ncpus, timeout_s=timeout_s)
+        return cls(own, peers, place, timeout_s=timeout_s)
 
     # Collectives
 
@@ -525,13 +524,17 @@ class LocalGroup:
 
     # State
 
-    def _make_state(self, is_crowded: bool) -> npt.NDArray[np.int64]:
+    def _make_state(self) -> npt.NDArray[np.int64]:
         state = np.zeros(layout.state_size(self._nranks), np.int64)
         state[layout.RANK], state[layout.NRANKS] = self._rank, self._nranks
-        state[[layout.SPIN, layout.SPIN_MIN, layout.SPIN_MAX]] = _SPINS[is_crowded]
-        state[layout.YIELDS] = _YIELDS[is_crowded]
         state[layout.SLEEP_NS] = _SLEEP_NS
         state[layout.STREAM_NBYTES] = _STREAM_NBYTES
+        cpus = sorted(os.sched_getaffinity(0))
+        is_crowded = self._nranks > len(cpus)
+        is_known = not is_crowded and cpus[-1] < 8 * layout.CPU_SET_NBYTES
+        state[layout.HOME] = cpus[self._rank] if is_known else -1
+        state[[layout.SPIN, layout.SPIN_MIN, layout.SPIN_MAX]] = _SPINS[is_crowded]
+        state[layout.YIELDS] = _YIELDS[is_crowded]
         for index in range(self._nranks):
             segment = self._own if index == self._rank else self._peers[index].segment
             state[layout.BASES + index] = segment.address

@@ -10,6 +10,8 @@ from __future__ import annotations
 #: Bytes between words that different ranks write. Two lines of 64 bytes, because Intel's processors
 #: fetch lines in pairs; lines of some arm64 processors have 128 bytes.
 LINE_NBYTES = 128
+#: Segments are mapped at multiples of this, which POSTED and DONE are below.
+PAGE_NBYTES = 4096
 
 # Offsets in a segment, in bytes.
 
@@ -28,6 +30,8 @@ REASON = 4 * LINE_NBYTES
 REASON_NBYTES = 400
 #: 1 once the owner has closed its group.
 CLOSED = 8 * LINE_NBYTES
+#: CPU on which the owner last found that it waits for too long.
+CPU = 9 * LINE_NBYTES
 #: Two rows, for calls with even and odd numbers: bytes that the owner sends to each rank, for
 #: collectives whose parts differ in size.
 LENGTHS = 16 * LINE_NBYTES
@@ -62,14 +66,20 @@ YIELDS = 12
 SLEEP_S, SLEEP_NS = 13, 14
 #: Outputs of at least this many bytes are written past the caches.
 STREAM_NBYTES = 15
+#: Number of waits, one after another, for which the pauses did not suffice.
+MISSES = 16
 #: Addresses of the segments of all ranks, then space for the sources of a kernel, then the tables
 #: of a call whose parts differ: addresses and bytes of what is sent to each rank, and received.
-BASES = 16
+BASES = 18
+#: CPU to which this rank moves if it finds itself on that of the rank it waits for; -1: none.
+HOME = 17
+#: Bytes of a set of CPUs (1,024 of them); two follow the tables.
+CPU_SET_NBYTES = 128
 
 
 def state_size(nranks: int) -> int:
     """Return the number of words of the state."""
-    return BASES + 6 * nranks
+    return BASES + 6 * nranks + 2 * CPU_SET_NBYTES // 8
 
 
 # Results of a compiled call.
@@ -97,20 +107,25 @@ __all__ = [
     "AWAITED",
     "BASES",
     "CLOSED",
+    "CPU",
+    "CPU_SET_NBYTES",
     "DIFFERS",
     "DIFFERS_IN_SIZE",
     "DONE",
     "ENDED",
     "FINISHED",
     "FROM_ROOT",
+    "HOME",
     "LAST",
     "LENGTHS",
     "LINE_NBYTES",
     "MAX_NRANKS",
+    "MISSES",
     "NCALLS",
     "NRANKS",
     "NROUNDS",
     "NSLOTS",
+    "PAGE_NBYTES",
     "POSTED",
     "RANK",
     "REASON",

@@ -24,21 +24,30 @@ from r2ccl.kernels.compiling import compile_entry, digest_of, inlined
 from r2ccl.shm import atomics, layout
 from r2ccl.shm.atomics import (
     add,
+    current_cpu,
     fence,
     futex_wait,
     futex_wake,
     load_acquire,
     load_ordered,
     pause,
+    read_affinity,
     sched_yield,
     store_release,
     words_at,
+    write_affinity,
 )
 from r2ccl.shm.layout import (
     BASES,
+    CPU,
+    CPU_SET_NBYTES,
     DONE,
+    HOME,
+    MISSES,
     NRANKS,
+    PAGE_NBYTES,
     POSTED,
+    RANK,
     SLEEP_S,
     SPIN,
     SPIN_MAX,
@@ -46,6 +55,10 @@ from r2ccl.shm.layout import (
     WAITERS,
     YIELDS,
 )
+
+#: One in so many waits for which the pauses did not suffice pauses for the longest time. Two ranks that
+#: wake each other are always late, so short pauses alone would never suffice again.
+_PROBE_EVERY = 16
 
 
 @inlined
@@ -55,6 +68,31 @@ def publish(word: Any, value: Any) -> None:
     fence()
     if load_acquire(word + WAITERS) > 0:
         futex_wake(word)
+
+
+@inlined
+def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
+    """Move to the CPU `HOME` if the owner of `word` waits on the CPU of this thread.
+
+    The scheduler often wakes a thread on the CPU of the thread that wakes it. Two ranks that share a
+    CPU wait for each other's time slices, and stay, because both sleep. The set of CPUs on which this
+    thread may run is not changed.
+    """
+    home = state[HOME]
+    if home < 0:
+        return
+    cpu = current_cpu()
+    store_release(state[BASES + state[RANK]] + CPU, cpu + 1)
+    segment = word & -PAGE_NBYTES
+    if cpu == home or load_acquire(segment + CPU) != cpu + 1:
+        return
+    allowed = address + 8 * (BASES + 6 * state[NRANKS])
+    only_home = allowed + CPU_SET_NBYTES
+    here = words_at(allowed)
+    if read_affinity(allowed, CPU_SET_NBYTES) > 0 and here[home >> 6] >> (home & 63) & 1:
+        words_at(only_home)[home >> 6] = 1 << (home & 63)
+        write_affinity(only_home, CPU_SET_NBYTES)
+        write_affinity(allowed, CPU_SET_NBYTES)
 
 
 @inlined
@@ -71,12 +109,18 @@ def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
     if load_acquire(word) >= value:
         return True
     limit = state[SPIN]
+    if state[MISSES] >= _PROBE_EVERY:
+        leave_cpu_of_peer(state, address, word)
+        limit = state[SPIN_MAX]
+        state[MISSES] = 0
     for _ in range(limit):
         pause()
         if load_acquire(word) >= value:
-            state[SPIN] = min(state[SPIN_MAX], limit + (limit >> 3) + 1)
+            state[SPIN] = min(state[SPIN_MAX], max(limit, 2 * state[SPIN]))
+            state[MISSES] = 0
             return True
-    state[SPIN] = max(state[SPIN_MIN], limit - (limit >> 2))
+    state[SPIN] = max(state[SPIN_MIN], state[SPIN] - (state[SPIN] >> 2))
+    state[MISSES] += 1
     for _ in range(state[YIELDS]):
         sched_yield()
         if load_acquire(word) >= value:
