@@ -39,7 +39,9 @@ def _find_obstacle() -> str:
         return f"machine {_MACHINE!r}: supported are {', '.join(sorted(_NUMBERS))}"
     # LLVM ends the process if it does not find a symbol.
     library = ctypes.CDLL(None)
-    missing = [name for name in ("syscall", "sched_yield", "sched_getcpu") if not hasattr(library, name)]
+    missing = [
+        name for name in ("syscall", "sched_yield", "sched_getcpu") if not hasattr(library, name)
+    ]
     return f"libc lacks {', '.join(missing)}" if missing else ""
 
 

@@ -120,6 +120,7 @@ class LocalGroup:
         self._peers = peers
         #: Held while a call runs, and while the memory is unmapped.
         self._turn = Lock()
+        self._take_turn, self._end_turn = self._turn.acquire, self._turn.release
         self._error: Callable[[], R2cclError] | None = None
         #: Indices of ranks whose process has ended.
         self._dead: set[int] = set()
@@ -220,32 +221,24 @@ class LocalGroup:
             If there is no kernel for the dtype and op (see `has_kernel`), or as for every call.
         """
         key = (code << 4) | op
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            kernel = self._kernel(code, op)
-        nbytes = source.nbytes
+        kernel = self._kernels.get(key) or self._kernel(code, op)
+        call = self._heads.get(key)  # ALLREDUCE is 0
+        if call is None:
+            call = self._head(_ALLREDUCE, code, op)
+        call |= source.size & _COUNT_MASK
+        nbytes, given = source.nbytes, (id(source) + _DATA, id(output) + _DATA)
         if nbytes * self._nranks <= FLAT_NBYTES:
-            self._exchange(
-                _ALLREDUCE, code, op, source.size, source, 0, output, 0, nbytes, kernel, SHARED
+            source_at, output_at = given
+            self._call(
+                self._run_exchange,
+                (self._state, source_at, 0, output_at, 0, nbytes, 0, kernel, call, SHARED),
             )
             return
         run = self._run_allreduce
         if run is None:
             run = self._run_allreduce = compiled_allreduce()
         most = min(SLOT_NBYTES, max(_CHUNK_NBYTES, (nbytes // _NCHUNKS + 63) & -64))
-        head = self._heads.get(key)  # ALLREDUCE is 0
-        if head is None:
-            head = self._head(_ALLREDUCE, code, op)
-        given = (
-            self._state,
-            id(source) + _DATA,
-            id(output) + _DATA,
-            nbytes,
-            most,
-            kernel,
-            head | (source.size & _COUNT_MASK),
-        )
-        self._call(run, given, 0)
+        self._call(run, (self._state, *given, nbytes, most, kernel, call, 0))
 
     def reduce_scatter(self, source: Array, output: Array, code: int, op: int) -> None:
         """Reduce `source` of all ranks; rank r gets part r of the result in `output`.
@@ -400,52 +393,53 @@ class LocalGroup:
             root,
             kernel,
             head | (root << 38) | (count & _COUNT_MASK),
+            flags,
         )
-        self._call(self._run_exchange, given, flags)
+        self._call(self._run_exchange, given)
 
     def _exchange_parts(
         self, collective: int, code: int, count: int, source: Array, sent: Ranges,
         output: Array, put: Ranges, flags: int, root: int,
     ) -> None:  # fmt: skip
-        if not self._turn.acquire(blocking=False):
+        if not self._take_turn(False):
             raise self._concurrent()
         try:
             itemsize = output.itemsize
-            tables = self._memory[layout.BASES + 2 * self._nranks :].reshape(4, self._nranks)
+            first = layout.BASES + 2 * self._nranks
+            tables = self._memory[first : first + 4 * self._nranks].reshape(4, self._nranks)
             for row, array, ranges in ((0, source, sent), (2, output, put)):
                 table = np.array(ranges, np.int64).T * itemsize
                 tables[row] = table[0] + array.ctypes.data
                 tables[row + 1] = table[1]
             nbytes = int(tables[3].sum()) // self._nranks
         finally:
-            self._turn.release()
+            self._end_turn()
         self._exchange(
             collective, code, 0, count, source, 0, output, 0, nbytes, 0, flags | TABLES, root
         )
 
-    def _call(self, run: Callable[..., int], given: tuple[int, ...], flags: int) -> None:
-        """Run a compiled call to its end."""
-        if not self._turn.acquire(blocking=False):
+    def _call(self, run: Callable[..., int], given: tuple[int, ...]) -> None:
+        """Run a compiled call to its end; its last arguments are the signature and the flags."""
+        if not self._take_turn(False):
             raise self._concurrent()
         try:
             if self._error is not None:
                 raise self._error()
-            result = run(*given, flags)
+            result = run(*given)
             if result:
-                self._continue(run, given, flags, result)
+                self._continue(run, given, result)
         finally:
-            self._turn.release()
+            self._end_turn()
 
-    def _continue(
-        self, run: Callable[..., int], given: tuple[int, ...], flags: int, result: int
-    ) -> None:
+    def _continue(self, run: Callable[..., int], given: tuple[int, ...], result: int) -> None:
         """Continue a call that waits, until it has finished, failed or timed out."""
         began_s = monotonic()
+        *rest, flags = given
         try:
             while result == WAITING:
                 lost = self._find_end()
                 # The awaited rank may have acted before it ended.
-                result = run(*given, flags | RESUME)
+                result = run(*rest, flags | RESUME)
                 if result == WAITING:
                     if lost is not None:
                         raise lost
@@ -453,7 +447,7 @@ class LocalGroup:
                         raise self._timed_out()
             if result:
                 ended = self._find_end() if result == ENDED else None
-                raise ended or self._differs(result, given)
+                raise ended or self._differs(result, rest[-1])
         except BaseException as exc:
             self._fail(exc)
             raise
@@ -576,7 +570,7 @@ class LocalGroup:
             status="TIMEOUT",
         )
 
-    def _differs(self, result: int, given: tuple[int, ...]) -> InvalidArgument:
+    def _differs(self, result: int, call: int) -> InvalidArgument:
         ranks, index = self._place.ranks, int(self._memory[AWAITED])
         here, there = ranks[self._rank], ranks[index]
         if result == DIFFERS_IN_SIZE:
@@ -587,7 +581,7 @@ class LocalGroup:
         words = self._peers[index].segment.words
         row = int(self._memory[layout.NCALLS]) & 1
         theirs = int(words[layout.SIGNATURES // 8 + row]) % _WORD
-        mine = given[-1] % _WORD
+        mine = call % _WORD
         return InvalidArgument(
             f"rank {here} called {_text(mine)}, rank {there} called {_text(theirs)}: all ranks "
             "must make the same calls in the same order"

@@ -56,8 +56,8 @@ from r2ccl.shm.layout import (
     YIELDS,
 )
 
-#: One in so many waits for which the pauses did not suffice pauses for the longest time. Two ranks that
-#: wake each other are always late, so short pauses alone would never suffice again.
+#: One in so many waits for which the pauses did not suffice pauses for the longest time. Two ranks
+#: that wake each other are always late, so short pauses alone would never suffice again.
 _PROBE_EVERY = 16
 
 
@@ -74,9 +74,9 @@ def publish(word: Any, value: Any) -> None:
 def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
     """Move to the CPU `HOME` if the owner of `word` waits on the CPU of this thread.
 
-    The scheduler often wakes a thread on the CPU of the thread that wakes it. Two ranks that share a
-    CPU wait for each other's time slices, and stay, because both sleep. The set of CPUs on which this
-    thread may run is not changed.
+    The scheduler often wakes a thread on the CPU of the thread that wakes it. Two ranks that share
+    a CPU wait for each other's time slices, and stay, because both sleep. The set of CPUs on which
+    this thread may run is not changed.
     """
     home = state[HOME]
     if home < 0:

@@ -1,0 +1,67 @@
+"""Segments: sealed, allocated at once, checked when mapped, and passed only to known processes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+
+import pytest
+
+from r2ccl.errors import TransportError
+from r2ccl.shm.layout import SEGMENT_NBYTES
+from r2ccl.shm.segment import Segment
+
+
+@pytest.fixture
+def segment():
+    made = Segment.create()
+    yield made
+    made.close()
+
+
+def test_size_of_a_segment_cannot_change(segment):
+    for nbytes in (0, 2 * SEGMENT_NBYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.descriptor, nbytes)
+
+
+def test_pages_are_allocated_at_once(segment):
+    assert os.fstat(segment.descriptor).st_blocks * 512 >= SEGMENT_NBYTES
+
+
+def test_two_mappings_share_memory(segment):
+    other = Segment(os.dup(segment.descriptor))
+    segment.words[5] = 77
+    assert other.words[5] == 77
+    assert other.address != segment.address
+    other.close()
+
+
+def test_memory_without_seals_is_refused():
+    descriptor = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, SEGMENT_NBYTES)
+    with pytest.raises(TransportError, match="with seals 0x0"):
+        Segment(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_memory_of_another_size_is_refused():
+    descriptor = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, 4096)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    with pytest.raises(TransportError, match="memory of 4096 bytes"):
+        Segment(descriptor)
+
+
+def test_full_memory_is_an_error_with_advice(monkeypatch):
+    def refuse(descriptor, offset, nbytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(TransportError, match="cannot allocate"):
+        Segment.create()
+    assert os.listdir("/proc/self/fd") == before

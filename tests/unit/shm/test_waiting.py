@@ -1,0 +1,142 @@
+"""Compiled waits and copies: what they order, when they return."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from numba import njit, types
+
+from r2ccl.shm import atomics
+from r2ccl.shm.layout import (
+    BASES,
+    HOME,
+    MISSES,
+    NRANKS,
+    PAGE_NBYTES,
+    RANK,
+    SLEEP_NS,
+    SPIN,
+    SPIN_MAX,
+    SPIN_MIN,
+    WAITERS,
+    state_size,
+)
+from r2ccl.shm.rounds import copy
+from r2ccl.shm.waiting import publish, wait
+
+_I64 = types.int64
+
+
+def _wait(address, word, value):
+    return wait(atomics.words_at(address), address, word, value)
+
+
+def _publish(word, value):
+    publish(word, value)
+
+
+def _copy(target, source, nbytes, is_streamed):
+    copy(target, source, nbytes, is_streamed)
+    atomics.stream_fence()
+
+
+@pytest.fixture(scope="module")
+def compiled_wait():
+    return njit(types.boolean(_I64, _I64, _I64), nogil=True)(_wait)
+
+
+@pytest.fixture(scope="module")
+def compiled_publish():
+    return njit(types.void(_I64, _I64), nogil=True)(_publish)
+
+
+class Memory:
+    """A state, and a page with the word that is waited for."""
+
+    def __init__(self, sleep_ns=2_000_000):
+        self.state = np.zeros(state_size(2), np.int64)
+        self.pages = np.zeros(2 * PAGE_NBYTES // 8, np.int64)
+        offset = -self.pages.ctypes.data % PAGE_NBYTES // 8
+        self.words = self.pages[offset:]
+        self.word = self.words.ctypes.data
+        self.state[[RANK, NRANKS]] = 0, 2
+        self.state[[SPIN, SPIN_MIN, SPIN_MAX]] = 10, 5, 100
+        self.state[SLEEP_NS] = sleep_ns
+        self.state[HOME] = -1
+        self.state[BASES : BASES + 2] = self.word
+        self.address = self.state.ctypes.data
+
+
+def test_wait_for_a_reached_value_returns_at_once(compiled_wait):
+    memory = Memory()
+    memory.words[0] = 8
+    assert compiled_wait(memory.address, memory.word, 8)
+    assert memory.state[MISSES] == 0
+
+
+def test_wait_returns_after_the_sleep(compiled_wait):
+    memory = Memory()
+    memory.words[0] = 7
+    assert not compiled_wait(memory.address, memory.word, 8)
+    assert memory.words[WAITERS // 8] == 0
+
+
+def test_vain_waits_pause_less_and_less(compiled_wait):
+    memory = Memory(sleep_ns=1000)
+    for _ in range(10):
+        compiled_wait(memory.address, memory.word, 1)
+    assert memory.state[SPIN] == memory.state[SPIN_MIN] + 1  # a quarter of 6 is 1, of 5 too
+    assert memory.state[MISSES] == 10
+
+
+def test_publish_wakes_a_sleeping_thread(compiled_wait, compiled_publish):
+    memory = Memory(sleep_ns=999_000_000)
+    results = []
+
+    def sleep():
+        began_s = time.monotonic()
+        results.append(compiled_wait(memory.address, memory.word, 3))
+        results.append(time.monotonic() - began_s < 0.9)
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    while not memory.words[WAITERS // 8]:
+        time.sleep(0.001)
+    compiled_publish(memory.word, 3)
+    thread.join()
+    assert results == [True, True]
+
+
+def test_words_are_seen_in_the_order_of_publishing(compiled_wait, compiled_publish):
+    memory = Memory(sleep_ns=999_000_000)
+    seen = []
+
+    def read():
+        for number in range(1, 200):
+            while not compiled_wait(memory.address, memory.word, number):
+                pass
+            seen.append(memory.words[64 + number % 8] >= number)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for number in range(1, 200):
+        memory.words[64 + number % 8] = number
+        compiled_publish(memory.word, number)
+    thread.join()
+    assert all(seen)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 4095, 4096, 4097, 70_001])
+def test_copies_are_exact_at_any_alignment(is_streamed, nbytes):
+    compiled = njit(types.void(_I64, _I64, _I64, types.boolean))(_copy)
+    source = np.random.default_rng(nbytes).integers(0, 255, nbytes + 64).astype(np.uint8)
+    for offset in (0, 1, 33, 63):
+        target = np.zeros(nbytes + 128, np.uint8)
+        compiled(target.ctypes.data + offset, source.ctypes.data + 3, nbytes, is_streamed)
+        assert target[offset : offset + nbytes].tobytes() == source[3 : 3 + nbytes].tobytes()
+        assert not target[:offset].any()
+        assert not target[offset + nbytes :].any()
