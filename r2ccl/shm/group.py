@@ -46,7 +46,7 @@ from r2ccl.shm.layout import (
     TO_ROOT,
     WAITING,
 )
-from r2ccl.shm.passing import Peer, Place, pass_segments
+from r2ccl.shm.passing import MappedPeer, Place, pass_segments
 from r2ccl.shm.segment import Segment
 from r2ccl.shm.waiting import wake_all
 from r2ccl.types import AllgatherBytes, CallSignature, Collective, ReduceOp
@@ -85,7 +85,7 @@ def _data_offset() -> int:
     probe = np.empty(1)
     offset = object.__basicsize__
     if ctypes.c_int64.from_address(id(probe) + offset).value != probe.ctypes.data:
-        raise InternalError("NumPy's arrays have an unknown layout; set R2CC_SHM=0")
+        raise InternalError("NumPy's arrays have another layout than its ABI says")
     return offset
 
 
@@ -110,7 +110,7 @@ class LocalGroup:
     """
 
     def __init__(
-        self, own: Segment, peers: dict[int, Peer], place: Place, *, timeout_s: float
+        self, own: Segment, peers: dict[int, MappedPeer], place: Place, *, timeout_s: float
     ) -> None:
         self._place = place
         self._rank = place.index
@@ -193,7 +193,7 @@ class LocalGroup:
                 own.close()
             unable = [rank for rank, each in zip(ranks, ready, strict=True) if not each[0]]
             raise TransportError(
-                f"rank {ranks[index]}: {problem or f'ranks {unable} cannot share memory'}"
+                f"rank {ranks[index]} cannot share memory: {problem or f'ranks {unable} cannot'}"
             )
         try:
             peers = pass_segments(own, place, exchange, secret, connect_timeout_s)
@@ -590,7 +590,8 @@ class LocalGroup:
     def _concurrent(self) -> ConcurrentCalls:
         return ConcurrentCalls(
             f"rank {self._place.ranks[self._rank]}: a call was made while another call is in "
-            "progress: calls are allowed from one thread at a time"
+            "progress, in another thread, or in this thread below a signal handler: calls are "
+            "allowed from one thread at a time"
         )
 
 

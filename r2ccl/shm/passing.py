@@ -41,7 +41,7 @@ _CREDENTIALS = struct.Struct("iII")
 _HANDSHAKE_S = 5.0
 
 
-class Peer(NamedTuple):
+class MappedPeer(NamedTuple):
     """Segment of a peer, and a descriptor that becomes readable when its process ends."""
 
     segment: Segment
@@ -62,7 +62,7 @@ class Place(msgspec.Struct, frozen=True):
 
 def pass_segments(
     own: Segment, place: Place, exchange: AllgatherBytes, secret: Secret, timeout_s: float
-) -> dict[int, Peer]:
+) -> dict[int, MappedPeer]:
     """Exchange segments with all other ranks of the host.
 
     Parameters
@@ -78,7 +78,7 @@ def pass_segments(
 
     Returns
     -------
-    dict of int to Peer
+    dict of int to MappedPeer
         By index in ``place.ranks``.
 
     Raises
@@ -90,7 +90,7 @@ def pass_segments(
     -----
     *Collective*: all ranks of `place`.
     """
-    found: dict[int, Peer] = {}
+    found: dict[int, MappedPeer] = {}
     problem = ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
         name = secrets.token_bytes(_NAME_NBYTES)
@@ -126,7 +126,7 @@ _PROBLEM_NBYTES = 256
 
 def _dial(
     name: bytes, index: int, own: Segment, place: Place, secret: Secret, timeout_s: float
-) -> Peer:
+) -> MappedPeer:
     claim = Claim(Purpose.SEGMENT, place.communicator, place.index, index)
     dialer = Dialer(secret, claim, secrets.token_bytes(NONCE_NBYTES))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
@@ -141,7 +141,7 @@ def _dial(
 
 def _accept_all(
     listener: socket.socket,
-    found: dict[int, Peer],
+    found: dict[int, MappedPeer],
     own: Segment,
     place: Place,
     secret: Secret,
@@ -169,7 +169,7 @@ def _accept_all(
                 continue
 
 
-def _swap(connection: socket.socket, own: Segment, pid: int) -> Peer:
+def _swap(connection: socket.socket, own: Segment, pid: int) -> MappedPeer:
     socket.send_fds(connection, [b"s"], [own.descriptor])
     message, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if message != b"s" or len(descriptors) != 1:
@@ -179,7 +179,7 @@ def _swap(connection: socket.socket, own: Segment, pid: int) -> Peer:
     segment = Segment(descriptors[0])
     segment.close_descriptor()
     try:
-        return Peer(segment, os.pidfd_open(pid))
+        return MappedPeer(segment, os.pidfd_open(pid))
     except OSError:
         segment.close()
         raise
@@ -210,4 +210,4 @@ def _abstract(name: bytes) -> bytes:
     return b"\0r2ccl-" + name.hex().encode()
 
 
-__all__ = ["Peer", "Place", "pass_segments"]
+__all__ = ["MappedPeer", "Place", "pass_segments"]
