@@ -174,7 +174,7 @@ class LocalGroup:
 
         Notes
         -----
-        *Collective*: all ranks of `ranks`. *Cost*: 1.6 MiB of memory per rank, one descriptor per
+        *Collective*: all ranks of `ranks`. *Cost*: 0.8 MiB of memory per rank, one descriptor per
         peer and one thread, which sleeps; the first group of a host compiles for some seconds.
         """
         place = Place(tuple(ranks), index, communicator)

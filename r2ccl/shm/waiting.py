@@ -158,4 +158,4 @@ def wake_all() -> Callable[[int], None]:
     return compile_entry(wake, types.void(types.int64))
 
 
-__all__ = ["publish", "wait", "wake_all"]
+__all__ = ["leave_cpu_of_peer", "publish", "wait", "wake_all"]

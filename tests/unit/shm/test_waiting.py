@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -12,6 +13,7 @@ from numba import njit, types
 from r2ccl.shm import atomics
 from r2ccl.shm.layout import (
     BASES,
+    CPU,
     HOME,
     MISSES,
     NRANKS,
@@ -25,7 +27,7 @@ from r2ccl.shm.layout import (
     state_size,
 )
 from r2ccl.shm.rounds import copy
-from r2ccl.shm.waiting import publish, wait
+from r2ccl.shm.waiting import leave_cpu_of_peer, publish, wait
 
 _I64 = types.int64
 
@@ -127,6 +129,35 @@ def test_words_are_seen_in_the_order_of_publishing(compiled_wait, compiled_publi
         compiled_publish(memory.word, number)
     thread.join()
     assert all(seen)
+
+
+def _leave(address, word):
+    leave_cpu_of_peer(atomics.words_at(address), address, word)
+    return atomics.current_cpu()
+
+
+@pytest.mark.parametrize("is_peer_here", [True, False])
+def test_thread_leaves_the_cpu_of_its_peer(is_peer_here):
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) < 2:
+        pytest.skip("needs two CPUs")
+    leave = njit(_I64(_I64, _I64))(_leave)
+    memory, peer = Memory(), Memory()
+    os.sched_setaffinity(0, {allowed[0]})
+    try:
+        memory.state[HOME] = allowed[1]
+        peer.words[CPU // 8] = allowed[0] + 1 if is_peer_here else 0
+        # Not allowed to run there: the user's choice is respected.
+        assert leave(memory.address, peer.word) == allowed[0]
+        assert os.sched_getaffinity(0) == {allowed[0]}
+    finally:
+        os.sched_setaffinity(0, allowed)
+    memory.state[HOME] = next(cpu for cpu in allowed if cpu != leave(memory.address, peer.word))
+    peer.words[CPU // 8] = memory.words[CPU // 8] if is_peer_here else 0
+    found = leave(memory.address, peer.word)
+    assert os.sched_getaffinity(0) == set(allowed)
+    if is_peer_here and memory.words[CPU // 8] == peer.words[CPU // 8]:
+        assert found == memory.state[HOME]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
