@@ -401,9 +401,12 @@ class LocalGroup:
         self, collective: int, code: int, count: int, source: Array, sent: Ranges,
         output: Array, put: Ranges, flags: int, root: int,
     ) -> None:  # fmt: skip
+        head = self._heads.get((collective << 10) | (code << 4)) or self._head(collective, code, 0)
         if not self._take_turn(False):
             raise self._concurrent()
         try:
+            if self._error is not None:
+                raise self._error()
             itemsize = output.itemsize
             first = layout.BASES + 2 * self._nranks
             tables = self._memory[first : first + 4 * self._nranks].reshape(4, self._nranks)
@@ -411,12 +414,23 @@ class LocalGroup:
                 table = np.array(ranges, np.int64).T * itemsize
                 tables[row] = table[0] + array.ctypes.data
                 tables[row + 1] = table[1]
-            nbytes = int(tables[3].sum()) // self._nranks
+            given = (
+                self._state,
+                id(source) + _DATA,
+                0,
+                id(output) + _DATA,
+                0,
+                int(tables[3].sum()) // self._nranks,
+                root,
+                0,
+                head | (root << 38) | (count & _COUNT_MASK),
+                flags | TABLES,
+            )
+            result = self._run_exchange(*given)
+            if result:
+                self._continue(self._run_exchange, given, result)
         finally:
             self._end_turn()
-        self._exchange(
-            collective, code, 0, count, source, 0, output, 0, nbytes, 0, flags | TABLES, root
-        )
 
     def _call(self, run: Callable[..., int], given: tuple[int, ...]) -> None:
         """Run a compiled call to its end; its last arguments are the signature and the flags."""
