@@ -147,9 +147,8 @@ class Library(NamedTuple):
     env: tuple[tuple[str, str], ...] = ()
 
 
-R2CCL = Library("r2ccl", "tcp")
-#: Shared memory without a communicator: see `local_calls`.
-LOCAL = Library("r2ccl", "shm", lacks=("sendrecv", "scan", "exscan", "reduce_scatterv"))
+R2CCL = Library("r2ccl", "tcp", env=(("R2CC_SHM", "0"),))
+LOCAL = Library("r2ccl", "shm", env=(("R2CC_SHM", "1"),))
 GLOO = Library("gloo", "tcp", ("torch",), GLOO_LACKS)
 MPICH = Library("mpich", "shm", ("mpi4py",))
 #: MPICH's ranks treat one another as on different nodes; either of its network layers uses TCP.
@@ -251,7 +250,6 @@ def _commands(library: Library, nranks: int, folder: str) -> list[ToStart]:
             raise Unavailable(f"the package {package} is not installed")
     worker = [sys.executable, _WORKER, library.name]
     if library.name == R2CCL.name:
-        worker[-1:] = [f"{library.name}-{library.transport}"]
         return [([sys.executable, "-m", "r2ccl", "launch", "-n", str(nranks), "--", *worker], {})]
     if library.name == MPICH.name:
         return [([_mpiexec(), "-n", str(nranks), *worker], {})]

@@ -1,10 +1,8 @@
-"""Measure collectives in shared memory beside MPICH and Open MPI, on one machine, in one run.
+"""Measure collectives in shared memory beside TCP, MPICH and Open MPI, on one machine, in one run.
 
 Rounds and loops are those of `peers`. Each MPI also runs with glibc's thresholds raised
 (``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``), so that it keeps its temporary memory. The
 ratio is r2ccl's time divided by that of the better MPI: below 1, r2ccl is faster.
-
-r2ccl is measured as `r2ccl.shm.group.LocalGroup`, without the communicator around it.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from common import (
     parse_sizes,
     write_json,
 )
-from jobs import LOCAL, MPICH, OPENMPI, Library
-from local_calls import COLLECTIVES
+from jobs import LOCAL, MPICH, OPENMPI, R2CCL, Library
 from peers import Samples, sample, start_jobs
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +34,7 @@ _MPIS = tuple(
     for each in (MPICH, OPENMPI)
     for suffix, env in (("", ()), (", malloc", _KEPT))
 )
-_LIBRARIES: tuple[Library, ...] = (LOCAL, *_MPIS)
+_LIBRARIES: tuple[Library, ...] = (LOCAL, R2CCL, *_MPIS)
 
 
 def rows_of(samples: Samples, collective: str, nranks: int) -> list[dict[str, Any]]:
@@ -49,7 +46,7 @@ def rows_of(samples: Samples, collective: str, nranks: int) -> list[dict[str, An
             for library in _LIBRARIES
             if (library, nbytes) in samples
         }
-        ours, *others = times.values()
+        ours, _, *others = times.values()
         ratio = ours / min(others) if others else None
         rows.append(
             {
@@ -79,7 +76,7 @@ def table_of(rows: list[dict[str, Any]], collective: str, nranks: int) -> Table:
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Compare shared memory with MPICH and Open MPI.")
-    parser.add_argument("--collective", choices=[*COLLECTIVES, "all"], default="allreduce")
+    parser.add_argument("--collective", choices=[*FORMS, "all"], default="allreduce")
     parser.add_argument("--nranks", type=parse_counts, default="2,4", help="default: 2,4")
     parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help=f"default: {_SIZES}")
     parser.add_argument("--rounds", type=int, default=9, help="default: 9")
@@ -90,7 +87,7 @@ def main() -> int:
     out = Console(width=None if sys.stdout.isatty() else 140)
     out.print(" · ".join(f"{key} {value}" for key, value in machine().items()), highlight=False)
     results: list[dict[str, Any]] = []
-    chosen = [each for each in FORMS if args.collective in (each, "all") and each in COLLECTIVES]
+    chosen = [each for each in FORMS if args.collective in (each, "all")]
     for nranks in args.nranks:
         with ExitStack() as stack:
             jobs = start_jobs(_LIBRARIES, nranks, stack, out)

@@ -50,18 +50,6 @@ def open_r2ccl() -> Iterator[list[Group]]:
         yield [group_of(stack.enter_context(r2ccl.init(mode=mode))) for mode in modes]
 
 
-@contextmanager
-def open_local() -> Iterator[list[Group]]:
-    """Join by the launcher's environment, and share memory."""
-    from local_calls import call_of, open_group
-
-    import r2ccl
-
-    with r2ccl.init() as comm, open_group(comm) as local:
-        rank = comm.rank
-        yield [Group(rank, comm.nranks, local.barrier, partial(call_of, local, rank))]
-
-
 def open_gloo() -> AbstractContextManager[list[Group]]:
     """Join through a file; one arithmetic thread per rank, like the other libraries."""
     import torch
@@ -86,8 +74,7 @@ def open_mpich() -> AbstractContextManager[list[Group]]:
 
 
 _OPEN = {
-    "r2ccl-tcp": open_r2ccl,
-    "r2ccl-shm": open_local,
+    "r2ccl": open_r2ccl,
     "gloo": open_gloo,
     "mpich": open_mpich,
     "openmpi": open_mpich,

@@ -24,12 +24,6 @@ SIGNATURES, NROUNDS = 16, 32
 DONE = 2 * LINE_NBYTES
 #: Threads that sleep until the word changes: this far behind POSTED and DONE.
 WAITERS = LINE_NBYTES
-#: Reason why the owner has given up: bytes of the text, 0 while it has not; its kind: 1 + the index
-#: of a lost rank, -1 if calls differ, else 0; then the text in UTF-8.
-REASON = 4 * LINE_NBYTES
-REASON_NBYTES = 400
-#: 1 once the owner has closed its group.
-CLOSED = 8 * LINE_NBYTES
 #: CPU on which the owner last found that it waits for too long.
 CPU = 9 * LINE_NBYTES
 #: Two rows, for calls with even and odd numbers: bytes that the owner sends to each rank, for
@@ -89,8 +83,6 @@ FINISHED = 0
 WAITING = 1
 #: AWAITED made another call, or expects another size.
 DIFFERS, DIFFERS_IN_SIZE = 2, 3
-#: AWAITED has given up; see REASON.
-ENDED = 4
 
 # Flags of a compiled call.
 
@@ -106,13 +98,11 @@ TABLES = 16
 __all__ = [
     "AWAITED",
     "BASES",
-    "CLOSED",
     "CPU",
     "CPU_SET_NBYTES",
     "DIFFERS",
     "DIFFERS_IN_SIZE",
     "DONE",
-    "ENDED",
     "FINISHED",
     "FROM_ROOT",
     "HOME",
@@ -128,8 +118,6 @@ __all__ = [
     "PAGE_NBYTES",
     "POSTED",
     "RANK",
-    "REASON",
-    "REASON_NBYTES",
     "RESULTS",
     "RESUME",
     "ROUND",

@@ -14,7 +14,6 @@ import secrets
 import socket
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -41,13 +40,6 @@ _CREDENTIALS = struct.Struct("iII")
 _HANDSHAKE_S = 5.0
 
 
-class MappedPeer(NamedTuple):
-    """Segment of a peer, and a descriptor that becomes readable when its process ends."""
-
-    segment: Segment
-    pidfd: int
-
-
 class Place(msgspec.Struct, frozen=True):
     """Place of this rank among those of the host.
 
@@ -62,7 +54,7 @@ class Place(msgspec.Struct, frozen=True):
 
 def pass_segments(
     own: Segment, place: Place, exchange: AllgatherBytes, secret: Secret, timeout_s: float
-) -> dict[int, MappedPeer]:
+) -> dict[int, Segment]:
     """Exchange segments with all other ranks of the host.
 
     Parameters
@@ -78,7 +70,7 @@ def pass_segments(
 
     Returns
     -------
-    dict of int to MappedPeer
+    dict of int to Segment
         By index in ``place.ranks``.
 
     Raises
@@ -90,7 +82,7 @@ def pass_segments(
     -----
     *Collective*: all ranks of `place`.
     """
-    found: dict[int, MappedPeer] = {}
+    found: dict[int, Segment] = {}
     problem = ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
         name = secrets.token_bytes(_NAME_NBYTES)
@@ -112,8 +104,7 @@ def pass_segments(
     problems = [each.rstrip(b"\0").decode(errors="replace") for each in results]
     if any(problems):
         for peer in found.values():
-            peer.segment.close()
-            os.close(peer.pidfd)
+            peer.close()
         raise TransportError(
             f"ranks {list(place.ranks)} cannot share memory ({next(filter(None, problems))}); the "
             "same user must run them, in the same network and PID namespace"
@@ -126,22 +117,22 @@ _PROBLEM_NBYTES = 256
 
 def _dial(
     name: bytes, index: int, own: Segment, place: Place, secret: Secret, timeout_s: float
-) -> MappedPeer:
+) -> Segment:
     claim = Claim(Purpose.SEGMENT, place.communicator, place.index, index)
     dialer = Dialer(secret, claim, secrets.token_bytes(NONCE_NBYTES))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
         connection.settimeout(timeout_s)
         connection.connect(_abstract(name))
-        pid = _check_process(connection)
+        _check_process(connection)
         connection.sendall(dialer.opening())
         connection.sendall(dialer.prove(_receive(connection, OPENING_NBYTES)))
         dialer.confirm(_receive(connection, ANSWER_NBYTES))
-        return _swap(connection, own, pid)
+        return _swap(connection, own)
 
 
 def _accept_all(
     listener: socket.socket,
-    found: dict[int, MappedPeer],
+    found: dict[int, Segment],
     own: Segment,
     place: Place,
     secret: Secret,
@@ -155,7 +146,7 @@ def _accept_all(
         with connection:
             connection.settimeout(max(0.001, min(_HANDSHAKE_S, until_s - monotonic())))
             try:
-                pid = _check_process(connection)
+                _check_process(connection)
                 acceptor = Acceptor(secret, secrets.token_bytes(NONCE_NBYTES))
                 connection.sendall(acceptor.challenge(_receive(connection, OPENING_NBYTES)))
                 claim = acceptor.verify(_receive(connection, PROOF_NBYTES))
@@ -163,13 +154,13 @@ def _accept_all(
                 if claim != wanted or claim.src not in missing:
                     continue
                 connection.sendall(acceptor.answer())
-                found[claim.src] = _swap(connection, own, pid)
+                found[claim.src] = _swap(connection, own)
                 missing.discard(claim.src)
             except (HandshakeRejected, OSError):
                 continue
 
 
-def _swap(connection: socket.socket, own: Segment, pid: int) -> MappedPeer:
+def _swap(connection: socket.socket, own: Segment) -> Segment:
     socket.send_fds(connection, [b"s"], [own.descriptor])
     message, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if message != b"s" or len(descriptors) != 1:
@@ -178,22 +169,17 @@ def _swap(connection: socket.socket, own: Segment, pid: int) -> MappedPeer:
         raise HandshakeRejected("no descriptor")
     segment = Segment(descriptors[0])
     segment.close_descriptor()
-    try:
-        return MappedPeer(segment, os.pidfd_open(pid))
-    except OSError:
-        segment.close()
-        raise
+    return segment
 
 
-def _check_process(connection: socket.socket) -> int:
-    """Return the PID of the process at the other end, which must be of this process's user."""
+def _check_process(connection: socket.socket) -> None:
+    """Check that the process at the other end is of this process's user and PID namespace."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(packed)
     if uid != os.geteuid():
         raise HandshakeRejected(f"user {uid}, expected user {os.geteuid()}")
     if pid == 0:
         raise HandshakeRejected("another PID namespace")
-    return int(pid)
 
 
 def _receive(connection: socket.socket, nbytes: int) -> bytes:
@@ -210,4 +196,4 @@ def _abstract(name: bytes) -> bytes:
     return b"\0r2ccl-" + name.hex().encode()
 
 
-__all__ = ["MappedPeer", "Place", "pass_segments"]
+__all__ = ["Place", "pass_segments"]

@@ -11,7 +11,6 @@ from r2ccl.shm.layout import (
     BASES,
     DIFFERS,
     DONE,
-    ENDED,
     FINISHED,
     LAST,
     NCALLS,
@@ -20,7 +19,6 @@ from r2ccl.shm.layout import (
     NSLOTS,
     POSTED,
     RANK,
-    REASON,
     ROUND,
     SAFE,
     SIGNATURES,
@@ -71,10 +69,6 @@ def compare_headers(state: Any, address: Any, signature: Any) -> Any:
             state[AWAITED] = peer
             return DIFFERS
         state[TOTAL] = max(state[TOTAL], load_acquire(base + NROUNDS))
-    for peer in range(state[NRANKS]):
-        if load_acquire(state[BASES + peer] + REASON) != 0:
-            state[AWAITED] = peer
-            return ENDED
     return FINISHED
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -251,27 +250,6 @@ def count_memory(host: Host, ncalls: int) -> int:
     return grown
 
 
-def _large(group: LocalGroup, times: int = 1) -> None:
-    x = np.ones(1 << 20, np.float32)
-    for _ in range(times):
-        group.allreduce(x, x, _F32, ReduceOp.MAX)
-
-
-def die(host: Host, when: str) -> float:
-    """The last rank kills itself before a call or in one; the others call until an error."""
-    group = host.connect()
-    group.barrier()
-    if host.index == host.nranks - 1:
-        if when == "within":
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            _large(group, 1_000_000)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if when == "within":
-        _large(group, 1_000_000)
-    group.barrier()
-    raise AssertionError("no error")
-
-
 def stop(host: Host, seconds: float) -> float:
     """The last rank is stopped for a while in mid-collective; return the result's first element."""
     group = host.connect()
@@ -295,43 +273,6 @@ def stop(host: Host, seconds: float) -> float:
     return float(x.sum())
 
 
-def revoke(host: Host) -> None:
-    """All ranks but the last wait; rank 0 revokes from another thread."""
-    group = host.connect()
-    if host.index == 0:
-        threading.Timer(0.2, group.revoke, ("enough",)).start()
-    if host.index == host.nranks - 1:
-        time.sleep(1.0)
-    group.barrier()
-
-
-def interrupt(host: Host) -> str:
-    """Rank 0 waits and receives SIGINT; the others wait for it."""
-    group = host.connect()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if host.index == 0:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    try:
-        if host.index < host.nranks - 1:
-            group.barrier()
-        else:
-            time.sleep(1.0)
-            group.barrier()
-    except KeyboardInterrupt:
-        return "interrupted"
-    return "ended"
-
-
-def time_out(host: Host) -> None:
-    """The last rank makes no call."""
-    group = host.connect(timeout_s=0.3)
-    if host.index < host.nranks - 1:
-        group.barrier()
-    else:
-        time.sleep(1.0)
-        group.barrier()
-
-
 def differ(host: Host, what: str) -> None:
     """Ranks make different calls."""
     group = host.connect()
@@ -347,17 +288,6 @@ def differ(host: Host, what: str) -> None:
         group.allreduce(x[:size], np.zeros(size, np.float32), _F32, op)
 
 
-def leave(host: Host) -> None:
-    """The last rank closes its group; the others call."""
-    group = host.connect()
-    group.barrier()
-    if host.index == host.nranks - 1:
-        group.close()
-        time.sleep(0.5)
-        return
-    group.barrier()
-
-
 def finish_and_leave(host: Host) -> str:
     """Ranks that end after the last call do not disturb the others."""
     group = host.connect()
@@ -369,29 +299,6 @@ def finish_and_leave(host: Host) -> str:
     time.sleep(0.3)
     group.close()
     return "closed"
-
-
-def use_twice(host: Host) -> str:
-    """A second thread calls while the first one waits."""
-    group = host.connect()
-    if host.index:
-        time.sleep(0.5)
-        group.barrier()
-        return "ConcurrentCalls"
-    found: list[str] = []
-
-    def call() -> None:
-        time.sleep(0.2)
-        try:
-            group.barrier()
-        except Exception as exc:
-            found.append(type(exc).__name__)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    group.barrier()
-    thread.join()
-    return found[0]
 
 
 def wrong_secret(host: Host) -> None:

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from r2ccl.bootstrap.auth import Secret
+from r2ccl.errors import TransportTimeout
 from r2ccl.shm.group import LocalGroup
 
 _SECRET = Secret(b"s" * 32)
+_TIMEOUT_S = 60.0
 _TESTS = Path(__file__).parents[1]
 #: Numbers of the ranks in the communicator: different from their places in the group.
 FIRST_RANK = 10
@@ -58,12 +60,19 @@ class Host:
             received += some
         return [received[i * len(mine) : (i + 1) * len(mine)] for i in range(self.nranks)]
 
-    def connect(self, *, secret: Secret = _SECRET, timeout_s: float = 60.0) -> LocalGroup:
+    def connect(self, *, secret: Secret = _SECRET) -> LocalGroup:
         ranks = range(FIRST_RANK, FIRST_RANK + self.nranks)
         return LocalGroup.connect(
-            ranks, self.index, self.exchange, secret, timeout_s=timeout_s,
+            ranks, self.index, self.exchange, secret, attend=_attend,
             connect_timeout_s=20.0 if secret is _SECRET else 1.0,
         )  # fmt: skip
+
+
+def _attend(resume: Callable[[], bool], call: int) -> None:
+    until_s = time.monotonic() + _TIMEOUT_S
+    while not resume():
+        if time.monotonic() > until_s:
+            raise TransportTimeout("a call takes too long", rank=0)
 
 
 def _main(nranks: int, program: Callable[..., Any], arguments: list[Any]) -> list[Any]:
