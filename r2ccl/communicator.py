@@ -891,13 +891,15 @@ class Communicator:
 
     def _made_of(self, part: splitting.Part) -> Communicator:
         """Return the communicator that the ranks have agreed on."""
-        return Communicator(
+        made = Communicator(
             self._job,
             self._engine.derived(part.context),
             part.members,
             assemble=self._assemble,
             make_device_calls=self._make_device_calls,
         )
+        self._job.share_memory(made._participant)
+        return made
 
     def exclude(self, rank: int, nic: str | int) -> None:
         """Take a NIC out of use, as before its cable is pulled; results do not change.

@@ -79,6 +79,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Access of a node's GPUs to each other's memory. 1: direct, or an error if it is not possible;
     #: 0: through pinned host memory; auto: direct if it is possible between all GPUs of the node.
     ipc: str = "auto"
+    #: Shared memory instead of the network, in communicators whose ranks are all on one host. 1:
+    #: used, or an error if that is not possible; 0: not used; auto: used if it is possible.
+    shm: str = "0"
     #: A path without an event for this long, while its peer has to send or confirm, is probed.
     suspicion_timeout_s: float = 0.5
     #: A probe that is not answered within this time has failed.
@@ -141,7 +144,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in positive:
             if getattr(self, name) <= 0:
                 raise _bad(name, getattr(self, name), "a number above 0")
-        switches = dict.fromkeys(("fastpath", "balance", "ipc"), SWITCHES)
+        switches = dict.fromkeys(("fastpath", "balance", "ipc", "shm"), SWITCHES)
         allowed = {"mode": MODES, "algo": ALGOS, "fabric": FABRICS, **switches}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
@@ -288,6 +291,7 @@ AGREED = (
     "fabric",
     "staging_nbytes",
     "ipc",
+    "shm",
 )
 
 #: Variables of NCCL that set the same field; the R2CC_ variable takes precedence.

@@ -117,6 +117,8 @@ class Revocation:
         self.left: set[int] = set()
         #: Members of `left` that this rank has not passed on to its neighbors.
         self._unspread: set[int] = set()
+        #: Called when the communicator ends.
+        self.on_end: list[Callable[[], None]] = []
         #: Lost ranks without which this or other ranks continue.
         self._spared: set[int] = set()
 
@@ -156,6 +158,8 @@ class Revocation:
         """Store `error` and begin to fence all paths; do nothing if an error is stored already."""
         if self.error is None:
             self.error, self.reason = error, message
+            for act in tuple(self.on_end):
+                act()
             self._fence_all()
 
     def spares(self, peer: int) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl import kernels
+from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES, dtype_of, raw_dtype
 from r2ccl.errors import (
@@ -39,6 +40,7 @@ from r2ccl.runtime.async_work import Task, Work, Worker
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LandingPool, host_lanes
 from r2ccl.runtime.grouping import Group, batches, joined
+from r2ccl.runtime.local import LocalCalls, connect
 from r2ccl.runtime.messages.messenger import MessageRequest
 from r2ccl.schedule.chunks import Parts
 from r2ccl.types import ORDERED_OP, PREFIXES, CallSignature, Collective, ReduceOp
@@ -99,6 +101,8 @@ class Collectives:
         run_quietly: Callable[..., None] = kernels.quiet_context().run
         self._run_engine = partial(run_quietly, engine.run)
         self._run_kernel = partial(run_quietly, _apply)
+        #: Calls in shared memory; None: there are none.
+        self._local: LocalCalls | None = None
         #: Open groups of calls: each belongs to one thread.
         self._groups: list[Group] = []
 
@@ -185,8 +189,12 @@ class Collectives:
         if self._groups and (group := self.group_here()) is not None:
             return self._add_to(group, make(*given), stream, is_async)
         try:
+            local = self._local
+            is_plain = stream is None and not is_async
+            if local is not None and is_plain and worker.is_idle and local.repeats(make, given):
+                return self._repeat(local, *given)
             request = make(*given)
-            if stream is None and not is_async and type(request.source) is Buffer:
+            if is_plain and type(request.source) is Buffer:
                 if not worker.is_idle:
                     self._check(request)
                     self.in_turn(partial(self._run, request))
@@ -196,7 +204,11 @@ class Collectives:
                 try:
                     self._caller = get_ident()
                     output = request.output
-                    if request.is_staged or type(output) is not Buffer:
+                    if local is not None:
+                        self._run(request)
+                        if make is arguments.allreduce:
+                            local.remember(make, given[0], given[1], request)
+                    elif request.is_staged or type(output) is not Buffer:
                         self._run(request)
                     else:  # as `_run`, inlined: most calls are small
                         self._run_engine(
@@ -221,6 +233,19 @@ class Collectives:
         except BaseException as exc:
             self._engine.fail_call(exc)
             raise
+
+    def _repeat(self, local: LocalCalls, x: Array, out: Array | None, _: ReduceOp) -> Array:
+        """Run the last allreduce in shared memory again, on the same arrays."""
+        if not self._turn.acquire(blocking=False):
+            raise self._concurrent()
+        try:
+            self._caller = get_ident()
+            result = x if out is None else out
+            local.repeat(x, result)
+            return result
+        finally:
+            self._caller = 0
+            self._turn.release()
 
     def start_message(self, post: Callable[[], MessageRequest], is_async: bool) -> Any:
         """Begin to send or receive a message by ``post()``, and wait for it unless `is_async`.
@@ -393,6 +418,44 @@ class Collectives:
         self.in_turn(partial(self._collect, call, flat, flat))
         return [row.tobytes() for row in rows]
 
+    def share_memory(self, control: ControlPlane, obstacle: str) -> None:
+        """Use memory that all ranks of the communicator share, from now on.
+
+        Parameters
+        ----------
+        control : ControlPlane
+        obstacle : str
+            Reason why this rank cannot share memory; empty: it may.
+
+        Raises
+        ------
+        TransportError
+            If any two of the ranks cannot share memory; then no rank does.
+
+        Notes
+        -----
+        *Collective*: all ranks.
+        """
+        self._local = connect(self._engine, control, self.allgather_bytes, obstacle)
+
+    @property
+    def shares_memory(self) -> bool:
+        """True if the ranks of the communicator share memory."""
+        return self._local is not None
+
+    def free_memory(self, timeout_s: float) -> bool:
+        """Free shared memory; return whether the running call, if any, ended in time."""
+        if self._local is None:
+            return True
+        if not self._turn.acquire(timeout=timeout_s):
+            return False
+        try:
+            self._local.close()
+            self._local = None
+        finally:
+            self._turn.release()
+        return True
+
     def calibrate(self) -> Rates:
         """Measure the latency and the bandwidth of the network; return rates equal on all ranks.
 
@@ -445,6 +508,8 @@ class Collectives:
         if request.conversion is not None:
             self._run_converted(request, request.conversion)
             return
+        if self._local is not None and self._local.run(request):
+            return
         source, output, call = request.source, request.output, request.signature
         assert isinstance(source, Buffer)
         data, parts = source.array, request.parts
@@ -478,6 +543,8 @@ class Collectives:
         self, call: CallSignature, source: Array, output: Array, parts: Parts | None = None
     ) -> None:
         """Enter and run a collective from `source` to `output`, without copies around it."""
+        if self._local is not None and parts is None and self._local.collect(call, source, output):
+            return
         select = partial(self._plans, call, parts=parts)
         self._run_engine(select, partial(host_lanes, self._pool, source, output))
 

@@ -368,7 +368,7 @@ class DataLoop:
                         self._notify()
                 caller.check()
                 if now >= deadline:
-                    raise _timeout(patience)
+                    raise timed_out(patience)
                 if not idle_since:
                     idle_since = now
                 if now - idle_since < self._config.spin_s:
@@ -508,7 +508,8 @@ def without_frames(error: R2cclError) -> R2cclError:
     return copy
 
 
-def _timeout(patience: Patience) -> TransportTimeout:
+def timed_out(patience: Patience) -> TransportTimeout:
+    """Return the error of a wait that has taken too long."""
     pending = patience.pending()
     awaited = {*pending.absent, *(wait.peer for wait in pending.waits)}
     return TransportTimeout(
@@ -519,4 +520,4 @@ def _timeout(patience: Patience) -> TransportTimeout:
     )
 
 
-__all__ = ["BackgroundControl", "Caller", "DataLoop", "Patience", "without_frames"]
+__all__ = ["BackgroundControl", "Caller", "DataLoop", "Patience", "timed_out", "without_frames"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,12 +36,13 @@ from r2ccl.runtime.data_loop import (
     Caller,
     DataLoop,
     Patience,
+    timed_out,
     without_frames,
 )
 from r2ccl.runtime.desync_check import Calling, DesyncCheck
 from r2ccl.runtime.executor import LaneRun
 from r2ccl.runtime.messages.messenger import Messenger
-from r2ccl.runtime.progress import Computer, describe
+from r2ccl.runtime.progress import Computer, describe, difference
 from r2ccl.runtime.status import (
     HeldPath,
     MemoryReport,
@@ -67,6 +68,22 @@ _LOOK_S = 0.02
 #: Time for all rails to a new peer to come up; afterwards one path to the peer is enough.
 STANDBY_S = 0.5
 
+
+class LocalPath(Protocol):
+    """Calls of a communicator in shared memory, as its engine needs them."""
+
+    @property
+    def ncalls(self) -> int:
+        """Number of calls begun."""
+        ...
+
+    def end(self) -> None:
+        """Make the running call and later ones find that the communicator has ended."""
+        ...
+
+
+#: Ranks of the job that have not made a call, and the rank that the call waits for.
+Missing: TypeAlias = tuple[list[int], int]
 #: Function that returns the plan of the next collective, given the health to plan with and the
 #: number of the last collective.
 SelectPlan = Callable[[Health, int], Plan]
@@ -145,6 +162,9 @@ class Engine:
         self._calls.skip_to(context.first_op - 1)
         #: Number of calls that connected data paths before their first slice.
         self.nconnects = 0
+        #: Calls in shared memory, and how many of them `_calls` has counted; see `_count_local`.
+        self._local: LocalPath | None = None
+        self._nlocal = 0
         #: Lanes of the call in progress.
         self._runs: Sequence[LaneRun] = ()
         self._call = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", self._pending_call)
@@ -212,7 +232,8 @@ class Engine:
     @property
     def op(self) -> int:
         """Number of the running collective, or of the last one."""
-        return self._calls.op
+        local = self._local
+        return self._calls.op + (0 if local is None else local.ncalls - self._nlocal)
 
     @property
     def error(self) -> R2cclError | None:
@@ -329,7 +350,7 @@ class Engine:
     def _take(self, peer: int, message: Any) -> None:
         """Handle a control message of this communicator."""
         if isinstance(message, Calling):
-            self._desync.on_calling(message, self._calls.op)
+            self._desync.on_calling(message, self.op)
         elif isinstance(message, Closing):
             self._note_closed(peer)
         elif self._agreement is not None and self._revocation.error is None:
@@ -433,6 +454,7 @@ class Engine:
             return self.whole_health
         try:
             self._loop.acquire()
+            self._count_local()
             op = self._calls.op + 1
             return agreement.enter(op) or self._await_health(agreement, op)
         finally:
@@ -492,6 +514,8 @@ class Engine:
                 loop.acquire()
             if self._revocation.error is not None:
                 self.check()
+            if self._local is not None:
+                self._count_local()
             if not isinstance(plan, Plan):
                 agreement, health = self._agreement, self.whole_health
                 if agreement is not None:
@@ -545,6 +569,85 @@ class Engine:
         if loop.inbox:
             self._control.call_soon(loop.serve)
         loop.send_rest()
+
+    # Calls in shared memory
+
+    def attach(self, local: LocalPath) -> None:
+        """Count the calls of `local` with those of this engine, and tell it when they end."""
+        self._local = local
+        self._revocation.on_end.append(local.end)
+        if self._revocation.error is not None:
+            local.end()
+
+    def detach(self, local: LocalPath) -> None:
+        """Forget `local`, which is closed; its calls stay counted."""
+        self._count_local()
+        self._local = None
+        self._revocation.on_end.remove(local.end)
+
+    def _count_local(self) -> None:
+        """Count the calls that were made in shared memory since the last call."""
+        if self._local is not None:
+            ncalls = self._local.ncalls
+            if ncalls != self._nlocal:
+                self._calls.pass_over(ncalls - self._nlocal)
+                self._nlocal = ncalls
+
+    def await_local(
+        self, signature: int, resume: Callable[[], bool], missing: Callable[[], Missing]
+    ) -> None:
+        """Call `resume` until it returns True: the running call in shared memory has finished.
+
+        Parameters
+        ----------
+        signature : int
+            Packed signature of the call.
+        resume : callable
+            Waits some milliseconds for peers, without the GIL; returns whether the call is done.
+        missing : callable
+            Returns the ranks that have not made the call, and the rank that it waits for.
+
+        Raises
+        ------
+        InvalidArgument
+            If a peer has made another call, over the network.
+        TransportTimeout
+            If the call takes longer than ``R2CC_TIMEOUT_S``.
+        R2cclError
+            If the communicator has ended.
+        """
+        op = self.op
+
+        def pending() -> Pending:
+            absent, awaited = missing()
+            doing = f"call {op}, {describe(signature)}"
+            waits = (Wait(awaited, "data in shared memory"),)
+            return self._blocked(doing, dict.fromkeys(absent, op - 1), waits)
+
+        patience = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending)
+        self.since_s = self._clock()
+        self.waiting = patience
+        try:
+            while not resume():
+                if self.error is not None:
+                    if resume():  # the peers may have done their part before
+                        return
+                    self.check()
+                for theirs, peer, _ in self._calls.ahead.get(op, ()):
+                    raise difference(op, self._job.rank, peer, signature, theirs)
+                if self._clock() >= self.since_s + patience.timeout_s:
+                    raise timed_out(patience)
+        finally:
+            self.waiting = None
+
+    def fail_local(self, error: BaseException) -> None:
+        """End the communicator because a call in shared memory raises `error`."""
+        rank = self._job.rank
+        if not isinstance(error, R2cclError):
+            error = CommunicatorRevoked(f"rank {rank}: interrupted by {error!r}")
+        if self._revocation.error is None:
+            self.has_raised = True
+        self._loop.submit(self._loop.fail, error)
 
     def _connect(self, peers: frozenset[int]) -> None:
         """Connect data paths to those of the ranks of a plan that have none; wait for them."""
@@ -855,4 +958,4 @@ class RegisteredMemory:
         self.close()
 
 
-__all__ = ["STANDBY_S", "Engine", "RegisteredMemory", "SelectPlan"]
+__all__ = ["STANDBY_S", "Engine", "LocalPath", "Missing", "RegisteredMemory", "SelectPlan"]

@@ -190,9 +190,20 @@ class Job:
         try:
             self._start()
             self._participants[0].calibrate()
+            self.share_memory(self._participants[0])
         except BaseException as exc:
             self.abort_surely(f"init() failed: {exc!r}")
             raise
+
+    def share_memory(self, participant: Participant) -> None:
+        """Let a communicator use shared memory; see `Participant.share_memory` for the errors.
+
+        Notes
+        -----
+        *Collective*: all ranks of the communicator.
+        """
+        nshared = sum(each.collectives.shares_memory for each in tuple(self._participants))
+        participant.share_memory(nshared)
 
     def _start(self) -> None:
         self._ending.prepare()
@@ -252,6 +263,7 @@ class Job:
             participant.end_calls(_LEAVE_S)
         finally:
             self._participants.remove(participant)
+            participant.free_memory(_LEAVE_S)
             participant.engine.remove()
         participant.require_seen()
 
@@ -364,6 +376,8 @@ class Job:
                 _log.error("rank %d: %s", self.rank, exc)
 
     def _end_data(self, deadline_s: float) -> None:
+        for participant in tuple(self._participants):
+            participant.free_memory(_LAST_CALL_S)
         if self._monitor is not None:
             self._monitor.close()
         self.engine.close()
@@ -395,6 +409,8 @@ def _nodes_of(peers: Sequence[PeerInfo]) -> tuple[int, ...]:
 _LEAVE_S = 5.0
 #: Timeout of the cleanup after `abort`, in seconds.
 _ABORT_S = 0.5
+#: Seconds that a running call has to end before the memory that it shares is freed.
+_LAST_CALL_S = 10.0
 #: Seconds that `Job.free` waits beyond the timeout; the cleanup thread continues afterwards.
 _BOUND_S = 0.4
 

@@ -15,7 +15,7 @@ import msgspec
 
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.clock import monotonic
-from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
+from r2ccl.errors import InvalidArgument, R2cclError, TransportError, TransportTimeout
 from r2ccl.failover.exclusion import ports_of
 from r2ccl.failover.health.driver import Known
 from r2ccl.failover.migration.calls import first_channel
@@ -27,6 +27,7 @@ from r2ccl.runtime.async_work import Worker
 from r2ccl.runtime.collectives import Collectives
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LandingPool
+from r2ccl.runtime.local import MOST_GROUPS
 from r2ccl.runtime.status import HealthReport
 from r2ccl.types import Nic
 
@@ -128,6 +129,46 @@ class Participant:
             if len(set(self.hosts)) == nranks:
                 self.engine.set_nominal_rate(rates.beta)
 
+    def share_memory(self, nshared: int) -> None:
+        """Use shared memory, if the ranks are on one host and ``R2CC_SHM`` allows it.
+
+        Parameters
+        ----------
+        nshared : int
+            Number of this process's communicators that share memory already.
+
+        Raises
+        ------
+        TransportError
+            If the ranks cannot share memory, and ``R2CC_SHM=1`` requires it.
+
+        Notes
+        -----
+        *Collective*: all ranks.
+        """
+        if self._config.shm == "0" or self.engine.nranks == 1:
+            return
+        is_first = self.engine.rank == 0
+        if len(set(self.hosts)) > 1:
+            if is_first:
+                _log.info("rank %d: no shared memory: several hosts", self._control.rank)
+            return
+        obstacle = f"{nshared} communicators share memory already" if nshared >= MOST_GROUPS else ""
+        try:
+            self.collectives.share_memory(self._control, obstacle)
+        except TransportError as exc:
+            if self._config.shm == "1":
+                raise TransportError(
+                    f"{exc}; R2CC_SHM=1 requires it: set R2CC_SHM=auto to use the network instead",
+                    status="NO_SHARED_MEMORY",
+                ) from exc
+            if is_first:
+                _log.warning("rank %d: %s; the network is used instead", self._control.rank, exc)
+            return
+        if is_first:
+            nranks = self.engine.nranks
+            _log.info("rank %d: %d ranks share memory", self._control.rank, nranks)
+
     def exclude(self, rank: SupportsIndex, nic: str | SupportsIndex, *, is_excluded: bool) -> None:
         """Exclude a NIC, or end its exclusion; see `Communicator.exclude` for the errors."""
         self.collectives.require_free()
@@ -213,6 +254,15 @@ class Participant:
     def leave(self) -> None:
         """Wait until every rank of the job has all its data."""
         self.collectives.in_turn(self.engine.leave)
+
+    def free_memory(self, timeout_s: float) -> None:
+        """Free shared memory once the running call, if any, has ended; else log an error."""
+        if not self.collectives.free_memory(timeout_s):
+            _log.error(
+                "rank %d: a call still runs %g s after the communicator was closed: its shared "
+                "memory stays in use; end the process to free it",
+                self.engine.rank, timeout_s,
+            )  # fmt: skip
 
     def end_calls(self, deadline_s: float) -> None:
         """End the asynchronous calls and free the devices.

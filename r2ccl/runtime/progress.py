@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from r2ccl.dtypes import dtype_name
+from r2ccl.errors import InvalidArgument
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.failover import Failover
 from r2ccl.failover.migration.calls import CONTEXT_SHIFT, Calls
@@ -294,11 +295,7 @@ class Progress:
                 self.rank,
             )
         return Revoke(
-            "InvalidArgument",
-            f"call {op} differs between ranks: rank {self.rank} called {describe(mine)}, "
-            f"rank {peer} called {describe(theirs)}; "
-            "all ranks must pass the same collective, dtype, op, root, count, counts and schedule",
-            self.rank,
+            "InvalidArgument", str(difference(op, self.rank, peer, mine, theirs)), self.rank
         )
 
 
@@ -333,4 +330,13 @@ def describe(signature: int) -> str:
     return f"{name}({', '.join(parts)})"
 
 
-__all__ = ["Computer", "Progress", "describe"]
+def difference(op: int, rank: int, peer: int, mine: int, theirs: int) -> InvalidArgument:
+    """Return the error that the calls numbered `op` of two ranks differ."""
+    return InvalidArgument(
+        f"call {op} differs between ranks: rank {rank} called {describe(mine)}, "
+        f"rank {peer} called {describe(theirs)}; "
+        "all ranks must pass the same collective, dtype, op, root, count, counts and schedule"
+    )
+
+
+__all__ = ["Computer", "Progress", "describe", "difference"]

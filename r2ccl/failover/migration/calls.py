@@ -68,6 +68,13 @@ class Calls(Generic[_C]):
         """End the call, which is complete or has failed."""
         self.consumers = {}
 
+    def pass_over(self, ncalls: int) -> None:
+        """Count calls that did not use the links."""
+        self.op += ncalls
+        # `Links.begin` removes only the oldest signature, and there are gaps now.
+        while self.signatures and next(iter(self.signatures)) <= self.op - HISTORY:
+            del self.signatures[next(iter(self.signatures))]
+
     def skip_to(self, op: int) -> None:
         """Number the next call `op` + 1, above all numbers that this context id had before.
 
@@ -106,11 +113,14 @@ def local_channel(channel: int) -> int:
 
 #: A channel has 32 bits on the wire: the context id, then the channel within the communicator.
 CONTEXT_SHIFT = 16
+#: Number of calls whose signatures are kept to compare them with those of slower ranks.
+HISTORY = 64
 #: Bit of the context ids of messages between two ranks.
 _MESSAGES = 1 << 15
 
 __all__ = [
     "CONTEXT_SHIFT",
+    "HISTORY",
     "Calls",
     "context_of",
     "first_channel",

@@ -16,7 +16,13 @@ from typing import Protocol
 from r2ccl.errors import InternalError
 from r2ccl.failover.bandwidth.protocol import Balance
 from r2ccl.failover.context import RankContext
-from r2ccl.failover.migration.calls import CONTEXT_SHIFT, Calls, context_of, is_of_messages
+from r2ccl.failover.migration.calls import (
+    CONTEXT_SHIFT,
+    HISTORY,
+    Calls,
+    context_of,
+    is_of_messages,
+)
 from r2ccl.failover.migration.link import Landing, LinkReport, RecvLink, SendLink, Slice
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.transport.base import Frame
@@ -157,7 +163,7 @@ class Links:
         calls.signature = signature
         calls.pairs = pairs
         calls.signatures[op] = signature
-        calls.signatures.pop(op - _HISTORY, None)
+        calls.signatures.pop(op - HISTORY, None)
 
     def forget(self) -> None:
         """Drop all links and their slices; no path may be in use any more."""
@@ -437,8 +443,5 @@ class Links:
         if consumer is not None:
             self.touch(consumer)
 
-
-#: Number of calls whose signatures are kept to compare them with those of slower ranks.
-_HISTORY = 64
 
 __all__ = ["Consumer", "Links"]

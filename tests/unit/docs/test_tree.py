@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "r2ccl"
 
 MAX_MODULES = 9
+#: With `r2ccl.shm`: memory of one host is no transport, as it has neither paths nor slices.
 MAX_PACKAGES = 16
 MAX_LAYERS = 14
 #: Modules of fewer lines belong in the one that imports them, if only one does.
