@@ -235,7 +235,7 @@ class Collectives:
             raise
 
     def _repeat(self, local: LocalCalls, x: Array, out: Array | None, _: ReduceOp) -> Array:
-        """Run the last allreduce in shared memory again, on the same arrays."""
+        """Run the last allreduce in shared memory again, on arrays like those."""
         if not self._turn.acquire(blocking=False):
             raise self._concurrent()
         try:

@@ -21,7 +21,13 @@ import numpy.typing as npt
 
 from r2ccl.bootstrap.base import Post
 from r2ccl.bootstrap.messages import PeerInfo
-from r2ccl.errors import CommunicatorRevoked, InvalidArgument, R2cclError, TransportTimeout
+from r2ccl.errors import (
+    CommunicatorRevoked,
+    ConcurrentCalls,
+    InvalidArgument,
+    R2cclError,
+    TransportTimeout,
+)
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.verdict import Verdict
 from r2ccl.failover.health.driver import HealthAgreement, Known
@@ -165,6 +171,8 @@ class Engine:
         #: Calls in shared memory, and how many of them `_calls` has counted; see `_count_local`.
         self._local: LocalPath | None = None
         self._nlocal = 0
+        #: Number of the call in shared memory that waits for a late peer; 0: none does.
+        self._local_op = 0
         #: Lanes of the call in progress.
         self._runs: Sequence[LaneRun] = ()
         self._call = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", self._pending_call)
@@ -350,7 +358,9 @@ class Engine:
     def _take(self, peer: int, message: Any) -> None:
         """Handle a control message of this communicator."""
         if isinstance(message, Calling):
-            self._desync.on_calling(message, self.op)
+            # The last call may run in shared memory, where its peers see whether this rank has
+            # come; all calls before it have ended.
+            self._desync.on_calling(message, max(self._calls.op, self.op - 1))
         elif isinstance(message, Closing):
             self._note_closed(peer)
         elif self._agreement is not None and self._revocation.error is None:
@@ -392,6 +402,9 @@ class Engine:
             activity = sum(path.activity for path in self._links.paths.values())
             is_late = now >= self.since_s + waiting.timeout_s / 2
             self._desync.look(now, self._calls.op, activity, is_late)
+        elif self._local_op and waiting is not None:
+            is_late = now >= self.since_s + waiting.timeout_s / 2
+            self._desync.look(now, self._local_op, 0, is_late)
         self._desync.spread()
 
     def adopt(self, health: Health) -> None:
@@ -627,18 +640,36 @@ class Engine:
         patience = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending)
         self.since_s = self._clock()
         self.waiting = patience
+        self._local_op = op
         try:
             while not resume():
                 if self.error is not None:
                     if resume():  # the peers may have done their part before
                         return
                     self.check()
-                for theirs, peer, _ in self._calls.ahead.get(op, ()):
-                    raise difference(op, self._job.rank, peer, signature, theirs)
+                self._require_same(op, signature, missing)
                 if self._clock() >= self.since_s + patience.timeout_s:
                     raise timed_out(patience)
         finally:
             self.waiting = None
+            self._local_op = 0
+
+    def _require_same(self, op: int, signature: int, missing: Callable[[], Missing]) -> None:
+        """Check that no rank makes another call numbered `op`, over the network."""
+        rank, members = self._job.rank, self.context.members
+        for theirs, peer, _ in tuple(self._calls.ahead.get(op, ())):
+            raise difference(op, rank, peer, signature, theirs)
+        if self._desync.asked_op < op:
+            return
+        # Read in this order: a rank has come before it tells that it has ended the call.
+        called = [members[peer] for peer, last in self._desync.said.copy().items() if last >= op]
+        for absent in missing()[0] if called else ():
+            if absent in called:
+                raise InvalidArgument(
+                    f"call {op} differs between ranks: rank {rank} called {describe(signature)}, "
+                    f"rank {absent} a collective that uses the network; all ranks must pass the "
+                    "same collective, dtype, op, root, count, counts and schedule"
+                )
 
     def fail_local(self, error: BaseException) -> None:
         """End the communicator because a call in shared memory raises `error`."""
@@ -647,7 +678,10 @@ class Engine:
             error = CommunicatorRevoked(f"rank {rank}: interrupted by {error!r}")
         if self._revocation.error is None:
             self.has_raised = True
-        self._loop.submit(self._loop.fail, error)
+        try:
+            self.call(partial(self._loop.fail, error))
+        except ConcurrentCalls:  # in a signal handler that interrupted a call in the data loop
+            self._loop.submit(self._loop.fail, error)
 
     def _connect(self, peers: frozenset[int]) -> None:
         """Connect data paths to those of the ranks of a plan that have none; wait for them."""

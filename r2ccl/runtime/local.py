@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-from weakref import ref
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,26 +46,16 @@ MOST_GROUPS = 32
 _REASON_NBYTES = 200
 
 
-class _Repeatable:
-    """An allreduce on NumPy arrays: what must be equal for the next call to need no checks.
+class _Repeatable(NamedTuple):
+    """An allreduce on NumPy arrays: what must be equal for the next call to need no checks."""
 
-    It does not keep the arrays alive.
-    """
-
-    __slots__ = (
-        "code", "dtype", "make", "nbytes", "op", "output", "output_flags", "source",
-        "source_flags",
-    )  # fmt: skip
-
-    def __init__(
-        self, make: Callable[..., Request], x: Array, out: Array, call: CallSignature
-    ) -> None:
-        self.make = make
-        self.source: Callable[[], Any] = ref(x)
-        self.output: Callable[[], Any] = ref(out)
-        self.source_flags, self.output_flags = x.flags.num, out.flags.num
-        self.nbytes, self.dtype = x.nbytes, x.dtype
-        self.op, self.code = ReduceOp(call.op), call.dtype
+    make: Callable[..., Request]
+    nbytes: int
+    dtype: np.dtype[Any]
+    op: ReduceOp
+    code: int
+    source_flags: int
+    output_flags: int
 
 
 class LocalCalls:
@@ -87,7 +76,7 @@ class LocalCalls:
         self._taken: dict[tuple[int, int, int], bool] = {}
         #: The last allreduce, if it can be repeated.
         self._last: _Repeatable | None = None
-        self._allreduce = group.allreduce
+        self._allreduce, self._are_apart = group.allreduce, group.are_apart
         engine.attach(self)
 
     @property
@@ -128,7 +117,7 @@ class LocalCalls:
         assert isinstance(source, Buffer)
         x = source.array
         out = output.array if isinstance(output, Buffer) else x[:0]
-        self._guarded(_FORMS[Collective(call.collective)], self._group, request, x, out)
+        self._guarded(_FORMS[call.collective], self._group, request, x, out)
         return True
 
     def collect(self, call: CallSignature, source: Array, output: Array) -> bool:
@@ -185,27 +174,31 @@ class LocalCalls:
         result = x if out is None else out
         is_plain = type(x) is np.ndarray and type(result) is np.ndarray and x.flags.c_contiguous
         if is_plain and request.conversion is None and self.takes(call):
-            self._last = _Repeatable(make, x, result, call)
+            self._last = _Repeatable(
+                make, x.nbytes, x.dtype, ReduceOp(call.op), call.dtype, x.flags.num,
+                result.flags.num,
+            )  # fmt: skip
 
     def repeats(self, make: Callable[..., Request], given: tuple[Any, ...]) -> bool:
-        """Return whether a call is the one that was remembered, on the same arrays."""
+        """Return whether a call is like the one that was remembered, on arrays like those."""
         last = self._last
         if last is None or make is not last.make:
             return False
         x, out, op = given
         if out is None:
             out = x
-        if x is None or x is not last.source() or out is not last.output() or op is not last.op:
-            return False
         return bool(
-            x.nbytes == out.nbytes == last.nbytes
+            type(x) is type(out) is np.ndarray
+            and op is last.op
+            and x.nbytes == out.nbytes == last.nbytes
             and x.dtype is out.dtype is last.dtype
             and x.flags.num == last.source_flags
             and out.flags.num == last.output_flags
+            and (x is out or self._are_apart(x, out))
         )
 
     def repeat(self, x: Array, out: Array) -> None:
-        """Run the remembered allreduce again, on the arrays that `repeats` has seen."""
+        """Run the remembered allreduce again, on arrays for which `repeats` was true."""
         if self._has_ended:
             self._refuse()
         last = self._last
@@ -361,7 +354,7 @@ def _alltoallv(group: LocalGroup, request: Request, x: Array, out: Array) -> Non
     group.alltoallv(data, out, request.signature.dtype, _ranges(sent), _ranges(put))
 
 
-_FORMS: dict[Collective, Callable[[LocalGroup, Request, Array, Array], None]] = {
+_FORMS: dict[int, Callable[[LocalGroup, Request, Array, Array], None]] = {
     Collective.ALLREDUCE: _allreduce,
     Collective.ALLGATHER: _allgather,
     Collective.REDUCE_SCATTER: _reduce_scatter,

@@ -206,6 +206,15 @@ class LocalGroup:
         own.close_descriptor()
         return cls(own, peers, place, attend)
 
+    @staticmethod
+    def are_apart(one: Array, other: Array) -> bool:
+        """Return whether two C-contiguous arrays of equal size do not overlap."""
+        first, second = (
+            ctypes.c_int64.from_address(id(one) + _DATA).value,
+            ctypes.c_int64.from_address(id(other) + _DATA).value,
+        )
+        return abs(first - second) >= one.nbytes
+
     @property
     def ncalls(self) -> int:
         """Number of calls begun."""
