@@ -1,11 +1,16 @@
 """Settings of every test: hypothesis examples have no deadline, because machines may be busy."""
 
 import gc
+import os
 
 import hypothesis
 
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
+
+# Most tests cut, slow down or watch rails, which shared memory does not use. Those of shared memory
+# ask for it.
+os.environ.setdefault("R2CC_SHM", "0")
 
 
 def pytest_collection_finish() -> None:

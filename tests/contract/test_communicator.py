@@ -90,6 +90,7 @@ def test_a_mean_in_float32_is_rounded_once() -> None:
     )
 
 
+@pytest.mark.rails
 @pytest.mark.parametrize("is_user_op", [False, True])
 def test_a_lost_rail_changes_no_bit_of_a_special_operation(is_user_op: bool) -> None:
     run = partial(operation_programs.special_bits, 200_000, is_user_op=is_user_op)
@@ -246,6 +247,7 @@ def test_a_peer_that_does_not_come_is_named() -> None:
     assert "rank 1" in text
 
 
+@pytest.mark.rails
 @pytest.mark.parametrize("nranks", slow_but([4], [2, 4]))
 @pytest.mark.parametrize(("count", "step"), [(1000, 0), (500_000, 1)])
 def test_losing_a_rail_changes_no_bit(nranks: int, count: int, step: int) -> None:
@@ -264,6 +266,7 @@ EXCHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.rails
 @pytest.mark.parametrize("collective", slow_but(["alltoallv"], EXCHANGES))
 def test_losing_a_rail_changes_no_part(collective: str) -> None:
     """The first call, without a fault, is verified by `test_every_protocol_is_exact`."""
@@ -281,6 +284,7 @@ def test_registered_memory_is_reduced_like_any_other() -> None:
     assert launch(collective_programs.registered, 2, timeout_s=TIMEOUT_S) == [True, True]
 
 
+@pytest.mark.rails
 def test_fail_stop_mode_reports_the_broken_path() -> None:
     run = partial(failure_programs.lose_rails, 500_000, 1, 2)
     with pytest.raises(r2ccl.R2cclError, match="R2CC_MODE=failstop does not migrate"):

@@ -14,6 +14,7 @@ from r2ccl import launch
 MOST_GROWTH_MIB = 12
 
 
+@pytest.mark.rails
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("ncalls", "nfaults"), slow_but([(60, 3)], [(60, 3), (3400, 60)]))
 def test_any_mixture_of_calls_is_exact_and_holds_nothing(ncalls: int, nfaults: int) -> None:

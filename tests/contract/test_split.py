@@ -43,6 +43,7 @@ def test_some_ranks_can_make_one_alone() -> None:
     assert found == [[1, (2, 0), [2, 0]], [], [0, (2, 0), [2, 0]]]
 
 
+@pytest.mark.rails
 @pytest.mark.parametrize("nranks", slow_but([4], [2, 3, 4, 5]))
 @pytest.mark.parametrize("nfaults", [0, 4])
 def test_threads_may_call_at_once_even_while_rails_fail(nranks: int, nfaults: int) -> None:
@@ -74,6 +75,7 @@ def test_an_error_in_one_communicator_ends_all_of_the_job() -> None:
         assert "count=3" in found[0]
 
 
+@pytest.mark.rails
 def test_a_rank_that_closes_early_still_agrees_on_the_health() -> None:
     assert launch(programs.closed_early, 2, timeout_s=TIMEOUT_S) == [2.0, 1.0]
 

@@ -18,6 +18,10 @@ MOST_MODULES = 9
 MOST_FUNCTIONS = 40
 
 
+#: Limit on functions called in shared memory, from the call to its return.
+MOST_LOCAL = 8
+
+
 def calls_of_an_allreduce() -> list[tuple[str, str]]:
     """Return module and name of each function called until the first slice is sent.
 
@@ -56,3 +60,31 @@ def test_a_warm_allreduce_enters_few_modules_and_each_once() -> None:
         before_slices = itertools.takewhile(lambda call: call[1] != "advance", called)
         visits = [module for module, _ in itertools.groupby(before_slices, lambda call: call[0])]
         assert len(visits) == len(set(visits)), visits
+
+
+def names_of_a_local_allreduce() -> list[str]:
+    """Return the name of each function that a call in shared memory calls."""
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(LIBRARY):
+            called.append(frame.f_code.co_name)
+
+    with r2ccl.init(shm="1") as comm:
+        x = np.ones(64, np.float32)
+        traces = []
+        for _ in range(20):
+            called.clear()
+            sys.setprofile(note)
+            try:
+                comm.allreduce(x)
+            finally:
+                sys.setprofile(None)
+            traces.append(called.copy())
+    return min(traces, key=len)
+
+
+def test_a_warm_local_allreduce_calls_few_functions() -> None:
+    for called in r2ccl.launch(names_of_a_local_allreduce, 2, timeout_s=60.0):
+        assert called[0] == "allreduce"
+        assert len(called) <= MOST_LOCAL, called

@@ -13,6 +13,11 @@ SCRIPT = Path(__file__).with_name("fork_rank.py")
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.fixture(autouse=True, params=["0", "1"], ids=["tcp", "shm"])
+def shared_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("R2CC_SHM", request.param)
+
+
 @pytest.mark.parametrize("kind", ["unwinds", "calls"])
 def test_a_child_harms_nobody(kind: str) -> None:
     outputs = jobs.run(SCRIPT, kind, nranks=3)

@@ -36,6 +36,33 @@ QUICK = [
 ]
 
 
+#: Cells in which ranks are in calls in shared memory, or were: those that need neither a rail nor
+#: memory for partial sums.
+LOCAL = [
+    cell
+    for cell in CELLS
+    if cell[0] != "memory" and cell[1] in ("idle", "async", "call", "shrink", "flow")
+]
+LOCAL_QUICK = [
+    ("abort_thread", "call"),
+    ("revoke_handler", "async"),
+    ("close_handler", "call"),
+    ("interrupt", "call"),
+    ("twice", "flow"),
+    ("term", "shrink"),
+    ("kill", "call"),
+    ("kill", "flow"),
+]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("ending", "moment"), slow_but(LOCAL_QUICK, LOCAL))
+def test_an_end_in_shared_memory(ending: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("R2CC_SHM", "1")
+    outputs = jobs.run(SCRIPT, cells.plan(ending, moment), nranks=3)
+    cells.judge(cells.read(outputs, ending), ending, moment)
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("ending", "moment"), slow_but(QUICK, CELLS))
 def test_an_end(ending: str, moment: str) -> None:

@@ -1,0 +1,112 @@
+"""Contract tests of calls in shared memory, over real processes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support import localjobs, matrix_programs, mixed_programs
+from support import sharing_programs as programs
+from support.slow import slow_but
+
+import r2ccl
+from r2ccl import launch
+from r2ccl.bootstrap.launch import LocalJob
+
+pytestmark = pytest.mark.timeout(300)
+TIMEOUT_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("R2CC_SHM", "1")
+
+
+def run(program: Callable[..., Any], nranks: int, *given: Any) -> Any:
+    return launch(functools.partial(program, *given), nranks, timeout_s=TIMEOUT_S)
+
+
+def test_a_slice_of_the_matrix_is_exact() -> None:
+    found = run(matrix_programs.matrix, 3, 29)
+    assert [wrong for _, wrong in found] == [[]] * 3
+
+
+def test_all_ways_to_call_take_the_same_path() -> None:
+    for ncalls, nslow, of_all in run(programs.ways_to_call, 3):
+        assert (ncalls, nslow, of_all) == (10, 0, 12)
+
+
+def test_calls_on_different_paths_differ() -> None:
+    for error in run(programs.other_paths, 3):
+        assert "differs between ranks" in error
+        assert "allreduce(count=1000" in error
+        assert "scan(" in error or "rank 2 a collective that uses the network" in error
+
+
+def test_a_rank_that_does_not_call_is_named() -> None:
+    first, second, _ = run(programs.late, 3)
+    for pending, _ in (first, second):
+        assert "ranks [2] have not called it" in pending
+        assert "data in shared memory from rank 2" in pending
+    errors = sorted(error for _, error in (first, second))
+    assert errors[-1].startswith("TransportTimeout")
+    assert "ranks [2] have not called it" in errors[-1]
+
+
+def test_a_stopped_rank_is_waited_for() -> None:
+    assert run(programs.stopped, 3) == [float(1 << 18)] * 3
+
+
+def test_a_repeated_call_sees_changed_arrays() -> None:
+    run(programs.repeated, 2)
+
+
+@pytest.mark.parametrize("what", ["numba", "memory"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_auto_uses_the_network_if_one_rank_cannot(
+    what: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("R2CC_SHM", "auto")
+    assert run(programs.obstructed, 3, what, rank) == [(False, 9.0)] * 3
+
+
+def test_an_error_says_why_memory_cannot_be_shared() -> None:
+    with pytest.raises(r2ccl.TransportError, match=r"rank 1.*in a test|ranks \[1\] cannot"):
+        run(programs.obstructed, 3, "memory", 1)
+
+
+def test_only_so_many_communicators_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("R2CC_SHM", "auto")
+    for first, _, *shared, without, again in run(programs.many, 2):
+        assert all((first, *shared))
+        assert (without, again) == (False, True)
+
+
+def test_memory_is_freed_at_the_end() -> None:
+    assert run(programs.freed, 2) == [(4, 0)] * 2
+
+
+def test_survivors_share_memory_again() -> None:
+    command = (
+        "import json; from support.sharing_programs import survived; print(json.dumps(survived(1)))"
+    )
+    with LocalJob(3) as job:
+        started = [localjobs.start(job, rank, [sys.executable, "-c", command]) for rank in range(3)]
+    outputs = [each.communicate(timeout=TIMEOUT_S) for each in started]
+    for rank in (0, 2):
+        assert started[rank].returncode == 0, outputs[rank][1]
+        found = json.loads(outputs[rank][0].splitlines()[-1])
+        assert found == ["PeerLost of rank 1", 2.0, True]
+
+
+@pytest.mark.parametrize("ncalls", slow_but([60], [60, 34_000]))
+def test_any_mixture_of_calls_is_exact_and_holds_nothing(ncalls: int) -> None:
+    reports = run(mixed_programs.mixed, 4, ncalls, 0, 7)
+    assert [report.wrong for report in reports] == [[]] * 4
+    for report in reports:
+        assert report.late[:2] == report.early[:2]
+        assert report.late[2] <= report.early[2] + 12

@@ -1,0 +1,200 @@
+"""Programs of ranks whose communicators share memory, for `contract/test_local_calls`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from support.raising import raises
+
+import r2ccl
+from r2ccl.errors import TransportError
+from r2ccl.runtime.local import MOST_GROUPS
+
+NCALLS = 200
+
+
+def ways_to_call() -> tuple[int, int, int]:
+    """Make every call blocking on one rank, asynchronously on another, in groups on the rest.
+
+    Return how many calls there were, how many of them the data loop ran, and `ncalls`.
+    """
+    with r2ccl.init() as comm:
+        n, rank = comm.nranks, comm.rank
+        local, before = comm._collectives._local, comm.ncalls
+        assert local is not None
+        shared = local.ncalls
+
+        def call(name: str, *given: Any, **named: Any) -> Any:
+            method = getattr(comm, name)
+            if rank == 0:
+                return method(*given, **named)
+            if rank == 1:
+                return method(*given, async_op=True, **named).wait()
+            with comm.group():
+                return method(*given, **named)
+
+        x, rows = np.full(4 * n, rank + 1.0), np.arange(n) + 1.0
+        assert (call("allreduce", x.copy()) == rows.sum()).all()
+        assert (call("allgather", x)[:, 0] == rows).all()
+        assert (call("reduce_scatter", x) == rows.sum()).all()
+        assert (call("broadcast", x.copy(), root=n - 1) == n).all()
+        assert (call("alltoall", x)[::4] == rows).all()
+        gathered = call("gather", x, root=1)
+        assert gathered is None if rank != 1 else (gathered[:, 0] == rows).all()
+        assert (call("scatter", x if rank == 1 else None, np.empty(4), root=1) == 2).all()
+        counts = list(range(1, n + 1))
+        assert call("allgatherv", x[: rank + 1], counts=counts).sum() == (rows * rows).sum()
+        halves = call("allreduce", x.astype(np.float16), op=r2ccl.accumulate_float32())
+        assert (halves == rows.sum()).all()
+        comm.barrier()
+        ncalls = comm.ncalls - before
+        assert (call("scan", x.copy()) == rows[: rank + 1].sum()).all()
+        assert (call("allreduce", x.astype(np.float16)) == rows.sum()).all()
+        return ncalls, ncalls - (local.ncalls - shared - 1), comm.ncalls - before
+
+
+def other_paths() -> str:
+    """Call a collective that uses the network on the last rank, one in memory on the others."""
+    with r2ccl.init() as comm:
+        comm.barrier()
+        x = np.ones(1000)
+        try:
+            if comm.rank == comm.nranks - 1:
+                comm.scan(x)
+            else:
+                comm.allreduce(x)
+        except r2ccl.InvalidArgument as exc:
+            return str(exc)
+    return "it ran"
+
+
+def late() -> tuple[str, str]:
+    """Wait for a rank that does not call; return what `pending` and the error say on rank 0."""
+    seen: list[str] = []
+    with r2ccl.init(timeout_s=1.0) as comm:
+        if comm.rank == comm.nranks - 1:
+            while comm._engine.error is None:
+                time.sleep(0.01)
+            comm.abort()
+            return "", ""
+        looker = threading.Timer(0.5, lambda: seen.append(str(comm.pending())))
+        looker.start()
+        try:
+            comm.allreduce(np.ones(10))
+        except r2ccl.R2cclError as exc:
+            looker.join()
+            comm.abort()
+            return seen[0], f"{type(exc).__name__}: {exc}"
+    raise AssertionError("no error")
+
+
+def stopped() -> float:
+    """Stop the last rank for a second amid calls; return the sum of the last result."""
+    with r2ccl.init() as comm:
+        comm.barrier()
+        if comm.rank == comm.nranks - 1 and not os.fork():
+            pid = os.getppid()
+            time.sleep(0.05)
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(1.0)
+            os.kill(pid, signal.SIGCONT)
+            os._exit(0)
+        x, goes_on = np.ones(1 << 18, np.float32), np.ones(1)
+        until_s = time.monotonic() + 1.5
+        while goes_on[0]:
+            comm.allreduce(x, op=r2ccl.ReduceOp.MAX)
+            goes_on[0] = time.monotonic() < until_s
+            comm.allreduce(goes_on, op=r2ccl.ReduceOp.MIN)
+        return float(x.sum())
+
+
+def repeated() -> None:
+    """Change arrays between equal calls: each call sees what they are now."""
+    with r2ccl.init() as comm:
+        n, x, out = comm.nranks, np.ones(64), np.empty(64)
+        for _ in range(3):
+            comm.allreduce(x, out)
+            comm.allreduce(x, out)
+            assert (out == n).all()
+            comm.allreduce(x, out, r2ccl.ReduceOp.MAX)
+            assert (out == 1).all()
+        comm.allreduce(x)
+        comm.allreduce(x)
+        assert (x == n * n).all()
+        x.flags.writeable = False
+        with raises(r2ccl.InvalidArgument, match="read-only"):
+            comm.allreduce(x)
+        x.flags.writeable = True
+        x.resize(8, refcheck=False)
+        assert (comm.allreduce(x) == n**3).all()
+        x.dtype = np.int64  # type: ignore[misc]
+        x[:] = 3
+        assert (comm.allreduce(x) == 3 * n).all()
+        with raises(r2ccl.InvalidArgument, match="overlap"):
+            comm.allreduce(out[:60], out[4:])
+        with raises(r2ccl.InvalidArgument):
+            comm.allreduce(None)
+
+
+def obstructed(what: str, rank: int) -> tuple[bool, float]:
+    """Let one rank be unable to share memory; return whether memory is shared, and a sum."""
+    if int(os.environ["RANK"]) == rank:
+        if what == "numba":
+            sys.modules["numba"] = None  # type: ignore[assignment]
+        else:
+            from r2ccl.shm.segment import Segment
+
+            def refuse() -> Segment:
+                raise TransportError("no memory is left, in a test")
+
+            Segment.create = refuse  # type: ignore[method-assign]
+    with r2ccl.init() as comm:
+        total = comm.allreduce(np.ones(3))
+        return comm._collectives.shares_memory, float(total.sum())
+
+
+def many() -> list[bool]:
+    """Make more communicators than may share memory; return which do, the first one included."""
+    with r2ccl.init() as comm:
+        made = [comm, *(comm.dup() for _ in range(MOST_GROUPS))]
+        assert all((each.allreduce(np.ones(5)) == comm.nranks).all() for each in made)
+        made[1].close()
+        made.append(comm.dup())
+        return [each._collectives.shares_memory for each in made]
+
+
+def freed() -> tuple[int, int]:
+    """Return how many segments are mapped while a communicator is open, and afterwards."""
+
+    def count() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:r2ccl")
+
+    with r2ccl.init() as comm:
+        child = comm.dup()
+        comm.barrier()
+        child.barrier()
+        during = count()
+    return during, count()
+
+
+def survived(victim: int) -> tuple[str, float, bool]:
+    """Kill a rank amid calls; return the error of the others, and what they compute then."""
+    comm, name = r2ccl.init(), ""
+    x = np.ones(1000)
+    try:
+        for at in range(1_000_000):
+            if comm.rank == victim and at == 100:
+                os.kill(os.getpid(), signal.SIGKILL)
+            comm.allreduce(x, op=r2ccl.ReduceOp.MAX)
+    except r2ccl.R2cclError as exc:
+        name = f"{type(exc).__name__} of rank {getattr(exc, 'peer', None)}"
+    with comm.shrink() as fewer:
+        total = fewer.allreduce(np.ones(3))
+        return name, float(total[0]), fewer._collectives.shares_memory
