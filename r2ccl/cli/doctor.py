@@ -25,7 +25,8 @@ from r2ccl.cli.gpus import examine_gpus
 from r2ccl.cli.machine import examine_machine, save_xml
 from r2ccl.cli.rails import examine_rails
 from r2ccl.config import Config
-from r2ccl.errors import InvalidArgument
+from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.shm.segment import Segment
 from r2ccl.testing.rdmalab.packages import DISTRIBUTION_PYVERBS, fits
 from r2ccl.topology.hcas import list_hcas, select_hcas
 from r2ccl.topology.interfaces import list_interfaces
@@ -105,7 +106,7 @@ def main(args: argparse.Namespace) -> int:
     facts = gather()
     cuda = read_cuda(_rdma_rails(facts, config))
     machine = read_machine(cuda.topology)
-    rails = examine_rails(facts, config)
+    rails = (*examine_rails(facts, config), examine_sharing(config))
     gpus = examine_gpus(cuda, config)
     topology = examine_machine(machine, cuda.topology.links_from, os.sched_getaffinity(0))
     verbs = examine(facts)
@@ -119,6 +120,26 @@ def main(args: argparse.Namespace) -> int:
         print("\n\n".join("\n".join([name, *map(show, each)]) for name, each in sections.items()))
         print(f"verbs can{'' if usable else 'not'} be used here")
     return 0 if usable else 1
+
+
+def examine_sharing(config: Config) -> DoctorFinding:
+    """Find out whether ranks on this machine can share memory."""
+    problem = ""
+    try:
+        from r2ccl.shm.atomics import UNSUPPORTED
+
+        problem = UNSUPPORTED
+        if not problem:
+            Segment.create().close()
+    except (ImportError, OSError, TransportError) as exc:
+        problem = str(exc)
+    if config.shm == "0":
+        able = f"could not be used: {problem}" if problem else "could be used"
+        return DoctorFinding("shm", "skipped", f"{able}; R2CC_SHM=0 excludes it")
+    if problem:
+        fix = "remove the reason, or set R2CC_SHM=0"
+        return DoctorFinding("shm", "warning", f"shared memory cannot be used: {problem}", fix)
+    return DoctorFinding("shm", "ok", "ranks of this host share memory, if one user runs them")
 
 
 def _write_topology(target: str) -> None:
@@ -184,4 +205,4 @@ def _may_lock() -> bool:
     return bool(int(held, 16) >> _CAP_IPC_LOCK & 1)
 
 
-__all__ = ["add_parser", "gather", "main", "show"]
+__all__ = ["add_parser", "examine_sharing", "gather", "main", "show"]

@@ -11,6 +11,8 @@ from r2ccl.cli.cards import CudaFacts
 from r2ccl.cli.diagnosis import CHECKS, DoctorFinding, Facts, examine, is_usable
 from r2ccl.cli.gpus import examine_gpus
 from r2ccl.config import Config
+from r2ccl.errors import TransportError
+from r2ccl.shm.segment import Segment
 from r2ccl.topology.hcas import Gid, Hca
 from r2ccl.topology.machine import Machine, NumaNode
 
@@ -266,3 +268,26 @@ def test_this_machine_can_be_examined() -> None:
     findings = examine(doctor.gather())
     assert all(finding.says for finding in findings)
     assert all(bool(f.fix) == (f.level in ("warning", "error")) for f in findings)
+
+
+@pytest.mark.parametrize(
+    ("shm", "problem", "level", "says"),
+    [
+        ("0", "", "skipped", "could be used"),
+        ("0", "no memory", "skipped", "could not be used: no memory"),
+        ("auto", "", "ok", "share memory"),
+        ("1", "no memory", "warning", "cannot be used: no memory"),
+    ],
+)
+def test_it_says_whether_ranks_can_share_memory(
+    shm: str, problem: str, level: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> Segment:
+        raise TransportError(problem)
+
+    if problem:
+        monkeypatch.setattr(Segment, "create", refuse)
+    found = doctor.examine_sharing(Config(shm=shm))
+    assert (found.check, found.level) == ("shm", level)
+    assert says in found.says
+    assert bool(found.fix) == (level == "warning")
