@@ -55,6 +55,8 @@ _MOST_INTERRUPTS = 1_000
 _LAST_CALL_S = 10.0
 #: Interval of timer checks while a call waits; the default suspicion timeout is 25 times as long.
 _TICK_S = 0.02
+#: Longest duration of `DataLoop.poll`, and time that it waits for the next event after one.
+_POLL_S, _EVENT_S = 0.004, 0.0005
 
 
 class BackgroundControl(ControlPort, Protocol):
@@ -319,6 +321,35 @@ class DataLoop:
     def _step_once(self) -> None:
         if self._revocation.error is None:
             self.progress.step()
+
+    def poll(self, caller: Caller) -> None:
+        """Run the loop once, unless another thread runs it; a little longer if events arrive.
+
+        For a call of `caller` that waits outside of the loop, so that messages advance meanwhile.
+
+        Raises
+        ------
+        R2cclError
+            If the loop fails; the communicators have ended.
+        """
+        if self.owner._is_owned():  # type: ignore[attr-defined]
+            return  # in a signal handler that interrupted a call in the loop
+        try:
+            if not self.owner.acquire(blocking=False):
+                return
+            try:
+                until_s, timeout_s = self._clock() + _POLL_S, 0.0
+                while self._clock() < until_s and not self._newcomers and self.error is None:
+                    if not self.progress.step(timeout_s):
+                        break
+                    timeout_s = _EVENT_S
+            except BaseException as exc:
+                self.give_up(caller, exc)
+                raise
+        finally:
+            self.release()
+        if self.inbox:
+            self._control.call_soon(self.serve)
 
     # Waits
 

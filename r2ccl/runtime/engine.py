@@ -648,6 +648,7 @@ class Engine:
                         return
                     self.check()
                 self._require_same(op, signature, missing)
+                self._loop.poll(self)
                 if self._clock() >= self.since_s + patience.timeout_s:
                     raise timed_out(patience)
         finally:

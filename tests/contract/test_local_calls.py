@@ -57,6 +57,10 @@ def test_a_rank_that_does_not_call_is_named() -> None:
     assert "ranks [2] have not called it" in errors[-1]
 
 
+def test_messages_advance_while_a_call_waits() -> None:
+    assert run(programs.beside_the_network, 3)[2] == (1 << 24, 3000.0)
+
+
 def test_a_stopped_rank_is_waited_for() -> None:
     assert run(programs.stopped, 3) == [float(1 << 18)] * 3
 

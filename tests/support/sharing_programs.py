@@ -15,6 +15,7 @@ from support.raising import raises
 
 import r2ccl
 from r2ccl.errors import TransportError
+from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.local import MOST_GROUPS
 
 NCALLS = 200
@@ -158,6 +159,37 @@ def obstructed(what: str, rank: int) -> tuple[bool, float]:
     with r2ccl.init() as comm:
         total = comm.allreduce(np.ones(3))
         return comm._collectives.shares_memory, float(total.sum())
+
+
+def beside_the_network() -> tuple[int, float]:
+    """Wait in shared memory for ranks that first need a message and a scan of this rank.
+
+    Only the waiting thread runs the data loop: the control thread does not. Return the sum of the
+    message that the last rank received, and the sum of the scan.
+    """
+    DataLoop.on_tick = _do_nothing  # type: ignore[method-assign]
+    with r2ccl.init(timeout_s=30.0) as comm, comm.dup() as other:
+        last = comm.nranks - 1
+        x = np.full(1 << 24, comm.rank, np.uint8)
+        work = other.scan(np.ones(1000), async_op=True)
+        if comm.rank == 0:
+            sent = comm.send(x + 1, last, async_op=True)
+            assert sent is not None
+            comm.barrier()
+            sent.wait()
+            total = work.wait()
+        else:
+            if comm.rank == last:
+                comm.recv(x, 0)
+            total = work.wait()
+            assert (total == comm.rank + 1).all()
+            comm.barrier()
+        assert comm._collectives.shares_memory
+        return int(x.sum(dtype=np.int64)), float(total.sum())
+
+
+def _do_nothing(_: DataLoop, now: float) -> None:
+    del now
 
 
 def many() -> list[bool]:
