@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,13 +42,12 @@ from r2ccl.runtime.data_loop import (
     Caller,
     DataLoop,
     Patience,
-    timed_out,
     without_frames,
 )
 from r2ccl.runtime.desync_check import Calling, DesyncCheck
 from r2ccl.runtime.executor import LaneRun
 from r2ccl.runtime.messages.messenger import Messenger
-from r2ccl.runtime.progress import Computer, describe, difference
+from r2ccl.runtime.progress import Computer, describe
 from r2ccl.runtime.status import (
     HeldPath,
     MemoryReport,
@@ -56,16 +55,14 @@ from r2ccl.runtime.status import (
     Pending,
     RailHealth,
     RankStatus,
-    Wait,
     agreed,
     link_entries,
     path_entries,
     peer_entries,
     rails,
     spelled,
-    waits_for_confirmation,
-    waits_of_call,
 )
+from r2ccl.runtime.waits import Waits
 from r2ccl.transport.base import Registered
 from r2ccl.types import Nic
 
@@ -88,8 +85,6 @@ class LocalPath(Protocol):
         ...
 
 
-#: Ranks of the job that have not made a call, and the rank that the call waits for.
-Missing: TypeAlias = tuple[list[int], int]
 #: Function that returns the plan of the next collective, given the health to plan with and the
 #: number of the last collective.
 SelectPlan = Callable[[Health, int], Plan]
@@ -121,6 +116,7 @@ class Engine:
     rank, nranks : int
         Of the communicator.
     context : Context
+    waits : Waits
     waiting, since_s, is_calling, has_raised, peers
         As in `r2ccl.runtime.data_loop.Caller`.
     """
@@ -171,10 +167,9 @@ class Engine:
         #: Calls in shared memory, and how many of them `_calls` has counted; see `_count_local`.
         self._local: LocalPath | None = None
         self._nlocal = 0
-        #: Number of the call in shared memory that waits for a late peer; 0: none does.
-        self._local_op = 0
         #: Lanes of the call in progress.
         self._runs: Sequence[LaneRun] = ()
+        self.waits = Waits(job, loop, context, self, desync)
         self._call = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", self._pending_call)
         self.waiting: Patience | None = None
         self.since_s = 0.0
@@ -323,21 +318,12 @@ class Engine:
             operations=(doing,) if left else (),
             paths=path_entries(self._links),
             links=link_entries(self._links),
-            peers=peer_entries(peers, last_heard, self._last_ops()),
+            peers=peer_entries(peers, last_heard, self.waits.last_ops()),
             repairs=self.repairs(),
             health=agreed(self.known_health()),
             verdicts=spelled(self.verdicts()),
             held=tuple(HeldPath(*key, hold_s) for key, hold_s in held.items()),
         )
-
-    def _last_ops(self) -> dict[int, int]:
-        """Return the number of the last collective that each rank was seen in; 0: none.
-
-        A rank is seen in a collective by its slices or by its answer to the desync check.
-        """
-        seen, members = self._calls.seen.copy(), self.context.members
-        said = self._desync.said.copy()
-        return {members[peer]: max(op, seen.get(members[peer], 0)) for peer, op in said.items()}
 
     # Called in the control thread, for the job
 
@@ -402,9 +388,9 @@ class Engine:
             activity = sum(path.activity for path in self._links.paths.values())
             is_late = now >= self.since_s + waiting.timeout_s / 2
             self._desync.look(now, self._calls.op, activity, is_late)
-        elif self._local_op and waiting is not None:
+        elif self.waits.local_op and waiting is not None:
             is_late = now >= self.since_s + waiting.timeout_s / 2
-            self._desync.look(now, self._local_op, 0, is_late)
+            self._desync.look(now, self.waits.local_op, 0, is_late)
         self._desync.spread()
 
     def adopt(self, health: Health) -> None:
@@ -483,12 +469,7 @@ class Engine:
             return bool(found)
 
         def pending() -> Pending:
-            doing = f"call {op}, before it is planned"
-            members = self.context.members
-            waits = tuple(
-                Wait(members[peer], "agreement on the health") for peer in agreement.waits_for()
-            )
-            return self._blocked(doing, waits=waits)
+            return self.waits.for_health(op, agreement.waits_for())
 
         self.check()
         patience = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending)
@@ -606,72 +587,6 @@ class Engine:
                 self._calls.pass_over(ncalls - self._nlocal)
                 self._nlocal = ncalls
 
-    def await_local(
-        self, signature: int, resume: Callable[[], bool], missing: Callable[[], Missing]
-    ) -> None:
-        """Call `resume` until it returns True: the running call in shared memory has finished.
-
-        Parameters
-        ----------
-        signature : int
-            Packed signature of the call.
-        resume : callable
-            Waits some milliseconds for peers, without the GIL; returns whether the call is done.
-        missing : callable
-            Returns the ranks that have not made the call, and the rank that it waits for.
-
-        Raises
-        ------
-        InvalidArgument
-            If a peer has made another call, over the network.
-        TransportTimeout
-            If the call takes longer than ``R2CC_TIMEOUT_S``.
-        R2cclError
-            If the communicator has ended.
-        """
-        op = self.op
-
-        def pending() -> Pending:
-            absent, awaited = missing()
-            doing = f"call {op}, {describe(signature)}"
-            waits = (Wait(awaited, "data in shared memory"),)
-            return self._blocked(doing, dict.fromkeys(absent, op - 1), waits)
-
-        patience = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending)
-        self.since_s = self._clock()
-        self.waiting = patience
-        self._local_op = op
-        try:
-            while not resume():
-                if self.error is not None:
-                    if resume():  # the peers may have done their part before
-                        return
-                    self.check()
-                self._require_same(op, signature, missing)
-                self._loop.poll(self)
-                if self._clock() >= self.since_s + patience.timeout_s:
-                    raise timed_out(patience)
-        finally:
-            self.waiting = None
-            self._local_op = 0
-
-    def _require_same(self, op: int, signature: int, missing: Callable[[], Missing]) -> None:
-        """Check that no rank makes another call numbered `op`, over the network."""
-        rank, members = self._job.rank, self.context.members
-        for theirs, peer, _ in tuple(self._calls.ahead.get(op, ())):
-            raise difference(op, rank, peer, signature, theirs)
-        if self._desync.asked_op < op:
-            return
-        # Read in this order: a rank has come before it tells that it has ended the call.
-        called = [members[peer] for peer, last in self._desync.said.copy().items() if last >= op]
-        for absent in missing()[0] if called else ():
-            if absent in called:
-                raise InvalidArgument(
-                    f"call {op} differs between ranks: rank {rank} called {describe(signature)}, "
-                    f"rank {absent} a collective that uses the network; all ranks must pass the "
-                    "same collective, dtype, op, root, count, counts and schedule"
-                )
-
     def fail_local(self, error: BaseException) -> None:
         """End the communicator because a call in shared memory raises `error`."""
         rank = self._job.rank
@@ -697,7 +612,7 @@ class Engine:
 
         def pending() -> Pending:
             doing = f"call {self._calls.op + 1}, before its first slice"
-            return self._blocked(doing, waits=self._waits_for_paths(peers))
+            return self.waits.for_paths(doing, peers)
 
         patience = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending)
         try:
@@ -812,7 +727,7 @@ class Engine:
             self._links.drop_messages()
             self._links.confirm_all()
             self._progress.advance()
-            loop.wait(self, self._links.is_drained, self._patience(self._pending_drain))
+            loop.wait(self, self._links.is_drained, self._patience(self.waits.for_confirmation))
             self._revocation.leave()
             patience = self._patience(self._pending_leave)
             loop.wait(self, lambda: self._revocation.left >= peers, patience)
@@ -922,46 +837,20 @@ class Engine:
             waiting = caller.waiting
             if waiting is not None:
                 return waiting.pending()
-        now = self._clock()
-        return Pending(self._job.rank, "", now, now)
+        return self.waits.nothing()
 
     def _patience(self, pending: Callable[[], Pending]) -> Patience:
         """Return the patience of a wait in init() or close(), which `pending` describes."""
         return Patience(self.config.init_timeout_s, "R2CC_INIT_TIMEOUT_S", pending)
 
     def _pending_init(self) -> Pending:
-        return self._blocked("init()", waits=self._waits_for_paths(self._links.peers))
-
-    def _waits_for_paths(self, peers: Iterable[int]) -> tuple[Wait, ...]:
-        alone = [peer for peer in sorted(peers) if not self._migration.up(peer)]
-        return tuple(
-            Wait(peer, "path", why="; ".join(self._failover.obstacles(peer))) for peer in alone
-        )
+        return self.waits.for_paths("init()", self._links.peers)
 
     def _pending_call(self) -> Pending:
-        op = self._calls.op
-        doing = f"call {op}, {describe(self._calls.signature)}"
-        absent = {rank: last for rank, last in self._last_ops().items() if last < op}
-        context_id = self.context.context_id
-        return self._blocked(doing, absent, waits_of_call(self._links, context_id, self._runs))
-
-    def _pending_drain(self) -> Pending:
-        return self._blocked(
-            "close()", waits=waits_for_confirmation(self._links, is_eager_too=True)
-        )
+        return self.waits.for_slices(self._runs)
 
     def _pending_leave(self) -> Pending:
-        ops = self._last_ops()
-        waited = ops.keys() - self._revocation.left
-        return self._blocked("close()", {peer: ops[peer] for peer in waited})
-
-    def _blocked(
-        self, doing: str, missing: dict[int, int] | None = None, waits: tuple[Wait, ...] = ()
-    ) -> Pending:
-        now = self._clock()
-        diagnosis = self._failover.diagnosis
-        slow = diagnosis.slow_since(self.since_s) if diagnosis is not None else ()
-        return Pending(self._job.rank, doing, now, self.since_s, missing or {}, waits, slow)
+        return self.waits.for_leaving(self._revocation.left)
 
 
 class RegisteredMemory:
@@ -993,4 +882,4 @@ class RegisteredMemory:
         self.close()
 
 
-__all__ = ["STANDBY_S", "Engine", "LocalPath", "Missing", "RegisteredMemory", "SelectPlan"]
+__all__ = ["STANDBY_S", "Engine", "LocalPath", "RegisteredMemory", "SelectPlan"]

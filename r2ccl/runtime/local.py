@@ -23,6 +23,7 @@ from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.progress import describe, difference
+from r2ccl.runtime.waits import Missing
 from r2ccl.schedule.chunks import Range
 from r2ccl.types import (
     PREFIXES,
@@ -212,9 +213,10 @@ class LocalCalls:
 
     def attend(self, resume: Callable[[], bool], call: int) -> None:
         """Wait for a late peer; see `r2ccl.shm.group.Attend`."""
-        self._engine.await_local(call, resume, self._find_absent)
+        engine = self._engine
+        engine.waits.await_local(engine.op, call, resume, self._find_absent)
 
-    def _find_absent(self) -> tuple[list[int], int]:
+    def _find_absent(self) -> Missing:
         members = self.members
         return [members[index] for index in self._group.absent()], members[self._group.awaited]
 

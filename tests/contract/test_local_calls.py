@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -98,8 +99,9 @@ def test_survivors_share_memory_again() -> None:
     command = (
         "import json; from support.sharing_programs import survived; print(json.dumps(survived(1)))"
     )
+    program, env = [sys.executable, "-c", command], {"PYTHONPATH": os.pathsep.join(sys.path)}
     with LocalJob(3) as job:
-        started = [localjobs.start(job, rank, [sys.executable, "-c", command]) for rank in range(3)]
+        started = [localjobs.start(job, rank, program, env) for rank in range(3)]
     outputs = [each.communicate(timeout=TIMEOUT_S) for each in started]
     for rank in (0, 2):
         assert started[rank].returncode == 0, outputs[rank][1]

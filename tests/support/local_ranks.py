@@ -29,7 +29,7 @@ _TESTS = Path(__file__).parents[1]
 FIRST_RANK = 10
 
 
-def run_ranks(nranks: int, program: str, *arguments: object, timeout_s: float = 100.0) -> Any:
+def run_ranks(nranks: int, program: str, *arguments: object, timeout_s: float = 250.0) -> Any:
     """Run ``module:function`` as all ranks; return what the module's docstring says.
 
     The function gets a `Host` and the arguments.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from support.local_ranks import run_ranks
 
+# The first test compiles the kernels of all dtypes and ops: 35 s of CPU time.
+pytestmark = pytest.mark.timeout(300)
 _PROGRAMS = "support.local_programs"
 
 

@@ -1,0 +1,194 @@
+"""Waits of the calls of one communicator: their descriptions, and the wait in shared memory.
+
+A description may be read in any thread, and while the data loop hangs. Descriptions have the ranks
+of the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+from r2ccl.errors import InvalidArgument
+from r2ccl.failover.context import RankContext
+from r2ccl.runtime.contexts import Context
+from r2ccl.runtime.data_loop import Caller, DataLoop, Patience, timed_out
+from r2ccl.runtime.desync_check import DesyncCheck
+from r2ccl.runtime.executor import LaneRun
+from r2ccl.runtime.progress import describe, difference
+from r2ccl.runtime.status import Pending, Wait, waits_for_confirmation, waits_of_call
+
+#: Ranks of the job that have not made a call, and the rank that the call waits for.
+Missing: TypeAlias = tuple[list[int], int]
+
+
+class Waits:
+    """Descriptions of the waits of one communicator's calls.
+
+    Parameters
+    ----------
+    job : RankContext
+        This rank in the job.
+    loop : DataLoop
+    context : Context
+        Identity of the communicator.
+    caller : Caller
+        The communicator's calls.
+    desync : DesyncCheck
+    """
+
+    def __init__(
+        self,
+        job: RankContext,
+        loop: DataLoop,
+        context: Context,
+        caller: Caller,
+        desync: DesyncCheck,
+    ) -> None:
+        self._rank = job.rank
+        self._clock = job.clock
+        self._timeout_s = job.config.timeout_s
+        self._loop = loop
+        self._links = loop.links
+        self._failover = loop.failover
+        self._context = context
+        self._calls = loop.links.calls_of(context.context_id)
+        self._caller = caller
+        self._desync = desync
+        #: Number of the call in shared memory that waits for a late peer; 0: none does.
+        self.local_op = 0
+
+    def last_ops(self) -> dict[int, int]:
+        """Return the number of the last collective that each rank was seen in; 0: none.
+
+        A rank is seen in a collective by its slices or by its answer to the desync check.
+        """
+        seen, members = self._calls.seen.copy(), self._context.members
+        said = self._desync.said.copy()
+        return {members[peer]: max(op, seen.get(members[peer], 0)) for peer, op in said.items()}
+
+    def nothing(self) -> Pending:
+        """Describe that no call is blocked."""
+        now = self._clock()
+        return Pending(self._rank, "", now, now)
+
+    def for_paths(self, doing: str, peers: Iterable[int]) -> Pending:
+        """Describe the wait for paths to `peers`."""
+        alone = [peer for peer in sorted(peers) if not self._failover.migration.up(peer)]
+        waits = [
+            Wait(peer, "path", why="; ".join(self._failover.obstacles(peer))) for peer in alone
+        ]
+        return self._blocked(doing, waits=waits)
+
+    def for_health(self, op: int, peers: Iterable[int]) -> Pending:
+        """Describe the wait of call `op` for an agreement with ranks of the communicator."""
+        members = self._context.members
+        waits = [Wait(members[peer], "agreement on the health") for peer in peers]
+        return self._blocked(f"call {op}, before it is planned", waits=waits)
+
+    def for_slices(self, runs: Sequence[LaneRun]) -> Pending:
+        """Describe the running call, whose lanes are `runs`."""
+        op = self._calls.op
+        doing = f"call {op}, {describe(self._calls.signature)}"
+        absent = {rank: last for rank, last in self.last_ops().items() if last < op}
+        waits = waits_of_call(self._links, self._context.context_id, runs)
+        return self._blocked(doing, absent, waits)
+
+    def for_confirmation(self) -> Pending:
+        """Describe close(), while slices are not confirmed."""
+        return self._blocked(
+            "close()", waits=waits_for_confirmation(self._links, is_eager_too=True)
+        )
+
+    def for_leaving(self, left: set[int]) -> Pending:
+        """Describe close(), while only the ranks `left` have called it."""
+        ops = self.last_ops()
+        return self._blocked("close()", {peer: ops[peer] for peer in ops.keys() - left})
+
+    def _blocked(
+        self, doing: str, missing: dict[int, int] | None = None, waits: Sequence[Wait] = ()
+    ) -> Pending:
+        now, since_s = self._clock(), self._caller.since_s
+        diagnosis = self._failover.diagnosis
+        slow = diagnosis.slow_since(since_s) if diagnosis is not None else ()
+        return Pending(self._rank, doing, now, since_s, missing or {}, tuple(waits), slow)
+
+    # The wait in shared memory
+
+    def await_local(
+        self,
+        op: int,
+        signature: int,
+        resume: Callable[[], bool],
+        missing: Callable[[], Missing],
+    ) -> None:
+        """Call `resume` until it returns True: the running call in shared memory has finished.
+
+        Meanwhile, this thread runs the data loop if no other one does.
+
+        Parameters
+        ----------
+        op : int
+            Number of the call.
+        signature : int
+            Its packed signature.
+        resume : callable
+            Waits some milliseconds for peers, without the GIL; returns whether the call is done.
+        missing : callable
+            Returns the ranks that have not made the call, and the rank that it waits for.
+
+        Raises
+        ------
+        InvalidArgument
+            If a peer has made another call, over the network.
+        TransportTimeout
+            If the call takes longer than ``R2CC_TIMEOUT_S``.
+        R2cclError
+            If the communicator has ended.
+        """
+        caller, loop = self._caller, self._loop
+
+        def pending() -> Pending:
+            absent, awaited = missing()
+            waits = (Wait(awaited, "data in shared memory"),)
+            doing = f"call {op}, {describe(signature)}"
+            return self._blocked(doing, dict.fromkeys(absent, op - 1), waits)
+
+        patience = Patience(self._timeout_s, "R2CC_TIMEOUT_S", pending)
+        caller.since_s = self._clock()
+        deadline = caller.since_s + patience.timeout_s
+        caller.waiting = patience
+        self.local_op = op
+        try:
+            while not resume():
+                if loop.error is not None:
+                    if resume():  # the peers may have done their part before
+                        return
+                    caller.check()
+                self._require_same(op, signature, missing)
+                loop.poll(caller)
+                if self._clock() >= deadline:
+                    raise timed_out(patience)
+        finally:
+            caller.waiting = None
+            self.local_op = 0
+
+    def _require_same(self, op: int, signature: int, missing: Callable[[], Missing]) -> None:
+        """Check that no rank makes another call numbered `op`, over the network."""
+        rank, members = self._rank, self._context.members
+        for theirs, peer, _ in tuple(self._calls.ahead.get(op, ())):
+            raise difference(op, rank, peer, signature, theirs)
+        if self._desync.asked_op < op:
+            return
+        # Read in this order: a rank has come before it tells that it has ended the call.
+        called = [members[peer] for peer, last in self._desync.said.copy().items() if last >= op]
+        for absent in missing()[0] if called else ():
+            if absent in called:
+                raise InvalidArgument(
+                    f"call {op} differs between ranks: rank {rank} called {describe(signature)}, "
+                    f"rank {absent} a collective that uses the network; all ranks must pass the "
+                    "same collective, dtype, op, root, count, counts and schedule"
+                )
+
+
+__all__ = ["Missing", "Waits"]
