@@ -17,6 +17,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import Any
@@ -82,6 +83,8 @@ def serve(descriptor: int, launcher: int) -> None:
         request = pickle.loads(connection.recv_bytes())
         for name in _PRELOADED:
             importlib.import_module(name)
+        if {**os.environ, **request.environments[0]}.get("R2CC_SHM", "0") != "0":
+            _preload_shared_memory()
         # Otherwise each rank's garbage collector writes to all objects, and so copies their pages.
         gc.freeze()
         server = os.getpid()
@@ -102,6 +105,12 @@ def serve(descriptor: int, launcher: int) -> None:
             pid, status = os.wait()
             rank = ranks.pop(pid)
             connection.send((rank, os.waitstatus_to_exitcode(status)))
+
+
+def _preload_shared_memory() -> None:
+    """Load Numba and compiled code: 0.4 s and 120 MB. If it fails, the ranks say why."""
+    with suppress(ImportError, OSError):
+        importlib.import_module("r2ccl.shm.group").preload()
 
 
 def _fork() -> int:

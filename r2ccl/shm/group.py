@@ -510,6 +510,13 @@ class LocalGroup:
         return CallsDiffer(index, call % _WORD, int(words[layout.SIGNATURES // 8 + row]) % _WORD)
 
 
+def preload() -> None:
+    """Compile what every group needs, or load it from the disk cache."""
+    if not UNSUPPORTED:
+        compiled_exchange()
+        wake_all()
+
+
 _ALLREDUCE = int(Collective.ALLREDUCE)
 _NOTHING = np.empty(0, np.uint8)
 
@@ -530,4 +537,4 @@ def _host_of_process() -> bytes:
 _HOST_NBYTES = 16
 
 
-__all__ = ["Attend", "CallsDiffer", "LocalGroup"]
+__all__ = ["Attend", "CallsDiffer", "LocalGroup", "preload"]

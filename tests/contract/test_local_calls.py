@@ -91,6 +91,14 @@ def test_only_so_many_communicators_share_memory(monkeypatch: pytest.MonkeyPatch
         assert (without, again) == (False, True)
 
 
+@pytest.mark.parametrize(("setting", "is_loaded"), [("0", False), ("auto", True), ("1", True)])
+def test_numba_is_loaded_before_ranks_are_forked(
+    setting: str, is_loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("R2CC_SHM", setting)
+    assert run(programs.is_loaded, 2) == [is_loaded] * 2
+
+
 def test_memory_is_freed_at_the_end() -> None:
     assert run(programs.freed, 2) == [(4, 0)] * 2
 

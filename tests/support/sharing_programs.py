@@ -148,7 +148,8 @@ def obstructed(what: str, rank: int) -> tuple[bool, float]:
     """Let one rank be unable to share memory; return whether memory is shared, and a sum."""
     if int(os.environ["RANK"]) == rank:
         if what == "numba":
-            sys.modules["numba"] = None  # type: ignore[assignment]
+            # The process from which the ranks are forked has imported Numba.
+            sys.modules["r2ccl.shm.group"] = None  # type: ignore[assignment]
         else:
             from r2ccl.shm.segment import Segment
 
@@ -190,6 +191,11 @@ def beside_the_network() -> tuple[int, float]:
 
 def _do_nothing(_: DataLoop, now: float) -> None:
     del now
+
+
+def is_loaded() -> bool:
+    """Return whether Numba was imported before the rank began."""
+    return "numba" in sys.modules
 
 
 def many() -> list[bool]:
