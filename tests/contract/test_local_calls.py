@@ -117,9 +117,10 @@ def test_survivors_share_memory_again() -> None:
         assert found == ["PeerLost of rank 1", 2.0, True]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ncalls", slow_but([60], [60, 34_000]))
 def test_any_mixture_of_calls_is_exact_and_holds_nothing(ncalls: int) -> None:
-    reports = run(mixed_programs.mixed, 4, ncalls, 0, 7)
+    reports = launch(functools.partial(mixed_programs.mixed, ncalls, 0, 7), 4, timeout_s=840.0)
     assert [report.wrong for report in reports] == [[]] * 4
     for report in reports:
         assert report.late[:2] == report.early[:2]
