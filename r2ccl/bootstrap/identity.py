@@ -130,16 +130,26 @@ def _from_mpi(config: Config, comm: Any) -> Identity:
     offer: tuple[str, int, str] | str = ""
     if rank == 0:
         try:
+            # A secret that every rank has is not sent.
+            is_given = _given_secret(config) is not None
+            secret = "" if is_given else secrets.token_hex(SECRET_NBYTES)
             listener = _listen_anywhere(config, is_on_one_host)
             address, port = listener.getsockname()[:2]
-            offer = (address, port, secrets.token_hex(SECRET_NBYTES))
+            offer = (address, port, secret)
         except (OSError, InvalidArgument) as exc:
             offer = f"rank 0 cannot open its rendezvous: {exc}"  # the other ranks wait in bcast
     offer = comm.bcast(offer, root=0)
     if isinstance(offer, str):
         raise InvalidArgument(offer)
     address, port, secret = offer
-    return Identity(rank, nranks, address, port, GivenSecret(Secret.from_hex(secret)), listener)
+    given = _given_secret(config)
+    if bool(secret) == (given is not None):
+        raise InvalidArgument(
+            f"rank {rank}: rank 0 {'does not have' if secret else 'has'} R2CC_SECRET or "
+            f"R2CC_SECRET_FILE, this rank {'has' if secret else 'does not'}: set it on every rank"
+        )
+    source = given or GivenSecret(Secret.from_hex(secret))
+    return Identity(rank, nranks, address, port, source, listener)
 
 
 def _listen_anywhere(config: Config, is_on_one_host: bool) -> socket.socket:
@@ -212,10 +222,9 @@ def _inherited_listener(env: Mapping[str, str]) -> socket.socket | None:
 def _secret_source(
     config: Config, env: Mapping[str, str], rank: int, nranks: int, port: int
 ) -> SecretSource:
-    if config.secret:
-        return GivenSecret(Secret.from_hex(config.secret))
-    if config.secret_file:
-        return GivenSecret(read_secret_file(config.secret_file))
+    given = _given_secret(config)
+    if given is not None:
+        return given
     if nranks == 1:
         return GivenSecret(Secret(secrets.token_bytes(SECRET_NBYTES)))
     address = env["MASTER_ADDR"]
@@ -227,6 +236,15 @@ def _secret_source(
         "path of a file that contains them (`openssl rand -hex 32 > FILE; chmod 600 FILE`); on one "
         "host, `r2ccl launch` sets the secret"
     )
+
+
+def _given_secret(config: Config) -> GivenSecret | None:
+    """Return the secret that the settings give; None if they give none."""
+    if config.secret:
+        return GivenSecret(Secret.from_hex(config.secret))
+    if config.secret_file:
+        return GivenSecret(read_secret_file(config.secret_file))
+    return None
 
 
 def _is_own_address(rank: int, host: str) -> bool:

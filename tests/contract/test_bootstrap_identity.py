@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from r2ccl.bootstrap.auth import SECRET_NBYTES
 from r2ccl.bootstrap.identity import identify
 from r2ccl.bootstrap.secretfile import RuntimeFileSecret
 from r2ccl.config import Config
@@ -299,6 +300,33 @@ def test_a_communicator_carries_the_address_and_the_secret() -> None:
     assert {(i.address, i.port) for i in found} == {listener.getsockname()}
     secrets = {i.secret.current().hex() for i in found}  # type: ignore[union-attr]
     assert len(secrets) == 1
+    listener.close()
+
+
+def test_a_given_secret_is_not_sent_through_the_communicator() -> None:
+    comm, secret = FakeComm(2), "ab" * SECRET_NBYTES
+    with ThreadPoolExecutor(2) as pool:
+        found = list(
+            pool.map(
+                lambda rank: identify(Config(secret=secret), comm.as_seen_by(rank), {}), range(2)
+            )
+        )
+    assert [i.secret.current().hex() for i in found] == [secret] * 2  # type: ignore[union-attr]
+    assert secret not in str(comm.slots)
+    assert found[0].listener is not None
+    found[0].listener.close()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_secret_that_only_one_rank_was_given_is_refused(who: int) -> None:
+    comm = FakeComm(2)
+    given = [Config(secret="ab" * SECRET_NBYTES if rank == who else "") for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        begun = [pool.submit(identify, given[rank], comm.as_seen_by(rank), {}) for rank in range(2)]
+    with pytest.raises(InvalidArgument, match="set it on every rank"):
+        begun[1].result()
+    listener = begun[0].result().listener
+    assert listener is not None
     listener.close()
 
 
