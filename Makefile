@@ -22,7 +22,12 @@ RDMA_PYTHON ?= /usr/bin/python3
 RDMA_VENV := $(VENV)/rdma
 RDMA_BIN := $(RDMA_VENV)/bin
 
-.PHONY: help demo test test-slow test-all test-rdma fresh lint bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos pictures clean
+# torch is large, so only its tests install it, into an environment of its own.
+TORCH_VENV := $(VENV)/torch
+TORCH_BIN := $(TORCH_VENV)/bin
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: help demo test test-slow test-all test-rdma test-torch fresh lint bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos pictures clean
 .DEFAULT_GOAL := help
 # Tests and benchmarks measure time, so no two targets run at once.
 .NOTPARALLEL:
@@ -77,6 +82,9 @@ test-rdma: ## run the tests on real ibverbs, with Soft-RoCE in a virtual machine
 		--junitxml=out/rdma.xml && \
 	$(RDMA_BIN)/r2ccl rdmalab --nodes 3 --nics 2 --timeout 1800 -- \
 		$(RDMA_BIN)/python -m pytest -s tests/rdma/test_verdicts.py --junitxml=out/rdma3.xml
+
+test-torch: $(TORCH_VENV)/.test ## run the tests of the backend for torch.distributed; downloads torch for CPUs
+	@$(TORCH_BIN)/python -m pytest $(or $(TESTS),tests/pytorch)
 
 lint: $(VENV)/.lint ## check style, types and layers
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --diff . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache
@@ -167,6 +175,13 @@ $(RDMA_VENV)/.test: $(VENV)/.core
 	@echo "installing the packages of the tests on ibverbs into $(RDMA_VENV) ..."
 	@test -x $(RDMA_BIN)/python || $(RDMA_PYTHON) -m venv --without-pip $(RDMA_VENV)
 	@$(PIP) --python $(RDMA_BIN)/python install --editable . --group test --group rdmalab
+	@touch $@
+
+$(TORCH_VENV)/.test: $(VENV)/.core
+	@echo "installing the packages of the tests of torch into $(TORCH_VENV) ..."
+	@test -x $(TORCH_BIN)/python || $(PYTHON) -m venv --without-pip $(TORCH_VENV)
+	@$(PIP) --python $(TORCH_BIN)/python install --extra-index-url $(TORCH_INDEX) \
+		--editable . --group test-torch
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "r2ccl"
 
-MAX_MODULES = 9
+#: With `r2ccl.torch`, the name that programs of torch import.
+MAX_MODULES = 10
 #: With `r2ccl.shm`: memory of one host is no transport, as it has neither paths nor slices.
 MAX_PACKAGES = 16
 MAX_LAYERS = 14

@@ -1,0 +1,40 @@
+"""Backend ``r2ccl`` of torch.distributed, on top of a `Communicator`.
+
+A program changes one line, and imports this package::
+
+    import r2ccl.torch
+
+    torch.distributed.init_process_group("r2ccl")
+
+The import registers the backend. The process group of the job meets the other ranks through torch's
+store and connects the rails; all other groups share its connections. docs/torch.md lists what is
+supported and what differs from gloo.
+
+Modules, in the order a call passes through them: ``process_group`` has the methods that torch
+calls; ``call_queue`` runs the calls of a group in order; ``collectives`` translates them to those
+of `Communicator`; ``tensors`` views tensors as arrays; ``works`` has the handles that torch
+waits for. ``rendezvous`` makes the communicators.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from r2ccl.interop.torch.process_group import R2cclProcessGroup
+
+
+def _create(options: object, backend_options: object) -> R2cclProcessGroup:
+    """Make a process group; called by ``init_process_group`` and ``new_group``."""
+    return R2cclProcessGroup.connect(options)
+
+
+if not hasattr(dist.Backend, "R2CCL"):
+    dist.Backend.register_backend(
+        "r2ccl",
+        _create,
+        extended_api=True,
+        devices=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"],
+    )
+
+__all__ = ["R2cclProcessGroup"]

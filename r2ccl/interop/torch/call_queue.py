@@ -1,0 +1,194 @@
+"""`CallQueue`: runs the collectives of one process group one at a time, in the order of the calls.
+
+A blocking call runs in the caller's thread if no other call is queued. All others run in threads of
+the queue. Completing a future runs the callbacks of the program, which may wait for a later call of
+the same group (PowerSGD does). So a thread that completes a future first leaves the queue to
+another thread.
+
+Invariant: at most one thread runs a call, and every call that was added ends exactly once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+#: Protects the future of every call; held for less than a microsecond.
+_LOCK = threading.Lock()
+
+
+class QueuedCall:
+    """Function that a `CallQueue` runs once, and its outcome.
+
+    Parameters
+    ----------
+    fn : callable
+        Runs the collective; blocks until it has finished.
+    result : list of Tensor
+        Tensors that hold the result.
+    """
+
+    __slots__ = ("_ended", "_fn", "_future", "error", "result")
+
+    def __init__(self, fn: Callable[[], None], result: list[Any]) -> None:
+        self._fn: Callable[[], None] | None = fn
+        self._ended = threading.Lock()
+        self._ended.acquire()
+        self._future: tuple[Any, Any] | None = None
+        #: Exception that the function raised, or None; valid once the call has ended.
+        self.error: BaseException | None = None
+        self.result = result
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the call has ended, with or without an error."""
+        return not self._ended.locked()
+
+    @property
+    def has_future(self) -> bool:
+        """True if the program has asked for a future."""
+        return self._future is not None
+
+    def wait(self, timeout_s: float = -1) -> bool:
+        """Wait until the call has ended, or up to `timeout_s` seconds; return whether it has."""
+        if not self._ended.acquire(timeout=timeout_s):
+            return False
+        self._ended.release()
+        return True
+
+    def run(self) -> None:
+        """Run the function and keep its exception."""
+        assert self._fn is not None
+        try:
+            self._fn()
+        except BaseException as exc:
+            self.error = exc
+        self._fn = None
+
+    def end(self) -> None:
+        """Wake those that wait, and complete the future."""
+        with _LOCK:
+            self._ended.release()
+            future = self._future
+        if future is not None:
+            future[0].set_result(None)
+
+    def future(self) -> Any:
+        """Return the future of the call, whose value is the result.
+
+        ``Future.set_exception`` looks like success to C++ code that waits, such as DDP's reducer.
+        An exception in a callback does not, so the future is that of a callback.
+        """
+        with _LOCK:
+            if self._future is None:
+                first = torch.futures.Future()
+                self._future = first, first.then(self._value)
+                is_late = self.has_ended
+            else:
+                is_late = False
+            future = self._future
+        if is_late:
+            future[0].set_result(None)
+        return future[1]
+
+    def _value(self, _: object) -> list[Any]:
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+class CallQueue:
+    """Calls of one process group, run in the order in which they were added.
+
+    Parameters
+    ----------
+    name : str
+        Name of the threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: deque[QueuedCall] = deque()
+        self._changed = threading.Condition()
+        self._is_running = False
+        self._is_closed = False
+        self._nidle = 0
+
+    def run(self, call: QueuedCall) -> None:
+        """Run `call` after all earlier ones; return when it has ended."""
+        with self._changed:
+            is_free = not self._calls and not self._is_running
+            if is_free:
+                self._is_running = True
+        if is_free:
+            call.run()
+            self._leave()
+            call.end()
+        else:
+            self.add(call)
+            call.wait()
+
+    def add(self, call: QueuedCall) -> None:
+        """Run `call` after all earlier ones, in a thread of the queue."""
+        with self._changed:
+            self._calls.append(call)
+            if not self._is_running:
+                self._wake()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` seconds until all calls have run; return whether they have."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._calls and not self._is_running, timeout_s
+            )
+
+    def close(self) -> None:
+        """End the threads after the calls that were added."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _wake(self) -> None:
+        """Let a thread run the first call; the caller holds the condition."""
+        if self._nidle:
+            self._changed.notify_all()
+        else:
+            threading.Thread(target=self._loop, name=self._name, daemon=True).start()
+
+    def _leave(self) -> None:
+        """Let another thread run the next call, if there is one."""
+        with self._changed:
+            self._is_running = False
+            if self._calls:
+                self._wake()
+            elif self._nidle or self._is_closed:
+                self._changed.notify_all()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._nidle += 1
+                self._changed.wait_for(
+                    lambda: (self._calls and not self._is_running) or self._is_closed
+                )
+                self._nidle -= 1
+                if not self._calls or self._is_running:
+                    return
+                self._is_running = True
+                call = self._calls.popleft()
+            call.run()
+            if call.has_future:
+                self._leave()
+                call.end()
+            else:
+                call.end()
+                with self._changed:
+                    self._is_running = False
+                    self._changed.notify_all()
+
+
+__all__ = ["CallQueue", "QueuedCall"]

@@ -1,0 +1,332 @@
+"""Collectives of torch.distributed as calls of a `Communicator`.
+
+Each function takes the communicator, the arguments of the method of ``ProcessGroup`` with its name,
+and its options; it blocks until the result is in the tensors. Where torch's shorter forms pass a
+tensor, the longer ones pass a list with that tensor; the functions take both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from r2ccl import Communicator, InvalidArgument, ReduceOp, premul_sum
+from r2ccl.interop.torch.tensors import Tensor, array_of, copy_back, divide, in_order, joined
+
+_KINDS = dist.ReduceOp.RedOpType
+_OPERATIONS = {
+    _KINDS.SUM: ReduceOp.SUM,
+    _KINDS.AVG: ReduceOp.AVG,
+    _KINDS.PRODUCT: ReduceOp.PROD,
+    _KINDS.MIN: ReduceOp.MIN,
+    _KINDS.MAX: ReduceOp.MAX,
+    _KINDS.BAND: ReduceOp.BAND,
+    _KINDS.BOR: ReduceOp.BOR,
+    _KINDS.BXOR: ReduceOp.BXOR,
+}
+#: A sum of bools is true if any is, as NCCL has it and as gloo's sums of bytes read.
+_ON_BOOL = {_KINDS.SUM: ReduceOp.LOR, _KINDS.PRODUCT: ReduceOp.LAND}
+
+
+def operation(op: Any, tensor: Tensor) -> Any:
+    """Return the operation of r2ccl for torch's `op` on `tensor`."""
+    kind = op.op
+    if kind == _KINDS.PREMUL_SUM:
+        return premul_sum(float(op.factor))
+    if tensor.dtype is torch.bool and kind in _ON_BOOL:
+        return _ON_BOOL[kind]
+    return _OPERATIONS[kind]
+
+
+def allreduce(comm: Communicator, tensors: Any, opts: Any) -> None:
+    """Reduce each of `tensors` in place; several run as a group."""
+    tensors = _all(tensors)
+    if len(tensors) == 1:
+        if tensors[0].is_sparse:
+            _allreduce_sparse(comm, tensors[0], opts)
+            return
+        copy = in_order(tensors[0])
+        comm.allreduce(array_of(copy), op=operation(opts.reduceOp, copy))
+        copy_back(tensors[0], copy)
+        return
+    copies = [in_order(each) for each in tensors]
+    with comm.group():
+        for copy in copies:
+            comm.allreduce(array_of(copy), op=operation(opts.reduceOp, copy))
+    for tensor, copy in zip(tensors, copies, strict=True):
+        copy_back(tensor, copy)
+
+
+def _allreduce_sparse(comm: Communicator, tensor: Tensor, opts: Any) -> None:
+    """Sum sparse tensors: gather the indices and values of all ranks, and coalesce them."""
+    if opts.reduceOp.op != _KINDS.SUM:
+        raise InvalidArgument(f"{opts.reduceOp.op} on a sparse tensor: allowed is SUM")
+    mine = tensor.detach().coalesce()
+    # One row per element, so that the parts of the ranks follow one another.
+    indices, values = in_order(mine.indices().t()), in_order(mine.values())
+    counts = [int(n) for n in comm.allgather(np.array([mine._nnz()])).ravel()]
+    gathered = []
+    for rows in (indices, values):
+        whole = rows.new_empty((sum(counts), *rows.shape[1:]))
+        width = rows[0].numel() if len(rows) else int(np.prod(rows.shape[1:]))
+        comm.allgatherv(array_of(rows), array_of(whole), counts=[count * width for count in counts])
+        gathered.append(whole)
+    total = torch.sparse_coo_tensor(gathered[0].t(), gathered[1], tensor.shape)
+    with torch.no_grad():
+        tensor.copy_(total.coalesce())
+
+
+def broadcast(comm: Communicator, tensors: Any, opts: Any) -> None:
+    """Send the tensor of the root to all ranks."""
+    tensor = _one(tensors)
+    copy = in_order(tensor)
+    comm.broadcast(array_of(copy), root=opts.rootRank)
+    if comm.rank != opts.rootRank:
+        copy_back(tensor, copy)
+
+
+def reduce(comm: Communicator, tensors: Any, opts: Any) -> None:
+    """Reduce the tensors of all ranks into that of the root."""
+    tensor = _one(tensors)
+    copy = in_order(tensor)
+    comm.reduce(array_of(copy), op=operation(opts.reduceOp, copy), root=opts.rootRank)
+    if comm.rank == opts.rootRank:
+        copy_back(tensor, copy)
+
+
+def allgather(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
+    """Gather the tensor of every rank into the list on every rank; sizes may differ."""
+    tensor, parts = _one(inputs), _list(outputs)
+    _require_parts("output", parts, comm.nranks)
+    _require_alike("output", parts[comm.rank], tensor)
+    flat = joined(parts, is_read=False)
+    comm.allgatherv(array_of(in_order(tensor)), array_of(flat), counts=_counts(parts))
+    divide(flat, parts)
+
+
+def all_gather_single(comm: Communicator, output: Tensor, tensor: Tensor, opts: Any) -> None:
+    """Gather the tensor of every rank into one tensor on every rank."""
+    all_gather_single_coalesced(comm, [output], [tensor], opts)
+
+
+def all_gather_single_coalesced(
+    comm: Communicator, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any
+) -> None:
+    """Gather several tensors, each into one tensor."""
+    pairs = list(zip(outputs, tensors, strict=True))
+    copies = [_ordered_output(output) for output, _ in pairs]
+    with _grouped(comm, len(pairs)):
+        for (output, tensor), copy in zip(pairs, copies, strict=True):
+            _require_times("output", output, comm.nranks, tensor)
+            comm.allgather(array_of(in_order(tensor)), array_of(copy))
+    for (output, _), copy in zip(pairs, copies, strict=True):
+        copy_back(output, copy)
+
+
+def allgather_coalesced(
+    comm: Communicator, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any
+) -> None:
+    """Gather several tensors; ``outputs[rank]`` are those of a rank."""
+    _require_parts("output", outputs, comm.nranks)
+    for i, tensor in enumerate(tensors):
+        allgather(comm, [[each[i] for each in outputs]], [tensor], opts)
+
+
+def reduce_scatter(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
+    """Reduce lists of tensors; each rank receives one tensor of the result."""
+    output, parts = _one(outputs), _list(inputs)
+    _require_parts("input", parts, comm.nranks)
+    _require_alike("input", parts[comm.rank], output)
+    flat, copy = joined(parts, is_read=True), _ordered_output(output)
+    op = operation(opts.reduceOp, flat)
+    comm.reduce_scatterv(array_of(flat), array_of(copy), op, counts=_counts(parts))
+    copy_back(output, copy)
+
+
+def reduce_scatter_single(comm: Communicator, output: Tensor, tensor: Tensor, opts: Any) -> None:
+    """Reduce a tensor; each rank receives one part of the result."""
+    reduce_scatter_single_coalesced(comm, [output], [tensor], opts)
+
+
+def reduce_scatter_single_coalesced(
+    comm: Communicator, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any
+) -> None:
+    """Reduce several tensors; each rank receives one part of each."""
+    pairs = list(zip(outputs, tensors, strict=True))
+    copies = [_ordered_output(output) for output, _ in pairs]
+    with _grouped(comm, len(pairs)):
+        for (output, tensor), copy in zip(pairs, copies, strict=True):
+            _require_times("input", tensor, comm.nranks, output)
+            source = in_order(tensor)
+            comm.reduce_scatter(array_of(source), array_of(copy), operation(opts.reduceOp, source))
+    for (output, _), copy in zip(pairs, copies, strict=True):
+        copy_back(output, copy)
+
+
+def gather(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
+    """Gather the tensor of every rank into the list of the root."""
+    tensor, parts = _one(inputs), _list(outputs)
+    source = array_of(in_order(tensor))
+    if comm.rank != opts.rootRank:
+        comm.gather(source, root=opts.rootRank)
+        return
+    _require_parts("output", parts, comm.nranks)
+    for part in parts:
+        _require_alike("output", part, tensor)
+    flat = joined(parts, is_read=False)
+    comm.gather(source, array_of(flat), root=opts.rootRank)
+    divide(flat, parts)
+
+
+def scatter(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
+    """Send each tensor in the list of the root to one rank."""
+    output, parts = _one(outputs), _list(inputs)
+    copy, source = _ordered_output(output), None
+    if comm.rank == opts.rootRank:
+        _require_parts("input", parts, comm.nranks)
+        for part in parts:
+            _require_alike("input", part, output)
+        source = array_of(joined(parts, is_read=True))
+    comm.scatter(source, array_of(copy), root=opts.rootRank)
+    copy_back(output, copy)
+
+
+def alltoall(
+    comm: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+) -> None:
+    """Send one tensor to every rank, and receive one from every rank."""
+    _require_parts("input", inputs, comm.nranks)
+    _require_parts("output", outputs, comm.nranks)
+    source, target = joined(inputs, is_read=True), joined(outputs, is_read=False)
+    comm.alltoallv(
+        array_of(source),
+        array_of(target),
+        sendcounts=_counts(inputs),
+        recvcounts=_counts(outputs),
+    )
+    divide(target, outputs)
+
+
+def all_to_all_single(
+    comm: Communicator,
+    output: Tensor,
+    tensor: Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    opts: Any,
+) -> None:
+    """Send some rows to every rank, and receive some from every rank; by default equally many."""
+    source, target = in_order(tensor), _ordered_output(output)
+    comm.alltoallv(
+        array_of(source),
+        array_of(target),
+        sendcounts=_split("input", tensor, input_splits, comm.nranks),
+        recvcounts=_split("output", output, output_splits, comm.nranks),
+    )
+    copy_back(output, target)
+
+
+def barrier(comm: Communicator, opts: Any) -> None:
+    """Wait until all ranks have called it."""
+    comm.barrier()
+
+
+def _one(tensors: Any) -> Tensor:
+    found = _all(tensors)
+    if len(found) != 1:
+        raise InvalidArgument(f"{len(found)} tensors were given: pass a list of one tensor")
+    return found[0]
+
+
+def _all(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _list(lists: Any) -> list[Tensor]:
+    """Return the tensors of a list, or of a list that contains one list."""
+    if len(lists) == 1 and not isinstance(lists[0], torch.Tensor):
+        return list(lists[0])
+    return list(lists)
+
+
+def _grouped(comm: Communicator, ncalls: int) -> Any:
+    return comm.group() if ncalls > 1 else nullcontext()
+
+
+def _ordered_output(output: Tensor) -> Tensor:
+    """Return `output` if it is in order, otherwise new memory for it."""
+    found = output.detach()
+    return found if found.is_contiguous() else torch.empty_like(found, memory_format=_IN_ORDER)
+
+
+def _counts(tensors: Sequence[Tensor]) -> list[int]:
+    return [each.numel() for each in tensors]
+
+
+def _split(name: str, tensor: Tensor, splits: Sequence[int], nranks: int) -> list[int]:
+    """Return the number of elements of each rank's rows."""
+    nrows = tensor.shape[0] if tensor.dim() else 0
+    if not splits:
+        if nrows % nranks:
+            raise InvalidArgument(
+                f"{name} of {nrows} rows without {name}_split_sizes: the number of rows must be a "
+                f"multiple of {nranks}, the number of ranks"
+            )
+        splits = [nrows // nranks] * nranks
+    if len(splits) != nranks or sum(splits) != nrows:
+        raise InvalidArgument(
+            f"{name}_split_sizes={list(splits)} for {nrows} rows: give {nranks} sizes that add up "
+            "to the number of rows"
+        )
+    width = tensor.numel() // nrows if nrows else 0
+    return [split * width for split in splits]
+
+
+def _require_parts(name: str, parts: Sequence[Any], nranks: int) -> None:
+    if len(parts) != nranks:
+        raise InvalidArgument(
+            f"the {name} list has {len(parts)} entries: give {nranks}, one for each rank"
+        )
+
+
+def _require_alike(name: str, part: Tensor, tensor: Tensor) -> None:
+    if part.shape != tensor.shape or part.dtype != tensor.dtype:
+        raise InvalidArgument(
+            f"the {name} list has a tensor of {part.dtype} and shape {tuple(part.shape)} where "
+            f"{tensor.dtype} and shape {tuple(tensor.shape)} is needed"
+        )
+
+
+def _require_times(name: str, whole: Tensor, nranks: int, part: Tensor) -> None:
+    if whole.numel() != nranks * part.numel() or whole.dtype != part.dtype:
+        raise InvalidArgument(
+            f"the {name} has {whole.numel()} elements of {whole.dtype}: give {nranks} times "
+            f"{part.numel()} elements of {part.dtype}"
+        )
+
+
+_IN_ORDER = torch.contiguous_format
+
+__all__ = [
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "operation",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "scatter",
+]

@@ -1,0 +1,397 @@
+"""`R2cclProcessGroup`: the methods that torch.distributed calls, as a table.
+
+torch calls them in two forms: with an object of options, and with its fields as arguments.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from r2ccl import ANY_SOURCE, Communicator, InvalidArgument, R2cclError
+from r2ccl.interop.torch import collectives
+from r2ccl.interop.torch.call_queue import CallQueue, QueuedCall
+from r2ccl.interop.torch.rendezvous import TorchConnections
+from r2ccl.interop.torch.tensors import Tensor, array_of, copy_back, in_order
+from r2ccl.interop.torch.works import CollectiveWork, MessageWork, seconds, translated
+
+_log = logging.getLogger("r2ccl.torch")
+#: Tags of `monitored_barrier`; torch's own tags have 32 bits.
+_BARRIER_TAG = 1 << 40
+
+_connections = TorchConnections()
+
+
+def _method(function: Callable[..., None], options: Any, nargs: int, *fields: str) -> Any:
+    """Return the method that runs a function of `collectives`.
+
+    Parameters
+    ----------
+    function : callable
+    options : type
+        Class of torch's options of the method.
+    nargs : int
+        Number of arguments before the options.
+    *fields : str
+        Fields of the options that follow the arguments in the short form, before the timeout.
+    """
+    names = {"root": "rootRank", "op": "reduceOp"}
+
+    def method(self: R2cclProcessGroup, *args: Any, **named: Any) -> CollectiveWork:
+        given = args[:nargs]
+        if len(args) == nargs + 1 and not named and type(args[nargs]) is options:
+            opts = args[nargs]
+        else:
+            opts = _options(options, args[nargs:], named, (*fields, "timeout"), names)
+        return self._start(partial(function, self.communicator, *given, opts), given[:1], opts)
+
+    method.__doc__ = function.__doc__
+    method.__name__ = function.__name__
+    return method
+
+
+def _options(
+    options: Any, rest: tuple[Any, ...], named: dict[str, Any], fields: Any, names: dict[str, str]
+) -> Any:
+    """Return the options of a call in either form."""
+    opts = named.pop("opts", None)
+    if rest and hasattr(rest[0], "asyncOp"):
+        opts, rest = rest[0], rest[1:]
+    if opts is not None:
+        return opts
+    opts = options()
+    for name, value in (*zip(fields, rest, strict=False), *named.items()):
+        if name not in fields:
+            raise TypeError(f"unexpected argument {name!r}: allowed are opts, {', '.join(fields)}")
+        if value is not None:
+            setattr(opts, names.get(name, name), value)
+    return opts
+
+
+class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """Process group of torch.distributed whose calls run on a `Communicator`.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Its ranks are the ranks of the group.
+    store : torch.distributed.Store
+        Store of the group.
+    timeout : timedelta
+        Timeout of its calls.
+
+    Attributes
+    ----------
+    communicator : Communicator
+        For `repairs`, `health` and all else that torch lacks.
+
+    Notes
+    -----
+    Collectives run in the order of the calls. A call with ``async_op=True`` runs in another thread.
+    """
+
+    supports_splitting = True
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, communicator: Communicator, store: Any, timeout: timedelta) -> None:
+        super().__init__(communicator.rank, communicator.nranks)
+        self.communicator = communicator
+        self._store = store
+        self._timeout_s = timeout.total_seconds()
+        self._queue = CallQueue(f"r2ccl-torch-{communicator.rank}")
+        self._name = self._desc = ""
+        self._ncalls = 0
+        self._nbarriers = itertools.count()
+        self._is_over = False
+        #: True once a call has raised an error that ends the communicator.
+        self._has_failed = False
+        self._options = c10d.Backend.Options("r2ccl", timeout)
+        atexit.register(self._leave)
+
+    @classmethod
+    def connect(cls, opts: Any) -> R2cclProcessGroup:
+        """Return the group that ``_DistributedBackendOptions`` describe.
+
+        *Collective*: all ranks of the group.
+        """
+        with translated():
+            made = _connections.communicator(opts)
+        return cls(made, opts.store, opts.timeout)
+
+    # Collectives
+
+    allreduce = _method(collectives.allreduce, c10d.AllreduceOptions, 1, "op")
+    allreduce_coalesced = _method(collectives.allreduce, c10d.AllreduceCoalescedOptions, 1)
+    broadcast = _method(collectives.broadcast, c10d.BroadcastOptions, 1, "root")
+    reduce = _method(collectives.reduce, c10d.ReduceOptions, 1, "root", "op")
+    allgather = _method(collectives.allgather, c10d.AllgatherOptions, 2)
+    allgather_coalesced = _method(collectives.allgather_coalesced, c10d.AllgatherOptions, 2)
+    all_gather_single = _method(collectives.all_gather_single, c10d.AllgatherOptions, 2)
+    all_gather_single_coalesced = _method(
+        collectives.all_gather_single_coalesced, c10d.AllgatherOptions, 2
+    )
+    gather = _method(collectives.gather, c10d.GatherOptions, 2, "root")
+    scatter = _method(collectives.scatter, c10d.ScatterOptions, 2, "root")
+    reduce_scatter = _method(collectives.reduce_scatter, c10d.ReduceScatterOptions, 2, "op")
+    reduce_scatter_single = _method(collectives.reduce_scatter_single, c10d.ReduceScatterOptions, 2)
+    reduce_scatter_single_coalesced = _method(
+        collectives.reduce_scatter_single_coalesced, c10d.ReduceScatterOptions, 2
+    )
+    alltoall = _method(collectives.alltoall, c10d.AllToAllOptions, 2)
+    all_to_all_single = _method(collectives.all_to_all_single, c10d.AllToAllOptions, 4)
+    barrier = _method(collectives.barrier, c10d.BarrierOptions, 0)
+
+    # Names of the same methods before torch 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _start(self, fn: Callable[[], None], results: Any, opts: Any) -> CollectiveWork:
+        """Run `fn`, in this thread if the call is blocking and no other is queued."""
+        self._ncalls += 1
+        timeout_s = seconds(opts.timeout, self._timeout_s)
+        result = [] if not results else results[0]
+        call = QueuedCall(
+            partial(self._run, fn), [result] if isinstance(result, torch.Tensor) else result
+        )
+        work = CollectiveWork(call, timeout_s, self._revoke)
+        if opts.asyncOp or timeout_s < self.communicator.config.timeout_s:
+            self._queue.add(call)
+        else:
+            self._queue.run(call)
+        if not opts.asyncOp:
+            work.wait()
+        return work
+
+    def _run(self, fn: Callable[[], None]) -> None:
+        try:
+            with translated():
+                fn()
+        except dist.DistBackendError as exc:
+            self._has_failed |= not isinstance(exc.__cause__, InvalidArgument)
+            raise
+
+    # Messages
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> MessageWork:
+        """Begin to send a tensor."""
+        (tensor,) = tensors
+        copy = array_of(in_order(tensor))
+        return self._message(
+            tensors, partial(self.communicator.send, copy, to, tag, async_op=True), None
+        )
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> MessageWork:
+        """Begin to receive a tensor."""
+        (tensor,) = tensors
+        copy = in_order(tensor)
+        return self._message(
+            tensors,
+            partial(self.communicator.recv, array_of(copy), source, tag, async_op=True),
+            partial(copy_back, tensor, copy),
+        )
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MessageWork:
+        """Begin to receive a tensor from any rank."""
+        return self.recv(tensors, ANY_SOURCE, tag)
+
+    def _message(
+        self, tensors: list[Tensor], begin: Callable[[], Any], finish: Callable[[], None] | None
+    ) -> MessageWork:
+        with translated():
+            request = begin()
+        return MessageWork(request, tensors, self._timeout_s, finish)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all ranks; on rank 0, raise an error that names those that are missing.
+
+        With `wait_all_ranks`, it names all of them, otherwise the first.
+        """
+        limit_s = seconds(timeout, self._timeout_s)
+        tag = _BARRIER_TAG + next(self._nbarriers)
+        comm, nothing = self.communicator, np.empty(0, np.uint8)
+        if comm.rank:
+            comm.send(nothing, 0, tag)
+            self._hear(comm.recv(nothing, 0, tag, async_op=True), 0, limit_s)
+            return
+        begun = [
+            (rank, comm.recv(nothing, rank, tag, async_op=True)) for rank in range(1, comm.nranks)
+        ]
+        errors = []
+        for rank, request in begun:
+            try:
+                self._hear(request, rank, limit_s)
+            except dist.DistBackendError as exc:
+                errors.append(exc)
+                limit_s = 0.001  # the others had as much time
+                if not wait_all_ranks:
+                    break
+        if errors:
+            raise dist.DistBackendError("; ".join(map(str, errors))) from errors[0]
+        for rank, _ in begun:
+            comm.send(nothing, rank, tag)
+
+    def _hear(self, request: Any, rank: int, limit_s: float) -> None:
+        try:
+            request.wait(limit_s)
+        except R2cclError as exc:
+            request.cancel()
+            raise dist.DistBackendError(
+                f"rank {self.communicator.rank}: rank {rank} did not pass monitored_barrier "
+                f"within {limit_s:g} s"
+            ) from exc
+
+    # Groups
+
+    def split_group(
+        self,
+        ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> R2cclProcessGroup | None:
+        """Return the group of `ranks`; None on other ranks.
+
+        *Collective*: all ranks of this group; those of one new group pass the same `ranks`.
+        """
+        rank = self.communicator.rank
+        is_in = rank in ranks
+        with translated():
+            made = self.communicator.split(
+                min(ranks) if is_in else None, ranks.index(rank) if is_in else 0
+            )
+        if made is None:
+            return None
+        limit = timedelta(seconds=self._timeout_s) if timeout is None else timeout
+        group = R2cclProcessGroup(made, dist.PrefixStore(f"{group_name}/", self._store), limit)
+        group._set_group_name(group_name or "")
+        group._set_group_desc(group_desc or "")
+        return group
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of calls from now on; it can only become shorter than that of `init`."""
+        limit_s = self.communicator.config.timeout_s
+        if timeout.total_seconds() > limit_s:
+            raise InvalidArgument(
+                f"timeout={timeout}; the ranks were connected with {limit_s:g} s, which is the "
+                "longest: pass the longer one to init_process_group"
+            )
+        self._timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def abort(self) -> None:
+        """End all calls on all ranks with an error."""
+        self._end()
+        self.communicator.abort("abort() of the process group was called")
+
+    def shutdown(self) -> None:
+        """Wait for all calls, then leave the group. *Collective*: all ranks.
+
+        Raises no error if a call has raised one already.
+        """
+        if self._is_over:
+            return
+        self._queue.drain(self._timeout_s)
+        self._end()
+        with suppress(R2cclError) if self._has_failed else translated():
+            self.communicator.close()
+
+    def _end(self) -> None:
+        self._is_over = True
+        atexit.unregister(self._leave)
+        self._queue.close()
+        _connections.forget(self.communicator)
+
+    def _leave(self) -> None:
+        """Leave when the process ends without ``destroy_process_group``."""
+        if getattr(sys, "last_value", None) is not None:
+            self.communicator.abort(f"the program ended with {sys.last_value!r}")
+            return
+        try:
+            self.shutdown()
+        except RuntimeError as exc:
+            _log.warning("the process group %s did not end in order: %s", self._name, exc)
+
+    def _revoke(self, why: str) -> None:
+        self.communicator.revoke(f"rank {self.communicator.rank}: {why}")
+
+    # What torch asks of a group
+
+    def name(self) -> str:
+        """Return the name of the backend."""
+        return "r2ccl"
+
+    getBackendName = _get_backend_name = name
+
+    def getGroupName(self) -> str:
+        """Return the name of the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Set the name of the group."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        """Return the description of the group."""
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Set the description of the group."""
+        self._desc = desc
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    def get_group_store(self) -> Any:
+        """Return the store of the group."""
+        return self._store
+
+    @property
+    def _device_types(self) -> list[Any]:
+        return [torch.device(each) for each in dist.Backend.backend_capability["r2ccl"]]
+
+    def _get_backend(self, device: Any) -> R2cclProcessGroup:
+        return self
+
+    @property
+    def options(self) -> Any:
+        """Options of the backend, which hold the timeout."""
+        return self._options
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._ncalls
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        self._queue.drain(self._timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<R2cclProcessGroup {self._name} of {self.communicator!r}>"
+
+
+__all__ = ["R2cclProcessGroup"]

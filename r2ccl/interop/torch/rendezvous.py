@@ -1,0 +1,115 @@
+"""Communicators for process groups: ranks meet through torch's store.
+
+The process group of all ranks is made by `r2ccl.init`; its rendezvous goes through the store. All
+other groups are made of its communicator, with which they share the connections.
+
+Keys in the store contain the number of the attempt: programs call ``init_process_group`` again on
+the store of torchrun, which still has the keys of the last time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from typing import Any
+
+from r2ccl import Communicator, init
+
+#: Variable of `r2ccl launch` with its socket at R2CC_PORT, where ranks without a store meet.
+_LISTENER = "R2CC_LISTEN_FD"
+_PREFIX = "r2ccl"
+
+
+class StoreRanks:
+    """Ranks that exchange values through a store; has the methods that `r2ccl.init` needs.
+
+    Parameters
+    ----------
+    store : torch.distributed.Store
+    rank, nranks : int
+    timeout : timedelta
+        Longest wait for the other ranks.
+    """
+
+    def __init__(self, store: Any, rank: int, nranks: int, timeout: timedelta) -> None:
+        self._store = store
+        self._rank = rank
+        self._nranks = nranks
+        self._timeout = timeout
+        self._attempt = store.add(f"{_PREFIX}/attempts/{rank}", 1)
+        self._nrounds = 0
+
+    def Get_rank(self) -> int:
+        """Return the rank of this process."""
+        return self._rank
+
+    def Get_size(self) -> int:
+        """Return the number of ranks."""
+        return self._nranks
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the bytes of all ranks, by rank."""
+        prefix = self._next_prefix()
+        self._store.set(f"{prefix}/{self._rank}", data)
+        keys = [f"{prefix}/{rank}" for rank in range(self._nranks)]
+        self._store.wait(keys, self._timeout)
+        return [bytes(each) for each in self._store.multi_get(keys)]
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank; values are those that JSON can express."""
+        return [json.loads(each) for each in self.allgather_bytes(json.dumps(value).encode())]
+
+    def bcast(self, value: Any, root: int) -> Any:
+        """Return the value of rank `root`."""
+        key = self._next_prefix()
+        if self._rank == root:
+            self._store.set(key, json.dumps(value))
+            return value
+        self._store.wait([key], self._timeout)
+        return json.loads(self._store.get(key))
+
+    def _next_prefix(self) -> str:
+        self._nrounds += 1
+        return f"{_PREFIX}/{self._attempt}/{self._nrounds}"
+
+
+class TorchConnections:
+    """The communicator of all ranks of this process, of which those of other groups are made."""
+
+    def __init__(self) -> None:
+        self._whole: Communicator | None = None
+
+    def communicator(self, opts: Any) -> Communicator:
+        """Return a communicator for a new group.
+
+        Parameters
+        ----------
+        opts : torch.distributed._DistributedBackendOptions
+
+        Notes
+        -----
+        *Collective*: all ranks of the group.
+        """
+        ranks = StoreRanks(opts.store, opts.group_rank, opts.group_size, opts.timeout)
+        members = list(opts.global_ranks_in_group)
+        whole = self._whole
+        if members and whole is not None:
+            return whole.create_among(members, ranks.allgather_bytes)
+        settings: dict[str, Any] = {}
+        if "R2CC_TIMEOUT_S" not in os.environ:
+            settings["timeout_s"] = opts.timeout.total_seconds()
+        if _LISTENER in os.environ:
+            settings["port"] = 0
+        made = init(ranks, **settings)
+        if not members:
+            self._whole = made
+        return made
+
+    def forget(self, communicator: Communicator) -> None:
+        """Make no more groups of `communicator`, which was closed."""
+        if self._whole is communicator:
+            self._whole = None
+
+
+__all__ = ["StoreRanks", "TorchConnections"]

@@ -1,0 +1,100 @@
+"""Tensors as the arrays that a `Communicator` takes: without a copy where their memory is in order.
+
+A tensor is in order if its elements are one block of memory, in the order of its indices. Others
+are copied before a call, and the result is copied back after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import torch
+
+from r2ccl import InvalidArgument
+
+Tensor: TypeAlias = Any
+
+#: torch's dtypes that NumPy lacks: the dtype to view them as, and that of the array.
+_EXTENSIONS = {
+    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
+}
+
+
+def array_of(tensor: Tensor) -> Any:
+    """Return a view of a tensor that is in order: an array, or the tensor itself if on a GPU.
+
+    Raises
+    ------
+    InvalidArgument
+        If the tensor is sparse or has a dtype or a device that r2ccl does not support.
+    """
+    if tensor.is_cuda:
+        return tensor.detach()
+    extension = _EXTENSIONS.get(tensor.dtype)
+    try:
+        if extension is not None:
+            return tensor.detach().view(extension[0]).numpy().view(extension[1])
+        return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
+    except (TypeError, RuntimeError) as exc:
+        raise InvalidArgument(
+            f"a tensor of {tensor.dtype} on {tensor.device}, with layout {tensor.layout}, was "
+            f"given, which r2ccl cannot view ({exc}): convert it to a dense tensor on the CPU, of "
+            "a type in docs/reductions.md"
+        ) from exc
+
+
+def in_order(tensor: Tensor) -> Tensor:
+    """Return `tensor` if it is in order, otherwise a copy that is."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def copy_back(tensor: Tensor, copy: Tensor) -> None:
+    """Copy the result in `copy`, which `in_order` or `joined` returned for `tensor`."""
+    if copy.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        tensor.detach().copy_(copy.view(tensor.shape))
+
+
+def joined(tensors: Sequence[Tensor], *, is_read: bool) -> Tensor:
+    """Return one flat tensor with the elements of all `tensors`.
+
+    It is a view if the tensors follow one another in memory, otherwise a new tensor, with their
+    values if `is_read`. `divide` copies it back.
+    """
+    first = tensors[0]
+    total = sum(each.numel() for each in tensors)
+    if _are_adjacent(tensors):
+        return first.detach().as_strided((total,), (1,))
+    if is_read:
+        return torch.cat([in_order(each).view(-1) for each in tensors])
+    return torch.empty(total, dtype=first.dtype, device=first.device)
+
+
+def divide(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy the parts of `flat`, which `joined` returned for `tensors`, to them."""
+    if flat.data_ptr() == tensors[0].data_ptr():
+        return
+    at = 0
+    for each in tensors:
+        each.detach().copy_(flat[at : at + each.numel()].view(each.shape))
+        at += each.numel()
+
+
+def _are_adjacent(tensors: Sequence[Tensor]) -> bool:
+    at = tensors[0].data_ptr()
+    storage = tensors[0].untyped_storage().data_ptr()
+    for each in tensors:
+        if (
+            each.data_ptr() != at
+            or not each.is_contiguous()
+            or each.untyped_storage().data_ptr() != storage
+        ):
+            return False
+        at += each.numel() * each.element_size()
+    return True
+
+
+__all__ = ["Tensor", "array_of", "copy_back", "divide", "in_order", "joined"]

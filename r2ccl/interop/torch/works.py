@@ -1,0 +1,215 @@
+"""Handles that torch waits for: of a collective, and of a message."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from r2ccl import MessageRequest, R2cclError
+from r2ccl.interop.torch.call_queue import QueuedCall
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Translate errors of r2ccl to ``torch.distributed.DistBackendError``.
+
+    This is a RuntimeError, as gloo's errors are; its ``__cause__`` is the error of r2ccl.
+    """
+    try:
+        yield
+    except R2cclError as exc:
+        raise dist.DistBackendError(str(exc)) from exc
+
+
+def seconds(timeout: timedelta | None, default_s: float) -> float:
+    """Return a timeout of torch in seconds; None, 0 and less mean `default_s`."""
+    given_s = 0.0 if timeout is None else timeout.total_seconds()
+    return given_s if given_s > 0 else default_s
+
+
+class _AnyWork(dist.Work):  # type: ignore[misc]
+    """What both handles have in common; their ``_join`` waits and returns whether it is over."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the call has finished; raise its error.
+
+        Parameters
+        ----------
+        timeout : timedelta, optional
+            Longest wait; then RuntimeError is raised, and the call continues. Default: that of the
+            call.
+        """
+        limit_s = seconds(timeout, math.inf)
+        if not self._join(limit_s):
+            raise dist.DistBackendError(
+                f"the call has not finished after {limit_s:g} s and continues: wait again"
+            )
+        error = self.exception()
+        if error is not None:
+            raise error
+        return True
+
+    def _join(self, timeout_s: float) -> bool:
+        raise NotImplementedError
+
+    def exception(self) -> BaseException | None:
+        """Return the error of the call, once it has finished."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Block until the call has finished."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Block until the call has finished."""
+        self.wait()
+
+    def is_success(self) -> bool:
+        """Return whether the call has finished without an error."""
+        return self.is_completed() and self.exception() is None
+
+    def is_completed(self) -> bool:
+        """Return at once whether the call has finished or failed."""
+        raise NotImplementedError
+
+
+class CollectiveWork(_AnyWork):
+    """Handle of a collective.
+
+    Parameters
+    ----------
+    call : QueuedCall
+    timeout_s : float
+        Timeout of the call, in seconds, from now on.
+    on_timeout : callable
+        Ends the communicator when the timeout has passed.
+    """
+
+    def __init__(
+        self, call: QueuedCall, timeout_s: float, on_timeout: Callable[[str], None]
+    ) -> None:
+        super().__init__()
+        self._call = call
+        self._timeout_s = timeout_s
+        self._on_timeout = on_timeout
+
+    def is_completed(self) -> bool:
+        """Return at once whether the call has finished or failed."""
+        return self._call.has_ended
+
+    def exception(self) -> BaseException | None:
+        """Return the error of the call, once it has finished."""
+        return self._call.error
+
+    def result(self) -> list[Any]:
+        """Return the tensors that hold the result."""
+        return self._call.result
+
+    def get_future(self) -> Any:
+        """Return a future whose value is the list of tensors."""
+        return self._call.future()
+
+    def _join(self, timeout_s: float) -> bool:
+        if timeout_s < self._timeout_s:
+            return self._call.wait(timeout_s)
+        if not self._call.wait(self._timeout_s):
+            self._on_timeout(f"a collective has not finished after its {self._timeout_s:g} s")
+        return self._call.wait()
+
+
+class MessageWork(_AnyWork):
+    """Handle of a message that is sent or received.
+
+    Parameters
+    ----------
+    request : MessageRequest
+    tensors : list of Tensor
+        Tensors of the call.
+    timeout_s : float
+        Timeout of the message, in seconds, from the first wait on.
+    finish : callable, optional
+        Called once after the message has been received.
+    """
+
+    def __init__(
+        self,
+        request: MessageRequest,
+        tensors: list[Any],
+        timeout_s: float,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._request = request
+        self._tensors = tensors
+        self._timeout_s = timeout_s
+        self._finish = finish
+        self._error: BaseException | None = None
+        self._source = -1
+        self._is_over = False
+        self._lock = threading.Lock()
+
+    def is_completed(self) -> bool:
+        """Return at once whether the message is sent or received, or has failed."""
+        return self._is_over or self._request.is_done()
+
+    def exception(self) -> BaseException | None:
+        """Return the error of the message, once it has finished."""
+        return self._error
+
+    def result(self) -> list[Any]:
+        """Return the tensors of the call."""
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """Return the rank in the group that sent the message; wait until it has arrived."""
+        self.wait()
+        return self._source
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> Any:
+        """Return a future whose value is the list of tensors; a thread waits for the message."""
+        first = torch.futures.Future()
+
+        def value(_: object) -> list[Any]:
+            self.wait()
+            return self._tensors
+
+        def run() -> None:
+            self._join(math.inf)
+            first.set_result(None)
+
+        threading.Thread(target=run, name="r2ccl-torch-message", daemon=True).start()
+        return first.then(value)
+
+    def _join(self, timeout_s: float) -> bool:
+        with self._lock:
+            if self._is_over:
+                return True
+            try:
+                with translated():
+                    found = self._request.wait(min(timeout_s, self._timeout_s))
+            except dist.DistBackendError as exc:
+                is_late = getattr(exc.__cause__, "status", "") == "TIMEOUT"
+                if is_late and timeout_s < self._timeout_s:
+                    return False
+                self._error = exc
+                if is_late:
+                    self._request.cancel()  # the tensor must not change any more
+            else:
+                self._source = -1 if found is None else found.source
+                if self._finish is not None:
+                    self._finish()
+            self._is_over = True
+            return True
+
+
+__all__ = ["CollectiveWork", "MessageWork", "seconds", "translated"]

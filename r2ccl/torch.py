@@ -1,0 +1,7 @@
+"""Short name of `r2ccl.interop.torch`: its import registers the backend ``r2ccl`` with torch."""
+
+from __future__ import annotations
+
+from r2ccl.interop.torch import R2cclProcessGroup
+
+__all__ = ["R2cclProcessGroup"]

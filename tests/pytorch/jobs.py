@@ -1,0 +1,59 @@
+"""Jobs of ranks that use torch.distributed, on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(
+    argv: Sequence[str | Path], nranks: int = 2, **variables: str
+) -> list[subprocess.Popen[str]]:
+    """Start a Python program on every rank, with the variables that torchrun sets."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    shared = {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(nranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **variables,
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, *map(str, argv)],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(nranks)
+    ]
+
+
+def finish(ranks: Sequence[subprocess.Popen[str]], timeout_s: float = 100) -> list[tuple[str, str]]:
+    """Wait for all ranks; return their standard output and standard error."""
+    try:
+        return [rank.communicate(timeout=timeout_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.communicate()
+
+
+def run(argv: Sequence[str | Path], nranks: int = 2, **variables: str) -> list[str]:
+    """Run a Python program that must succeed on every rank; return their standard output."""
+    ranks = start(argv, nranks, **variables)
+    written = finish(ranks)
+    for rank, (_, errors) in zip(ranks, written, strict=True):
+        assert rank.returncode == 0, errors
+    return [out for out, _ in written]
