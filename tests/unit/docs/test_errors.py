@@ -35,7 +35,7 @@ from r2ccl.types import PathKey
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
-TOOLS = ("LabError", "RdmaLabError", "MpiError")
+TOOLS = ("LabError", "RdmaLabError", "MpiError", "DistBackendError")
 CLASSES = (*errors.__all__, *TOOLS)
 
 #: Errors whose class writes the message.

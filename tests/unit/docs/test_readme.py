@@ -189,7 +189,9 @@ def resolves(parts: list[str]) -> bool:
     for cut in range(len(parts), 0, -1):
         try:
             found: object = import_module(".".join(parts[:cut]))
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as exc:
+            if exc.name == "torch":  # r2ccl.torch, where torch is not installed
+                return cut == len(parts)
             continue
         for part in parts[cut:]:
             if not hasattr(found, part):

@@ -1,0 +1,29 @@
+"""The example and the bench for torch run as they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pytorch.jobs import ROOT, run
+
+pytest.importorskip("torch.distributed", reason="torch is not installed: make test-torch")
+
+
+def test_the_example_trains_on_without_a_nic() -> None:
+    written = run([ROOT / "examples/ddp.py"], 2)[0]
+    assert "2 ranks, 20 steps: the loss is " in written
+    assert "rail 0 (lo): excluded, 1 repairs" in written
+
+
+def test_the_bench_compares_both_backends(tmp_path: Path) -> None:
+    file = tmp_path / "torch.json"
+    run([ROOT / "bench/torch_train.py", "--sizes", "256", "--rounds", "1", "--json", file], 2)
+    results = json.loads(file.read_text())["results"]
+    assert [each["call"] for each in results][:2] == [
+        "all_reduce, 256 B",
+        "all_reduce async, 256 B",
+    ]
+    assert all(each["r2ccl"] > 0 and each["gloo"] > 0 for each in results)
+    assert len(results) == 9
