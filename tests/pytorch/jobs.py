@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,8 @@ def start(
 def finish(ranks: Sequence[subprocess.Popen[str]], timeout_s: float = 100) -> list[tuple[str, str]]:
     """Wait for all ranks; return their standard output and standard error."""
     try:
-        return [rank.communicate(timeout=timeout_s) for rank in ranks]
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            return list(pool.map(lambda rank: rank.communicate(timeout=timeout_s), ranks))
     finally:
         for rank in ranks:
             if rank.poll() is None:

@@ -48,11 +48,6 @@ class QueuedCall:
         """True if the call has ended, with or without an error."""
         return not self._ended.locked()
 
-    @property
-    def has_future(self) -> bool:
-        """True if the program has asked for a future."""
-        return self._future is not None
-
     def wait(self, timeout_s: float = -1) -> bool:
         """Wait until the call has ended, or up to `timeout_s` seconds; return whether it has."""
         if not self._ended.acquire(timeout=timeout_s):
@@ -69,13 +64,11 @@ class QueuedCall:
             self.error = exc
         self._fn = None
 
-    def end(self) -> None:
-        """Wake those that wait, and complete the future."""
+    def end(self) -> Any:
+        """Wake those that wait; return the future that the caller must complete, or None."""
         with _LOCK:
             self._ended.release()
-            future = self._future
-        if future is not None:
-            future[0].set_result(None)
+            return None if self._future is None else self._future[0]
 
     def future(self) -> Any:
         """Return the future of the call, whose value is the result.
@@ -116,6 +109,9 @@ class CallQueue:
         self._changed = threading.Condition()
         self._is_running = False
         self._is_closed = False
+        #: True if a thread other than idle ones may wait for the end of a call.
+        self._is_watched = False
+        #: Number of threads that wait for a call.
         self._nidle = 0
 
     def run(self, call: QueuedCall) -> None:
@@ -127,7 +123,9 @@ class CallQueue:
         if is_free:
             call.run()
             self._leave()
-            call.end()
+            future = call.end()
+            if future is not None:
+                future.set_result(None)
         else:
             self.add(call)
             call.wait()
@@ -142,6 +140,7 @@ class CallQueue:
     def drain(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds until all calls have run; return whether they have."""
         with self._changed:
+            self._is_watched = True
             return self._changed.wait_for(
                 lambda: not self._calls and not self._is_running, timeout_s
             )
@@ -149,7 +148,7 @@ class CallQueue:
     def close(self) -> None:
         """End the threads after the calls that were added."""
         with self._changed:
-            self._is_closed = True
+            self._is_closed = self._is_watched = True
             self._changed.notify_all()
 
     def _wake(self) -> None:
@@ -165,7 +164,7 @@ class CallQueue:
             self._is_running = False
             if self._calls:
                 self._wake()
-            elif self._nidle or self._is_closed:
+            elif self._is_watched:
                 self._changed.notify_all()
 
     def _loop(self) -> None:
@@ -181,14 +180,15 @@ class CallQueue:
                 self._is_running = True
                 call = self._calls.popleft()
             call.run()
-            if call.has_future:
+            future = call.end()
+            if future is not None:
                 self._leave()
-                call.end()
-            else:
-                call.end()
+                future.set_result(None)
+            else:  # this thread runs the next call, too
                 with self._changed:
                     self._is_running = False
-                    self._changed.notify_all()
+                    if self._is_watched:
+                        self._changed.notify_all()
 
 
 __all__ = ["CallQueue", "QueuedCall"]

@@ -260,8 +260,9 @@ def _grouped(comm: Communicator, ncalls: int) -> Any:
 
 def _ordered_output(output: Tensor) -> Tensor:
     """Return `output` if it is in order, otherwise new memory for it."""
-    found = output.detach()
-    return found if found.is_contiguous() else torch.empty_like(found, memory_format=_IN_ORDER)
+    if output.is_contiguous():
+        return output
+    return torch.empty_like(output, memory_format=torch.contiguous_format)
 
 
 def _counts(tensors: Sequence[Tensor]) -> list[int]:
@@ -309,8 +310,6 @@ def _require_times(name: str, whole: Tensor, nranks: int, part: Tensor) -> None:
             f"{part.numel()} elements of {part.dtype}"
         )
 
-
-_IN_ORDER = torch.contiguous_format
 
 __all__ = [
     "all_gather_single",

@@ -23,13 +23,16 @@ from torch._C import _distributed_c10d as c10d
 from r2ccl import ANY_SOURCE, Communicator, InvalidArgument, R2cclError
 from r2ccl.interop.torch import collectives
 from r2ccl.interop.torch.call_queue import CallQueue, QueuedCall
-from r2ccl.interop.torch.rendezvous import TorchConnections
+from r2ccl.interop.torch.rendezvous import TorchConnections, timeout_of
 from r2ccl.interop.torch.tensors import Tensor, array_of, copy_back, in_order
 from r2ccl.interop.torch.works import CollectiveWork, MessageWork, seconds, translated
 
 _log = logging.getLogger("r2ccl.torch")
 #: Tags of `monitored_barrier`; torch's own tags have 32 bits.
 _BARRIER_TAG = 1 << 40
+
+#: Fields of torch's options whose arguments have another name.
+_FIELDS = {"root": "rootRank", "op": "reduceOp"}
 
 _connections = TorchConnections()
 
@@ -47,14 +50,13 @@ def _method(function: Callable[..., None], options: Any, nargs: int, *fields: st
     *fields : str
         Fields of the options that follow the arguments in the short form, before the timeout.
     """
-    names = {"root": "rootRank", "op": "reduceOp"}
 
     def method(self: R2cclProcessGroup, *args: Any, **named: Any) -> CollectiveWork:
         given = args[:nargs]
         if len(args) == nargs + 1 and not named and type(args[nargs]) is options:
             opts = args[nargs]
         else:
-            opts = _options(options, args[nargs:], named, (*fields, "timeout"), names)
+            opts = _options(options, args[nargs:], named, (*fields, "timeout"))
         return self._start(partial(function, self.communicator, *given, opts), given[:1], opts)
 
     method.__doc__ = function.__doc__
@@ -63,7 +65,7 @@ def _method(function: Callable[..., None], options: Any, nargs: int, *fields: st
 
 
 def _options(
-    options: Any, rest: tuple[Any, ...], named: dict[str, Any], fields: Any, names: dict[str, str]
+    options: Any, rest: tuple[Any, ...], named: dict[str, Any], fields: tuple[str, ...]
 ) -> Any:
     """Return the options of a call in either form."""
     opts = named.pop("opts", None)
@@ -76,7 +78,7 @@ def _options(
         if name not in fields:
             raise TypeError(f"unexpected argument {name!r}: allowed are opts, {', '.join(fields)}")
         if value is not None:
-            setattr(opts, names.get(name, name), value)
+            setattr(opts, _FIELDS.get(name, name), value)
     return opts
 
 
@@ -129,7 +131,7 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """
         with translated():
             made = _connections.communicator(opts)
-        return cls(made, opts.store, opts.timeout)
+        return cls(made, opts.store, timeout_of(made, opts))
 
     # Collectives
 
@@ -180,11 +182,11 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _run(self, fn: Callable[[], None]) -> None:
         try:
+            fn()
+        except R2cclError as exc:
+            self._has_failed |= not isinstance(exc, InvalidArgument)
             with translated():
-                fn()
-        except dist.DistBackendError as exc:
-            self._has_failed |= not isinstance(exc.__cause__, InvalidArgument)
-            raise
+                raise
 
     # Messages
 

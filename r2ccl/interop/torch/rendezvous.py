@@ -14,10 +14,13 @@ import os
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed.constants import default_pg_timeout
+
 from r2ccl import Communicator, init
 
 #: Variable of `r2ccl launch` with its socket at R2CC_PORT, where ranks without a store meet.
 _LISTENER = "R2CC_LISTEN_FD"
+_TIMEOUT = "R2CC_TIMEOUT_S"
 _PREFIX = "r2ccl"
 
 
@@ -97,7 +100,7 @@ class TorchConnections:
         if members and whole is not None:
             return whole.create_among(members, ranks.allgather_bytes)
         settings: dict[str, Any] = {}
-        if "R2CC_TIMEOUT_S" not in os.environ:
+        if _TIMEOUT not in os.environ:
             settings["timeout_s"] = opts.timeout.total_seconds()
         if _LISTENER in os.environ:
             settings["port"] = 0
@@ -112,4 +115,15 @@ class TorchConnections:
             self._whole = None
 
 
-__all__ = ["StoreRanks", "TorchConnections"]
+def timeout_of(communicator: Communicator, opts: Any) -> timedelta:
+    """Return the timeout of the calls of a group: that of r2ccl, or the shorter one of the program.
+
+    Without a timeout, ``new_group`` passes torch's default, which then means that of r2ccl.
+    """
+    limit, given = timedelta(seconds=communicator.config.timeout_s), opts.timeout
+    if _TIMEOUT in os.environ or given == default_pg_timeout:
+        return limit
+    return limit if given > limit else timedelta(seconds=given.total_seconds())
+
+
+__all__ = ["StoreRanks", "TorchConnections", "timeout_of"]

@@ -49,13 +49,15 @@ def array_of(tensor: Tensor) -> Any:
 
 def in_order(tensor: Tensor) -> Tensor:
     """Return `tensor` if it is in order, otherwise a copy that is."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def copy_back(tensor: Tensor, copy: Tensor) -> None:
-    """Copy the result in `copy`, which `in_order` or `joined` returned for `tensor`."""
-    if copy.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-        tensor.detach().copy_(copy.view(tensor.shape))
+    """Copy the result in `copy`, which `in_order` returned for `tensor`, unless it is `tensor`."""
+    if copy is not tensor:
+        tensor.detach().copy_(copy)
 
 
 def joined(tensors: Sequence[Tensor], *, is_read: bool) -> Tensor:
@@ -69,7 +71,7 @@ def joined(tensors: Sequence[Tensor], *, is_read: bool) -> Tensor:
     if _are_adjacent(tensors):
         return first.detach().as_strided((total,), (1,))
     if is_read:
-        return torch.cat([in_order(each).view(-1) for each in tensors])
+        return torch.cat([in_order(each.detach()).view(-1) for each in tensors])
     return torch.empty(total, dtype=first.dtype, device=first.device)
 
 

@@ -100,6 +100,11 @@ class CollectiveWork(_AnyWork):
         self._timeout_s = timeout_s
         self._on_timeout = on_timeout
 
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the call has finished; raise its error."""
+        # torch waits for blocking calls, too, which have ended.
+        return (self._call.has_ended and self._call.error is None) or super().wait(timeout)
+
     def is_completed(self) -> bool:
         """Return at once whether the call has finished or failed."""
         return self._call.has_ended
