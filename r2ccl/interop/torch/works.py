@@ -125,7 +125,7 @@ class CollectiveWork(_AnyWork):
         if timeout_s < self._timeout_s:
             return self._call.wait(timeout_s)
         if not self._call.wait(self._timeout_s):
-            self._on_timeout(f"a collective has not finished after its {self._timeout_s:g} s")
+            self._on_timeout(f"a collective has reached its timeout of {self._timeout_s:g} s")
         return self._call.wait()
 
 
