@@ -442,6 +442,14 @@ def functional_collectives() -> Any:
     )
 
 
+@case
+def all_gather_of_a_part_of_the_output() -> Any:
+    out = torch.zeros(dist.get_world_size(), 3)
+    out[0] = dist.get_rank() + 1
+    dist.all_gather(list(out.unbind()), out[0])
+    return out
+
+
 # -- what gloo refuses; each returns whether the result is right
 
 
@@ -450,6 +458,77 @@ def beyond_stacked_all_gather_into_tensor() -> bool:
     out = torch.zeros(n, 2, 3)
     dist.all_gather_into_tensor(out, data(2, 3))
     return torch.equal(out, torch.stack([data(2, 3, rank=i) for i in range(n)]))
+
+
+def beyond_results_in_the_memory_of_inputs() -> bool:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    whole = torch.full((n, 2), float(rank))
+    dist.all_gather_into_tensor(whole, whole[rank])
+    summed = torch.arange(2.0 * n).view(n, 2)
+    dist.reduce_scatter_tensor(summed[rank], summed)
+    turned = torch.arange(2.0 * n).view(n, 2)
+    dist.all_to_all_single(turned, turned)
+    at = torch.arange(2.0) + 2 * rank
+    return (
+        torch.equal(whole, torch.arange(float(n)).repeat_interleave(2).view(n, 2))
+        and torch.equal(summed[rank], n * at)
+        and torch.equal(turned, at.expand(n, 2))
+    )
+
+
+def beyond_tensors_without_elements() -> bool:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for kind in (torch.float32, torch.bool, torch.complex64, torch.bfloat16, torch.float8_e5m2):
+        x, rows = torch.zeros(0).to(kind), torch.zeros(0, 4).to(kind)
+        parts = [x] * n if rank == 0 else None
+        dist.all_reduce(rows)
+        dist.broadcast(x, 0)
+        dist.reduce(x, 0)
+        dist.all_gather([x] * n, x)
+        dist.all_gather_into_tensor(x, x)
+        dist.reduce_scatter(x, [x] * n)
+        dist.reduce_scatter_tensor(rows, rows)
+        dist.all_to_all([x] * n, [x] * n)
+        dist.all_to_all_single(rows, rows)
+        dist.gather(x, parts)
+        dist.scatter(x, parts)
+        if rank == 0:
+            dist.send(x, 1)
+        if rank == 1:
+            dist.recv(x, 0)
+    return True
+
+
+def beyond_transposed_tensors() -> bool:
+    """Everything takes tensors that are not contiguous, and fills them."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+
+    def empty(rows: int) -> torch.Tensor:
+        return torch.zeros(3, rows).t()
+
+    def full(value: float, rows: int = 2) -> torch.Tensor:
+        return torch.full((3, rows), float(value)).t()
+
+    gathered, scattered, turned, part = empty(2 * n), empty(2), empty(n), empty(2)
+    dist.all_gather_into_tensor(gathered, full(rank))
+    dist.reduce_scatter_tensor(scattered, full(rank, 2 * n))
+    rows = torch.arange(3.0 * n).view(3, n).t()
+    dist.all_to_all_single(turned, rows)
+    dist.scatter(part, [full(i) for i in range(n)] if rank == 0 else None)
+    parts, traded, total = [empty(2) for _ in range(n)], [empty(2) for _ in range(n)], full(rank)
+    dist.gather(full(rank), parts if rank == 0 else None)
+    dist.all_to_all(traded, [full(rank) for _ in range(n)])
+    dist.reduce(total, 0)
+    pieces = [full(i) for i in range(n)]
+    return (
+        torch.equal(gathered, torch.cat(pieces))
+        and torch.equal(scattered, full(sum(range(n))))
+        and torch.equal(turned, rows[rank].expand(n, 3))
+        and torch.equal(part, pieces[rank])
+        and (rank > 0 or all(map(torch.equal, parts, pieces)))
+        and all(map(torch.equal, traded, pieces))
+        and torch.equal(total, full(rank if rank else sum(range(n))))
+    )
 
 
 def beyond_all_gather_of_parts_of_any_size() -> bool:
@@ -552,6 +631,14 @@ def error_no_tensor() -> Any:
 
 def error_send_to_oneself() -> Any:
     dist.send(torch.zeros(1), dist.get_rank())
+
+
+def error_negative_tag() -> Any:
+    dist.recv(torch.zeros(1), (dist.get_rank() + 1) % dist.get_world_size(), tag=-1)
+
+
+def error_sparse_broadcast() -> Any:
+    dist.broadcast(torch.zeros(3).to_sparse(), 0)
 
 
 def error_complex_maximum() -> Any:

@@ -26,6 +26,15 @@ def init(**options: Any) -> None:
     dist.init_process_group("r2ccl", **options)
 
 
+def options_of_one_store() -> dict[str, Any]:
+    """Arguments of `init` for several groups: with ``env://``, torch makes a store for each.
+
+    A rank may then connect to the last store of rank 0, which is about to end.
+    """
+    store, rank, nranks = next(dist.rendezvous("env://"))
+    return {"store": store, "rank": rank, "world_size": nranks}
+
+
 def raised(call: Any) -> BaseException:
     try:
         call()
@@ -67,18 +76,181 @@ def killed_in_a_backward_pass() -> None:
     print("PeerLost")
 
 
+def killed_while_gradients_travel() -> None:
+    init()
+    layers = [torch.nn.Linear(200, 200) for _ in range(8)]
+    net = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.2)
+
+    def kill(gradient: torch.Tensor) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return gradient
+
+    for _ in range(2):
+        net(torch.ones(2, 200)).sum().backward()
+    if dist.get_rank() == 1:
+        layers[3].weight.register_hook(kill)  # after the buckets of the last layers
+    error = raised(net(torch.ones(2, 200)).sum().backward)
+    assert "lost rank 1" in str(error), error
+    dist.destroy_process_group()
+    print("PeerLost")
+
+
+def destroyed_while_others_call() -> None:
+    init()
+    dist.barrier()
+    if dist.get_rank():
+        error = raised(lambda: dist.all_reduce(torch.ones(3)))
+        assert "rank 0 gave up: rank 0: close(), begun" in str(error), error
+    dist.destroy_process_group()
+
+
+def initialized_again_after_a_failure() -> None:
+    """A rank that learns of the failure in ``destroy_process_group`` can make a new group."""
+    options = options_of_one_store()
+    init(timeout=timedelta(seconds=30), **options)
+    dist.barrier()
+    store, rank = group().get_group_store(), dist.get_rank()
+    store.set(f"left the barrier/{rank}", "")
+    if rank == 0:
+        store.wait([f"left the barrier/{each}" for each in range(dist.get_world_size())])
+        group().communicator.revoke("a reason")
+    dist.destroy_process_group()
+    init(timeout=timedelta(seconds=30), **options)
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x.tolist() == [float(dist.get_world_size())] * 3
+    dist.destroy_process_group()
+
+
+def a_missing_rank_is_named() -> None:
+    if os.environ["RANK"] == "1":
+        store, _, _ = next(dist.rendezvous("env://"))
+        store.wait(["over"], timedelta(seconds=60))
+        return
+    error = raised(lambda: init(timeout=timedelta(seconds=1)))
+    assert "rank 0 waited 1 s in torch's store for rank 1 to make the same" in str(error), error
+    assert isinstance(error, dist.DistBackendError)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store.set("over", "")
+
+
+def waits_in_another_order() -> None:
+    init()
+    rank, n = dist.get_rank(), dist.get_world_size()
+    tensors = [torch.ones(50 + 1000 * i) for i in range(10)]
+    works = [dist.all_reduce(x, async_op=True) for x in tensors]
+    for work in reversed(works):
+        work.wait()
+    assert all((x == n).all() for x in tensors)
+    got = [torch.zeros(5) for _ in range(6)]
+    receives = [dist.irecv(x, (rank - 1) % n, tag=tag) for tag, x in enumerate(got)]
+    right = (rank + 1) % n
+    sends = [dist.isend(torch.full((5,), float(i)), right, tag=i) for i in reversed(range(6))]
+    for work in [*reversed(receives), *sends]:
+        work.wait()
+    assert [x[0].item() for x in got] == list(range(6))
+    dist.destroy_process_group()
+
+
+def messages_into_a_transposed_tensor() -> None:
+    """Its values are there as soon as the handle says that it has finished."""
+    init()
+    rank, x = dist.get_rank(), torch.zeros(3, 2).t()
+    if rank == 0:
+        dist.send(torch.arange(6.0).view(2, 3), 1)
+    if rank == 1:
+        work = group().recv([x], 0)
+        while not work.is_completed():
+            time.sleep(0.001)
+        assert torch.equal(x, torch.arange(6.0).view(2, 3)), x
+    dist.destroy_process_group()
+
+
+def groups_in_threads() -> None:
+    """Groups that share ranks run at the same time, beside the group of all ranks."""
+    init()
+    rank, n = dist.get_rank(), dist.get_world_size()
+    failed: list[BaseException] = []
+
+    def use(ranks: list[int], made: Any) -> None:
+        try:
+            for i in range(20):
+                x, y = torch.full((1000,), float(i)), torch.ones(9)
+                dist.all_reduce(x, group=made)
+                dist.all_reduce(y, group=made, async_op=True).wait()
+                assert (x[0], y[0]) == (i * len(ranks), len(ranks))
+        except BaseException as exc:
+            failed.append(exc)
+
+    subsets = [[0, 1], [0, n - 1], list(range(1, n)), list(range(n))]
+    groups = [(ranks, dist.new_group(ranks)) for ranks in subsets]
+    threads = [threading.Thread(target=use, args=each) for each in groups if rank in each[0]]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        dist.all_reduce(torch.ones(10))
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    dist.destroy_process_group()
+
+
+def groups_made_beside_calls() -> None:
+    init()
+    failed: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            for _ in range(5):
+                made, x = dist.new_group(), torch.ones(5)
+                dist.all_reduce(x, group=made)
+                assert x[0] == dist.get_world_size()
+                dist.destroy_process_group(made)
+        except BaseException as exc:
+            failed.append(exc)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    for _ in range(50):
+        dist.all_reduce(torch.zeros(1 << 16))
+    thread.join()
+    assert not failed, failed
+    dist.destroy_process_group()
+
+
+def what_is_refused_leaves_the_group_usable() -> None:
+    init()
+    n, world = dist.get_world_size(), group()
+    mixed = [torch.zeros(1)] * (n - 1) + [torch.zeros(1, dtype=torch.int32)]
+    for call, text in (
+        (lambda: dist.new_group(pg_options=object()), "pg_options=<object"),
+        (lambda: world.set_timeout(timedelta(days=1)), "timeout=1 day, 0:00:00; allowed are"),
+        (lambda: world.set_timeout(timedelta(0)), "timeout=0:00:00; allowed are"),
+        (lambda: world.alltoall(mixed, mixed).wait(), "a list has tensors of torch.float32"),
+        (lambda: world.broadcast([torch.zeros(1)] * 2).wait(), "2 tensors were given"),
+        (lambda: world.send([torch.zeros(3).to_sparse()], 0), "layout torch.sparse_coo"),
+        (lambda: world.recv([torch.zeros(3)], 0, -1), "tag=-1: allowed are"),
+        (lambda: dist.all_reduce(torch.zeros(1, device="meta")), "on meta"),
+        (lambda: world._get_backend(torch.device("cuda")), "has no tensors on cuda"),
+    ):
+        error = raised(call)
+        assert isinstance(error, (RuntimeError, TypeError)), error
+        assert text in str(error), error
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def initialized_twenty_times() -> None:
     def usage() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    found = []
+    found, options = [], options_of_one_store()
     for _ in range(20):
-        init()
+        init(**options)
         x = torch.ones(100)
         dist.all_reduce(x)
         dist.all_reduce(x, async_op=True).get_future().wait()
         dist.destroy_process_group()
-        time.sleep(0.05)  # threads that were told to end
         found.append(usage())
     assert max(found[10:]) <= max(found[:5]), found
 

@@ -81,9 +81,6 @@ def test_closing_ends_the_threads_after_their_calls() -> None:
     calls = [QueuedCall(lambda: None, []) for _ in range(20)]
     for call in calls:
         queue.add(call)
-    queue.close()
     assert all(call.wait(10) for call in calls)
-    for thread in threading.enumerate():
-        if thread.name == "closing":
-            thread.join(10)
+    queue.close()
     assert threading.active_count() <= before

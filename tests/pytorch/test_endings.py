@@ -13,7 +13,12 @@ pytest.importorskip("torch.distributed", reason="torch is not installed: make te
 PROGRAM = Path(__file__).with_name("endings_rank.py")
 
 
-@pytest.mark.parametrize("name", ["killed_in_an_allreduce", "killed_in_a_backward_pass"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "killed_in_an_allreduce", "killed_in_a_backward_pass", "killed_while_gradients_travel",
+    ],
+)  # fmt: skip
 def test_the_others_raise_after_a_kill(name: str) -> None:
     ranks = start([PROGRAM, name], 3)
     written = finish(ranks)
@@ -36,7 +41,9 @@ def test_a_program_may_end_without_destroying_its_groups() -> None:
     "name",
     [
         "aborted", "calls_have_a_timeout", "futures_raise", "groups_are_cheap", "groups_are_split",
-        "initialized_twenty_times", "monitored_barrier_names_the_missing",
+        "initialized_again_after_a_failure", "initialized_twenty_times",
+        "messages_into_a_transposed_tensor", "monitored_barrier_names_the_missing",
+        "waits_in_another_order", "what_is_refused_leaves_the_group_usable",
     ],
 )  # fmt: skip
 def test_what_each_program_asserts(name: str, nranks: int) -> None:
@@ -53,3 +60,23 @@ def test_a_given_secret_is_not_in_the_store() -> None:
 
 def test_a_secret_is_made_where_none_is_given() -> None:
     run([PROGRAM, "a_secret_is_made_where_none_is_given"], 2)
+
+
+def test_a_rank_may_destroy_its_group_while_others_call() -> None:
+    run([PROGRAM, "destroyed_while_others_call"], 3, R2CC_INIT_TIMEOUT_S="3")
+
+
+def test_a_rank_that_makes_no_group_is_named() -> None:
+    run([PROGRAM, "a_missing_rank_is_named"], 2)
+
+
+@pytest.mark.parametrize("name", ["groups_in_threads", "groups_made_beside_calls"])
+def test_groups_work_at_the_same_time(name: str) -> None:
+    run([PROGRAM, name], 3)
+
+
+def test_two_jobs_run_at_once() -> None:
+    jobs = [start([PROGRAM, "groups_in_threads"], 2) for _ in range(2)]
+    for ranks in jobs:
+        written = finish(ranks)
+        assert [rank.returncode for rank in ranks] == [0, 0], written

@@ -12,7 +12,7 @@ pytest.importorskip("torch.distributed", reason="torch is not installed: make te
 pytest.importorskip("expecttest", reason="torch's own tests need the package expecttest")
 
 PROGRAM = Path(__file__).with_name("torch_suite.py")
-#: Tests that apply to a backend for CPUs; the others need GPUs, or a backend of torch's by its name.
+#: Tests that apply to a backend for CPUs; the others need GPUs, or a backend with a given name.
 NAPPLICABLE = 66
 
 

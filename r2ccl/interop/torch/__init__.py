@@ -26,6 +26,11 @@ from r2ccl.interop.torch.process_group import R2cclProcessGroup
 
 def _create(options: object, backend_options: object) -> R2cclProcessGroup:
     """Make a process group; called by ``init_process_group`` and ``new_group``."""
+    if backend_options is not None:
+        raise TypeError(
+            f"pg_options={backend_options!r}: r2ccl takes its settings from the environment, see "
+            "docs/tuning.md"
+        )
     return R2cclProcessGroup.connect(options)
 
 

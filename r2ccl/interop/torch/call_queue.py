@@ -13,10 +13,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 import torch
 
+#: Longest wait for the threads at the end.
+_JOIN_S = 1.0
 #: Protects the future of every call; held for less than a microsecond.
 _LOCK = threading.Lock()
 
@@ -113,6 +116,7 @@ class CallQueue:
         self._is_watched = False
         #: Number of threads that wait for a call.
         self._nidle = 0
+        self._threads: list[threading.Thread] = []
 
     def run(self, call: QueuedCall) -> None:
         """Run `call` after all earlier ones; return when it has ended."""
@@ -146,17 +150,27 @@ class CallQueue:
             )
 
     def close(self) -> None:
-        """End the threads after the calls that were added."""
+        """End the threads after the calls that were added; wait for them up to a second.
+
+        A thread that still runs when the interpreter ends can make the process crash.
+        """
         with self._changed:
             self._is_closed = self._is_watched = True
             self._changed.notify_all()
+            threads = list(self._threads)
+        give_up_s = monotonic() + _JOIN_S
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0, give_up_s - monotonic()))
 
     def _wake(self) -> None:
         """Let a thread run the first call; the caller holds the condition."""
         if self._nidle:
             self._changed.notify_all()
         else:
-            threading.Thread(target=self._loop, name=self._name, daemon=True).start()
+            thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _leave(self) -> None:
         """Let another thread run the next call, if there is one."""

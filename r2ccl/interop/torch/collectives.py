@@ -16,7 +16,17 @@ import torch
 import torch.distributed as dist
 
 from r2ccl import Communicator, InvalidArgument, ReduceOp, premul_sum
-from r2ccl.interop.torch.tensors import Tensor, array_of, copy_back, divide, in_order, joined
+from r2ccl.interop.torch.tensors import (
+    Tensor,
+    apart,
+    array_of,
+    copy_back,
+    divide,
+    in_order,
+    joined,
+    one,
+    tensors_of,
+)
 
 _KINDS = dist.ReduceOp.RedOpType
 _OPERATIONS = {
@@ -45,7 +55,7 @@ def operation(op: Any, tensor: Tensor) -> Any:
 
 def allreduce(comm: Communicator, tensors: Any, opts: Any) -> None:
     """Reduce each of `tensors` in place; several run as a group."""
-    tensors = _all(tensors)
+    tensors = tensors_of(tensors)
     if len(tensors) == 1:
         if tensors[0].is_sparse:
             _allreduce_sparse(comm, tensors[0], opts)
@@ -83,7 +93,7 @@ def _allreduce_sparse(comm: Communicator, tensor: Tensor, opts: Any) -> None:
 
 def broadcast(comm: Communicator, tensors: Any, opts: Any) -> None:
     """Send the tensor of the root to all ranks."""
-    tensor = _one(tensors)
+    tensor = one(tensors)
     copy = in_order(tensor)
     comm.broadcast(array_of(copy), root=opts.rootRank)
     if comm.rank != opts.rootRank:
@@ -92,7 +102,7 @@ def broadcast(comm: Communicator, tensors: Any, opts: Any) -> None:
 
 def reduce(comm: Communicator, tensors: Any, opts: Any) -> None:
     """Reduce the tensors of all ranks into that of the root."""
-    tensor = _one(tensors)
+    tensor = one(tensors)
     copy = in_order(tensor)
     comm.reduce(array_of(copy), op=operation(opts.reduceOp, copy), root=opts.rootRank)
     if comm.rank == opts.rootRank:
@@ -101,11 +111,12 @@ def reduce(comm: Communicator, tensors: Any, opts: Any) -> None:
 
 def allgather(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
     """Gather the tensor of every rank into the list on every rank; sizes may differ."""
-    tensor, parts = _one(inputs), _list(outputs)
+    tensor, parts = one(inputs), _list(outputs)
     _require_parts("output", parts, comm.nranks)
     _require_alike("output", parts[comm.rank], tensor)
-    flat = joined(parts, is_read=False)
-    comm.allgatherv(array_of(in_order(tensor)), array_of(flat), counts=_counts(parts))
+    flat, counts = joined(parts, is_read=False), _counts(parts)
+    source = apart(in_order(tensor), flat, sum(counts[: comm.rank]))
+    comm.allgatherv(array_of(source), array_of(flat), counts=counts)
     divide(flat, parts)
 
 
@@ -123,7 +134,8 @@ def all_gather_single_coalesced(
     with _grouped(comm, len(pairs)):
         for (output, tensor), copy in zip(pairs, copies, strict=True):
             _require_times("output", output, comm.nranks, tensor)
-            comm.allgather(array_of(in_order(tensor)), array_of(copy))
+            source = apart(in_order(tensor), copy, comm.rank * tensor.numel())
+            comm.allgather(array_of(source), array_of(copy))
     for (output, _), copy in zip(pairs, copies, strict=True):
         copy_back(output, copy)
 
@@ -139,12 +151,12 @@ def allgather_coalesced(
 
 def reduce_scatter(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
     """Reduce lists of tensors; each rank receives one tensor of the result."""
-    output, parts = _one(outputs), _list(inputs)
+    output, parts = one(outputs), _list(inputs)
     _require_parts("input", parts, comm.nranks)
     _require_alike("input", parts[comm.rank], output)
-    flat, copy = joined(parts, is_read=True), _ordered_output(output)
-    op = operation(opts.reduceOp, flat)
-    comm.reduce_scatterv(array_of(flat), array_of(copy), op, counts=_counts(parts))
+    flat, copy, counts = joined(parts, is_read=True), _ordered_output(output), _counts(parts)
+    op, source = operation(opts.reduceOp, flat), apart(flat, copy, -sum(counts[: comm.rank]))
+    comm.reduce_scatterv(array_of(source), array_of(copy), op, counts=counts)
     copy_back(output, copy)
 
 
@@ -162,7 +174,7 @@ def reduce_scatter_single_coalesced(
     with _grouped(comm, len(pairs)):
         for (output, tensor), copy in zip(pairs, copies, strict=True):
             _require_times("input", tensor, comm.nranks, output)
-            source = in_order(tensor)
+            source = apart(in_order(tensor), copy, -comm.rank * copy.numel())
             comm.reduce_scatter(array_of(source), array_of(copy), operation(opts.reduceOp, source))
     for (output, _), copy in zip(pairs, copies, strict=True):
         copy_back(output, copy)
@@ -170,28 +182,29 @@ def reduce_scatter_single_coalesced(
 
 def gather(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
     """Gather the tensor of every rank into the list of the root."""
-    tensor, parts = _one(inputs), _list(outputs)
-    source = array_of(in_order(tensor))
+    tensor, parts = one(inputs), _list(outputs)
+    source = in_order(tensor)
     if comm.rank != opts.rootRank:
-        comm.gather(source, root=opts.rootRank)
+        comm.gather(array_of(source), root=opts.rootRank)
         return
     _require_parts("output", parts, comm.nranks)
     for part in parts:
         _require_alike("output", part, tensor)
     flat = joined(parts, is_read=False)
-    comm.gather(source, array_of(flat), root=opts.rootRank)
+    source = apart(source, flat, comm.rank * tensor.numel())
+    comm.gather(array_of(source), array_of(flat), root=opts.rootRank)
     divide(flat, parts)
 
 
 def scatter(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
     """Send each tensor in the list of the root to one rank."""
-    output, parts = _one(outputs), _list(inputs)
+    output, parts = one(outputs), _list(inputs)
     copy, source = _ordered_output(output), None
     if comm.rank == opts.rootRank:
         _require_parts("input", parts, comm.nranks)
         for part in parts:
             _require_alike("input", part, output)
-        source = array_of(joined(parts, is_read=True))
+        source = array_of(apart(joined(parts, is_read=True), copy, -comm.rank * copy.numel()))
     comm.scatter(source, array_of(copy), root=opts.rootRank)
     copy_back(output, copy)
 
@@ -204,7 +217,7 @@ def alltoall(
     _require_parts("output", outputs, comm.nranks)
     source, target = joined(inputs, is_read=True), joined(outputs, is_read=False)
     comm.alltoallv(
-        array_of(source),
+        array_of(apart(source, target, 0)),
         array_of(target),
         sendcounts=_counts(inputs),
         recvcounts=_counts(outputs),
@@ -223,7 +236,7 @@ def all_to_all_single(
     """Send some rows to every rank, and receive some from every rank; by default equally many."""
     source, target = in_order(tensor), _ordered_output(output)
     comm.alltoallv(
-        array_of(source),
+        array_of(apart(source, target, 0)),
         array_of(target),
         sendcounts=_split("input", tensor, input_splits, comm.nranks),
         recvcounts=_split("output", output, output_splits, comm.nranks),
@@ -234,17 +247,6 @@ def all_to_all_single(
 def barrier(comm: Communicator, opts: Any) -> None:
     """Wait until all ranks have called it."""
     comm.barrier()
-
-
-def _one(tensors: Any) -> Tensor:
-    found = _all(tensors)
-    if len(found) != 1:
-        raise InvalidArgument(f"{len(found)} tensors were given: pass a list of one tensor")
-    return found[0]
-
-
-def _all(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def _list(lists: Any) -> list[Tensor]:

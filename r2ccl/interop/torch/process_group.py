@@ -10,7 +10,6 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from r2ccl import ANY_SOURCE, Communicator, InvalidArgument, R2cclError
+from r2ccl import ANY_SOURCE, Communicator, InvalidArgument, R2cclError, TransportTimeout
 from r2ccl.interop.torch import collectives
 from r2ccl.interop.torch.call_queue import CallQueue, QueuedCall
 from r2ccl.interop.torch.rendezvous import TorchConnections, timeout_of
-from r2ccl.interop.torch.tensors import Tensor, array_of, copy_back, in_order
+from r2ccl.interop.torch.tensors import Tensor, array_of, copy_back, in_order, one
 from r2ccl.interop.torch.works import CollectiveWork, MessageWork, seconds, translated
 
 _log = logging.getLogger("r2ccl.torch")
@@ -62,6 +61,11 @@ def _method(function: Callable[..., None], options: Any, nargs: int, *fields: st
     method.__doc__ = function.__doc__
     method.__name__ = function.__name__
     return method
+
+
+def _run(fn: Callable[[], None]) -> None:
+    with translated():
+        fn()
 
 
 def _options(
@@ -118,8 +122,6 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._ncalls = 0
         self._nbarriers = itertools.count()
         self._is_over = False
-        #: True once a call has raised an error that ends the communicator.
-        self._has_failed = False
         self._options = c10d.Backend.Options("r2ccl", timeout)
         atexit.register(self._leave)
 
@@ -169,7 +171,7 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         timeout_s = seconds(opts.timeout, self._timeout_s)
         result = [] if not results else results[0]
         call = QueuedCall(
-            partial(self._run, fn), [result] if isinstance(result, torch.Tensor) else result
+            partial(_run, fn), [result] if isinstance(result, torch.Tensor) else result
         )
         work = CollectiveWork(call, timeout_s, self._revoke)
         if opts.asyncOp or timeout_s < self.communicator.config.timeout_s:
@@ -180,45 +182,30 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             work.wait()
         return work
 
-    def _run(self, fn: Callable[[], None]) -> None:
-        try:
-            fn()
-        except R2cclError as exc:
-            self._has_failed |= not isinstance(exc, InvalidArgument)
-            with translated():
-                raise
-
     # Messages
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> MessageWork:
         """Begin to send a tensor."""
-        (tensor,) = tensors
-        copy = array_of(in_order(tensor))
-        return self._message(
-            tensors, partial(self.communicator.send, copy, to, tag, async_op=True), None
-        )
+        with translated():
+            copy = in_order(one(tensors))
+            request: Any = self.communicator.send(array_of(copy), to, tag, async_op=True)
+        return MessageWork(request, tensors, self._timeout_s)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> MessageWork:
         """Begin to receive a tensor."""
-        (tensor,) = tensors
-        copy = in_order(tensor)
-        return self._message(
-            tensors,
-            partial(self.communicator.recv, array_of(copy), source, tag, async_op=True),
-            partial(copy_back, tensor, copy),
-        )
+        with translated():
+            if tag < 0:
+                raise InvalidArgument(f"tag={tag}: allowed are 0 and more")
+            tensor = one(tensors)
+            copy = in_order(tensor)
+            request = self.communicator.recv(array_of(copy), source, tag, async_op=True)
+        return MessageWork(request, tensors, self._timeout_s, partial(copy_back, tensor, copy))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MessageWork:
         """Begin to receive a tensor from any rank."""
         return self.recv(tensors, ANY_SOURCE, tag)
 
-    def _message(
-        self, tensors: list[Tensor], begin: Callable[[], Any], finish: Callable[[], None] | None
-    ) -> MessageWork:
-        with translated():
-            request = begin()
-        return MessageWork(request, tensors, self._timeout_s, finish)
-
+    @translated()
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
@@ -253,7 +240,7 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _hear(self, request: Any, rank: int, limit_s: float) -> None:
         try:
             request.wait(limit_s)
-        except R2cclError as exc:
+        except TransportTimeout as exc:
             request.cancel()
             raise dist.DistBackendError(
                 f"rank {self.communicator.rank}: rank {rank} did not pass monitored_barrier "
@@ -289,34 +276,44 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         group._set_group_desc(group_desc or "")
         return group
 
+    @translated()
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of calls from now on; it can only become shorter than that of `init`."""
         limit_s = self.communicator.config.timeout_s
-        if timeout.total_seconds() > limit_s:
+        if not 0 < timeout.total_seconds() <= limit_s:
             raise InvalidArgument(
-                f"timeout={timeout}; the ranks were connected with {limit_s:g} s, which is the "
-                "longest: pass the longer one to init_process_group"
+                f"timeout={timeout}; allowed are more than 0 s and up to {limit_s:g} s, with which "
+                "the ranks were connected: pass a longer one to init_process_group"
             )
         self._timeout_s = timeout.total_seconds()
+        self._options = c10d.Backend.Options("r2ccl", timeout)
 
     _set_default_timeout = set_timeout
 
     def abort(self) -> None:
         """End all calls on all ranks with an error."""
-        self._end()
         self.communicator.abort("abort() of the process group was called")
+        self._end()
 
     def shutdown(self) -> None:
         """Wait for all calls, then leave the group. *Collective*: all ranks.
 
-        Raises no error if a call has raised one already.
+        An error, such as the failure of another rank, is logged as a warning: an exception would
+        keep torch from removing the group, so that a program could not make a new one.
         """
         if self._is_over:
             return
-        self._queue.drain(self._timeout_s)
+        if not self._queue.drain(self._timeout_s):
+            _log.warning(
+                "the process group %s has calls that did not end within %g s: they are aborted",
+                self._name,
+                self._timeout_s,
+            )
         self._end()
-        with suppress(R2cclError) if self._has_failed else translated():
+        try:
             self.communicator.close()
+        except R2cclError as exc:
+            _log.warning("the process group %s did not end in order: %s", self._name, exc)
 
     def _end(self) -> None:
         self._is_over = True
@@ -329,13 +326,10 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if getattr(sys, "last_value", None) is not None:
             self.communicator.abort(f"the program ended with {sys.last_value!r}")
             return
-        try:
-            self.shutdown()
-        except RuntimeError as exc:
-            _log.warning("the process group %s did not end in order: %s", self._name, exc)
+        self.shutdown()
 
     def _revoke(self, why: str) -> None:
-        self.communicator.revoke(f"rank {self.communicator.rank}: {why}")
+        self.communicator.revoke(why)
 
     # What torch asks of a group
 
@@ -372,7 +366,11 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _device_types(self) -> list[Any]:
         return [torch.device(each) for each in dist.Backend.backend_capability["r2ccl"]]
 
+    @translated()
     def _get_backend(self, device: Any) -> R2cclProcessGroup:
+        kinds = dist.Backend.backend_capability["r2ccl"]
+        if torch.device(device).type not in kinds:
+            raise InvalidArgument(f"r2ccl has no tensors on {device}: allowed are {kinds}")
         return self
 
     @property

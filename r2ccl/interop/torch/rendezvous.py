@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed.constants import default_pg_timeout
 
-from r2ccl import Communicator, init
+from r2ccl import Communicator, TransportTimeout, init
 
 #: Variable of `r2ccl launch` with its socket at R2CC_PORT, where ranks without a store meet.
 _LISTENER = "R2CC_LISTEN_FD"
@@ -55,9 +55,9 @@ class StoreRanks:
         """Return the bytes of all ranks, by rank."""
         prefix = self._next_prefix()
         self._store.set(f"{prefix}/{self._rank}", data)
-        keys = [f"{prefix}/{rank}" for rank in range(self._nranks)]
-        self._store.wait(keys, self._timeout)
-        return [bytes(each) for each in self._store.multi_get(keys)]
+        keys = {rank: f"{prefix}/{rank}" for rank in range(self._nranks)}
+        self._wait(keys)
+        return [bytes(each) for each in self._store.multi_get(list(keys.values()))]
 
     def allgather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank; values are those that JSON can express."""
@@ -69,8 +69,22 @@ class StoreRanks:
         if self._rank == root:
             self._store.set(key, json.dumps(value))
             return value
-        self._store.wait([key], self._timeout)
+        self._wait({root: key})
         return json.loads(self._store.get(key))
+
+    def _wait(self, keys: dict[int, str]) -> None:
+        """Wait for `keys`, each of which the rank before it sets."""
+        try:
+            self._store.wait(list(keys.values()), self._timeout)
+        except RuntimeError as exc:
+            missing = [str(rank) for rank, key in keys.items() if not self._store.check([key])]
+            raise TransportTimeout(
+                f"rank {self._rank} waited {self._timeout.total_seconds():g} s in torch's store "
+                f"for rank {', '.join(missing)} to make the same process group ({exc}): look at "
+                "that rank's own log",
+                rank=self._rank,
+                status="TIMEOUT",
+            ) from exc
 
     def _next_prefix(self) -> str:
         self._nrounds += 1

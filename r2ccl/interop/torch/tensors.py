@@ -24,6 +24,19 @@ _EXTENSIONS = {
 }
 
 
+def one(tensors: Any) -> Tensor:
+    """Return the only tensor of a list, or `tensors` itself if it is a tensor."""
+    found = tensors_of(tensors)
+    if len(found) != 1:
+        raise InvalidArgument(f"{len(found)} tensors were given: pass a list of one tensor")
+    return found[0]
+
+
+def tensors_of(tensors: Any) -> list[Tensor]:
+    """Return a list of tensors, of which one may have been passed without a list."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
 def array_of(tensor: Tensor) -> Any:
     """Return a view of a tensor that is in order: an array, or the tensor itself if on a GPU.
 
@@ -40,18 +53,44 @@ def array_of(tensor: Tensor) -> Any:
             return tensor.detach().view(extension[0]).numpy().view(extension[1])
         return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
     except (TypeError, RuntimeError) as exc:
-        raise InvalidArgument(
-            f"a tensor of {tensor.dtype} on {tensor.device}, with layout {tensor.layout}, was "
-            f"given, which r2ccl cannot view ({exc}): convert it to a dense tensor on the CPU, of "
-            "a type in docs/reductions.md"
-        ) from exc
+        raise cannot_view(tensor, exc) from exc
+
+
+def cannot_view(tensor: Tensor, why: object) -> InvalidArgument:
+    """Return the error for a tensor that no array can view."""
+    return InvalidArgument(
+        f"a tensor of {tensor.dtype} on {tensor.device}, with layout {tensor.layout}, was given, "
+        f"which r2ccl cannot view ({why}): convert it to a dense tensor on the CPU, of a type in "
+        "docs/reductions.md"
+    )
 
 
 def in_order(tensor: Tensor) -> Tensor:
-    """Return `tensor` if it is in order, otherwise a copy that is."""
+    """Return `tensor` if it is in order, otherwise a copy that is.
+
+    Raises
+    ------
+    InvalidArgument
+        If the tensor is sparse.
+    """
+    if tensor.layout is not torch.strided:
+        raise cannot_view(tensor, "it has no dense memory")
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def apart(source: Tensor, target: Tensor, first: int) -> Tensor:
+    """Return `source`, or a copy of it if it overlaps `target` in another place than its own.
+
+    Both are in order. `first` is the element of `target` at which `source` has its place; negative:
+    the element of `source` at which `target` has its place.
+    """
+    distance = source.data_ptr() - target.data_ptr()
+    is_in_place = distance == first * source.element_size()
+    if is_in_place or distance >= target.nbytes or -distance >= source.nbytes:
+        return source
+    return source.detach().clone()
 
 
 def copy_back(tensor: Tensor, copy: Tensor) -> None:
@@ -67,6 +106,12 @@ def joined(tensors: Sequence[Tensor], *, is_read: bool) -> Tensor:
     values if `is_read`. `divide` copies it back.
     """
     first = tensors[0]
+    for each in tensors:
+        if each.dtype != first.dtype or each.device != first.device:
+            raise InvalidArgument(
+                f"a list has tensors of {first.dtype} on {first.device} and of {each.dtype} on "
+                f"{each.device}: pass tensors of one dtype on one device"
+            )
     total = sum(each.numel() for each in tensors)
     if _are_adjacent(tensors):
         return first.detach().as_strided((total,), (1,))
@@ -99,4 +144,14 @@ def _are_adjacent(tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-__all__ = ["Tensor", "array_of", "copy_back", "divide", "in_order", "joined"]
+__all__ = [
+    "Tensor",
+    "apart",
+    "array_of",
+    "copy_back",
+    "divide",
+    "in_order",
+    "joined",
+    "one",
+    "tensors_of",
+]

@@ -87,7 +87,7 @@ class CollectiveWork(_AnyWork):
     ----------
     call : QueuedCall
     timeout_s : float
-        Timeout of the call, in seconds, from now on.
+        Timeout of the call, in seconds, from the wait on.
     on_timeout : callable
         Ends the communicator when the timeout has passed.
     """
@@ -162,7 +162,8 @@ class MessageWork(_AnyWork):
 
     def is_completed(self) -> bool:
         """Return at once whether the message is sent or received, or has failed."""
-        return self._is_over or self._request.is_done()
+        # A tensor that is not in order gets its values when the handle joins.
+        return self._is_over or (self._request.is_done() and self._join(0))
 
     def exception(self) -> BaseException | None:
         """Return the error of the message, once it has finished."""
@@ -202,17 +203,16 @@ class MessageWork(_AnyWork):
             try:
                 with translated():
                     found = self._request.wait(min(timeout_s, self._timeout_s))
-            except dist.DistBackendError as exc:
+                self._source = -1 if found is None else found.source
+                if self._finish is not None:
+                    self._finish()
+            except RuntimeError as exc:
                 is_late = getattr(exc.__cause__, "status", "") == "TIMEOUT"
                 if is_late and timeout_s < self._timeout_s:
                     return False
                 self._error = exc
                 if is_late:
                     self._request.cancel()  # the tensor must not change any more
-            else:
-                self._source = -1 if found is None else found.source
-                if self._finish is not None:
-                    self._finish()
             self._is_over = True
             return True
 
