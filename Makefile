@@ -25,7 +25,8 @@ RDMA_BIN := $(RDMA_VENV)/bin
 # torch is large, so only its tests install it, into an environment of its own.
 TORCH_VENV := $(VENV)/torch
 TORCH_BIN := $(TORCH_VENV)/bin
-TORCH_INDEX := https://download.pytorch.org/whl/cpu
+# Index with smaller builds for CPUs, such as https://download.pytorch.org/whl/cpu; the default index if empty.
+TORCH_INDEX ?=
 
 .PHONY: help demo test test-slow test-all test-rdma test-torch fresh lint bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos pictures clean
 .DEFAULT_GOAL := help
@@ -83,7 +84,7 @@ test-rdma: ## run the tests on real ibverbs, with Soft-RoCE in a virtual machine
 	$(RDMA_BIN)/r2ccl rdmalab --nodes 3 --nics 2 --timeout 1800 -- \
 		$(RDMA_BIN)/python -m pytest -s tests/rdma/test_verdicts.py --junitxml=out/rdma3.xml
 
-test-torch: $(TORCH_VENV)/.test ## run the tests of the backend for torch.distributed; downloads torch for CPUs
+test-torch: $(TORCH_VENV)/.test ## run the tests of the backend for torch.distributed; downloads torch
 	@$(TORCH_BIN)/python -m pytest $(or $(TESTS),tests/pytorch)
 
 lint: $(VENV)/.lint ## check style, types and layers
@@ -180,7 +181,7 @@ $(RDMA_VENV)/.test: $(VENV)/.core
 $(TORCH_VENV)/.test: $(VENV)/.core
 	@echo "installing the packages of the tests of torch into $(TORCH_VENV) ..."
 	@test -x $(TORCH_BIN)/python || $(PYTHON) -m venv --without-pip $(TORCH_VENV)
-	@$(PIP) --python $(TORCH_BIN)/python install --extra-index-url $(TORCH_INDEX) \
+	@$(PIP) --python $(TORCH_BIN)/python install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 		--editable . --group test-torch
 	@touch $@
 

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from common import add_json_argument, format_size, parse_sizes, write_json
 from torch.nn.parallel import DistributedDataParallel
 
+import r2ccl.torch  # noqa: F401  # registers the backend
+
 BACKENDS = ("r2ccl", "gloo")
 #: A loop of calls takes about this long.
 ROUND_S = 0.2
