@@ -143,7 +143,7 @@ class Device(Protocol):
         ...
 
     def buffer_id(self, address: int) -> int:
-        """Return the number of the allocation that contains `address`.
+        """Return the number of the allocation that contains `address`; 0 if there is none.
 
         No other allocation of this process ever has the same number.
         """
@@ -172,6 +172,10 @@ class Device(Protocol):
 
     def destroy_stream(self, stream: Stream) -> None:
         """Free `stream` once its work is done."""
+        ...
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """Return whether `stream` captures a CUDA graph instead of executing work."""
         ...
 
     def make_event(self) -> Event:

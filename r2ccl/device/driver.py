@@ -287,8 +287,16 @@ class CudaDevice:
         self._context.end("mapped allocation", address)
 
     def buffer_id(self, address: int) -> int:
-        """Implement `Device.buffer_id`."""
-        return int(self._cuda.pointer_attribute("BUFFER_ID", address))
+        """Implement `Device.buffer_id`.
+
+        The driver reports memory that was freed as an invalid value.
+        """
+        try:
+            return int(self._cuda.pointer_attribute("BUFFER_ID", address))
+        except TransportError as exc:
+            if exc.status == "CUDA_ERROR_INVALID_VALUE":
+                return 0
+            raise
 
     # NIC writes
 
@@ -320,6 +328,21 @@ class CudaDevice:
     def destroy_stream(self, stream: Stream) -> None:
         """Implement `Device.destroy_stream`; the call does not wait."""
         self._context.end("stream", stream)
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """Implement `Device.is_capturing`.
+
+        The legacy default stream cannot be asked while another stream of the process captures in
+        the global mode; work on it would end that capture, so the answer is True.
+        """
+        api = self._cuda.api.CUstreamCaptureStatus
+        try:
+            status = self._call("cuStreamIsCapturing", stream)
+        except TransportError as exc:
+            if exc.status == "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT":
+                return True
+            raise
+        return bool(status != api.CU_STREAM_CAPTURE_STATUS_NONE)
 
     def make_event(self) -> Event:
         """Implement `Device.make_event`; the event does not record the time."""

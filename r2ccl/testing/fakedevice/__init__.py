@@ -23,6 +23,10 @@ seed, and every access to memory is checked::
   reorders such writes.
 - Freeing, unmapping or unpinning memory, and destroying streams or events, while the host does not
   know that their work is over (on a device with ``is_strict``, the default).
+- Calls that would never return (`WouldHang`): work that is enqueued to a full launch queue, work on
+  a GPU with ``is_blocking``, and memory management on a GPU with ``is_serial``, if what they wait
+  for needs a later action of the waiting thread.
+- Work enqueued on a stream that captures a graph.
 - Addresses that are unknown, freed, of another process or of a GPU not made reachable, accesses
   beyond the end of an allocation, the host's address of pinned memory passed to the GPU, and
   handles of another process.
@@ -51,7 +55,7 @@ from r2ccl.testing.fakedevice.gpu import FakeGpu
 from r2ccl.testing.fakedevice.guard import POISON
 from r2ccl.testing.fakedevice.kernels import FakeKernel, Grid
 from r2ccl.testing.fakedevice.memory import MemoryKind
-from r2ccl.testing.fakedevice.order import Misuse, Race, StillInUse, WrongOrder
+from r2ccl.testing.fakedevice.order import Misuse, Race, StillInUse, WouldHang, WrongOrder
 
 __all__ = [
     "POISON",
@@ -63,5 +67,6 @@ __all__ = [
     "Misuse",
     "Race",
     "StillInUse",
+    "WouldHang",
     "WrongOrder",
 ]

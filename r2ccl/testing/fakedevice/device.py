@@ -137,34 +137,34 @@ class FakeDevice(FakeProcess):
 
     def allocate(self, nbytes: int) -> int:
         """Implement `Device.allocate`; the memory is filled with a nonzero pattern."""
-        with self._called("allocate"):
+        with self._managing("allocate"):
             return self._board.space.allocate(
                 self._name, self._card, nbytes, MemoryKind.DEVICE
             ).address
 
     def free(self, address: int) -> None:
         """Implement `Device.free`."""
-        with self._called("free"):
+        with self._managing("free"):
             self._retire(self._own(address, MemoryKind.DEVICE), "free")
 
     def allocate_pinned(self, nbytes: int) -> Bytes:
         """Implement `Device.allocate_pinned`."""
-        with self._called("allocate_pinned"):
+        with self._managing("allocate_pinned"):
             return self._board.space.allocate_pinned(self._name, self._card, nbytes).memory
 
     def free_pinned(self, memory: Bytes) -> None:
         """Implement `Device.free_pinned`."""
-        with self._called("free_pinned"):
+        with self._managing("free_pinned"):
             self._retire(self._own(memory.ctypes.data, MemoryKind.PINNED), "free_pinned")
 
     def pin(self, memory: Bytes) -> int:
         """Implement `Device.pin`; the returned address always differs from the host's."""
-        with self._called("pin"):
+        with self._managing("pin"):
             return self._board.space.pin(self._name, self._card, memory).address
 
     def unpin(self, memory: Bytes) -> None:
         """Implement `Device.unpin`."""
-        with self._called("unpin"):
+        with self._managing("unpin"):
             place = self._board.space.at_host(self._name, memory.ctypes.data, memory.nbytes)
             if place is None or place.offset or place.span.kind is not MemoryKind.REGISTERED:
                 raise Misuse.of(f"{self._name} has not pinned these {memory.nbytes} bytes")
@@ -174,7 +174,7 @@ class FakeDevice(FakeProcess):
 
     def reach(self, peer: Device) -> None:
         """Implement `Device.reach` for peers on this card or on one made by `FakeGpu.beside`."""
-        with self._called("reach"):
+        with self._managing("reach"):
             if peer.uuid == self.uuid:
                 return
             if not isinstance(peer, FakeDevice) or peer._board is not self._board:
@@ -198,7 +198,7 @@ class FakeDevice(FakeProcess):
 
     def map(self, handle: bytes) -> int:
         """Implement `Device.map`."""
-        with self._called("map"):
+        with self._managing("map"):
             span = self._board.exports.get(handle)
             if span is None:
                 raise refusal("map", "CUDA_ERROR_INVALID_HANDLE")
@@ -210,13 +210,16 @@ class FakeDevice(FakeProcess):
 
     def unmap(self, address: int) -> None:
         """Implement `Device.unmap`."""
-        with self._called("unmap"):
+        with self._managing("unmap"):
             self._retire(self._own(address, MemoryKind.MAPPED), "unmap")
 
     def buffer_id(self, address: int) -> int:
         """Implement `Device.buffer_id`."""
         with self._called("buffer_id"):
-            return self._find(address, 1).span.number
+            try:
+                return self._find(address, 1).span.number
+            except Misuse:
+                return 0
 
     # Writes of NICs
 
@@ -247,6 +250,11 @@ class FakeDevice(FakeProcess):
             del self._streams[stream]
             self._board.remove_stream(found)
 
+    def is_capturing(self, stream: Stream) -> bool:
+        """Implement `Device.is_capturing`; see `capture`."""
+        with self._called("is_capturing"):
+            return stream in self._capturing
+
     def make_event(self) -> Event:
         """Implement `Device.make_event`."""
         with self._called("make_event"):
@@ -271,7 +279,7 @@ class FakeDevice(FakeProcess):
             self._record_of(event)
             made = Record(*self._enqueued("record", stream))
             self._events[event] = made
-            self._board.enqueue(self._stream(stream), made)
+            self._enqueue(self._stream(stream), made)
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Implement `Device.wait`."""
@@ -369,7 +377,7 @@ class FakeDevice(FakeProcess):
 
     def load(self, ptx: bytes, entry: str) -> Kernel:
         """Implement `Device.load`; `ptx` must contain the entry name, `kernels` its fake."""
-        with self._called("load"):
+        with self._managing("load"):
             if entry.encode() not in ptx:
                 raise refusal("load", "CUDA_ERROR_NOT_FOUND")
             if entry not in self.kernels:
@@ -401,7 +409,7 @@ class FakeDevice(FakeProcess):
         return f"{what}, on {self._stream(stream)}, enqueued at {caller()}", self._host.release()
 
     def _give(self, stream: Stream, operation: FakeOperation) -> None:
-        self._board.enqueue(self._stream(stream), operation)
+        self._enqueue(self._stream(stream), operation)
 
     def close(self) -> None:
         """Implement `Device.close`: wait for the streams made here and free their memory.

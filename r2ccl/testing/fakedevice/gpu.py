@@ -39,6 +39,17 @@ class FakeGpu:
     reorders_remote_writes : bool
         True if work may miss a NIC's write (`FakeDevice.nic_write`) that its host has not flushed,
         as some drivers report of their GPUs.
+    queue_limit : int
+        Number of operations that a stream holds before the next one waits for room, as the launch
+        queue of a real GPU does.
+    is_blocking : bool
+        True if every enqueuing call returns only when its operation is over, as with
+        CUDA_LAUNCH_BLOCKING=1 and under some profilers.
+    is_serial : bool
+        True if calls that manage memory or load kernels wait for all work of their process, and
+        block all its other calls in the meantime. The driver does not say which of them do.
+    patience_s : float
+        Time after which such waits count as endless, in seconds.
     clock : Clock, optional
         Seconds, for the deadlines of waits.
     board : Board, optional
@@ -62,6 +73,10 @@ class FakeGpu:
         nsms: int = 4,
         waits_on_memory: bool = True,
         reorders_remote_writes: bool = False,
+        queue_limit: int = 1024,
+        is_blocking: bool = False,
+        is_serial: bool = False,
+        patience_s: float = 10.0,
         clock: Time = monotonic,
         board: Board | None = None,
     ) -> None:
@@ -74,6 +89,10 @@ class FakeGpu:
         self.nsms = nsms
         self.waits_on_memory = waits_on_memory
         self.reorders_remote_writes = reorders_remote_writes
+        self.queue_limit = queue_limit
+        self.is_blocking = is_blocking
+        self.is_serial = is_serial
+        self.patience_s = patience_s
         self.kernels: dict[str, FakeKernel] = {}
         #: Actor that represents all NICs of a host, by the actor of the host.
         self._nics: dict[int, int] = {}

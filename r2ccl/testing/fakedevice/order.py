@@ -52,6 +52,15 @@ class StillInUse(WrongOrder):
         return cls(f"in use: {what}\nwhile\n  {user}\n{why}")
 
 
+class WouldHang(WrongOrder):
+    """Error raised when a call waits for work that does not end, as a real driver would forever."""
+
+    @classmethod
+    def by(cls, what: str, waiting: str) -> WouldHang:
+        """Return the error for a call `what` that waits while operation `waiting` does not run."""
+        return cls(f"would hang: {what}\nat {caller()} waits, but\n  {waiting}\ndoes not run")
+
+
 class Misuse(WrongOrder):
     """Error raised for an address, handle or argument that is invalid for a real driver."""
 
@@ -189,6 +198,7 @@ __all__ = [
     "Shadow",
     "Stamp",
     "StillInUse",
+    "WouldHang",
     "WrongOrder",
     "caller",
     "join",

@@ -19,7 +19,8 @@ from r2ccl.errors import TransportError
 from r2ccl.testing.fakedevice.board import FakeStream
 from r2ccl.testing.fakedevice.gpu import FakeGpu
 from r2ccl.testing.fakedevice.memory import Bytes, MemoryKind, MemoryPiece, Span, as_bytes
-from r2ccl.testing.fakedevice.order import Access, Clock, Misuse, caller, join
+from r2ccl.testing.fakedevice.order import Access, Clock, Misuse, WouldHang, caller, join
+from r2ccl.testing.fakedevice.work import FakeOperation
 
 #: Handles CU_STREAM_LEGACY and CU_STREAM_PER_THREAD.
 _LEGACY, _PER_THREAD = 1, 2
@@ -43,15 +44,61 @@ class FakeProcess:
         #: Default stream of each thread, by thread id.
         self._threads: dict[int, FakeStream] = {}
         self._is_closed = False
+        #: Streams that capture a graph.
+        self._capturing: set[int] = set()
+        #: Thread in a call that blocks all other calls of the process; 0 if there is none.
+        self._holder = 0
 
     @contextmanager
     def _called(self, method: str) -> Iterator[None]:
         with self._board.entered():
+            if self._holder not in (0, threading.get_ident()):
+                self._wait(lambda: not self._holder, method, lambda: "a call of another thread")
             if self._is_closed:
                 raise Misuse.of(f"{method} of {self._name}, which is closed")
             if method in self.refusals:
                 raise refusal(method, self.refusals[method])
             yield
+
+    @contextmanager
+    def _managing(self, method: str) -> Iterator[None]:
+        """Enter a call that manages memory; on a serial GPU, wait for all work of the process."""
+        with self._called(method):
+            if self._gpu.is_serial:
+                self._holder = threading.get_ident()
+                try:
+                    self._wait(lambda: not self._unfinished(), method, self._unfinished)
+                    self._board.learn_all(self._host, self._card)
+                finally:
+                    self._holder = 0
+            yield
+
+    def _unfinished(self) -> str:
+        """Describe the first operation of this process that has not run; empty if there is none."""
+        return next(iter(self._board.pending(self._name, self._card)), "")
+
+    def _wait(self, is_over: Callable[[], bool], what: str, why: Callable[[], str]) -> None:
+        """Wait inside of a driver call.
+
+        Raises
+        ------
+        WouldHang
+            If the wait does not end.
+        """
+        if not self._board.wait_until(is_over, self._gpu.patience_s):
+            raise WouldHang.by(f"{what} of {self._name}", why())
+
+    def _enqueue(self, stream: FakeStream, operation: FakeOperation) -> None:
+        """Append an operation to a stream, once its launch queue has room."""
+        if stream.handle in self._capturing:
+            raise Misuse.of(f"{operation.what}, which captures a graph")
+        limit = self._gpu.queue_limit
+        queue = stream.queue
+        if len(queue) >= limit:
+            self._wait(lambda: len(queue) < limit, operation.what, lambda: queue[0].what)
+        self._board.enqueue(stream, operation)
+        if self._gpu.is_blocking:
+            self._wait(lambda: operation.is_over, operation.what, lambda: queue[0].what)
 
     # Memory and streams
 
@@ -110,6 +157,10 @@ class FakeProcess:
         with self._called("caller_stream"):
             return self._new_stream(is_callers=True)
 
+    def capture(self, stream: Stream, *, is_capturing: bool = True) -> None:
+        """Let a stream begin or end to capture a graph; work on it is `Misuse` in between."""
+        (self._capturing.add if is_capturing else self._capturing.discard)(stream)
+
     def caller_memory(self, nbytes: int, kind: MemoryKind = MemoryKind.DEVICE) -> int:
         """Allocate device, pooled or managed memory of the library's caller; return its address."""
         with self._called("caller_memory"):
@@ -121,15 +172,18 @@ class FakeProcess:
     def free_caller_memory(self, address: int) -> None:
         """Free memory from `caller_memory`.
 
+        Other processes that have mapped the memory keep it, as on a real GPU.
+
         Raises
         ------
         StillInUse
-            If work on it may be in progress, or another process has mapped it.
+            If work of this process on it may be in progress.
         """
         with self._called("free_caller_memory"):
             span = self._find(address, 0).span
             if span.address != address or not span.is_callers or span.card != self._card:
                 raise Misuse.of(f"{address:#x} is not the start of memory of the caller")
+            span.nmappings = 0
             self._retire(span, "the caller's free")
 
     def host_reads(self, view: npt.NDArray[Any]) -> None:

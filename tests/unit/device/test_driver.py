@@ -55,6 +55,7 @@ ENUMERATIONS = (
     "CUpointer_attribute",
     "CUjit_option",
     "CUmemorytype",
+    "CUstreamCaptureStatus",
     "CUflushGPUDirectRDMAWritesTarget",
     "CUflushGPUDirectRDMAWritesScope",
 )
@@ -75,6 +76,7 @@ class Result(enum.IntEnum):
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
     CUDA_ERROR_TOO_MANY_PEERS = 711
+    CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906
 
 
 class Named:
@@ -535,6 +537,26 @@ def test_a_handle_is_mapped_as_it_was_exported(api: Script, device: CudaDevice) 
 
 def test_a_buffer_has_the_drivers_number(api: Script, device: CudaDevice) -> None:
     assert device.buffer_id(0x2030) == 41
+
+
+def test_memory_that_was_freed_has_no_number(api: Script, device: CudaDevice) -> None:
+    api.failures["cuPointerGetAttribute"] = Result.CUDA_ERROR_INVALID_VALUE
+    assert device.buffer_id(0x2030) == 0
+    api.failures["cuPointerGetAttribute"] = Result.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(TransportError, match="ILLEGAL_ADDRESS"):
+        device.buffer_id(0x2030)
+
+
+def test_a_stream_says_whether_it_captures(api: Script, device: CudaDevice) -> None:
+    status = api.CUstreamCaptureStatus
+    for answer, is_capturing in (("NONE", False), ("ACTIVE", True), ("INVALIDATED", True)):
+        api.results["cuStreamIsCapturing"] = getattr(status, f"CU_STREAM_CAPTURE_STATUS_{answer}")
+        assert device.is_capturing(Stream(0x51)) is is_capturing
+    api.failures["cuStreamIsCapturing"] = Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+    assert device.is_capturing(Stream(0))
+    api.failures["cuStreamIsCapturing"] = Result.CUDA_ERROR_INVALID_HANDLE
+    with pytest.raises(TransportError, match="INVALID_HANDLE"):
+        device.is_capturing(Stream(3))
 
 
 def test_rows_are_copied_in_one_call(api: Script, device: CudaDevice) -> None:

@@ -1,0 +1,122 @@
+"""Calls of the fake GPU that wait: a full launch queue, blocking launches, memory management."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from support.fake_bench import NBYTES, Bench
+
+from r2ccl.testing.fakedevice import FakeDevice, Misuse, WouldHang
+
+IMPATIENT = {"patience_s": 0.05}
+
+
+def park(b: Bench) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    """Let the first stream wait for a word of the host; return the word."""
+    word = b.device.allocate_pinned(NBYTES).view(np.uint32)
+    b.device.wait_word(b.first, word.ctypes.data, 1)
+    return word
+
+
+def release_after(seconds: float, word: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> None:
+    def release() -> None:
+        word[0] = 1
+
+    threading.Timer(seconds, release).start()
+
+
+def test_a_full_launch_queue_behind_a_parked_wait_would_hang() -> None:
+    b = Bench(queue_limit=16, **IMPATIENT)
+    park(b)
+    for _ in range(15):
+        b.device.record(b.done, b.first)
+    with pytest.raises(WouldHang, match=r"record[\s\S]*wait for 1 in"):
+        b.device.record(b.done, b.first)
+
+
+def test_a_full_launch_queue_waits_for_room() -> None:
+    b = Bench(queue_limit=4)
+    word = park(b)
+    release_after(0.05, word)
+    for _ in range(40):
+        b.device.record(b.done, b.first)
+    b.finish(b.first)
+
+
+def test_a_blocking_launch_behind_a_word_of_its_own_thread_would_hang() -> None:
+    b = Bench(is_blocking=True, **IMPATIENT)
+    with pytest.raises(WouldHang, match="wait for 1 in"):
+        park(b)
+
+
+def test_a_blocking_launch_returns_when_its_work_is_over() -> None:
+    b = Bench(is_blocking=True)
+    slot, block = b.device.allocate_pinned(NBYTES), b.memory(b.data)
+    b.device.copy(slot.ctypes.data, block, NBYTES, b.first)
+    assert b.gpu.pending() == []
+
+
+MANAGING: dict[str, Callable[[FakeDevice, bytes], object]] = {
+    "allocate": lambda device, handle: device.allocate(8),
+    "allocate_pinned": lambda device, handle: device.allocate_pinned(8),
+    "map": lambda device, handle: device.map(handle),
+    "load": lambda device, handle: device.load(b"add", "add"),
+}
+
+
+@pytest.mark.parametrize("method", MANAGING)
+def test_memory_management_behind_a_parked_stream_would_hang(method: str) -> None:
+    b = Bench(is_serial=True, **IMPATIENT)
+    handle, _ = b.peer.export(b.peer.allocate(8))
+    park(b)
+    with pytest.raises(WouldHang, match=rf"{method} of rank 0[\s\S]*wait for 1 in"):
+        MANAGING[method](b.device, handle)
+
+
+def test_memory_management_blocks_its_process_and_no_other() -> None:
+    b = Bench(is_serial=True)
+    word = park(b)
+    begun, order = threading.Event(), []
+
+    def allocate() -> None:
+        begun.set()
+        b.device.allocate(8)
+
+    waiting = threading.Thread(target=allocate)
+    waiting.start()
+    assert begun.wait(10.0)
+    while not b.device._holder:
+        pass
+    b.peer.allocate(8)
+    order.append(b.device._holder != 0)
+    release_after(0.02, word)
+    b.device.make_event()
+    order.append(b.device._holder == 0)
+    waiting.join(10.0)
+    assert order == [True, True]
+
+
+def test_work_on_a_stream_that_captures_is_misuse() -> None:
+    b = Bench()
+    b.device.capture(b.first)
+    assert b.device.is_capturing(b.first)
+    assert not b.device.is_capturing(b.second)
+    b.device.capture(b.first, is_capturing=False)
+    b.device.record(b.done, b.first)
+    b.device.capture(b.first)
+    with pytest.raises(Misuse, match="captures a graph"):
+        b.device.record(b.done, b.first)
+
+
+def test_memory_that_is_gone_has_no_number() -> None:
+    b = Bench()
+    address = b.device.caller_memory(NBYTES)
+    handle, _ = b.device.export(address)
+    mapped = b.peer.map(handle)
+    assert b.device.buffer_id(address)
+    b.device.free_caller_memory(address)
+    assert b.device.buffer_id(address) == 0
+    b.peer.unmap(mapped)
