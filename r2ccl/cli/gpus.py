@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from r2ccl.cli.cards import Card, CudaFacts
 from r2ccl.cli.diagnosis import DoctorFinding
 from r2ccl.config import Config
-from r2ccl.gpu.peer import MOST_RANKS
+from r2ccl.gpu.ipc_board import MOST_RANKS
 from r2ccl.kernels.cuda.ptx import TARGETS
 
 #: First CUDA version that can load a kernel before its launch (cuFuncLoad: cudaTypedefs.h).

@@ -26,14 +26,16 @@ from r2ccl.gpu.gpudirect import GpuDirectBackend
 from r2ccl.gpu.gpudirect_connect import connect_gpudirect
 from r2ccl.gpu.hardware import Hardware
 from r2ccl.gpu.hierarchical import HierarchicalBackend, InterNodeBackend
-from r2ccl.gpu.ipc_board import IpcBoard
+from r2ccl.gpu.host_signal import DeviceCall
+from r2ccl.gpu.ipc_board import MOST_RANKS
 from r2ccl.gpu.nic_affinity import NicAffinity, PxnRoute, common_homes, find_nic_affinity
-from r2ccl.gpu.peer import MOST_RANKS, PeerBackend, PeerKernels
+from r2ccl.gpu.peer import PeerBackend, PeerKernels
 from r2ccl.gpu.peer_connect import connect_peers
+from r2ccl.gpu.peer_memory import PeerMemory
 from r2ccl.gpu.plan_selector import EnterCall, PlanSelector
 from r2ccl.gpu.pxn.routes import PxnRoutes
 from r2ccl.gpu.pxn.transport import PxnTransport
-from r2ccl.gpu.staged import DeviceCall, HostRun, StagedBackend
+from r2ccl.gpu.staged import HostRun, StagedBackend
 from r2ccl.gpu.staged_windows import least_limit_nbytes
 from r2ccl.runtime.engine import Engine
 from r2ccl.types import AllgatherBytes
@@ -66,7 +68,7 @@ class GpuBackend(Protocol):
     def prepare(self, call: DeviceCall) -> None:
         """Load the kernels and allocate the memory that `call` needs; may wait for the device.
 
-        No stream may be waiting for the host during this call.
+        All earlier calls must have ended, so that no stream waits for one that has not.
 
         Raises
         ------
@@ -77,23 +79,23 @@ class GpuBackend(Protocol):
         """
         ...
 
-    def begin(self, call: DeviceCall, stream: Stream) -> tuple[Any, Event]:
-        """Enqueue the device's part of a prepared call, after the earlier work of `stream`.
+    def begin(self, call: DeviceCall, stream: Stream) -> Any:
+        """Begin a prepared call, after the work of `stream` so far, and return its `DeviceJob`.
 
-        See `StagedBackend.begin` for results and errors.
+        See `StagedBackend.begin` for errors.
         """
         ...
 
     def finish(self, job: Any) -> None:
-        """Execute the host's part of a call; runs in the communicator's worker thread."""
+        """Execute a call; runs in the communicator's worker thread."""
+        ...
+
+    def hold(self, stream: Stream, number: int) -> None:
+        """Make later work on `stream` wait until a call that was submitted is over."""
         ...
 
     def examine(self, job: Any) -> None:
         """Raise the error of a call that the device has finished, if the call failed."""
-        ...
-
-    def mark(self) -> Event:
-        """Return an event that is done when all calls begun so far are; `recycle` it after use."""
         ...
 
     def take_event(self) -> Event:
@@ -196,20 +198,22 @@ class BackendSelector:
                 status="NO_STREAM_WAIT",
             )
         why = self._why_no_ipc()
-        board = why or connect_peers(device, self._rank, self._nodes, self._allgather)
-        if isinstance(board, str) and self._config.ipc == "1":
+        memory = why or connect_peers(
+            device, kernels, self._rank, self._nodes, self._allgather, self._slot_nbytes()
+        )
+        if isinstance(memory, str) and self._config.ipc == "1":
             raise TransportError(
-                f"rank {self._rank}: GPUs cannot access each other's memory ({board}), and "
+                f"rank {self._rank}: GPUs cannot access each other's memory ({memory}), and "
                 "R2CC_IPC=1 allows no other backend; set R2CC_IPC=auto",
                 rank=self._rank,
                 status="NO_IPC",
             )
-        if isinstance(board, str):
-            _log.info("rank %d: GPUs do not access each other's memory: %s", self._rank, board)
+        if isinstance(memory, str):
+            _log.info("rank %d: GPUs do not access each other's memory: %s", self._rank, memory)
             return self._rail_backends(device, kernels)
         _log.info("rank %d: GPUs of a node access each other's memory", self._rank)
         if len(self._nodes) > 1:
-            group = tuple(sorted(node[board.index] for node in self._nodes))
+            group = tuple(sorted(node[memory.board.index] for node in self._nodes))
             affinity = self._find_affinity(device)
             homes = self._homes_of(group, affinity)
             backends = self._rail_backends(
@@ -217,14 +221,16 @@ class BackendSelector:
             )
             try:
                 enter = self._entry.among(group, homes)
-                return self._hierarchical(device, kernels, board, backends, enter), *backends
+                return self._hierarchical(device, kernels, memory, backends, enter), *backends
             except BaseException:
                 # Closing the device does not deregister its memory from the NICs.
                 for each in backends:
                     each.close(self._config.timeout_s)
                 raise
         members = self._nodes[0]
-        return PeerBackend(device, kernels, board, members, **self._waiting()), self._staged(device)
+        return PeerBackend(device, kernels, memory, members, **self._waiting()), self._staged(
+            device
+        )
 
     def _why_no_ipc(self) -> str:
         """Return the reason not to try CUDA IPC that all ranks know, or an empty string."""
@@ -264,7 +270,7 @@ class BackendSelector:
         self,
         device: Device,
         kernels: GpuKernels,
-        board: IpcBoard,
+        memory: PeerMemory,
         backends: Sequence[InterNodeBackend],
         enter: EnterCall,
     ) -> HierarchicalBackend:
@@ -272,7 +278,7 @@ class BackendSelector:
         return HierarchicalBackend(
             device,
             kernels,
-            board,
+            memory,
             members,
             backends=backends,
             enter=enter,
@@ -338,13 +344,17 @@ class BackendSelector:
             device,
             self._rank,
             self._nranks,
-            slot_nbytes=max(least_limit_nbytes(self._nranks), self._config.staging_nbytes // 2),
+            slot_nbytes=self._slot_nbytes(),
             enter=self._entry,
             run=self._run,
             check=self._engine.check,
             clock=monotonic,
             timeout_s=self._config.timeout_s,
         )
+
+    def _slot_nbytes(self) -> int:
+        """Return the size of a slot of pinned memory, and of each half of an area."""
+        return max(least_limit_nbytes(self._nranks), self._config.staging_nbytes // 2)
 
     def _waiting(self) -> dict[str, Any]:
         """Return the arguments of `PeerBackend` that control its waits."""

@@ -1,8 +1,9 @@
 """Collectives on GPU memory, ordered on a stream and asynchronous to the host.
 
-The caller's thread enqueues the device's part of a call and returns. The communicator's worker
-thread executes the host's part, with a backend that `r2ccl.gpu.backends` selected. The caller's
-stream waits for the result, unless the caller asked for a `Work`, which can make any stream wait.
+The caller's thread submits a call to the communicator's worker thread, lets the caller's stream
+wait for the result, and returns. The worker executes the call, with a backend that
+`r2ccl.gpu.backends` selected. If the caller asked for a `Work`, no stream waits; the `Work` can
+make any stream wait.
 
 Invariants: all ranks use the same backend for a call; arrays stay referenced until the device has
 finished using them.
@@ -14,14 +15,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from r2ccl.device.base import Device, Event, Stream
+from r2ccl.device.base import Device, Stream
 from r2ccl.errors import InvalidArgument, TransportError, TransportTimeout
 from r2ccl.gpu.hardware import Hardware
-from r2ccl.gpu.host_signal import HostJob
+from r2ccl.gpu.host_signal import DeviceCall, DeviceJob
 from r2ccl.gpu.plan_selector import PlanSelector
-from r2ccl.gpu.staged import DeviceCall
 from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.cuda import DeviceBuffer, streams_of
 from r2ccl.runtime.arrays.streams import stream_of
@@ -38,12 +39,17 @@ OpenDevice: TypeAlias = "Callable[[int], tuple[Device, GpuKernels]]"
 SelectBackends: TypeAlias = "Callable[[Device, GpuKernels], Sequence[GpuBackend]]"
 
 
-class _BorrowedArrays(NamedTuple):
-    """Arrays of a call, which the device uses until the event `done`."""
+#: Most calls in progress. Each has some operations on the caller's stream; about 1,024 fit a launch
+#: queue behind a stream that waits.
+_MOST_CALLS = 64
 
-    done: Event
+
+class _BorrowedArrays(NamedTuple):
+    """Arrays of a call, which the device uses until the event ``done`` of the ended job."""
+
+    task: Task
+    job: DeviceJob
     request: Request
-    backend: GpuBackend
 
 
 class _ActiveDevice(NamedTuple):
@@ -62,23 +68,21 @@ class DeviceOutcome:
     """Completion of a call on GPU memory; implements `Effects`, even after the GPU was closed."""
 
     def __init__(
-        self, active: _ActiveDevice, job: HostJob, stream: Stream, backend: GpuBackend
+        self, active: _ActiveDevice, job: DeviceJob, stream: Stream, backend: GpuBackend
     ) -> None:
         self._active = active
         self._job = job
         self._backend = backend
-        self._done = backend.mark()
         self._stream = stream
-        weakref.finalize(self, backend.recycle, self._done)
 
     def is_done(self) -> bool:
-        """Implement `Effects.is_done`."""
-        return self._active.is_closed.is_set() or self._active.device.is_done(self._done)
+        """Implement `Effects.is_done`; the task has ended."""
+        return self._active.is_closed.is_set() or self._active.device.is_done(self._job.done)
 
     def synchronize(self, timeout_s: float) -> bool:
         """Implement `Effects.synchronize`; raise the call's error if it failed."""
         active = self._active
-        is_over = active.is_closed.is_set() or active.device.synchronize(self._done, timeout_s)
+        is_over = active.is_closed.is_set() or active.device.synchronize(self._job.done, timeout_s)
         if is_over:
             self._backend.examine(self._job)
         return is_over
@@ -87,7 +91,8 @@ class DeviceOutcome:
         """Implement `Effects.order`; the default is the stream of the call."""
         later = stream_of(stream, self._stream)
         if not self._active.is_closed.is_set():
-            self._active.device.wait(later, self._done)
+            require_no_capture(self._active.device, later)
+            self._backend.hold(later, self._job.number)
 
 
 class DeviceCollectives:
@@ -141,13 +146,14 @@ class DeviceCollectives:
         Raises
         ------
         InvalidArgument
-            If the arrays are not on the GPU of earlier calls, or if `stream` is not a stream.
+            If the arrays are not on the GPU of earlier calls, if `stream` is not a stream, or if it
+            captures a CUDA graph.
         TransportError
             If the device failed, or if the GPU is too old for the kernels (status ``GPU_TOO_OLD``);
             the caller must end the communicator.
         TransportTimeout
-            If `prepare` is needed and earlier collectives do not finish in time, or if another rank
-            of the node stays 64 calls behind.
+            If `prepare` is needed and earlier collectives do not finish in time, or if 64 calls are
+            in progress and the first does not finish in time.
         R2cclError
             If the communicator has ended.
         """
@@ -156,22 +162,25 @@ class DeviceCollectives:
         buffers = (source,) if output is None else (source, output)
         given, others = streams_of(stream, *buffers)
         self._check()
-        active = self._open(source.ordinal)
+        active = self._open(source.ordinal, (given, *others))
         self._drop_finished(active)
         call = _call_of(request)
         backend = next(each for each in active.backends if each.supports(call))
         if not backend.is_prepared(call):
             self._await_calls()
             self._prepare(backend, call)
+        self._await_room(active)
         for other in others:
             self._order(active.device, given, other, backend)
-        task, job, done = self._begin(backend, call, given)
-        active.borrowed.append(_BorrowedArrays(done, request, backend))
+        job = backend.begin(call, given)
+        weakref.finalize(job, backend.recycle, job.done).atexit = False
+        task = self._worker.submit(partial(backend.finish, job))
+        active.borrowed.append(_BorrowedArrays(task, job, request))
         if is_async:
             outcome = DeviceOutcome(active, job, given, backend)
             return Work(task, request.result, self._timeout_s, outcome)
         for each in (given, *others):
-            active.device.wait(each, done)
+            backend.hold(each, job.number)
         return request.result
 
     def _prepare(self, backend: GpuBackend, call: DeviceCall) -> None:
@@ -187,13 +196,23 @@ class DeviceCollectives:
     def _await_calls(self) -> None:
         """Wait until no stream waits for the worker: `GpuBackend.prepare` may wait for the GPU."""
         if not self._worker.drain(self._timeout_s):
-            raise TransportTimeout(
-                f"rank {self._rank}: earlier collectives did not finish in "
-                f"{self._timeout_s:g} s; look for a kernel that hangs, or raise R2CC_TIMEOUT_S",
-                rank=self._rank,
-                status="TIMEOUT",
-            )
+            raise self._still_running()
         self._check()
+
+    def _await_room(self, active: _ActiveDevice) -> None:
+        """Wait until fewer than `_MOST_CALLS` calls are in progress."""
+        if len(active.borrowed) >= _MOST_CALLS:
+            if not active.borrowed[-_MOST_CALLS].task.wait(self._timeout_s):
+                raise self._still_running()
+            self._check()
+
+    def _still_running(self) -> TransportTimeout:
+        return TransportTimeout(
+            f"rank {self._rank}: earlier collectives did not finish in {self._timeout_s:g} s; look "
+            "for a kernel that hangs, or raise R2CC_TIMEOUT_S",
+            rank=self._rank,
+            status="TIMEOUT",
+        )
 
     def close(self, timeout_s: float) -> None:
         """Wait for the device and free all resources; the worker must be idle.
@@ -231,22 +250,6 @@ class DeviceCollectives:
         if failures:
             raise failures[0]
 
-    def _begin(
-        self, backend: GpuBackend, call: DeviceCall, stream: Stream
-    ) -> tuple[Task, HostJob, Event]:
-        """Enqueue the device's part, and submit the host's part to the worker.
-
-        If not all of the device's part could be enqueued, wait for the worker and raise the error.
-        """
-        job, done = backend.begin(call, stream)
-        # Even if `begin` failed: `finish` lets the work that was enqueued end.
-        task = self._worker.submit(lambda: backend.finish(job))
-        if job.error is not None:
-            task.wait()
-            backend.recycle(done)
-            task.succeed()
-        return task, job, done
-
     @staticmethod
     def _order(device: Device, later: Stream, earlier: Stream, backend: GpuBackend) -> None:
         event = backend.take_event()
@@ -254,21 +257,25 @@ class DeviceCollectives:
         device.wait(later, event)
         backend.recycle(event)
 
-    def _open(self, ordinal: int) -> _ActiveDevice:
+    def _open(self, ordinal: int, streams: Sequence[Stream]) -> _ActiveDevice:
         active = self._active
         if active is None:
-            active = self._active = self._make(ordinal)
+            active = self._active = self._make(ordinal, streams)
         if active.device.ordinal != ordinal:
             raise InvalidArgument(
                 f"rank {self._rank}: the array is on GPU {ordinal}, but this communicator uses GPU "
                 f"{active.device.ordinal}, where its first array was: copy the array, or create "
                 "another communicator"
             )
+        for stream in streams:
+            require_no_capture(active.device, stream)
         return active
 
-    def _make(self, ordinal: int) -> _ActiveDevice:
+    def _make(self, ordinal: int, streams: Sequence[Stream]) -> _ActiveDevice:
         device, kernels = self._open_device(ordinal)
         try:
+            for stream in streams:  # selecting backends allocates memory, which ends a capture
+                require_no_capture(device, stream)
             return _ActiveDevice(
                 device, self._select_backends(device, kernels), deque(), threading.Event()
             )
@@ -278,9 +285,25 @@ class DeviceCollectives:
 
     def _drop_finished(self, active: _ActiveDevice) -> None:
         """Drop references to arrays that the device no longer uses."""
-        while active.borrowed and active.device.is_done(active.borrowed[0].done):
-            arrays = active.borrowed.popleft()
-            arrays.backend.recycle(arrays.done)
+        while active.borrowed:
+            task, job, _ = active.borrowed[0]
+            if not task.has_ended or not active.device.is_done(job.done):
+                return
+            active.borrowed.popleft()
+
+
+def require_no_capture(device: Device, stream: Stream) -> None:
+    """Refuse a stream that captures a CUDA graph, before anything is enqueued on it.
+
+    Raises
+    ------
+    InvalidArgument
+    """
+    if device.is_capturing(stream):
+        raise InvalidArgument(
+            f"stream {stream:#x} captures a CUDA graph, which cannot contain a collective: end the "
+            "capture first, or capture the work before and after the collective in two graphs"
+        )
 
 
 def device_collectives(
@@ -344,4 +367,5 @@ __all__ = [
     "OpenDevice",
     "SelectBackends",
     "device_collectives",
+    "require_no_capture",
 ]

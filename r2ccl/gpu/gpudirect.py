@@ -4,36 +4,31 @@ Theory of operation
 -------------------
 A call runs like a call on host memory, with the same plan, channels, links and repairs. Its buffers
 are device memory registered with every NIC, and kernels reduce its slices
-(`r2ccl.gpu.device_reduction`). When the user calls, the backend enqueues only two waits, on a
-stream of its own: for the earlier work of the caller's stream, and for the host to increment a word
-in pinned memory that counts calls (`r2ccl.gpu.host_signal`). The communicator's worker also waits
-for that earlier work, runs the collective until its last kernel is done, and increments the word.
-The worker increments it after a failure too, so that no stream hangs; the result is undefined then,
-and the communicator ends.
+(`r2ccl.gpu.device_reduction`). The communicator's worker waits for the earlier work of the caller's
+stream, runs the collective until its last kernel is done, and lets the caller's stream continue
+(`r2ccl.gpu.host_signal`), after a failure too; the result is undefined then, and the communicator
+ends.
 
 *Remote writes.* A kernel of the caller that reads data written by a NIC may have been launched
-before the write, and wait for the word. Therefore the last work of every call is enqueued after the
-last completion was polled, and the word is incremented once that work is done.
+before the write, and wait for the call. Therefore the last work of every call is enqueued after the
+last completion was polled, and the call ends once that work is done.
 
-*Memory and kernels* of a call are prepared in `GpuDirectBackend.prepare`, before the device waits
-for the host, because allocating and loading may wait for the device. The worker allocates only
+*Memory and kernels* of a call are prepared in `GpuDirectBackend.prepare`, while no stream waits for
+a call, because allocating and loading may wait for the device. The worker allocates only
 memory that is not known to be needed before: scratch memory of some schedules, landing places
 beyond the number used so far, and the staging copy of an array whose registration fails.
 
-*Groups.* With an `enter` argument, `begin` runs a collective among a subset of the ranks; see
+*Groups.* `GpuDirectBackend.begin_part` runs a collective among a subset of the ranks; see
 `r2ccl.gpu.hierarchical`.
 
 *Small calls* are left to another backend; see `GpuDirectBackend.supports`.
 
-Invariants: memory is registered while its slices are in flight; the word increases in the order of
-calls.
+Invariant: memory is registered while its slices are in flight.
 """
 
 from __future__ import annotations
 
 import contextlib
-
-import msgspec
 
 from r2ccl.clock import Clock
 from r2ccl.config import Config
@@ -41,12 +36,11 @@ from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import TransportError, TransportTimeout
 from r2ccl.failover.migration.links import Links
 from r2ccl.gpu.device_reduction import ReductionKernels, ReductionStream
-from r2ccl.gpu.host_signal import LINE_NBYTES, SignalledStream
+from r2ccl.gpu.host_signal import LINE_NBYTES, DeviceCall, DeviceJob, SignalledStream
 from r2ccl.gpu.operands import DeviceOperands, forms_of
 from r2ccl.gpu.plan_selector import EnterCall
 from r2ccl.gpu.pxn.routes import PxnRoutes
 from r2ccl.gpu.registered_memory import AreaPurpose, RegisteredDeviceMemory
-from r2ccl.gpu.staged import DeviceCall
 from r2ccl.gpu.staging import StagingBuffers, nbytes_of
 from r2ccl.kernels.cuda.form import Form, has_kernels
 from r2ccl.planning.lowering import Layout, cleared
@@ -55,20 +49,10 @@ from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LandingPool, LaneRun
 
 
-class GpuDirectJob(msgspec.Struct, eq=False):
-    """The host's part of a call.
+class GpuDirectJob(DeviceJob):
+    """A call that was begun; ``enter`` begins the collective and returns its plan."""
 
-    ``enter`` begins the collective and returns its plan. The event ``before`` is done when earlier
-    work on the arrays is done. The stream waits until the host signals ``number``. ``is_over`` is
-    True after the host has signalled. ``error`` is the error of the call, if it failed.
-    """
-
-    call: DeviceCall
     enter: EnterCall
-    before: Event
-    number: int
-    is_over: bool = False
-    error: BaseException | None = None
 
 
 class GpuDirectBackend(SignalledStream):
@@ -158,49 +142,23 @@ class GpuDirectBackend(SignalledStream):
                 self._prepared.add(form)
         self._arrays.make_ready(call)
 
-    def begin(
-        self, call: DeviceCall, stream: Stream, enter: EnterCall | None = None, widest: int = 0
-    ) -> tuple[GpuDirectJob, Event]:
-        """Make the backend's stream wait for the end of the call; only record an event on `stream`.
+    def begin(self, call: DeviceCall, stream: Stream) -> GpuDirectJob:
+        """Begin a call of all ranks; see `StagedBackend.begin`."""
+        return GpuDirectJob(
+            call=call, before=self._recorded(stream), done=self.take_event(),
+            number=self._next_number(), enter=self._enter,
+        )  # fmt: skip
 
-        Parameters
-        ----------
-        call : DeviceCall
-        stream : Stream
-            Stream of the caller, whose earlier work precedes the call.
-        enter : callable, optional
-            Begins the collective and returns its plan; default: a collective of all ranks.
-        widest : int, optional
-            Ignored: every call is one collective.
-
-        Returns
-        -------
-        GpuDirectJob
-            Argument of `finish` or `abandon`; the caller must call one of them, in the order of
-            `begin`, even if the job's ``error`` is set. ``error`` is set if not all work could be
-            enqueued; the backend's stream may wait nevertheless.
-        Event
-            Event that is done when the result is complete. Return it with `recycle`.
-
-        Raises
-        ------
-        TransportError
-            If the device could not create an event; nothing was enqueued.
-        """
-        done = self.take_event()
-        job = GpuDirectJob(call, enter or self._enter, self.take_event(), self._number)
-        try:
-            self._follow(stream, job.before)
-            self._number += 1
-            job.number = self._number
-            self._wait_for_signal(job.number)
-            self._device.record(done, self._stream)
-        except Exception as exc:
-            job.error = exc
-        return job, done
+    def begin_part(
+        self, call: DeviceCall, stream: Stream, enter: EnterCall, widest: int
+    ) -> GpuDirectJob:
+        """Begin a part of another call; see `StagedBackend.begin_part`. `widest` is ignored."""
+        return GpuDirectJob(
+            call=call, before=self._recorded(stream), done=self.take_event(), number=0, enter=enter
+        )
 
     def finish(self, job: GpuDirectJob) -> None:
-        """Run the collective, then let the stream continue; runs in the worker thread.
+        """Run the collective, then end the call; runs in the worker thread.
 
         Raises
         ------
@@ -210,11 +168,8 @@ class GpuDirectBackend(SignalledStream):
             If the device failed, or is out of memory.
         R2cclError
             If the collective failed.
-        Exception
-            The job's ``error``, if `begin` set it.
         """
         try:
-            self.examine(job)
             self._await(job.before)
             self._carry_out(job)
         except BaseException as exc:
@@ -228,15 +183,6 @@ class GpuDirectBackend(SignalledStream):
         finally:
             self._end(job)
 
-    def abandon(self, job: GpuDirectJob, error: BaseException) -> None:
-        """Let the stream continue, because another part of the call failed.
-
-        Call it instead of `finish`, or after `finish` if the other part failed later. A repeated
-        call does nothing.
-        """
-        job.error = job.error or error
-        self._end(job)
-
     def close(self, timeout_s: float) -> None:
         """Wait for the device, then free all resources; the worker must be idle.
 
@@ -248,13 +194,11 @@ class GpuDirectBackend(SignalledStream):
             If the device failed; not all resources were freed, but all memory was deregistered
             from the NICs.
         """
-        # Let the stream pass calls that were not finished.
-        self._signal(self._number)
         until_s = self._clock() + timeout_s
         with contextlib.ExitStack() as steps:
             # Even if the device failed: closing it does not deregister its memory from the NICs.
             steps.callback(self._close_memory, timeout_s)
-            is_over = self._is_idle_in(timeout_s)
+            is_over = self._let_go(timeout_s)
             if not is_over or not self._reductions.drain(max(0.0, until_s - self._clock())):
                 steps.pop_all()
                 raise self._still_busy("reduces", timeout_s)
@@ -274,13 +218,6 @@ class GpuDirectBackend(SignalledStream):
             self._run(job, *places)
         self._reductions.mark(self._last_word, 0)
         self._settle()
-
-    def _end(self, job: GpuDirectJob) -> None:
-        """Signal the call, unless it was signalled before: its event is pooled once."""
-        if not job.is_over:
-            self._signal(job.number)
-            self._events.append(job.before)
-            job.is_over = True
 
     def _run(self, job: GpuDirectJob, source: int, output: int) -> None:
         engine, signature = self._engine, job.call.signature

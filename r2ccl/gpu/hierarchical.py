@@ -13,25 +13,29 @@ Work on the stream, between ``ready`` and ``done`` of `PeerBackend`, in this ord
     allreduce part i among the members i of all nodes, over the rails
     kernel: copy part i to the outputs of the node's other ranks
 
-The lengths of the parts differ by some elements, and a part may be empty. All ranks must use the
-same backend and the same number of collectives between nodes, so they derive both from the widest
-part.
+A call is always divided into windows that fit the ranks' areas, because the number of collectives
+between the nodes must not depend on what one node has mapped. The lengths of the parts differ by
+some elements, and a part may be empty. All ranks must use the same backend and the same number of
+collectives between nodes, so they derive both from the widest part.
 
 Invariant: member i of a node writes only part i of an array that other ranks of the node access.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
+import numpy.typing as npt
 
 from r2ccl.device.base import Event, Stream
 from r2ccl.dtypes import dtype_of
-from r2ccl.gpu.peer import MOST_RANKS, CallInfo, InterNodeJob, PeerBackend, PeerJob
+from r2ccl.gpu.host_signal import DeviceCall
+from r2ccl.gpu.ipc_board import MOST_RANKS
+from r2ccl.gpu.peer import PeerBackend, Rows
 from r2ccl.gpu.plan_selector import EnterCall
-from r2ccl.gpu.staged import DeviceCall
+from r2ccl.gpu.staged_windows import windows
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
@@ -53,10 +57,8 @@ class InterNodeBackend(Protocol):
         """Load the kernels and allocate the memory that `call` needs; may wait for the device."""
         ...
 
-    def begin(
-        self, call: DeviceCall, stream: Stream, enter: EnterCall, widest: int
-    ) -> tuple[Any, Event]:
-        """Enqueue the device's part of `call`; see `StagedBackend.begin` for results and errors.
+    def begin_part(self, call: DeviceCall, stream: Stream, enter: EnterCall, widest: int) -> Any:
+        """Begin `call`; see `StagedBackend.begin_part` for parameters and errors.
 
         The backend divides the call into as many collectives as a call of `widest` elements.
         """
@@ -67,17 +69,9 @@ class InterNodeBackend(Protocol):
         ...
 
     def finish(self, job: Any) -> None:
-        """Execute the host's part of a call; runs in the communicator's worker thread.
+        """Execute a call; runs in the communicator's worker thread.
 
-        Do not call it after `abandon`.
-        """
-        ...
-
-    def abandon(self, job: Any, error: BaseException) -> None:
-        """Let the stream continue, because another part of the call failed.
-
-        The caller calls it instead of `finish`, or after `finish` if the other part failed later. A
-        repeated call does nothing. The job's ``error`` becomes `error`, unless the job has one.
+        The device may still work on it; the job's event ``done`` is recorded.
         """
         ...
 
@@ -123,62 +117,66 @@ class HierarchicalBackend(PeerBackend):
 
     def is_prepared(self, call: DeviceCall) -> bool:
         """Return whether `begin` can be called without `prepare`."""
-        part, backend = self._between(call)
-        return super().is_prepared(call) and backend.is_prepared(part)
+        return super().is_prepared(call) and all(
+            backend.is_prepared(part) for part, backend in self._parts(call)
+        )
 
     def prepare(self, call: DeviceCall) -> None:
-        """Load the kernels, and prepare the part of `call` between the nodes."""
+        """Load the kernels, and prepare the parts of `call` between the nodes."""
         super().prepare(call)
-        part, backend = self._between(call)
-        backend.prepare(part)
+        for part, backend in self._parts(call):
+            if not backend.is_prepared(part):
+                backend.prepare(part)
 
     def _load(self, call: CallSignature) -> None:
         self._kernels.prepare_from_table(_summed(call), self._nlocal, 1)
         self._kernels.prepare_from_table(_summed(call), 1, self._nlocal - 1)
 
-    def _work(self, job: PeerJob) -> None:
-        call, table = job.call.signature, self._table_of(job.number)
-        self._launch(_summed(call), self._nlocal, 1, table)
-        part, backend = self._between(job.call)
-        widest = self._share_of(call, at=0).length
-        given, done = backend.begin(part, self._stream, self._enter, widest)
-        job.between = InterNodeJob(backend, given)
-        self._device.wait(self._stream, done)
-        backend.recycle(done)
-        if given.error is not None:
-            raise given.error
-        self._launch(_summed(call), 1, self._nlocal - 1, table[_SECOND:])
+    def _limit(self, is_copied: bool) -> int:
+        """Return the size limit of windows: nodes do not know whether others copy arrays."""
+        return self._memory.area_nbytes
 
-    def _between(self, call: DeviceCall) -> tuple[DeviceCall, InterNodeBackend]:
+    def _work(
+        self,
+        call: CallSignature,
+        sources: Sequence[Rows],
+        outputs: Sequence[Rows],
+        table: npt.NDArray[Any],
+    ) -> None:
+        at = self._share_of(call).start * dtype_of(call.dtype).itemsize
+        mine = outputs[self._at].address + at
+        others = [row.address + at for i, row in enumerate(outputs) if i != self._at]
+        whole = _summed(call)
+        addresses = [*(row.address + at for row in sources), mine]
+        self._launch(whole, self._nlocal, 1, table, addresses)
+        part, backend = self._between(call, outputs[self._at].address)
+        widest = self._share_of(call, at=0).length
+        job = backend.begin_part(part, self._stream, self._enter, widest)
+        backend.finish(job)
+        self._device.wait(self._stream, job.done)
+        backend.recycle(job.done)
+        self._launch(whole, 1, self._nlocal - 1, table[_SECOND:], [mine, *others])
+
+    def _parts(self, call: DeviceCall) -> Iterator[tuple[DeviceCall, InterNodeBackend]]:
+        """Yield calls between the nodes that stand for those of all windows of `call`.
+
+        The windows have at most two sizes. Their memory is the output, or this rank's area.
+        """
+        grid = self._grid(call.signature, self._memory.area_nbytes)
+        calls = dict.fromkeys(window.call for window in windows(call.signature, grid))
+        for signature in calls:
+            for place in (call.output, self._memory.areas[self._at] + self._memory.area_nbytes):
+                yield self._between(signature, place)
+
+    def _between(self, call: CallSignature, output: int) -> tuple[DeviceCall, InterNodeBackend]:
         """Return this rank's call between the nodes, and the backend that executes it."""
-        mine, widest = (self._part_of(call, at) for at in (self._at, 0))
+        mine, widest = (self._part_of(call, output, at) for at in (self._at, 0))
         return mine, next(each for each in self._backends if each.supports(widest, self._nnodes))
 
-    def _part_of(self, call: DeviceCall, at: int) -> DeviceCall:
-        signature = call.signature
-        share = self._share_of(signature, at)
-        place = call.output + share.start * dtype_of(signature.dtype).itemsize
-        return DeviceCall(msgspec.structs.replace(signature, count=share.length), place, place)
-
-    def _meanwhile(self, job: PeerJob) -> None:
-        assert job.between is not None
-        job.between.backend.finish(job.between.job)
-
-    def _fill(self, job: PeerJob, infos: Sequence[CallInfo]) -> None:
-        call = job.call.signature
-        at = self._share_of(call).start * dtype_of(call.dtype).itemsize
-        sources, outputs = self._addresses(job, infos)
-        mine = outputs[self._at] + at
-        others = [address + at for i, address in enumerate(outputs) if i != self._at]
-        table = self._table_of(job.number)
-        table[: self._nlocal + 1] = [*(address + at for address in sources), mine]
-        table[_SECOND : _SECOND + self._nlocal] = [mine, *others]
-
-    def _release_streams(self, error: BaseException) -> None:
-        for job in tuple(self._jobs):
-            if job.between is not None:
-                job.between.backend.abandon(job.between.job, error)
-        super()._release_streams(error)
+    def _part_of(self, call: CallSignature, output: int, at: int) -> DeviceCall:
+        share = self._share_of(call, at)
+        place = output + share.start * dtype_of(call.dtype).itemsize
+        return DeviceCall(msgspec.structs.replace(call, count=share.length), place, place)
 
 
 def _summed(call: CallSignature) -> CallSignature:

@@ -1,19 +1,27 @@
-"""Base class of the GPU backends: a stream whose work waits for a signal of the host.
+"""Base class of the GPU backends: calls in order, and streams of the caller that wait for them.
 
-Each backend enqueues its work on a stream of its own, which waits for a word in pinned memory. The
-host increments the word when its part of a call is done. Events are pooled.
+The caller's thread records an event on the caller's stream and submits the call to the
+communicator's worker. Only then it lets the caller's stream wait for a word in pinned memory
+(`SignalledStream.hold`). The worker enqueues all work of the call on streams of the backend, and
+then a write of the word. So nothing is enqueued behind a wait for something that is not submitted
+yet: the order is right even if enqueuing blocks, because a launch queue is full or because
+CUDA_LAUNCH_BLOCKING=1 is set.
 
-Invariants: the word only increases; a call has its number before the stream waits for that number.
+Invariants: the word only increases, in the order of calls; every call that was begun ends, and then
+the word has reached its number.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from r2ccl.device.base import Device, Event, Stream
-from r2ccl.errors import TransportTimeout
+from r2ccl.errors import TransportError, TransportTimeout
+from r2ccl.schedule.ir import Schedule
+from r2ccl.types import CallSignature
 
 #: Bytes of a cache line. Words with different writers lie on different lines.
 LINE_NBYTES = 64
@@ -21,14 +29,42 @@ LINE_NBYTES = 64
 WORD = 0xFFFFFFFF
 
 
-class HostJob(Protocol):
-    """The host's part of a call; ``error`` is the error of the call, if it failed."""
+#: Number of callers' streams whose events are kept; more are kept only while they wait.
+_MOST_STREAMS = 64
 
-    error: BaseException | None
+
+class DeviceCall(NamedTuple):
+    """A collective on GPU memory.
+
+    ``source`` and ``output`` are addresses; ``output`` is 0 if this rank has no output.
+    ``schedule`` is the user-defined schedule of an allreduce, if there is one.
+    """
+
+    signature: CallSignature
+    source: int
+    output: int
+    schedule: Schedule | None = None
+
+
+class DeviceJob(msgspec.Struct, eq=False, weakref=True, kw_only=True):
+    """A call that was begun, for `finish`.
+
+    The event ``before`` is done when earlier work on the arrays is done. ``number`` counts calls;
+    it is 0 if no stream waits for the call, because it is a part of another one. The event ``done``
+    is recorded when the call ends, after all of its work. ``is_over`` is True from then on.
+    ``error`` is the error of the call, if it failed.
+    """
+
+    call: DeviceCall
+    before: Event
+    done: Event
+    number: int
+    is_over: bool = False
+    error: BaseException | None = None
 
 
 class SignalledStream:
-    """Base class with a stream, a pool of events, and the word that the stream waits for.
+    """Base class with a stream, a pool of events, and the word that callers' streams wait for.
 
     Parameters
     ----------
@@ -37,26 +73,45 @@ class SignalledStream:
         Rank to name in messages.
     nlines : int
         Number of cache lines of pinned memory; the word is at the start of the first one.
+    waits : bool
+        True if the stream waits for words itself; see `Device.make_stream`.
     """
 
-    def __init__(self, device: Device, rank: int, nlines: int = 1) -> None:
+    def __init__(self, device: Device, rank: int, nlines: int = 1, *, waits: bool = False) -> None:
         self._device = device
         self._rank = rank
-        self._stream = device.make_stream(waits=True)
+        self._stream = device.make_stream(waits=waits)
         self._pinned = device.allocate_pinned(nlines * LINE_NBYTES)
         self._signal_word = self._pinned.view(np.uint32)[:1]
         self._events: list[Event] = []
+        #: Number of calls begun.
+        self._number = 0
+        #: By stream, the event that is done when the stream has passed its last wait for the word.
+        self._passed: dict[Stream, Event] = {}
 
-    def examine(self, job: Any) -> None:
-        """Raise the error of `job`, a `HostJob` that the device has finished, if it failed."""
+    def examine(self, job: DeviceJob) -> None:
+        """Raise the error of a call that the device has finished, if it failed."""
         if job.error is not None:
             raise job.error
 
-    def mark(self) -> Event:
-        """Return an event that is done when all work enqueued so far is; `recycle` it after use."""
-        event = self.take_event()
-        self._device.record(event, self._stream)
-        return event
+    def hold(self, stream: Stream, number: int) -> None:
+        """Make later work on `stream` wait until call `number` is over.
+
+        The call must have been submitted to the worker.
+        """
+        self._device.wait_word(stream, int(self._pinned.ctypes.data), number & WORD)
+        passed = self._passed.pop(stream, None)
+        if passed is None:
+            while len(self._passed) >= _MOST_STREAMS and self._device.is_done(
+                self._oldest_passed()
+            ):
+                self.recycle(self._passed.pop(next(iter(self._passed))))
+            passed = self.take_event()
+        self._device.record(passed, stream)
+        self._passed[stream] = passed
+
+    def _oldest_passed(self) -> Event:
+        return next(iter(self._passed.values()))
 
     def take_event(self) -> Event:
         """Return an unused event; return it with `recycle` after use."""
@@ -66,32 +121,76 @@ class SignalledStream:
         """Return `event` to the pool of unused events."""
         self._events.append(event)
 
-    def _follow(self, stream: Stream, event: Event) -> None:
-        """Make this object's stream wait for the work of `stream` so far, recorded in `event`."""
+    def _recorded(self, stream: Stream) -> Event:
+        """Return an event that is done when the work of `stream` so far is."""
+        event = self.take_event()
         self._device.record(event, stream)
-        self._device.wait(self._stream, event)
+        return event
 
-    def _wait_for_signal(self, number: int) -> None:
-        """Make the stream wait until `_signal` is called with `number` or a later number."""
-        self._device.wait_word(self._stream, int(self._pinned.ctypes.data), number & WORD)
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _end(self, job: DeviceJob) -> None:
+        """End a call once: let streams that wait for it continue after the work enqueued so far.
+
+        Raises
+        ------
+        TransportError
+            If the device failed and the call has no error yet.
+        """
+        if job.is_over:
+            return
+        job.is_over = True
+        self.recycle(job.before)
+        try:
+            if job.number:
+                self._signal(job.number)
+            self._device.record(job.done, self._stream)
+        except TransportError as exc:
+            if job.error is None:
+                job.error = exc
+                raise
 
     def _signal(self, number: int) -> None:
-        """Let the stream continue up to `number`.
+        """Let waiting streams continue up to `number`, after the work enqueued so far.
 
-        Numbers below the current one are ignored: a later call may have been abandoned already.
+        If the device refuses, the host writes the word, so that no stream hangs.
         """
-        if not 0 < (int(self._signal_word[0]) - number) & WORD < 1 << 31:
+        try:
+            self._device.write_word(self._stream, int(self._pinned.ctypes.data), number & WORD)
+        except TransportError:
             self._signal_word[0] = number & WORD
-
-    def _is_signalled(self, number: int) -> bool:
-        return int(self._signal_word[0]) == number & WORD
+            raise
 
     def _is_idle_in(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for the stream; return whether it is idle."""
-        last = self.mark()
+        last = self._recorded(self._stream)
         is_over = self._device.synchronize(last, timeout_s)
         self.recycle(last)
         return is_over
+
+    def _let_go(self, timeout_s: float) -> bool:
+        """Let callers' streams pass all calls; return whether they and this stream have, in time.
+
+        The worker must be idle. Before that, the word must not be freed.
+        """
+        self._signal(self._number)
+        return self._is_idle_in(timeout_s) and all(
+            self._device.synchronize(event, timeout_s) for event in self._passed.values()
+        )
+
+    def _copy_rows(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, nbytes: int,
+        nrows: int, stream: Stream,
+    ) -> None:  # fmt: skip
+        """Enqueue a copy of rows; see `Device.copy_rows`."""
+        if nrows == 1:
+            self._device.copy(target, source, nbytes, stream)
+        elif nrows:
+            self._device.copy_rows(
+                target, target_pitch, source, source_pitch, nbytes, nrows, stream
+            )
 
     def _still_busy(self, works: str, timeout_s: float) -> TransportTimeout:
         """Return the error of a device that is still busy; `works` is a verb, such as "copies"."""
@@ -105,9 +204,11 @@ class SignalledStream:
     def _free(self) -> None:
         """Free the stream, the events and the pinned memory; the stream must be idle."""
         self._device.destroy_stream(self._stream)
-        for event in self._events:
+        for event in (*self._events, *self._passed.values()):
             self._device.destroy_event(event)
+        self._events.clear()
+        self._passed.clear()
         self._device.free_pinned(self._pinned)
 
 
-__all__ = ["LINE_NBYTES", "WORD", "HostJob", "SignalledStream"]
+__all__ = ["LINE_NBYTES", "WORD", "DeviceCall", "DeviceJob", "SignalledStream"]

@@ -1,17 +1,22 @@
 """Shared memory through which the ranks of a node exchange the locations of their arrays.
 
-Every rank has a section: counters written by its host, words written by its GPU's stream, and a
-ring of messages. Until a rank fails, no other rank writes to the section. A message is stored
-before its number, so a reader that sees the number reads the complete message.
+Every rank has a section: counters of its host, words that the streams of all ranks write, and a
+ring of messages. A message is stored before its number, so a reader that sees the number reads the
+complete message.
 
 ::
 
     posted   number of the newest message posted        written by the host
     taken    number of the newest message read          written by the host
-    ready    newest call whose input is complete        written by the rank's stream
-    done     newest call that the rank has finished     written by the rank's stream
-    broken   flag: this rank's host has overwritten ready and done words after a failure;
-             followed by the first call that this affects
+    ready    for each rank, the newest round whose      written by that rank's stream
+             input is complete there
+    done     for each rank, the newest round that it    written by that rank's stream
+             has finished
+    mapped   for each rank and slot, the newest offer   written by the host
+             of memory that this rank has mapped
+
+Only this rank waits for the words ``ready`` and ``done`` of its section. After a failure its host
+overwrites them, so that its stream continues; no other rank is affected.
 
 The memory is a file, accessible only to its owner, whose name is removed after all ranks have
 opened it. Invariant: a message is overwritten only after every rank has read it.
@@ -37,9 +42,13 @@ _PREFIX = "r2ccl-"
 _NAME_NBYTES = 16
 
 _LINE = 64
-_POSTED, _TAKEN, _READY, _DONE, _BROKEN = 0, 1 * _LINE, 2 * _LINE, 3 * _LINE, 4 * _LINE
-_SPOILED = _BROKEN + 4
-_RING_AT = 5 * _LINE
+_POSTED, _TAKEN, _READY, _DONE = 0, 1 * _LINE, 2 * _LINE, 3 * _LINE
+_MAPPED = 4 * _LINE
+#: Largest number of ranks on a node; a kernel has one operand per rank.
+MOST_RANKS = 8
+#: Number of allocations of a rank that the others keep mapped.
+NSLOTS = 32
+_RING_AT = _MAPPED + 4 * MOST_RANKS * NSLOTS
 _DEPTH = 64
 MESSAGE_NBYTES = 192
 _PAGE = 4096
@@ -103,52 +112,47 @@ class IpcBoard:
         """Mark the messages of all ranks up to `number` as read."""
         self._words[self.index, _TAKEN // 4] = number & _WORD
 
-    def ready_at(self, peer: int) -> int:
-        """Return the offset of the ``ready`` word of `peer`."""
-        return peer * RANK_NBYTES + _READY
+    def mark_mapped(self, peer: int, slot: int, number: int) -> None:
+        """Tell `peer` that this rank has mapped its offer `number` for `slot`."""
+        self._words[self.index, _mapped_at(peer, slot)] = number & _WORD
 
-    def done_at(self, peer: int) -> int:
-        """Return the offset of the ``done`` word of `peer`."""
-        return peer * RANK_NBYTES + _DONE
+    def is_mapped(self, slot: int, number: int) -> bool:
+        """Return whether all other ranks have mapped this rank's offer `number` for `slot`."""
+        at = _mapped_at(self.index, slot)
+        return all(
+            int(self._words[peer, at]) == number & _WORD
+            for peer in range(self.nlocal)
+            if peer != self.index
+        )
 
-    def has_done(self, peer: int, number: int) -> bool:
-        """Return whether the stream of `peer` has finished call `number`.
+    def ready_at(self, reader: int, writer: int) -> int:
+        """Return the offset of the ``ready`` word of `writer` in the section of `reader`."""
+        return reader * RANK_NBYTES + _READY + 4 * writer
 
-        A call that `release` let pass counts as finished too.
-        """
-        return _is_reached(int(self._words[peer, _DONE // 4]), number)
+    def done_at(self, reader: int, writer: int) -> int:
+        """Return the offset of the ``done`` word of `writer` in the section of `reader`."""
+        return reader * RANK_NBYTES + _DONE + 4 * writer
+
+    def has_done(self, number: int) -> bool:
+        """Return whether this rank's stream has finished its own part of round `number`."""
+        return _is_reached(int(self._words[self.index, _DONE // 4 + self.index]), number)
+
+    def is_complete(self, number: int) -> bool:
+        """Return whether all ranks have finished round `number`, or `release` let it pass."""
+        words = self._words[self.index, _DONE // 4 : _DONE // 4 + self.nlocal]
+        return all(_is_reached(word, number) for word in words.tolist())
 
     def release(self, number: int) -> None:
-        """Let every stream of the node pass call `number`, after a failure.
+        """Let this rank's stream pass round `number`, after a failure.
 
-        Every ``ready`` and ``done`` word of the node that is below `number` is set to `number`. The
-        first call that one of these words had not reached, and all later calls, are spoiled: their
-        results are undefined.
+        The words of this rank's section that are below `number` are set to it. What other ranks
+        write is not changed: their streams wait for words of their own sections.
         """
-        untrue = [
-            (peer, at // 4)
-            for peer in range(self.nlocal)
-            for at in (_READY, _DONE)
-            if not _is_reached(int(self._words[peer, at // 4]), number)
-        ]
-        if not untrue:
-            return
-        behind = max((number - int(self._words[where])) & _WORD for where in untrue)
         page = self._words[self.index]
-        if not page[_BROKEN // 4] or not _is_reached(number - behind, int(page[_SPOILED // 4])):
-            page[_SPOILED // 4] = (number - behind + 1) & _WORD
-        page[_BROKEN // 4] = 1
-        _FENCE()
-        for where in untrue:
-            self._words[where] = number & _WORD
-
-    def is_spoiled(self, number: int) -> bool:
-        """Return whether call `number` is spoiled by a rank's `release`."""
-        _FENCE()
-        return any(
-            page[_BROKEN // 4] and _is_reached(number, int(page[_SPOILED // 4]))
-            for page in self._words
-        )
+        for at in (_READY // 4, _DONE // 4):
+            for where in range(at, at + self.nlocal):
+                if not _is_reached(int(page[where]), number):
+                    page[where] = number & _WORD
 
     def _message_at(self, peer: int, number: int) -> int:
         return peer * RANK_NBYTES + _RING_AT + number % _DEPTH * MESSAGE_NBYTES
@@ -250,6 +254,11 @@ def _path(name: bytes) -> Path:
     return _DIRECTORY / f"{_PREFIX}{name.hex()}"
 
 
+def _mapped_at(peer: int, slot: int) -> int:
+    """Return the index of the word of a rank's slot in a section."""
+    return _MAPPED // 4 + peer * NSLOTS + slot
+
+
 def _is_reached(word: int, number: int) -> bool:
     """Return whether a counter that wraps at 2**32 has reached `number`."""
     return (word - number) & _WORD < 1 << 31
@@ -267,4 +276,4 @@ def _make_fence() -> Callable[[], None]:
 
 _FENCE = _make_fence()
 
-__all__ = ["MESSAGE_NBYTES", "RANK_NBYTES", "IpcBoard", "SharedFile"]
+__all__ = ["MESSAGE_NBYTES", "MOST_RANKS", "NSLOTS", "RANK_NBYTES", "IpcBoard", "SharedFile"]

@@ -3,29 +3,31 @@
 Theory of operation
 -------------------
 Each rank does an equal part of the work: one kernel reads that part of every rank's input and
-writes the result to its destinations. No data passes through the host or a rail, and no data is
-copied twice. The kernel is enqueued when the user calls, before the addresses of the other ranks'
-arrays are known. It reads them from a table that the host fills later. Work on the stream, in this
-order:
+writes the result to its destinations. No data passes through the host or a rail. When the user
+calls, the rank posts the location of its arrays on an `IpcBoard`, in memory that all processes of
+the node and their GPUs share. The communicator's worker reads the messages of all ranks, and then
+enqueues the work of the call on a stream of its own, in rounds:
 
 ::
 
-    ready[me] = n          my input is complete, my output may be overwritten
-    wait for the host      all ranks have called, and the table is filled
-    wait for ready[all]
+    tell all: ready = n    my input is complete, my output may be overwritten
+    wait for ready of all
     run the kernel
-    done[me] = n
-    wait for done[all]     my input was read, my output is complete
+    tell all: done = n
+    wait for done of all   my input was read, my output is complete
 
-The words ``ready`` and ``done`` are on an `IpcBoard`, in memory that all processes of the node and
-their GPUs share. Ranks also post the locations of their arrays there. The communicator's worker
-thread reads these messages, maps the other ranks' allocations (once each), fills the table, lets
-the stream continue, and waits until the device has finished. If a rank dies in between, the other
-ranks' hosts write its words, so that no stream hangs, and the communicator ends.
+The words ``ready`` and ``done`` are on the board, in the section of the rank that reads them. A
+call is one round if all ranks have mapped all its arrays (`r2ccl.gpu.peer_memory`). Otherwise the
+call is divided into windows that fit the ranks' areas, with a round for each; a rank whose array is
+not mapped copies each window to its area and back.
 
-Invariants: a stream waits only for its own earlier work, for a host, or for a word that another
-rank's stream writes without waiting for later work; a peer's memory is accessed only between the
-peer's ``ready`` and this rank's ``done``.
+If a rank dies, each other rank's host writes the words for which its stream waits, so that no
+stream hangs, and the communicator ends. Kernels that have not run do nothing then: a kernel reads
+the addresses of its operands from a table in pinned memory, which the host clears.
+
+Invariants: a stream waits only for its own earlier work, or for a word that another rank's stream
+writes without waiting for later work; a peer's memory is accessed only between the peer's ``ready``
+and this rank's ``done``.
 """
 
 from __future__ import annotations
@@ -35,17 +37,17 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from r2ccl.clock import Clock
-from r2ccl.device.base import Device, Event, Stream
+from r2ccl.device.base import Device, Stream
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportError, TransportTimeout
-from r2ccl.gpu.host_signal import WORD, SignalledStream
-from r2ccl.gpu.ipc_board import IpcBoard
-from r2ccl.gpu.staged import DeviceCall
+from r2ccl.gpu.host_signal import WORD, DeviceCall, DeviceJob, SignalledStream
+from r2ccl.gpu.ipc_board import MOST_RANKS
+from r2ccl.gpu.peer_memory import ABSENT, COPIED, AllocationOffer, ArrayPlace, PeerMemory
+from r2ccl.gpu.staged_windows import Window, WindowGrid, window_grid, windows
 from r2ccl.kernels.cuda.form import has_kernels
 from r2ccl.runtime.progress import describe
 from r2ccl.types import CallSignature, Collective
@@ -54,75 +56,72 @@ Array = npt.NDArray[Any]
 
 #: Number of bytes that kernels read and write at once; parts begin at multiples of it.
 _VECTOR_NBYTES = 16
-#: Number of address tables, which calls use in turn. Before `PeerBackend.finish` fills a table, it
-#: waits until the previous call with that table is done.
-_NTABLES = 64
-#: Largest number of ranks on a node; a kernel has one operand per rank.
-MOST_RANKS = 8
-#: Number of calls that exceeds the lead of any rank over another.
+#: Number of address tables, which rounds use in turn, and so the most rounds that are enqueued
+#: ahead: a launch queue holds about 1,024 operations, and a round has up to 30.
+_NTABLES = 16
+#: Number of rounds that exceeds the lead of any rank over another.
 _AHEAD = 1 << 20
 #: Interval at which the board is polled, and interval at which a wait for the device checks whether
 #: the communicator has ended, in seconds.
 _POLL_S = 20e-6
 _LOOK_S = 0.05
+#: Size limit of windows if all arrays are mapped: none.
+_UNLIMITED = 1 << 62
 
-_CALL_INFO = struct.Struct("<QQ64sQQ64sQ")
-
-
-class _ArrayHandle(NamedTuple):
-    """Location of a rank's array: its allocation's number and IPC handle, and the byte offset."""
-
-    allocation: int
-    handle: bytes
-    offset: int
+_CALL_INFO = struct.Struct("<QbQbQBQ64sQ")
 
 
 class CallInfo(NamedTuple):
-    """Message that a rank posts for a call: the packed signature, and where its arrays are."""
+    """Message that a rank posts for a call: the packed signature, its arrays, and news of memory.
+
+    ``gone`` is a bit mask of slots; see `PeerMemory`.
+    """
 
     signature: int
-    source: _ArrayHandle
-    output: _ArrayHandle
+    source: ArrayPlace
+    output: ArrayPlace
+    offer: AllocationOffer
+    gone: int
 
     def pack(self) -> bytes:
         """Return the message as bytes."""
-        return _CALL_INFO.pack(self.signature, *self.source, *self.output)
+        return _CALL_INFO.pack(self.signature, *self.source, *self.output, *self.offer, self.gone)
 
     @classmethod
     def unpack(cls, packed: bytes) -> CallInfo:
         """Return the message from the bytes that `pack` returned."""
-        signature, *places = _CALL_INFO.unpack_from(packed)
-        return cls(signature, _ArrayHandle(*places[:3]), _ArrayHandle(*places[3:]))
+        signature, *given, gone = _CALL_INFO.unpack_from(packed)
+        return cls(
+            signature,
+            ArrayPlace(*given[:2]),
+            ArrayPlace(*given[2:4]),
+            AllocationOffer(*given[4:]),
+            gone,
+        )
 
 
-class InterNodeJob(NamedTuple):
-    """The part of a call between nodes: the backend that executes it, and that backend's job."""
+class PeerJob(DeviceJob):
+    """A call that was begun; ``last`` is the number of its last round, once enqueued."""
 
-    backend: Any
-    job: Any
+    last: int = 0
 
 
-class PeerJob(msgspec.Struct, eq=False):
-    """The host's part of a call.
+class Rows(NamedTuple):
+    """A window of an array: address of its first row, and distance between its rows in bytes."""
 
-    The stream waits until the host signals ``number``; the event ``done`` is done when the stream
-    has passed the call. ``between`` is the part between nodes, if there are several nodes.
-    ``error`` is the error of the call, if it failed.
-    """
+    address: int
+    pitch: int
 
-    call: DeviceCall
-    number: int
-    done: Event
-    between: InterNodeJob | None = None
-    error: BaseException | None = None
+    def row(self, number: int) -> int:
+        """Return the address of a row."""
+        return self.address + number * self.pitch
 
 
 class _Share(NamedTuple):
-    """A rank's part of the work: elements ``[start, start + length)`` of rows of `width`."""
+    """A rank's part of the work: elements ``[start, start + length)``."""
 
     start: int
     length: int
-    width: int
 
 
 class PeerKernels(Protocol):
@@ -151,10 +150,10 @@ class PeerBackend(SignalledStream):
     ----------
     device : Device
     kernels : PeerKernels
-    board : IpcBoard
-        Board shared by all ranks of the node, with one section per rank in the order of `members`.
+    memory : PeerMemory
+        Memory of the ranks of the node; the backend owns and closes it.
     members : sequence of int
-        Ranks of the node.
+        Ranks of the node, in the order of the sections of the board.
     check : callable
         Raises the error that ended the communicator, if it has ended.
     clock : Clock
@@ -171,7 +170,7 @@ class PeerBackend(SignalledStream):
         self,
         device: Device,
         kernels: PeerKernels,
-        board: IpcBoard,
+        memory: PeerMemory,
         members: Sequence[int],
         *,
         check: Callable[[], None],
@@ -179,10 +178,11 @@ class PeerBackend(SignalledStream):
         sleep: Callable[[float], None],
         timeout_s: float,
     ) -> None:
-        members = tuple(members)
-        super().__init__(device, members[board.index])
+        members, board = tuple(members), memory.board
+        super().__init__(device, members[board.index], waits=True)
         self._sleep = sleep
         self._kernels = kernels
+        self._memory = memory
         self._board = board
         self._members = members
         #: This rank's index in the node, and the number of ranks in the node.
@@ -192,17 +192,14 @@ class PeerBackend(SignalledStream):
         self._timeout_s = timeout_s
         self._words = device.pin(board.memory)
         self._tables = device.allocate_pinned(_NTABLES * _TABLE_NBYTES)
-        self._number = 0
+        #: Number of rounds enqueued; only the worker uses it.
+        self._nrounds = 0
         #: Collective, dtype and op of loaded kernels.
         self._prepared: set[tuple[int, int, int]] = set()
-        #: Calls in progress. The caller's thread appends to the list, only the worker removes.
+        #: Calls that were enqueued and may still be in progress.
         self._jobs: list[PeerJob] = []
         #: First error after which `_release_streams` was called; it makes every later call fail.
         self._broken: BaseException | None = None
-        #: Handles and bases of this rank's allocations, by allocation number.
-        self._exported: dict[int, tuple[bytes, int]] = {}
-        #: Mapped addresses of other ranks' allocations, by rank and allocation number.
-        self._mapped: dict[tuple[int, int], int] = {}
 
     def supports(self, call: DeviceCall) -> bool:
         """Return whether `call` has no user-defined schedule, and there are kernels for it."""
@@ -210,61 +207,65 @@ class PeerBackend(SignalledStream):
 
     def is_prepared(self, call: DeviceCall) -> bool:
         """Return whether `begin` can be called without `prepare`."""
-        return _kernels_of(call) in self._prepared
+        return not self._memory.is_change_due and _kernels_of(call) in self._prepared
 
     def prepare(self, call: DeviceCall) -> None:
-        """Load the kernels of `call`.
+        """Load the kernels of `call`, and map memory that other ranks have offered.
 
         Raises
         ------
         InvalidArgument
             If the GPU is too old for the kernels.
+        TransportTimeout
+            If the device is still busy with earlier calls after the timeout.
         TransportError
             If the device failed, or a kernel cannot be compiled.
         """
-        self._load(call.signature)
-        self._prepared.add(_kernels_of(call))
+        if self._memory.is_change_due:
+            if not self._is_idle_in(self._timeout_s):
+                raise self._still_busy("works", self._timeout_s)
+            self._memory.map_news()
+        if _kernels_of(call) not in self._prepared:
+            self._load(call.signature)
+            self._prepared.add(_kernels_of(call))
 
-    def begin(self, call: DeviceCall, stream: Stream) -> tuple[PeerJob, Event]:
-        """Enqueue all of the device's work on the backend's stream, after the work of `stream`.
+    def begin(self, call: DeviceCall, stream: Stream) -> PeerJob:
+        """Begin a call, after the work of `stream` so far, and post it to the other ranks.
 
         If another rank of the node has not read the message of 64 calls ago, wait for that rank.
+        Only an event is enqueued.
 
         Returns
         -------
         PeerJob
-            Argument of `finish`, which must be called for each job in the order of `begin`, even if
-            the job's ``error`` is set. ``error`` is set if not all work could be enqueued, or if
-            the call could not be posted to the other ranks.
-        Event
-            Event that is done when the result is complete. Return it with `recycle`.
+            Argument of `finish`, which the worker must call for each job in the order of `begin`.
 
         Raises
         ------
+        TransportTimeout
+            If another rank has not caught up in time; the call was not begun.
         TransportError
-            If the device could not create an event; nothing was enqueued.
+            If the device failed; the call was not begun.
+        R2cclError
+            If the communicator ended.
         """
         number = self._number + 1
-        done = self.take_event()
-        job = PeerJob(call, number, done)
-        try:
-            info = self._info_of(call)
-            self._await_room(number)
-            self._number = number
-            self._jobs.append(job)
-            self._give(job, done, stream)
-            if self._broken is not None:  # this rank's words no longer count calls
-                raise self._broken
-            self._board.post(number, info.pack())
-        except Exception as exc:
-            job.error = exc
-        return job, done
+        self._await_room(number)
+        count = call.signature.count
+        source, output = (
+            self._memory.place_of(address if count else 0) for address in (call.source, call.output)
+        )
+        before = self._recorded(stream)
+        info = CallInfo(call.signature.pack(), source, output, *self._memory.take_news())
+        self._board.post(number, info.pack())
+        return PeerJob(call=call, before=before, done=self.take_event(), number=self._next_number())
 
     def finish(self, job: PeerJob) -> None:
-        """Fill the table when all ranks have called, then wait for the device; runs in the worker.
+        """Enqueue the work of a call when all ranks have called, then wait for the device.
 
-        Return without waiting for the device if a later call was begun. After an error, no stream
-        of the node waits for this rank any more, and all later calls fail.
+        It runs in the worker. Return without waiting for the device if a later call was begun.
+        After an error, no stream of the node waits for this rank any more, and all later calls
+        fail.
 
         Raises
         ------
@@ -277,46 +278,30 @@ class PeerBackend(SignalledStream):
         R2cclError
             If the communicator ended.
         Exception
-            The job's ``error``, if `begin` set it, or the error of an earlier call that failed.
+            The error of an earlier call that failed.
         """
         try:
-            error = job.error or self._broken
-            if error is not None:
-                raise error
+            if self._broken is not None:
+                raise self._broken
             until_s = self._clock() + self._timeout_s
             infos = [self._read(at, job.number, until_s) for at in range(self._nlocal)]
             self._require_same(infos)
-            while not self._board.has_done(self._at, job.number - _NTABLES):
-                self._device.is_done(job.done)  # raises if the device failed
-                self._pause(job.number, until_s, "the GPU has not caught up with earlier calls")
-            self._fill(job, infos)
             self._board.take(job.number)
-            self._signal(job.number)
-            self._meanwhile(job)
+            for at, info in enumerate(infos):
+                if at != self._at:
+                    self._memory.learn(at, info.offer, info.gone)
+            self._jobs.append(job)
+            self._enqueue(job, infos, until_s)
+            self._end(job)
             self._watch(job, until_s)
             if self._device.is_done(job.done):
                 self.examine(job)
-            self._drop_done(job.number)
+            self._drop_done()
         except BaseException as exc:
             job.error = job.error or exc
             self._release_streams(exc)
+            self._end(job)
             raise
-
-    def examine(self, job: PeerJob) -> None:
-        """Raise the error of a call that the device has finished, if the call failed.
-
-        Raises
-        ------
-        R2cclError
-            If the communicator ended at this rank, or at a rank that released the node's streams.
-        """
-        if job.error is None and self._board.is_spoiled(job.number):
-            self._check()
-            job.error = CommunicatorRevoked(
-                f"rank {self._rank}: another rank of this node failed during collective "
-                f"{job.number} on GPU memory; see the error of that rank"
-            )
-        super().examine(job)
 
     def close(self, timeout_s: float) -> None:
         """Fail the calls not executed yet, wait for the stream, then free all resources.
@@ -330,16 +315,14 @@ class PeerBackend(SignalledStream):
         TransportError
             If the device failed; not all resources were freed.
         """
-        if not self._is_signalled(self._number):
+        if not self._board.is_complete(self._nrounds):
             self._release_streams(
                 CommunicatorRevoked(f"rank {self._rank}: closed before its collectives were done")
             )
-        if not self._is_idle_in(timeout_s):
+        if not self._let_go(timeout_s):
             raise self._still_busy("works", timeout_s)
         self._free()
-        for address in self._mapped.values():
-            self._device.unmap(address)
-        self._mapped.clear()
+        self._memory.close()
         self._device.unpin(self._board.memory)
         self._device.free_pinned(self._tables)
 
@@ -348,34 +331,130 @@ class PeerBackend(SignalledStream):
     def _load(self, call: CallSignature) -> None:
         self._kernels.prepare_from_table(call, *_operands(call.collective, self._nlocal))
 
-    def _give(self, job: PeerJob, done: Event, stream: Stream) -> None:
-        device, own, board, word = self._device, self._stream, self._board, job.number & WORD
-        self._follow(stream, done)
-        device.write_word(own, self._words + board.ready_at(self._at), word)
-        self._wait_for_signal(job.number)
-        for at in range(self._nlocal):
-            device.wait_word(own, self._words + board.ready_at(at), word)
-        self._work(job)
-        device.write_word(own, self._words + board.done_at(self._at), word)
-        for at in range(self._nlocal):
-            device.wait_word(own, self._words + board.done_at(at), word)
-        device.record(done, own)
+    def _enqueue(self, job: PeerJob, infos: Sequence[CallInfo], until_s: float) -> None:
+        signature = job.call.signature
+        is_copied = any(COPIED in (info.source.slot, info.output.slot) for info in infos)
+        grid = self._grid(signature, self._limit(is_copied))
+        self._device.wait(self._stream, job.before)
+        for window in windows(signature, grid):
+            self._await_round(job, self._board.has_done, self._nrounds + 1 - _NTABLES, until_s)
+            self._round(job, infos, grid, window)
+            if is_copied:
+                # Nothing that uses an area may be enqueued behind a round that may fail.
+                self._await_round(job, self._board.is_complete, self._nrounds, until_s)
+                if infos[self._at].output.slot == COPIED:
+                    self._copy_out(job, grid, window)
 
-    def _work(self, job: PeerJob) -> None:
-        """Enqueue the kernels of the call, between the waits for ``ready`` and ``done``."""
-        call = job.call.signature
-        ninputs, noutputs = _operands(call.collective, self._nlocal)
-        self._launch(call, ninputs, noutputs, self._table_of(job.number))
+    def _await_round(
+        self, job: PeerJob, is_over: Callable[[int], bool], number: int, until_s: float
+    ) -> None:
+        while not is_over(number):
+            self._device.is_done(job.before)  # raises if the device failed
+            self._pause(job.number, until_s, "the GPU has not caught up with earlier work")
 
-    def _launch(self, call: CallSignature, ninputs: int, noutputs: int, table: Array) -> None:
+    def _limit(self, is_copied: bool) -> int:
+        """Return the size limit of the windows of a call, the same on all ranks."""
+        return self._memory.area_nbytes if is_copied else _UNLIMITED
+
+    def _grid(self, call: CallSignature, limit_nbytes: int) -> WindowGrid:
+        return window_grid(call, dtype_of(call.dtype).itemsize, self._nlocal, limit_nbytes)
+
+    def _round(
+        self, job: PeerJob, infos: Sequence[CallInfo], grid: WindowGrid, window: Window
+    ) -> None:
+        """Enqueue the work of a window."""
+        self._nrounds += 1
+        job.last = number = self._nrounds
+        call, mine = job.call, infos[self._at]
+        sources = [
+            self._rows(at, info.source, call.source, grid, window, 0)
+            for at, info in enumerate(infos)
+        ]
+        outputs = [
+            self._rows(at, info.output, call.output, grid, window, self._memory.area_nbytes)
+            for at, info in enumerate(infos)
+        ]
+        kind = call.signature.collective
+        if mine.source.slot == COPIED and (
+            kind != Collective.BROADCAST or call.signature.root == self._rank
+        ):
+            nrows = 1 if kind == Collective.ALLGATHER else grid.nrows
+            at, nbytes, pitch = self._window_of(grid, window)
+            if nbytes:
+                area = sources[self._at].address
+                array = call.source + at
+                self._copy_rows(area, nbytes, array, pitch, nbytes, nrows, self._stream)
+        self._barrier(self._board.ready_at, number)
+        self._work(window.call, sources, outputs, self._table_of(number))
+        self._barrier(self._board.done_at, number)
+
+    def _rows(
+        self, at: int, place: ArrayPlace, own: int, grid: WindowGrid, window: Window, half: int
+    ) -> Rows:
+        """Return the window of an array of member `at`, which is in half `half` of its area."""
+        itemsize = dtype_of(window.call.dtype).itemsize
+        if place.slot == ABSENT:
+            return Rows(0, 0)
+        if place.slot == COPIED:
+            return Rows(self._memory.areas[at] + half, window.length * itemsize)
+        address = own if at == self._at else self._memory.address(at, place)
+        return Rows(address + window.start * itemsize, grid.width * itemsize)
+
+    def _copy_out(self, job: PeerJob, grid: WindowGrid, window: Window) -> None:
+        """Copy a window of the result from this rank's area to its array."""
+        at, nbytes, pitch = self._window_of(grid, window)
+        if nbytes:
+            is_part = job.call.signature.collective == Collective.REDUCE_SCATTER
+            area = self._memory.areas[self._at] + self._memory.area_nbytes
+            nrows = 1 if is_part else grid.nrows
+            array = job.call.output + at
+            self._copy_rows(array, pitch, area, nbytes, nbytes, nrows, self._stream)
+
+    @staticmethod
+    def _window_of(grid: WindowGrid, window: Window) -> tuple[int, int, int]:
+        """Return the offset of a window in a row, its size, and the pitch of rows, in bytes."""
+        itemsize = dtype_of(window.call.dtype).itemsize
+        return window.start * itemsize, window.length * itemsize, grid.width * itemsize
+
+    def _barrier(self, word_at: Callable[[int, int], int], number: int) -> None:
+        """Write this rank's words in all sections, then wait for all words in its own section."""
+        word, me, first = number & WORD, self._at, self._words
+        for at in range(self._nlocal):
+            self._device.write_word(self._stream, first + word_at(at, me), word)
+        for at in range(self._nlocal):
+            if at != me:
+                self._device.wait_word(self._stream, first + word_at(me, at), word)
+
+    def _work(
+        self, call: CallSignature, sources: Sequence[Rows], outputs: Sequence[Rows], table: Array
+    ) -> None:
+        """Enqueue the kernel of a window, after filling its table of addresses."""
+        share = self._share_of(call)
+        at = share.start * dtype_of(call.dtype).itemsize
+        kind, me = call.collective, self._at
+        if kind == Collective.ALLGATHER:
+            addresses = [sources[me].address, *(each.row(me) for each in outputs)]
+        elif kind == Collective.REDUCE_SCATTER:
+            addresses = [*(each.row(me) for each in sources), outputs[me].address]
+        elif kind == Collective.BROADCAST:
+            addresses = [sources[call.root].address + at, *(row.address + at for row in outputs)]
+        elif kind == Collective.REDUCE:
+            addresses = [*(row.address + at for row in sources), outputs[call.root].address + at]
+        else:
+            addresses = [row.address + at for row in (*sources, *outputs)]
+        ninputs, noutputs = _operands(kind, self._nlocal)
+        self._launch(call, ninputs, noutputs, table, addresses)
+
+    def _launch(
+        self, call: CallSignature, ninputs: int, noutputs: int, table: Array,
+        addresses: Sequence[int],
+    ) -> None:  # fmt: skip
         length = self._share_of(call).length
         if length:
+            table[: len(addresses)] = addresses
             self._kernels.launch_from_table(
                 call, ninputs, noutputs, int(table.ctypes.data), length, self._nlocal, self._stream
             )
-
-    def _meanwhile(self, job: PeerJob) -> None:
-        """Execute host work that overlaps the device's work."""
 
     def _share_of(self, call: CallSignature, at: int | None = None) -> _Share:
         """Return the part of a call that member `at` works on; default: this member.
@@ -384,30 +463,13 @@ class PeerBackend(SignalledStream):
         allgather and reduce_scatter every member works on one whole row, so its part starts at 0.
         """
         if call.collective in (Collective.ALLGATHER, Collective.REDUCE_SCATTER):
-            width = call.count // self._nlocal
-            return _Share(0, width, width)
+            return _Share(0, call.count // self._nlocal)
         vector = max(1, _VECTOR_NBYTES // dtype_of(call.dtype).itemsize)
         each = -(-call.count // (vector * self._nlocal)) * vector
         start = min(call.count, (self._at if at is None else at) * each)
-        return _Share(start, min(each, call.count - start), call.count)
+        return _Share(start, min(each, call.count - start))
 
     # Host
-
-    def _info_of(self, call: DeviceCall) -> CallInfo:
-        source = self._place_of(call.source, call.signature.count)
-        output = self._place_of(call.output, call.signature.count)
-        return CallInfo(call.signature.pack(), source, output)
-
-    def _place_of(self, address: int, count: int) -> _ArrayHandle:
-        if not address or not count:
-            return _ArrayHandle(0, b"", 0)
-        allocation = self._device.buffer_id(address)
-        known = self._exported.get(allocation)
-        if known is None:
-            handle, offset = self._device.export(address)
-            known = self._exported[allocation] = (handle, address - offset)
-        handle, base = known
-        return _ArrayHandle(allocation, handle, address - base)
 
     def _await_room(self, number: int) -> None:
         """Wait until all ranks of the node have read the message that this call overwrites."""
@@ -443,45 +505,6 @@ class PeerBackend(SignalledStream):
                     "collective, dtype, op, root, count and schedule"
                 )
 
-    def _fill(self, job: PeerJob, infos: Sequence[CallInfo]) -> None:
-        """Write the addresses of the kernel's operands to the table of the call."""
-        call = job.call.signature
-        share, itemsize = self._share_of(call), dtype_of(call.dtype).itemsize
-        if not share.length:
-            return
-        sources, outputs = self._addresses(job, infos)
-        row = self._at * share.width * itemsize
-        at = share.start * itemsize
-        kind = call.collective
-        if kind == Collective.ALLGATHER:
-            addresses = [sources[self._at], *(address + row for address in outputs)]
-        elif kind == Collective.REDUCE_SCATTER:
-            addresses = [*(address + row for address in sources), outputs[self._at]]
-        elif kind == Collective.BROADCAST:
-            addresses = [sources[call.root] + at, *(address + at for address in outputs)]
-        elif kind == Collective.REDUCE:
-            addresses = [*(address + at for address in sources), outputs[call.root] + at]
-        else:
-            addresses = [address + at for address in (*sources, *outputs)]
-        self._table_of(job.number)[: len(addresses)] = addresses
-
-    def _addresses(self, job: PeerJob, infos: Sequence[CallInfo]) -> tuple[list[int], list[int]]:
-        """Return the addresses of all ranks' inputs and outputs in this process."""
-        sources = [self._address(at, info.source) for at, info in enumerate(infos)]
-        outputs = [self._address(at, info.output) for at, info in enumerate(infos)]
-        sources[self._at], outputs[self._at] = job.call.source, job.call.output
-        return sources, outputs
-
-    def _address(self, peer: int, place: _ArrayHandle) -> int:
-        """Return the address of an array of `peer` in this process; map its allocation once."""
-        if not place.allocation or peer == self._at:
-            return 0
-        key = (peer, place.allocation)
-        base = self._mapped.get(key)
-        if base is None:
-            base = self._mapped[key] = self._device.map(place.handle)
-        return base + place.offset
-
     def _watch(self, job: PeerJob, until_s: float) -> None:
         """Wait until the device has finished the call.
 
@@ -499,32 +522,30 @@ class PeerBackend(SignalledStream):
                 )
 
     def _release_streams(self, error: BaseException) -> None:
-        """Let the streams of all ranks of the node continue, because the communicator ends.
+        """Let this rank's stream continue, because the communicator ends.
 
-        Kernels that have not run do nothing, and calls that are not complete fail. This rank's
-        stream will still write the numbers of its enqueued calls, which may replace the higher
-        numbers that a host just wrote to this rank's words. Therefore the last number that the
-        stream writes exceeds the call numbers of all ranks.
+        Kernels that have not run do nothing, and calls that are not complete fail. Streams of other
+        ranks may still write lower numbers over those that the host writes here; the last number
+        that each of them writes, in this method, exceeds the numbers of all ranks.
         """
         self._broken = self._broken or error
-        number = self._number
-        for job in tuple(self._jobs):
-            if not self._board.has_done(self._at, job.number):
+        number = self._nrounds
+        for job in self._jobs:
+            if not self._board.is_complete(job.last):
                 job.error = job.error or error
         # Clear only the first address for each kernel: a kernel that has read it needs the others.
         self._tables.view(np.uint64).reshape(_NTABLES, -1)[:, self._heads] = 0
-        self._signal(number)
         self._board.release(number)
         # A failed device writes nothing. Its error is dropped: the caller raises the first error.
         with contextlib.suppress(TransportError):
-            for at in (self._board.ready_at(self._at), self._board.done_at(self._at)):
-                self._device.write_word(self._stream, self._words + at, number + _AHEAD & WORD)
+            for at in range(self._nlocal):
+                for word_at in (self._board.ready_at, self._board.done_at):
+                    word = self._words + word_at(at, self._at)
+                    self._device.write_word(self._stream, word, number + _AHEAD & WORD)
 
-    def _drop_done(self, number: int) -> None:
-        """Remove finished calls up to `number` from the calls in progress."""
-        while self._jobs and self._jobs[0].number <= number:
-            if not self._board.has_done(self._at, self._jobs[0].number):
-                return
+    def _drop_done(self) -> None:
+        """Forget finished calls."""
+        while self._jobs and self._board.is_complete(self._jobs[0].last):
             del self._jobs[0]
 
     def _table_of(self, number: int) -> Array:
@@ -546,4 +567,4 @@ def _operands(collective: int, nranks: int) -> tuple[int, int]:
 
 _TABLE_NBYTES = 3 * MOST_RANKS * 8
 
-__all__ = ["MOST_RANKS", "CallInfo", "InterNodeJob", "PeerBackend", "PeerJob", "PeerKernels"]
+__all__ = ["CallInfo", "PeerBackend", "PeerJob", "PeerKernels", "Rows"]

@@ -1,46 +1,83 @@
 """Finds out whether the ranks of each node can access each other's GPU memory by CUDA IPC.
 
-Every rank exports an allocation, maps those of the other ranks of its node, and opens the memory of
-the node's `IpcBoard`. If one rank fails, no rank uses `PeerBackend`.
+Every rank exports its area (`r2ccl.gpu.peer_memory`), maps those of the other ranks of its node,
+and opens the memory of the node's `IpcBoard`. Then a kernel of each rank writes a pattern to every
+area, and the owners verify the patterns: on some machines, for example with PCIe peer access behind
+an IOMMU, mapping succeeds but data is lost. If one rank fails, no rank uses `PeerBackend`.
 
-Invariant: either all ranks get the board of their node, or none does.
+Invariant: either all ranks get the memory of their node, or none does.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import struct
 from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from r2ccl.device.base import Device
-from r2ccl.errors import TransportError
+from r2ccl.dtypes import CODES
+from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.gpu.ipc_board import RANK_NBYTES, IpcBoard, SharedFile
-from r2ccl.types import AllgatherBytes
+from r2ccl.gpu.peer import PeerKernels
+from r2ccl.gpu.peer_memory import PeerMemory
+from r2ccl.types import AllgatherBytes, CallSignature, Collective
 
 _log = logging.getLogger(__name__)
 
-_OFFER = struct.Struct("<?64s16s")
-_PROBE_NBYTES = 256
+_OFFER = struct.Struct("<?64s16sQ")
+#: Number of 64-bit integers in a pattern.
+_NWORDS = 32
+_PATTERN_NBYTES = 8 * _NWORDS
+#: Multiplier that spreads the bits of a counter (2**64 divided by the golden ratio).
+_SPREAD = 0x9E3779B97F4A7C15
+#: Signature of the kernel that copies a pattern.
+_COPY = CallSignature(Collective.ALLGATHER, CODES[np.dtype(np.int64)], 0, _NWORDS)
+#: Time limit for the kernels that write patterns, in seconds.
+_TIMEOUT_S = 20.0
+
+
+class _Attempt(NamedTuple):
+    """One rank's attempt; ``areas`` are those of the node's ranks, ``at`` is this rank's index."""
+
+    device: Device
+    kernels: PeerKernels
+    members: tuple[int, ...]
+    at: int
+    areas: list[int]
+    allgather: AllgatherBytes
 
 
 def connect_peers(
-    device: Device, rank: int, nodes: Sequence[Sequence[int]], allgather: AllgatherBytes
-) -> IpcBoard | str:
-    """Try CUDA IPC within every node, on all ranks; return the board of this rank's node.
+    device: Device,
+    kernels: PeerKernels,
+    rank: int,
+    nodes: Sequence[Sequence[int]],
+    allgather: AllgatherBytes,
+    area_nbytes: int,
+) -> PeerMemory | str:
+    """Try CUDA IPC within every node, on all ranks; return the memory of this rank's node.
 
     Parameters
     ----------
     device : Device
+    kernels : PeerKernels
     rank : int
     nodes : sequence of sequence of int
         Ranks of each node.
     allgather : callable
         See `AllgatherBytes`.
+    area_nbytes : int
+        Size in bytes of each half of an area.
 
     Returns
     -------
-    IpcBoard or str
-        The board of this rank's node; or, on all ranks, the reason why CUDA IPC cannot be used.
+    PeerMemory or str
+        The memory of this rank's node; or, on all ranks, the reason why CUDA IPC cannot be used.
 
     Raises
     ------
@@ -50,61 +87,138 @@ def connect_peers(
 
     Notes
     -----
-    *Collective*: all ranks. *Cost*: three small allgathers.
+    *Collective*: all ranks. *Cost*: up to four small allgathers, and some milliseconds.
     """
     members = next(tuple(node) for node in nodes if rank in node)
-    probe = device.allocate(_PROBE_NBYTES)
-    try:
-        why, file = _offer(device, rank, members, probe, allgather)
-    finally:
-        device.free(probe)
-    if file is None:
-        return why
-    return IpcBoard(file.memory, members.index(rank), len(members))
+    at = members.index(rank)
+    own = device.allocate(2 * max(area_nbytes, len(members) * _PATTERN_NBYTES))
+    attempt = _Attempt(device, kernels, members, at, [0] * len(members), allgather)
+    attempt.areas[at] = own
+    why, file = _offer(attempt)
+    if file is not None:
+        board = IpcBoard(file.memory, at, len(members))
+        return PeerMemory(device, rank, board, attempt.areas, area_nbytes)
+    for peer, address in enumerate(attempt.areas):
+        if address and peer != at:
+            device.unmap(address)
+    # Barrier: no rank frees its area before all ranks have unmapped it.
+    allgather(b"\0")
+    device.free(own)
+    return why
 
 
-def _offer(
-    device: Device, rank: int, members: Sequence[int], probe: int, allgather: AllgatherBytes
-) -> tuple[str, SharedFile | None]:
-    why, offer, file, name = "", _OFFER.pack(False, b"", b""), None, b""
+def _offer(attempt: _Attempt) -> tuple[str, SharedFile | None]:
+    device, members, at = attempt.device, attempt.members, attempt.at
+    why, file, name, token = "", None, b"", secrets.randbits(64)
+    offer = _OFFER.pack(False, b"", b"", token)
     try:
-        handle, _ = device.export(probe)
-        if rank == members[0]:
+        handle, _ = device.export(attempt.areas[at])
+        if at == 0:
             file, name = SharedFile.create(len(members) * RANK_NBYTES)
-        offer = _OFFER.pack(True, handle, name)
+        offer = _OFFER.pack(True, handle, name, token)
     except TransportError as exc:
         why = str(exc)
     try:
-        return _agree(device, rank, members, offer, file, why, allgather)
+        return _agree(attempt, offer, file, why)
     finally:
         if name:
             SharedFile.forget(name)
 
 
 def _agree(
-    device: Device, rank: int, members: Sequence[int], offer: bytes, file: SharedFile | None,
-    why: str, allgather: AllgatherBytes,
-) -> tuple[str, SharedFile | None]:  # fmt: skip
-    offers = [_OFFER.unpack(each) for each in allgather(offer)]
-    if all(is_able for is_able, _, _ in offers):
-        try:
-            # A test: the mappings are not kept.
-            for peer in members:
-                if peer != rank:
-                    device.unmap(device.map(offers[peer][1]))
-            if rank != members[0]:
-                file = SharedFile.open(offers[members[0]][2], len(members) * RANK_NBYTES)
-        except TransportError as exc:
-            why = str(exc)
-    elif not why:
-        why = f"rank {[is_able for is_able, _, _ in offers].index(False)} cannot; see its log"
-    answers = allgather(bytes([not why]))
-    # Barrier: no rank frees its allocation before all ranks have unmapped it.
-    allgather(b"\0")
-    if all(answer[0] for answer in answers):
-        return "", file
-    refusing = [peer for peer, answer in enumerate(answers) if not answer[0]]
-    return why or f"rank {refusing[0]} cannot; see its log", None
+    attempt: _Attempt, offer: bytes, file: SharedFile | None, why: str
+) -> tuple[str, SharedFile | None]:
+    """Map the areas of the node, and verify that data arrives in them."""
+    members, at = attempt.members, attempt.at
+    offers = [_OFFER.unpack(each) for each in attempt.allgather(offer)]
+    if not all(is_able for is_able, *_ in offers):
+        return why or f"rank {[each[0] for each in offers].index(False)} cannot; see its log", None
+    tokens = [offers[rank][3] for rank in members]
+    try:
+        for peer, rank in enumerate(members):
+            if peer != at:
+                attempt.areas[peer] = attempt.device.map(offers[rank][1])
+        if at != 0:
+            file = SharedFile.open(offers[members[0]][2], len(members) * RANK_NBYTES)
+        _write_patterns(attempt, tokens)
+    except (TransportError, InvalidArgument) as exc:  # the GPU may be too old for the kernel
+        why = str(exc)
+    refusing = _refusing(attempt, why)
+    if not refusing:
+        why = _verify_patterns(attempt, tokens[at])
+        refusing = _refusing(attempt, why)
+    if refusing:
+        return why or f"rank {refusing[0]} cannot; see its log", None
+    return "", file
+
+
+def _refusing(attempt: _Attempt, why: str) -> list[int]:
+    """Return the ranks that have a reason not to use CUDA IPC; `why` is this rank's."""
+    if why:
+        _log.info("rank %d: no CUDA IPC: %s", attempt.members[attempt.at], why)
+    answers = attempt.allgather(bytes([not why]))
+    return [rank for rank, answer in enumerate(answers) if not answer[0]]
+
+
+def _write_patterns(attempt: _Attempt, tokens: Sequence[int]) -> None:
+    """Write this rank's pattern to the areas of the other ranks, with a kernel for each."""
+    device, kernels, nranks = attempt.device, attempt.kernels, len(attempt.members)
+    kernels.prepare_from_table(_COPY, 1, 1)
+    stream, done = device.make_stream(), device.make_event()
+    pinned = device.allocate_pinned(nranks * (_PATTERN_NBYTES + 16))
+    patterns = pinned[: nranks * _PATTERN_NBYTES].view(np.uint64).reshape(nranks, _NWORDS)
+    tables = pinned[nranks * _PATTERN_NBYTES :].view(np.uint64).reshape(nranks, 2)
+    for peer in range(nranks):
+        if peer != attempt.at:
+            patterns[peer] = _pattern(tokens[peer], attempt.at)
+            target = attempt.areas[peer] + attempt.at * _PATTERN_NBYTES
+            tables[peer] = patterns[peer].ctypes.data, target
+            table = int(tables[peer].ctypes.data)
+            kernels.launch_from_table(_COPY, 1, 1, table, _NWORDS, 1, stream)
+    device.record(done, stream)
+    if not device.synchronize(done, _TIMEOUT_S):
+        raise TransportError(
+            f"a kernel did not write to the memory of other ranks within {_TIMEOUT_S:g} s",
+            status="TIMEOUT",
+        )
+    device.destroy_event(done)
+    device.destroy_stream(stream)
+    device.free_pinned(pinned)
+
+
+def _verify_patterns(attempt: _Attempt, token: int) -> str:
+    """Return which rank's pattern is not in this rank's area; empty if all are."""
+    device, nbytes = attempt.device, len(attempt.members) * _PATTERN_NBYTES
+    stream, done = device.make_stream(), device.make_event()
+    pinned = device.allocate_pinned(nbytes)
+    device.copy(int(pinned.ctypes.data), attempt.areas[attempt.at], nbytes, stream)
+    device.record(done, stream)
+    if not device.synchronize(done, _TIMEOUT_S):
+        return f"a copy of {nbytes} bytes did not end within {_TIMEOUT_S:g} s"
+    found = pinned.view(np.uint64).reshape(-1, _NWORDS)
+    wrong = [
+        rank
+        for peer, rank in enumerate(attempt.members)
+        if peer != attempt.at and (found[peer] != _pattern(token, peer)).any()
+    ]
+    device.destroy_event(done)
+    device.destroy_stream(stream)
+    device.free_pinned(pinned)
+    if not wrong:
+        return ""
+    return (
+        f"what GPU kernels of rank {wrong[0]} wrote to the memory of rank "
+        f"{attempt.members[attempt.at]} did not arrive; an IOMMU or PCIe access control (ACS) may "
+        "corrupt access between GPUs: see `nvidia-smi topo -p2p w`"
+    )
+
+
+def _pattern(token: int, writer: int) -> npt.NDArray[Any]:
+    """Return what member `writer` writes to the rank that chose the random `token`."""
+    spread = np.uint64(_SPREAD)
+    return (np.arange(_NWORDS, dtype=np.uint64) * np.uint64(8) + np.uint64(writer)) * spread ^ (
+        np.uint64(token)
+    )
 
 
 __all__ = ["connect_peers"]

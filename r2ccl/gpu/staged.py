@@ -2,39 +2,34 @@
 
 Theory of operation
 -------------------
-A call is divided into windows (`r2ccl.gpu.staged_windows`). When the user calls, all of the
-device's work is enqueued on one stream: copy windows 0 and 1 out, into two slots of pinned memory;
-wait until the host has finished window 0; copy its result in; copy window 2 out into the same slot;
-and so on. The stream waits for a word in pinned memory that counts windows
-(`r2ccl.gpu.host_signal`). For each window the communicator's worker waits for the copy, runs the
-collective on the slot, and increments the word. So the copies of one window overlap the collective
-of another, and the caller's thread never waits.
+A call is divided into windows (`r2ccl.gpu.staged_windows`), which use two slots of pinned memory in
+turn. The communicator's worker enqueues the copy of a window to its slot on one stream, waits for
+it, runs the collective on the slot, and enqueues the copy of the result on another stream. Two
+copies out are enqueued ahead, so the copies of one window overlap the collective of the next. The
+caller's stream waits for the call (`r2ccl.gpu.host_signal`); no stream of this module waits for the
+host.
 
-A full hardware queue cannot cause a deadlock: the copy that must precede an increment of the word
-was enqueued on the same stream before the wait. After a failed call the host increments the word
-past all windows of the call, so that no stream hangs; the result is undefined then, and the
-communicator ends.
-
-Invariants: the stream's order ensures that a slot is written only after its previous contents were
-copied in; the word only increases, in the order of calls.
+Invariant: a slot is written only after its previous contents were copied in, which an event
+ensures.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy.typing as npt
 
 from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
-from r2ccl.errors import TransportTimeout
-from r2ccl.gpu.host_signal import SignalledStream
+from r2ccl.errors import TransportError, TransportTimeout
+from r2ccl.gpu.host_signal import DeviceCall, DeviceJob, SignalledStream
 from r2ccl.gpu.plan_selector import EnterCall
 from r2ccl.gpu.staged_windows import Window, WindowGrid, window_grid, windows
-from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, Collective
 
 Array = npt.NDArray[Any]
@@ -46,19 +41,6 @@ _NSLOTS = 2
 _LOOK_S = 0.05
 
 
-class DeviceCall(NamedTuple):
-    """A collective on GPU memory.
-
-    ``source`` and ``output`` are addresses; ``output`` is 0 if this rank has no output.
-    ``schedule`` is the user-defined schedule of an allreduce, if there is one.
-    """
-
-    signature: CallSignature
-    source: int
-    output: int
-    schedule: Schedule | None = None
-
-
 class _Rows(NamedTuple):
     """Rows of a window that are copied: `number` of them from `first`."""
 
@@ -66,20 +48,15 @@ class _Rows(NamedTuple):
     number: int
 
 
-class StagedJob(msgspec.Struct, eq=False):
-    """The host's part of a call.
+class StagedJob(DeviceJob):
+    """A call that was begun.
 
-    ``enter`` begins the collective of a window and returns its plan. ``grid`` divides the call into
-    windows.
+    ``enter`` begins the collective of a window and returns its plan. The call has as many windows
+    as a call of ``widest`` elements, if that is longer.
     """
 
-    call: DeviceCall
     enter: EnterCall
-    grid: WindowGrid
-    #: Windows enqueued so far, each with the event of its copy out and its number.
-    windows: list[tuple[Window, Event, int]]
-    #: Error of the call, if it failed.
-    error: BaseException | None = None
+    widest: int = 0
 
 
 class StagedBackend(SignalledStream):
@@ -125,8 +102,12 @@ class StagedBackend(SignalledStream):
         self._timeout_s = timeout_s
         self._slot_nbytes = slot_nbytes
         self._slots = [device.allocate_pinned(slot_nbytes) for _ in range(_NSLOTS)]
-        #: Number of windows that all calls have enqueued.
-        self._nenqueued = 0
+        #: By slot, the event after the last copy from the slot.
+        self._copied_in = [device.make_event() for _ in range(_NSLOTS)]
+        #: Event after the last copy to a slot.
+        self._copied_out = device.make_event()
+        #: Stream of copies to the slots; `_stream` has those from the slots.
+        self._out = device.make_stream()
 
     def supports(self, call: DeviceCall, nranks: int = 0) -> bool:
         """Return True: every call is supported."""
@@ -139,59 +120,57 @@ class StagedBackend(SignalledStream):
     def prepare(self, call: DeviceCall) -> None:
         """Do nothing: no call needs preparation."""
 
-    def begin(
-        self, call: DeviceCall, stream: Stream, enter: EnterCall | None = None, widest: int = 0
-    ) -> tuple[StagedJob, Event]:
-        """Enqueue all of the device's work on the backend's stream, after the work of `stream`.
+    def begin(self, call: DeviceCall, stream: Stream) -> StagedJob:
+        """Begin a call of all ranks, after the work of `stream` so far; enqueue nothing else.
 
         Parameters
         ----------
         call : DeviceCall
         stream : Stream
-            Stream of the caller, whose earlier work precedes the call.
-        enter : callable, optional
-            Begins the collective of each window and returns its plan; default: a collective of all
-            ranks.
-        widest : int, optional
-            Number of elements of the widest call that must have as many windows as this one.
+            Stream of the caller.
 
         Returns
         -------
         StagedJob
-            Argument of `finish` or `abandon`; the caller must call one of them, in the order of
-            `begin`, even if the job's ``error`` is set. ``error`` is set if not all work could be
-            enqueued; the backend's stream may wait nevertheless.
-        Event
-            Event that is done when the result is complete. Return it with `recycle`.
+            Argument of `finish`, which the worker must call for each job in the order of `begin`.
 
         Raises
         ------
         TransportError
-            If the device could not create an event; nothing was enqueued.
+            If the device failed; the call was not begun.
         """
-        done = self.take_event()
-        itemsize = dtype_of(call.signature.dtype).itemsize
-        grid = window_grid(call.signature, itemsize, self._nranks, self._slot_nbytes, widest)
-        job = StagedJob(call, enter or self._enter, grid, [])
-        try:
-            self._follow(stream, done)
-            self._enqueue(job, itemsize)
-            self._device.record(done, self._stream)
-        except Exception as exc:
-            job.error = exc
-        return job, done
+        return StagedJob(
+            call=call, before=self._recorded(stream), done=self.take_event(),
+            number=self._next_number(), enter=self._enter,
+        )  # fmt: skip
 
-    def abandon(self, job: StagedJob, error: BaseException) -> None:
-        """Let the stream continue, because another part of the call failed.
+    def begin_part(
+        self, call: DeviceCall, stream: Stream, enter: EnterCall, widest: int
+    ) -> StagedJob:
+        """Begin a part of another call, in the worker; no stream waits for it.
 
-        Call it instead of `finish`, or after `finish` if the other part failed later. A repeated
-        call does nothing.
+        Parameters
+        ----------
+        call : DeviceCall
+        stream : Stream
+            Stream whose earlier work precedes the part.
+        enter : callable
+            Begins the collective of each window and returns its plan.
+        widest : int
+            Number of elements of the widest call that must have as many windows as this one.
+
+        Raises
+        ------
+        TransportError
+            If the device failed; the part was not begun.
         """
-        job.error = job.error or error
-        self._end(job)
+        return StagedJob(
+            call=call, before=self._recorded(stream), done=self.take_event(), number=0,
+            enter=enter, widest=widest,
+        )  # fmt: skip
 
     def finish(self, job: StagedJob) -> None:
-        """Run the collective of each window after its copy out; runs in the worker thread.
+        """Execute a call; runs in the worker thread. The device may still copy the last window in.
 
         Raises
         ------
@@ -201,30 +180,20 @@ class StagedBackend(SignalledStream):
             If the device failed.
         R2cclError
             If the collective failed.
-        Exception
-            The job's ``error``, if `begin` set it.
         """
         try:
-            self.examine(job)
-            for window, fetched, number in job.windows:
-                self._await(fetched)
-                self._run_window(window, number, job)
-                self._signal(number)
+            self._carry_out(job)
         except BaseException as exc:
             job.error = exc
+            # Copies that were enqueued still read the caller's array. Further errors are dropped.
+            with contextlib.suppress(TransportError):
+                self._follow_out()
             raise
         finally:
-            # Signal after a failure too, so that no stream hangs.
             self._end(job)
 
-    def _end(self, job: StagedJob) -> None:
-        if job.windows:
-            self._signal(job.windows[-1][2])
-        self._events += [event for _, event, _ in job.windows]
-        job.windows = []
-
     def close(self, timeout_s: float) -> None:
-        """Wait for the stream, then free all resources; the worker must be idle.
+        """Wait for the streams, then free all resources; the worker must be idle.
 
         Raises
         ------
@@ -233,73 +202,73 @@ class StagedBackend(SignalledStream):
         TransportError
             If the device failed; not all resources were freed.
         """
-        # Let the stream pass calls that were not finished.
-        self._signal(self._nenqueued)
-        if not self._is_idle_in(timeout_s):
+        self._follow_out()
+        if not self._let_go(timeout_s):
             raise self._still_busy("copies", timeout_s)
+        self._events += [*self._copied_in, self._copied_out]
         self._free()
+        self._device.destroy_stream(self._out)
         for slot in self._slots:
             self._device.free_pinned(slot)
 
-    # Device
+    def _follow_out(self) -> None:
+        """Let later work on `_stream` run after all copies to the slots."""
+        self._device.record(self._copied_out, self._out)
+        self._device.wait(self._stream, self._copied_out)
 
-    def _enqueue(self, job: StagedJob, itemsize: int) -> None:
-        """Enqueue two copies out, then alternately one copy in and one copy out."""
-        ahead = list(windows(job.call.signature, job.grid))
-        first = self._nenqueued
-        for at, window in enumerate(ahead[:_NSLOTS]):
-            self._enqueue_copy_out(job, window, first + at + 1, itemsize)
-        for at, window in enumerate(ahead):
-            self._enqueue_copy_in(job, window, first + at + 1, itemsize)
-            if at + _NSLOTS < len(ahead):
-                number = first + at + _NSLOTS + 1
-                self._enqueue_copy_out(job, ahead[at + _NSLOTS], number, itemsize)
+    # Host
 
-    def _enqueue_copy_out(self, job: StagedJob, window: Window, number: int, itemsize: int) -> None:
-        """Enqueue the copy of `window` to its slot."""
-        rows = self._rows_read(job.call.signature)
+    def _carry_out(self, job: StagedJob) -> None:
+        signature = job.call.signature
+        itemsize = dtype_of(signature.dtype).itemsize
+        grid = window_grid(signature, itemsize, self._nranks, self._slot_nbytes, job.widest)
+        self._device.wait(self._out, job.before)
+        for event in self._copied_in:  # the previous call may have written the same arrays
+            self._device.wait(self._out, event)
+        ahead, pending = windows(signature, grid), deque[tuple[Window, Event]]()
+        for at, window in enumerate(islice(ahead, _NSLOTS)):
+            pending.append((window, self._copy_out(job, grid, window, at % _NSLOTS)))
+        at = 0
+        while pending:
+            window, fetched = pending.popleft()
+            self._await(fetched)
+            self.recycle(fetched)
+            self._run_window(window, at % _NSLOTS, job, grid)
+            self._copy_in(job, grid, window, at % _NSLOTS)
+            for following in islice(ahead, 1):
+                event = self._copy_out(job, grid, following, at % _NSLOTS)
+                pending.append((following, event))
+            at += 1
+
+    def _copy_out(self, job: StagedJob, grid: WindowGrid, window: Window, slot: int) -> Event:
+        """Enqueue the copy of `window` to its slot, once the slot is free; return its event."""
+        self._device.wait(self._out, self._copied_in[slot])
+        signature = job.call.signature
+        rows = self._rows_read(signature)
         if rows.number and window.length:
             # The input of an allgather has only this rank's row.
-            is_part = job.call.signature.collective == Collective.ALLGATHER
-            skip = rows.first if is_part else 0
-            nbytes, pitch = window.length * itemsize, job.grid.width * itemsize
+            skip = rows.first if signature.collective == Collective.ALLGATHER else 0
+            itemsize = dtype_of(signature.dtype).itemsize
+            nbytes, pitch = window.length * itemsize, grid.width * itemsize
             source = job.call.source + window.start * itemsize + (rows.first - skip) * pitch
-            target = self._address(number) + rows.first * nbytes
-            self._copy(target, nbytes, source, pitch, nbytes, rows.number)
-        # Record the event even if nothing is copied: it is done when the slot is free, because its
-        # previous result was copied in.
-        event = self.take_event()
-        self._device.record(event, self._stream)
-        self._nenqueued = number
-        job.windows.append((window, event, number))
+            target = self._address(slot) + rows.first * nbytes
+            self._copy_rows(target, nbytes, source, pitch, nbytes, rows.number, self._out)
+        # Record the event even if nothing is copied: it is done when the slot is free.
+        return self._recorded(self._out)
 
-    def _enqueue_copy_in(self, job: StagedJob, window: Window, number: int, itemsize: int) -> None:
-        """Enqueue a wait for the host's signal, then the copy of the result from the slot."""
-        self._wait_for_signal(number)
+    def _copy_in(self, job: StagedJob, grid: WindowGrid, window: Window, slot: int) -> None:
+        """Enqueue the copy of a window's result from its slot."""
         rows = self._rows_written(job.call)
-        if not (rows.number and window.length):
-            return
-        is_part = job.call.signature.collective == Collective.REDUCE_SCATTER
-        nbytes, pitch = window.length * itemsize, job.grid.width * itemsize
-        target = job.call.output + window.start * itemsize
-        target += 0 if is_part else rows.first * pitch
-        source = self._address(number) + self._sums_at(job, window) * itemsize
-        source += rows.first * nbytes
-        self._copy(target, pitch, source, nbytes, nbytes, rows.number)
-
-    def _copy(
-        self, target: int, target_pitch: int, source: int, source_pitch: int, nbytes: int,
-        nrows: int,
-    ) -> None:  # fmt: skip
-        if nrows > 1 and max(target_pitch, source_pitch) <= _MAX_PITCH:
-            self._device.copy_rows(
-                target, target_pitch, source, source_pitch, nbytes, nrows, self._stream
-            )
-            return
-        for row in range(nrows):
-            self._device.copy(
-                target + row * target_pitch, source + row * source_pitch, nbytes, self._stream
-            )
+        if rows.number and window.length:
+            is_part = job.call.signature.collective == Collective.REDUCE_SCATTER
+            itemsize = dtype_of(job.call.signature.dtype).itemsize
+            nbytes, pitch = window.length * itemsize, grid.width * itemsize
+            target = job.call.output + window.start * itemsize
+            target += 0 if is_part else rows.first * pitch
+            source = self._address(slot) + self._sums_at(job, grid, window) * itemsize
+            source += rows.first * nbytes
+            self._copy_rows(target, pitch, source, nbytes, nbytes, rows.number, self._stream)
+        self._device.record(self._copied_in[slot], self._stream)
 
     def _rows_read(self, signature: CallSignature) -> _Rows:
         kind = signature.collective
@@ -318,13 +287,11 @@ class StagedBackend(SignalledStream):
             return _Rows(self._rank, 1)
         return _Rows(0, int(call.output != 0))
 
-    def _sums_at(self, job: StagedJob, window: Window) -> int:
+    def _sums_at(self, job: StagedJob, grid: WindowGrid, window: Window) -> int:
         """Return the offset of a window's result in its slot, in elements."""
         kind = job.call.signature.collective
         is_apart = kind in (Collective.REDUCE_SCATTER, Collective.REDUCE)
-        return window.length * job.grid.nrows if is_apart else 0
-
-    # Host
+        return window.length * grid.nrows if is_apart else 0
 
     def _await(self, event: Event) -> None:
         until_s = self._clock() + self._timeout_s
@@ -339,19 +306,16 @@ class StagedBackend(SignalledStream):
                     status="TIMEOUT",
                 )
 
-    def _run_window(self, window: Window, number: int, job: StagedJob) -> None:
+    def _run_window(self, window: Window, at: int, job: StagedJob, grid: WindowGrid) -> None:
         dtype = dtype_of(window.call.dtype)
-        slot = self._slots[number % _NSLOTS]
+        slot = self._slots[at]
         data = slot[: window.call.count * dtype.itemsize].view(dtype)
-        at = self._sums_at(job, window) * dtype.itemsize
-        sums = slot[at : at + data.nbytes].view(dtype)
+        first = self._sums_at(job, grid, window) * dtype.itemsize
+        sums = slot[first : first + data.nbytes].view(dtype)
         self._run(job.enter(window.call, job.call.schedule), data, sums)
 
-    def _address(self, number: int) -> int:
-        return int(self._slots[number % _NSLOTS].ctypes.data)
+    def _address(self, slot: int) -> int:
+        return int(self._slots[slot].ctypes.data)
 
 
-#: Limit of a pitch in bytes: CU_DEVICE_ATTRIBUTE_MAX_PITCH of all GPUs known so far.
-_MAX_PITCH = (1 << 31) - 1
-
-__all__ = ["DeviceCall", "HostRun", "StagedBackend", "StagedJob"]
+__all__ = ["HostRun", "StagedBackend", "StagedJob"]

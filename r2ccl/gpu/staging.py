@@ -21,8 +21,8 @@ from r2ccl.device.base import Device
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import TransportError
 from r2ccl.gpu.device_reduction import ReductionStream
+from r2ccl.gpu.host_signal import DeviceCall
 from r2ccl.gpu.registered_memory import AreaPurpose, RegisteredDeviceMemory
-from r2ccl.gpu.staged import DeviceCall
 from r2ccl.transport.base import Registered
 from r2ccl.types import CallSignature, Collective
 

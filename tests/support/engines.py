@@ -16,8 +16,8 @@ from r2ccl.errors import TransportError
 from r2ccl.failover.context import RankContext
 from r2ccl.gpu.gpudirect import GpuDirectBackend
 from r2ccl.gpu.gpudirect_connect import connect_gpudirect
+from r2ccl.gpu.host_signal import DeviceCall
 from r2ccl.gpu.plan_selector import PlanSelector
-from r2ccl.gpu.staged import DeviceCall
 from r2ccl.planning.cost_model import Fabric
 from r2ccl.planning.plan_cache import PlanCache
 from r2ccl.runtime.engine import Engine
@@ -144,9 +144,8 @@ class Rank:
     def begin(self, call: CallSignature, source: int, output: int) -> Any:
         given = DeviceCall(call, source, output)
         self.direct.prepare(given)
-        job, done = self.direct.begin(given, self.stream)
-        self.device.wait(self.stream, done)
-        self.direct.recycle(done)
+        job = self.direct.begin(given, self.stream)
+        self.direct.hold(self.stream, job.number)
         return job
 
     def run(

@@ -47,6 +47,7 @@ of any process, and assumes that it came after everything the host did before th
 - Reliance on the ordering of the legacy default stream, which is like any other stream here.
 - Processes that rely on steps of others without being notified, unless ``are_hosts_one=False``.
 - Work delayed because its stream shares a hardware queue with another stream.
+- Driver calls that block those of other threads, as a call that waits for the device might.
 - Timing: the fake does not model how long work takes.
 """
 

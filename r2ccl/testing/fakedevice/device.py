@@ -417,8 +417,8 @@ class FakeDevice(FakeProcess):
         Raises
         ------
         StillInUse
-            If other streams may still use memory made here, another process has mapped it, or a
-            stream made here does not finish in time.
+            If other streams may still use memory made here, or a stream made here does not finish
+            in time.
         """
         if self._is_closed:
             return
@@ -432,6 +432,7 @@ class FakeDevice(FakeProcess):
                 join(self._host.clock, stream.clock)
             for span in self._board.space.of(self._name):
                 if span.card == self._card and not span.is_callers:
+                    span.nmappings = 0  # the driver keeps the memory for other processes
                     self._board.check_idle(span, self._host, doing)
                     self._board.remove(span, doing)
             for stream in own:

@@ -46,8 +46,8 @@ class FakeGpu:
         True if every enqueuing call returns only when its operation is over, as with
         CUDA_LAUNCH_BLOCKING=1 and under some profilers.
     is_serial : bool
-        True if calls that manage memory or load kernels wait for all work of their process, and
-        block all its other calls in the meantime. The driver does not say which of them do.
+        True if calls that manage memory or load kernels wait for all work of their process. The
+        driver does not say which of them do. Other threads can enqueue work in the meantime.
     patience_s : float
         Time after which such waits count as endless, in seconds.
     clock : Clock, optional

@@ -46,14 +46,10 @@ class FakeProcess:
         self._is_closed = False
         #: Streams that capture a graph.
         self._capturing: set[int] = set()
-        #: Thread in a call that blocks all other calls of the process; 0 if there is none.
-        self._holder = 0
 
     @contextmanager
     def _called(self, method: str) -> Iterator[None]:
         with self._board.entered():
-            if self._holder not in (0, threading.get_ident()):
-                self._wait(lambda: not self._holder, method, lambda: "a call of another thread")
             if self._is_closed:
                 raise Misuse.of(f"{method} of {self._name}, which is closed")
             if method in self.refusals:
@@ -65,12 +61,8 @@ class FakeProcess:
         """Enter a call that manages memory; on a serial GPU, wait for all work of the process."""
         with self._called(method):
             if self._gpu.is_serial:
-                self._holder = threading.get_ident()
-                try:
-                    self._wait(lambda: not self._unfinished(), method, self._unfinished)
-                    self._board.learn_all(self._host, self._card)
-                finally:
-                    self._holder = 0
+                self._wait(lambda: not self._unfinished(), method, self._unfinished)
+                self._board.learn_all(self._host, self._card)
             yield
 
     def _unfinished(self) -> str:

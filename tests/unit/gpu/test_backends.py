@@ -22,8 +22,9 @@ from r2ccl.errors import R2cclError, TransportError
 from r2ccl.gpu.backends import BackendSelector, GpuBackend
 from r2ccl.gpu.gpudirect import GpuDirectBackend
 from r2ccl.gpu.hierarchical import HierarchicalBackend
+from r2ccl.gpu.host_signal import DeviceCall
 from r2ccl.gpu.peer import PeerBackend
-from r2ccl.gpu.staged import DeviceCall, StagedBackend
+from r2ccl.gpu.staged import StagedBackend
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.executor import LandingPool, host_lanes
 from r2ccl.testing.fakedevice.forms import FakeLauncher
@@ -64,9 +65,8 @@ class Caller:
         if not backend.is_prepared(call):
             backend.prepare(call)
         assert backend.is_prepared(call)
-        job, done = backend.begin(call, self.rank.stream)
-        self.rank.device.wait(self.rank.stream, done)
-        backend.recycle(done)
+        job = backend.begin(call, self.rank.stream)
+        backend.hold(self.rank.stream, job.number)
         return backend, job, address
 
     def allreduce(self, x: Any, op: ReduceOp = ReduceOp.SUM) -> Any:
@@ -135,9 +135,8 @@ def test_the_least_staging_memory_serves_a_reduce_scatter() -> None:
     def body(rank: int) -> Any:
         mine, (staged,) = found[rank].rank, found[rank].backends
         output = mine.put(xs[rank][:2])
-        job, done = staged.begin(DeviceCall(call, mine.put(xs[rank]), output), mine.stream)
-        mine.device.wait(mine.stream, done)
-        staged.recycle(done)
+        job = staged.begin(DeviceCall(call, mine.put(xs[rank]), output), mine.stream)
+        staged.hold(mine.stream, job.number)
         staged.finish(job)
         return mine.get(output, xs[rank][:2])
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
+import numpy as np
 import pytest
+from support.hostgroup import HostGroup
 from support.lookalikes import CUDA, Producer
-from support.ranks import TIMEOUT_S
+from support.ranks import TIMEOUT_S, Gathering, PlainKernels, get, together
 
+from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument, TransportError, TransportTimeout
 from r2ccl.gpu.collectives import DeviceCollectives
-from r2ccl.gpu.host_signal import SignalledStream
+from r2ccl.gpu.host_signal import DeviceJob, SignalledStream
+from r2ccl.gpu.peer import PeerBackend
+from r2ccl.gpu.peer_connect import connect_peers
+from r2ccl.gpu.peer_memory import PeerMemory
+from r2ccl.gpu.staged import StagedBackend
 from r2ccl.runtime import arguments
 from r2ccl.runtime.async_work import Worker
-from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
+from r2ccl.testing.fakedevice import FakeDevice, FakeGpu, MemoryKind
 from r2ccl.testing.fakedevice.order import Misuse
 from r2ccl.types import ReduceOp
 
@@ -25,7 +33,6 @@ class Ending(SignalledStream):
     def __init__(self, device: FakeDevice, error: TransportError | None = None) -> None:
         super().__init__(device, 0)
         self._error = error
-        self.error: BaseException | None = None
         self.is_closed = False
         #: What was asked of it, in order; the worker's part waits for `may_finish`.
         self.log: list[str] = []
@@ -46,15 +53,22 @@ class Ending(SignalledStream):
         self.log.append("prepare")
         self.sizes.add(call.signature.count)
 
-    def begin(self, call: Any, stream: Any) -> Any:
+    def begin(self, call: Any, stream: Any) -> DeviceJob:
         self.log.append("begin")
-        return self, self.mark()
+        return DeviceJob(
+            call=call, before=self._recorded(stream), done=self.take_event(),
+            number=self._next_number(),
+        )  # fmt: skip
 
     def finish(self, job: Any) -> None:
         assert self.may_finish.wait(TIMEOUT_S)
         self.log.append("finish")
+        self._end(job)
 
     def close(self, timeout_s: float) -> None:
+        if isinstance(self._error, TransportTimeout):
+            raise self._error
+        assert self._let_go(TIMEOUT_S)
         if self._error is not None:
             raise self._error
         self.is_closed = True
@@ -146,3 +160,120 @@ def test_what_still_works_keeps_everything_it_may_work_on() -> None:
         calls.close(1.0)
     assert not other.is_closed
     device.make_event()
+
+
+def test_a_stream_that_captures_is_refused_before_anything() -> None:
+    device = FakeDevice(FakeGpu())
+    backend, stream = Ending(device), device.caller_stream()
+    device.close = lambda: None  # type: ignore[method-assign]
+    calls = calls_of(device, [backend])
+    x = Producer(device.caller_memory(80), (10,), dtype=(0, 64, 1), device=(CUDA, 0))
+    device.capture(stream)
+    for is_first in (True, False):
+        with pytest.raises(InvalidArgument, match="captures a CUDA graph"):
+            calls.start(arguments.allreduce(x, None, ReduceOp.SUM), stream, False)
+        assert (calls._active is None) is is_first
+        assert backend.log == ([] if is_first else ["prepare", "begin", "finish"])
+        if is_first:
+            work = calls.start(
+                arguments.allreduce(x, None, ReduceOp.SUM), device.caller_stream(), True
+            )
+            work.wait()
+    with pytest.raises(InvalidArgument, match="captures a CUDA graph"):
+        work.order(stream)
+
+
+def test_calls_in_progress_are_limited() -> None:
+    """A launch queue behind a parked stream is finite: the next call waits for the first."""
+    device = FakeDevice(FakeGpu())
+    backend = Ending(device)
+    calls = calls_of(device, [backend])
+    kept = [call(calls, device)]
+    assert calls._worker.drain(TIMEOUT_S)
+    backend.may_finish.clear()
+    kept += [call(calls, device) for _ in range(64)]
+    later = threading.Thread(target=lambda: kept.append(call(calls, device)))
+    later.start()
+    later.join(0.05)
+    assert later.is_alive()
+    backend.may_finish.set()
+    later.join(TIMEOUT_S)
+    assert len(kept) == 66
+    assert calls._worker.drain(TIMEOUT_S)
+
+
+# On GPUs that wait where the interface allows it
+
+
+#: Arrays whose capsules must not outlive them.
+KEPT: list[Producer] = []
+HARD = [
+    pytest.param({"is_blocking": True}, id="blocking launches"),
+    pytest.param({"is_serial": True}, id="memory waits"),
+    pytest.param({"is_blocking": True, "is_serial": True, "queue_limit": 48}, id="all"),
+    pytest.param({"queue_limit": 48}, id="short queues"),
+]
+
+
+def run_calls(calls: DeviceCollectives, device: FakeDevice, count: int, value: int) -> list[Any]:
+    """Run calls on memory of all kinds, used once and again; return the results."""
+    stream, results = device.caller_stream(), []
+    kinds = (MemoryKind.DEVICE, MemoryKind.POOLED)
+    again = [device.caller_memory(8 * count, kind) for kind in kinds]
+    for turn in range(4):
+        once = [device.caller_memory(8 * count, kind) for kind in kinds]
+        for place in (*again, *once):
+            pinned = device.allocate_pinned(8 * count)
+            pinned.view(np.int64)[:] = value + turn
+            device.copy(place, int(pinned.ctypes.data), 8 * count, stream)
+            x = Producer(place, (count,), dtype=(0, 64, 1), device=(CUDA, 0))
+            KEPT.append(x)
+            calls.start(arguments.allreduce(x, None, ReduceOp.SUM), stream, False)
+        results += [get(device, stream, place, count) for place in (*again, *once)]
+        assert calls._worker.drain(TIMEOUT_S)
+    return results
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("options", HARD)
+def test_calls_of_a_node_hang_on_no_gpu(options: dict[str, Any], seed: int) -> None:
+    gpu, nranks, gathering = FakeGpu(seed, **options), 2, Gathering(2)
+    devices = [FakeDevice(gpu, f"rank {rank}") for rank in range(nranks)]
+
+    def body(rank: int) -> list[Any]:
+        device = devices[rank]
+        kernels = PlainKernels(device)
+
+        def select(_: Any, __: Any) -> Any:
+            memory = connect_peers(
+                device, kernels, rank, [range(2)], lambda mine: gathering(rank, mine), 400
+            )
+            assert isinstance(memory, PeerMemory), memory
+            return [PeerBackend(
+                device, kernels, memory, range(2), check=lambda: None, clock=monotonic,
+                sleep=time.sleep, timeout_s=TIMEOUT_S,
+            )]  # fmt: skip
+
+        calls = calls_of(device, None, TIMEOUT_S)
+        calls._select_backends = select
+        results = run_calls(calls, device, 130, rank + 1)
+        calls.close(TIMEOUT_S)
+        return results
+
+    for results in together(nranks, body):
+        for at, result in enumerate(results):
+            np.testing.assert_array_equal(result, np.full(130, 3 + 2 * (at // 4)))
+
+
+@pytest.mark.parametrize("options", HARD)
+def test_staged_calls_hang_on_no_gpu(options: dict[str, Any]) -> None:
+    device, group = FakeDevice(FakeGpu(1, **options)), HostGroup(1)
+    backend = StagedBackend(
+        device, 0, 1, slot_nbytes=80, enter=lambda call, own: call,
+        run=lambda call, source, output: group.run(0, call, source, output),
+        check=lambda: None, clock=monotonic, timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+    calls = calls_of(device, [backend], TIMEOUT_S)
+    for at, result in enumerate(run_calls(calls, device, 1000, 5)):
+        np.testing.assert_array_equal(result, np.full(1000, 5 + at // 4))
+    calls.close(TIMEOUT_S)

@@ -17,8 +17,8 @@ from support.ranks import KINDS, TIMEOUT_S, meant, together
 from r2ccl.dtypes import CODES
 from r2ccl.errors import CommunicatorRevoked, TransportError, TransportTimeout
 from r2ccl.failover.migration.path import PathState
+from r2ccl.gpu.host_signal import DeviceCall
 from r2ccl.gpu.registered_memory import AreaPurpose
-from r2ccl.gpu.staged import DeviceCall
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
@@ -145,21 +145,6 @@ def test_a_call_that_fails_lets_the_stream_go_on() -> None:
     group.close()
 
 
-def test_a_call_that_is_abandoned_and_finished_ends_once() -> None:
-    group = Group(2)
-    group.open()
-    call = CallSignature(Collective.ALLREDUCE, CODES[np.dtype(np.int64)], ReduceOp.SUM, 300)
-    mine = group.ranks[0]
-    place = mine.put(np.arange(300))
-    job = mine.begin(call, place, place)
-    mine.direct.abandon(job, TransportError("for a test"))
-    for _ in range(2):
-        with pytest.raises(TransportError, match="for a test"):
-            mine.direct.finish(job)
-    assert mine.direct._events.count(job.before) == 1
-    group.close()
-
-
 @pytest.mark.parametrize("method", ["record", "destroy_stream", "free"])
 def test_a_failed_device_leaves_no_memory_with_the_nics(method: str) -> None:
     group = Group(2)
@@ -220,13 +205,11 @@ def test_a_refusal_of_the_device_is_raised_and_harms_no_more() -> None:
     def body(rank: int) -> Any:
         mine = group.ranks[rank]
         place = mine.put(xs[rank])
-        mine.device.refusals["wait_word"] = "CUDA_ERROR_UNKNOWN"
-        job, done = mine.direct.begin(DeviceCall(call, place, place), mine.stream)
-        mine.direct.recycle(done)
-        assert isinstance(job.error, TransportError)
+        mine.direct.prepare(DeviceCall(call, place, place))
+        mine.device.refusals["record"] = "CUDA_ERROR_UNKNOWN"
         with pytest.raises(TransportError, match="CUDA_ERROR_UNKNOWN"):
-            mine.direct.finish(job)
-        del mine.device.refusals["wait_word"]
+            mine.direct.begin(DeviceCall(call, place, place), mine.stream)
+        del mine.device.refusals["record"]
         mine.direct.finish(mine.begin(call, place, place))
         return mine.get(place, xs[rank])
 
@@ -362,11 +345,10 @@ def test_a_call_that_was_prepared_waits_for_the_device_no_more() -> None:
         given = DeviceCall(call, place, place)
         mine.direct.prepare(given)
         pxn_routes[rank].is_open_needed, pxn_routes[rank].nopened = True, 0
-        job, done = mine.direct.begin(given, mine.stream, mine.entry)
+        job = mine.direct.begin_part(given, mine.stream, mine.entry, 0)
         assert not pxn_routes[rank].nopened
-        mine.device.wait(mine.stream, done)
-        mine.direct.recycle(done)
         mine.direct.finish(job)
+        mine.device.wait(mine.stream, job.done)
         mine.direct.finish(mine.begin(call, place, place))
         assert pxn_routes[rank].nopened == 1
         return mine.get(place, xs[rank])
@@ -421,7 +403,7 @@ def test_copies_of_a_failed_call_end_before_the_stream_goes_on() -> None:
 
     class Copying(LateDetours):
         def drain(self, timeout_s: float) -> bool:
-            waited.append(mine.direct._is_signalled(job.number))
+            waited.append(job.is_over)
             return True
 
     mine.direct._pxn_routes = Copying()  # type: ignore[assignment]

@@ -87,33 +87,49 @@ def test_numbers_wrap() -> None:
             board.take(number)
 
 
-def test_words_are_apart_and_release_never_goes_back() -> None:
+@pytest.mark.parametrize("base", [0, (1 << 32) - 3])
+def test_a_release_changes_own_words_and_never_goes_back(base: int) -> None:
     boards = make_boards()
-    places = [place(peer) for peer in range(NLOCAL) for place in
-              (boards[0].ready_at, boards[0].done_at)]  # fmt: skip
-    assert len({at // 64 for at in places}) == len(places)
-    boards[0].memory[places[0] : places[0] + 4].view(np.uint32)[0] = 9
-    boards[1].release(5)
-    assert [word(boards[0], at) for at in places] == [9, 5, 5, 5, 5, 5]
+    places = {
+        (reader, writer): [board_at(reader, writer) for board_at in
+                           (boards[0].ready_at, boards[0].done_at)]
+        for reader in range(NLOCAL) for writer in range(NLOCAL)
+    }  # fmt: skip
+    assert len({at for each in places.values() for at in each}) == 2 * NLOCAL**2
+    for at in (at for each in places.values() for at in each):
+        set_word(boards[0], at, base)
+    set_word(boards[0], places[1, 0][0], base + 9)
+    assert not boards[1].is_complete(base + 5)
+    boards[1].release(base + 5)
+    for (reader, writer), each in places.items():
+        wanted = [base, base] if reader != 1 else [base + (5 if writer else 9), base + 5]
+        assert [word(boards[0], at) for at in each] == [each & 0xFFFFFFFF for each in wanted]
+    assert [board.is_complete(base + 5) for board in boards] == [False, True, False]
+
+
+def test_a_round_is_complete_when_all_ranks_have_done_it() -> None:
+    boards = make_boards()
+    for writer in (1, 2, 0):
+        assert not boards[1].is_complete(7)
+        assert boards[1].has_done(7) is (writer in (2, 0))
+        set_word(boards[0], boards[0].done_at(1, writer), 7)
+    assert boards[1].is_complete(7)
+    assert not boards[1].is_complete(8)
+
+
+def test_an_offer_is_mapped_when_all_others_have_mapped_it() -> None:
+    boards = make_boards()
+    boards[1].mark_mapped(0, 5, 3)
+    assert not boards[0].is_mapped(5, 3)
+    boards[2].mark_mapped(0, 5, 3)
+    assert boards[0].is_mapped(5, 3)
+    assert not boards[0].is_mapped(5, 4)
+    assert not boards[0].is_mapped(4, 3)
+    assert not boards[1].is_mapped(5, 3)
 
 
 def set_word(board: IpcBoard, at: int, value: int) -> None:
-    board.memory[at : at + 4].view(np.uint32)[0] = value
-
-
-@pytest.mark.parametrize("base", [0, (1 << 32) - 8])
-def test_a_false_release_is_spoiled_and_a_true_one_is_not(base: int) -> None:
-    boards = make_boards()
-    for peer in range(NLOCAL):
-        set_word(boards[0], boards[0].ready_at(peer), (base + 7) & 0xFFFFFFFF)
-        set_word(boards[0], boards[0].done_at(peer), (base + 6 - peer) & 0xFFFFFFFF)
-    assert not any(board.is_spoiled(base + 9) for board in boards)
-    boards[1].release(base + 9)
-    boards[2].release(base + 9)
-    for board in boards:
-        assert [board.is_spoiled(base + number) for number in range(3, 8)] == [
-            False, False, True, True, True
-        ]  # fmt: skip
+    board.memory[at : at + 4].view(np.uint32)[0] = value & 0xFFFFFFFF
 
 
 def test_a_message_that_does_not_fit_is_refused() -> None:

@@ -16,7 +16,8 @@ from r2ccl.clock import monotonic
 from r2ccl.device.base import Stream
 from r2ccl.dtypes import CODES
 from r2ccl.errors import PeerLost, TransportError, TransportTimeout
-from r2ccl.gpu.staged import DeviceCall, StagedBackend
+from r2ccl.gpu.host_signal import DeviceCall
+from r2ccl.gpu.staged import StagedBackend, StagedJob
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -48,6 +49,11 @@ class Rank:
         if self.error is not None:
             raise self.error
 
+    def begin(self, call: DeviceCall) -> StagedJob:
+        job = self.backend.begin(call, self.stream)
+        self.backend.hold(self.stream, job.number)
+        return job
+
     def put(self, array: Any) -> int:
         return put(self.device, self.stream, array)
 
@@ -63,10 +69,7 @@ class Rank:
         if in_place and count == x.size:
             output = source
         call = CallSignature(kind, INT64, op, whole, root)
-        job, done = self.backend.begin(DeviceCall(call, source, output * has_output), self.stream)
-        assert job.error is None
-        self.device.wait(self.stream, done)
-        self.backend.recycle(done)
+        job = self.begin(DeviceCall(call, source, output * has_output))
         self.backend.finish(job)
         return self.get(output, count) if has_output else None
 
@@ -101,9 +104,7 @@ def test_calls_back_to_back_share_the_slots() -> None:
         for at in range(ncalls):
             place = mine.put(np.full(50 + at, at + rank))
             call = CallSignature(Collective.ALLREDUCE, INT64, ReduceOp.SUM, 50 + at)
-            job, done = mine.backend.begin(DeviceCall(call, place, place), mine.stream)
-            mine.device.wait(mine.stream, done)
-            mine.backend.recycle(done)
+            job = mine.begin(DeviceCall(call, place, place))
             jobs.append(job)
             places.append(place)
         for job in jobs:
@@ -132,15 +133,15 @@ def test_a_failed_collective_lets_the_streams_go() -> None:
     mine.backend._run = run
     place = mine.put(np.arange(200))
     call = CallSignature(Collective.ALLREDUCE, INT64, ReduceOp.SUM, 200)
-    jobs = [mine.backend.begin(DeviceCall(call, place, place), mine.stream) for _ in range(2)]
-    mine.device.wait(mine.stream, jobs[0][1])
+    first, second = (mine.begin(DeviceCall(call, place, place)) for _ in range(2))
+    passed = mine.device.make_event()
+    mine.device.record(passed, mine.stream)
     with pytest.raises(PeerLost):
-        mine.backend.finish(jobs[0][0])
-    assert mine.device.synchronize(jobs[0][1], 20.0)
-    assert mine.device.make_event() != jobs[1][1]
-    assert not mine.device.is_done(jobs[1][1])
-    mine.backend.finish(jobs[1][0])
-    assert mine.device.synchronize(jobs[1][1], 20.0)
+        mine.backend.finish(first)
+    assert mine.device.synchronize(first.done, 20.0)
+    assert not mine.device.synchronize(passed, 0.02)
+    mine.backend.finish(second)
+    assert mine.device.synchronize(passed, 20.0)
     mine.backend.close(20.0)
 
 
@@ -150,8 +151,7 @@ def blocked(mine: Rank) -> tuple[Any, Any]:
     mine.device.wait_word(mine.stream, int(word.ctypes.data), 1)
     place = mine.put(np.arange(10))
     call = CallSignature(Collective.ALLREDUCE, INT64, ReduceOp.SUM, 10)
-    job, _ = mine.backend.begin(DeviceCall(call, place, place), mine.stream)
-    return job, word.view(np.uint32)
+    return mine.begin(DeviceCall(call, place, place)), word.view(np.uint32)
 
 
 def test_endless_work_of_the_caller_is_not_waited_for_for_ever() -> None:
@@ -190,8 +190,7 @@ def test_a_device_that_refuses_half_a_call_is_reported() -> None:
     place = mine.put(np.arange(200))
     mine.device.copy = fail_third  # type: ignore[method-assign]
     call = CallSignature(Collective.ALLREDUCE, INT64, ReduceOp.SUM, 200)
-    job, _ = mine.backend.begin(DeviceCall(call, place, place), mine.stream)
-    assert job.error is refused
+    job = mine.begin(DeviceCall(call, place, place))
     with pytest.raises(TransportError) as caught:
         mine.backend.finish(job)
     assert caught.value is refused
