@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NewType, Protocol, TypeAlias
 
 import numpy as np
@@ -78,6 +79,10 @@ class Device(Protocol):
         `flush_remote_writes` then makes them visible. Read this property after `reach` was called
         for all GPUs that will access this GPU's memory, because `reach` may change it.
         """
+        ...
+
+    def current(self) -> AbstractContextManager[None]:
+        """Return a context in which calls of this thread cost less; it may be nested."""
         ...
 
     # Memory
@@ -223,6 +228,16 @@ class Device(Protocol):
 
     def wait_word(self, stream: Stream, address: int, value: int) -> None:
         """Make `stream` wait until the 32-bit word reaches `value`, compared modulo 2**32."""
+        ...
+
+    def exchange_words(
+        self, stream: Stream, value: int, written: tuple[int, ...], awaited: tuple[int, ...]
+    ) -> None:
+        """Enqueue writes of `value` to 32-bit words, then waits until other words reach it.
+
+        This is `write_word` for each address in `written`, then `wait_word` for each in `awaited`.
+        The tuples should be the same in many calls.
+        """
         ...
 
     # Work

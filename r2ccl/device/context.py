@@ -6,7 +6,7 @@ memory created here, and this library can use theirs.
 Each call checks whether the context is current on its thread, which costs one driver call. If it is
 not, the call pushes the context and pops it afterwards, so every thread keeps its own current
 context, from which the CUDA runtime derives the thread's device. A thread that makes many calls
-enters `PrimaryContext.current` once around them.
+enters `PrimaryContext.current` once around them; calls inside do not check.
 
 Invariant: a resource created here stays registered until it is freed, so `close` frees all of them
 and none that another library created.
@@ -75,6 +75,8 @@ class PrimaryContext:
         self._pause = pause
         self._books: dict[str, dict[int, None]] = {kind: {} for kind in _FREED_BY}
         self._lock = threading.Lock()
+        #: Per thread: ``is_inside`` is True inside of `current`.
+        self._entered = threading.local()
         #: The driver's handle of the context; None after `close`.
         self._handle: int | None = int(cuda.call("cuDevicePrimaryCtxRetain", device))
 
@@ -87,10 +89,15 @@ class PrimaryContext:
         InternalError
             If the context is closed.
         """
+        if getattr(self._entered, "is_inside", False):
+            yield
+            return
         self._push()
+        self._entered.is_inside = True
         try:
             yield
         finally:
+            self._entered.is_inside = False
             self._cuda.call("cuCtxPopCurrent")
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -104,6 +111,8 @@ class PrimaryContext:
             If the function fails.
         """
         call = self._cuda.call
+        if getattr(self._entered, "is_inside", False):
+            return call(name, *arguments)
         if int(call("cuCtxGetCurrent")) == self._handle:
             return call(name, *arguments)
         self._push()

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +45,18 @@ _IPC_HANDLE_NBYTES = 64
 _WORD_MASK = 0xFFFFFFFF
 #: Size of the buffer for the error log of the driver's PTX compiler.
 _LOG_NBYTES = 8192
+
+
+#: Number of prepared lists of operations on words that are kept.
+_MOST_BATCHES = 64
+
+
+class _Batch(NamedTuple):
+    """Operations on words for one driver call, and their structs that contain the value."""
+
+    operations: list[Any]
+    words: list[Any]
+    lock: threading.Lock
 
 
 class CudaDevice:
@@ -100,6 +114,8 @@ class CudaDevice:
             self._cuda, self._device, self._name, clock=clock, pause=pause
         )
         self._call = self._context.call
+        #: Prepared operations of `exchange_words`, by the addresses of their words.
+        self._batches: dict[tuple[tuple[int, ...], tuple[int, ...]], _Batch] = {}
 
     def _attribute(self, name: str) -> int:
         return self._cuda.device_attribute(name, self._device)
@@ -142,7 +158,8 @@ class CudaDevice:
     def current(self) -> AbstractContextManager[None]:
         """Make the context current on this thread inside the ``with`` block.
 
-        Driver calls inside the block cost less.
+        Driver calls inside the block do not ask which context is current, so no other library may
+        change it there.
         """
         return self._context.current()
 
@@ -392,6 +409,40 @@ class CudaDevice:
         """
         word = value & _WORD_MASK
         self._call("cuStreamWaitValue32", stream, address, word, _GREATER_OR_EQUAL)
+
+    def exchange_words(
+        self, stream: Stream, value: int, written: tuple[int, ...], awaited: tuple[int, ...]
+    ) -> None:
+        """Implement `Device.exchange_words` with one call of the driver."""
+        batch = self._batches.get((written, awaited))
+        if batch is None:
+            if len(self._batches) >= _MOST_BATCHES:
+                self._batches.clear()
+            batch = self._batches[written, awaited] = self._make_batch(written, awaited)
+        with batch.lock:
+            for each in batch.words:
+                each.value = value & _WORD_MASK
+            self._call("cuStreamBatchMemOp", stream, len(batch.operations), batch.operations, 0)
+
+    def _make_batch(self, written: tuple[int, ...], awaited: tuple[int, ...]) -> _Batch:
+        kinds, made = self._cuda.api.CUstreamBatchMemOpType, _Batch([], [], threading.Lock())
+        for address in written:
+            operation = self._cuda.api.CUstreamBatchMemOpParams()
+            operation.operation = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
+            made.operations.append(operation)
+            made.words.append(operation.writeValue)
+            operation.writeValue.operation = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
+            operation.writeValue.address = address
+            operation.writeValue.flags = _AFTER_A_FENCE
+        for address in awaited:
+            operation = self._cuda.api.CUstreamBatchMemOpParams()
+            operation.operation = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+            made.operations.append(operation)
+            made.words.append(operation.waitValue)
+            operation.waitValue.operation = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+            operation.waitValue.address = address
+            operation.waitValue.flags = _GREATER_OR_EQUAL
+        return made
 
     # Work
 

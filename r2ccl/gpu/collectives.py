@@ -163,6 +163,17 @@ class DeviceCollectives:
         given, others = streams_of(stream, *buffers)
         self._check()
         active = self._open(source.ordinal, (given, *others))
+        with active.device.current():
+            return self._start(active, request, given, others, is_async)
+
+    def _start(
+        self,
+        active: _ActiveDevice,
+        request: Request,
+        given: Stream,
+        others: Sequence[Stream],
+        is_async: bool,
+    ) -> Any:
         self._drop_finished(active)
         call = _call_of(request)
         backend = next(each for each in active.backends if each.supports(call))
@@ -174,7 +185,7 @@ class DeviceCollectives:
             self._order(active.device, given, other, backend)
         job = backend.begin(call, given)
         weakref.finalize(job, backend.recycle, job.done).atexit = False
-        task = self._worker.submit(partial(backend.finish, job))
+        task = self._worker.submit(partial(_finish, active.device, backend, job))
         active.borrowed.append(_BorrowedArrays(task, job, request))
         if is_async:
             outcome = DeviceOutcome(active, job, given, backend)
@@ -290,6 +301,11 @@ class DeviceCollectives:
             if not task.has_ended or not active.device.is_done(job.done):
                 return
             active.borrowed.popleft()
+
+
+def _finish(device: Device, backend: GpuBackend, job: DeviceJob) -> None:
+    with device.current():
+        backend.finish(job)
 
 
 def require_no_capture(device: Device, stream: Stream) -> None:

@@ -76,10 +76,8 @@ class IpcBoard:
 
     def may_post(self, number: int) -> bool:
         """Return whether every rank has read the message that message `number` overwrites."""
-        return all(
-            _is_reached(int(self._words[peer, _TAKEN // 4]), number - _DEPTH)
-            for peer in range(self.nlocal)
-        )
+        taken = self._words[:, _TAKEN // 4].tolist()
+        return all(_is_reached(word, number - _DEPTH) for word in taken)
 
     def post(self, number: int, message: bytes) -> None:
         """Post message `number`, after `may_post` returned True for it.
@@ -118,12 +116,9 @@ class IpcBoard:
 
     def is_mapped(self, slot: int, number: int) -> bool:
         """Return whether all other ranks have mapped this rank's offer `number` for `slot`."""
-        at = _mapped_at(self.index, slot)
-        return all(
-            int(self._words[peer, at]) == number & _WORD
-            for peer in range(self.nlocal)
-            if peer != self.index
-        )
+        mapped = self._words[:, _mapped_at(self.index, slot)].tolist()
+        del mapped[self.index]
+        return all(word == number & _WORD for word in mapped)
 
     def ready_at(self, reader: int, writer: int) -> int:
         """Return the offset of the ``ready`` word of `writer` in the section of `reader`."""

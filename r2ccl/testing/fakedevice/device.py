@@ -11,6 +11,7 @@ A call that the driver would refuse raises `TransportError` with the driver's st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from r2ccl.device.base import Argument, Device, Event, Kernel, Stream
@@ -132,6 +133,10 @@ class FakeDevice(FakeProcess):
     def kernels(self) -> dict[str, FakeKernel]:
         """Fake kernels by entry name, shared by all devices of the card; fill it before `load`."""
         return self._gpu.kernels
+
+    def current(self) -> AbstractContextManager[None]:
+        """Implement `Device.current`; it does nothing."""
+        return nullcontext()
 
     # Memory
 
@@ -326,6 +331,18 @@ class FakeDevice(FakeProcess):
             place = self._word(address)
             what = self._enqueued(f"wait for {value} in {place}", stream)
             self._give(stream, WaitForWord(*what, place, self._board.word_at(place), value))
+
+    def exchange_words(
+        self, stream: Stream, value: int, written: tuple[int, ...], awaited: tuple[int, ...]
+    ) -> None:
+        """Implement `Device.exchange_words`; refuse it all before any of it is enqueued."""
+        with self._called("exchange_words"):
+            for address in (*written, *awaited):
+                self._word(address)
+        for address in written:
+            self.write_word(stream, address, value)
+        for address in awaited:
+            self.wait_word(stream, address, value)
 
     def _word(self, address: int) -> MemoryPiece:
         if not self.waits_on_memory:

@@ -55,6 +55,7 @@ ENUMERATIONS = (
     "CUpointer_attribute",
     "CUjit_option",
     "CUmemorytype",
+    "CUstreamBatchMemOpType",
     "CUstreamCaptureStatus",
     "CUflushGPUDirectRDMAWritesTarget",
     "CUflushGPUDirectRDMAWritesScope",
@@ -96,6 +97,15 @@ class IpcHandle:
 
     def getPtr(self) -> int:
         return ctypes.addressof(self.memory)
+
+
+class MemOp:
+    """``CUstreamBatchMemOpParams``: a union of structs, of which two are used."""
+
+    def __init__(self) -> None:
+        self.operation: Any = None
+        self.writeValue = types.SimpleNamespace()
+        self.waitValue = types.SimpleNamespace()
 
 
 class Script:
@@ -145,6 +155,7 @@ class Script:
             setattr(self, name, Named() if real is None else getattr(real, name))
         self.CUresult = Result
         self.CUipcMemHandle = IpcHandle if real is None else real.CUipcMemHandle
+        self.CUstreamBatchMemOpParams = MemOp if real is None else real.CUstreamBatchMemOpParams
         self.CUDA_MEMCPY2D = types.SimpleNamespace if real is None else real.CUDA_MEMCPY2D
 
     def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
@@ -374,6 +385,40 @@ def test_waiting_streams_have_a_priority_where_there_are_several(
     api.results["cuCtxGetStreamPriorityRange"] = (lowest, highest)
     device.make_stream(waits=True)
     assert api.named("cuStreamCreateWithPriority") == [("cuStreamCreateWithPriority", 1, meant)]
+
+
+def test_inside_of_current_no_call_asks_for_the_context(api: Script, device: CudaDevice) -> None:
+    with device.current(), device.current():
+        device.record(Event(4), Stream(2))
+        device.record(Event(4), Stream(2))
+    assert [call[0] for call in api.calls] == [
+        "cuCtxPushCurrent", "cuEventRecord", "cuEventRecord", "cuCtxPopCurrent"
+    ]  # fmt: skip
+    assert api.current == [THEIRS]
+    device.record(Event(4), Stream(2))
+    assert len(api.named("cuCtxPushCurrent")) == 2
+
+
+def test_words_are_exchanged_in_one_call(api: Script, device: CudaDevice) -> None:
+    kinds = api.CUstreamBatchMemOpType
+    for value in (7, 2**32 + 9):
+        api.calls.clear()
+        device.exchange_words(Stream(2), value, (0x40, 0x80), (0xC0,))
+        ((_, stream, number, operations, flags),) = api.named("cuStreamBatchMemOp")
+        assert (stream, number, flags) == (2, 3, 0)
+        *written, awaited = operations
+        found = [each.writeValue for each in written] + [awaited.waitValue]
+        assert [int(each.value) for each in found] == [value & 0xFFFFFFFF] * 3
+        assert [int(each.address) for each in found] == [0x40, 0x80, 0xC0]
+        write, wait = (
+            kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+        )  # fmt: skip
+        assert [each.operation for each in operations] == [write, write, wait]
+        assert [each.operation for each in found] == [write, write, wait]
+        assert [each.flags for each in found] == [0, 0, 0]
+    api.failures["cuStreamBatchMemOp"] = Result.CUDA_ERROR_INVALID_HANDLE
+    with pytest.raises(TransportError, match="INVALID_HANDLE"):
+        device.exchange_words(Stream(2), 7, (0x40, 0x80), (0xC0,))
 
 
 # Call by call

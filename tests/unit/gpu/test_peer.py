@@ -411,3 +411,38 @@ def test_a_kernel_that_does_not_compile_is_no_failure_of_others() -> None:
     assert "UNSUPPORTED_PTX_VERSION" in found[1]
     for device in devices:
         device.close()
+
+
+@pytest.mark.parametrize("nranks", [2, 8])
+def test_a_repeated_call_takes_few_driver_calls(nranks: int) -> None:
+    """Their number does not grow with the ranks, and nothing is exported, mapped or loaded."""
+    node = Node(nranks)
+    counted: list[list[str]] = [[] for _ in range(nranks)]
+
+    def body(rank: int) -> None:
+        device, mine = node.devices[rank], node.calls[rank]
+        place = put(device, node.streams[rank], np.arange(100))
+        call = DeviceCall(allreduce_of(100), place, place)
+        for _ in range(6):
+            job = node.begin(rank, call)
+            mine.finish(job)
+            mine.recycle(job.done)
+        called = device._called
+
+        def count(method: str) -> Any:
+            if method not in ("is_done", "synchronize"):
+                counted[rank].append(method)
+            return called(method)
+
+        device._called = count  # type: ignore[method-assign]
+        job = node.begin(rank, call)
+        mine.finish(job)
+
+    together(nranks, body)
+    # `exchange_words` of the fake is followed by the words, one by one.
+    words = {"write_word": 2 * nranks + 1, "wait_word": 2 * (nranks - 1) + 1}
+    others = ["buffer_id", *["exchange_words"] * 2, "launch", *["record"] * 3, "wait"]
+    for names in counted:
+        assert {name: names.count(name) for name in words} == words
+        assert sorted(name for name in names if name not in words) == others
+    node.close()
