@@ -193,7 +193,7 @@ $(VENV)/.lint: $(VENV)/.test
 # torch is not installed: the right build depends on the driver.
 $(VENV)/.gpu: $(VENV)/.test
 	@echo "installing CuPy and the compiler of the kernels ..."
-	@$(PIP) install --editable ".[gpu]"
+	@$(PIP) install --editable ".[gpu,cupy]"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.demo

@@ -9,13 +9,22 @@ sockets (`gpu_collectives`). The bench uses one GPU, the first visible one, and 
 The last line of the output is ``ok`` or lists the failures. The exit status is 1 if an element is
 wrong or a part could not run, and 69 if there is no GPU. A missed speed threshold is printed and
 saved, but changes neither the last line nor the exit status.
+
+With ``--preflight``, it only lists what the machine has and lacks (`gpu_preflight`).
 """
 
 from __future__ import annotations
 
+# The preflight must run where packages that the other imports need are missing.
+import sys
+
+if __name__ == "__main__" and "--preflight" in sys.argv:
+    from gpu_preflight import main as preflight
+
+    sys.exit(preflight())
+
 import argparse
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -149,6 +158,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9, help="largest number; default: 9")
     parser.add_argument("--seed", type=int, help="seed of the inputs; default: from the time")
     parser.add_argument("--limit-s", type=float, default=510.0, help="time limit; default: 510")
+    parser.add_argument(
+        "--preflight", action="store_true", help="list what the machine has and lacks, then exit"
+    )
     add_json_argument(parser)
     args = parser.parse_args()
     args.loop_s = 0.02

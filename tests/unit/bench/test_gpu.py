@@ -619,3 +619,66 @@ def test_a_missed_threshold_is_shown_and_fails_nothing(bench: Any) -> None:
     assert bench("gpu").closing_lines(whole) == [
         "threshold missed: sum: 0.8 of copy, needed 0.9", "ok"
     ]  # fmt: skip
+
+
+# Preflight
+
+
+def test_the_preflight_runs_without_the_packages_that_r2ccl_needs(tmp_path: Path) -> None:
+    """It names what is missing, and imports nothing that needs it before."""
+    (tmp_path / "msgspec.py").write_text("raise ImportError('no msgspec, for a test')\n")
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    ended = subprocess.run(
+        [sys.executable, str(BENCH / "gpu.py"), "--preflight"],
+        env={**os.environ, **hidden},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert [line.split()[0] for line in lines if line.split()[1] == "device"] == ["failed"]
+    assert any("no msgspec, for a test" in line for line in lines)
+    assert any(line.startswith("ok      package     numpy ") for line in lines)
+
+
+def test_a_missing_package_is_named_with_how_to_get_it(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preflight = bench("gpu_preflight")
+    monkeypatch.setattr(preflight, "_NEEDED", ("numpy", "no-such-package"))
+    monkeypatch.setattr(preflight, "_COMPARED", ("no-such-peer",))
+    found = list(preflight.findings((preflight.packages,)))
+    assert [(each.state, each.is_needed) for each in found] == [
+        ("ok", True), ("missing", True), ("missing", False)
+    ]  # fmt: skip
+    assert "pip install no-such-package" in str(found[1])
+
+
+def test_a_check_that_raises_fails_alone(bench: Any) -> None:
+    preflight = bench("gpu_preflight")
+
+    def device() -> Any:
+        raise TransportError("no GPU, for a test", status="NO_CUDA")
+
+    found = list(preflight.findings((device, preflight.mps)))
+    assert [each.state for each in found] == ["failed", "ok"]
+    assert "TransportError: no GPU, for a test" in str(found[0])
+    assert "device" in str(found[0])
+
+
+@pytest.mark.parametrize("has_toolkit", [True, False])
+def test_the_preflight_says_where_libnvvm_is(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_toolkit: bool
+) -> None:
+    preflight = bench("gpu_preflight")
+    monkeypatch.setattr(preflight.importlib.metadata, "version", lambda name: "1.0")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    if has_toolkit:
+        library = tmp_path / "nvvm/lib64/libnvvm.so"
+        library.parent.mkdir(parents=True)
+        library.touch()
+    (found,) = preflight.compiler()
+    assert (f"libnvvm in {tmp_path}" in found.text) is has_toolkit

@@ -1,0 +1,155 @@
+"""Preflight of the GPU bench: lists in seconds what a machine has and lacks, and how to get it.
+
+``python bench/gpu.py --preflight`` prints one line per check: ``ok``, ``missing`` or ``failed``,
+the name of the check, and what was found or what to do. The exit status is 1 if something is not
+``ok`` that r2ccl cannot do without, and 0 otherwise. Only the standard library is imported at first,
+because common CUDA images lack some packages that r2ccl needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_ORDINAL = 0
+#: Packages that r2ccl needs, and packages with which it is only compared.
+_NEEDED = ("numpy", "numba", "ml_dtypes", "msgspec", "psutil", "cuda-core", "cuda-bindings")
+_COMPARED = ("cupy-cuda13x", "cupy-cuda12x", "torch", "pytest")
+#: Attributes of the device that decide which backends work.
+_ATTRIBUTES = (
+    "CAN_USE_64_BIT_STREAM_MEM_OPS",
+    "GPU_DIRECT_RDMA_SUPPORTED",
+    "DMA_BUF_SUPPORTED",
+    "GPU_DIRECT_RDMA_WRITES_ORDERING",
+    "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS",
+    "UNIFIED_ADDRESSING",
+    "COMPUTE_MODE",
+    "MULTIPROCESSOR_COUNT",
+)
+_LIBNVVM = "nvvm/lib64/libnvvm.so"
+
+
+class Finding(NamedTuple):
+    """Result of a check; ``is_needed`` is True if r2ccl cannot do without."""
+
+    state: str
+    name: str
+    text: str
+    is_needed: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.state:8}{self.name:12}{' '.join(self.text.split())}"
+
+
+def packages() -> Iterator[Finding]:
+    """List the versions of packages, and those that are missing."""
+    for name in (*_NEEDED, *_COMPARED):
+        is_needed = name in _NEEDED
+        try:
+            yield Finding("ok", "package", f"{name} {importlib.metadata.version(name)}", is_needed)
+        except importlib.metadata.PackageNotFoundError:
+            how = f"pip install {name}; offline, bring its wheel"
+            yield Finding("missing", "package", f"{name}: {how}", is_needed)
+
+
+def torch() -> Iterator[Finding]:
+    """Compare the CUDA version of torch with that of the driver."""
+    try:
+        import torch
+    except ImportError:
+        return
+    built = torch.version.cuda
+    if built is None:
+        yield Finding("failed", "torch", "was built without CUDA: install a CUDA wheel", False)
+    else:
+        yield Finding("ok", "torch", f"was built for CUDA {built}", False)
+
+
+def compiler() -> Iterator[Finding]:
+    """Look for numba-cuda and libnvvm, which compile kernels."""
+    try:
+        version = importlib.metadata.version("numba-cuda")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("missing", "compiler", "numba-cuda: pip install 'numba-cuda[cu13]'")
+        return
+    places = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
+    found = [
+        each for each in (*places, "/usr/local/cuda") if each and Path(each, _LIBNVVM).exists()
+    ]
+    if found:
+        text = f"numba-cuda {version}; libnvvm in {found[0]}"
+        text += "" if found[0] in places else f": export CUDA_HOME={found[0]} if no wheel has it"
+    else:
+        text = f"numba-cuda {version}; libnvvm must come from a wheel: numba-cuda[cu12] or [cu13]"
+    yield Finding("ok", "compiler", text)
+
+
+def mps() -> Iterator[Finding]:
+    """Tell whether the multi-process service of NVIDIA runs."""
+    directory = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    is_on = Path(directory, "control").exists()
+    text = f"runs, with {directory}" if is_on else "is off: ranks on one GPU take turns"
+    yield Finding("ok", "MPS", text, False)
+
+
+def device() -> Iterator[Finding]:
+    """Open the GPU, list its attributes, and compile and load one kernel."""
+    from r2ccl.device.bindings import Cuda
+    from r2ccl.device.driver import CudaDevice
+    from r2ccl.dtypes import CODES, dtype_of
+    from r2ccl.kernels.cuda import Form
+    from r2ccl.kernels.cuda.ptx import ptx_of
+    from r2ccl.types import ReduceOp
+
+    cuda = Cuda()
+    version = cuda.call("cuDriverGetVersion")
+    yield Finding("ok", "driver", f"CUDA {version // 1000}.{version % 1000 // 10}")
+    handle = cuda.call("cuDeviceGet", _ORDINAL)
+    told = ", ".join(f"{name} {cuda.device_attribute(name, handle)}" for name in _ATTRIBUTES)
+    gpu = CudaDevice(_ORDINAL)
+    try:
+        capability = ".".join(map(str, gpu.capability))
+        yield Finding("ok", "device", f"{gpu.bus_id}, compute capability {capability}, {told}")
+        if not gpu.waits_on_memory:
+            yield Finding("failed", "streams", "cannot wait on memory: calls on it are refused")
+        begun_s = time.monotonic()
+        float32 = next(code for code in CODES.values() if dtype_of(code).name == "float32")
+        ptx = ptx_of(Form(dtype_code=float32, op=ReduceOp.SUM), gpu.capability, None)
+        gpu.load(ptx.text, ptx.entry)
+        took_s = time.monotonic() - begun_s
+        yield Finding("ok", "kernel", f"compiled and loaded in {took_s:.1f} s")
+    finally:
+        gpu.close()
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (packages, compiler, torch, mps, device)
+
+
+def findings(checks: tuple[Callable[[], Iterator[Finding]], ...] = CHECKS) -> Iterator[Finding]:
+    """Yield the results of all checks; a check that raises is one that failed."""
+    for check in checks:
+        try:
+            yield from check()
+        except Exception as exc:  # of any library
+            yield Finding("failed", check.__name__, f"{type(exc).__name__}: {exc}")
+
+
+def main(print_line: Callable[[Any], None] = print) -> int:
+    """Print all findings; return the exit status."""
+    status = 0
+    for finding in findings():
+        print_line(finding)
+        sys.stdout.flush()
+        if finding.is_needed and finding.state != "ok":
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
