@@ -1,16 +1,17 @@
 """GPU bench: checks the results and measures the speed of r2ccl on a GPU, in one command.
 
-The bench has three parts, selected with ``--what``: ``check`` runs the tests in ``tests/gpu`` and
-``r2ccl doctor``; ``kernels`` compares the reduction kernels with a copy on the GPU, CuPy and torch
-(`gpu_kernels`); ``collectives`` compares allreduces of 2 and 4 ranks on one GPU with NCCL over
-sockets (`gpu_collectives`). The bench uses one GPU, the first visible one, and ends within
-``--limit-s`` seconds. It lists measurements for which time or memory did not suffice.
+After the preflight (`gpu_preflight`), the bench has three parts, selected with ``--what``:
+``kernels`` compares the reduction kernels with a copy on the GPU, CuPy and torch (`gpu_kernels`);
+``collectives`` compares allreduces of 2 and 4 ranks on one GPU, under MPS also with NCCL over
+sockets (`gpu_collectives`); ``check`` runs the tests in ``tests/gpu`` and ``r2ccl doctor``. The
+bench uses one GPU, the first visible one, and ends within ``--limit-s`` seconds. It lists
+measurements for which time or memory did not suffice.
 
 The last line of the output is ``ok`` or lists the failures. The exit status is 1 if an element is
 wrong or a part could not run, and 69 if there is no GPU. A missed speed threshold is printed and
 saved, but changes neither the last line nor the exit status.
 
-With ``--preflight``, it only lists what the machine has and lacks (`gpu_preflight`).
+With ``--preflight``, it only runs the preflight.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from gpu_collectives import CUT, IPC, NCCL, TCP, Collectives, cells_of, fitting
 from gpu_kernels import Kernels
 from gpu_outcome import Budget, Outcome
 from gpu_peers import find_peers
+from gpu_preflight import findings, has_mps
 from gpu_report import allreduce_lines, allreduce_rows, judge, kernel_lines, kernel_rows
 
 from r2ccl.errors import TransportError
@@ -88,7 +90,14 @@ def kernels(args: argparse.Namespace, budget: Budget, outcome: Outcome) -> None:
 
 def collectives(args: argparse.Namespace, budget: Budget, outcome: Outcome) -> None:
     """Verify and measure allreduces of several ranks that share the GPU."""
-    ways = (IPC, TCP, CUT, NCCL)
+    ways: tuple[Any, ...] = (IPC, TCP, CUT)
+    if has_mps():
+        ways += (NCCL,)
+    else:
+        outcome.left_out.append(
+            "comparison with NCCL: without MPS, ranks on one GPU take turns, which decides the "
+            "result; start `nvidia-cuda-mps-control -d`"
+        )
     for at, nranks in enumerate(args.nranks):
         with open_card(_ORDINAL) as card:
             free_nbytes = int(_MOST_OF_MEMORY * card.driver.free_nbytes())
@@ -122,9 +131,9 @@ class Part(NamedTuple):
 
 
 _PARTS = {
-    "check": Part(lambda args, budget, outcome: check(budget, outcome), 5.0),
     "kernels": Part(kernels, 2.0),
     "collectives": Part(collectives, 3.0),
+    "check": Part(lambda args, budget, outcome: check(budget, outcome), 5.0),
 }
 
 
@@ -184,7 +193,10 @@ def main() -> int:
         return _EXIT_UNAVAILABLE if is_absent else 1
     about["seed"] = args.seed
     print(" · ".join(f"{key} {value}" for key, value in {**machine(), **about}.items()))
+    found = list(findings())
+    print("\npreflight", *found, sep="\n", flush=True)
     whole = Outcome(rows=[{"measure": "gpu", **about}])
+    whole.rows += [{"measure": "preflight", **each._asdict()} for each in found]
     parts = [part for part in _PARTS if part in args.what]
     for at, part in enumerate(parts):
         print(f"\n{part}", flush=True)

@@ -5,6 +5,7 @@ Invariant: if a process does not end in time, its process group is killed.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -15,7 +16,9 @@ from typing import NamedTuple
 from gpu_outcome import Budget, Outcome
 
 _ROOT = Path(__file__).parents[1]
-_TESTS = ("-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider")
+#: The tests run on all cores, and tolerate warnings of the packages of an image.
+_TESTS = ("-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", "-W", "default")
+_PARALLEL = ("-n", "auto") if importlib.util.find_spec("xdist") else ()
 _DOCTOR = ("-m", "r2ccl", "doctor")
 _DOCTOR_S = 60.0
 #: Number of lines of pytest's output that are shown if tests failed.
@@ -33,7 +36,7 @@ class Ended(NamedTuple):
 
 def check(budget: Budget, outcome: Outcome) -> None:
     """Run the GPU tests, then `r2ccl doctor`; add the results to `outcome`."""
-    tests = run(_TESTS, budget.left_s)
+    tests = run((*_TESTS, *_PARALLEL), budget.left_s)
     outcome.lines.append("pytest tests/gpu: " + closing_line(tests))
     if tests.status not in _PASSED:
         outcome.lines += tests.lines[-_LAST_LINES:]

@@ -2,8 +2,8 @@
 
 ``python bench/gpu.py --preflight`` prints one line per check: ``ok``, ``missing`` or ``failed``,
 the name of the check, and what was found or what to do. The exit status is 1 if something is not
-``ok`` that r2ccl cannot do without, and 0 otherwise. Only the standard library is imported at first,
-because common CUDA images lack some packages that r2ccl needs.
+``ok`` that r2ccl cannot do without, and 0 otherwise. Only the standard library is imported at
+first, because common CUDA images lack some packages that r2ccl needs.
 """
 
 from __future__ import annotations
@@ -90,11 +90,15 @@ def compiler() -> Iterator[Finding]:
     yield Finding("ok", "compiler", text)
 
 
+def has_mps() -> bool:
+    """Return whether the multi-process service of NVIDIA runs."""
+    directory = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return Path(directory, "control").exists()
+
+
 def mps() -> Iterator[Finding]:
     """Tell whether the multi-process service of NVIDIA runs."""
-    directory = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
-    is_on = Path(directory, "control").exists()
-    text = f"runs, with {directory}" if is_on else "is off: ranks on one GPU take turns"
+    text = "runs" if has_mps() else "is off: ranks on one GPU take turns"
     yield Finding("ok", "MPS", text, False)
 
 

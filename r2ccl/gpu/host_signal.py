@@ -115,7 +115,10 @@ class SignalledStream:
 
     def take_event(self) -> Event:
         """Return an unused event; return it with `recycle` after use."""
-        return self._events.pop() if self._events else self._device.make_event()
+        try:  # the caller's thread and the worker share the pool
+            return self._events.pop()
+        except IndexError:
+            return self._device.make_event()
 
     def recycle(self, event: Event) -> None:
         """Return `event` to the pool of unused events."""

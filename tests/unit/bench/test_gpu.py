@@ -548,7 +548,9 @@ def test_all_right_is_ok(
     assert said[-1] == "ok"
     assert "left out: comparison with torch: not here" in said
     assert rows[0]["gpu"] == "fake"
-    assert {row["measure"] for row in rows} == {"gpu", "kernel", "copy", "verdict"}
+    assert {row["measure"] for row in rows} == {
+        "gpu", "preflight", "kernel", "copy", "verdict"
+    }  # fmt: skip
 
 
 def test_a_wrong_element_is_named_in_the_last_line(
@@ -586,6 +588,8 @@ def test_a_cut_rail_changes_no_bit_and_who_is_not_there_says_why(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setattr(gpu, "_CONTEXT_NBYTES", 0)
     monkeypatch.setattr(gpu, "_ALLREDUCE_TYPES", ("float32",))
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    (tmp_path / "control").touch()
     names = ("IPC", "TCP", "CUT", "NCCL")
     # Windows are half of that: a call of 1 MiB is four collectives.
     ways = ways_on_fakes(bench, *names, R2CC_STAGING_NBYTES=str(1 << 19))
@@ -682,3 +686,33 @@ def test_the_preflight_says_where_libnvvm_is(
         library.touch()
     (found,) = preflight.compiler()
     assert (f"libnvvm in {tmp_path}" in found.text) is has_toolkit
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_nccl_is_compared_under_mps_alone(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_on: bool
+) -> None:
+    """Without it, ranks on one GPU take turns, and that decides the result."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if is_on:
+        (tmp_path / "control").touch()
+    given: list[Any] = []
+
+    class Nothing:
+        failures: tuple[str, ...] = ()
+        left_out: tuple[str, ...] = ()
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            self.found: dict[Any, Any] = {}
+            self.versions: dict[str, str] = {}
+
+        def measure(self, ways: Any, budget: Any) -> int:
+            given.extend(ways)
+            return 0
+
+    monkeypatch.setattr(gpu, "Collectives", Nothing)
+    monkeypatch.setattr(gpu, "_CONTEXT_NBYTES", 0)
+    run(gpu, monkeypatch, tmp_path / "gpu.json", "--what", "collectives", "--nranks", "2",
+        "--allreduce-sizes", "1008")  # fmt: skip
+    assert (gpu.NCCL in given) is is_on
+    assert gpu.IPC in given
