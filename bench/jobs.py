@@ -173,6 +173,17 @@ OPENMPI = Library(
         ("LD_LIBRARY_PATH", f"{sys.prefix}/lib"),
     ),
 )
+#: Without the collectives that use shared memory, so that all data passes TCP.
+OPENMPI_TCP = OPENMPI._replace(
+    transport="tcp",
+    env=(
+        *OPENMPI.env,
+        ("OMPI_MCA_pml", "ob1"),
+        ("OMPI_MCA_btl", "tcp,self"),
+        ("OMPI_MCA_btl_tcp_if_include", "lo"),
+        ("OMPI_MCA_coll", "^sm,xhc,han"),
+    ),
+)
 
 
 class Job(Ranks):
@@ -297,6 +308,7 @@ __all__ = [
     "MPICH",
     "MPICH_TCP",
     "OPENMPI",
+    "OPENMPI_TCP",
     "R2CCL",
     "Hung",
     "Job",

@@ -1,6 +1,6 @@
-"""Measure r2ccl over TCP, gloo and MPICH side by side: same sizes, same arrays, same run.
+"""Measure r2ccl over TCP, gloo, MPICH and Open MPI: same sizes, same arrays, same run.
 
-MPICH runs twice, over shared memory and over TCP. The ranks of all libraries live during the whole
+MPICH runs twice, over shared memory and over TCP; Open MPI over TCP. The ranks of all libraries live during the whole
 run and sleep while another library is measured. For each collective, a round measures every library
 at every size, one after the other. The first library changes from round to round, so that a slow
 moment of the machine affects all of them. The time of a round is that of a loop of back-to-back
@@ -30,12 +30,12 @@ from common import (
     parse_sizes,
     write_json,
 )
-from jobs import GLOO, MPICH, MPICH_TCP, R2CCL, Job, Library, Unavailable
+from jobs import GLOO, MPICH, MPICH_TCP, OPENMPI_TCP, R2CCL, Job, Library, Unavailable
 from rich.console import Console
 from rich.table import Table
 
 _SIZES = "256,4K,64K,1M,4M,16M,64M"
-_LIBRARIES = (R2CCL, GLOO, MPICH_TCP, MPICH)
+_LIBRARIES = (R2CCL, GLOO, MPICH_TCP, OPENMPI_TCP, MPICH)
 
 Samples = dict[tuple[Library, int], list[float]]
 
@@ -146,7 +146,7 @@ def table_of(rows: list[dict[str, Any]], collective: str, nranks: int) -> Table:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description="Compare r2ccl with gloo and MPICH.")
+    parser = argparse.ArgumentParser(description="Compare r2ccl with gloo, MPICH and Open MPI.")
     parser.add_argument("--collective", choices=[*FORMS, "all"], default="allreduce")
     parser.add_argument("--nranks", type=parse_counts, default="2,4", help="default: 2,4")
     parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help=f"default: {_SIZES}")
