@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import subprocess
 import sys
 import time
 from collections import defaultdict
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import Any
 
@@ -144,6 +146,18 @@ def table_of(rows: list[dict[str, Any]], collective: str, nranks: int) -> Table:
     return table
 
 
+@contextmanager
+def neighbour(nice: int) -> Iterator[None]:
+    """Run a process that computes, with this niceness, until the context ends."""
+    code = f"import os\nos.nice({nice})\nwhile True: pass"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Compare r2ccl with gloo, MPICH and Open MPI.")
@@ -153,6 +167,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="default: 15, with --quick 5")
     parser.add_argument(
         "--quick", action="store_true", help="end within 60 s; with all, one round at least"
+    )
+    parser.add_argument(
+        "--neighbour",
+        type=int,
+        metavar="NICE",
+        help="niceness, 0 to 19, of a process that computes beside the ranks; default: none",
     )
     add_json_argument(parser)
     args = parser.parse_args()
@@ -176,6 +196,8 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     for nranks in args.nranks:
         with ExitStack() as stack:
+            if args.neighbour is not None:
+                stack.enter_context(neighbour(args.neighbour))
             jobs = start_jobs(_LIBRARIES, nranks, stack, out)
             for collective in args.collectives if jobs else ():
                 rows = rows_of(sample(jobs, collective, args, out), collective, nranks)
