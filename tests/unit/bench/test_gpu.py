@@ -628,7 +628,7 @@ def test_a_missed_threshold_is_shown_and_fails_nothing(bench: Any) -> None:
 # Preflight
 
 
-def test_the_preflight_runs_without_the_packages_that_r2ccl_needs(tmp_path: Path) -> None:
+def test_the_preflight_runs_without_what_r2ccl_needs(tmp_path: Path) -> None:
     """It names what is missing, and imports nothing that needs it before."""
     (tmp_path / "msgspec.py").write_text("raise ImportError('no msgspec, for a test')\n")
     hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
