@@ -56,12 +56,10 @@ class Communicator:
     Arguments of all collectives
     ----------------------------
     x : array_like
-        The input, of any shape, in host memory on all ranks. `allreduce`, `allgather`,
-        `reduce_scatter`, `broadcast`, `reduce` and `run_schedule` also take device memory, on all
-        ranks. Dtype and number of elements must be equal on all ranks, the number except where
-        parts may have unequal sizes. Must be C-contiguous in device memory, or if it receives the
-        result; other inputs are copied first if they are not. Borrowed until the collective has
-        finished.
+        The input, of any shape, in host memory on all ranks or in device memory on all ranks.
+        Dtype and number of elements must be equal on all ranks, the number except where parts may
+        have unequal sizes. Must be C-contiguous in device memory, or if it receives the result;
+        other inputs are copied first if they are not. Borrowed until the collective has finished.
     out : array_like, optional
         Receives the result: a C-contiguous array of the dtype of `x`, in the same kind of memory.
         Disjoint from `x`, except for the overlap that the method allows.
@@ -261,8 +259,7 @@ class Communicator:
         Parameters
         ----------
         x : array_like
-            As for `allgather`, with ``counts[rank]`` elements. May be in device memory if all
-            counts are equal and `displs` is left out.
+            As for `allgather`, with ``counts[rank]`` elements.
         out : array_like, optional
             Receives the data of all ranks. Default: a new flat array that ends with the last part.
         counts, displs : sequence of int
@@ -321,8 +318,7 @@ class Communicator:
         Parameters
         ----------
         x : array_like
-            As many elements as all counts together. May be in device memory if all counts are
-            equal.
+            As many elements as all counts together.
         out : array_like, optional
             Receives part number `rank` of the result, of ``counts[rank]`` elements. May be the same
             part of `x`. Default: a new flat array.

@@ -18,8 +18,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from r2ccl.clock import monotonic
 from r2ccl.device.base import Device, Stream
 from r2ccl.errors import InvalidArgument, TransportError, TransportTimeout
+from r2ccl.gpu.copied import CopiedBackend, is_copied
 from r2ccl.gpu.hardware import Hardware
 from r2ccl.gpu.host_signal import DeviceCall, DeviceJob
 from r2ccl.gpu.plan_selector import PlanSelector
@@ -55,11 +57,14 @@ class _BorrowedArrays(NamedTuple):
 class _ActiveDevice(NamedTuple):
     """The GPU in use, the backends of its calls, and the arrays it still uses.
 
+    ``copies`` has the calls that run in host memory, ``backends`` all others.
+
     ``is_closed`` is set when all calls are done, just before the device is closed.
     """
 
     device: Device
     backends: Sequence[GpuBackend]
+    copies: CopiedBackend
     borrowed: deque[_BorrowedArrays]
     is_closed: threading.Event
 
@@ -111,6 +116,8 @@ class DeviceCollectives:
         See `OpenDevice`.
     select_backends : callable
         See `SelectBackends`.
+    run : callable
+        Runs a request on host memory.
     """
 
     def __init__(
@@ -122,6 +129,7 @@ class DeviceCollectives:
         check: Callable[[], None],
         open_device: OpenDevice,
         select_backends: SelectBackends,
+        run: Callable[[Request], None],
     ) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
@@ -129,6 +137,7 @@ class DeviceCollectives:
         self._check = check
         self._open_device = open_device
         self._select_backends = select_backends
+        self._run = run
         self._active: _ActiveDevice | None = None
 
     def start(self, request: Request, stream: Any, is_async: bool) -> Any:
@@ -176,7 +185,8 @@ class DeviceCollectives:
     ) -> Any:
         self._drop_finished(active)
         call = _call_of(request)
-        backend = next(each for each in active.backends if each.supports(call))
+        backends = (active.copies, *active.backends)
+        backend = next(each for each in backends if each.supports(call))
         if not backend.is_prepared(call):
             self._await_calls()
             self._prepare(backend, call)
@@ -248,7 +258,7 @@ class DeviceCollectives:
         if active is None:
             return
         failures: list[TransportError] = []
-        for backend in active.backends:
+        for backend in (*active.backends, active.copies):
             try:
                 backend.close(timeout_s)
             except TransportTimeout:
@@ -287,9 +297,12 @@ class DeviceCollectives:
         try:
             for stream in streams:  # selecting backends allocates memory, which ends a capture
                 require_no_capture(device, stream)
-            return _ActiveDevice(
-                device, self._select_backends(device, kernels), deque(), threading.Event()
-            )
+            copies = CopiedBackend(
+                device, self._rank, run=self._run, check=self._check, clock=monotonic,
+                timeout_s=self._timeout_s,
+            )  # fmt: skip
+            backends = self._select_backends(device, kernels)
+            return _ActiveDevice(device, backends, copies, deque(), threading.Event())
         except BaseException:
             device.close()
             raise
@@ -364,6 +377,7 @@ def device_collectives(
         check=engine.check,
         open_device=hardware.open,
         select_backends=select,
+        run=participant.collectives.run,
     )
 
 
@@ -374,6 +388,7 @@ def _call_of(request: Request) -> DeviceCall:
         request.source.address,
         0 if output is None else output.address,
         request.schedule,
+        request if is_copied(request) else None,
     )
 
 

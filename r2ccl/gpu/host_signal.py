@@ -13,13 +13,16 @@ the word has reached its number.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import TransportError, TransportTimeout
+from r2ccl.runtime.arguments import Request
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature
 
@@ -29,6 +32,8 @@ LINE_NBYTES = 64
 WORD = 0xFFFFFFFF
 
 
+#: Interval at which a wait for the device checks whether the communicator has ended, in seconds.
+_LOOK_S = 0.05
 #: Number of callers' streams whose events are kept; more are kept only while they wait.
 _MOST_STREAMS = 64
 
@@ -37,13 +42,15 @@ class DeviceCall(NamedTuple):
     """A collective on GPU memory.
 
     ``source`` and ``output`` are addresses; ``output`` is 0 if this rank has no output.
-    ``schedule`` is the user-defined schedule of an allreduce, if there is one.
+    ``schedule`` is the user-defined schedule of an allreduce, if there is one. ``request`` is given
+    for collectives of `r2ccl.gpu.copied` alone.
     """
 
     signature: CallSignature
     source: int
     output: int
     schedule: Schedule | None = None
+    request: Request | None = None
 
 
 class DeviceJob(msgspec.Struct, eq=False, weakref=True, kw_only=True):
@@ -165,6 +172,38 @@ class SignalledStream:
         except TransportError:
             self._signal_word[0] = number & WORD
             raise
+
+    def _await_copies(
+        self, event: Event, *, check: Callable[[], None], clock: Clock, timeout_s: float
+    ) -> None:
+        """Wait for copies that follow the caller's earlier work on the device.
+
+        Parameters
+        ----------
+        event : Event
+        check : callable
+            Raises the error that ended the communicator, if it has ended.
+        clock : Clock
+        timeout_s : float
+
+        Raises
+        ------
+        TransportTimeout
+            If the work did not end within `timeout_s` seconds.
+        TransportError
+            If the device failed.
+        """
+        until_s = clock() + timeout_s
+        while not self._device.synchronize(event, _LOOK_S):
+            check()
+            if clock() >= until_s:
+                raise TransportTimeout(
+                    f"rank {self._rank}: the GPU did not finish the work that precedes this "
+                    f"collective on its stream within {timeout_s:g} s; look for a kernel that "
+                    "hangs, or raise R2CC_TIMEOUT_S",
+                    rank=self._rank,
+                    status="TIMEOUT",
+                )
 
     def _is_idle_in(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for the stream; return whether it is idle."""

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
-from r2ccl.errors import TransportError, TransportTimeout
+from r2ccl.errors import TransportError
 from r2ccl.gpu.host_signal import DeviceCall, DeviceJob, SignalledStream
 from r2ccl.gpu.plan_selector import EnterCall
 from r2ccl.gpu.staged_windows import Window, WindowGrid, window_grid, windows
@@ -37,8 +37,6 @@ Array = npt.NDArray[Any]
 HostRun = Callable[[Any, Array, Array], None]
 
 _NSLOTS = 2
-#: Interval at which a wait for the device checks whether the communicator has ended, in seconds.
-_LOOK_S = 0.05
 
 
 class _Rows(NamedTuple):
@@ -231,7 +229,9 @@ class StagedBackend(SignalledStream):
         at = 0
         while pending:
             window, fetched = pending.popleft()
-            self._await(fetched)
+            self._await_copies(
+                fetched, check=self._check, clock=self._clock, timeout_s=self._timeout_s
+            )
             self.recycle(fetched)
             self._run_window(window, at % _NSLOTS, job, grid)
             self._copy_in(job, grid, window, at % _NSLOTS)
@@ -292,19 +292,6 @@ class StagedBackend(SignalledStream):
         kind = job.call.signature.collective
         is_apart = kind in (Collective.REDUCE_SCATTER, Collective.REDUCE)
         return window.length * grid.nrows if is_apart else 0
-
-    def _await(self, event: Event) -> None:
-        until_s = self._clock() + self._timeout_s
-        while not self._device.synchronize(event, _LOOK_S):
-            self._check()
-            if self._clock() >= until_s:
-                raise TransportTimeout(
-                    f"rank {self._rank}: the GPU did not finish the work that precedes this "
-                    f"collective on its stream within {self._timeout_s:g} s; look for a kernel "
-                    "that hangs, or raise R2CC_TIMEOUT_S",
-                    rank=self._rank,
-                    status="TIMEOUT",
-                )
 
     def _run_window(self, window: Window, at: int, job: StagedJob, grid: WindowGrid) -> None:
         dtype = dtype_of(window.call.dtype)

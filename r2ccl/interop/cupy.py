@@ -7,10 +7,9 @@ A program for CuPy changes one import::
     comm = init_process_group(2, rank)
     comm.all_reduce(x, out)
 
-It has all_reduce, reduce, broadcast, reduce_scatter, all_gather, barrier and stop. It has no send,
-recv, send_recv, scatter, gather or all_to_all, because `Communicator` runs these on host memory
-only. Arrays may be CuPy's or NumPy's, of any dtype that r2ccl supports. They must be C-contiguous;
-others raise `InvalidArgument`.
+It has all collectives, barrier and stop. It has no send, recv or send_recv, because `Communicator`
+sends messages from host memory only. Arrays may be CuPy's or NumPy's, of any dtype that r2ccl
+supports. They must be C-contiguous; others raise `InvalidArgument`.
 
 This module does not import CuPy.
 
@@ -218,6 +217,45 @@ class Backend:
         source = _first("in_array", in_array, count)
         output = _first("out_array", out_array, count * self.communicator.nranks)
         self.communicator.allgather(source, output, stream=stream)
+
+    def scatter(self, in_array: Any, out_array: Any, root: int = 0, stream: Any = None) -> None:
+        """Send part r of `in_array` of rank `root` to `out_array` of rank r.
+
+        Parameters
+        ----------
+        in_array : array
+            Has as many elements as the ``n_devices`` output arrays together. Ignored on ranks other
+            than `root`.
+        out_array : array
+        root : int
+        stream : optional
+        """
+        self.communicator.scatter(in_array, out_array, root, stream=stream)
+
+    def gather(self, in_array: Any, out_array: Any, root: int = 0, stream: Any = None) -> None:
+        """Write `in_array` of every rank, in rank order, to `out_array` of rank `root`.
+
+        Parameters
+        ----------
+        in_array : array
+        out_array : array
+            Has as many elements as the ``n_devices`` input arrays together. Ignored on ranks other
+            than `root`.
+        root : int
+        stream : optional
+        """
+        self.communicator.gather(in_array, out_array, root, stream=stream)
+
+    def all_to_all(self, in_array: Any, out_array: Any, stream: Any = None) -> None:
+        """Send part r of `in_array` to rank r; part s of `out_array` comes from rank s.
+
+        Parameters
+        ----------
+        in_array, out_array : array
+            Arrays of equal dtype and size, of ``n_devices`` equal parts.
+        stream : optional
+        """
+        self.communicator.alltoall(in_array, out_array, stream=stream)
 
     def barrier(self) -> None:
         """Block the calling thread until all ranks have called `barrier`, like CuPy's."""

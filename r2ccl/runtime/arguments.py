@@ -23,10 +23,11 @@ import msgspec
 import numpy as np
 
 from r2ccl import kernels
-from r2ccl.dtypes import CODES, raw_dtype
+from r2ccl.dtypes import CODES, dtype_name, raw_dtype
 from r2ccl.errors import InvalidArgument
 from r2ccl.runtime.arrays.buffers import (
     Buffer,
+    Extent,
     host_array,
     is_in_place,
     like,
@@ -133,8 +134,7 @@ def allgather(x: Any, out: Any, rank: int, nranks: int) -> Request:
     """Make the request of `Communicator.allgather`."""
     source = view(x, writable=False)
     result = like(x, nranks) if out is None else out
-    output = view(result, writable=True)
-    _require_alike(source, output)
+    output = _output(source, result)
     is_there = is_in_place(source, part_of(output, rank, nranks), whole_output=output)
     call = CallSignature(Collective.ALLGATHER, output.dtype_code, ReduceOp.SUM, output.count)
     return Request(call, source, output, result, is_in_place=is_there, is_staged=True)
@@ -145,8 +145,7 @@ def reduce_scatter(x: Any, out: Any, op: Operation, rank: int, nranks: int) -> R
     source = view(x, writable=False)
     own = part_of(source, rank, nranks)
     result = like_part(x, nranks) if out is None else out
-    output = view(result, writable=True)
-    _require_alike(source, output)
+    output = _output(source, result)
     is_in_place(own, output, whole_source=source)
     number = op if type(op) is ReduceOp else ReduceOp.SUM
     call = CallSignature(Collective.REDUCE_SCATTER, source.dtype_code, number, source.count)
@@ -160,9 +159,9 @@ def allgatherv(x: Any, out: Any, counts: Any, displs: Any, rank: int, nranks: in
     places = _places(sizes, "displs", displs)
     if len(set(sizes)) == 1 and places == consecutive(sizes):
         return allgather(x, like_flat(x, sum(sizes)) if out is None else out, rank, nranks)
-    source = _on_host("allgatherv", x)
+    source = view(x, writable=False)
     result = like_flat(x, _end(places)) if out is None else out
-    output = _on_host("allgatherv", result, writable=True)
+    output = _output(source, result)
     _require_room("out", output, places, is_disjoint=True)
     is_there = is_in_place(source, _part(output, places[rank]), whole_output=output)
     call = CallSignature(Collective.ALLGATHER, output.dtype_code, ReduceOp.SUM, sum(sizes))
@@ -186,8 +185,8 @@ def reduce_scatterv(
     result = like_flat(x, sizes[rank]) if out is None else out
     if len(set(sizes)) == 1:
         return reduce_scatter(x, result, op, rank, nranks)
-    source = _on_host("reduce_scatterv", x)
-    output = _on_host("reduce_scatterv", result, writable=True)
+    source = view(x, writable=False)
+    output = _output(source, result)
     places = consecutive(sizes)
     if source.count != sum(sizes):
         raise InvalidArgument(
@@ -204,7 +203,7 @@ def reduce_scatterv(
 
 def gather(x: Any, out: Any, root: int, rank: int, nranks: int) -> Request:
     """Make the request of `Communicator.gather`."""
-    source = _on_host("gather", x)
+    source = view(x, writable=False)
     sizes = (source.count,) * nranks
     if rank == root and out is None:
         out = like(x, nranks)
@@ -215,7 +214,7 @@ def gatherv(
     x: Any, out: Any, root: int, counts: Any, displs: Any, rank: int, nranks: int
 ) -> Request:
     """Make the request of `Communicator.gatherv`."""
-    source = _on_host("gatherv", x)
+    source = view(x, writable=False)
     places: tuple[Range, ...] = ((0, 0),) * nranks
     if rank == root:
         places = _places(_counts("counts", counts, nranks), "displs", displs)
@@ -227,7 +226,7 @@ def scatter(x: Any, out: Any, root: int, rank: int, nranks: int) -> Request:
     """Make the request of `Communicator.scatter`."""
     if rank != root:
         return _scatter(Collective.SCATTER, None, out, root, rank, ((0, 0),) * nranks)
-    source = _on_host("scatter", x)
+    source = view(x, writable=False)
     count = part_of(source, rank, nranks).count
     result = like_part(x, nranks) if out is None else out
     places = consecutive((count,) * nranks)
@@ -240,7 +239,7 @@ def scatterv(
     """Make the request of `Communicator.scatterv`."""
     if rank != root:
         return _scatter(Collective.SCATTERV, None, out, root, rank, ((0, 0),) * nranks)
-    source = _on_host("scatterv", x)
+    source = view(x, writable=False)
     sizes = _counts("counts", counts, nranks)
     places = _places(sizes, "displs", displs)
     _require_room("x", source, places, is_disjoint=False)
@@ -250,10 +249,10 @@ def scatterv(
 
 def alltoall(x: Any, out: Any, rank: int, nranks: int) -> Request:
     """Make the request of `Communicator.alltoall`."""
-    source = _on_host("alltoall", x)
+    source = view(x, writable=False)
     count = part_of(source, rank, nranks).count
     result = like(x) if out is None else out
-    output = _on_host("alltoall", result, writable=True)
+    output = _output(source, result)
     is_same = is_in_place(source, output)
     places = consecutive((count,) * nranks)
     call = CallSignature(Collective.ALLTOALL, source.dtype_code, ReduceOp.SUM, source.count)
@@ -268,7 +267,7 @@ def alltoallv(
 
     `counts` and `displs` are pairs: first of the parts to send, then of those to receive.
     """
-    source = _on_host("alltoallv", x)
+    source = view(x, writable=False)
     sent = _counts("sendcounts", counts[0], nranks)
     received = _counts("recvcounts", counts[1], nranks)
     if sent[rank] != received[rank]:
@@ -279,10 +278,11 @@ def alltoallv(
     sources = _places(sent, "senddispls", displs[0])
     targets = _places(received, "recvdispls", displs[1])
     result = like_flat(x, _end(targets)) if out is None else out
-    output = _on_host("alltoallv", result, writable=True)
+    output = _output(source, result)
     _require_room("x", source, sources, is_disjoint=False)
     _require_room("out", output, targets, is_disjoint=True)
-    is_same = source.overlaps(output) and is_in_place(source, output)
+    given: Extent = source
+    is_same = given.overlaps(output) and is_in_place(source, output)
     _require_dtype(source, output)
     call = CallSignature(Collective.ALLTOALLV, source.dtype_code, ReduceOp.SUM, 0)
     parts = _turned(sources, targets, rank)
@@ -294,10 +294,10 @@ def scan(x: Any, out: Any, op: Operation, is_exclusive: bool) -> Request:
     collective = Collective.EXSCAN if is_exclusive else Collective.SCAN
     name = collective.name.lower()
     is_same = out is None or out is x
-    source = _on_host(name, x, writable=is_same)
+    source = view(x, writable=is_same)
     output = source
     if not is_same:
-        output = _on_host(name, out, writable=True)
+        output = _output(source, out)
         is_same = is_in_place(source, output)
     if op is ReduceOp.AVG or getattr(op, "op", None) is ReduceOp.AVG:
         raise InvalidArgument(
@@ -314,7 +314,7 @@ def scan(x: Any, out: Any, op: Operation, is_exclusive: bool) -> Request:
 
 def _gather(
     collective: Collective,
-    source: Buffer,
+    source: Memory,
     out: Any,
     root: int,
     rank: int,
@@ -325,7 +325,7 @@ def _gather(
     nothing[rank] = (0, source.count)
     output, targets = None, ((0, 0),) * len(places)
     if rank == root:
-        output, targets = _on_host(collective.name.lower(), out, writable=True), places
+        output, targets = _output(source, out), places
         if collective == Collective.GATHER and output.count != _end(places):
             raise InvalidArgument(
                 f"x has {source.count} elements, out has {output.count}: pass an out of "
@@ -342,7 +342,7 @@ def _gather(
 
 def _scatter(
     collective: Collective,
-    source: Buffer | None,
+    source: Memory | None,
     out: Any,
     root: int,
     rank: int,
@@ -355,10 +355,11 @@ def _scatter(
             f"{name} on rank {rank} without out: only the root, rank {root}, may omit out; "
             "pass the array that receives this rank's part"
         )
-    output = _on_host(name, out, writable=True)
     if source is None:
+        output = view(out, writable=True)
         source = output.part(0, 0)
     else:
+        output = _output(source, out)
         is_in_place(_part(source, places[rank]), output, whole_source=source)
     targets: list[Range] = [(0, 0)] * len(places)
     targets[rank] = (0, output.count)
@@ -366,16 +367,6 @@ def _scatter(
     call = CallSignature(collective, output.dtype_code, ReduceOp.SUM, count, root)
     parts = Parts(places, tuple(targets))
     return Request(call, source, output, out, parts=parts, is_staged=True)
-
-
-def _on_host(name: str, x: Any, *, writable: bool = False) -> Buffer:
-    """View an array of a collective that supports host memory only."""
-    if type(x) is not np.ndarray and is_device_array(x):
-        raise InvalidArgument(
-            f"{name} was given an array in device memory, but supports host memory only: copy the "
-            "data to the host"
-        )
-    return as_buffer(x, writable=writable)
 
 
 def _counts(name: str, counts: Any, nranks: int) -> tuple[int, ...]:
@@ -403,11 +394,11 @@ def _end(places: Sequence[Range]) -> int:
     return max(end for _, end in places)
 
 
-def _part(whole: Buffer, place: Range) -> Buffer:
+def _part(whole: Memory, place: Range) -> Memory:
     return whole.part(place[0], place[1] - place[0])
 
 
-def _require_room(name: str, buffer: Buffer, places: Sequence[Range], *, is_disjoint: bool) -> None:
+def _require_room(name: str, buffer: Memory, places: Sequence[Range], *, is_disjoint: bool) -> None:
     """Check that `places` are in `buffer` and, if `is_disjoint`, that no two of them overlap."""
     for rank, (lo, hi) in enumerate(places):
         if hi > buffer.count:
@@ -424,11 +415,11 @@ def _require_room(name: str, buffer: Buffer, places: Sequence[Range], *, is_disj
             )
 
 
-def _require_dtype(source: Buffer, output: Buffer) -> None:
+def _require_dtype(source: Memory, output: Memory) -> None:
     if source.dtype_code != output.dtype_code:
         raise InvalidArgument(
-            f"the input has dtype {source.array.dtype}, the output {output.array.dtype}: both must "
-            "be equal"
+            f"the input has dtype {dtype_name(source.dtype_code)}, the output "
+            f"{dtype_name(output.dtype_code)}: both must be equal"
         )
 
 
@@ -579,19 +570,21 @@ def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
     source = view(x, writable=is_same)
     if is_same:
         return source, source
-    output = view(out, writable=True)
-    _require_alike(source, output)
+    output = _output(source, out)
     is_in_place(source, output)
     return source, output
 
 
-def _require_alike(source: Memory, output: Memory) -> None:
+def _output(source: Memory, out: Any) -> Memory:
+    """View an output, which must be in the same place as the input."""
+    output = view(out, writable=True)
     places = [getattr(each, "ordinal", None) for each in (source, output)]
     if places[0] != places[1]:
         where = ["in host memory" if at is None else f"on GPU {at}" for at in places]
         raise InvalidArgument(
             f"the input is {where[0]}, the output {where[1]}: both must be in the same place"
         )
+    return output
 
 
 __all__ = [

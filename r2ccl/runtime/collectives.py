@@ -197,7 +197,7 @@ class Collectives:
             if is_plain and type(request.source) is Buffer:
                 if not worker.is_idle:
                     self._check(request)
-                    self.in_turn(partial(self._run, request))
+                    self.in_turn(partial(self.run, request))
                     return request.result
                 if not self._turn.acquire(blocking=False):
                     raise self._concurrent()
@@ -205,12 +205,12 @@ class Collectives:
                     self._caller = get_ident()
                     output = request.output
                     if local is not None:
-                        self._run(request)
+                        self.run(request)
                         if make is arguments.allreduce:
                             local.remember(make, given[0], given[1], request)
                     elif request.is_staged or type(output) is not Buffer:
-                        self._run(request)
-                    else:  # as `_run`, inlined: most calls are small
+                        self.run(request)
+                    else:  # as `run`, inlined: most calls are small
                         self._run_engine(
                             partial(self._plans, request.signature, own=request.schedule),
                             partial(host_lanes, self._pool, request.source.array, output.array),
@@ -325,7 +325,7 @@ class Collectives:
     def _run_batches(self, requests: Sequence[Request]) -> None:
         for batch in batches(requests):
             if len(batch) == 1:
-                self._run(batch[0])
+                self.run(batch[0])
             else:
                 self._run_joined(batch)
 
@@ -494,7 +494,7 @@ class Collectives:
             self._plans.check_own(request.schedule, is_ordered=is_ordered)
 
     def _submit(self, request: Request) -> Work:
-        task = Task(partial(self._run, request))
+        task = Task(partial(self.run, request))
         try:
             self._worker.enqueue(task)
             return Work(task, request.result, self._engine.config.timeout_s)
@@ -503,8 +503,11 @@ class Collectives:
             self._worker.settle(task)
             raise
 
-    def _run(self, request: Request) -> None:
-        """Run a collective on host memory, including the copies before and after it."""
+    def run(self, request: Request) -> None:
+        """Run a collective on host memory, including the copies before and after it.
+
+        The caller has checked the request and holds the turn.
+        """
         if request.conversion is not None:
             self._run_converted(request, request.conversion)
             return
@@ -560,7 +563,7 @@ class Collectives:
             # An exscan needs separate memory.
             is_same = output.count == source.count and call.collective not in PREFIXES
             result = converted if is_same else self._reused("result", output.count, code)
-        self._run(
+        self.run(
             msgspec.structs.replace(
                 request,
                 signature=msgspec.structs.replace(call, dtype=code),

@@ -29,6 +29,12 @@ def test_every_collective_is_exact(nranks: int) -> None:
     assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
 
 
+@pytest.mark.parametrize("nranks", slow_but([1, 3], [1, 2, 3]))
+def test_parts_and_scans_do_as_on_the_host(nranks: int) -> None:
+    run = functools.partial(programs.copied_collectives, (0, 1, 100, 20_001))
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+
+
 def test_a_rail_lost_in_the_middle_changes_nothing() -> None:
     run = functools.partial(programs.losing_a_rail, 50_000)
     results = launch(run, 3, timeout_s=TIMEOUT_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import signal
 import time
@@ -98,6 +99,55 @@ def collectives(counts: tuple[int, ...]) -> list[str]:
             comm.allreduce(x, stream=card.stream)
             if not np.array_equal(card.get(at, len(total)), total):
                 wrong.append(f"allreduce of {count} in place")
+    return wrong
+
+
+def copied_collectives(counts: tuple[int, ...]) -> list[str]:
+    """Run every collective with parts, and scans, as on host memory; return the differences."""
+    card, wrong = Card(int(os.environ["RANK"])), []
+    with r2ccl.init(staging_nbytes=WINDOWS) as comm:
+        rank, n = comm.rank, comm.nranks
+        root = n - 1
+        for count in counts:
+            sizes = [count + each for each in range(n)]
+            gaps = [2 * sum(sizes[:each]) + each for each in range(n)]
+            room = gaps[-1] + sizes[-1] + 3 * (n > 1)
+            row = [count + (rank + each) % n for each in range(n)]
+            places = [at + each for each, at in enumerate(np.cumsum([0, *row[:-1]]))]
+            cases: list[tuple[str, int, int | None, dict[str, Any]]] = [
+                ("gather", count, n * count, {"root": root}),
+                ("gatherv", sizes[rank], room, {"root": root, "counts": sizes, "displs": gaps}),
+                ("scatter", n * count, count, {"root": root}),
+                ("scatterv", room, sizes[rank], {"root": root, "counts": sizes, "displs": gaps}),
+                ("alltoall", n * count, n * count, {}),
+                ("alltoallv", sum(row), sum(row) + n,
+                 {"sendcounts": row, "recvcounts": row, "recvdispls": places}),
+                ("allgatherv", sizes[rank], room, {"counts": sizes, "displs": gaps}),
+                ("reduce_scatterv", sum(sizes), sizes[rank], {"counts": sizes}),
+                ("scan", count, count, {}),
+                ("exscan", count, count, {"op": r2ccl.MAX}),
+                ("scan", count, None, {"op": r2ccl.user_op(np.gcd)}),
+                ("alltoall", n * count, None, {}),
+                ("exscan", count, None, {}),
+            ]  # fmt: skip
+            for (name, given, taken, named), is_async in itertools.product(cases, (False, True)):
+                # Without an output of its own, the call is in place.
+                x = out = values_of(rank, given)
+                target, to = place, at = card.array(x)
+                if taken is not None:
+                    out = np.full(taken, -1)
+                    target, to = card.array(out)
+                call = getattr(comm, name)
+                meant = call(x, out, **named)
+                got = call(place, target, stream=card.stream, async_op=is_async, **named)
+                if is_async:
+                    got.order()
+                    got = got.wait(TIMEOUT_S)
+                if got is not (None if meant is None else target):
+                    wrong.append(f"{name} of {count} returned {got}")
+                for array, address in ((x, at), (out, to)):
+                    if not np.array_equal(card.get(address, array.size), array):
+                        wrong.append(f"{name} of {count}, {taken=}, {is_async=}")
     return wrong
 
 

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from support.hostgroup import HostGroup
 from support.lookalikes import CUDA, Producer
-from support.ranks import TIMEOUT_S, Gathering, PlainKernels, get, together
+from support.ranks import TIMEOUT_S, Gathering, PlainKernels, get, put, together
 
 from r2ccl.clock import monotonic
-from r2ccl.errors import InvalidArgument, TransportError, TransportTimeout
+from r2ccl.device.base import Stream
+from r2ccl.errors import InvalidArgument, PeerLost, TransportError, TransportTimeout
 from r2ccl.gpu.collectives import DeviceCollectives
-from r2ccl.gpu.host_signal import DeviceJob, SignalledStream
+from r2ccl.gpu.copied import CopiedBackend
+from r2ccl.gpu.host_signal import DeviceCall, DeviceJob, SignalledStream
 from r2ccl.gpu.peer import PeerBackend
 from r2ccl.gpu.peer_connect import connect_peers
 from r2ccl.gpu.peer_memory import PeerMemory
@@ -74,6 +76,11 @@ class Ending(SignalledStream):
         self.is_closed = True
 
 
+def copy_on_host(request: arguments.Request) -> None:
+    """Do what a scan or an alltoall of one rank does."""
+    request.output.array[:] = request.source.array  # type: ignore[union-attr]
+
+
 def calls_of(device: FakeDevice, backends: Any, timeout_s: float = 5.0) -> DeviceCollectives:
     return DeviceCollectives(
         0,
@@ -82,6 +89,7 @@ def calls_of(device: FakeDevice, backends: Any, timeout_s: float = 5.0) -> Devic
         check=lambda: None,
         open_device=lambda ordinal: (device, None),  # type: ignore[arg-type,return-value]
         select_backends=lambda device, kernels: backends,
+        run=copy_on_host,
     )
 
 
@@ -277,3 +285,119 @@ def test_staged_calls_hang_on_no_gpu(options: dict[str, Any]) -> None:
     for at, result in enumerate(run_calls(calls, device, 1000, 5)):
         np.testing.assert_array_equal(result, np.full(1000, 5 + at // 4))
     calls.close(TIMEOUT_S)
+
+
+# On copies in host memory
+
+
+def array_of(device: FakeDevice, stream: Stream, values: Any) -> tuple[Producer, int]:
+    """Copy values into device memory on a stream; return the array and its address."""
+    place = put(device, stream, values)
+    x = Producer(place, values.shape, dtype=(0, 64, 1), device=(CUDA, 0))
+    KEPT.append(x)
+    return x, place
+
+
+@pytest.mark.parametrize("options", HARD)
+def test_copied_calls_hang_on_no_gpu(options: dict[str, Any]) -> None:
+    """Their memory grows between calls, and calls follow one another without a wait."""
+    device = FakeDevice(FakeGpu(1, **options))
+    calls, places = calls_of(device, [], TIMEOUT_S), []
+    stream = device.caller_stream()
+    for count in (10, 10, 0, 4000, 7, 4000):
+        x, _ = array_of(device, stream, np.arange(count))
+        out, place = array_of(device, stream, np.full(count, -1))
+        calls.start(arguments.alltoall(x, out, 0, 1), stream, False)
+        calls.start(arguments.scan(out, None, ReduceOp.SUM, False), stream, False)
+        places.append((place, count))
+    for place, count in places:
+        np.testing.assert_array_equal(get(device, stream, place, count), np.arange(count))
+    calls.close(TIMEOUT_S)
+
+
+def test_memory_is_replaced_after_the_copies_from_it() -> None:
+    device = FakeDevice(FakeGpu())
+    stream = device.caller_stream()
+    backend = CopiedBackend(
+        device, 0, run=copy_on_host, check=lambda: None, clock=monotonic, timeout_s=TIMEOUT_S
+    )
+    for count in (10, 1000):
+        (x, source), (out, place) = (
+            array_of(device, stream, np.full(count, each)) for each in (5, -1)
+        )
+        request = arguments.alltoall(x, out, 0, 1)
+        call = DeviceCall(request.signature, source, place, request=request)
+        assert not backend.is_prepared(call)
+        backend.prepare(call)
+        assert backend.is_prepared(call)
+        backend.finish(backend.begin(call, stream))
+    backend.close(TIMEOUT_S)
+
+
+def test_elements_outside_of_all_parts_stay() -> None:
+    device = FakeDevice(FakeGpu())
+    calls = calls_of(device, [])
+
+    def run(request: arguments.Request) -> None:
+        request.output.array[2:5] = request.source.array  # type: ignore[union-attr]
+
+    calls._run = run
+    stream = device.caller_stream()
+    x, _ = array_of(device, stream, np.arange(3))
+    out, place = array_of(device, stream, np.full(9, 7))
+    calls.start(arguments.gatherv(x, out, 0, [3], [2], 0, 1), stream, False)
+    found = get(device, stream, place, 9)
+    np.testing.assert_array_equal(found, [7, 7, 0, 1, 2, 7, 7, 7, 7])
+    calls.close(TIMEOUT_S)
+
+
+def test_a_copied_call_that_fails_lets_the_stream_go_and_says_so() -> None:
+    device = FakeDevice(FakeGpu())
+    calls = calls_of(device, [])
+
+    def fail(request: arguments.Request) -> None:
+        raise PeerLost(rank=0, peer=1, last_heard_s=None, why="for a test")
+
+    calls._run = fail
+    stream = device.caller_stream()
+    x, _ = array_of(device, stream, np.arange(3))
+    out, place = array_of(device, stream, np.full(3, 7))
+    work = calls.start(arguments.alltoall(x, out, 0, 1), stream, True)
+    with pytest.raises(PeerLost):
+        work.wait(TIMEOUT_S)
+    work.order(stream)
+    np.testing.assert_array_equal(get(device, stream, place, 3), [7, 7, 7])
+    calls.close(TIMEOUT_S)
+
+
+def test_a_copied_call_behind_endless_work_ends_with_a_timeout() -> None:
+    device = FakeDevice(FakeGpu())
+    calls, word = calls_of(device, [], 0.1), device.allocate_pinned(64)
+    stream = device.caller_stream()
+    x, _ = array_of(device, stream, np.arange(3))
+    out, _ = array_of(device, stream, np.full(3, 7))
+    calls.start(arguments.alltoall(x, out, 0, 1), stream, True).wait(TIMEOUT_S)
+    device.wait_word(stream, int(word.ctypes.data), 1)
+    work = calls.start(arguments.alltoall(x, out, 0, 1), stream, True)
+    with pytest.raises(TransportTimeout, match="precedes this collective"):
+        work.wait(TIMEOUT_S)
+    word.view(np.uint32)[0] = 1
+    calls.close(TIMEOUT_S)
+
+
+def test_input_and_output_in_different_places_are_refused() -> None:
+    device = FakeDevice(FakeGpu())
+    x, _ = array_of(device, device.caller_stream(), np.arange(6))
+    host = np.arange(6)
+    for make in (
+        lambda a, b: arguments.gather(a, b, 0, 0, 1),
+        lambda a, b: arguments.scatter(a, b, 0, 0, 1),
+        lambda a, b: arguments.alltoall(a, b, 0, 1),
+        lambda a, b: arguments.alltoallv(a, b, ([6], [6]), (None, None), 0, 1),
+        lambda a, b: arguments.allgatherv(a, b, [3, 6], None, 1, 2),
+        lambda a, b: arguments.reduce_scatterv(a, b, ReduceOp.SUM, [2, 4], 1, 2),
+        lambda a, b: arguments.scan(a, b, ReduceOp.SUM, True),
+    ):
+        for pair in ((x, host), (host, x)):
+            with pytest.raises(InvalidArgument, match="same place"):
+                make(*pair)

@@ -1,0 +1,192 @@
+"""Collectives on GPU memory that run in host memory, on copies of the whole arrays.
+
+These are the collectives with parts, such as gather and alltoallv, and scans. The communicator's
+worker copies the arrays to pinned memory, runs the collective there, and enqueues the copy of the
+output back. `r2ccl.gpu.staged` divides its calls into windows instead; the parts of an alltoallv
+cannot be, because no rank knows how many windows the others would need.
+
+The output is copied to the host too: elements outside of all parts, and the output of rank 0 of an
+exscan, keep their values when it is copied back.
+
+Invariant: all copies run on one stream, and the host uses the pinned memory only between the copies
+of a call there and the copy back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.clock import Clock
+from r2ccl.device.base import Device, Stream
+from r2ccl.dtypes import dtype_of
+from r2ccl.gpu.host_signal import LINE_NBYTES, DeviceCall, DeviceJob, SignalledStream
+from r2ccl.runtime.arguments import Request
+from r2ccl.runtime.arrays.buffers import Buffer
+from r2ccl.types import PREFIXES
+
+
+def is_copied(request: Request) -> bool:
+    """Return whether a request on GPU memory runs in host memory; the same on all ranks."""
+    return request.parts is not None or request.signature.collective in PREFIXES
+
+
+class CopiedBackend(SignalledStream):
+    """Collectives of one rank in host memory, on copies of GPU arrays.
+
+    Parameters
+    ----------
+    device : Device
+    rank : int
+    run : callable
+        Runs a request on host memory.
+    check : callable
+        Raises the error that ended the communicator, if it has ended.
+    clock : Clock
+    timeout_s : float
+        Time limit for the caller's earlier work on the device, in seconds.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        rank: int,
+        *,
+        run: Callable[[Request], None],
+        check: Callable[[], None],
+        clock: Clock,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(device, rank)
+        self._run = run
+        self._check = check
+        self._clock = clock
+        self._timeout_s = timeout_s
+        #: Pinned memory for the arrays of the largest call so far: the input, then the output.
+        self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def supports(self, call: DeviceCall) -> bool:
+        """Return whether the call has its request."""
+        return call.request is not None
+
+    def is_prepared(self, call: DeviceCall) -> bool:
+        """Return whether `begin` can be called without `prepare`."""
+        return _nbytes_of(_request_of(call)) <= self._memory.nbytes
+
+    def prepare(self, call: DeviceCall) -> None:
+        """Allocate pinned memory for the arrays of `call`; may wait for the device.
+
+        Raises
+        ------
+        TransportTimeout
+            If the device is still busy with earlier calls after the timeout.
+        TransportError
+            If the device failed, or the memory cannot be pinned.
+        """
+        if not self._is_idle_in(self._timeout_s):
+            raise self._still_busy("copies", self._timeout_s)
+        self._free_memory()
+        self._memory = self._device.allocate_pinned(_nbytes_of(_request_of(call)))
+
+    def begin(self, call: DeviceCall, stream: Stream) -> DeviceJob:
+        """Begin a call, after the work of `stream` so far; see `StagedBackend.begin`."""
+        return DeviceJob(
+            call=call, before=self._recorded(stream), done=self.take_event(),
+            number=self._next_number(),
+        )  # fmt: skip
+
+    def finish(self, job: DeviceJob) -> None:
+        """Execute a call; runs in the worker thread. The device may still copy the output back.
+
+        Raises
+        ------
+        TransportTimeout
+            If the device did not finish the caller's earlier work in time.
+        TransportError
+            If the device failed.
+        R2cclError
+            If the collective failed.
+        """
+        try:
+            self._carry_out(job)
+        except BaseException as exc:
+            job.error = exc
+            raise
+        finally:
+            self._end(job)
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the stream, then free all resources; the worker must be idle.
+
+        Raises
+        ------
+        TransportTimeout
+            If the device is still busy after `timeout_s` seconds; nothing was freed.
+        TransportError
+            If the device failed; not all resources were freed.
+        """
+        if not self._let_go(timeout_s):
+            raise self._still_busy("copies", timeout_s)
+        self._free()
+        self._free_memory()
+
+    def _free_memory(self) -> None:
+        memory, self._memory = self._memory, np.empty(0, np.uint8)
+        if memory.nbytes:
+            self._device.free_pinned(memory)
+
+    def _carry_out(self, job: DeviceJob) -> None:
+        request = _request_of(job.call)
+        self._device.wait(self._stream, job.before)
+        source = self._fetch(request.source, 0)
+        output = None
+        if request.output is not None:
+            output = self._fetch(request.output, _padded(request.source.nbytes))
+        fetched = self._recorded(self._stream)
+        self._await_copies(fetched, check=self._check, clock=self._clock, timeout_s=self._timeout_s)
+        self.recycle(fetched)
+        # The copies are apart, even if the arrays are the same.
+        self._run(
+            msgspec.structs.replace(
+                request, source=source, output=output, is_in_place=False, is_staged=True
+            )
+        )
+        if request.output is not None and output is not None and output.nbytes:
+            target = request.output.address
+            self._device.copy(target, output.address, output.nbytes, self._stream)
+
+    def _fetch(self, array: Any, at: int) -> Buffer:
+        """Enqueue the copy of a `DeviceBuffer` to offset `at`; return the view of the copy."""
+        memory = self._memory[at : at + array.nbytes]
+        copy = Buffer(
+            memory.view(dtype_of(array.dtype_code)),
+            array.dtype_code,
+            array.count,
+            array.itemsize,
+            array.nbytes,
+            memory,
+        )
+        if array.nbytes:
+            self._device.copy(copy.address, array.address, array.nbytes, self._stream)
+        return copy
+
+
+def _request_of(call: DeviceCall) -> Request:
+    assert call.request is not None, "see `supports`"
+    return call.request
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // LINE_NBYTES) * LINE_NBYTES
+
+
+def _nbytes_of(request: Request) -> int:
+    output = 0 if request.output is None else request.output.nbytes
+    return _padded(request.source.nbytes) + output
+
+
+__all__ = ["CopiedBackend", "is_copied"]
