@@ -78,8 +78,7 @@ class PeerMemory:
     board : IpcBoard
         Board shared by all ranks of the node.
     areas : sequence of int
-        Addresses of all ranks' areas in this process; this rank owns its own, and unmaps the
-        others.
+        Addresses of all ranks' areas in this process; `close` unmaps those of the others.
     area_nbytes : int
         Size in bytes of each half of an area: one is for inputs, the next for outputs.
     """
@@ -135,7 +134,7 @@ class PeerMemory:
         return news
 
     def _consider(self, allocation: int, address: int) -> None:
-        """AllocationOffer an allocation if it can be exported and was used before."""
+        """Offer an allocation if it can be exported and was used before."""
         if not self._seen.get(allocation, True) or self._offer.number or not allocation:
             return
         if self._seen.pop(allocation, None) is None:
@@ -227,12 +226,14 @@ class PeerMemory:
         return self._mapped[peer, place.slot] + place.offset
 
     def close(self) -> None:
-        """Unmap and free all memory; nothing may use it.
+        """Unmap the memory of the other ranks; nothing may use it.
+
+        This rank's area stays until the device is closed: other ranks may still have it mapped.
 
         Raises
         ------
         TransportError
-            If the device failed; not all memory was freed.
+            If the device failed; not all memory was unmapped.
         """
         for address in self._mapped.values():
             self._device.unmap(address)
