@@ -33,6 +33,10 @@ _ATTRIBUTES = (
     "MULTIPROCESSOR_COUNT",
 )
 _LIBNVVM = "nvvm/lib64/libnvvm.so"
+#: Where installers put the toolkit.
+_TOOLKIT = "/usr/local/cuda"
+#: Packages that contain libnvvm, for CUDA 13 and 12.
+_NVVM_PACKAGES = ("nvidia-nvvm", "nvidia-cuda-nvcc-cu12")
 
 
 class Finding(NamedTuple):
@@ -79,15 +83,24 @@ def compiler() -> Iterator[Finding]:
         yield Finding("missing", "compiler", "numba-cuda: pip install 'numba-cuda[cu13]'")
         return
     places = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
-    found = [
-        each for each in (*places, "/usr/local/cuda") if each and Path(each, _LIBNVVM).exists()
-    ]
-    if found:
-        text = f"numba-cuda {version}; libnvvm in {found[0]}"
-        text += "" if found[0] in places else f": export CUDA_HOME={found[0]} if no wheel has it"
-    else:
-        text = f"numba-cuda {version}; libnvvm must come from a wheel: numba-cuda[cu12] or [cu13]"
+    found = [each for each in (*places, _TOOLKIT) if each and Path(each, _LIBNVVM).exists()]
+    found += [name for name in _NVVM_PACKAGES if _is_installed(name)]
+    if not found:
+        how = "pip install 'numba-cuda[cu13]' or [cu12], or set CUDA_HOME to a CUDA toolkit"
+        yield Finding("missing", "compiler", f"libnvvm, which numba-cuda {version} needs: {how}")
+        return
+    text = f"numba-cuda {version}; libnvvm in {found[0]}"
+    if found == [_TOOLKIT] and _TOOLKIT not in places:
+        text += f": export CUDA_HOME={_TOOLKIT} if no kernel compiles"
     yield Finding("ok", "compiler", text)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def has_mps() -> bool:

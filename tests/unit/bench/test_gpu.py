@@ -672,12 +672,28 @@ def test_a_check_that_raises_fails_alone(bench: Any) -> None:
     assert "device" in str(found[0])
 
 
-@pytest.mark.parametrize("has_toolkit", [True, False])
+@pytest.mark.parametrize(
+    ("has_toolkit", "package", "state"),
+    [
+        (True, "", "ok"),
+        (False, "nvidia-nvvm", "ok"),
+        (False, "nvidia-cuda-nvcc-cu12", "ok"),
+        (False, "", "missing"),
+    ],
+)
 def test_the_preflight_says_where_libnvvm_is(
-    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_toolkit: bool
-) -> None:
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_toolkit: bool, package: str,
+    state: str,
+) -> None:  # fmt: skip
     preflight = bench("gpu_preflight")
-    monkeypatch.setattr(preflight.importlib.metadata, "version", lambda name: "1.0")
+
+    def version(name: str) -> str:
+        if name in ("numba-cuda", package):
+            return "1.0"
+        raise preflight.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(preflight.importlib.metadata, "version", version)
+    monkeypatch.setattr(preflight, "_TOOLKIT", str(tmp_path / "none"))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.delenv("CUDA_PATH", raising=False)
     if has_toolkit:
@@ -685,7 +701,10 @@ def test_the_preflight_says_where_libnvvm_is(
         library.parent.mkdir(parents=True)
         library.touch()
     (found,) = preflight.compiler()
-    assert (f"libnvvm in {tmp_path}" in found.text) is has_toolkit
+    assert found.state == state
+    where = f"libnvvm in {package or tmp_path}"
+    assert (where in found.text) is (state == "ok")
+    assert ("CUDA_HOME" in found.text) is (state == "missing")
 
 
 @pytest.mark.parametrize("is_on", [True, False])
