@@ -289,8 +289,11 @@ def _is_installed(name: str) -> bool:
 
 
 def _mpiexec() -> str:
-    """Return MPICH's launcher: beside this Python (pip's mpich), else on the path."""
-    beside = Path(sys.executable).with_name("mpiexec")
+    """Return MPICH's launcher: beside this Python (pip's mpich), else on the path.
+
+    Open MPI installs an `mpiexec`, too, in the place of MPICH's; only MPICH has the longer name.
+    """
+    beside = Path(sys.executable).with_name("mpiexec.hydra")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
         raise Unavailable("mpiexec not found: install the package mpich")
