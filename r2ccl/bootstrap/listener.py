@@ -178,7 +178,7 @@ class Listener:
         self._max_pending = max_pending
         self._allowance = _Allowance(monotonic)
         #: Connections that wait for the gate.
-        self._tasks: set[asyncio.Task[Handover]] = set()
+        self._tasks: dict[asyncio.Task[Handover], socket.socket] = {}
         #: Unauthenticated connections, oldest first (a dict keeps the order).
         self._pending: dict[socket.socket, _Handshake] = {}
         #: Ends the oldest unauthenticated connection when its time is over.
@@ -192,8 +192,9 @@ class Listener:
             self._resume(index)
 
     def descriptors(self) -> list[int]:
-        """Return the descriptors of the listening sockets and unauthenticated connections."""
-        return [sock.fileno() for sock in (*self._sockets, *self._pending)]
+        """Return the descriptors of the listening sockets and of connections not handed over."""
+        socks = (*self._sockets, *self._pending, *self._tasks.values())
+        return [sock.fileno() for sock in socks]
 
     async def close(self) -> None:
         """Stop accepting; close the listening sockets and all unfinished handshakes."""
@@ -308,12 +309,12 @@ class Listener:
         if not isinstance(admitted, Coroutine):
             return self._answer(made, admitted)
         task = asyncio.get_running_loop().create_task(admitted)
-        self._tasks.add(task)
+        self._tasks[task] = made.sock
         task.add_done_callback(partial(self._on_admitted, made))
         return None
 
     def _on_admitted(self, made: _Handshake, task: asyncio.Task[Handover]) -> None:
-        self._tasks.discard(task)
+        del self._tasks[task]
         self._run(made, lambda: self._answer(made, task.result()))
 
     def _answer(self, made: _Handshake, handover: Handover) -> Handover:

@@ -1,8 +1,8 @@
 """Start of the collectives of one communicator, and execution of those on host memory.
 
-Collectives run one at a time, in the order of the calls: blocking ones in the caller's thread,
-asynchronous ones, and blocking ones while an asynchronous one runs, in the communicator's worker
-thread. A call that fails outside the data loop ends the communicator, so that no peer waits for
+Collectives run one at a time, in the order of the calls. A blocking collective runs in the caller's
+thread, unless an asynchronous one is running. All others run in the communicator's worker thread. A
+call that fails outside the data loop ends the communicator, so that no peer waits for
 that call.
 """
 

@@ -252,7 +252,7 @@ class Participant:
             )
 
     def leave(self) -> None:
-        """Wait until every rank of the job has all its data."""
+        """Wait until every rank of the communicator has all its data; see `Engine.leave`."""
         self.collectives.in_turn(self.engine.leave)
 
     def free_memory(self, timeout_s: float) -> None:

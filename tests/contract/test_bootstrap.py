@@ -515,6 +515,19 @@ def test_a_dial_goes_on_until_it_is_expected(start_job: Callable[..., Job]) -> N
     assert why.startswith(f"{host}:{port} rejected the connection (closed during the handshake)")
 
 
+def test_a_fork_knows_a_connection_that_waits(start_job: Callable[..., Job]) -> None:
+    """A forked child replaces the descriptors, so that the connection ends with its owner."""
+    job = start_job(2)
+    job.wait_until_connected()
+    plane = job.planes[1]
+    known = set(plane.descriptors())
+    job.planes[0].dial_path(1, 0, 3, lambda _: None)  # the peer does not expect the path yet
+    give_up = time.monotonic() + WAIT_S
+    while not plane._listener._tasks:
+        assert time.monotonic() < give_up
+    assert set(plane.descriptors()) - known
+
+
 def exhausted(*_: Any, **__: Any) -> Any:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
