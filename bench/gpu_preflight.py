@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _ORDINAL = 0
-#: Packages that r2ccl needs, and packages with which it is only compared.
+#: Packages that r2ccl needs on a GPU, and packages that only comparisons and tests need.
 _NEEDED = ("numpy", "numba", "ml_dtypes", "msgspec", "psutil", "cuda-core", "cuda-bindings")
 _COMPARED = ("cupy-cuda13x", "cupy-cuda12x", "torch", "pytest")
 #: Attributes of the device that decide which backends work.
@@ -63,7 +63,7 @@ def packages() -> Iterator[Finding]:
 
 
 def torch() -> Iterator[Finding]:
-    """Compare the CUDA version of torch with that of the driver."""
+    """Report the CUDA version that torch was built for; nothing if torch is missing."""
     try:
         import torch
     except ImportError:
@@ -134,7 +134,9 @@ def device() -> Iterator[Finding]:
         capability = ".".join(map(str, gpu.capability))
         yield Finding("ok", "device", f"{gpu.bus_id}, compute capability {capability}, {told}")
         if not gpu.waits_on_memory:
-            yield Finding("failed", "streams", "cannot wait on memory: calls on it are refused")
+            yield Finding(
+                "failed", "streams", "cannot wait on memory: calls with GPU arrays are refused"
+            )
         begun_s = time.monotonic()
         float32 = next(code for code in CODES.values() if dtype_of(code).name == "float32")
         ptx = ptx_of(Form(dtype_code=float32, op=ReduceOp.SUM), gpu.capability, None)

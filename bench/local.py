@@ -2,7 +2,7 @@
 
 Rounds and loops are those of `peers`. Each MPI also runs with glibc's thresholds raised
 (``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``), so that it keeps its temporary memory. The
-ratio is r2ccl's time divided by that of the better MPI: below 1, r2ccl is faster.
+ratio is r2ccl's time in shared memory divided by that of the fastest MPI: below 1, r2ccl is faster.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def rows_of(samples: Samples, collective: str, nranks: int) -> list[dict[str, An
 
 def table_of(rows: list[dict[str, Any]], collective: str, nranks: int) -> Table:
     """Return the rows as a table, one line per size."""
-    table = Table(title=f"{collective}, float32, {nranks} ranks: µs, median; ratio to the better")
+    table = Table(
+        title=f"{collective}, float32, {nranks} ranks: µs, median; ratio to the faster MPI"
+    )
     names = list(rows[0]["median_us"])
     for name in ("size", *names, "ratio"):
         table.add_column(name, justify="right")

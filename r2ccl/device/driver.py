@@ -237,8 +237,8 @@ class CudaDevice:
             raise InternalError(f"{self._name} cannot reach {peer!r}, which is not a CudaDevice")
         if not self._cuda.call("cuDeviceCanAccessPeer", self._device, peer._device):
             raise TransportError(
-                f"{self._name} cannot reach the memory of {peer._name}: let data pass through "
-                "host memory",
+                f"{self._name} cannot reach the memory of {peer._name}: check "
+                "`nvidia-smi topo -p2p r`, or let data pass through host memory",
                 status="NO_PEER_ACCESS",
             )
         self._context.reach(peer._context)

@@ -67,7 +67,7 @@ class RemoteWrites:
         if self._ordering < _ALL_DEVICES and not self._can_flush:
             raise TransportError(
                 f"other GPUs may miss NIC writes to the memory of {self._name}, and its driver "
-                "supports no flush: let NICs write to other memory",
+                "supports no flush: let NICs write to the memory of the GPU that reads the data",
                 status="NO_FLUSH",
             )
         self._are_for_all = True

@@ -54,7 +54,8 @@ class GpuKernels(PeerKernels, ReductionKernels, Protocol):
 class GpuBackend(Protocol):
     """Executes collectives on GPU memory.
 
-    `PeerBackend`, `HierarchicalBackend`, `GpuDirectBackend` and `StagedBackend` implement it.
+    `PeerBackend`, `HierarchicalBackend`, `GpuDirectBackend`, `StagedBackend` and `CopiedBackend`
+    implement it.
     """
 
     def supports(self, call: DeviceCall) -> bool:

@@ -70,7 +70,7 @@ class CopiedBackend(SignalledStream):
         self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def supports(self, call: DeviceCall) -> bool:
-        """Return whether the call has its request."""
+        """Return whether `call` has the request of the caller, which this backend runs."""
         return call.request is not None
 
     def is_prepared(self, call: DeviceCall) -> bool:

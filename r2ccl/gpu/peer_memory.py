@@ -80,7 +80,7 @@ class PeerMemory:
     areas : sequence of int
         Addresses of all ranks' areas in this process; `close` unmaps those of the others.
     area_nbytes : int
-        Size in bytes of each half of an area: one is for inputs, the next for outputs.
+        Size in bytes of each half of an area: the first is for inputs, the second for outputs.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class PeerMemory:
     def place_of(self, address: int) -> ArrayPlace:
         """Return the place of an array of this rank; 0 stands for an array that it does not have.
 
-        The place may lead to an offer, which `take_news` returns.
+        The second use of an allocation offers it to the other ranks; see `take_news`.
         """
         if not address:
             return ArrayPlace(ABSENT, 0)

@@ -51,7 +51,10 @@ def compile_reducer(dtype: np.dtype[Any], op: ReduceOp) -> Callable[[Bits, Bits,
 def compile_map(
     dtype: np.dtype[Any], function: Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 ) -> Callable[[Bits, Bits], None]:
-    """Return ``kernel(source, out)`` that applies `function`, given in float32, to each element."""
+    """Return ``kernel(source, out)``, which applies `function` to each element of an 8-bit type.
+
+    `function` takes and returns float32 arrays; its results are rounded to `dtype`.
+    """
     table = _bits(function(_ALL.view(dtype).astype(np.float32)), dtype)
     lookup = compile_loop(_map_bits, types.void(_OPERAND, _RESULT, _OPERAND))
     return lambda source, out: lookup(source, out, table)

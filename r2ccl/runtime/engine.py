@@ -199,7 +199,8 @@ class Engine:
     def derived(self, context: Context) -> Engine:
         """Return the engine of a new communicator, which shares the data loop.
 
-        It begins with a whole health; its rank 0 then has the others agree on that of the job.
+        It begins with the health of a network without failures, except for excluded rails. Its
+        rank 0 then starts an agreement of its ranks on the present health of the job.
 
         Parameters
         ----------

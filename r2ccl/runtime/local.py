@@ -48,7 +48,7 @@ _REASON_NBYTES = 200
 
 
 class _Repeatable(NamedTuple):
-    """An allreduce on NumPy arrays: what must be equal for the next call to need no checks."""
+    """Properties of a checked allreduce on NumPy arrays; a call with equal ones needs no checks."""
 
     make: Callable[..., Request]
     nbytes: int
@@ -93,7 +93,7 @@ class LocalCalls:
     # Calls
 
     def takes(self, call: CallSignature) -> bool:
-        """Return whether a call without a schedule of the caller takes this path.
+        """Return whether a call takes this path, by its collective, dtype and op.
 
         Raises
         ------
@@ -110,7 +110,19 @@ class LocalCalls:
         return found
 
     def run(self, request: Request) -> bool:
-        """Run a call without a conversion if it takes this path; return whether it does."""
+        """Run a call without a conversion if it takes this path; return whether it does.
+
+        Any error ends the communicator.
+
+        Raises
+        ------
+        InvalidArgument
+            If another rank makes a different call.
+        CommunicatorRevoked
+            If the communicator was revoked because an earlier call here failed.
+        R2cclError
+            If the communicator ends during the call, or the call times out.
+        """
         call, source, output = request.signature, request.source, request.output
         is_divided = call.collective == Collective.REDUCE_SCATTER and request.parts is not None
         if request.schedule is not None or is_divided or not self.takes(call):
@@ -122,7 +134,10 @@ class LocalCalls:
         return True
 
     def collect(self, call: CallSignature, source: Array, output: Array) -> bool:
-        """Run a barrier, an allgather in place, or an allreduce of joined arrays, as `run`."""
+        """Run a barrier, an allgather in place, or an allreduce of the arrays of a group.
+
+        Returns and raises as `run`.
+        """
         if not self.takes(call):
             return False
         if call.collective == Collective.BARRIER:
@@ -160,7 +175,7 @@ class LocalCalls:
         self._engine.check()
         raise CommunicatorRevoked(
             f"rank {self._engine.rank}: the communicator was revoked: a call in shared memory "
-            "failed before"
+            "failed before; fix the first error"
         )
 
     # The same allreduce again
@@ -168,7 +183,8 @@ class LocalCalls:
     def remember(self, make: Callable[..., Request], x: Any, out: Any, request: Request) -> None:
         """Remember an allreduce that `run` has run, so that `repeat` can run it again.
 
-        It can if the arrays are NumPy's and C-contiguous, so that no copy was made of them.
+        `make`, `x` and `out` are the function that made `request` and its arguments. The call is
+        remembered only if it used the arrays themselves: NumPy arrays that are C-contiguous.
         """
         self._last = None
         call = request.signature
@@ -181,7 +197,11 @@ class LocalCalls:
             )  # fmt: skip
 
     def repeats(self, make: Callable[..., Request], given: tuple[Any, ...]) -> bool:
-        """Return whether a call is like the one that was remembered, on arrays like those."""
+        """Return whether `repeat` can run ``make(x, out, op)``; `given` is ``(x, out, op)``.
+
+        It can if an allreduce by `make` with this op is remembered, and its arrays had the types,
+        sizes and flags of these, which must not overlap unless they are the same.
+        """
         last = self._last
         if last is None or make is not last.make:
             return False
@@ -199,7 +219,7 @@ class LocalCalls:
         )
 
     def repeat(self, x: Array, out: Array) -> None:
-        """Run the remembered allreduce again, on arrays for which `repeats` was true."""
+        """Run the remembered allreduce on arrays for which `repeats` was true; raises as `run`."""
         if self._has_ended:
             self._refuse()
         last = self._last
@@ -252,7 +272,7 @@ def connect(
     Parameters
     ----------
     engine : Engine
-        Of the communicator.
+        Engine of the communicator.
     control : ControlPlane
     exchange : callable
         Allgathers bytes between the ranks of the communicator.

@@ -1,7 +1,7 @@
 """Waits of the calls of one communicator: their descriptions, and the wait in shared memory.
 
-A description may be read in any thread, and while the data loop hangs. Descriptions have the ranks
-of the job.
+Descriptions may be made in any thread, and while the data loop hangs. They number the ranks as the
+job does, not as the communicator.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ class Waits:
         resume: Callable[[], bool],
         missing: Callable[[], Missing],
     ) -> None:
-        """Call `resume` until it returns True: the running call in shared memory has finished.
+        """Call `resume` until it returns True: the running call in shared memory has ended.
 
-        Meanwhile, this thread runs the data loop if no other one does.
+        Between its calls, this thread runs the data loop if no other one does.
 
         Parameters
         ----------
@@ -133,7 +133,7 @@ class Waits:
         signature : int
             Its packed signature.
         resume : callable
-            Waits some milliseconds for peers, without the GIL; returns whether the call is done.
+            Waits some milliseconds for peers, without the GIL; returns whether the call has ended.
         missing : callable
             Returns the ranks that have not made the call, and the rank that it waits for.
 
@@ -174,13 +174,14 @@ class Waits:
             self.local_op = 0
 
     def _require_same(self, op: int, signature: int, missing: Callable[[], Missing]) -> None:
-        """Check that no rank makes another call numbered `op`, over the network."""
+        """Raise InvalidArgument if a rank has made another call numbered `op`, over the network."""
         rank, members = self._rank, self._context.members
         for theirs, peer, _ in tuple(self._calls.ahead.get(op, ())):
             raise difference(op, rank, peer, signature, theirs)
         if self._desync.asked_op < op:
             return
-        # Read in this order: a rank has come before it tells that it has ended the call.
+        # The reports are read before the absent ranks: a rank reports a call in shared memory only
+        # after it has ended the call, and it is not absent from then on.
         called = [members[peer] for peer, last in self._desync.said.copy().items() if last >= op]
         for absent in missing()[0] if called else ():
             if absent in called:

@@ -1,11 +1,12 @@
 """Collectives between ranks of one host, through memory that their processes share.
 
-Each rank owns one segment, a sealed memfd that every other rank of the host maps:
+For each communicator, a rank owns one segment, a sealed memfd that the other ranks map:
 
-- `segment` creates, passes and maps segments;
+- `segment` creates and maps segments, `passing` passes them to the other ranks;
+- `layout` has the offsets in a segment, and the state in which a rank keeps its position in a call;
 - `atomics` has the loads, stores and system calls that compiled code makes on them;
 - `waiting` waits in compiled code until a peer has advanced;
-- `state` is the memory in which a rank keeps its position in a call;
+- `rounds` has the compiled steps that all collectives share;
 - `exchange` is the compiled loop of all collectives that move parts, or reduce them once;
 - `allreduce` is the compiled pipeline of large allreduces;
 - `group` has `LocalGroup`, the object that a communicator calls.

@@ -3,7 +3,8 @@
 Each chunk is divided into one share per rank. In round k, a rank copies the shares of its peers
 from its input to its stage slot, reduces its own share of chunk k - 1 from the stage slots of all
 ranks to its result slot, and copies all shares of chunk k - 2 from the result slots to its output.
-Each element is read and written twice by every rank, for any number of ranks.
+For each byte of its input, a rank reads less than three bytes and writes two, for any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ def compiled_allreduce() -> Allreduce:
     -------
     callable
         ``allreduce(state, source_at, target_at, nbytes, most, kernel, signature, flags)``; returns
-        one of the results in `layout`. `source_at` and `target_at` are addresses of pointers to the
-        input and the output, which may be equal. Chunks have at most `most` bytes, a multiple of 64
-        and at most `SLOT_NBYTES`.
+        one of the results in `layout`. `state` is the address of the state; `source_at` and
+        `target_at` are addresses of pointers to the input and the output, of `nbytes` bytes, which
+        may be equal. Chunks have at most `most` bytes, a multiple of 64 and at most `SLOT_NBYTES`.
+        `kernel` is the address of a kernel of `r2ccl.kernels.fold`, `flags` is 0 or `RESUME`.
     """
     version = digest_of(atomics, layout, rounds, waiting)
 

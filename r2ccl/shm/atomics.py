@@ -160,7 +160,10 @@ def current_cpu(typing_context: Any) -> Any:
 
 @intrinsic
 def read_affinity(typing_context: Any, address: Any, nbytes: Any) -> Any:
-    """Write this thread's set of allowed CPUs to `address`: sched_getaffinity(2)."""
+    """Write this thread's set of allowed CPUs to `address`: sched_getaffinity(2).
+
+    The set has at most `nbytes` bytes. Returns the number of bytes written; -1 if the call failed.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _call_system(builder, _GET_AFFINITY, [_I64(0), args[1], args[0]])
@@ -170,7 +173,10 @@ def read_affinity(typing_context: Any, address: Any, nbytes: Any) -> Any:
 
 @intrinsic
 def write_affinity(typing_context: Any, address: Any, nbytes: Any) -> Any:
-    """Let this thread run on the CPUs in the set at `address`: sched_setaffinity(2)."""
+    """Let this thread run only on the CPUs in the set at `address`: sched_setaffinity(2).
+
+    The set has `nbytes` bytes. Returns 0; -1 if the call failed.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _call_system(builder, _SET_AFFINITY, [_I64(0), args[1], args[0]])
@@ -240,7 +246,7 @@ def stream(typing_context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def words_at(typing_context: Any, address: Any) -> Any:
-    """Return the address as a pointer to 64-bit words, for `numba.carray`."""
+    """Return the address as a pointer to 64-bit words."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = context.get_value_type(types.CPointer(types.int64))

@@ -67,11 +67,13 @@ def compiled_exchange() -> Exchange:
     -------
     callable
         ``exchange(state, source_at, source_step, target_at, target_step, nbytes, root, kernel,
-        signature, flags)``; returns one of the results in `layout`. `source_at` and `target_at` are
-        addresses of pointers to the input and the output. The part that rank s sends to rank d has
-        `nbytes` bytes at ``input + d * source_step`` of rank s, and is copied to ``output + s *
-        target_step`` of rank d. With a `kernel`, the parts of all ranks are reduced to ``output``
-        instead. With `TABLES`, addresses and sizes are those in the state.
+        signature, flags)``; returns one of the results in `layout`. `state` is the address of the
+        state; `source_at` and `target_at` are those of pointers to the input and the output.
+        `flags` combines flags in `layout`. The part that rank s sends to rank d has `nbytes` bytes
+        at ``input + d * source_step`` of rank s, and is copied to ``output + s * target_step`` of
+        rank d. If `kernel` is not 0 but the address of a kernel of `r2ccl.kernels.fold`, the parts
+        of all ranks are reduced to ``output`` instead. With `TABLES`, addresses and sizes are those
+        in the state.
     """
     version = digest_of(atomics, layout, rounds, waiting)
 

@@ -81,7 +81,7 @@ _DATA = _data_offset()
 
 
 class CallsDiffer(Exception):
-    """The calls of two ranks differ, or the sizes of what they pass to each other.
+    """The calls of two ranks differ, or the size that one sends from that the other expects.
 
     Parameters
     ----------
@@ -90,7 +90,8 @@ class CallsDiffer(Exception):
     own, call : int
         Packed signatures of this rank's call and of the other's.
     sent_nbytes, wanted_nbytes : int
-        If the signatures are equal: what it sends to this rank, and what this rank expects.
+        If the signatures are equal: bytes that the other rank sends to this rank, and bytes that
+        this rank expects from it; otherwise 0.
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class LocalGroup:
     If a peer does not arrive soon, a call passes a function to `attend`, which calls it until it
     returns True, that is, until the call has finished. `attend` may raise to give the call up; then
     no further call may be made, as after any error, and the contents of outputs are undefined.
-    Every collective raises `CallsDiffer` and the errors of `attend`.
+    Every collective raises `CallsDiffer` and the errors of `attend`; every reduction raises
+    `InvalidArgument` if there is no kernel for its dtype and op (see `has_kernel`).
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class LocalGroup:
         attend : callable
             Waits for peers, see `Attend`.
         obstacle : str
-            Reason why this rank cannot share memory, if the caller has one.
+            Reason why this rank cannot share memory; empty: the caller knows none.
         connect_timeout_s : float
             Seconds that this call waits for a peer.
         communicator : bytes
@@ -196,7 +198,10 @@ class LocalGroup:
             if own is not None:
                 own.close()
                 unable = [rank for rank, each in zip(ranks, told, strict=True) if each != host]
-                problem = f"ranks {unable} cannot, or are another user or in other namespaces"
+                problem = (
+                    f"ranks {unable} cannot, or run as another user or in other namespaces: run "
+                    "all ranks of a host as one user in one container"
+                )
             raise TransportError(f"rank {ranks[index]} cannot share memory: {problem}")
         try:
             peers = pass_segments(own, place, exchange, secret, connect_timeout_s)
@@ -244,13 +249,9 @@ class LocalGroup:
     def allreduce(self, source: Array, output: Array, code: int, op: int, digest: int = 0) -> None:
         """Reduce `source` of all ranks to `output` on all ranks; they may be equal.
 
-        `digest`, of 12 bits, must be equal on all ranks. The result has the same bits on all ranks,
-        and those of a reduction in rank order.
-
-        Raises
-        ------
-        InvalidArgument
-            If there is no kernel for the dtype and op (see `has_kernel`), or as for every call.
+        `digest`, a number of 12 bits, must be equal on all ranks; the call compares it as it does
+        the dtype. The result has the same bits on all ranks, and those of a reduction in rank
+        order.
         """
         key = (code << 4) | op
         kernel = self._kernels.get(key) or self._kernel(code, op)
@@ -345,7 +346,10 @@ class LocalGroup:
     def gatherv(
         self, source: Array, output: Array, code: int, places: Ranges | None, root: int
     ) -> None:
-        """Copy `source` of rank r to range ``places[r]`` of `output` of `root`."""
+        """Copy `source` of rank r to range ``places[r]`` of `output` of `root`.
+
+        On other ranks, `places` is None.
+        """
         sent, put = self._no_parts(), places if places is not None else self._no_parts()
         sent[root] = (0, source.size)
         self._exchange_parts(Collective.GATHERV, code, 0, source, sent, output, put, TO_ROOT, root)
@@ -353,7 +357,10 @@ class LocalGroup:
     def scatterv(
         self, source: Array, output: Array, code: int, places: Ranges | None, root: int
     ) -> None:
-        """Copy range ``places[r]`` of `source` of `root` to `output` of rank r."""
+        """Copy range ``places[r]`` of `source` of `root` to `output` of rank r.
+
+        On other ranks, `places` is None.
+        """
         put, sent = self._no_parts(), places if places is not None else self._no_parts()
         put[root] = (0, output.size)
         self._exchange_parts(
@@ -368,7 +375,7 @@ class LocalGroup:
         self._exchange_parts(Collective.ALLTOALLV, code, 0, source, sent, output, put, 0, 0)
 
     def has_kernel(self, code: int, op: int) -> bool:
-        """Return whether there is a kernel for a dtype and op; others raise `InvalidArgument`.
+        """Return whether reductions support a dtype and op.
 
         Raises
         ------
@@ -380,7 +387,7 @@ class LocalGroup:
     # The end of the group
 
     def wake(self) -> None:
-        """Make a call that waits call `attend` again soon; any thread may call it."""
+        """Make a call that waits in compiled code return to `attend`; any thread may call it."""
         self._wake_all(self._state)
 
     def close(self) -> None:
@@ -482,7 +489,7 @@ class LocalGroup:
         if not kernel:
             raise InvalidArgument(
                 f"op={ReduceOp(op).name} for dtype {dtype_name(code)}: there is no kernel for "
-                "shared memory"
+                "shared memory; use a communicator, which reduces it over the network"
             )
         self._kernels[(code << 4) | op] = kernel
         return kernel

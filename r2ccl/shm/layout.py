@@ -10,21 +10,23 @@ from __future__ import annotations
 #: Bytes between words that different ranks write. Two lines of 64 bytes, because Intel's processors
 #: fetch lines in pairs; lines of some arm64 processors have 128 bytes.
 LINE_NBYTES = 128
-#: Segments are mapped at multiples of this, which POSTED and DONE are below.
+#: Segments are mapped at multiples of this. POSTED and DONE are smaller, so the address of such a
+#: word, rounded down, is that of its segment.
 PAGE_NBYTES = 4096
 
 # Offsets in a segment, in bytes.
 
-#: Last round whose data the owner has put into its stage slot; its header is valid before.
+#: Last round whose data the owner has put into its stage slot. The header of a call is written
+#: before the word is set to the first round of the call.
 POSTED = 0
-#: In the line of POSTED, two words each, for calls with even and odd numbers: the signature of the
-#: call, and the number of rounds that the owner needs.
+#: Header of a call, in the line of POSTED, two words each, for calls with even and odd numbers: the
+#: signature of the call, and the number of rounds that the owner needs.
 SIGNATURES, NROUNDS = 16, 32
 #: Last round whose slots the owner has read; its result slot is valid.
 DONE = 2 * LINE_NBYTES
-#: Threads that sleep until the word changes: this far behind POSTED and DONE.
+#: Offset from POSTED, and from DONE, to the number of threads that sleep until that word changes.
 WAITERS = LINE_NBYTES
-#: CPU on which the owner last found that it waits for too long.
+#: 1 + the number of the CPU on which the owner was in its last wait that lasted long; 0: none yet.
 CPU = 9 * LINE_NBYTES
 #: Two rows, for calls with even and odd numbers: bytes that the owner sends to each rank, for
 #: collectives whose parts differ in size.
@@ -44,7 +46,7 @@ assert LENGTHS + 2 * 8 * MAX_NRANKS <= SLOTS
 RANK, NRANKS = 0, 1
 #: Last round of the previous call; number of calls begun.
 LAST, NCALLS = 2, 3
-#: All peers have read the stage slots of this round and those before.
+#: Last round whose stage slot all peers have read.
 SAFE = 4
 #: Position in the call: the next round (from 0) and the next step in it; see `exchange`.
 ROUND, STEP = 5, 6
@@ -81,7 +83,7 @@ def state_size(nranks: int) -> int:
 FINISHED = 0
 #: The call waits for AWAITED; call it again with RESUME.
 WAITING = 1
-#: AWAITED made another call, or expects another size.
+#: AWAITED made another call, or sends a part of another size than this rank expects.
 DIFFERS, DIFFERS_IN_SIZE = 2, 3
 
 # Flags of a compiled call.

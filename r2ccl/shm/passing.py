@@ -166,20 +166,20 @@ def _swap(connection: socket.socket, own: Segment) -> Segment:
     if message != b"s" or len(descriptors) != 1:
         for each in descriptors:
             os.close(each)
-        raise HandshakeRejected("no descriptor")
+        raise HandshakeRejected("a peer passed no descriptor")
     segment = Segment(descriptors[0])
     segment.close_descriptor()
     return segment
 
 
 def _check_process(connection: socket.socket) -> None:
-    """Check that the process at the other end is of this process's user and PID namespace."""
+    """Raise HandshakeRejected if the peer has another user or PID namespace than this process."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(packed)
     if uid != os.geteuid():
-        raise HandshakeRejected(f"user {uid}, expected user {os.geteuid()}")
+        raise HandshakeRejected(f"a peer runs as user {uid}, expected is user {os.geteuid()}")
     if pid == 0:
-        raise HandshakeRejected("another PID namespace")
+        raise HandshakeRejected("a peer runs in another PID namespace")
 
 
 def _receive(connection: socket.socket, nbytes: int) -> bytes:
@@ -187,7 +187,7 @@ def _receive(connection: socket.socket, nbytes: int) -> bytes:
     while len(received) < nbytes:
         some = connection.recv(nbytes - len(received))
         if not some:
-            raise HandshakeRejected("connection closed")
+            raise HandshakeRejected("a peer closed the connection")
         received += some
     return received
 

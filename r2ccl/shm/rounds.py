@@ -1,4 +1,4 @@
-"""Steps that all compiled collectives share: the begin of a call, its check, copies of results."""
+"""Steps that all compiled collectives share: begin a call, compare it with the peers', copy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from r2ccl.shm.waiting import wait
 
 @inlined
 def begin(state: Any, total: Any) -> None:
-    """Set the position to the begin of a call for which this rank needs `total` rounds."""
+    """Set the state to the beginning of a call for which this rank needs `total` rounds."""
     state[ROUND] = -1
     state[STEP] = 0
     state[NCALLS] += 1
@@ -40,7 +40,10 @@ def begin(state: Any, total: Any) -> None:
 
 @inlined
 def write_header(state: Any, address: Any, signature: Any) -> Any:
-    """Write the header of the call; return whether the first stage slot may be written."""
+    """Write the header of the call and return True; the first stage slot is then free.
+
+    Returns False, and writes nothing, if the slot is not free yet: AWAITED still reads it.
+    """
     oldest = state[LAST] + 1 - NSLOTS
     if state[SAFE] < oldest:
         if not wait_for_all(state, address, DONE, oldest):
@@ -56,7 +59,11 @@ def write_header(state: Any, address: Any, signature: Any) -> Any:
 
 @inlined
 def compare_headers(state: Any, address: Any, signature: Any) -> Any:
-    """Wait for all headers; check that all ranks make the same call, and agree on its rounds."""
+    """Compare the headers of all ranks, and set the number of rounds to the largest in them.
+
+    Returns FINISHED if all signatures are equal, DIFFERS if that of AWAITED is not this rank's, and
+    WAITING if AWAITED has not posted its header yet.
+    """
     first = state[LAST] + 1
     if not wait_for_all(state, address, POSTED, first):
         return WAITING

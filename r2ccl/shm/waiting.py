@@ -56,8 +56,9 @@ from r2ccl.shm.layout import (
     YIELDS,
 )
 
-#: One in so many waits for which the pauses did not suffice pauses for the longest time. Two ranks
-#: that wake each other are always late, so short pauses alone would never suffice again.
+#: After this number of successive waits for which the pauses did not suffice, a wait pauses for the
+#: longest time. Two ranks that wake each other are always late, so short pauses alone would never
+#: suffice again.
 _PROBE_EVERY = 16
 
 
@@ -97,14 +98,18 @@ def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
 
 @inlined
 def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
-    """Wait until the word at an address is at least `value`; return whether it is.
+    """Wait until a word of a peer is at least `value`; return whether it is.
+
+    Returns False after a sleep of `SLEEP_NS`, a signal or `wake_all`.
 
     Parameters
     ----------
     state : pointer to int64
     address : int64
         Address of the state.
-    word, value : int64
+    word : int64
+        Address of the word: POSTED or DONE of a segment.
+    value : int64
     """
     if load_acquire(word) >= value:
         return True

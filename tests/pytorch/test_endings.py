@@ -1,4 +1,4 @@
-"""Process groups end as torch's programs expect: with an error in time, and without a trace."""
+"""Process groups end as torch's programs expect: errors come in time, and nothing is left over."""
 
 from __future__ import annotations
 

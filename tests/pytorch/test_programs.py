@@ -1,4 +1,4 @@
-"""The example and the bench for torch run as they say."""
+"""The example and the bench for torch run, and print what their docstrings promise."""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ class Health(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.version < 0 or self.nrails < 1:
             raise InvalidArgument(
-                f"version {self.version}, {self.nrails} rails; allowed are a version of 0 or more "
-                "and at least one rail"
+                f"a health table of version {self.version} with {self.nrails} rails; allowed are a "
+                "version of 0 or more and at least one rail"
             )
         if not self.shares or len(self.shares) % self.nrails:
             raise InvalidArgument(

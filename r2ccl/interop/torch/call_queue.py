@@ -52,7 +52,10 @@ class QueuedCall:
         return not self._ended.locked()
 
     def wait(self, timeout_s: float = -1) -> bool:
-        """Wait until the call has ended, or up to `timeout_s` seconds; return whether it has."""
+        """Wait up to `timeout_s` seconds until the call has ended; return whether it has.
+
+        -1 means no limit.
+        """
         if not self._ended.acquire(timeout=timeout_s):
             return False
         self._ended.release()

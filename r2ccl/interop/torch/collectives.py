@@ -3,6 +3,9 @@
 Each function takes the communicator, the arguments of the method of ``ProcessGroup`` with its name,
 and its options; it blocks until the result is in the tensors. Where torch's shorter forms pass a
 tensor, the longer ones pass a list with that tensor; the functions take both.
+
+The functions raise `InvalidArgument` if tensors do not fit each other or cannot be viewed as
+arrays, and the errors of the communicator's call.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ _OPERATIONS = {
     _KINDS.BOR: ReduceOp.BOR,
     _KINDS.BXOR: ReduceOp.BXOR,
 }
-#: A sum of bools is true if any is, as NCCL has it and as gloo's sums of bytes read.
+#: A sum of bools is true if any of them is, as with NCCL. gloo adds the bytes, with the same truth.
 _ON_BOOL = {_KINDS.SUM: ReduceOp.LOR, _KINDS.PRODUCT: ReduceOp.LAND}
 
 

@@ -105,7 +105,9 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     Notes
     -----
-    Collectives run in the order of the calls. A call with ``async_op=True`` runs in another thread.
+    Collectives run in the order of the calls. A call with ``async_op=True``, or with a shorter
+    timeout than the communicator's, runs in another thread. Methods raise the errors of r2ccl as
+    `torch.distributed.DistBackendError`.
     """
 
     supports_splitting = True
@@ -127,9 +129,14 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @classmethod
     def connect(cls, opts: Any) -> R2cclProcessGroup:
-        """Return the group that ``_DistributedBackendOptions`` describe.
+        """Connect the group that `opts`, torch's ``_DistributedBackendOptions``, describe.
 
         *Collective*: all ranks of the group.
+
+        Raises
+        ------
+        DistBackendError
+            If the ranks do not meet in time, or cannot be connected.
         """
         with translated():
             made = _connections.communicator(opts)
@@ -166,7 +173,11 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def _start(self, fn: Callable[[], None], results: Any, opts: Any) -> CollectiveWork:
-        """Run `fn`, in this thread if the call is blocking and no other is queued."""
+        """Run `fn` and return its handle, after its end if the call is blocking.
+
+        A blocking call runs in this thread if no other is queued and its timeout is not shorter
+        than the communicator's.
+        """
         self._ncalls += 1
         timeout_s = seconds(opts.timeout, self._timeout_s)
         result = [] if not results else results[0]
@@ -209,9 +220,20 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks; on rank 0, raise an error that names those that are missing.
+        """Wait until all ranks have called this.
 
-        With `wait_all_ranks`, it names all of them, otherwise the first.
+        Parameters
+        ----------
+        timeout : timedelta, optional
+            Longest wait. Default: the timeout of the group.
+        wait_all_ranks : bool
+            True: the error on rank 0 names all missing ranks. False: it names the first one.
+
+        Raises
+        ------
+        DistBackendError
+            On every rank that called it, if a rank did not call it in time. On rank 0 the error
+            names missing ranks; on the others it names rank 0.
         """
         limit_s = seconds(timeout, self._timeout_s)
         tag = _BARRIER_TAG + next(self._nbarriers)
@@ -243,8 +265,8 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         except TransportTimeout as exc:
             request.cancel()
             raise dist.DistBackendError(
-                f"rank {self.communicator.rank}: rank {rank} did not pass monitored_barrier "
-                f"within {limit_s:g} s"
+                f"rank {self.communicator.rank}: rank {rank} did not pass monitored_barrier in "
+                "time: look at that rank's own log"
             ) from exc
 
     # Groups
@@ -278,7 +300,13 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @translated()
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of calls from now on; it can only become shorter than that of `init`."""
+        """Set the timeout of later calls: above 0, and at most that of ``init_process_group``.
+
+        Raises
+        ------
+        DistBackendError
+            If `timeout` is out of this range.
+        """
         limit_s = self.communicator.config.timeout_s
         if not 0 < timeout.total_seconds() <= limit_s:
             raise InvalidArgument(
@@ -370,7 +398,9 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: Any) -> R2cclProcessGroup:
         kinds = dist.Backend.backend_capability["r2ccl"]
         if torch.device(device).type not in kinds:
-            raise InvalidArgument(f"r2ccl has no tensors on {device}: allowed are {kinds}")
+            raise InvalidArgument(
+                f"r2ccl has no tensors on {device}: allowed are {', '.join(kinds)}"
+            )
         return self
 
     @property

@@ -33,6 +33,11 @@ class StoreRanks:
     rank, nranks : int
     timeout : timedelta
         Longest wait for the other ranks.
+
+    Notes
+    -----
+    *Collective*: all ranks, in the same order. Methods that exchange values raise
+    `TransportTimeout` if a rank does not take part in time.
     """
 
     def __init__(self, store: Any, rank: int, nranks: int, timeout: timedelta) -> None:
@@ -73,7 +78,7 @@ class StoreRanks:
         return json.loads(self._store.get(key))
 
     def _wait(self, keys: dict[int, str]) -> None:
-        """Wait for `keys`, each of which the rank before it sets."""
+        """Wait until the ranks in `keys` have set their keys."""
         try:
             self._store.wait(list(keys.values()), self._timeout)
         except RuntimeError as exc:
@@ -92,7 +97,10 @@ class StoreRanks:
 
 
 class TorchConnections:
-    """The communicator of all ranks of this process, of which those of other groups are made."""
+    """Makes the communicators of this process's groups, on the connections of the first one.
+
+    The first one is that of the process group of all ranks, if that group is on r2ccl.
+    """
 
     def __init__(self) -> None:
         self._whole: Communicator | None = None
@@ -103,6 +111,13 @@ class TorchConnections:
         Parameters
         ----------
         opts : torch.distributed._DistributedBackendOptions
+
+        Raises
+        ------
+        TransportTimeout
+            If a rank of the group does not meet the others in time.
+        R2cclError
+            If `r2ccl.init` or `Communicator.create_among` raises it.
 
         Notes
         -----

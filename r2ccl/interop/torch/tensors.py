@@ -1,7 +1,8 @@
 """Tensors as the arrays that a `Communicator` takes: without a copy where their memory is in order.
 
-A tensor is in order if its elements are one block of memory, in the order of its indices. Others
-are copied before a call, and the result is copied back after it.
+A tensor is *in order* if its elements are one block of memory, in the order of its indices, and it
+is not a conjugate or negative view. Others are copied before a call, and the result is copied back
+after it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ _EXTENSIONS = {
 
 
 def one(tensors: Any) -> Tensor:
-    """Return the only tensor of a list, or `tensors` itself if it is a tensor."""
+    """Return the only tensor of a list, or `tensors` itself if it is a tensor.
+
+    Raises
+    ------
+    InvalidArgument
+        If the list has no tensor, or several.
+    """
     found = tensors_of(tensors)
     if len(found) != 1:
         raise InvalidArgument(f"{len(found)} tensors were given: pass a list of one tensor")
@@ -104,6 +111,11 @@ def joined(tensors: Sequence[Tensor], *, is_read: bool) -> Tensor:
 
     It is a view if the tensors follow one another in memory, otherwise a new tensor, with their
     values if `is_read`. `divide` copies it back.
+
+    Raises
+    ------
+    InvalidArgument
+        If the tensors differ in dtype or device, or one is sparse.
     """
     first = tensors[0]
     for each in tensors:

@@ -35,16 +35,20 @@ def seconds(timeout: timedelta | None, default_s: float) -> float:
 
 
 class _AnyWork(dist.Work):  # type: ignore[misc]
-    """What both handles have in common; their ``_join`` waits and returns whether it is over."""
+    """Base of both handles; ``_join(timeout_s)`` waits, and returns whether the call has ended."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the call has finished; raise its error.
+        """Block until the call has finished; return True.
 
         Parameters
         ----------
         timeout : timedelta, optional
-            Longest wait; then RuntimeError is raised, and the call continues. Default: that of the
-            call.
+            Longest wait. Default: the timeout of the call.
+
+        Raises
+        ------
+        DistBackendError
+            If the call failed, or has not finished after `timeout`; then it continues.
         """
         limit_s = seconds(timeout, math.inf)
         if not self._join(limit_s):
@@ -101,7 +105,7 @@ class CollectiveWork(_AnyWork):
         self._on_timeout = on_timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the call has finished; raise its error."""
+        """Block until the call has finished; return True, or raise as `_AnyWork.wait`."""
         # torch waits for blocking calls, too, which have ended.
         return (self._call.has_ended and self._call.error is None) or super().wait(timeout)
 
@@ -138,7 +142,8 @@ class MessageWork(_AnyWork):
     tensors : list of Tensor
         Tensors of the call.
     timeout_s : float
-        Timeout of the message, in seconds, from the first wait on.
+        Longest wait, in seconds. A wait that reaches it cancels the message, which then has failed;
+        a shorter wait does not.
     finish : callable, optional
         Called once after the message has been received.
     """

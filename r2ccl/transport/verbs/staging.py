@@ -113,7 +113,7 @@ class Staging:
         if found is None:
             raise InternalError(
                 f"{len(view)} bytes of device memory at {address:#x} are not registered: the array "
-                "was perhaps freed while a collective used it"
+                "was perhaps freed while a collective used it; keep it alive until the call is done"
             )
         found.pin()
         keys = found.keys(nic)
