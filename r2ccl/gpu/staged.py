@@ -157,6 +157,11 @@ class StagedBackend(SignalledStream):
         widest : int
             Number of elements of the widest call that must have as many windows as this one.
 
+        Returns
+        -------
+        StagedJob
+            Argument of `finish`, which the worker must call for the part.
+
         Raises
         ------
         TransportError
