@@ -53,11 +53,6 @@ _SETTLE_S = 2.0
 _MOST_INTERRUPTS = 1_000
 #: Time that running calls have to end after the communicator was closed.
 _LAST_CALL_S = 10.0
-#: A wait that yields the processor for longer shares it with a busy process. The kernel lets that
-#: process use up its time slice of some milliseconds, but interrupts it for one that was asleep.
-_LONG_YIELD_S = 500e-6
-#: Time for which waits then sleep at once, until one tries again to yield.
-_CROWDED_S = 0.1
 #: Interval of timer checks while a call waits; the default suspicion timeout is 25 times as long.
 _TICK_S = 0.02
 #: Longest duration of `DataLoop.poll`, and time that it waits for the next event after one.
@@ -169,8 +164,6 @@ class DataLoop:
         self._followers: list[_Follower] = []
         self._sleeping = False
         self._next_tick = 0.0
-        #: Time until which a wait does not yield the processor; see `_LONG_YIELD_S`.
-        self._crowded_until_s = 0.0
         #: The control thread is sending the data that a finished call left.
         self._is_sending_rest = False
         #: The communicators have failed and no path is in use any more.
@@ -409,10 +402,8 @@ class DataLoop:
                     raise timed_out(patience)
                 if not idle_since:
                     idle_since = now
-                if now - idle_since < self._config.spin_s and now >= self._crowded_until_s:
+                if now - idle_since < self._config.spin_s:
                     os.sched_yield()
-                    if (yielded := clock()) - now > _LONG_YIELD_S:
-                        self._crowded_until_s = yielded + _CROWDED_S
                 elif progress.is_computing:
                     # No file descriptor reports the end of a kernel, so poll with short sleeps.
                     time.sleep(_GIVE_WAY_S)
