@@ -80,7 +80,8 @@ def test_auto_uses_the_network_if_one_rank_cannot(
 
 
 def test_an_error_says_why_memory_cannot_be_shared() -> None:
-    with pytest.raises(r2ccl.TransportError, match=r"rank 1.*in a test|ranks \[1\] cannot"):
+    # Whether the other ranks find it first, or are told by it, is a race.
+    with pytest.raises(r2ccl.R2cclError, match=r"rank 1.*in a test|ranks \[1\] cannot"):
         run(programs.obstructed, 3, "memory", 1)
 
 
