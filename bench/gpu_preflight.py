@@ -33,7 +33,7 @@ _ATTRIBUTES = (
     "MULTIPROCESSOR_COUNT",
 )
 _LIBNVVM = "nvvm/lib64/libnvvm.so"
-#: Where installers put the toolkit.
+#: Folders in which installers put the CUDA toolkit.
 _TOOLKIT = "/usr/local/cuda"
 #: Packages that contain libnvvm, for CUDA 13 and 12.
 _NVVM_PACKAGES = ("nvidia-nvvm", "nvidia-cuda-nvcc-cu12")

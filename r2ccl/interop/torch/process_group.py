@@ -359,7 +359,7 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _revoke(self, why: str) -> None:
         self.communicator.revoke(why)
 
-    # What torch asks of a group
+    # Attributes of a group that torch reads and sets
 
     def name(self) -> str:
         """Return the name of the backend."""
