@@ -1,12 +1,12 @@
-"""Measure r2ccl over TCP, gloo, MPICH and Open MPI: same sizes, same arrays, same run.
+"""Measure r2ccl, gloo, MPICH and Open MPI: same sizes, same arrays, same run.
 
-MPICH runs twice, over shared memory and over TCP; Open MPI over TCP. All ranks live during the
-whole run and sleep while another library is measured. For each collective, a round
+r2ccl and MPICH run twice, over TCP and over shared memory; gloo and Open MPI over TCP. All ranks
+live during the whole run and sleep while another library is measured. For each collective, a round
 measures every library at every size, one after the other. The first library changes from round to
 round, so that a slow moment of the machine affects all of them. The time of a round is that of a
 loop of back-to-back calls, divided by their number, on the slowest rank; the number is chosen per
 library and size so that all loops take about the same time. A row is the median over rounds. The
-ratio is r2ccl's time divided by the peer's: below 1, r2ccl is faster.
+ratio is the time of r2ccl over TCP divided by the peer's: below 1, r2ccl is faster.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from common import (
     parse_sizes,
     write_json,
 )
-from jobs import GLOO, MPICH, MPICH_TCP, OPENMPI_TCP, R2CCL, Job, Library, Unavailable
+from jobs import GLOO, LOCAL, MPICH, MPICH_TCP, OPENMPI_TCP, R2CCL, Job, Library, Unavailable
 from rich.console import Console
 from rich.table import Table
 
 _SIZES = "256,4K,64K,1M,4M,16M,64M"
-_LIBRARIES = (R2CCL, GLOO, MPICH_TCP, OPENMPI_TCP, MPICH)
+_LIBRARIES = (R2CCL, LOCAL, GLOO, MPICH_TCP, OPENMPI_TCP, MPICH)
 
 Samples = dict[tuple[Library, int], list[float]]
 
