@@ -426,22 +426,16 @@ class CudaDevice:
 
     def _make_batch(self, written: tuple[int, ...], awaited: tuple[int, ...]) -> _Batch:
         kinds, made = self._cuda.api.CUstreamBatchMemOpType, _Batch([], [], threading.Lock())
-        for address in written:
+        write, wait = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+        for kind, address in [*((write, at) for at in written), *((wait, at) for at in awaited)]:
             operation = self._cuda.api.CUstreamBatchMemOpParams()
-            operation.operation = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
+            operation.operation = kind
+            word = operation.writeValue if kind == write else operation.waitValue
+            word.operation = kind
+            word.address = address
+            word.flags = _AFTER_A_FENCE if kind == write else _GREATER_OR_EQUAL
             made.operations.append(operation)
-            made.words.append(operation.writeValue)
-            operation.writeValue.operation = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
-            operation.writeValue.address = address
-            operation.writeValue.flags = _AFTER_A_FENCE
-        for address in awaited:
-            operation = self._cuda.api.CUstreamBatchMemOpParams()
-            operation.operation = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
-            made.operations.append(operation)
-            made.words.append(operation.waitValue)
-            operation.waitValue.operation = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
-            operation.waitValue.address = address
-            operation.waitValue.flags = _GREATER_OR_EQUAL
+            made.words.append(word)
         return made
 
     # Work

@@ -12,7 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from numba import extending, njit
+from llvmlite import ir
+from numba import extending, njit, types
+from numba.core import cgutils
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +70,18 @@ def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     return result
 
 
+@intrinsic
+def copy_bytes(typing_context: Any, target: Any, source: Any, nbytes: Any) -> Any:
+    """Copy `nbytes` between addresses of separate memory: memcpy(3), in compiled code."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to, at = (builder.inttoptr(each, ir.IntType(8).as_pointer()) for each in args[:2])
+        cgutils.raw_memcpy(builder, to, at, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
 def compile_entry(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
     """Compile a function for one signature; return it without Numba's dispatch of types.
 
@@ -96,4 +110,4 @@ def digest_of(*modules: ModuleType) -> int:
 #: Compiled functions, whose code must not be freed.
 _KEPT: list[Any] = []
 
-__all__ = ["compile_entry", "compile_lock", "digest_of", "inlined", "intrinsic"]
+__all__ = ["compile_entry", "compile_lock", "copy_bytes", "digest_of", "inlined", "intrinsic"]

@@ -21,7 +21,7 @@ from numba.core import cgutils
 
 from r2ccl.dtypes import dtype_of
 from r2ccl.kernels import half
-from r2ccl.kernels.compiling import compile_lock, inlined, intrinsic
+from r2ccl.kernels.compiling import compile_lock, copy_bytes, inlined, intrinsic
 from r2ccl.kernels.host import HALVES, SMALL
 from r2ccl.kernels.table import check_op
 from r2ccl.types import ReduceOp
@@ -100,7 +100,7 @@ def _compile(
             out = _pointer(place, element)
             first = _pointer(addresses[0] + at, element)
             if count == 1:
-                _copy(place, addresses[0] + at, length)
+                copy_bytes(place, addresses[0] + at, length)
             else:
                 second = _pointer(addresses[1] + at, element)
                 for i in range(size):
@@ -113,7 +113,7 @@ def _compile(
                 for i in range(size):
                     out[i] = divide(out[i], count)
             if scratch:
-                _copy(target + at, place, length)
+                copy_bytes(target + at, place, length)
 
     with compile_lock(fold) as is_cached:
         return cfunc(_SIGNATURE, nopython=True, error_model="numpy", cache=is_cached)(fold)
@@ -128,18 +128,6 @@ def _pointer(typing_context: Any, address: Any, element: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(kind))
 
     return kind(types.int64, element), generate
-
-
-@intrinsic
-def _copy(typing_context: Any, target: Any, source: Any, nbytes: Any) -> Any:
-    """Copy `nbytes` between addresses of separate memory."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to, at = (builder.inttoptr(each, ir.IntType(8).as_pointer()) for each in args[:2])
-        cgutils.raw_memcpy(builder, to, at, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @intrinsic

@@ -15,9 +15,9 @@ from typing import Any
 
 from numba import types
 
-from r2ccl.kernels.compiling import compile_entry, digest_of
+from r2ccl.kernels.compiling import compile_entry, copy_bytes, digest_of
 from r2ccl.shm import atomics, layout, rounds, waiting
-from r2ccl.shm.atomics import call_kernel, move, stream_fence, words_at
+from r2ccl.shm.atomics import call_kernel, stream_fence, words_at
 from r2ccl.shm.layout import (
     BASES,
     DIFFERS,
@@ -99,8 +99,8 @@ def compiled_allreduce() -> Allreduce:
                     share = ((length + nranks - 1) // nranks + 63) & -64
                     before = min(length, rank * share)
                     after = min(length, before + share)
-                    move(slot, at, before)
-                    move(slot + after, at + after, length - after)
+                    copy_bytes(slot, at, before)
+                    copy_bytes(slot + after, at + after, length - after)
                     publish(base + POSTED, first + ahead)
                 state[STEP] = _REDUCE
             if state[STEP] == _REDUCE:

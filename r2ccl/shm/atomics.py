@@ -214,18 +214,6 @@ def futex_wake(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def move(typing_context: Any, target: Any, source: Any, nbytes: Any) -> Any:
-    """Copy `nbytes` between addresses of separate memory: memcpy(3)."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to, at = (builder.inttoptr(each, ir.IntType(8).as_pointer()) for each in args[:2])
-        cgutils.raw_memcpy(builder, to, at, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
 def stream(typing_context: Any, target: Any, source: Any) -> Any:
     """Copy 64 bytes to an address that is a multiple of 32, past the caches.
 
@@ -294,7 +282,6 @@ __all__ = [
     "futex_wake",
     "load_acquire",
     "load_ordered",
-    "move",
     "pause",
     "read_affinity",
     "sched_yield",

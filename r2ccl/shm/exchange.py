@@ -17,9 +17,9 @@ from typing import Any
 
 from numba import types
 
-from r2ccl.kernels.compiling import compile_entry, digest_of
+from r2ccl.kernels.compiling import compile_entry, copy_bytes, digest_of
 from r2ccl.shm import atomics, layout, rounds, waiting
-from r2ccl.shm.atomics import call_kernel, load_acquire, move, store_release, stream_fence, words_at
+from r2ccl.shm.atomics import call_kernel, load_acquire, store_release, stream_fence, words_at
 from r2ccl.shm.layout import (
     AWAITED,
     BASES,
@@ -139,7 +139,7 @@ def compiled_exchange() -> Exchange:
                         if length > done and (is_shared or peer != rank):
                             at = source if is_shared else source + peer * source_step
                             at = sent_from[peer] if has_tables else at
-                            move(slot + peer * portion, at + done, min(length - done, piece))
+                            copy_bytes(slot + peer * portion, at + done, min(length - done, piece))
                 if ahead == 0 or (is_sender and ahead < state[TOTAL]):
                     publish(base + POSTED, first + ahead)
                 state[STEP] = _TAKE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from r2ccl.kernels.compiling import inlined
-from r2ccl.shm.atomics import load_acquire, move, store_release, stream
+from r2ccl.kernels.compiling import copy_bytes, inlined
+from r2ccl.shm.atomics import load_acquire, store_release, stream
 from r2ccl.shm.layout import (
     AWAITED,
     BASES,
@@ -93,14 +93,14 @@ def wait_for_all(state: Any, address: Any, offset: Any, value: Any) -> Any:
 def copy(target: Any, source: Any, nbytes: Any, is_streamed: Any) -> None:
     """Copy to a result; past the caches if `is_streamed`, as it is too large to stay there."""
     if not is_streamed or nbytes < 4096:
-        move(target, source, nbytes)
+        copy_bytes(target, source, nbytes)
         return
     head = -target & 63
-    move(target, source, head)
+    copy_bytes(target, source, head)
     end = head + ((nbytes - head) & -64)
     for at in range(head, end, 64):
         stream(target + at, source + at)
-    move(target + end, source + end, nbytes - end)
+    copy_bytes(target + end, source + end, nbytes - end)
 
 
 __all__ = ["begin", "compare_headers", "copy", "wait_for_all", "write_header"]
