@@ -190,6 +190,7 @@ def _assemble(
             transport,
             config,
             (*control.nics, *ports)[: transport.nrails],
+            sharing_obstacle="" if transport is opened else "faults are injected into its network",
         )
         return Communicator(
             job,

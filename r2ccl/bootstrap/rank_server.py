@@ -83,7 +83,7 @@ def serve(descriptor: int, launcher: int) -> None:
         request = pickle.loads(connection.recv_bytes())
         for name in _PRELOADED:
             importlib.import_module(name)
-        if {**os.environ, **request.environments[0]}.get("R2CC_SHM", "0") != "0":
+        if {**os.environ, **request.environments[0]}.get("R2CC_SHM", "auto") != "0":
             _preload_shared_memory()
         # Otherwise each rank's garbage collector writes to all objects, and so copies their pages.
         gc.freeze()
@@ -108,8 +108,8 @@ def serve(descriptor: int, launcher: int) -> None:
 
 
 def _preload_shared_memory() -> None:
-    """Load Numba and compiled code: 0.4 s and 120 MB. If it fails, the ranks say why."""
-    with suppress(ImportError, OSError):
+    """Load the compiled code of shared memory. If it fails, the ranks say why."""
+    with suppress(ImportError, OSError, R2cclError):
         importlib.import_module("r2ccl.shm.group").preload()
 
 

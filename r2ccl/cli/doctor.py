@@ -126,7 +126,7 @@ def examine_sharing(config: Config) -> DoctorFinding:
     """Find out whether ranks on this machine can share memory."""
     problem = ""
     try:
-        from r2ccl.shm.atomics import UNSUPPORTED
+        from r2ccl.shm.machine import UNSUPPORTED
 
         problem = UNSUPPORTED
         if not problem:

@@ -1,65 +1,113 @@
-"""Compilation of functions by Numba, once per host: the disk cache is locked meanwhile."""
+"""Compilation of functions to machine code by Numba, and what compiled functions share."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import logging
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from llvmlite import ir
-from numba import extending, njit, types
+from llvmlite import binding, ir
+from numba import cfunc, extending, types
 from numba.core import cgutils
 
-_log = logging.getLogger(__name__)
+from r2ccl.kernels.native import MachineCode, target_machine
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-#: Lock file in the directory of Numba's cache.
-_LOCK_NAME = "r2ccl.lock"
+#: Prefix of the name of Numba's wrapper with the C calling convention, around the function itself.
+_C_PREFIX = "cfunc."
+#: Functions that code generation may call without a declaration.
+_IMPLIED = ("memcpy", "memmove", "memset")
+_TO_C, _TO_PYTHON = "PyLong_AsLongLong", "PyLong_FromLongLong"
 
 
-@contextmanager
-def compile_lock(function: Callable[..., Any]) -> Iterator[bool]:
-    """Hold the lock of the disk cache that `function` belongs to.
+def compile_function(function: Callable[..., Any], name: str) -> MachineCode:
+    """Compile a function of integers, which must not raise, for this host's processor.
 
-    While one process compiles, others wait, and then load the result from the cache.
-
-    Yields
-    ------
-    bool
-        Whether there is a disk cache: a directory that Numba can write to.
+    Parameters
+    ----------
+    function : callable
+        Python function that Numba can compile. Arguments and result are 64-bit integers.
+    name : str
+        Unique name, which the symbols get.
     """
-    try:
-        directory = njit(cache=True)(function).stats.cache_path
-        os.makedirs(directory, exist_ok=True)
-        descriptor = os.open(os.path.join(directory, _LOCK_NAME), os.O_CREAT | os.O_RDWR, 0o600)
-    except (RuntimeError, OSError) as exc:
-        _log.info(
-            "compiled %s without a disk cache (%s): set NUMBA_CACHE_DIR to a writable directory",
-            function.__name__,
-            exc,
-        )
-        yield False
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield True
-    finally:
-        os.close(descriptor)
+    nargs = function.__code__.co_argcount
+    signature = types.int64(*[types.int64] * nargs)
+    compiled = cfunc(signature, nopython=True, error_model="numpy")(function)
+    # Numba's wrapper reports errors by functions of Numba. These call the function itself.
+    inner = compiled.native_name.removeprefix(_C_PREFIX)
+    names = (f"r2ccl.{name}", f"r2ccl.{name}.python")
+    module = binding.parse_assembly(compiled.inspect_llvm())
+    module.link_in(binding.parse_assembly(_wrappers(inner, *names, nargs)))
+    module.verify()
+    for each in module.functions:
+        if not each.is_declaration and each.name not in names:
+            each.linkage = "internal"
+    machine = target_machine()
+    passes = binding.create_new_module_pass_manager()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.run(module, binding.create_pass_builder(machine, binding.PipelineTuningOptions()))
+    declared = {each.name for each in module.functions if each.is_declaration}
+    externals = {each for each in declared if not each.startswith("llvm.")}
+    return MachineCode(
+        machine.emit_object(module), *names, nargs, tuple(sorted({*externals, *_IMPLIED}))
+    )
+
+
+def _wrappers(inner: str, entry: str, wrapper: str, nargs: int) -> str:
+    """Return LLVM code of a C function, and of one that Python can call (METH_FASTCALL).
+
+    Numba's functions return a status, which is 0 unless they raise, and take the addresses of the
+    result and of a description of the error. These functions do not raise.
+    """
+    taken = ", ".join(f"i64 %a{i}" for i in range(nargs))
+    converted = "".join(
+        f"""
+  %at{i} = getelementptr ptr, ptr %args, i64 {i}
+  %object{i} = load ptr, ptr %at{i}
+  %a{i} = call i64 @{_TO_C}(ptr %object{i})"""
+        for i in range(nargs)
+    )
+    return f"""
+declare i32 @"{inner}"(ptr, ptr{", i64" * nargs})
+declare i64 @{_TO_C}(ptr)
+declare ptr @{_TO_PYTHON}(i64)
+declare ptr @PyErr_Occurred()
+declare i32 @PyErr_BadArgument()
+declare ptr @PyEval_SaveThread()
+declare void @PyEval_RestoreThread(ptr)
+
+define i64 @"{entry}"({taken}) {{
+  %result = alloca i64
+  %error = alloca ptr
+  %status = call i32 @"{inner}"(ptr %result, ptr %error{", " + taken if taken else ""})
+  %found = load i64, ptr %result
+  ret i64 %found
+}}
+
+define ptr @"{wrapper}"(ptr %self, ptr %args, i64 %count) {{
+  %fits = icmp eq i64 %count, {nargs}
+  br i1 %fits, label %convert, label %refuse
+refuse:
+  %refused = call i32 @PyErr_BadArgument()
+  ret ptr null
+convert:{converted}
+  %error = call ptr @PyErr_Occurred()
+  %bad = icmp ne ptr %error, null
+  br i1 %bad, label %fail, label %run
+fail:
+  ret ptr null
+run:
+  %thread = call ptr @PyEval_SaveThread()
+  %result = call i64 @"{entry}"({taken})
+  call void @PyEval_RestoreThread(ptr %thread)
+  %found = call ptr @{_TO_PYTHON}(i64 %result)
+  ret ptr %found
+}}
+"""
 
 
 def inlined(function: _F) -> _F:
-    """Let compiled code call a function.
-
-    As ``numba.extending.register_jitable``, with types. Functions compiled by ``njit`` will not do:
-    one that closes over them has a different key in the disk cache in every process.
-    """
+    """Let compiled code call a function: as ``numba.extending.register_jitable``, with types."""
     result: _F = extending.register_jitable(function)
     return result
 
@@ -82,32 +130,4 @@ def copy_bytes(typing_context: Any, target: Any, source: Any, nbytes: Any) -> An
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-def compile_entry(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
-    """Compile a function for one signature; return it without Numba's dispatch of types.
-
-    The arguments must have exactly the types of `signature`. The function runs without the GIL.
-    """
-    with compile_lock(function) as is_cached:
-        compiled = njit(signature, nogil=True, error_model="numpy", cache=is_cached)(function)
-    [result] = compiled.overloads.values()
-    entry: Callable[..., Any] = result.entry_point
-    _KEPT.append(compiled)
-    return entry
-
-
-def digest_of(*modules: ModuleType) -> int:
-    """Return a number that depends on the source of modules.
-
-    Numba compiles a function anew if its own file has changed, but not if a file has changed whose
-    functions are inlined. A function that uses this number is compiled anew in both cases.
-    """
-    digest = hashlib.sha256()
-    for module in modules:
-        digest.update(Path(str(module.__file__)).read_bytes())
-    return 1 + int.from_bytes(digest.digest()[:4], "little")
-
-
-#: Compiled functions, whose code must not be freed.
-_KEPT: list[Any] = []
-
-__all__ = ["compile_entry", "compile_lock", "copy_bytes", "digest_of", "inlined", "intrinsic"]
+__all__ = ["compile_function", "copy_bytes", "inlined", "intrinsic"]

@@ -52,6 +52,8 @@ class Job:
     config : Config
     rails : sequence of Nic
         Local NIC of each rail.
+    sharing_obstacle : str
+        Reason why this rank does not use shared memory where ``R2CC_SHM=auto``; empty: it does.
 
     Attributes
     ----------
@@ -74,6 +76,8 @@ class Job:
         transport: Transport,
         config: Config,
         rails: Sequence[Nic],
+        *,
+        sharing_obstacle: str = "",
     ) -> None:
         self.rank = control.rank
         self.nranks = control.nranks
@@ -83,6 +87,7 @@ class Job:
         #: Local NICs of all rails; those of TCP rails come from the control plane.
         self.rails = tuple(rails) or control.nics
         self.nodes = _nodes_of(control.peers)
+        self._sharing_obstacle = sharing_obstacle
         self.is_forked = False
         self.is_left = False
         self._monitor: LinkMonitor | None = None
@@ -203,7 +208,7 @@ class Job:
         *Collective*: all ranks of the communicator.
         """
         nshared = sum(each.collectives.shares_memory for each in tuple(self._participants))
-        participant.share_memory(nshared)
+        participant.share_memory(nshared, self._sharing_obstacle)
 
     def _start(self) -> None:
         self._ending.prepare()

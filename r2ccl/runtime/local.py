@@ -290,9 +290,11 @@ def connect(
     """
     rank = engine.context.members[engine.rank]
     try:
-        from r2ccl.shm.group import LocalGroup
-    except (ImportError, OSError) as exc:
-        obstacle = obstacle or f"Numba cannot be used: {exc}"
+        from r2ccl.shm.group import LocalGroup, preload
+
+        preload()
+    except (ImportError, OSError, TransportError) as exc:
+        obstacle = obstacle or f"compiled code cannot be used: {exc}"
     text = f"rank {rank}: {obstacle}" if obstacle else ""
     told = exchange(text.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0"))
     reasons = [each.rstrip(b"\0").decode(errors="replace") for each in told]

@@ -129,13 +129,15 @@ class Participant:
             if len(set(self.hosts)) == nranks:
                 self.engine.set_nominal_rate(rates.beta)
 
-    def share_memory(self, nshared: int) -> None:
+    def share_memory(self, nshared: int, obstacle: str) -> None:
         """Use shared memory, if the ranks are on one host and ``R2CC_SHM`` allows it.
 
         Parameters
         ----------
         nshared : int
             Number of this process's communicators that share memory already.
+        obstacle : str
+            Reason why this rank does not use it where ``R2CC_SHM=auto``; empty: it does.
 
         Raises
         ------
@@ -153,7 +155,10 @@ class Participant:
             if is_first:
                 _log.info("rank %d: no shared memory: several hosts", self._control.rank)
             return
-        obstacle = f"{nshared} communicators share memory already" if nshared >= MOST_GROUPS else ""
+        if self._config.shm == "1":
+            obstacle = ""
+        if nshared >= MOST_GROUPS:
+            obstacle = f"{nshared} communicators share memory already"
         try:
             self.collectives.share_memory(self._control, obstacle)
         except TransportError as exc:
@@ -163,7 +168,7 @@ class Participant:
                     status="NO_SHARED_MEMORY",
                 ) from exc
             if is_first:
-                _log.warning("rank %d: %s; the network is used instead", self._control.rank, exc)
+                _log.info("rank %d: %s; the network is used instead", self._control.rank, exc)
             return
         if is_first:
             nranks = self.engine.nranks

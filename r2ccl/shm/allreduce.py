@@ -9,18 +9,13 @@ ranks.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from numba import types
-
-from r2ccl.kernels.compiling import compile_entry, copy_bytes, digest_of
-from r2ccl.shm import atomics, layout, rounds, waiting
+from r2ccl.kernels.compiling import copy_bytes
 from r2ccl.shm.atomics import call_kernel, stream_fence, words_at
 from r2ccl.shm.layout import (
     BASES,
-    DIFFERS,
     DONE,
     FINISHED,
     LAST,
@@ -44,13 +39,12 @@ from r2ccl.shm.waiting import publish
 #: Steps of a round.
 _DEPOSIT, _REDUCE, _COLLECT = 0, 1, 2
 
-#: Compiled ``allreduce``, see `compiled_allreduce`.
+#: Compiled ``allreduce``, see `make_allreduce`.
 Allreduce = Callable[[int, int, int, int, int, int, int, int], int]
 
 
-@functools.cache
-def compiled_allreduce() -> Allreduce:
-    """Compile the pipeline, or load it from the disk cache.
+def make_allreduce() -> Allreduce:
+    """Return the pipeline, for `r2ccl.kernels.native`.
 
     Returns
     -------
@@ -61,14 +55,11 @@ def compiled_allreduce() -> Allreduce:
         may be equal. Chunks have at most `most` bytes, a multiple of 64 and at most `SLOT_NBYTES`.
         `kernel` is the address of a kernel of `r2ccl.kernels.fold`, `flags` is 0 or `RESUME`.
     """
-    version = digest_of(atomics, layout, rounds, waiting)
 
     def allreduce(
         address: Any, source_at: Any, target_at: Any, nbytes: Any, most: Any, kernel: Any,
         signature: Any, flags: Any,
     ) -> Any:  # fmt: skip
-        if version == 0:  # never; it makes `version` part of the key in the disk cache
-            return DIFFERS
         state = words_at(address)
         source, target = words_at(source_at)[0], words_at(target_at)[0]
         rank, nranks = state[RANK], state[NRANKS]
@@ -144,7 +135,7 @@ def compiled_allreduce() -> Allreduce:
         state[LAST] = first + total - 1
         return FINISHED
 
-    return compile_entry(allreduce, types.int64(*[types.int64] * 8))
+    return allreduce
 
 
-__all__ = ["Allreduce", "compiled_allreduce"]
+__all__ = ["Allreduce", "make_allreduce"]

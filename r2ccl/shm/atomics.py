@@ -1,7 +1,7 @@
 """Atomic operations, and system calls for waiting, in code that Numba compiles.
 
-The functions are Numba intrinsics, which take addresses as int64. x86-64 and arm64 are supported;
-`UNSUPPORTED` says why another machine is not. Both have little-endian words, so the lower 32 bits
+The functions are Numba intrinsics, which take addresses as int64. x86-64 and arm64 are supported
+(`r2ccl.shm.machine`). Both have little-endian words, so the lower 32 bits
 of a 64-bit word, which a futex compares, have the address of the word.
 
 Ordering, as C11 names it: loads acquire and stores release. A store that must be ordered before a
@@ -11,8 +11,6 @@ and `fence` are sequentially consistent on both machines.
 
 from __future__ import annotations
 
-import ctypes
-import platform
 from typing import Any
 
 from llvmlite import ir
@@ -20,33 +18,16 @@ from numba import types
 from numba.core import cgutils
 
 from r2ccl.kernels.compiling import intrinsic
+from r2ccl.shm.machine import MACHINE, SYSTEM_CALLS
 
-_MACHINE = platform.machine()
-#: Numbers of futex(2), sched_setaffinity(2) and sched_getaffinity(2), by machine (asm/unistd.h).
-_NUMBERS = {"x86_64": (202, 203, 204), "aarch64": (98, 122, 123)}
-_FUTEX, _SET_AFFINITY, _GET_AFFINITY = _NUMBERS.get(_MACHINE, (0, 0, 0))
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _EVERYONE = 2**31 - 1
+
+_FUTEX, _SET_AFFINITY, _GET_AFFINITY = SYSTEM_CALLS
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_I64, 4)
 _VOID = ir.VoidType()
-
-
-def _find_obstacle() -> str:
-    """Return why this process cannot compile the functions below; empty if it can."""
-    if not _FUTEX:
-        return f"machine {_MACHINE!r}: supported are {', '.join(sorted(_NUMBERS))}"
-    # LLVM ends the process if it does not find a symbol.
-    library = ctypes.CDLL(None)
-    missing = [
-        name for name in ("syscall", "sched_yield", "sched_getcpu") if not hasattr(library, name)
-    ]
-    return f"libc lacks {', '.join(missing)}" if missing else ""
-
-
-#: Reason why this machine cannot run the functions; empty if it can.
-UNSUPPORTED = _find_obstacle()
 
 
 @intrinsic
@@ -106,7 +87,7 @@ def stream_fence(typing_context: Any) -> Any:
     """Order earlier stores of `stream` before later stores."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if _MACHINE == "x86_64":
+        if MACHINE == "x86_64":
             _call_void(builder, "llvm.x86.sse.sfence")
         else:
             builder.fence("seq_cst")
@@ -120,7 +101,7 @@ def pause(typing_context: Any) -> Any:
     """Let the core rest for some tens of cycles within a loop that waits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if _MACHINE == "x86_64":
+        if MACHINE == "x86_64":
             _call_void(builder, "llvm.x86.sse2.pause")
         else:
             # `yield` does nothing on most arm64 cores; a barrier for the whole system (option 15)
@@ -250,7 +231,7 @@ def call_kernel(
     """Call the function at address `kernel`, which `r2ccl.kernels.fold` compiled."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_VOID, [_I64] * 4)
+        kind = ir.FunctionType(_I64, [_I64] * 4)
         builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
         return context.get_dummy_value()
 
@@ -273,7 +254,6 @@ def _call_system(builder: Any, number: int, arguments: Any) -> Any:
 
 
 __all__ = [
-    "UNSUPPORTED",
     "add",
     "call_kernel",
     "current_cpu",

@@ -11,19 +11,14 @@ receivers, so copies into and out of slots overlap. Each part is written and rea
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from numba import types
-
-from r2ccl.kernels.compiling import compile_entry, copy_bytes, digest_of
-from r2ccl.shm import atomics, layout, rounds, waiting
+from r2ccl.kernels.compiling import copy_bytes
 from r2ccl.shm.atomics import call_kernel, load_acquire, store_release, stream_fence, words_at
 from r2ccl.shm.layout import (
     AWAITED,
     BASES,
-    DIFFERS,
     DIFFERS_IN_SIZE,
     DONE,
     FINISHED,
@@ -55,13 +50,12 @@ from r2ccl.shm.waiting import publish, wait
 #: Steps of a round.
 _DEPOSIT, _TAKE = 0, 1
 
-#: Compiled ``exchange``, see `compiled_exchange`.
+#: Compiled ``exchange``, see `make_exchange`.
 Exchange = Callable[[int, int, int, int, int, int, int, int, int, int], int]
 
 
-@functools.cache
-def compiled_exchange() -> Exchange:
-    """Compile the loop, or load it from the disk cache.
+def make_exchange() -> Exchange:
+    """Return the loop, for `r2ccl.kernels.native`.
 
     Returns
     -------
@@ -75,14 +69,11 @@ def compiled_exchange() -> Exchange:
         of all ranks are reduced to ``output`` instead. With `TABLES`, addresses and sizes are those
         in the state.
     """
-    version = digest_of(atomics, layout, rounds, waiting)
 
     def exchange(
         address: Any, source_at: Any, source_step: Any, target_at: Any, target_step: Any,
         nbytes: Any, root: Any, kernel: Any, signature: Any, flags: Any,
     ) -> Any:  # fmt: skip
-        if version == 0:  # never; it makes `version` part of the key in the disk cache
-            return DIFFERS
         state = words_at(address)
         source, target = words_at(source_at)[0], words_at(target_at)[0]
         rank, nranks = state[RANK], state[NRANKS]
@@ -187,7 +178,7 @@ def compiled_exchange() -> Exchange:
         state[LAST] = first + state[TOTAL] - 1
         return FINISHED
 
-    return compile_entry(exchange, types.int64(*[types.int64] * 10))
+    return exchange
 
 
-__all__ = ["Exchange", "compiled_exchange"]
+__all__ = ["Exchange", "make_exchange"]

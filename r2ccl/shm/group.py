@@ -15,10 +15,8 @@ from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Secret
 from r2ccl.dtypes import dtype_name
 from r2ccl.errors import InternalError, InvalidArgument, TransportError, describe_os_error
 from r2ccl.kernels.fold import fold_kernel
+from r2ccl.kernels.native import callable_of
 from r2ccl.shm import layout
-from r2ccl.shm.allreduce import Allreduce, compiled_allreduce
-from r2ccl.shm.atomics import UNSUPPORTED
-from r2ccl.shm.exchange import Exchange, compiled_exchange
 from r2ccl.shm.layout import (
     AWAITED,
     DIFFERS_IN_SIZE,
@@ -31,9 +29,9 @@ from r2ccl.shm.layout import (
     TO_ROOT,
     WAITING,
 )
+from r2ccl.shm.machine import UNSUPPORTED
 from r2ccl.shm.passing import Place, pass_segments
 from r2ccl.shm.segment import Segment
-from r2ccl.shm.waiting import wake_all
 from r2ccl.types import AllgatherBytes, CallSignature, Collective, ReduceOp
 
 #: Flat, C-contiguous array.
@@ -43,6 +41,11 @@ Array: TypeAlias = npt.NDArray[Any]
 Attend: TypeAlias = Callable[[Callable[[], bool], int], None]
 #: Place of the part of each rank in an array: first element and number of elements.
 Ranges: TypeAlias = Sequence[tuple[int, int]]
+
+#: Makers of the compiled functions, for `callable_of`.
+_EXCHANGE = "r2ccl.shm.exchange:make_exchange"
+_PIPELINE = "r2ccl.shm.allreduce:make_allreduce"
+_WAKE_ALL = "r2ccl.shm.waiting:make_wake_all"
 
 #: Allreduces of at most this many bytes times ranks exchange whole inputs: one step instead of two.
 FLAT_NBYTES = 1 << 15
@@ -132,9 +135,9 @@ class LocalGroup:
         self._heads: dict[int, int] = {}
         self._memory = self._make_state()
         self._state = int(self._memory.ctypes.data)
-        self._run_exchange: Exchange = compiled_exchange()
-        self._run_allreduce: Allreduce | None = None
-        self._wake_all = wake_all()
+        self._run_exchange = callable_of(_EXCHANGE)
+        self._run_allreduce = callable_of(_PIPELINE)
+        self._wake_all = callable_of(_WAKE_ALL)
 
     @classmethod
     def connect(
@@ -267,11 +270,8 @@ class LocalGroup:
                 (self._state, source_at, 0, output_at, 0, nbytes, 0, kernel, call, SHARED),
             )
             return
-        run = self._run_allreduce
-        if run is None:
-            run = self._run_allreduce = compiled_allreduce()
         most = min(SLOT_NBYTES, max(_CHUNK_NBYTES, (nbytes // _NCHUNKS + 63) & -64))
-        self._call(run, (self._state, *given, nbytes, most, kernel, call, 0))
+        self._call(self._run_allreduce, (self._state, *given, nbytes, most, kernel, call, 0))
 
     def reduce_scatter(self, source: Array, output: Array, code: int, op: int) -> None:
         """Reduce `source` of all ranks; rank r gets part r of the result in `output`.
@@ -518,10 +518,16 @@ class LocalGroup:
 
 
 def preload() -> None:
-    """Compile what every group needs, or load it from the disk cache."""
+    """Load the compiled code that every group needs; compile it if this host has none yet.
+
+    Raises
+    ------
+    ImportError, TransportError
+        As for `r2ccl.kernels.native.callable_of`.
+    """
     if not UNSUPPORTED:
-        compiled_exchange()
-        wake_all()
+        for maker in (_EXCHANGE, _PIPELINE, _WAKE_ALL):
+            callable_of(maker)
 
 
 _ALLREDUCE = int(Collective.ALLREDUCE)

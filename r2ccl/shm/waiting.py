@@ -14,14 +14,10 @@ continues it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from numba import types
-
-from r2ccl.kernels.compiling import compile_entry, digest_of, inlined
-from r2ccl.shm import atomics, layout
+from r2ccl.kernels.compiling import inlined
 from r2ccl.shm.atomics import (
     add,
     current_cpu,
@@ -145,22 +141,20 @@ def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
             return False
 
 
-@functools.cache
-def wake_all() -> Callable[[int], None]:
-    """Compile the function that wakes all waiting ranks; its argument is the address of a state.
+def make_wake_all() -> Callable[[int], int]:
+    """Return the function that wakes all waiting ranks; its argument is the address of a state.
 
     Their compiled calls return, and their callers look for the reason.
     """
-    version = digest_of(atomics, layout)
 
-    def wake(address: Any) -> None:
+    def wake_all(address: Any) -> int:
         state = words_at(address)
-        if version:  # always; it makes `version` part of the key in the disk cache
-            for peer in range(state[NRANKS]):
-                futex_wake(state[BASES + peer] + POSTED)
-                futex_wake(state[BASES + peer] + DONE)
+        for peer in range(state[NRANKS]):
+            futex_wake(state[BASES + peer] + POSTED)
+            futex_wake(state[BASES + peer] + DONE)
+        return 0
 
-    return compile_entry(wake, types.void(types.int64))
+    return wake_all
 
 
-__all__ = ["leave_cpu_of_peer", "publish", "wait", "wake_all"]
+__all__ = ["leave_cpu_of_peer", "make_wake_all", "publish", "wait"]

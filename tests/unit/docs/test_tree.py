@@ -22,8 +22,8 @@ MAX_LAYERS = 14
 #: Modules of fewer lines belong in the one that imports them, if only one does.
 MIN_NLINES = 60
 
-#: Small modules of one importer that stay apart: the one may not import Numba, the other pyverbs.
-APART = {"r2ccl.kernels.cuda.compiling", "r2ccl.transport.verbs.mappings"}
+#: Small modules of one importer that stay apart: those may not import Numba, the last one pyverbs.
+APART = {"r2ccl.kernels.cuda.compiling", "r2ccl.kernels.fold", "r2ccl.transport.verbs.mappings"}
 #: Commands of the public test tools, and what these know of installing pyverbs.
 TESTING_COMMANDS = {f"r2ccl.cli.{name}" for name in ("netlab", "rdmalab", "doctor", "diagnosis")}
 

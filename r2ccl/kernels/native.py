@@ -1,0 +1,288 @@
+"""Machine code of compiled functions: Numba makes it once per host, and it is loaded without Numba.
+
+Importing Numba and loading from its disk cache takes 0.4 s of CPU time and 80 MiB in every process.
+This module keeps the machine code in files of its own, next to the package or in the user's cache
+directory, and needs only llvmlite to load it: 25 ms and 12 MiB. A file is used only on the kind of
+processor for which it was made, and as long as the modules with compiled code are unchanged.
+
+The functions take and return 64-bit integers. They are named by their *maker*, ``module:function``,
+whose module imports Numba; it is called only to compile.
+
+Invariant: a file is loaded only if this user owns it and nobody else can write to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import importlib
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from llvmlite import __version__ as llvmlite_version
+from llvmlite import binding
+
+from r2ccl.errors import TransportError
+
+_log = logging.getLogger(__name__)
+
+_LIBRARY = Path(__file__).resolve().parent.parent
+#: Packages whose functions are compiled; a change in any of their modules compiles all anew.
+_PACKAGES = ("kernels", "shm")
+_CACHE_DIRECTORY_VARIABLE = "NUMBA_CACHE_DIR"
+
+
+class MachineCode(msgspec.Struct, frozen=True):
+    """Object file with a function, for one kind of processor.
+
+    ``entry`` is the symbol of the C function, ``wrapper`` that of a function that Python can call:
+    it takes ``nargs`` integers and releases the GIL. ``externals`` are the symbols of Python and
+    libc that the object needs.
+    """
+
+    object: bytes
+    entry: str
+    wrapper: str
+    nargs: int
+    externals: tuple[str, ...]
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """Contents of a file."""
+
+    sources: bytes
+    code: MachineCode
+
+
+@functools.cache
+def address_of(maker: str, *given: Any) -> int:
+    """Return the address of a C function, which stays valid until the process ends.
+
+    Parameters
+    ----------
+    maker : str
+        ``module:function``, which returns the function to compile, as a Python function of integers
+        that Numba can compile.
+    given : hashable
+        Arguments of the maker. Their texts are part of the name of the file.
+
+    Raises
+    ------
+    ImportError
+        If the function has to be compiled, and Numba cannot be imported.
+    TransportError
+        If this process lacks a symbol that the function needs.
+    """
+    code = _code_of(maker, given)
+    return _Linker.shared().load(code).get_function_address(code.entry)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def callable_of(maker: str, *given: Any) -> Callable[..., int]:
+    """Return a function as one that Python can call; it runs without the GIL.
+
+    Parameters and errors are those of `address_of`.
+    """
+    code = _code_of(maker, given)
+    engine = _Linker.shared().load(code)
+    return _as_builtin(engine.get_function_address(code.wrapper), maker)
+
+
+class _Linker:
+    """LLVM's execution engine of this process, which holds all loaded code."""
+
+    def __init__(self) -> None:
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
+        # The module and the engine must live as long as the code.
+        self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target_machine())
+        self._loaded: set[str] = set()
+
+    @staticmethod
+    @functools.cache
+    def shared() -> _Linker:
+        """Return the linker of this process."""
+        return _Linker()
+
+    def load(self, code: MachineCode) -> Any:
+        """Load an object once; return the engine."""
+        if code.entry not in self._loaded:
+            for name in code.externals:
+                # LLVM ends the process if it does not find a symbol.
+                binding.add_symbol(name, _address_of_symbol(name))
+            self._engine.add_object_file(binding.ObjectFileRef.from_data(code.object))
+            self._engine.finalize_object()
+            self._loaded.add(code.entry)
+        return self._engine
+
+
+def target_machine() -> Any:
+    """Return LLVM's target machine for this host's processor."""
+    return binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(),
+        features=binding.get_host_cpu_features().flatten(),
+        opt=3,
+        reloc="default",
+        codemodel="jitdefault",
+    )
+
+
+def _address_of_symbol(name: str) -> int:
+    for library in (ctypes.pythonapi, _libc()):
+        with suppress(AttributeError):
+            return int(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
+    raise TransportError(f"libc lacks {name}", status="NO_SHARED_MEMORY")
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+class _MethodDef(ctypes.Structure):
+    """``PyMethodDef`` of Python's C API."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    )
+
+
+_METH_FASTCALL = 0x80
+#: Definitions of the functions made, which Python does not copy.
+_DEFINITIONS: list[_MethodDef] = []
+
+
+def _as_builtin(address: int, maker: str) -> Callable[..., int]:
+    """Return the C function at `address`, of the kind METH_FASTCALL, as a Python function."""
+    definition = _MethodDef(maker.encode(), address, _METH_FASTCALL, None)
+    _DEFINITIONS.append(definition)
+    make = ctypes.pythonapi.PyCFunction_NewEx
+    make.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    make.restype = ctypes.py_object
+    made: Callable[..., int] = make(ctypes.addressof(definition), None, None)
+    return made
+
+
+# Files
+
+
+def _code_of(maker: str, given: tuple[Any, ...]) -> MachineCode:
+    name = "-".join((maker.replace(":", "."), *map(str, given)))
+    directory = _directory()
+    if directory is None:
+        return _compile(maker, given, name)
+    file = directory / f"{name}.{_processor()}.o"
+    found = _read(file)
+    if found is None:
+        with _locked(directory):  # one process per host compiles; others wait for its file
+            found = _read(file)
+            if found is None:
+                found = _compile(maker, given, name)
+                _write(file, found)
+    return found
+
+
+def _compile(maker: str, given: tuple[Any, ...], name: str) -> MachineCode:
+    _log.info("compiling %s for this host", name)
+    module, _, function = maker.partition(":")
+    source = getattr(importlib.import_module(module), function)(*given)
+    compiling = importlib.import_module("r2ccl.kernels.compiling")  # imports Numba
+    code: MachineCode = compiling.compile_function(source, name)
+    return code
+
+
+@functools.cache
+def _processor() -> str:
+    """Return a name for the kind of this host's processor, and for the version of LLVM."""
+    kind = (
+        binding.get_process_triple(),
+        binding.get_host_cpu_name(),
+        binding.get_host_cpu_features().flatten(),
+        llvmlite_version,
+    )
+    return hashlib.sha256(repr(kind).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _sources() -> bytes:
+    """Return a digest of all modules with compiled code."""
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        for path in sorted((_LIBRARY / package).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.digest()
+
+
+@functools.cache
+def _directory() -> Path | None:
+    """Return the directory of the files, made if it is missing; None if none can be written to."""
+    chosen = os.environ.get(_CACHE_DIRECTORY_VARIABLE)
+    places = [Path(chosen)] if chosen else [_LIBRARY / "kernels" / "__pycache__", _home_cache()]
+    for place in places:
+        with suppress(OSError):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if os.access(place, os.W_OK) and place.stat().st_uid == os.geteuid():
+                return place
+    _log.info(
+        "compiled code is not kept: none of %s can be written to; set %s to a directory of yours",
+        ", ".join(map(str, places)),
+        _CACHE_DIRECTORY_VARIABLE,
+    )
+    return None
+
+
+def _home_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "r2ccl"
+
+
+def _read(file: Path) -> MachineCode | None:
+    """Return the code in a file if it is of use, else None."""
+    try:
+        with file.open("rb") as opened:
+            status = os.fstat(opened.fileno())
+            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                _log.warning("%s belongs to another user, or others can write it: not used", file)
+                return None
+            stored = msgspec.msgpack.decode(opened.read(), type=_Stored)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as exc:
+        _log.warning("%s cannot be read (%s): compiled again", file, exc)
+        return None
+    return stored.code if stored.sources == _sources() else None
+
+
+def _write(file: Path, code: MachineCode) -> None:
+    """Store code for later processes; if that fails, each of them compiles."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as made:  # of mode 0600
+            made.write(msgspec.msgpack.encode(_Stored(_sources(), code)))
+        os.replace(made.name, file)
+    except OSError as exc:
+        _log.warning("compiled code cannot be kept in %s: %s", file, exc)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory, or nothing if it cannot be locked: then several may compile."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            opened = stack.enter_context(open(directory / "r2ccl.lock", "w"))
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+
+
+__all__ = ["MachineCode", "address_of", "callable_of", "target_machine"]

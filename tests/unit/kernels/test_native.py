@@ -1,0 +1,142 @@
+"""Tests of `r2ccl.kernels.native`: code that Numba compiled once is loaded without Numba."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.native_programs import MAKER
+
+from r2ccl import TransportError
+from r2ccl.kernels import native
+from r2ccl.kernels.compiling import compile_function
+
+RIGHT = 10 + 5 + 15 + 5 + 15
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    forget()
+    yield tmp_path
+    forget()
+
+
+def forget() -> None:
+    """Make this process look for the directory and the functions again."""
+    for each in (native._directory, native.address_of, native.callable_of):
+        each.cache_clear()
+
+
+def result_in_new_process() -> tuple[str, str]:
+    """Return the result of the function in a new process, and whether that imported Numba."""
+    paths = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-m", "support.native_programs"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    found, is_imported = done.stdout.split()
+    return found, is_imported
+
+
+def the_file(cache: Path) -> Path:
+    [file] = cache.glob("*.o")
+    return file
+
+
+def test_later_processes_load_the_code_without_numba(cache: Path) -> None:
+    assert result_in_new_process() == (str(RIGHT), "True")
+    assert the_file(cache).stat().st_mode & 0o777 == 0o600
+    assert result_in_new_process() == (str(RIGHT), "False")
+
+
+def test_both_entries_compute_the_same() -> None:
+    address = native.address_of(MAKER, 3)
+    function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(address)
+    for given in ((10, 5, 4), (-1, 7, 0), (2**62, -3, 9)):
+        assert native.callable_of(MAKER, 3)(*given) == function(*given)
+    assert native.callable_of(MAKER, 3)(10, 5, 4) == RIGHT
+    assert native.callable_of(MAKER, 2)(10, 5, 4) == RIGHT - 10, "another function"
+
+
+@pytest.mark.parametrize(
+    "given", [(), (1, 2), (1, 2, 3, 4), (1, 2, "3"), (1, 2, None), (1, 2, 3.0)]
+)
+def test_other_arguments_are_refused(given: tuple[object, ...]) -> None:
+    with pytest.raises(TypeError):
+        native.callable_of(MAKER, 3)(*given)  # type: ignore[arg-type]
+
+
+def test_too_large_an_argument_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        native.callable_of(MAKER, 3)(2**63, 0, 0)
+
+
+def test_other_threads_run_meanwhile() -> None:
+    call = native.callable_of("support.native_programs:make_shuffle")
+    worker = threading.Thread(target=call, args=(1 << 28,))  # some 0.4 s
+    worker.start()
+    nsteps = 0
+    while worker.is_alive():
+        nsteps += 1
+        time.sleep(1e-3)
+    assert nsteps > 10
+
+
+def test_a_broken_file_is_made_again(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    native.callable_of(MAKER, 3)
+    whole = the_file(cache).read_bytes()
+    the_file(cache).write_bytes(whole[: len(whole) // 2])
+    forget()
+    assert native.callable_of(MAKER, 3)(10, 5, 4) == RIGHT
+    assert "cannot be read" in caplog.text
+    assert result_in_new_process() == (str(RIGHT), "False")
+
+
+def test_code_of_other_sources_is_made_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native.callable_of(MAKER, 3)
+    stored = msgspec.msgpack.decode(the_file(cache).read_bytes(), type=native._Stored)
+    stale = msgspec.structs.replace(stored, sources=b"older")
+    the_file(cache).write_bytes(msgspec.msgpack.encode(stale))
+    assert result_in_new_process() == (str(RIGHT), "True")
+    assert result_in_new_process() == (str(RIGHT), "False")
+
+
+def test_a_file_that_others_can_write_is_not_loaded(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    native.callable_of(MAKER, 3)
+    the_file(cache).chmod(0o666)
+    assert result_in_new_process() == (str(RIGHT), "True")
+    assert the_file(cache).stat().st_mode & 0o777 == 0o600, "replaced"
+
+
+def test_without_a_directory_each_process_compiles(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(cache / "file"))
+    (cache / "file").touch()
+    forget()
+    assert native.callable_of(MAKER, 3)(10, 5, 4) == RIGHT
+    assert "set NUMBA_CACHE_DIR to a directory of yours" in caplog.text
+    assert not list(cache.glob("*.o"))
+
+
+def test_a_missing_symbol_is_an_error() -> None:
+    code = compile_function(lambda count: count + 1, "alone")
+    lacking = msgspec.structs.replace(code, externals=("r2ccl_has_no_such_symbol",))
+    with pytest.raises(TransportError, match="libc lacks r2ccl_has_no_such_symbol"):
+        native._Linker().load(lacking)
