@@ -102,8 +102,13 @@ class Loopback:
             file = Path(folder, "plan.json")
             file.write_bytes(plan.to_json())
             faults = {"R2CC_TRANSPORT_WRAPPER": _WRAPPER, "R2CC_FAULT_PLAN": str(file)}
-            # As many channels as in the netlab; by default, loopback uses one channel on one rail.
-            rails = {"R2CC_RAILS": str(RAILS), "R2CC_CHANNELS": str(RAILS * (RAILS - 1))}
+            # As many channels as in the netlab; by default, loopback uses one channel on one rail,
+            # and ranks of one host shared memory, which has no rails.
+            rails = {
+                "R2CC_RAILS": str(RAILS),
+                "R2CC_CHANNELS": str(RAILS * (RAILS - 1)),
+                "R2CC_SHM": "0",
+            }
             ranks = subprocess.Popen(
                 [*launch, "--", *argv],
                 env={**os.environ, **_SETTINGS, **rails, **(faults if plan.faults else {})},

@@ -130,6 +130,9 @@ def examine_sharing(config: Config) -> DoctorFinding:
 
         problem = UNSUPPORTED
         if not problem:
+            from r2ccl.shm.group import preload
+
+            preload()
             Segment.create().close()
     except (ImportError, OSError, TransportError) as exc:
         problem = str(exc)

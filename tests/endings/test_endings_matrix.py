@@ -48,9 +48,7 @@ LOCAL_QUICK = [
     ("revoke_handler", "async"),
     ("close_handler", "call"),
     ("interrupt", "call"),
-    ("twice", "flow"),
     ("term", "shrink"),
-    ("kill", "call"),
     ("kill", "flow"),
 ]
 
