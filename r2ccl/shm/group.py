@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -53,8 +56,9 @@ FLAT_NBYTES = 1 << 15
 #: overlap.
 _NCHUNKS = 4
 _CHUNK_NBYTES = 1 << 16
-#: Outputs of at least this many bytes are written past the caches.
-_STREAM_NBYTES = 8 << 20
+#: Size of the last-level cache, which the kernel reports here unless the hypervisor hides it.
+_L3_FILE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+_L3_NBYTES = 32 << 20
 #: Number of pauses of a wait, by whether there are more ranks than cores: first, least, most.
 _SPINS = {False: (500, 20, 2000), True: (20, 5, 20)}
 _YIELDS = {False: 0, True: 20}
@@ -472,7 +476,8 @@ class LocalGroup:
         state = np.zeros(layout.state_size(self._nranks), np.int64)
         state[layout.RANK], state[layout.NRANKS] = self.rank, self._nranks
         state[layout.SLEEP_NS] = _SLEEP_NS
-        state[layout.STREAM_NBYTES] = _STREAM_NBYTES
+        # Inputs and outputs of all ranks that do not fit into the cache together.
+        state[layout.STREAM_NBYTES] = _cache_nbytes() // (2 * self._nranks)
         cpus = sorted(os.sched_getaffinity(0))
         is_crowded = self._nranks > len(cpus)
         is_known = not is_crowded and cpus[-1] < 8 * layout.CPU_SET_NBYTES
@@ -515,6 +520,14 @@ class LocalGroup:
             wanted = int(self._memory[layout.BASES + 5 * self._nranks + index])
             return CallsDiffer(index, call % _WORD, call % _WORD, sent, wanted)
         return CallsDiffer(index, call % _WORD, int(words[layout.SIGNATURES // 8 + row]) % _WORD)
+
+
+@functools.cache
+def _cache_nbytes() -> int:
+    """Return the size of the last-level cache in bytes, or `_L3_NBYTES` if it is not known."""
+    with suppress(OSError, ValueError):
+        return int(_L3_FILE.read_text().strip().removesuffix("K")) << 10
+    return _L3_NBYTES
 
 
 def preload() -> None:

@@ -14,6 +14,7 @@ from support.local_ranks import Host
 
 from r2ccl import kernels
 from r2ccl.dtypes import CODES, DTYPES, dtype_name
+from r2ccl.shm import group as group_module
 from r2ccl.shm.group import LocalGroup
 from r2ccl.shm.layout import SLOT_NBYTES
 from r2ccl.types import ReduceOp
@@ -77,8 +78,13 @@ def check_reductions(host: Host) -> list[str]:
     return wrong
 
 
-def check_matrix(host: Host) -> list[str]:
-    """Return the cases of all collectives and sizes in which a result is wrong."""
+def check_matrix(host: Host, cache_nbytes: int | None = None) -> list[str]:
+    """Return the cases of all collectives and sizes in which a result is wrong.
+
+    Outputs that exceed a share of `cache_nbytes` are written past the caches.
+    """
+    if cache_nbytes is not None:
+        group_module._cache_nbytes = lambda: cache_nbytes
     group = host.connect()
     wrong = [
         f"{name} of {size} elements of {dtype_name(code)}"

@@ -20,6 +20,10 @@ def test_collectives_give_exact_results(nranks):
     assert _run(nranks, "check_matrix") == [["value", []]] * nranks
 
 
+def test_results_written_past_the_caches_are_exact():
+    assert _run(3, "check_matrix", 1 << 16) == [["value", []]] * 3
+
+
 @pytest.mark.parametrize("nranks", [1, 2, 3])
 def test_all_dtypes_and_ops_give_exact_results(nranks):
     assert _run(nranks, "check_reductions") == [["value", []]] * nranks
