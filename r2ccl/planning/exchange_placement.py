@@ -48,36 +48,33 @@ def place_exchange(
     root : int
         Root rank of gather and scatter.
     nchannels : int
-        Number of channels among which a part is divided; 0: one per rail that adds bandwidth, or
-        two if that loads the ports of a degraded network more evenly.
+        Number of channels among which a part is divided; 0: one per rail that adds bandwidth, in a
+        degraded network two.
     fabric : Fabric
     health : Health
     """
     n, width = health.nranks, len(fabric.homes)
     is_whole = all(health.share(rank, rail) == WHOLE for rank in range(n) for rail in fabric.homes)
     nwires = min(width, fabric.nwires)
-    counts = [nchannels] if nchannels else [nwires]
-    if not is_whole and not nchannels and nwires > 1:
-        counts.append(2 * nwires)
-    found = []
-    for count in counts[-1:] if collective in PAIRWISE else counts:
-        schedule = _MAKERS[collective](n, root, count)
-        flows = flows_of_exchange(schedule)
-        if is_whole or fabric.nwires == 1 or len(flows.flows) > _MOST_EDGES_PLACED:
-            placement = _alike(schedule, width)
-        elif collective in PAIRWISE:
-            placement = _with_whole_parts(_in_proportion(schedule, flows, fabric, health), width)
-        else:
-            placement = _with_whole_parts(
-                place_edges(schedule, fabric.homes, health, fabric.nodes, flows), width
-            )
-        load = port_time(schedule, placement, fabric.homes, health, fabric.nodes, flows)
-        mean = mean_time(flows, fabric.homes, health, fabric.nodes) * WHOLE
-        nlinks = (n - 1) * -(-count // width)
-        busy = (load or Fraction(0)) * WHOLE
-        candidate = Candidate("direct", schedule, flows=flows)
-        found.append(Placed(candidate, placement, busy, mean, nlinks, load is not None))
-    return min(found, key=lambda placed: placed.load)
+    # The parts of a channel follow one another. A channel without a rail of its own shares one for
+    # each part, and would end late if it carried much.
+    count = nchannels or (nwires if is_whole or nwires == 1 else 2 * nwires)
+    schedule = _MAKERS[collective](n, root, count)
+    flows = flows_of_exchange(schedule)
+    if is_whole or fabric.nwires == 1 or len(flows.flows) > _MOST_EDGES_PLACED:
+        placement = _alike(schedule, width)
+    elif collective in PAIRWISE:
+        placement = _with_whole_parts(_in_proportion(schedule, flows, fabric, health), width)
+    else:
+        placement = _with_whole_parts(
+            place_edges(schedule, fabric.homes, health, fabric.nodes, flows), width
+        )
+    load = port_time(schedule, placement, fabric.homes, health, fabric.nodes, flows)
+    mean = mean_time(flows, fabric.homes, health, fabric.nodes) * WHOLE
+    nlinks = (n - 1) * -(-count // width)
+    busy = (load or Fraction(0)) * WHOLE
+    candidate = Candidate("direct", schedule, flows=flows)
+    return Placed(candidate, placement, busy, mean, nlinks, load is not None)
 
 
 def flows_of_exchange(schedule: Schedule) -> Flows:
