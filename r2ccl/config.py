@@ -80,8 +80,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: 0: through pinned host memory; auto: direct if it is possible between all GPUs of the node.
     ipc: str = "auto"
     #: Shared memory instead of the network, in communicators whose ranks are all on one host. 1:
-    #: used, or an error if that is not possible; 0: not used; auto: used if it is possible, and no
-    #: faults are injected into the network (testing).
+    #: used, or an error if that is not possible; 0: not used; auto: used if it is possible, unless
+    #: `algo` selects a schedule, or faults are injected into the network (testing).
     shm: str = "auto"
     #: A path without an event for this long, while its peer has to send or confirm, is probed.
     suspicion_timeout_s: float = 0.5

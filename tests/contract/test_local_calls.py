@@ -79,6 +79,21 @@ def test_auto_uses_the_network_if_one_rank_cannot(
     assert run(programs.obstructed, 3, what, rank) == [(False, 9.0)] * 3
 
 
+def test_it_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("R2CC_SHM")
+    assert run(programs.shares, 2, "") == [True] * 2
+
+
+def test_auto_uses_the_network_that_faults_are_meant_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("R2CC_SHM")
+    assert run(programs.shares, 2, "faults") == [False] * 2
+
+
+def test_auto_uses_the_network_for_a_chosen_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("R2CC_SHM")
+    assert run(programs.shares, 2, "ring") == [False] * 2
+
+
 def test_an_error_says_why_memory_cannot_be_shared() -> None:
     # Whether the other ranks find it first, or are told by it, is a race.
     with pytest.raises(r2ccl.R2cclError, match=r"rank 1.*in a test|ranks \[1\] cannot"):
@@ -93,7 +108,7 @@ def test_only_so_many_communicators_share_memory(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("setting", "is_loaded"), [("0", False), ("auto", True), ("1", True)])
-def test_numba_is_loaded_before_ranks_are_forked(
+def test_code_is_loaded_before_ranks_are_forked(
     setting: str, is_loaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("R2CC_SHM", setting)

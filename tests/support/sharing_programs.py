@@ -17,6 +17,7 @@ import r2ccl
 from r2ccl.errors import TransportError
 from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.local import MOST_GROUPS
+from r2ccl.testing import FaultPlan
 
 NCALLS = 200
 
@@ -144,11 +145,19 @@ def repeated() -> None:
             comm.allreduce(None)
 
 
+def shares(what: str) -> bool:
+    """Return whether ranks share memory if they inject faults or choose the ring."""
+    faults = FaultPlan([]) if what == "faults" else None
+    with r2ccl.init(faults=faults, algo="ring" if what == "ring" else "auto") as comm:
+        assert (comm.allreduce(np.ones(1000)) == comm.nranks).all()
+        return comm._collectives.shares_memory
+
+
 def obstructed(what: str, rank: int) -> tuple[bool, float]:
     """Let one rank be unable to share memory; return whether memory is shared, and a sum."""
     if int(os.environ["RANK"]) == rank:
         if what == "numba":
-            # The process from which the ranks are forked has imported Numba.
+            # The process from which the ranks are forked has imported the module.
             sys.modules["r2ccl.shm.group"] = None  # type: ignore[assignment]
         else:
             from r2ccl.shm.segment import Segment
@@ -194,8 +203,8 @@ def _do_nothing(_: DataLoop, now: float) -> None:
 
 
 def is_loaded() -> bool:
-    """Return whether Numba was imported before the rank began."""
-    return "numba" in sys.modules
+    """Return whether compiled code was loaded before the rank began."""
+    return "r2ccl.shm.group" in sys.modules
 
 
 def many() -> list[bool]:
