@@ -36,7 +36,7 @@ def test_every_collective_beside_mpich(bench, run, capsys) -> None:
     status, rows = run("--collective", "all", "--sizes", "96")
     assert status == 0
     found = {(row["collective"], row["library"], row["transport"]) for row in rows}
-    libraries = {("r2ccl", "tcp"), ("mpich", "tcp"), ("mpich", "shm")}
+    libraries = {("r2ccl", "tcp"), ("r2ccl", "shm"), ("mpich", "tcp"), ("mpich", "shm")}
     assert found == {
         (name, *library) for name in bench("collectives").FORMS for library in libraries
     }
