@@ -22,6 +22,7 @@ import logging
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -106,6 +107,7 @@ class _Linker:
         # The module and the engine must live as long as the code.
         self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target_machine())
         self._loaded: set[str] = set()
+        self._lock = threading.RLock()
 
     @staticmethod
     @functools.cache
@@ -115,13 +117,14 @@ class _Linker:
 
     def load(self, code: MachineCode) -> Any:
         """Load an object once; return the engine."""
-        if code.entry not in self._loaded:
-            for name in code.externals:
-                # LLVM ends the process if it does not find a symbol.
-                binding.add_symbol(name, _address_of_symbol(name))
-            self._engine.add_object_file(binding.ObjectFileRef.from_data(code.object))
-            self._engine.finalize_object()
-            self._loaded.add(code.entry)
+        with self._lock:
+            if code.entry not in self._loaded:
+                for name in code.externals:
+                    # LLVM ends the process if it does not find a symbol.
+                    binding.add_symbol(name, _address_of_symbol(name))
+                self._engine.add_object_file(binding.ObjectFileRef.from_data(code.object))
+                self._engine.finalize_object()
+                self._loaded.add(code.entry)
         return self._engine
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -93,6 +94,12 @@ def test_other_threads_run_meanwhile() -> None:
         nsteps += 1
         time.sleep(1e-3)
     assert nsteps > 10
+
+
+def test_threads_may_ask_at_once() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        calls = list(pool.map(lambda weight: native.callable_of(MAKER, weight % 3), range(12)))
+    assert [call(0, 1, 2) for call in calls] == [1 + weight % 3 for weight in range(12)]
 
 
 def test_a_broken_file_is_made_again(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
