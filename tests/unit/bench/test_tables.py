@@ -80,7 +80,6 @@ def test_measured_and_simulated_have_columns_of_their_own(bench, capsys) -> None
     assert [row[heading.index("measured")] for row in (first, second)] == ["not measured", "1.375"]
 
 
-@pytest.mark.slow
 def test_packed_trees_are_close_to_the_bound(quick, bench) -> None:
     limit = bench("tables_bound").limit
     assert (limit(Fraction(1, 3)), limit(Fraction(1, 2))) == (1.03, 1.05)
@@ -202,7 +201,6 @@ def test_nothing_about_training_and_serving_is_called_measured(quick, name) -> N
     assert all(row["measured"] is None and row["simulated"] > 0 for row in results)
 
 
-@pytest.mark.slow
 def test_without_failures_tokens_are_as_published(quick) -> None:
     [row] = figures(quick("r2ccl-training"), "flat ring", setting=TESTBED["setting"])
     assert row["simulated"] == pytest.approx(float(row["paper"]), rel=1e-9)
