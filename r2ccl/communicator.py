@@ -270,7 +270,8 @@ class Communicator:
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
         as for `allgather`; each rank receives all parts but its own.
         """
-        given = (x, out, counts, displs, self.rank, self.nranks)
+        layout = arguments.layout_of(counts, displs, self.nranks)
+        given = (x, out, layout, self.rank, self.nranks)
         return self._collectives.start(stream, async_op, arguments.allgatherv, *given)
 
     def reduce_scatter(
@@ -330,7 +331,8 @@ class Communicator:
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
         as for `reduce_scatter`; each rank sends all parts but its own.
         """
-        given = (x, out, op, counts, self.rank, self.nranks)
+        sizes, _ = arguments.layout_of(counts, None, self.nranks)
+        given = (x, out, op, sizes, self.rank, self.nranks)
         return self._collectives.start(stream, async_op, arguments.reduce_scatterv, *given)
 
     def broadcast(
@@ -441,9 +443,11 @@ class Communicator:
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
         message from every rank to the root.
         """
-        root = arguments.rank_of(root, self.nranks)
-        given = (x, out, root, counts, displs, self.rank, self.nranks)
-        return self._collectives.start(stream, async_op, arguments.gatherv, *given)
+        root, n = arguments.rank_of(root, self.nranks), self.nranks
+        layout = arguments.layout_of(counts, displs, n) if self.rank == root else None
+        return self._collectives.start(
+            stream, async_op, arguments.gatherv, x, out, root, layout, self.rank, n
+        )
 
     def scatter(
         self, x: Any, out: Any = None, root: int = 0, *, stream: Any = None, async_op: bool = False
@@ -501,9 +505,11 @@ class Communicator:
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
         message from the root to every rank.
         """
-        root = arguments.rank_of(root, self.nranks)
-        given = (x, out, root, counts, displs, self.rank, self.nranks)
-        return self._collectives.start(stream, async_op, arguments.scatterv, *given)
+        root, n = arguments.rank_of(root, self.nranks), self.nranks
+        layout = arguments.layout_of(counts, displs, n) if self.rank == root else None
+        return self._collectives.start(
+            stream, async_op, arguments.scatterv, x, out, root, layout, self.rank, n
+        )
 
     def alltoall(
         self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False
@@ -565,9 +571,11 @@ class Communicator:
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
         message to every rank, also for empty parts. No rank learns the counts of other pairs.
         """
-        counts, displs = (sendcounts, recvcounts), (senddispls, recvdispls)
-        given = (x, out, counts, displs, self.rank, self.nranks)
-        return self._collectives.start(stream, async_op, arguments.alltoallv, *given)
+        sent = arguments.layout_of(sendcounts, senddispls, self.nranks, "send")
+        received = arguments.layout_of(recvcounts, recvdispls, self.nranks, "recv")
+        return self._collectives.start(
+            stream, async_op, arguments.alltoallv, x, out, sent, received, self.rank
+        )
 
     def scan(
         self,

@@ -47,6 +47,8 @@ from r2ccl.schedule.ir import Schedule
 from r2ccl.types import REDUCTIONS, CallSignature, Collective, ReduceOp
 
 Memory: TypeAlias = Buffer | DeviceBuffer
+#: Number of elements of each part, and the first element; None: one part follows another.
+Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...] | None]
 #: Argument ``op`` of a reduction.
 Operation: TypeAlias = ReduceOp | kernels.ConvertedOp | kernels.UserOp
 
@@ -153,10 +155,9 @@ def reduce_scatter(x: Any, out: Any, op: Operation, rank: int, nranks: int) -> R
     return request if number is op else _with_operation(request, op)
 
 
-def allgatherv(x: Any, out: Any, counts: Any, displs: Any, rank: int, nranks: int) -> Request:
+def allgatherv(x: Any, out: Any, layout: Layout, rank: int, nranks: int) -> Request:
     """Make the request of `Communicator.allgatherv`."""
-    sizes = _counts("counts", counts, nranks)
-    places = _places(sizes, "displs", displs)
+    sizes, places = layout[0], _places(layout)
     if len(set(sizes)) == 1 and places == consecutive(sizes):
         return allgather(x, like_flat(x, sum(sizes)) if out is None else out, rank, nranks)
     source = view(x, writable=False)
@@ -178,10 +179,9 @@ def allgatherv(x: Any, out: Any, counts: Any, displs: Any, rank: int, nranks: in
 
 
 def reduce_scatterv(
-    x: Any, out: Any, op: Operation, counts: Any, rank: int, nranks: int
+    x: Any, out: Any, op: Operation, sizes: tuple[int, ...], rank: int, nranks: int
 ) -> Request:
     """Make the request of `Communicator.reduce_scatterv`."""
-    sizes = _counts("counts", counts, nranks)
     result = like_flat(x, sizes[rank]) if out is None else out
     if len(set(sizes)) == 1:
         return reduce_scatter(x, result, op, rank, nranks)
@@ -210,14 +210,12 @@ def gather(x: Any, out: Any, root: int, rank: int, nranks: int) -> Request:
     return _gather(Collective.GATHER, source, out, root, rank, consecutive(sizes))
 
 
-def gatherv(
-    x: Any, out: Any, root: int, counts: Any, displs: Any, rank: int, nranks: int
-) -> Request:
-    """Make the request of `Communicator.gatherv`."""
+def gatherv(x: Any, out: Any, root: int, layout: Layout | None, rank: int, nranks: int) -> Request:
+    """Make the request of `Communicator.gatherv`; `layout` is None except on the root."""
     source = view(x, writable=False)
     places: tuple[Range, ...] = ((0, 0),) * nranks
-    if rank == root:
-        places = _places(_counts("counts", counts, nranks), "displs", displs)
+    if layout is not None:
+        places = _places(layout)
         out = like_flat(x, _end(places)) if out is None else out
     return _gather(Collective.GATHERV, source, out, root, rank, places)
 
@@ -233,17 +231,14 @@ def scatter(x: Any, out: Any, root: int, rank: int, nranks: int) -> Request:
     return _scatter(Collective.SCATTER, source, result, root, rank, places)
 
 
-def scatterv(
-    x: Any, out: Any, root: int, counts: Any, displs: Any, rank: int, nranks: int
-) -> Request:
-    """Make the request of `Communicator.scatterv`."""
-    if rank != root:
+def scatterv(x: Any, out: Any, root: int, layout: Layout | None, rank: int, nranks: int) -> Request:
+    """Make the request of `Communicator.scatterv`; `layout` is None except on the root."""
+    if layout is None:
         return _scatter(Collective.SCATTERV, None, out, root, rank, ((0, 0),) * nranks)
     source = view(x, writable=False)
-    sizes = _counts("counts", counts, nranks)
-    places = _places(sizes, "displs", displs)
+    places = _places(layout)
     _require_room("x", source, places, is_disjoint=False)
-    result = like_flat(x, sizes[rank]) if out is None else out
+    result = like_flat(x, layout[0][rank]) if out is None else out
     return _scatter(Collective.SCATTERV, source, result, root, rank, places)
 
 
@@ -260,23 +255,16 @@ def alltoall(x: Any, out: Any, rank: int, nranks: int) -> Request:
     return Request(call, source, output, result, parts=parts, is_in_place=is_same, is_staged=True)
 
 
-def alltoallv(
-    x: Any, out: Any, counts: tuple[Any, Any], displs: tuple[Any, Any], rank: int, nranks: int
-) -> Request:
-    """Make the request of `Communicator.alltoallv`.
-
-    `counts` and `displs` are pairs: first of the parts to send, then of those to receive.
-    """
+def alltoallv(x: Any, out: Any, sent_layout: Layout, received_layout: Layout, rank: int) -> Request:
+    """Make the request of `Communicator.alltoallv`."""
     source = view(x, writable=False)
-    sent = _counts("sendcounts", counts[0], nranks)
-    received = _counts("recvcounts", counts[1], nranks)
+    sent, received = sent_layout[0], received_layout[0]
     if sent[rank] != received[rank]:
         raise InvalidArgument(
             f"sendcounts[{rank}]={sent[rank]} and recvcounts[{rank}]={received[rank]} are both the "
             "size of the part that this rank sends to itself: they must be equal"
         )
-    sources = _places(sent, "senddispls", displs[0])
-    targets = _places(received, "recvdispls", displs[1])
+    sources, targets = _places(sent_layout), _places(received_layout)
     result = like_flat(x, _end(targets)) if out is None else out
     output = _output(source, result)
     _require_room("x", source, sources, is_disjoint=False)
@@ -369,24 +357,11 @@ def _scatter(
     return Request(call, source, output, out, parts=parts, is_staged=True)
 
 
-def _counts(name: str, counts: Any, nranks: int) -> tuple[int, ...]:
-    """Return the caller's counts or displacements, one per rank."""
-    try:
-        found = tuple(map(index, counts))
-    except TypeError:
-        found = ()
-    if len(found) != nranks or min(found) < 0:
-        raise InvalidArgument(
-            f"{name}={counts!r}; give {nranks} integers of 0 or more, one per rank, in elements"
-        )
-    return found
-
-
-def _places(counts: tuple[int, ...], name: str, displs: Any) -> tuple[Range, ...]:
-    """Return the ranges of parts of `counts` elements at `displs`, by default one after another."""
-    if displs is None:
+def _places(given: Layout) -> tuple[Range, ...]:
+    """Return the ranges of parts, by default one after another."""
+    counts, firsts = given
+    if firsts is None:
         return consecutive(counts)
-    firsts = _counts(name, displs, len(counts))
     return tuple((at, at + count) for at, count in zip(firsts, counts, strict=True))
 
 
@@ -469,6 +444,30 @@ def rank_of(value: SupportsIndex, nranks: int, name: str = "root") -> int:
     if not 0 <= rank < nranks:
         raise InvalidArgument(f"{name}={value!r}; allowed is 0 to {nranks - 1}")
     return rank
+
+
+def layout_of(counts: Any, displs: Any, nranks: int, prefix: str = "") -> Layout:
+    """Return the arguments ``counts`` and ``displs``, whose names begin with `prefix`.
+
+    Raises
+    ------
+    InvalidArgument
+        If they are not `nranks` integers of 0 or more; `displs` may also be None.
+    """
+    sizes = _numbers(prefix + "counts", counts, nranks)
+    return sizes, None if displs is None else _numbers(prefix + "displs", displs, nranks)
+
+
+def _numbers(name: str, values: Any, nranks: int) -> tuple[int, ...]:
+    try:
+        found = tuple(map(index, values))
+    except TypeError:
+        found = ()
+    if len(found) != nranks or min(found) < 0:
+        raise InvalidArgument(
+            f"{name}={values!r}; give {nranks} integers of 0 or more, one per rank, in elements"
+        )
+    return found
 
 
 def tag(value: Any, *, is_any: bool = False) -> int:
@@ -588,6 +587,7 @@ def _output(source: Memory, out: Any) -> Memory:
 
 
 __all__ = [
+    "Layout",
     "Memory",
     "Operation",
     "Request",
@@ -601,6 +601,7 @@ __all__ = [
     "check_op",
     "gather",
     "gatherv",
+    "layout_of",
     "rank_of",
     "reduce",
     "reduce_scatter",

@@ -54,6 +54,7 @@ _NOTHING = np.empty(0, np.uint8)
 _FLOAT32 = CODES[np.dtype(np.float32)]
 _INT64 = CODES[np.dtype(np.int64)]
 _UINT8 = CODES[np.dtype(np.uint8)]
+_BARRIER = CallSignature(Collective.BARRIER, _UINT8, ReduceOp.SUM, 0)
 
 
 class Collectives:
@@ -191,8 +192,17 @@ class Collectives:
         try:
             local = self._local
             is_plain = stream is None and not is_async
-            if local is not None and is_plain and worker.is_idle and local.repeats(make, given):
-                return self._repeat(local, *given)
+            if local is not None and is_plain and worker.is_idle:
+                found = local.find(make, given)
+                if found is not None:
+                    if not self._turn.acquire(False):
+                        raise self._concurrent()
+                    try:
+                        self._caller = get_ident()
+                        return local.repeat(*found)
+                    finally:
+                        self._caller = 0
+                        self._turn.release()
             request = make(*given)
             if is_plain and type(request.source) is Buffer:
                 if not worker.is_idle:
@@ -205,9 +215,11 @@ class Collectives:
                     self._caller = get_ident()
                     output = request.output
                     if local is not None:
-                        self.run(request)
-                        if make is arguments.allreduce:
-                            local.remember(make, given[0], given[1], request)
+                        call = None if request.conversion else local.run(request)
+                        if call is None:
+                            self.run(request)
+                        else:
+                            local.remember(make, given, request, call)
                     elif request.is_staged or type(output) is not Buffer:
                         self.run(request)
                     else:  # as `run`, inlined: most calls are small
@@ -233,19 +245,6 @@ class Collectives:
         except BaseException as exc:
             self._engine.fail_call(exc)
             raise
-
-    def _repeat(self, local: LocalCalls, x: Array, out: Array | None, _: ReduceOp) -> Array:
-        """Run the last allreduce in shared memory again, on arrays like those."""
-        if not self._turn.acquire(blocking=False):
-            raise self._concurrent()
-        try:
-            self._caller = get_ident()
-            result = x if out is None else out
-            local.repeat(x, result)
-            return result
-        finally:
-            self._caller = 0
-            self._turn.release()
 
     def start_message(self, post: Callable[[], MessageRequest], is_async: bool) -> Any:
         """Begin to send or receive a message by ``post()``, and wait for it unless `is_async`.
@@ -359,8 +358,7 @@ class Collectives:
             raise self._refusal()
         self.require_seen()
         try:
-            call = CallSignature(Collective.BARRIER, _UINT8, ReduceOp.SUM, 0)
-            self.in_turn(partial(self._collect, call, _NOTHING, _NOTHING))
+            self.in_turn(partial(self._collect, _BARRIER, _NOTHING, _NOTHING))
         except ConcurrentCalls:
             raise
         except BaseException as exc:
@@ -511,7 +509,7 @@ class Collectives:
         if request.conversion is not None:
             self._run_converted(request, request.conversion)
             return
-        if self._local is not None and self._local.run(request):
+        if self._local is not None and self._local.run(request) is not None:
             return
         source, output, call = request.source, request.output, request.signature
         assert isinstance(source, Buffer)

@@ -9,7 +9,7 @@ waits long for a peer asks the engine whether the communicator has ended, or tim
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,6 @@ from r2ccl.runtime.progress import describe, difference
 from r2ccl.runtime.waits import Missing
 from r2ccl.schedule.chunks import Range
 from r2ccl.types import (
-    PREFIXES,
     REDUCTIONS,
     USER_OP,
     AllgatherBytes,
@@ -36,27 +35,58 @@ from r2ccl.types import (
 )
 
 if TYPE_CHECKING:
-    from r2ccl.shm.group import LocalGroup
+    from r2ccl.shm.group import LocalCall, LocalGroup
 
 _log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
+#: Function of `r2ccl.runtime.arguments` that makes a request.
+Make = Callable[..., Request]
 
 #: Most communicators of a rank that share memory, of 0.8 MiB each; further ones use the data loop.
 MOST_GROUPS = 32
 _REASON_NBYTES = 200
 
 
-class _Repeatable(NamedTuple):
-    """Properties of a checked allreduce on NumPy arrays; a call with equal ones needs no checks."""
+class Repeatable(NamedTuple):
+    """Call that was checked and run: one with such arguments needs no checks.
 
-    make: Callable[..., Request]
-    nbytes: int
+    Attributes
+    ----------
+    call : LocalCall
+    rest : tuple
+        Arguments after the input and the output. They cannot change, and are numbers, tuples of
+        numbers, or None; the first has the type `kind`.
+    uses_input, uses_output, has_output : bool
+        Whether this rank uses the input and the output, and whether it was given an output.
+    dtype, nbytes, flags
+        Of the input, if it is used.
+    output_dtype, output_nbytes, output_flags
+        Of the output, if it is used.
+    distance : int
+        Address of the output minus that of the input.
+    is_apart : bool
+        Whether they do not overlap.
+    shape, new_shape
+        Shapes of the input and, if it was allocated for the call, of the output.
+    """
+
+    call: LocalCall
+    rest: tuple[Any, ...]
+    kind: type
+    uses_input: bool
+    uses_output: bool
+    has_output: bool
     dtype: np.dtype[Any]
-    op: ReduceOp
-    code: int
-    source_flags: int
+    nbytes: int
+    flags: int
+    output_dtype: np.dtype[Any]
+    output_nbytes: int
     output_flags: int
+    distance: int
+    is_apart: bool
+    shape: tuple[int, ...]
+    new_shape: tuple[int, ...] | None
 
 
 class LocalCalls:
@@ -75,9 +105,9 @@ class LocalCalls:
         self._has_ended = False
         #: Whether calls of a collective, dtype and op take this path.
         self._taken: dict[tuple[int, int, int], bool] = {}
-        #: The last allreduce, if it can be repeated.
-        self._last: _Repeatable | None = None
-        self._allreduce, self._are_apart = group.allreduce, group.are_apart
+        #: The last call of each kind that can be repeated.
+        self._last: dict[Make, Repeatable] = {}
+        self._run, self._distance = group.run, group.distance
         engine.attach(self)
 
     @property
@@ -103,14 +133,14 @@ class LocalCalls:
         key = (call.collective, call.dtype, call.op)
         found = self._taken.get(key)
         if found is None:
-            found = call.op < USER_OP and call.collective not in PREFIXES
+            found = call.op < USER_OP
             if found and call.collective in REDUCTIONS:
                 found = self._group.has_kernel(call.dtype, kernels.check_op(call.dtype, call.op))
             self._taken[key] = found
         return found
 
-    def run(self, request: Request) -> bool:
-        """Run a call without a conversion if it takes this path; return whether it does.
+    def run(self, request: Request) -> LocalCall | None:
+        """Run a call without a conversion if it takes this path; return what was run.
 
         Any error ends the communicator.
 
@@ -123,33 +153,29 @@ class LocalCalls:
         R2cclError
             If the communicator ends during the call, or the call times out.
         """
-        call, source, output = request.signature, request.source, request.output
-        is_divided = call.collective == Collective.REDUCE_SCATTER and request.parts is not None
-        if request.schedule is not None or is_divided or not self.takes(call):
-            return False
+        signature, source, output = request.signature, request.source, request.output
+        if request.schedule is not None or not self.takes(signature):
+            return None
         assert isinstance(source, Buffer)
+        parts = _parts_of(request, self._engine.rank)
+        call = self._group.prepare(signature, parts)
         x = source.array
-        out = output.array if isinstance(output, Buffer) else x[:0]
-        self._guarded(_FORMS[call.collective], self._group, request, x, out)
-        return True
+        if _is_copied(request):
+            x = x.copy()
+        self._guarded(self._run, call, x, output.array if isinstance(output, Buffer) else x[:0])
+        return call
 
     def collect(self, call: CallSignature, source: Array, output: Array) -> bool:
         """Run a barrier, an allgather in place, or an allreduce of the arrays of a group.
 
-        Returns and raises as `run`.
+        Return whether the call takes this path; raises as `run`.
         """
         if not self.takes(call):
             return False
-        if call.collective == Collective.BARRIER:
-            self._guarded(self._group.barrier)
-        elif call.collective == Collective.ALLREDUCE:
-            self._guarded(self._group.allreduce, source, output, call.dtype, call.op, call.root)
-        elif call.collective == Collective.ALLGATHER:
+        if call.collective == Collective.ALLGATHER:
             count = output.size // self._engine.nranks
-            own = output[self._engine.rank * count :][:count]
-            self._guarded(self._group.allgather, own, output, call.dtype)
-        else:
-            return False
+            source = output[self._engine.rank * count :][:count]
+        self._guarded(self._run, self._group.prepare(call), source, output)
         return True
 
     def _guarded(self, run: Callable[..., None], *given: Any) -> None:
@@ -178,56 +204,105 @@ class LocalCalls:
             "failed before; fix the first error"
         )
 
-    # The same allreduce again
+    # The same call again
 
-    def remember(self, make: Callable[..., Request], x: Any, out: Any, request: Request) -> None:
-        """Remember an allreduce that `run` has run, so that `repeat` can run it again.
+    def remember(
+        self, make: Make, given: tuple[Any, ...], request: Request, call: LocalCall
+    ) -> None:
+        """Remember a call that `run` has run, so that `repeat` can run it again.
 
-        `make`, `x` and `out` are the function that made `request` and its arguments. The call is
-        remembered only if it used the arrays themselves: NumPy arrays that are C-contiguous.
+        `given` are the arguments of `make`, which made `request`; the first two are the input and
+        the output. The call is remembered only if it used the arrays themselves: NumPy arrays that
+        are C-contiguous.
         """
-        self._last = None
-        call = request.signature
-        result = x if out is None else out
-        is_plain = type(x) is np.ndarray and type(result) is np.ndarray and x.flags.c_contiguous
-        if is_plain and request.conversion is None and self.takes(call):
-            self._last = _Repeatable(
-                make, x.nbytes, x.dtype, ReduceOp(call.op), call.dtype, x.flags.num,
-                result.flags.num,
-            )  # fmt: skip
-
-    def repeats(self, make: Callable[..., Request], given: tuple[Any, ...]) -> bool:
-        """Return whether `repeat` can run ``make(x, out, op)``; `given` is ``(x, out, op)``.
-
-        It can if an allreduce by `make` with this op is remembered, and its arrays had the types,
-        sizes and flags of these, which must not overlap unless they are the same.
-        """
-        last = self._last
-        if last is None or make is not last.make:
-            return False
-        x, out, op = given
-        if out is None:
-            out = x
-        return bool(
-            type(x) is type(out) is np.ndarray
-            and op is last.op
-            and x.nbytes == out.nbytes == last.nbytes
-            and x.dtype is out.dtype is last.dtype
-            and x.flags.num == last.source_flags
-            and out.flags.num == last.output_flags
-            and (x is out or self._are_apart(x, out))
+        x, out, *rest = given
+        source, output = request.source, request.output
+        uses_input, uses_output, has_output = source.owner is x, output is not None, out is not None
+        x = x if uses_input else _NOTHING
+        out = request.result if uses_output else _NOTHING
+        is_plain = type(x) is type(out) is np.ndarray and x.flags.c_contiguous
+        if not is_plain or type(rest[0]) not in _FIXED or _is_copied(request):
+            self._last.pop(make, None)
+            return
+        is_new = uses_output and not has_output and out is not x
+        distance = self._distance(out, x)
+        self._last[make] = Repeatable(
+            call,
+            tuple(rest),
+            type(rest[0]),
+            uses_input,
+            uses_output,
+            has_output,
+            x.dtype,
+            x.nbytes,
+            x.flags.num,
+            out.dtype,
+            out.nbytes,
+            out.flags.num,
+            distance,
+            distance >= x.nbytes or -distance >= out.nbytes,
+            x.shape,
+            out.shape if is_new else None,
         )
 
-    def repeat(self, x: Array, out: Array) -> None:
-        """Run the remembered allreduce on arrays for which `repeats` was true; raises as `run`."""
+    def find(self, make: Make, given: tuple[Any, ...]) -> tuple[LocalCall, Array, Array] | None:
+        """Return the call that ``make(*given)`` repeats, its input and its output; None: it is new.
+
+        A call repeats the last one of `make` if its arrays have the same types, sizes, flags and
+        overlap, and its other arguments are equal. An array that the rank does not use is replaced
+        by an empty one.
+        """
+        last = self._last.get(make)
+        if last is None:
+            return None
+        # One unpacking takes less time than reading the fields one by one.
+        (
+            call, rest, kind, uses_input, uses_output, has_output, dtype, nbytes, flags,
+            output_dtype, output_nbytes, output_flags, distance, was_apart, shape, new_shape,
+        ) = last  # fmt: skip
+        x, out = given[:2]
+        if type(given[2]) is not kind or given[2:] != rest:
+            return None
+        if not uses_input:
+            x = _NOTHING
+        if not (
+            type(x) is np.ndarray
+            and x.nbytes == nbytes
+            and x.dtype is dtype
+            and x.flags.num == flags
+        ):
+            return None
+        if not uses_output:
+            return call, x, _NOTHING
+        if has_output:
+            if not (
+                type(out) is np.ndarray
+                and out.nbytes == output_nbytes
+                and out.dtype is output_dtype
+                and out.flags.num == output_flags
+            ):
+                return None
+            found = self._distance(out, x)
+            if found != distance:
+                is_apart = found >= nbytes or -found >= output_nbytes
+                if not (is_apart and was_apart):
+                    return None
+            return call, x, out
+        if out is not None:
+            return None
+        if new_shape is None:
+            return call, x, x
+        return (call, x, np.empty(new_shape, dtype)) if x.shape == shape else None
+
+    def repeat(self, call: LocalCall, x: Array, out: Array) -> Array | None:
+        """Run a call that `find` found, and return its result; raises as `run`."""
         if self._has_ended:
             self._refuse()
-        last = self._last
-        assert last is not None
         try:
-            self._allreduce(x, out, last.code, last.op)
+            self._run(call, x, out)
         except BaseException as exc:
             raise self._failed(exc) from None
+        return None if out is _NOTHING else out
 
     # Waits and ends
 
@@ -313,83 +388,40 @@ def connect(
     return calls[0]
 
 
-def _ranges(places: Sequence[Range]) -> list[tuple[int, int]]:
-    return [(first, end - first) for first, end in places]
+def _is_copied(request: Request) -> bool:
+    """Return whether the call runs on a copy of its input."""
+    return request.signature.collective == Collective.ALLTOALLV and request.is_in_place
 
 
-def _allreduce(group: LocalGroup, request: Request, x: Array, out: Array) -> None:
-    group.allreduce(x, out, request.signature.dtype, request.signature.op)
-
-
-def _allgather(group: LocalGroup, request: Request, x: Array, out: Array) -> None:
-    code, parts = request.signature.dtype, request.parts
-    if parts is None:
-        group.allgather(x, out, code)
+def _parts_of(request: Request, rank: int) -> tuple[tuple[Range, ...], tuple[Range, ...]] | None:
+    """Return the parts that go to each rank, and come from each; None if their sizes are equal."""
+    call, parts = request.signature, request.parts
+    if parts is None or call.collective in _EQUAL:
+        return None
+    sent, put, n = parts.inputs, parts.outputs, len(parts.inputs)
+    if call.collective == Collective.ALLGATHER:
+        sent = _only(rank, (0, put[rank][1] - put[rank][0]), n)
+    elif call.collective == Collective.REDUCE_SCATTER:
+        put = ((0, sent[rank][1] - sent[rank][0]),) * n
+    elif call.collective == Collective.GATHERV:
+        sent = _only(call.root, sent[rank], n)
+    elif call.collective == Collective.SCATTERV:
+        put = _only(call.root, put[rank], n)
     else:
-        group.allgatherv(x, out, code, _ranges(parts.outputs), request.signature.root)
+        sent = tuple(sent[(to - rank) % n] for to in range(n))
+        put = tuple(put[(rank - source) % n] for source in range(n))
+    return sent, put
 
 
-def _reduce_scatter(group: LocalGroup, request: Request, x: Array, out: Array) -> None:
-    group.reduce_scatter(x, out, request.signature.dtype, request.signature.op)
+def _only(rank: int, part: Range, n: int) -> tuple[Range, ...]:
+    """Return the parts if there is one for a single rank."""
+    return tuple(part if each == rank else (0, 0) for each in range(n))
 
 
-def _broadcast(group: LocalGroup, request: Request, x: Array, out: Array) -> None:
-    group.broadcast(x, out, request.signature.dtype, request.signature.root)
-
-
-def _reduce(group: LocalGroup, request: Request, x: Array, out: Array) -> None:
-    call = request.signature
-    group.reduce(x, out, call.dtype, call.op, call.root)
-
-
-def _gather(group: LocalGroup, request: Request, x: Array, out: Array) -> None:
-    group.gather(x, out, request.signature.dtype, request.signature.root)
-
-
-def _scatter(group: LocalGroup, request: Request, x: Array, out: Array) -> None:
-    group.scatter(x, out, request.signature.dtype, request.signature.root)
-
-
-def _gatherv(group: LocalGroup, request: Request, x: Array, out: Array) -> None:
-    call, parts = request.signature, request.parts
-    assert parts is not None
-    places = None if request.output is None else _ranges(parts.outputs)
-    group.gatherv(x, out, call.dtype, places, call.root)
-
-
-def _scatterv(group: LocalGroup, request: Request, x: Array, out: Array) -> None:
-    call, parts = request.signature, request.parts
-    assert parts is not None
-    places = _ranges(parts.inputs) if group.rank == call.root else None
-    group.scatterv(x, out, call.dtype, places, call.root)
-
-
-def _alltoall(group: LocalGroup, request: Request, x: Array, out: Array) -> None:
-    group.alltoall(x, out, request.signature.dtype)
-
-
-def _alltoallv(group: LocalGroup, request: Request, x: Array, out: Array) -> None:
-    parts, rank = request.parts, group.rank
-    assert parts is not None
-    n = len(parts.inputs)
-    sent = [parts.inputs[(to - rank) % n] for to in range(n)]
-    put = [parts.outputs[(rank - source) % n] for source in range(n)]
-    data = x.copy() if request.is_in_place else x
-    group.alltoallv(data, out, request.signature.dtype, _ranges(sent), _ranges(put))
-
-
-_FORMS: dict[int, Callable[[LocalGroup, Request, Array, Array], None]] = {
-    Collective.ALLREDUCE: _allreduce,
-    Collective.ALLGATHER: _allgather,
-    Collective.REDUCE_SCATTER: _reduce_scatter,
-    Collective.BROADCAST: _broadcast,
-    Collective.REDUCE: _reduce,
-    Collective.GATHER: _gather,
-    Collective.SCATTER: _scatter,
-    Collective.ALLTOALL: _alltoall,
-    Collective.GATHERV: _gatherv,
-    Collective.SCATTERV: _scatterv,
-    Collective.ALLTOALLV: _alltoallv,
-}
+#: Collectives whose parts have equal sizes, which follow from the signature.
+_EQUAL = (Collective.GATHER, Collective.SCATTER, Collective.ALLTOALL)
+_NOTHING = np.empty(0, np.uint8)
+#: Types of the first argument after the arrays, for calls that can be repeated.
+_FIXED = (int, tuple, ReduceOp)
 
 __all__ = ["MOST_GROUPS", "LocalCalls", "connect"]

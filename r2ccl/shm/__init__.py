@@ -8,7 +8,7 @@ For each communicator, a rank owns one segment, a sealed memfd that the other ra
 - `waiting` waits in compiled code until a peer has advanced;
 - `rounds` has the compiled steps that all collectives share;
 - `exchange` is the compiled loop of all collectives that move parts, or reduce them once;
-- `allreduce` is the compiled pipeline of large allreduces;
+- `allreduce` is the compiled pipeline of large allreduces, `scan` that of scans;
 - `group` has `LocalGroup`, the object that a communicator calls.
 
 All collectives have one structure. Ranks number *rounds*, which never restart: in round j a rank

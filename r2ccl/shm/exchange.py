@@ -39,7 +39,6 @@ from r2ccl.shm.layout import (
     SLOTS,
     STEP,
     STREAM_NBYTES,
-    TABLES,
     TO_ROOT,
     TOTAL,
     WAITING,
@@ -51,7 +50,7 @@ from r2ccl.shm.waiting import publish, wait
 _DEPOSIT, _TAKE = 0, 1
 
 #: Compiled ``exchange``, see `make_exchange`.
-Exchange = Callable[[int, int, int, int, int, int, int, int, int, int], int]
+Exchange = Callable[[int, int, int, int, int, int, int, int, int, int, int], int]
 
 
 def make_exchange() -> Exchange:
@@ -60,19 +59,20 @@ def make_exchange() -> Exchange:
     Returns
     -------
     callable
-        ``exchange(state, source_at, source_step, target_at, target_step, nbytes, root, kernel,
-        signature, flags)``; returns one of the results in `layout`. `state` is the address of the
-        state; `source_at` and `target_at` are those of pointers to the input and the output.
+        ``exchange(state, source_at, target_at, source_step, target_step, nbytes, tables, root,
+        kernel, signature, flags)``; returns one of the results in `layout`. `state` is the address
+        of the state; `source_at` and `target_at` are those of pointers to the input and the output.
         `flags` combines flags in `layout`. The part that rank s sends to rank d has `nbytes` bytes
         at ``input + d * source_step`` of rank s, and is copied to ``output + s * target_step`` of
         rank d. If `kernel` is not 0 but the address of a kernel of `r2ccl.kernels.fold`, the parts
-        of all ranks are reduced to ``output`` instead. With `TABLES`, addresses and sizes are those
-        in the state.
+        of all ranks are reduced to ``output`` instead. If parts differ in size, `tables` is the
+        address of four rows of a word per rank: first byte and number of bytes of the parts that
+        this rank sends, and of those that it receives; `nbytes` is then their mean size.
     """
 
     def exchange(
-        address: Any, source_at: Any, source_step: Any, target_at: Any, target_step: Any,
-        nbytes: Any, root: Any, kernel: Any, signature: Any, flags: Any,
+        address: Any, source_at: Any, target_at: Any, source_step: Any, target_step: Any,
+        nbytes: Any, tables: Any, root: Any, kernel: Any, signature: Any, flags: Any,
     ) -> Any:  # fmt: skip
         state = words_at(address)
         source, target = words_at(source_at)[0], words_at(target_at)[0]
@@ -80,16 +80,17 @@ def make_exchange() -> Exchange:
         base = state[BASES + rank]
         sources = address + 8 * (BASES + nranks)
         kernel_sources = words_at(sources)
-        sent_from, sent_nbytes = words_at(sources + 8 * nranks), words_at(sources + 16 * nranks)
-        put_to, put_nbytes = words_at(sources + 24 * nranks), words_at(sources + 32 * nranks)
-        is_shared, has_tables = (flags & SHARED) != 0, (flags & TABLES) != 0
+        sent_from, sent_nbytes = words_at(tables), words_at(tables + 8 * nranks)
+        put_to, put_nbytes = words_at(tables + 16 * nranks), words_at(tables + 24 * nranks)
+        is_shared, has_tables = (flags & SHARED) != 0, tables != 0
         is_sender = (flags & FROM_ROOT) == 0 or rank == root
         is_receiver = (flags & TO_ROOT) == 0 or rank == root
         senders = range(root, root + 1) if flags & FROM_ROOT else range(nranks)
         receivers = range(root, root + 1) if flags & TO_ROOT else range(nranks)
-        # A slot is divided between the receivers, unless they get the same data or there is one.
-        is_whole = is_shared or (flags & TO_ROOT) != 0
-        piece = SLOT_NBYTES if is_whole else (SLOT_NBYTES // nranks) & -64
+        # A slot is divided between the other ranks, unless they get the same data or one gets all.
+        # The share of rank r + 1 comes first in the slot of rank r.
+        is_whole = is_shared or (flags & TO_ROOT) != 0 or nranks == 1
+        piece = SLOT_NBYTES if is_whole else (SLOT_NBYTES // (nranks - 1)) & -64
         portion = 0 if is_whole else piece
 
         first = state[LAST] + 1
@@ -128,9 +129,11 @@ def make_exchange() -> Exchange:
                     for peer in range(rank, rank + 1) if is_shared else receivers:
                         length = sent_nbytes[peer] if has_tables else nbytes
                         if length > done and (is_shared or peer != rank):
-                            at = source if is_shared else source + peer * source_step
-                            at = sent_from[peer] if has_tables else at
-                            copy_bytes(slot + peer * portion, at + done, min(length - done, piece))
+                            first_byte = 0 if is_shared else peer * source_step
+                            first_byte = sent_from[peer] if has_tables else first_byte
+                            place = slot + (peer - rank - 1) % nranks * portion
+                            at = source + first_byte + done
+                            copy_bytes(place, at, min(length - done, piece))
                 if ahead == 0 or (is_sender and ahead < state[TOTAL]):
                     publish(base + POSTED, first + ahead)
                 state[STEP] = _TAKE
@@ -151,25 +154,27 @@ def make_exchange() -> Exchange:
                         state[AWAITED] = peer
                         return WAITING
                 done = index * piece
-                slot = SLOTS + (this % NSLOTS) * SLOT_NBYTES + rank * portion
+                slot = SLOTS + (this % NSLOTS) * SLOT_NBYTES
+                own = 0 if is_shared else rank * source_step
+                own = source + (sent_from[rank] if has_tables else own) + done
                 if kernel != 0:
                     for peer in range(nranks):
-                        kernel_sources[peer] = state[BASES + peer] + slot
+                        place = slot + (rank - peer - 1) % nranks * portion
+                        kernel_sources[peer] = state[BASES + peer] + place
                     if not is_shared:
-                        kernel_sources[rank] = source + rank * source_step + done
-                    length = max(0, min(nbytes - done, piece))
+                        kernel_sources[rank] = own
+                    length = put_nbytes[rank] if has_tables else nbytes
+                    length = max(0, min(length - done, piece))
                     call_kernel(kernel, sources, nranks, target + done, length)
                 else:
                     is_streamed = nbytes * nranks >= state[STREAM_NBYTES]
                     for peer in senders:
-                        at = state[BASES + peer] + slot
-                        if peer == rank:
-                            at = source + done if is_shared else source + rank * source_step + done
-                            at = sent_from[rank] + done if has_tables else at
+                        at = state[BASES + peer] + slot + (rank - peer - 1) % nranks * portion
+                        at = own if peer == rank else at
                         length = put_nbytes[peer] if has_tables else nbytes
-                        to = put_to[peer] if has_tables else target + peer * target_step
-                        if length > done and at != to + done:
-                            copy(to + done, at, min(length - done, piece), is_streamed)
+                        to = target + (put_to[peer] if has_tables else peer * target_step) + done
+                        if length > done and at != to:
+                            copy(to, at, min(length - done, piece), is_streamed)
             if index >= 0 and state[TOTAL] > 1:
                 publish(base + DONE, this)
             state[STEP] = _DEPOSIT

@@ -9,13 +9,13 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Secret
-from r2ccl.dtypes import dtype_name
+from r2ccl.dtypes import dtype_name, dtype_of
 from r2ccl.errors import InternalError, InvalidArgument, TransportError, describe_os_error
 from r2ccl.kernels.fold import fold_kernel
 from r2ccl.kernels.native import callable_of
@@ -28,26 +28,33 @@ from r2ccl.shm.layout import (
     RESUME,
     SHARED,
     SLOT_NBYTES,
-    TABLES,
     TO_ROOT,
     WAITING,
 )
 from r2ccl.shm.machine import UNSUPPORTED
 from r2ccl.shm.passing import Place, pass_segments
 from r2ccl.shm.segment import Segment
-from r2ccl.types import AllgatherBytes, CallSignature, Collective, ReduceOp
+from r2ccl.types import (
+    PREFIXES,
+    REDUCTIONS,
+    AllgatherBytes,
+    CallSignature,
+    Collective,
+    ReduceOp,
+)
 
 #: Flat, C-contiguous array.
 Array: TypeAlias = npt.NDArray[Any]
 #: Function that waits for a late peer: ``attend(resume, call)`` calls ``resume()`` until it returns
 #: True, or raises to give up. ``call`` is the packed signature of the call.
 Attend: TypeAlias = Callable[[Callable[[], bool], int], None]
-#: Place of the part of each rank in an array: first element and number of elements.
-Ranges: TypeAlias = Sequence[tuple[int, int]]
+#: Part of each rank in an array: first element, end (exclusive).
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 #: Makers of the compiled functions, for `callable_of`.
 _EXCHANGE = "r2ccl.shm.exchange:make_exchange"
 _PIPELINE = "r2ccl.shm.allreduce:make_allreduce"
+_SCAN = "r2ccl.shm.scan:make_scan"
 _WAKE_ALL = "r2ccl.shm.waiting:make_wake_all"
 
 #: Allreduces of at most this many bytes times ranks exchange whole inputs: one step instead of two.
@@ -66,8 +73,10 @@ _YIELDS = {False: 0, True: 20}
 #: failures.
 _SLEEP_NS = 4_000_000
 
-_COUNT_MASK = (1 << 38) - 1
+#: Most prepared calls that a group keeps.
+_NPREPARED = 64
 _WORD = 1 << 64
+_word_at = ctypes.c_int64.from_address
 
 
 def _data_offset() -> int:
@@ -112,18 +121,27 @@ class CallsDiffer(Exception):
         self.wanted_nbytes = wanted_nbytes
 
 
+class LocalCall(NamedTuple):
+    """Call that `LocalGroup.prepare` has prepared."""
+
+    #: Compiled loop; its arguments are the state, two pointers to arrays, and `given`.
+    run: Callable[..., int]
+    #: The last two are the signature and the flags.
+    given: tuple[int, ...]
+    #: First byte and number of bytes of each part of the input, and of the output, if they differ.
+    tables: npt.NDArray[np.int64] | None = None
+
+
 class LocalGroup:
     """Ranks of one host that share memory; made by `connect`.
 
-    All methods for collectives take flat C-contiguous arrays, which the caller has checked: the
-    dtypes are equal, the sizes fit, and arrays do not overlap unless they are equal. ``code`` is
-    the number of their dtype. *Collective*: all ranks, in the same order, one call at a time.
+    ``prepare(call, parts=None)`` prepares a call, see `_prepare`, and keeps the latest ones. `run`
+    runs it on C-contiguous arrays, which the caller has checked: the dtypes are equal, and the
+    sizes fit. *Collective*: all ranks, in the same order, one call at a time.
 
     If a peer does not arrive soon, a call passes a function to `attend`, which calls it until it
     returns True, that is, until the call has finished. `attend` may raise to give the call up; then
     no further call may be made, as after any error, and the contents of outputs are undefined.
-    Every collective raises `CallsDiffer` and the errors of `attend`; every reduction raises
-    `InvalidArgument` if there is no kernel for its dtype and op (see `has_kernel`).
     """
 
     def __init__(
@@ -135,8 +153,7 @@ class LocalGroup:
         self._own = own
         self._peers = peers
         self._attend = attend
-        self._kernels: dict[int, int] = {}
-        self._heads: dict[int, int] = {}
+        self.prepare = functools.lru_cache(_NPREPARED)(self._prepare)
         self._memory = self._make_state()
         self._state = int(self._memory.ctypes.data)
         self._run_exchange = callable_of(_EXCHANGE)
@@ -219,13 +236,9 @@ class LocalGroup:
         return cls(own, peers, place, attend)
 
     @staticmethod
-    def are_apart(one: Array, other: Array) -> bool:
-        """Return whether two C-contiguous arrays of equal size do not overlap."""
-        first, second = (
-            ctypes.c_int64.from_address(id(one) + _DATA).value,
-            ctypes.c_int64.from_address(id(other) + _DATA).value,
-        )
-        return abs(first - second) >= one.nbytes
+    def distance(one: Array, other: Array) -> int:
+        """Return the address of an array minus that of another."""
+        return _word_at(id(one) + _DATA).value - _word_at(id(other) + _DATA).value
 
     @property
     def ncalls(self) -> int:
@@ -248,135 +261,77 @@ class LocalGroup:
 
     # Collectives
 
-    def barrier(self) -> None:
-        """Wait until all ranks have called `barrier`."""
-        nothing = _NOTHING
-        self._exchange(Collective.BARRIER, 1, 0, 0, nothing, 0, nothing, 0, 0, 0, SHARED)
+    def _prepare(
+        self, call: CallSignature, parts: tuple[Ranges, Ranges] | None = None
+    ) -> LocalCall:
+        """Prepare a call, so that `run` can run it, any number of times.
 
-    def allreduce(self, source: Array, output: Array, code: int, op: int, digest: int = 0) -> None:
-        """Reduce `source` of all ranks to `output` on all ranks; they may be equal.
+        Parameters
+        ----------
+        call : CallSignature
+            Equal on all ranks.
+        parts : tuple of Ranges, optional
+            For parts that differ in size: the parts of the input that go to each rank, and those of
+            the output that come from each rank. In an allgather, a rank sends the same part to all
+            ranks; in a reduce_scatter, it gets parts of equal size, at the same place.
 
-        `digest`, a number of 12 bits, must be equal on all ranks; the call compares it as it does
-        the dtype. The result has the same bits on all ranks, and those of a reduction in rank
-        order.
+        Raises
+        ------
+        InvalidArgument
+            If there is no kernel for the dtype and op; see `has_kernel`.
+
+        Notes
+        -----
+        Reductions have the same bits on all ranks: those of a reduction in rank order.
         """
-        key = (code << 4) | op
-        kernel = self._kernels.get(key) or self._kernel(code, op)
-        call = self._heads.get(key)  # ALLREDUCE is 0
-        if call is None:
-            call = self._head(_ALLREDUCE, code, op)
-        call |= (digest << 38) | (source.size & _COUNT_MASK)
-        nbytes, given = source.nbytes, (id(source) + _DATA, id(output) + _DATA)
-        if nbytes * self._nranks <= FLAT_NBYTES:
-            source_at, output_at = given
-            self._call(
-                self._run_exchange,
-                (self._state, source_at, 0, output_at, 0, nbytes, 0, kernel, call, SHARED),
-            )
-            return
-        most = min(SLOT_NBYTES, max(_CHUNK_NBYTES, (nbytes // _NCHUNKS + 63) & -64))
-        self._call(self._run_allreduce, (self._state, *given, nbytes, most, kernel, call, 0))
-
-    def reduce_scatter(self, source: Array, output: Array, code: int, op: int) -> None:
-        """Reduce `source` of all ranks; rank r gets part r of the result in `output`.
-
-        `output` may be this rank's part of `source`.
-        """
-        kernel, nbytes = self._kernel(code, op), output.nbytes
-        self._exchange(
-            Collective.REDUCE_SCATTER, code, op, source.size, source, nbytes, output, 0, nbytes,
-            kernel, 0,
-        )  # fmt: skip
-
-    def reduce(self, source: Array, output: Array, code: int, op: int, root: int) -> None:
-        """Reduce `source` of all ranks to `output` on `root`; other ranks' `output` is not used."""
-        kernel, nbytes = self._kernel(code, op), source.nbytes
-        self._exchange(
-            Collective.REDUCE, code, op, source.size, source, 0, output, 0, nbytes, kernel, TO_ROOT,
-            root,
-        )  # fmt: skip
-
-    def broadcast(self, source: Array, output: Array, code: int, root: int) -> None:
-        """Copy `source` of `root` to `output` of all ranks; other ranks' `source` is not used."""
-        self._exchange(
-            Collective.BROADCAST, code, 0, output.size, source, 0, output, 0, output.nbytes, 0,
-            SHARED | FROM_ROOT, root,
-        )  # fmt: skip
-
-    def allgather(self, source: Array, output: Array, code: int) -> None:
-        """Copy `source` of all ranks to `output`, in rank order; it may be a part of `output`."""
-        nbytes = source.nbytes
-        self._exchange(
-            Collective.ALLGATHER, code, 0, output.size, source, 0, output, nbytes, nbytes, 0, SHARED
+        n, itemsize = self._nranks, dtype_of(call.dtype).itemsize
+        kernel = self._kernel(call) if call.collective in REDUCTIONS else 0
+        signature, nbytes = call.pack(), call.count * itemsize
+        signature -= _WORD if signature >= _WORD // 2 else 0
+        if call.collective in PREFIXES:
+            most = min(SLOT_NBYTES, max(_CHUNK_NBYTES, (nbytes // (_NCHUNKS * n) + 63) & -64))
+            is_exclusive = int(call.collective == Collective.EXSCAN)
+            return LocalCall(callable_of(_SCAN), (nbytes, most, is_exclusive, kernel, signature, 0))
+        if call.collective == Collective.ALLREDUCE and nbytes * n > FLAT_NBYTES:
+            most = min(SLOT_NBYTES, max(_CHUNK_NBYTES, (nbytes // _NCHUNKS + 63) & -64))
+            return LocalCall(self._run_allreduce, (nbytes, most, kernel, signature, 0))
+        flags, source_parts, target_parts = _FORMS[call.collective]
+        tables = None
+        if parts is not None:
+            rows = np.array(parts, np.int64).transpose(0, 2, 1) * itemsize
+            rows[:, 1] -= rows[:, 0]
+            tables = np.ascontiguousarray(rows)
+            nbytes = int(rows[1, 1].sum()) // n
+        elif source_parts or target_parts:
+            nbytes //= n
+        given = (
+            source_parts * nbytes,
+            target_parts * nbytes,
+            nbytes,
+            0 if tables is None else int(tables.ctypes.data),
+            call.root,
+            kernel,
+            signature,
+            flags,
         )
+        return LocalCall(self._run_exchange, given, tables)
 
-    def gather(self, source: Array, output: Array, code: int, root: int) -> None:
-        """Copy `source` of all ranks to `output` of `root`, in rank order."""
-        nbytes = source.nbytes
-        self._exchange(
-            Collective.GATHER, code, 0, source.size * self._nranks, source, 0, output, nbytes,
-            nbytes, 0, TO_ROOT, root,
-        )  # fmt: skip
+    def run(self, call: LocalCall, source: Array, output: Array) -> None:
+        """Run a call on an input and an output.
 
-    def scatter(self, source: Array, output: Array, code: int, root: int) -> None:
-        """Copy part r of `source` of `root` to `output` of rank r."""
-        nbytes = output.nbytes
-        self._exchange(
-            Collective.SCATTER, code, 0, output.size * self._nranks, source, nbytes, output, 0,
-            nbytes, 0, FROM_ROOT, root,
-        )  # fmt: skip
+        They may be equal, or one a part of the other, where it is that of this rank in the
+        collective. An array that the rank does not use has no elements.
 
-    def alltoall(self, source: Array, output: Array, code: int) -> None:
-        """Copy part d of `source` of rank s to part s of `output` of rank d; they may be equal."""
-        nbytes = source.nbytes // self._nranks
-        self._exchange(
-            Collective.ALLTOALL, code, 0, source.size, source, nbytes, output, nbytes, nbytes, 0, 0
-        )
-
-    def allgatherv(
-        self, source: Array, output: Array, code: int, places: Ranges, digest: int = 0
-    ) -> None:
-        """Copy `source` of rank r to range ``places[r]`` of `output`, on all ranks.
-
-        `digest` is as for `allreduce`.
+        Raises
+        ------
+        CallsDiffer
+            If another rank makes another call.
+        Exception
+            As `attend`.
         """
-        own = [(0, 0)] * self._nranks
-        own[self.rank] = (0, source.size)
-        total = sum(size for _, size in places)
-        self._exchange_parts(
-            Collective.ALLGATHER, code, total, source, own, output, places, SHARED, digest
-        )
-
-    def gatherv(
-        self, source: Array, output: Array, code: int, places: Ranges | None, root: int
-    ) -> None:
-        """Copy `source` of rank r to range ``places[r]`` of `output` of `root`.
-
-        On other ranks, `places` is None.
-        """
-        sent, put = self._no_parts(), places if places is not None else self._no_parts()
-        sent[root] = (0, source.size)
-        self._exchange_parts(Collective.GATHERV, code, 0, source, sent, output, put, TO_ROOT, root)
-
-    def scatterv(
-        self, source: Array, output: Array, code: int, places: Ranges | None, root: int
-    ) -> None:
-        """Copy range ``places[r]`` of `source` of `root` to `output` of rank r.
-
-        On other ranks, `places` is None.
-        """
-        put, sent = self._no_parts(), places if places is not None else self._no_parts()
-        put[root] = (0, output.size)
-        self._exchange_parts(
-            Collective.SCATTERV, code, 0, source, sent, output, put, FROM_ROOT, root
-        )
-
-    def alltoallv(self, source: Array, output: Array, code: int, sent: Ranges, put: Ranges) -> None:
-        """Copy range ``sent[d]`` of `source` of rank s to range ``put[s]`` of `output` of rank d.
-
-        `source` and `output` must not overlap.
-        """
-        self._exchange_parts(Collective.ALLTOALLV, code, 0, source, sent, output, put, 0, 0)
+        result = call.run(self._state, id(source) + _DATA, id(output) + _DATA, *call.given)
+        if result:
+            self._continue(call, source, output, result)
 
     def has_kernel(self, code: int, op: int) -> bool:
         """Return whether reductions support a dtype and op.
@@ -400,75 +355,20 @@ class LocalGroup:
             peer.close()
         self._own.close()
 
-    # Calls
-
-    def _exchange(
-        self, collective: int, code: int, op: int, count: int,
-        source: Array, source_step: int, output: Array, output_step: int, nbytes: int,
-        kernel: int, flags: int, root: int = 0,
-    ) -> None:  # fmt: skip
-        head = self._heads.get((collective << 10) | (code << 4) | op)
-        if head is None:
-            head = self._head(collective, code, op)
-        given = (
-            self._state,
-            id(source) + _DATA,
-            source_step,
-            id(output) + _DATA,
-            output_step,
-            nbytes,
-            root,
-            kernel,
-            head | (root << 38) | (count & _COUNT_MASK),
-            flags,
-        )
-        self._call(self._run_exchange, given)
-
-    def _exchange_parts(
-        self, collective: int, code: int, count: int, source: Array, sent: Ranges,
-        output: Array, put: Ranges, flags: int, root: int,
-    ) -> None:  # fmt: skip
-        head = self._heads.get((collective << 10) | (code << 4)) or self._head(collective, code, 0)
-        itemsize = output.itemsize
-        first = layout.BASES + 2 * self._nranks
-        tables = self._memory[first : first + 4 * self._nranks].reshape(4, self._nranks)
-        for row, array, ranges in ((0, source, sent), (2, output, put)):
-            table = np.array(ranges, np.int64).T * itemsize
-            tables[row] = table[0] + array.ctypes.data
-            tables[row + 1] = table[1]
-        given = (
-            self._state,
-            id(source) + _DATA,
-            0,
-            id(output) + _DATA,
-            0,
-            int(tables[3].sum()) // self._nranks,
-            root,
-            0,
-            head | (root << 38) | (count & _COUNT_MASK),
-            flags | TABLES,
-        )
-        self._call(self._run_exchange, given)
-
-    def _call(self, run: Callable[..., int], given: tuple[int, ...]) -> None:
-        """Run a compiled call to its end; its last arguments are the signature and the flags."""
-        result = run(*given)
-        if result:
-            self._continue(run, given, result)
-
-    def _continue(self, run: Callable[..., int], given: tuple[int, ...], result: int) -> None:
+    def _continue(self, call: LocalCall, source: Array, output: Array, result: int) -> None:
         """Continue a call that waits until it has finished; raise if it cannot."""
-        *rest, flags = given
+        *given, signature, flags = call.given
 
         def resume() -> bool:
             nonlocal result
-            result = run(*rest, flags | RESUME)
+            arrays = id(source) + _DATA, id(output) + _DATA
+            result = call.run(self._state, *arrays, *given, signature, flags | RESUME)
             return result != WAITING
 
         if result == WAITING:
-            self._attend(resume, rest[-1] % _WORD)
+            self._attend(resume, signature % _WORD)
         if result:
-            raise self._differs(result, rest[-1])
+            raise self._differs(call, result, signature % _WORD)
 
     # State
 
@@ -489,37 +389,28 @@ class LocalGroup:
             state[layout.BASES + index] = segment.address
         return state
 
-    def _kernel(self, code: int, op: int) -> int:
-        kernel = fold_kernel(code, op)
+    def _kernel(self, call: CallSignature) -> int:
+        kernel = fold_kernel(call.dtype, call.op)
         if not kernel:
             raise InvalidArgument(
-                f"op={ReduceOp(op).name} for dtype {dtype_name(code)}: there is no kernel for "
-                "shared memory; use a communicator, which reduces it over the network"
+                f"op={ReduceOp(call.op).name} for dtype {dtype_name(call.dtype)}: there is no "
+                "kernel for shared memory; use a communicator, which reduces it over the network"
             )
-        self._kernels[(code << 4) | op] = kernel
         return kernel
 
-    def _head(self, collective: int, code: int, op: int) -> int:
-        """Return the packed signature of a call without count and root, as a signed number."""
-        head = CallSignature(collective, code, op, 0).pack()
-        head -= _WORD if head >= _WORD // 2 else 0
-        self._heads[(collective << 10) | (code << 4) | op] = head
-        return head
-
-    def _no_parts(self) -> list[tuple[int, int]]:
-        return [(0, 0)] * self._nranks
-
-    def _differs(self, result: int, call: int) -> CallsDiffer:
+    def _differs(self, call: LocalCall, result: int, signature: int) -> CallsDiffer:
         index = self.awaited
         row = int(self._memory[layout.NCALLS]) & 1
         words = (self._own if index == self.rank else self._peers[index]).words
         if result == DIFFERS_IN_SIZE:
-            is_shared = CallSignature.unpack(call % _WORD).collective == Collective.ALLGATHER
+            assert call.tables is not None
+            is_shared = call.given[-1] & SHARED
             at = layout.LENGTHS // 8 + layout.MAX_NRANKS * row
             sent = int(words[at + (index if is_shared else self.rank)])
-            wanted = int(self._memory[layout.BASES + 5 * self._nranks + index])
-            return CallsDiffer(index, call % _WORD, call % _WORD, sent, wanted)
-        return CallsDiffer(index, call % _WORD, int(words[layout.SIGNATURES // 8 + row]) % _WORD)
+            wanted = int(call.tables[1, 1, index])
+            return CallsDiffer(index, signature, signature, sent, wanted)
+        other = int(words[layout.SIGNATURES // 8 + row]) % _WORD
+        return CallsDiffer(index, signature, other)
 
 
 @functools.cache
@@ -543,8 +434,22 @@ def preload() -> None:
             callable_of(maker)
 
 
-_ALLREDUCE = int(Collective.ALLREDUCE)
-_NOTHING = np.empty(0, np.uint8)
+#: Flags of each collective in the exchange, and whether its input, and its output, has a part for
+#: each rank.
+_FORMS: dict[int, tuple[int, bool, bool]] = {
+    Collective.BARRIER: (SHARED, False, False),
+    Collective.ALLREDUCE: (SHARED, False, False),
+    Collective.REDUCE: (TO_ROOT, False, False),
+    Collective.BROADCAST: (SHARED | FROM_ROOT, False, False),
+    Collective.ALLGATHER: (SHARED, False, True),
+    Collective.REDUCE_SCATTER: (0, True, False),
+    Collective.GATHER: (TO_ROOT, False, True),
+    Collective.GATHERV: (TO_ROOT, False, True),
+    Collective.SCATTER: (FROM_ROOT, True, False),
+    Collective.SCATTERV: (FROM_ROOT, True, False),
+    Collective.ALLTOALL: (0, True, True),
+    Collective.ALLTOALLV: (0, True, True),
+}
 
 
 def _host_of_process() -> bytes:
@@ -563,4 +468,4 @@ def _host_of_process() -> bytes:
 _HOST_NBYTES = 16
 
 
-__all__ = ["Attend", "CallsDiffer", "LocalGroup", "preload"]
+__all__ = ["Attend", "CallsDiffer", "LocalCall", "LocalGroup", "preload"]

@@ -64,18 +64,17 @@ SLEEP_S, SLEEP_NS = 13, 14
 STREAM_NBYTES = 15
 #: Number of waits, one after another, for which the pauses did not suffice.
 MISSES = 16
-#: Addresses of the segments of all ranks, then space for the sources of a kernel, then the tables
-#: of a call whose parts differ: addresses and bytes of what is sent to each rank, and received.
+#: Addresses of the segments of all ranks, then space for the sources of a kernel.
 BASES = 18
 #: CPU to which this rank moves if it finds itself on that of the rank it waits for; -1: none.
 HOME = 17
-#: Bytes of a set of CPUs (1,024 of them); two follow the tables.
+#: Bytes of a set of CPUs (1,024 of them); two follow the space for the sources.
 CPU_SET_NBYTES = 128
 
 
 def state_size(nranks: int) -> int:
     """Return the number of words of the state."""
-    return BASES + 6 * nranks + 2 * CPU_SET_NBYTES // 8
+    return BASES + 2 * nranks + 2 * CPU_SET_NBYTES // 8
 
 
 # Results of a compiled call.
@@ -94,8 +93,6 @@ RESUME = 1
 SHARED = 2
 #: Only the root sends; only the root receives.
 FROM_ROOT, TO_ROOT = 4, 8
-#: The parts are those in the tables of the state.
-TABLES = 16
 
 __all__ = [
     "AWAITED",
@@ -136,7 +133,6 @@ __all__ = [
     "SPIN_MIN",
     "STEP",
     "STREAM_NBYTES",
-    "TABLES",
     "TOTAL",
     "TO_ROOT",
     "WAITERS",

@@ -83,7 +83,7 @@ def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
     segment = word & -PAGE_NBYTES
     if cpu == home or load_acquire(segment + CPU) != cpu + 1:
         return
-    allowed = address + 8 * (BASES + 6 * state[NRANKS])
+    allowed = address + 8 * (BASES + 2 * state[NRANKS])
     only_home = allowed + CPU_SET_NBYTES
     here = words_at(allowed)
     if read_affinity(allowed, CPU_SET_NBYTES) > 0 and here[home >> 6] >> (home & 63) & 1:

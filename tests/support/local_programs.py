@@ -7,6 +7,7 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,12 @@ from r2ccl.dtypes import CODES, DTYPES, dtype_name
 from r2ccl.shm import group as group_module
 from r2ccl.shm.group import LocalGroup
 from r2ccl.shm.layout import SLOT_NBYTES
-from r2ccl.types import ReduceOp
+from r2ccl.types import PREFIXES, CallSignature, Collective, ReduceOp
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _F32 = CODES[np.dtype(np.float32)]
 _U8 = CODES[np.dtype(np.uint8)]
+_NOTHING = np.empty(0, np.uint8)
 #: Elements: none, one, odd numbers, around the limits of one step and of one slot, several slots.
 SIZES = (0, 1, 3, 17, 1000, 4099, SLOT_NBYTES // 4, SLOT_NBYTES // 4 + 1, 700_001)
 
@@ -58,6 +60,22 @@ def differs(found: Array, wanted: Array, op: ReduceOp = ReduceOp.SUM) -> bool:
     return found.tobytes() != wanted.tobytes()
 
 
+def call(
+    group: LocalGroup, which: Collective, x: Array, out: Array, code: int, count: int, *,
+    op: ReduceOp = ReduceOp.SUM, root: int = 0, parts: Any = None,
+) -> None:  # fmt: skip
+    """Run a collective; `count` is that of the whole buffer."""
+    group.run(group.prepare(CallSignature(which, code, op, count, root), parts), x, out)
+
+
+def allreduce(group: LocalGroup, x: Array, out: Array, code: int, op: ReduceOp) -> None:
+    call(group, Collective.ALLREDUCE, x, out, code, x.size, op=op)
+
+
+def barrier(group: LocalGroup) -> None:
+    call(group, Collective.BARRIER, _NOTHING, _NOTHING, _U8, 0)
+
+
 def check_reductions(host: Host) -> list[str]:
     """Return the cases of all dtypes and ops in which a result is wrong."""
     group, n, me = host.connect(), host.nranks, host.index
@@ -70,10 +88,18 @@ def check_reductions(host: Host) -> list[str]:
                 inputs = [values(rank, size * n, code) for rank in range(n)]
                 whole = reduced(inputs, code, op)
                 x, out = inputs[me].copy(), np.zeros(size * n, DTYPES[code])
-                group.allreduce(x, out, code, op)
-                group.allreduce(x, x, code, op)
+                allreduce(group, x, out, code, op)
+                allreduce(group, x, x, code, op)
                 if differs(out, whole, op) or x.tobytes() != out.tobytes():
                     wrong.append(f"allreduce {dtype_name(code)} {op.name} {size}")
+                if op is ReduceOp.AVG:
+                    continue
+                x = inputs[me].copy()
+                call(group, Collective.SCAN, x, out, code, x.size, op=op)
+                call(group, Collective.SCAN, x, x, code, x.size, op=op)
+                wanted = reduced(inputs[: me + 1], code, op)
+                if differs(out, wanted, op) or x.tobytes() != out.tobytes():
+                    wrong.append(f"scan {dtype_name(code)} {op.name} {size}")
     group.close()
     return wrong
 
@@ -110,62 +136,67 @@ def _cases(
     def new(count: int) -> Array:
         return np.zeros(count, dtype)
 
-    out = new(size)
-    group.allreduce(parts[me], out, code, op)
-    yield "allreduce", out, reduced(parts, code, op)
-    out = parts[me].copy()
-    group.allreduce(out, out, code, op)
-    yield "allreduce in place", out, reduced(parts, code, op)
+    def run(which: Collective, x: Array, out: Array, *, root: int = 0) -> None:
+        is_parted = which not in (
+            Collective.ALLREDUCE, Collective.REDUCE, Collective.BROADCAST, *PREFIXES
+        )  # fmt: skip
+        call(group, which, x, out, code, size * n if is_parted else size, op=op, root=root)
+
+    for which in (Collective.ALLREDUCE, *sorted(PREFIXES)):
+        out, again = new(size), parts[me].copy()
+        run(which, parts[me], out)
+        run(which, again, again)
+        last = {Collective.ALLREDUCE: n, Collective.SCAN: me + 1, Collective.EXSCAN: me}[which]
+        wanted = reduced(parts[:last], code, op) if last else new(size)
+        yield which.name, out, wanted
+        yield f"{which.name} in place", again, wanted if last else parts[me]
 
     total = reduced(wholes, code, op)
     out = new(size)
-    group.reduce_scatter(wholes[me], out, code, op)
+    run(Collective.REDUCE_SCATTER, wholes[me], out)
     yield "reduce_scatter", out, total[own]
     out = wholes[me].copy()
-    group.reduce_scatter(out, out[own], code, op)
+    run(Collective.REDUCE_SCATTER, out, out[own])
     yield "reduce_scatter in place", out[own], total[own]
 
     for place in {0, root}:
+        whole = reduced(parts, code, op)
         out = new(size)
-        group.reduce(parts[me], out, code, op, place)
-        yield f"reduce to {place}", out, reduced(parts, code, op) if me == place else new(size)
+        run(Collective.REDUCE, parts[me], out, root=place)
+        yield f"reduce to {place}", out, whole if me == place else new(size)
         out = parts[me].copy()
-        group.reduce(out, out, code, op, place)
-        yield (
-            f"reduce in place to {place}",
-            out,
-            (reduced(parts, code, op) if me == place else parts[me]),
-        )
+        run(Collective.REDUCE, out, out, root=place)
+        yield f"reduce in place to {place}", out, whole if me == place else parts[me]
         out = new(size)
-        group.broadcast(parts[me], out, code, place)
+        run(Collective.BROADCAST, parts[me], out, root=place)
         yield f"broadcast from {place}", out, parts[place]
         out = parts[me].copy()
-        group.broadcast(out, out, code, place)
+        run(Collective.BROADCAST, out, out, root=place)
         yield f"broadcast in place from {place}", out, parts[place]
         out = new(size * n) if me == place else nothing
-        group.gather(parts[me], out, code, place)
+        run(Collective.GATHER, parts[me], out, root=place)
         yield f"gather to {place}", out, np.concatenate(parts) if me == place else nothing
         out = new(size)
-        group.scatter(wholes[place] if me == place else nothing, out, code, place)
+        run(Collective.SCATTER, wholes[place] if me == place else nothing, out, root=place)
         yield f"scatter from {place}", out, wholes[place][own]
 
     out = new(size * n)
-    group.allgather(parts[me], out, code)
+    run(Collective.ALLGATHER, parts[me], out)
     yield "allgather", out, np.concatenate(parts)
     out = new(size * n)
     out[own] = parts[me]
-    group.allgather(out[own], out, code)
+    run(Collective.ALLGATHER, out[own], out)
     yield "allgather in place", out, np.concatenate(parts)
 
     exchanged = np.concatenate([each[own] for each in wholes])
     out = new(size * n)
-    group.alltoall(wholes[me], out, code)
+    run(Collective.ALLTOALL, wholes[me], out)
     yield "alltoall", out, exchanged
     out = wholes[me].copy()
-    group.alltoall(out, out, code)
+    run(Collective.ALLTOALL, out, out)
     yield "alltoall in place", out, exchanged
     yield from _uneven_cases(group, me, n, size, code, wholes)
-    group.barrier()
+    barrier(group)
 
 
 def _uneven_cases(
@@ -175,33 +206,48 @@ def _uneven_cases(
     dtype, root = DTYPES[code], n - 1
     counts = [size * rank // n for rank in range(n)]
     starts = [sum(counts[rank + 1 :]) for rank in range(n)]
-    places = list(zip(starts, counts, strict=True))
+    places = tuple((at, at + count) for at, count in zip(starts, counts, strict=True))
     joined = np.concatenate([wholes[rank][: counts[rank]] for rank in reversed(range(n))])
-    nothing = np.empty(0, dtype)
+    nothing, none = np.empty(0, dtype), ((0, 0),) * n
+
+    def only(rank: int) -> tuple[tuple[int, int], ...]:
+        return tuple((0, counts[me]) if each == rank else (0, 0) for each in range(n))
+
+    def run(which: Collective, x: Array, out: Array, sent: Any, put: Any) -> None:
+        is_whole = which in (Collective.ALLGATHER, Collective.REDUCE_SCATTER)
+        count = sum(counts) if is_whole else 0
+        call(group, which, x, out, code, count, root=0 if is_whole else root, parts=(sent, put))
 
     out = np.zeros(sum(counts), dtype)
-    group.allgatherv(wholes[me][: counts[me]], out, code, places)
+    run(Collective.ALLGATHER, wholes[me][: counts[me]], out, only(me), places)
     yield "allgatherv", out, joined
     out = np.zeros(sum(counts) if me == root else 0, dtype)
-    group.gatherv(wholes[me][: counts[me]], out, code, places if me == root else None, root)
+    put = places if me == root else none
+    run(Collective.GATHERV, wholes[me][: counts[me]], out, only(root), put)
     yield "gatherv", out, joined if me == root else nothing
     out = np.zeros(counts[me], dtype)
     source = wholes[root] if me == root else nothing
-    group.scatterv(source, out, code, places if me == root else None, root)
+    run(Collective.SCATTERV, source, out, places if me == root else none, only(root))
     yield "scatterv", out, wholes[root][starts[me] : starts[me] + counts[me]]
 
+    total = reduced([each[: sum(counts)] for each in wholes], code, ReduceOp.SUM)
+    own = slice(*places[me])
+    put = ((0, counts[me]),) * n
+    out = np.zeros(counts[me], dtype)
+    run(Collective.REDUCE_SCATTER, wholes[me], out, places, put)
+    yield "reduce_scatterv", out, total[own]
+    out = wholes[me].copy()
+    run(Collective.REDUCE_SCATTER, out, out[own], places, put)
+    yield "reduce_scatterv in place", out[own], total[own]
+
     # Rank s sends counts[(s + d) % n] elements to rank d, one part after the other.
-    def sent_by(rank: int) -> list[tuple[int, int]]:
-        sizes = [counts[(rank + to) % n] for to in range(n)]
-        return [(sum(sizes[:to]), sizes[to]) for to in range(n)]
+    def sent_by(rank: int) -> tuple[tuple[int, int], ...]:
+        return tuple(pairwise(accumulate((counts[(rank + to) % n] for to in range(n)), initial=0)))
 
     sent = sent_by(me)
-    wanted = []
-    for rank in range(n):
-        start, count = sent_by(rank)[me]
-        wanted.append(wholes[rank][start : start + count])
+    wanted = [wholes[rank][slice(*sent_by(rank)[me])] for rank in range(n)]
     out = np.zeros(sum(each.size for each in wanted), dtype)
-    group.alltoallv(wholes[me], out, code, sent, sent)  # the sizes are symmetric
+    run(Collective.ALLTOALLV, wholes[me], out, sent, sent)  # the sizes are symmetric
     yield "alltoallv", out, np.concatenate(wanted)
 
 
@@ -211,28 +257,31 @@ def mix_calls(host: Host, ncalls: int) -> list[str]:
     rng = np.random.default_rng(1)
     wrong = []
     for number in range(ncalls):
-        kind, root = int(rng.integers(6)), int(rng.integers(n))
+        kind, root = int(rng.integers(7)), int(rng.integers(n))
         size = int(10 ** rng.uniform(0, 5.6))
         inputs = [np.full(size, number + rank, np.float32) for rank in range(n)]
         total = np.full(size, sum(number + rank for rank in range(n)), np.float32)
         out = np.zeros(size * n, np.float32)
         if kind == 0:
-            group.allreduce(inputs[me], out[:size], _F32, ReduceOp.SUM)
+            allreduce(group, inputs[me], out[:size], _F32, ReduceOp.SUM)
             wanted = total
         elif kind == 1:
-            group.broadcast(inputs[me], out[:size], _F32, root)
+            call(group, Collective.BROADCAST, inputs[me], out[:size], _F32, size, root=root)
             wanted = inputs[root]
         elif kind == 2:
-            group.allgather(inputs[me], out, _F32)
+            call(group, Collective.ALLGATHER, inputs[me], out, _F32, size * n)
             wanted = np.concatenate(inputs)
         elif kind == 3:
-            group.gather(inputs[me], out, _F32, root)
+            call(group, Collective.GATHER, inputs[me], out, _F32, size * n, root=root)
             wanted = np.concatenate(inputs) if me == root else out
         elif kind == 4:
-            group.reduce(inputs[me], out[:size], _F32, ReduceOp.SUM, root)
+            call(group, Collective.REDUCE, inputs[me], out[:size], _F32, size, root=root)
             wanted = total if me == root else out[:size]
+        elif kind == 5:
+            call(group, Collective.SCAN, inputs[me], out[:size], _F32, size)
+            wanted = np.full(size, sum(number + rank for rank in range(me + 1)), np.float32)
         else:
-            group.barrier()
+            barrier(group)
             wanted = out
         if out[: wanted.size].tobytes() != wanted.tobytes():
             wrong.append(f"call {number}: kind {kind}, {size} elements, root {root}")
@@ -247,7 +296,7 @@ def count_memory(host: Host, ncalls: int) -> int:
 
     def call(times: int) -> int:
         for _ in range(times):
-            group.allreduce(x, np.empty_like(x), _F32, ReduceOp.SUM)
+            allreduce(group, x, np.empty_like(x), _F32, ReduceOp.SUM)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     before = call(1000)
@@ -259,7 +308,7 @@ def count_memory(host: Host, ncalls: int) -> int:
 def stop(host: Host, seconds: float) -> float:
     """The last rank is stopped for a while in mid-collective; return the result's first element."""
     group = host.connect()
-    group.barrier()
+    barrier(group)
     if host.index == host.nranks - 1:
         pid = os.getpid()
         if not os.fork():
@@ -272,9 +321,9 @@ def stop(host: Host, seconds: float) -> float:
     until_s = time.monotonic() + seconds + 0.5
     again = np.ones(1, np.float32)
     while again[0]:
-        group.allreduce(x, x, _F32, ReduceOp.MAX)
+        allreduce(group, x, x, _F32, ReduceOp.MAX)
         again[0] = time.monotonic() < until_s
-        group.allreduce(again, again, _F32, ReduceOp.MIN)
+        allreduce(group, again, again, _F32, ReduceOp.MIN)
     group.close()
     return float(x.sum())
 
@@ -284,21 +333,22 @@ def differ(host: Host, what: str) -> None:
     group = host.connect()
     x = np.ones(8, np.float32)
     if what == "collective" and host.index:
-        group.barrier()
+        barrier(group)
     elif what == "parts":
-        sent = [(0, 2 if host.index else 1)] * host.nranks
-        group.alltoallv(x, np.zeros(8, np.float32), _F32, sent, [(0, 1)] * host.nranks)
+        sent = ((0, 2 if host.index else 1),) * host.nranks
+        put = ((0, 1),) * host.nranks
+        call(group, Collective.ALLTOALLV, x, np.zeros(8, np.float32), _F32, 0, parts=(sent, put))
     else:
         size = 4 if what == "count" and host.index else 8
         op = ReduceOp.MAX if what == "op" and host.index else ReduceOp.SUM
-        group.allreduce(x[:size], np.zeros(size, np.float32), _F32, op)
+        allreduce(group, x[:size], np.zeros(size, np.float32), _F32, op)
 
 
 def finish_and_leave(host: Host) -> str:
     """Ranks that end after the last call do not disturb the others."""
     group = host.connect()
     for _ in range(100):
-        group.barrier()
+        barrier(group)
     if host.index:
         group.close()
         return "closed"
@@ -324,7 +374,7 @@ def leave_nothing(host: Host) -> list[list[str]]:
 
     note()
     group = host.connect()
-    group.barrier()
+    barrier(group)
     note()
     group.close()
     note()

@@ -53,11 +53,17 @@ def ways_to_call() -> tuple[int, int, int]:
         assert (call("scatter", x if rank == 1 else None, np.empty(4), root=1) == 2).all()
         counts = list(range(1, n + 1))
         assert call("allgatherv", x[: rank + 1], counts=counts).sum() == (rows * rows).sum()
+        summed = call("reduce_scatterv", np.arange(1.0, n * n + 1), counts=[n * n, *[0] * (n - 1)])
+        assert (summed == n * np.arange(1.0, n * n + 1)[: summed.size]).all()
+        assert (call("scan", x.copy()) == rows[: rank + 1].sum()).all()
+        below = call("exscan", x.copy())
+        assert (below == (rows[:rank].sum() if rank else 1)).all()
         halves = call("allreduce", x.astype(np.float16), op=r2ccl.accumulate_float32())
         assert (halves == rows.sum()).all()
         comm.barrier()
         ncalls = comm.ncalls - before
-        assert (call("scan", x.copy()) == rows[: rank + 1].sum()).all()
+        product = r2ccl.user_op(np.multiply)
+        assert (call("allreduce", x.copy(), op=product) == rows.prod()).all()
         assert (call("allreduce", x.astype(np.float16)) == rows.sum()).all()
         return ncalls, ncalls - (local.ncalls - shared - 1), comm.ncalls - before
 
@@ -69,7 +75,7 @@ def other_paths() -> str:
         x = np.ones(1000)
         try:
             if comm.rank == comm.nranks - 1:
-                comm.scan(x)
+                comm.scan(x, op=r2ccl.user_op(np.add))
             else:
                 comm.allreduce(x)
         except r2ccl.InvalidArgument as exc:
@@ -139,6 +145,7 @@ def repeated() -> None:
         x.dtype = np.int64  # type: ignore[misc]
         x[:] = 3
         assert (comm.allreduce(x) == 3 * n).all()
+        repeated_parts(comm)
         with raises(r2ccl.InvalidArgument, match="overlap"):
             comm.allreduce(out[:60], out[4:])
         with raises(r2ccl.InvalidArgument):
@@ -151,6 +158,47 @@ def shares(what: str) -> bool:
     with r2ccl.init(faults=faults, algo="ring" if what == "ring" else "auto") as comm:
         assert (comm.allreduce(np.ones(1000)) == comm.nranks).all()
         return comm._collectives.shares_memory
+
+
+def repeated_parts(comm: r2ccl.Communicator) -> None:
+    """Repeat calls with parts; then change sizes, places, roots and the overlap of the arrays."""
+    n, rank = comm.nranks, comm.rank
+    x, rows = np.full(n, rank + 1.0), np.arange(n) + 1.0
+    out = np.zeros(4 * n)
+    for _ in range(3):
+        assert (comm.allgather(x)[:, 0] == rows).all()  # the output is new
+        assert (comm.allgather(x.reshape(1, n))[:, 0, 0] == rows).all()
+        x.shape = (n,)
+        for size in (1, 4, 1):
+            counts = [size] * n
+            whole = comm.alltoallv(
+                np.repeat(x, size), out[: n * size], sendcounts=counts, recvcounts=counts
+            )
+            assert (whole == np.repeat(rows, size)).all()
+        for root in (0, n - 1, n - 1):
+            gathered = comm.gather(x, out[: n * n] if rank == root else None, root)
+            assert gathered is None if rank != root else (gathered[::n] == rows).all()
+            part = comm.scatter(np.repeat(rows, 2) if rank == root else None, out[:2], root)
+            assert (part == rank + 1).all()
+        same = x.copy()
+        assert (comm.alltoall(same, same) == rows).all()
+        assert comm.alltoall(x) is not x
+        assert (x == rank + 1).all()
+        assert (comm.alltoall(x, same) == rows).all()
+        own = out[: n * 2]
+        own[rank * 2 : rank * 2 + 2] = rank + 1
+        assert (comm.allgather(own[rank * 2 : rank * 2 + 2], own) == np.repeat(rows, 2)).all()
+        assert comm.reduce(x, None, r2ccl.ReduceOp.MAX, 0) is (x if rank == 0 else None)
+        x[:] = rank + 1
+        counts = [1] * n
+        comm.allgatherv(x[:1], out[:n], counts=counts)
+        counts[0], counts[1] = 0, 2
+        total = comm.allgatherv(x[: counts[rank]], out[:n], counts=counts)
+        assert (total == np.repeat(rows, counts)).all()
+        with raises(r2ccl.InvalidArgument, match="counts"):
+            comm.allgatherv(x[: counts[rank]], out[:n], counts=[float(each) for each in counts])
+        with raises(r2ccl.InvalidArgument, match="overlap"):
+            comm.alltoall(out[: 2 * n], out[n : 3 * n])
 
 
 def obstructed(what: str, rank: int) -> tuple[bool, float]:
@@ -172,7 +220,7 @@ def obstructed(what: str, rank: int) -> tuple[bool, float]:
 
 
 def beside_the_network() -> tuple[int, float]:
-    """Wait in shared memory for ranks that first need a message and a scan of this rank.
+    """Wait in shared memory for ranks that first need a message and a scan over the network.
 
     Only the waiting thread runs the data loop: the control thread does not. Return the sum of the
     message that the last rank received, and the sum of the scan.
@@ -181,7 +229,7 @@ def beside_the_network() -> tuple[int, float]:
     with r2ccl.init(timeout_s=30.0) as comm, comm.dup() as other:
         last = comm.nranks - 1
         x = np.full(1 << 24, comm.rank, np.uint8)
-        work = other.scan(np.ones(1000), async_op=True)
+        work = other.scan(np.ones(1000), op=r2ccl.user_op(np.add), async_op=True)
         if comm.rank == 0:
             sent = comm.send(x + 1, last, async_op=True)
             assert sent is not None
