@@ -660,7 +660,7 @@ class Communicator:
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: as
         the schedule says. The checker runs once for each schedule.
         """
-        given = (schedule, x, out, op, self.nranks)
+        given = (x, out, op, schedule, self.nranks)
         return self._collectives.start(stream, async_op, arguments.run_schedule, *given)
 
     def barrier(self) -> None:

@@ -101,7 +101,7 @@ def allreduce(x: Any, out: Any, op: Operation, schedule: Schedule | None = None)
     return request if number is op else _with_operation(request, op)
 
 
-def run_schedule(schedule: Schedule, x: Any, out: Any, op: Operation, nranks: int) -> Request:
+def run_schedule(x: Any, out: Any, op: Operation, schedule: Schedule, nranks: int) -> Request:
     """Make the request of `Communicator.run_schedule`."""
     if (schedule.collective, schedule.nranks) != ("allreduce", nranks):
         raise InvalidArgument(

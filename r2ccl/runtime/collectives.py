@@ -40,7 +40,7 @@ from r2ccl.runtime.async_work import Task, Work, Worker
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LandingPool, host_lanes
 from r2ccl.runtime.grouping import Group, batches, joined
-from r2ccl.runtime.local import LocalCalls, connect
+from r2ccl.runtime.local import LocalCalls, Make, connect
 from r2ccl.runtime.messages.messenger import MessageRequest
 from r2ccl.schedule.chunks import Parts
 from r2ccl.types import ORDERED_OP, PREFIXES, CallSignature, Collective, ReduceOp
@@ -154,7 +154,7 @@ class Collectives:
 
     # Calls
 
-    def start(self, stream: Any, is_async: bool, make: Callable[..., Request], *given: Any) -> Any:
+    def start(self, stream: Any, is_async: bool, make: Make, x: Any, out: Any, *rest: Any) -> Any:
         """Validate a call; then run it, queue it for the worker, or add it to the open group.
 
         Parameters
@@ -165,8 +165,8 @@ class Collectives:
             Return a `Work` at once.
         make : callable
             Function of `r2ccl.runtime.arguments` that makes the request.
-        *given : object
-            Arguments of `make`.
+        x, out, *rest : object
+            Arguments of `make`. They are immutable, except for `x` and `out`.
 
         Returns
         -------
@@ -188,12 +188,12 @@ class Collectives:
         if worker.failed is not None:
             self.require_seen()
         if self._groups and (group := self.group_here()) is not None:
-            return self._add_to(group, make(*given), stream, is_async)
+            return self._add_to(group, make(x, out, *rest), stream, is_async)
         try:
             local = self._local
             is_plain = stream is None and not is_async
             if local is not None and is_plain and worker.is_idle:
-                found = local.find(make, given)
+                found = local.find(make, x, out, rest)
                 if found is not None:
                     if not self._turn.acquire(False):
                         raise self._concurrent()
@@ -203,7 +203,7 @@ class Collectives:
                     finally:
                         self._caller = 0
                         self._turn.release()
-            request = make(*given)
+            request = make(x, out, *rest)
             if is_plain and type(request.source) is Buffer:
                 if not worker.is_idle:
                     self._check(request)
@@ -219,7 +219,7 @@ class Collectives:
                         if call is None:
                             self.run(request)
                         else:
-                            local.remember(make, given, request, call)
+                            local.remember(make, x, out, rest, request, call)
                     elif request.is_staged or type(output) is not Buffer:
                         self.run(request)
                     else:  # as `run`, inlined: most calls are small

@@ -207,15 +207,13 @@ class LocalCalls:
     # The same call again
 
     def remember(
-        self, make: Make, given: tuple[Any, ...], request: Request, call: LocalCall
+        self, make: Make, x: Any, out: Any, rest: tuple[Any, ...], request: Request, call: LocalCall
     ) -> None:
         """Remember a call that `run` has run, so that `repeat` can run it again.
 
-        `given` are the arguments of `make`, which made `request`; the first two are the input and
-        the output. The call is remembered only if it used the arrays themselves: NumPy arrays that
-        are C-contiguous.
+        ``make(x, out, *rest)`` made `request`. The call is remembered only if it used the arrays
+        themselves: NumPy arrays that are C-contiguous.
         """
-        x, out, *rest = given
         source, output = request.source, request.output
         uses_input, uses_output, has_output = source.owner is x, output is not None, out is not None
         x = x if uses_input else _NOTHING
@@ -228,7 +226,7 @@ class LocalCalls:
         distance = self._distance(out, x)
         self._last[make] = Repeatable(
             call,
-            tuple(rest),
+            rest,
             type(rest[0]),
             uses_input,
             uses_output,
@@ -245,8 +243,10 @@ class LocalCalls:
             out.shape if is_new else None,
         )
 
-    def find(self, make: Make, given: tuple[Any, ...]) -> tuple[LocalCall, Array, Array] | None:
-        """Return the call that ``make(*given)`` repeats, its input and its output; None: it is new.
+    def find(
+        self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]
+    ) -> tuple[LocalCall, Array, Array] | None:
+        """Return the call that these arguments repeat, its input and its output; None: it is new.
 
         A call repeats the last one of `make` if its arrays have the same types, sizes, flags and
         overlap, and its other arguments are equal. An array that the rank does not use is replaced
@@ -257,11 +257,10 @@ class LocalCalls:
             return None
         # One unpacking takes less time than reading the fields one by one.
         (
-            call, rest, kind, uses_input, uses_output, has_output, dtype, nbytes, flags,
+            call, given, kind, uses_input, uses_output, has_output, dtype, nbytes, flags,
             output_dtype, output_nbytes, output_flags, distance, was_apart, shape, new_shape,
         ) = last  # fmt: skip
-        x, out = given[:2]
-        if type(given[2]) is not kind or given[2:] != rest:
+        if type(rest[0]) is not kind or rest != given:
             return None
         if not uses_input:
             x = _NOTHING
@@ -424,4 +423,4 @@ _NOTHING = np.empty(0, np.uint8)
 #: Types of the first argument after the arrays, for calls that can be repeated.
 _FIXED = (int, tuple, ReduceOp)
 
-__all__ = ["MOST_GROUPS", "LocalCalls", "connect"]
+__all__ = ["MOST_GROUPS", "LocalCalls", "Make", "connect"]

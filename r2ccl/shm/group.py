@@ -329,7 +329,8 @@ class LocalGroup:
         Exception
             As `attend`.
         """
-        result = call.run(self._state, id(source) + _DATA, id(output) + _DATA, *call.given)
+        compiled, given, _ = call
+        result = compiled(self._state, id(source) + _DATA, id(output) + _DATA, *given)
         if result:
             self._continue(call, source, output, result)
 

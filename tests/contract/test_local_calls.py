@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +69,21 @@ def test_a_stopped_rank_is_waited_for() -> None:
 
 def test_a_repeated_call_sees_changed_arrays() -> None:
     run(programs.repeated, 2)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("size", "count=24.*count=21|count=21.*count=24"),
+        ("root", "root=0.*root=2|root=2.*root=0"),
+        ("counts", "differs between ranks"),
+        ("sizes", "passes 8 elements for rank 2, rank 2 expects [79] elements"),
+    ],
+)
+def test_a_repeated_call_that_differs_is_found(what: str, why: str) -> None:
+    for error in run(programs.repeated_differently, 3, what):
+        assert error.startswith("3: ")
+        assert re.search(why, error), error
 
 
 @pytest.mark.parametrize("what", ["numba", "memory"])

@@ -201,6 +201,28 @@ def repeated_parts(comm: r2ccl.Communicator) -> None:
             comm.alltoall(out[: 2 * n], out[n : 3 * n])
 
 
+def repeated_differently(what: str) -> str:
+    """Repeat a call, on the last rank with one difference; return the error."""
+    with r2ccl.init() as comm:
+        n, x, counts = comm.nranks, np.ones(8 * comm.nranks), [8] * comm.nranks
+        whole = counts.copy()
+        for at in range(4):
+            if at == 3 and comm.rank == n - 1:
+                counts[0], counts[1] = 7, 9
+                x = x[: 7 * n] if what == "size" else x
+            root = n - 1 if at == 3 and comm.rank == n - 1 and what == "root" else 0
+            try:
+                if what == "counts":
+                    comm.reduce_scatterv(x, np.empty(counts[comm.rank]), counts=counts)
+                elif what == "sizes":
+                    comm.alltoallv(x, np.empty(sum(counts)), sendcounts=whole, recvcounts=counts)
+                else:
+                    comm.broadcast(x, root=root)
+            except r2ccl.InvalidArgument as exc:
+                return f"{at}: {exc}"
+    return "it ran"
+
+
 def obstructed(what: str, rank: int) -> tuple[bool, float]:
     """Let one rank be unable to share memory; return whether memory is shared, and a sum."""
     if int(os.environ["RANK"]) == rank:
