@@ -82,7 +82,6 @@ def test_a_repeated_call_sees_changed_arrays() -> None:
 )
 def test_a_repeated_call_that_differs_is_found(what: str, why: str) -> None:
     for error in run(programs.repeated_differently, 3, what):
-        assert error.startswith("3: ")
         assert re.search(why, error), error
 
 
