@@ -199,7 +199,8 @@ class Collectives:
                         raise self._concurrent()
                     try:
                         self._caller = get_ident()
-                        return local.repeat(*found)
+                        if local.repeat(found):
+                            return found[-1]
                     finally:
                         self._caller = 0
                         self._turn.release()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
 #: Function of `r2ccl.runtime.arguments` that makes a request.
 Make = Callable[..., Request]
+#: Call, input, output and result of a call that is repeated.
+Found: TypeAlias = tuple["LocalCall", Array, Array, Array | None]
 
 #: Most communicators of a rank that share memory, of 0.8 MiB each; further ones use the data loop.
 MOST_GROUPS = 32
@@ -54,19 +56,12 @@ class Repeatable(NamedTuple):
     Attributes
     ----------
     call : LocalCall
+        For arrays of this form.
     rest : tuple
         Arguments after the input and the output. They cannot change, and are numbers, tuples of
         numbers, or None; the first has the type `kind`.
     uses_input, uses_output, has_output : bool
         Whether this rank uses the input and the output, and whether it was given an output.
-    dtype, nbytes, flags
-        Of the input, if it is used.
-    output_dtype, output_nbytes, output_flags
-        Of the output, if it is used.
-    distance : int
-        Address of the output minus that of the input.
-    is_apart : bool
-        Whether they do not overlap.
     shape, new_shape
         Shapes of the input and, if it was allocated for the call, of the output.
     """
@@ -77,14 +72,6 @@ class Repeatable(NamedTuple):
     uses_input: bool
     uses_output: bool
     has_output: bool
-    dtype: np.dtype[Any]
-    nbytes: int
-    flags: int
-    output_dtype: np.dtype[Any]
-    output_nbytes: int
-    output_flags: int
-    distance: int
-    is_apart: bool
     shape: tuple[int, ...]
     new_shape: tuple[int, ...] | None
 
@@ -107,7 +94,7 @@ class LocalCalls:
         self._taken: dict[tuple[int, int, int], bool] = {}
         #: The last call of each kind that can be repeated.
         self._last: dict[Make, Repeatable] = {}
-        self._run, self._distance = group.run, group.distance
+        self._run = group.run
         engine.attach(self)
 
     @property
@@ -178,7 +165,7 @@ class LocalCalls:
         self._guarded(self._run, self._group.prepare(call), source, output)
         return True
 
-    def _guarded(self, run: Callable[..., None], *given: Any) -> None:
+    def _guarded(self, run: Callable[..., object], *given: Any) -> None:
         """Call ``run(*given)``; end the communicator if it raises."""
         if self._has_ended:
             self._refuse()
@@ -223,85 +210,58 @@ class LocalCalls:
             self._last.pop(make, None)
             return
         is_new = uses_output and not has_output and out is not x
-        distance = self._distance(out, x)
         self._last[make] = Repeatable(
-            call,
+            call.of_form(x, out),
             rest,
             type(rest[0]),
             uses_input,
             uses_output,
             has_output,
-            x.dtype,
-            x.nbytes,
-            x.flags.num,
-            out.dtype,
-            out.nbytes,
-            out.flags.num,
-            distance,
-            distance >= x.nbytes or -distance >= out.nbytes,
             x.shape,
             out.shape if is_new else None,
         )
 
-    def find(
-        self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]
-    ) -> tuple[LocalCall, Array, Array] | None:
-        """Return the call that these arguments repeat, its input and its output; None: it is new.
+    def find(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Found | None:
+        """Return what these arguments repeat, for `repeat`, unless they differ from the last call.
 
-        A call repeats the last one of `make` if its arrays have the same types, sizes, flags and
-        overlap, and its other arguments are equal. An array that the rank does not use is replaced
-        by an empty one.
+        An array that this rank does not use is replaced by an empty one.
         """
         last = self._last.get(make)
         if last is None:
             return None
         # One unpacking takes less time than reading the fields one by one.
-        (
-            call, given, kind, uses_input, uses_output, has_output, dtype, nbytes, flags,
-            output_dtype, output_nbytes, output_flags, distance, was_apart, shape, new_shape,
-        ) = last  # fmt: skip
+        call, given, kind, uses_input, uses_output, has_output, shape, new_shape = last
         if type(rest[0]) is not kind or rest != given:
             return None
         if not uses_input:
             x = _NOTHING
-        if not (
-            type(x) is np.ndarray
-            and x.nbytes == nbytes
-            and x.dtype is dtype
-            and x.flags.num == flags
-        ):
+        if type(x) is not np.ndarray:
             return None
         if not uses_output:
-            return call, x, _NOTHING
+            return call, x, _NOTHING, None
         if has_output:
-            if not (
-                type(out) is np.ndarray
-                and out.nbytes == output_nbytes
-                and out.dtype is output_dtype
-                and out.flags.num == output_flags
-            ):
-                return None
-            found = self._distance(out, x)
-            if found != distance:
-                is_apart = found >= nbytes or -found >= output_nbytes
-                if not (is_apart and was_apart):
-                    return None
-            return call, x, out
+            return (call, x, out, out) if type(out) is np.ndarray else None
         if out is not None:
             return None
         if new_shape is None:
-            return call, x, x
-        return (call, x, np.empty(new_shape, dtype)) if x.shape == shape else None
+            return call, x, x, x
+        if x.shape != shape:
+            return None
+        out = np.empty(new_shape, x.dtype)
+        return call, x, out, out
 
-    def repeat(self, call: LocalCall, x: Array, out: Array) -> Array | None:
-        """Run a call that `find` found, and return its result; raises as `run`."""
+    def repeat(self, found: Found) -> bool:
+        """Run what `find` returned, unless the arrays differ from those of the last call.
+
+        Return whether it ran; the result is then the last value in `found`. Raises as `run`.
+        """
         if self._has_ended:
             self._refuse()
+        call, x, out, _ = found
         try:
-            self._run(call, x, out)
+            return self._run(call, x, out)
         except BaseException as exc:
             raise self._failed(exc) from None
-        return None if out is _NOTHING else out
 
     # Waits and ends
 

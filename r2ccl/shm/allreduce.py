@@ -16,6 +16,7 @@ from r2ccl.kernels.compiling import copy_bytes
 from r2ccl.shm.atomics import call_kernel, stream_fence, words_at
 from r2ccl.shm.layout import (
     BASES,
+    CHANGED,
     DONE,
     FINISHED,
     LAST,
@@ -33,14 +34,14 @@ from r2ccl.shm.layout import (
     STREAM_NBYTES,
     WAITING,
 )
-from r2ccl.shm.rounds import begin, compare_headers, copy, wait_for_all, write_header
+from r2ccl.shm.rounds import begin, compare_headers, copy, fits, wait_for_all, write_header
 from r2ccl.shm.waiting import publish
 
 #: Steps of a round.
 _DEPOSIT, _REDUCE, _COLLECT = 0, 1, 2
 
 #: Compiled ``allreduce``, see `make_allreduce`.
-Allreduce = Callable[[int, int, int, int, int, int, int, int], int]
+Allreduce = Callable[[int, int, int, int, int, int, int, int, int], int]
 
 
 def make_allreduce() -> Allreduce:
@@ -49,17 +50,20 @@ def make_allreduce() -> Allreduce:
     Returns
     -------
     callable
-        ``allreduce(state, source_at, target_at, nbytes, most, kernel, signature, flags)``; returns
-        one of the results in `layout`. `state` is the address of the state; `source_at` and
+        ``allreduce(state, source_at, target_at, form, nbytes, most, kernel, signature, flags)``;
+        returns one of the results in `layout`. `state` is the address of the state; `source_at` and
         `target_at` are addresses of pointers to the input and the output, of `nbytes` bytes, which
-        may be equal. Chunks have at most `most` bytes, a multiple of 64 and at most `SLOT_NBYTES`.
-        `kernel` is the address of a kernel of `r2ccl.kernels.fold`, `flags` is 0 or `RESUME`.
+        may be equal. `form` is that of the two arrays, or 0, see `r2ccl.shm.rounds.fits`. Chunks
+        have at most `most` bytes, a multiple of 64 and at most `SLOT_NBYTES`. `kernel` is the
+        address of a kernel of `r2ccl.kernels.fold`, `flags` is 0 or `RESUME`.
     """
 
     def allreduce(
-        address: Any, source_at: Any, target_at: Any, nbytes: Any, most: Any, kernel: Any,
-        signature: Any, flags: Any,
+        address: Any, source_at: Any, target_at: Any, form: Any, nbytes: Any, most: Any,
+        kernel: Any, signature: Any, flags: Any,
     ) -> Any:  # fmt: skip
+        if (flags & RESUME) == 0 and not fits(form, source_at, target_at):
+            return CHANGED
         state = words_at(address)
         source, target = words_at(source_at)[0], words_at(target_at)[0]
         rank, nranks = state[RANK], state[NRANKS]

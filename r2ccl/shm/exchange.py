@@ -19,6 +19,7 @@ from r2ccl.shm.atomics import call_kernel, load_acquire, store_release, stream_f
 from r2ccl.shm.layout import (
     AWAITED,
     BASES,
+    CHANGED,
     DIFFERS_IN_SIZE,
     DONE,
     FINISHED,
@@ -43,14 +44,14 @@ from r2ccl.shm.layout import (
     TOTAL,
     WAITING,
 )
-from r2ccl.shm.rounds import begin, compare_headers, copy, write_header
+from r2ccl.shm.rounds import begin, compare_headers, copy, fits, write_header
 from r2ccl.shm.waiting import publish, wait
 
 #: Steps of a round.
 _DEPOSIT, _TAKE = 0, 1
 
 #: Compiled ``exchange``, see `make_exchange`.
-Exchange = Callable[[int, int, int, int, int, int, int, int, int, int, int], int]
+Exchange = Callable[[int, int, int, int, int, int, int, int, int, int, int, int], int]
 
 
 def make_exchange() -> Exchange:
@@ -59,21 +60,24 @@ def make_exchange() -> Exchange:
     Returns
     -------
     callable
-        ``exchange(state, source_at, target_at, source_step, target_step, nbytes, tables, root,
-        kernel, signature, flags)``; returns one of the results in `layout`. `state` is the address
-        of the state; `source_at` and `target_at` are those of pointers to the input and the output.
-        `flags` combines flags in `layout`. The part that rank s sends to rank d has `nbytes` bytes
-        at ``input + d * source_step`` of rank s, and is copied to ``output + s * target_step`` of
-        rank d. If `kernel` is not 0 but the address of a kernel of `r2ccl.kernels.fold`, the parts
-        of all ranks are reduced to ``output`` instead. If parts differ in size, `tables` is the
+        ``exchange(state, source_at, target_at, form, source_step, target_step, nbytes, tables,
+        root, kernel, signature, flags)``; returns one of the results in `layout`. `state` is the
+        address of the state; `source_at` and `target_at` are those of pointers to the input and the
+        output, and `form` is the form of the two arrays, or 0, see `r2ccl.shm.rounds.fits`. `flags`
+        combines flags in `layout`. The part that rank s sends to rank d has `nbytes` bytes at
+        ``input + d * source_step`` of rank s, and is copied to ``output + s * target_step`` of rank
+        d. If `kernel` is not 0 but the address of a kernel of `r2ccl.kernels.fold`, the parts of
+        all ranks are reduced to ``output`` instead. If parts differ in size, `tables` is the
         address of four rows of a word per rank: first byte and number of bytes of the parts that
         this rank sends, and of those that it receives; `nbytes` is then their mean size.
     """
 
     def exchange(
-        address: Any, source_at: Any, target_at: Any, source_step: Any, target_step: Any,
+        address: Any, source_at: Any, target_at: Any, form: Any, source_step: Any, target_step: Any,
         nbytes: Any, tables: Any, root: Any, kernel: Any, signature: Any, flags: Any,
     ) -> Any:  # fmt: skip
+        if (flags & RESUME) == 0 and not fits(form, source_at, target_at):
+            return CHANGED
         state = words_at(address)
         source, target = words_at(source_at)[0], words_at(target_at)[0]
         rank, nranks = state[RANK], state[NRANKS]

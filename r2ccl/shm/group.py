@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import os
@@ -16,12 +15,14 @@ import numpy.typing as npt
 
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Secret
 from r2ccl.dtypes import dtype_name, dtype_of
-from r2ccl.errors import InternalError, InvalidArgument, TransportError, describe_os_error
+from r2ccl.errors import InvalidArgument, TransportError, describe_os_error
 from r2ccl.kernels.fold import fold_kernel
 from r2ccl.kernels.native import callable_of
 from r2ccl.shm import layout
+from r2ccl.shm.arrays import DATA, form_of
 from r2ccl.shm.layout import (
     AWAITED,
+    CHANGED,
     DIFFERS_IN_SIZE,
     FROM_ROOT,
     MAX_NRANKS,
@@ -76,24 +77,6 @@ _SLEEP_NS = 4_000_000
 #: Most prepared calls that a group keeps.
 _NPREPARED = 64
 _WORD = 1 << 64
-_word_at = ctypes.c_int64.from_address
-
-
-def _data_offset() -> int:
-    """Return the offset of the data pointer in NumPy's array objects.
-
-    ``PyArrayObject`` begins with the object header, which is followed by the pointer
-    (ndarraytypes.h); its layout is part of NumPy's ABI. Reading it in compiled code costs 1 ns, and
-    `ctypes.data` 800.
-    """
-    probe = np.empty(1)
-    offset = object.__basicsize__
-    if ctypes.c_int64.from_address(id(probe) + offset).value != probe.ctypes.data:
-        raise InternalError("NumPy's arrays have another layout than its ABI says")
-    return offset
-
-
-_DATA = _data_offset()
 
 
 class CallsDiffer(Exception):
@@ -126,10 +109,19 @@ class LocalCall(NamedTuple):
 
     #: Compiled loop; its arguments are the state, two pointers to arrays, and `given`.
     run: Callable[..., int]
-    #: The last two are the signature and the flags.
+    #: The first is the address of the form, or 0, the last two are the signature and the flags.
     given: tuple[int, ...]
     #: First byte and number of bytes of each part of the input, and of the output, if they differ.
     tables: npt.NDArray[np.int64] | None = None
+    #: Form that the arrays must have, and their dtypes.
+    form: npt.NDArray[np.int64] | None = None
+    dtypes: tuple[np.dtype[Any], ...] = ()
+
+    def of_form(self, source: Array, output: Array) -> LocalCall:
+        """Return the call for arrays that are like these; for others, `run` does nothing."""
+        form = form_of(source, output)
+        given = (int(form.ctypes.data), *self.given[1:])
+        return self._replace(given=given, form=form, dtypes=(source.dtype, output.dtype))
 
 
 class LocalGroup:
@@ -235,11 +227,6 @@ class LocalGroup:
         own.close_descriptor()
         return cls(own, peers, place, attend)
 
-    @staticmethod
-    def distance(one: Array, other: Array) -> int:
-        """Return the address of an array minus that of another."""
-        return _word_at(id(one) + _DATA).value - _word_at(id(other) + _DATA).value
-
     @property
     def ncalls(self) -> int:
         """Number of calls begun."""
@@ -291,10 +278,12 @@ class LocalGroup:
         if call.collective in PREFIXES:
             most = min(SLOT_NBYTES, max(_CHUNK_NBYTES, (nbytes // (_NCHUNKS * n) + 63) & -64))
             is_exclusive = int(call.collective == Collective.EXSCAN)
-            return LocalCall(callable_of(_SCAN), (nbytes, most, is_exclusive, kernel, signature, 0))
+            return LocalCall(
+                callable_of(_SCAN), (0, nbytes, most, is_exclusive, kernel, signature, 0)
+            )
         if call.collective == Collective.ALLREDUCE and nbytes * n > FLAT_NBYTES:
             most = min(SLOT_NBYTES, max(_CHUNK_NBYTES, (nbytes // _NCHUNKS + 63) & -64))
-            return LocalCall(self._run_allreduce, (nbytes, most, kernel, signature, 0))
+            return LocalCall(self._run_allreduce, (0, nbytes, most, kernel, signature, 0))
         flags, source_parts, target_parts = _FORMS[call.collective]
         tables = None
         if parts is not None:
@@ -305,6 +294,7 @@ class LocalGroup:
         elif source_parts or target_parts:
             nbytes //= n
         given = (
+            0,
             source_parts * nbytes,
             target_parts * nbytes,
             nbytes,
@@ -316,8 +306,8 @@ class LocalGroup:
         )
         return LocalCall(self._run_exchange, given, tables)
 
-    def run(self, call: LocalCall, source: Array, output: Array) -> None:
-        """Run a call on an input and an output.
+    def run(self, call: LocalCall, source: Array, output: Array) -> bool:
+        """Run a call on an input and an output; return whether they have the form of the call.
 
         They may be equal, or one a part of the other, where it is that of this rank in the
         collective. An array that the rank does not use has no elements.
@@ -329,10 +319,12 @@ class LocalGroup:
         Exception
             As `attend`.
         """
-        compiled, given, _ = call
-        result = compiled(self._state, id(source) + _DATA, id(output) + _DATA, *given)
+        result = call[0](self._state, id(source) + DATA, id(output) + DATA, *call[1])
         if result:
+            if result == CHANGED:
+                return False
             self._continue(call, source, output, result)
+        return True
 
     def has_kernel(self, code: int, op: int) -> bool:
         """Return whether reductions support a dtype and op.
@@ -362,7 +354,7 @@ class LocalGroup:
 
         def resume() -> bool:
             nonlocal result
-            arrays = id(source) + _DATA, id(output) + _DATA
+            arrays = id(source) + DATA, id(output) + DATA
             result = call.run(self._state, *arrays, *given, signature, flags | RESUME)
             return result != WAITING
 

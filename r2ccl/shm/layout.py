@@ -84,6 +84,8 @@ FINISHED = 0
 WAITING = 1
 #: AWAITED made another call, or sends a part of another size than this rank expects.
 DIFFERS, DIFFERS_IN_SIZE = 2, 3
+#: The arrays do not have the form of the call, which has not begun.
+CHANGED = 4
 
 # Flags of a compiled call.
 
@@ -97,6 +99,7 @@ FROM_ROOT, TO_ROOT = 4, 8
 __all__ = [
     "AWAITED",
     "BASES",
+    "CHANGED",
     "CPU",
     "CPU_SET_NBYTES",
     "DIFFERS",

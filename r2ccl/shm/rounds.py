@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from r2ccl.kernels.compiling import copy_bytes, inlined
-from r2ccl.shm.atomics import load_acquire, store_release, stream
+from r2ccl.shm.arrays import ARRAY_NWORDS, DISTANCE, DTYPE, FLAGS, IS_APART, NDIM, SIZES
+from r2ccl.shm.atomics import load_acquire, store_release, stream, words_at
 from r2ccl.shm.layout import (
     AWAITED,
     BASES,
@@ -27,6 +28,37 @@ from r2ccl.shm.layout import (
     WAITING,
 )
 from r2ccl.shm.waiting import wait
+
+
+@inlined
+def fits(form: Any, source_at: Any, target_at: Any) -> Any:
+    """Return whether two arrays have a form, or one that only lies elsewhere.
+
+    Parameters
+    ----------
+    form : int64
+        Address of a form, see `r2ccl.shm.arrays.form_of`; 0: all arrays have it.
+    source_at, target_at : int64
+        Addresses of the pointers to the data in two array objects.
+    """
+    if form == 0:
+        return True
+    words = words_at(form)
+    for number in range(2):
+        at = target_at if number else source_at
+        wanted = words_at(form + 8 * ARRAY_NWORDS * number)
+        sizes = words_at(words_at(at + SIZES)[0])
+        nbytes = wanted[2]
+        for axis in range(words_at(at + NDIM)[0] & 0xFFFFFFFF):
+            nbytes *= sizes[axis]
+        is_like = words_at(at + DTYPE)[0] == wanted[0] and nbytes == wanted[3]
+        if not is_like or words_at(at + FLAGS)[0] & 0xFFFFFFFF != wanted[1]:
+            return False
+    distance = words_at(target_at)[0] - words_at(source_at)[0]
+    if distance == words[DISTANCE]:
+        return True
+    is_apart = distance >= words[3] or -distance >= words[ARRAY_NWORDS + 3]
+    return is_apart and words[IS_APART] != 0
 
 
 @inlined
@@ -103,4 +135,4 @@ def copy(target: Any, source: Any, nbytes: Any, is_streamed: Any) -> None:
     copy_bytes(target + end, source + end, nbytes - end)
 
 
-__all__ = ["begin", "compare_headers", "copy", "wait_for_all", "write_header"]
+__all__ = ["begin", "compare_headers", "copy", "fits", "wait_for_all", "write_header"]

@@ -16,6 +16,7 @@ from r2ccl.shm.atomics import call_kernel, stream_fence, words_at
 from r2ccl.shm.layout import (
     AWAITED,
     BASES,
+    CHANGED,
     DONE,
     FINISHED,
     LAST,
@@ -32,14 +33,14 @@ from r2ccl.shm.layout import (
     TOTAL,
     WAITING,
 )
-from r2ccl.shm.rounds import begin, compare_headers, copy, write_header
+from r2ccl.shm.rounds import begin, compare_headers, copy, fits, write_header
 from r2ccl.shm.waiting import publish, wait
 
 #: Steps of a round.
 _DEPOSIT, _TAKE = 0, 1
 
 #: Compiled ``scan``, see `make_scan`.
-Scan = Callable[[int, int, int, int, int, int, int, int, int], int]
+Scan = Callable[[int, int, int, int, int, int, int, int, int, int], int]
 
 
 def make_scan() -> Scan:
@@ -48,19 +49,21 @@ def make_scan() -> Scan:
     Returns
     -------
     callable
-        ``scan(state, source_at, target_at, nbytes, piece, is_exclusive, kernel, signature,
+        ``scan(state, source_at, target_at, form, nbytes, piece, is_exclusive, kernel, signature,
         flags)``; returns one of the results in `layout`. `state` is the address of the state;
         `source_at` and `target_at` are addresses of pointers to the input and the output, of
-        `nbytes` bytes, which may be equal. Pieces have at most `piece` bytes, a multiple of 64 and
-        at most `SLOT_NBYTES`. With `is_exclusive`, a rank's input is not part of its output, and
-        rank 0 has none. `kernel` is the address of a kernel of `r2ccl.kernels.fold`, `flags` is 0
-        or `RESUME`.
+        `nbytes` bytes, which may be equal. `form` is that of the two arrays, or 0, see
+        `r2ccl.shm.rounds.fits`. Pieces have at most `piece` bytes, a multiple of 64 and at most
+        `SLOT_NBYTES`. With `is_exclusive`, a rank's input is not part of its output, and rank 0 has
+        none. `kernel` is the address of a kernel of `r2ccl.kernels.fold`, `flags` is 0 or `RESUME`.
     """
 
     def scan(
-        address: Any, source_at: Any, target_at: Any, nbytes: Any, piece: Any, is_exclusive: Any,
-        kernel: Any, signature: Any, flags: Any,
+        address: Any, source_at: Any, target_at: Any, form: Any, nbytes: Any, piece: Any,
+        is_exclusive: Any, kernel: Any, signature: Any, flags: Any,
     ) -> Any:  # fmt: skip
+        if (flags & RESUME) == 0 and not fits(form, source_at, target_at):
+            return CHANGED
         state = words_at(address)
         source, target = words_at(source_at)[0], words_at(target_at)[0]
         rank, nranks = state[RANK], state[NRANKS]
