@@ -22,6 +22,9 @@ DATA = object.__basicsize__
 #: the dtype, and the flags (int).
 NDIM, SIZES, DTYPE, FLAGS = 8, 16, 40, 48
 
+#: Flags that a call checks: C-contiguous, aligned, writeable.
+CHECKED_FLAGS = 0x1 | 0x100 | 0x400
+
 #: Form of a pair of arrays: words of each array, and of both; see `form_of`.
 ARRAY_NWORDS = 4
 DISTANCE, IS_APART = 2 * ARRAY_NWORDS, 2 * ARRAY_NWORDS + 1
@@ -42,7 +45,7 @@ def form_of(source: Array, output: Array) -> npt.NDArray[np.int64]:
     words = [
         word
         for each in (source, output)
-        for word in (id(each.dtype), each.flags.num, each.itemsize, each.nbytes)
+        for word in (id(each.dtype), each.flags.num & CHECKED_FLAGS, each.itemsize, each.nbytes)
     ]
     return np.array([*words, distance, is_apart], np.int64)
 
@@ -67,6 +70,7 @@ _check_layout()
 
 __all__ = [
     "ARRAY_NWORDS",
+    "CHECKED_FLAGS",
     "DATA",
     "DISTANCE",
     "DTYPE",

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from r2ccl.kernels.compiling import copy_bytes, inlined
-from r2ccl.shm.arrays import ARRAY_NWORDS, DISTANCE, DTYPE, FLAGS, IS_APART, NDIM, SIZES
+from r2ccl.shm.arrays import (
+    ARRAY_NWORDS,
+    CHECKED_FLAGS,
+    DISTANCE,
+    DTYPE,
+    FLAGS,
+    IS_APART,
+    NDIM,
+    SIZES,
+)
 from r2ccl.shm.atomics import load_acquire, store_release, stream, words_at
 from r2ccl.shm.layout import (
     AWAITED,
@@ -52,7 +61,7 @@ def fits(form: Any, source_at: Any, target_at: Any) -> Any:
         for axis in range(words_at(at + NDIM)[0] & 0xFFFFFFFF):
             nbytes *= sizes[axis]
         is_like = words_at(at + DTYPE)[0] == wanted[0] and nbytes == wanted[3]
-        if not is_like or words_at(at + FLAGS)[0] & 0xFFFFFFFF != wanted[1]:
+        if not is_like or words_at(at + FLAGS)[0] & CHECKED_FLAGS != wanted[1]:
             return False
     distance = words_at(target_at)[0] - words_at(source_at)[0]
     if distance == words[DISTANCE]:
