@@ -6,6 +6,7 @@ For each communicator, a rank owns one segment, a sealed memfd that the other ra
 - `layout` has the offsets in a segment, and the state in which a rank keeps its position in a call;
 - `atomics` has the loads, stores and system calls that compiled code makes on them;
 - `waiting` waits in compiled code until a peer has advanced;
+- `arrays` has the layout of NumPy's array objects, which compiled code reads;
 - `rounds` has the compiled steps that all collectives share;
 - `exchange` is the compiled loop of all collectives that move parts, or reduce them once;
 - `allreduce` is the compiled pipeline of large allreduces, `scan` that of scans;
