@@ -37,8 +37,6 @@ from r2ccl.errors import TransportError
 _log = logging.getLogger(__name__)
 
 _LIBRARY = Path(__file__).resolve().parent.parent
-#: Packages whose functions are compiled; a change in any of their modules compiles all anew.
-_PACKAGES = ("kernels", "shm")
 _CACHE_DIRECTORY_VARIABLE = "NUMBA_CACHE_DIR"
 
 
@@ -186,14 +184,14 @@ def _code_of(maker: str, given: tuple[Any, ...]) -> MachineCode:
     directory = _directory()
     if directory is None:
         return _compile(maker, given, name)
-    file = directory / f"{name}.{_processor()}.o"
-    found = _read(file)
+    file, sources = directory / f"{name}.{_processor()}.o", _sources(maker.partition(":")[0])
+    found = _read(file, sources)
     if found is None:
         with _locked(directory):  # one process per host compiles; others wait for its file
-            found = _read(file)
+            found = _read(file, sources)
             if found is None:
                 found = _compile(maker, given, name)
-                _write(file, found)
+                _write(file, _Stored(sources, found))
     return found
 
 
@@ -219,11 +217,14 @@ def _processor() -> str:
 
 
 @functools.cache
-def _sources() -> bytes:
-    """Return a digest of all modules with compiled code."""
+def _sources(module: str) -> bytes:
+    """Return a digest of the modules on which the code of a maker in `module` may depend.
+
+    These are the modules of its package and of this one.
+    """
     digest = hashlib.sha256()
-    for package in _PACKAGES:
-        for path in sorted((_LIBRARY / package).glob("*.py")):
+    for package in sorted({__package__, module.rpartition(".")[0]}):
+        for path in sorted((_LIBRARY.parent / package.replace(".", "/")).glob("*.py")):
             digest.update(path.read_bytes())
     return digest.digest()
 
@@ -251,8 +252,8 @@ def _home_cache() -> Path:
     return Path(base) / "r2ccl"
 
 
-def _read(file: Path) -> MachineCode | None:
-    """Return the code in a file if it is of use, else None."""
+def _read(file: Path, sources: bytes) -> MachineCode | None:
+    """Return the code in a file if it was made from `sources`, else None."""
     try:
         with file.open("rb") as opened:
             status = os.fstat(opened.fileno())
@@ -265,14 +266,14 @@ def _read(file: Path) -> MachineCode | None:
     except (OSError, msgspec.MsgspecError) as exc:
         _log.warning("%s cannot be read (%s): compiled again", file, exc)
         return None
-    return stored.code if stored.sources == _sources() else None
+    return stored.code if stored.sources == sources else None
 
 
-def _write(file: Path, code: MachineCode) -> None:
+def _write(file: Path, stored: _Stored) -> None:
     """Store code for later processes; if that fails, each of them compiles."""
     try:
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as made:  # of mode 0600
-            made.write(msgspec.msgpack.encode(_Stored(_sources(), code)))
+            made.write(msgspec.msgpack.encode(stored))
         os.replace(made.name, file)
     except OSError as exc:
         _log.warning("compiled code cannot be kept in %s: %s", file, exc)
