@@ -223,6 +223,8 @@ def _held() -> list[int]:
 
 
 def main(argument: str) -> None:
+    # A shell starts background jobs with SIGINT ignored, and processes inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print(json.dumps(Rank(int(os.environ["RANK"]), **json.loads(argument)).run()), flush=True)
 
 
