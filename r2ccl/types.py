@@ -38,6 +38,25 @@ USER_OP = 14
 ORDERED_OP = 15
 
 
+class EnvelopeKind(enum.IntEnum):
+    """Parts of the exchange of a message, and their numbers on the wire.
+
+    REQUEST announces a message; GRANT and REFUSE answer it; DATA is in shared memory only, TAKEN on
+    links only.
+    """
+
+    MESSAGE = 1
+    REQUEST = 2
+    GRANT = 3
+    REFUSE = 4
+    TAKEN = 5
+    DATA = 6
+
+
+#: Most bytes of short messages to one peer that no receive has taken.
+MOST_UNTAKEN = 1 << 20
+
+
 class Collective(enum.IntEnum):
     """Collective operations and their numbers on the wire."""
 
@@ -222,6 +241,7 @@ _USER_COUNT_MASK = (1 << 26) - 1
 __all__ = [
     "BYPASS",
     "DIRECT",
+    "MOST_UNTAKEN",
     "ORDERED_OP",
     "PAIRWISE",
     "PARTED",
@@ -233,6 +253,7 @@ __all__ = [
     "BypassWay",
     "CallSignature",
     "Collective",
+    "EnvelopeKind",
     "Nic",
     "PathKey",
     "ProbeKey",

@@ -119,6 +119,11 @@ class Collectives:
         self._refusal = refusal
 
     @property
+    def is_plain(self) -> bool:
+        """True if calls are accepted and no thread has opened a group."""
+        return self._refusal is None and not self._groups
+
+    @property
     def is_blocking(self) -> bool:
         """True if a blocking call runs, in any thread, and no asynchronous call does."""
         return self._worker.is_idle and self._turn.locked()
@@ -435,7 +440,9 @@ class Collectives:
         -----
         *Collective*: all ranks.
         """
-        self._local = connect(self._engine, control, self.allgather_bytes, obstacle)
+        local = connect(self._engine, control, self.allgather_bytes, obstacle)
+        self._engine.messenger.share_memory(local.rings, self._engine)
+        self._local = local
 
     @property
     def shares_memory(self) -> bool:
@@ -449,6 +456,8 @@ class Collectives:
         if not self._turn.acquire(timeout=timeout_s):
             return False
         try:
+            if not self._engine.messenger.free_memory(timeout_s):
+                return False
             self._local.close()
             self._local = None
         finally:

@@ -151,6 +151,8 @@ class DataLoop:
         self.inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         #: Calls and messages of all communicators, by context id.
         self.callers: dict[int, Caller] = {}
+        #: Functions that advance messages in shared memory; the owner of the loop calls them.
+        self.pollers: list[Callable[[], None]] = []
         self._config = context.config
         self._transport = context.transport
         self._control = control
@@ -300,6 +302,8 @@ class DataLoop:
         self.failover.tick(now, peers)
         for caller in callers:
             caller.tick(now)
+        for poll in tuple(self.pollers):
+            poll()
 
     def send_rest(self) -> None:
         """Have the control thread send data of finished calls that sockets did not accept.
@@ -322,6 +326,10 @@ class DataLoop:
         if self._revocation.error is None:
             self.progress.step()
 
+    def call_later(self, delay_s: float, fn: Callable[[], object]) -> None:
+        """Run `fn` in the control thread after `delay_s` seconds."""
+        self._control.call_later(delay_s, fn)
+
     def poll(self, caller: Caller) -> None:
         """Run the loop once, unless another thread runs it; a little longer if events arrive.
 
@@ -338,6 +346,8 @@ class DataLoop:
             if not self.owner.acquire(blocking=False):
                 return
             try:
+                for poll in tuple(self.pollers):
+                    poll()
                 until_s, timeout_s = self._clock() + _POLL_S, 0.0
                 while self._clock() < until_s and not self._newcomers and self.error is None:
                     if not self.progress.step(timeout_s):

@@ -570,15 +570,23 @@ class Engine:
     def attach(self, local: LocalPath) -> None:
         """Count the calls of `local` with those of this engine, and tell it when they end."""
         self._local = local
-        self._revocation.on_end.append(local.end)
-        if self._revocation.error is not None:
-            local.end()
+        self.watch_end(local.end)
 
     def detach(self, local: LocalPath) -> None:
         """Forget `local`, which is closed; its calls stay counted."""
         self._count_local()
         self._local = None
-        self._revocation.on_end.remove(local.end)
+        self.unwatch_end(local.end)
+
+    def watch_end(self, act: Callable[[], None]) -> None:
+        """Call `act` when the communicator ends, in any thread; at once if it has ended."""
+        self._revocation.on_end.append(act)
+        if self._revocation.error is not None:
+            act()
+
+    def unwatch_end(self, act: Callable[[], None]) -> None:
+        """Do not call `act` any more."""
+        self._revocation.on_end.remove(act)
 
     def _count_local(self) -> None:
         """Count the calls that were made in shared memory since the last call."""
@@ -737,14 +745,14 @@ class Engine:
             loop.release()
 
     def remove(self) -> None:
-        """Leave a communicator that `derived` made; it must not be in a call.
+        """Leave a communicator that `derived` made; no call and no message may be in progress.
 
         It takes part in the health agreement until all its ranks have left it.
 
         Raises
         ------
         R2cclError
-            If the job has ended, or a message that is arriving does not arrive completely.
+            If the job has ended.
         """
 
         def leave() -> None:
@@ -754,7 +762,6 @@ class Engine:
             else:
                 self._note_closed(0)
 
-        self.messenger.finish()
         self.call(leave)
 
     def _note_closed(self, peer: int) -> None:

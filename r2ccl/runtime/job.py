@@ -268,7 +268,10 @@ class Job:
             participant.end_calls(_LEAVE_S)
         finally:
             self._participants.remove(participant)
-            participant.free_memory(_LEAVE_S)
+            try:
+                participant.engine.messenger.finish()
+            finally:
+                participant.free_memory(_LEAVE_S)
             participant.engine.remove()
         participant.require_seen()
 

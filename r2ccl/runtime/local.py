@@ -36,6 +36,7 @@ from r2ccl.types import (
 
 if TYPE_CHECKING:
     from r2ccl.shm.group import LocalCall, LocalGroup
+    from r2ccl.shm.rings import Rings
 
 _log = logging.getLogger(__name__)
 
@@ -101,6 +102,11 @@ class LocalCalls:
     def ncalls(self) -> int:
         """Number of calls begun."""
         return self._group.ncalls
+
+    @property
+    def rings(self) -> Rings:
+        """Rings of the messages between the ranks."""
+        return self._group.rings
 
     @property
     def members(self) -> tuple[int, ...]:

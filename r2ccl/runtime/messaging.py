@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, SupportsIndex
 
+import numpy as np
+
 from r2ccl.errors import R2cclError
 from r2ccl.runtime import arguments
 from r2ccl.runtime.collectives import Collectives
+from r2ccl.runtime.messages.local import NOT_RUN, End, NotRun, Opened, Outcome
 from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.messenger import MessageRequest, Messenger
 
@@ -33,24 +37,31 @@ class MessageCalls:
         self, x: Any, to: SupportsIndex, tag: int, *, is_synchronous: bool, is_async: bool
     ) -> MessageRequest | None:
         """Send `x`; see `Communicator.send`."""
-        post = partial(
-            self._messenger.send,
-            arguments.as_buffer(x, writable=False),
-            arguments.rank_of(to, self._nranks, "to"),
-            arguments.tag(tag),
-            is_synchronous=is_synchronous,
-        )
+        is_direct = not is_async and not is_synchronous
+        if is_direct and self._collectives.is_plain and (local := self._messenger.local):
+            key = (to, tag) if type(to) is type(tag) is int else None
+            found = NOT_RUN if key is None else local.repeat(key, x, _NOTHING)
+            if found is NOT_RUN:
+                end = self._to(x, to, tag)
+                found = local.begin((end.peer, end.tag), end, None)
+            if found is not NOT_RUN:
+                self._finish(found, x, None)
+                return None
+        post = partial(self._messenger.send, *self._to(x, to, tag), is_synchronous=is_synchronous)
         begun: MessageRequest | None = self._collectives.start_message(post, is_async)
         return begun
 
     def recv(self, out: Any, source: SupportsIndex, tag: int, *, is_async: bool) -> Any:
         """Receive into `out`; see `Communicator.recv`."""
-        post = partial(
-            self._messenger.receive,
-            arguments.as_buffer(out, writable=True),
-            self._source_of(source),
-            arguments.tag(tag, is_any=True),
-        )
+        if not is_async and self._collectives.is_plain and (local := self._messenger.local):
+            key = (source, tag, 0) if type(source) is type(tag) is int else None
+            found = NOT_RUN if key is None else local.repeat(key, _NOTHING, out)
+            if found is NOT_RUN:
+                end = self._from(out, source, tag)
+                found = local.begin((end.peer, end.tag, 0), None, end)
+            if found is not NOT_RUN:
+                return self._finish(found, None, out)
+        post = partial(self._messenger.receive, *self._from(out, source, tag))
         return self._collectives.start_message(post, is_async)
 
     def sendrecv(
@@ -64,10 +75,27 @@ class MessageCalls:
         recv_tag: int,
     ) -> Message | None:
         """Send and receive at the same time; see `Communicator.sendrecv`."""
+        if self._collectives.is_plain and (local := self._messenger.local):
+            found: Outcome = NOT_RUN
+            if type(to) is type(source) is type(tag) is type(recv_tag) is int:
+                found = local.repeat((to, tag, source, recv_tag), x, out)
+            if found is NOT_RUN:
+                sent, end = self._to(x, to, tag), self._from(out, source, recv_tag)
+                key = (sent.peer, sent.tag, end.peer, end.tag)
+                found = local.begin(key, sent, end)
+            if found is not NOT_RUN:
+                return self._finish(found, x, out)
         is_grouped = self._collectives.group_here() is not None
         received: MessageRequest | None = self.recv(out, source, recv_tag, is_async=not is_grouped)
+        send = partial(self.send, x, to, tag, is_synchronous=False, is_async=False)
+        return self._exchange(received, send)
+
+    def _exchange(
+        self, received: MessageRequest | None, send: Callable[[], object]
+    ) -> Message | None:
+        """Call ``send()``, then wait for a receive that has begun."""
         try:
-            self.send(x, to, tag, is_synchronous=False, is_async=False)
+            send()
         except BaseException:
             # `out` must not change any more.
             with suppress(R2cclError):
@@ -75,6 +103,35 @@ class MessageCalls:
                     received.wait()
             raise
         return None if received is None else received.wait()
+
+    def _finish(self, found: Outcome, x: Any, out: Any) -> Message | None:
+        """Return the message that a direct call took, after a wait if a peer is late."""
+        if not isinstance(found, Opened):
+            assert not isinstance(found, NotRun)
+            return found
+        received = sent = None
+        if found.received is not None:
+            received = MessageRequest(self._messenger, found.received, out)
+        if found.sent is not None:
+            sent = MessageRequest(self._messenger, found.sent, x)
+
+        def wait(request: MessageRequest | None) -> Any:
+            if request is None:
+                return None
+            return self._collectives.start_message(lambda: request, False)
+
+        if sent is None:
+            message: Message | None = wait(received)
+            return message
+        return self._exchange(received, partial(wait, sent))
+
+    def _to(self, x: Any, to: SupportsIndex, tag: int) -> End:
+        buffer = arguments.as_buffer(x, writable=False)
+        return End(buffer, arguments.rank_of(to, self._nranks, "to"), arguments.tag(tag))
+
+    def _from(self, out: Any, source: SupportsIndex, tag: int) -> End:
+        buffer = arguments.as_buffer(out, writable=True)
+        return End(buffer, self._source_of(source), arguments.tag(tag, is_any=True))
 
     def probe(self, source: SupportsIndex, tag: int, *, is_blocking: bool) -> Message | None:
         """Find a message without receiving it; see `Communicator.probe`."""
@@ -85,5 +142,7 @@ class MessageCalls:
     def _source_of(self, source: SupportsIndex) -> int:
         return ANY if source == ANY else arguments.rank_of(source, self._nranks, "source")
 
+
+_NOTHING = np.empty(0, np.uint8)
 
 __all__ = ["MessageCalls"]

@@ -34,6 +34,7 @@ from r2ccl.shm.layout import (
 )
 from r2ccl.shm.machine import UNSUPPORTED
 from r2ccl.shm.passing import Place, pass_segments
+from r2ccl.shm.rings import Rings, preload_rings
 from r2ccl.shm.segment import Segment
 from r2ccl.types import (
     PREFIXES,
@@ -151,6 +152,8 @@ class LocalGroup:
         self._run_exchange = callable_of(_EXCHANGE)
         self._run_allreduce = callable_of(_PIPELINE)
         self._wake_all = callable_of(_WAKE_ALL)
+        #: Rings of the messages between the ranks.
+        self.rings = Rings(self.rank, own, peers, self._memory.copy())
 
     @classmethod
     def connect(
@@ -203,7 +206,7 @@ class LocalGroup:
             problem = f"{len(ranks)} ranks on one host: at most {MAX_NRANKS}"
         if not problem:
             try:
-                host, own = _host_of_process(), Segment.create()
+                host, own = _host_of_process(), Segment.create(len(ranks))
             except OSError as exc:
                 problem = f"/proc/self/ns: {describe_os_error(exc)}"
             except TransportError as exc:
@@ -344,6 +347,7 @@ class LocalGroup:
 
     def close(self) -> None:
         """Free the memory; no call may run or follow. Not collective."""
+        self.rings.close()
         for peer in self._peers.values():
             peer.close()
         self._own.close()
@@ -425,6 +429,7 @@ def preload() -> None:
     if not UNSUPPORTED:
         for maker in (_EXCHANGE, _PIPELINE, _WAKE_ALL):
             callable_of(maker)
+        preload_rings()
 
 
 #: Flags of each collective in the exchange, and whether its input, and its output, has a part for

@@ -167,7 +167,7 @@ def _swap(connection: socket.socket, own: Segment) -> Segment:
         for each in descriptors:
             os.close(each)
         raise HandshakeRejected("a peer passed no descriptor")
-    segment = Segment(descriptors[0])
+    segment = Segment(descriptors[0], own.nranks)
     segment.close_descriptor()
     return segment
 

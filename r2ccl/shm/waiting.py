@@ -93,6 +93,27 @@ def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
 
 
 @inlined
+def number_of_pauses(state: Any, address: Any, word: Any) -> Any:
+    """Return how often a wait for the owner of `word`, in its first page, pauses at most."""
+    if state[MISSES] < _PROBE_EVERY:
+        return state[SPIN]
+    leave_cpu_of_peer(state, address, word)
+    state[MISSES] = 0
+    return state[SPIN_MAX]
+
+
+@inlined
+def note_pauses(state: Any, limit: Any, has_sufficed: Any) -> None:
+    """Adapt the number of pauses after a wait of at most `limit` pauses."""
+    if has_sufficed:
+        state[SPIN] = min(state[SPIN_MAX], max(limit, 2 * state[SPIN]))
+        state[MISSES] = 0
+    else:
+        state[SPIN] = max(state[SPIN_MIN], state[SPIN] - (state[SPIN] >> 2))
+        state[MISSES] += 1
+
+
+@inlined
 def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
     """Wait until a word of a peer is at least `value`; return whether it is.
 
@@ -109,19 +130,13 @@ def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
     """
     if load_acquire(word) >= value:
         return True
-    limit = state[SPIN]
-    if state[MISSES] >= _PROBE_EVERY:
-        leave_cpu_of_peer(state, address, word)
-        limit = state[SPIN_MAX]
-        state[MISSES] = 0
+    limit = number_of_pauses(state, address, word)
     for _ in range(limit):
         pause()
         if load_acquire(word) >= value:
-            state[SPIN] = min(state[SPIN_MAX], max(limit, 2 * state[SPIN]))
-            state[MISSES] = 0
+            note_pauses(state, limit, True)
             return True
-    state[SPIN] = max(state[SPIN_MIN], state[SPIN] - (state[SPIN] >> 2))
-    state[MISSES] += 1
+    note_pauses(state, limit, False)
     for _ in range(state[YIELDS]):
         sched_yield()
         if load_acquire(word) >= value:
@@ -157,4 +172,11 @@ def make_wake_all() -> Callable[[int], int]:
     return wake_all
 
 
-__all__ = ["leave_cpu_of_peer", "make_wake_all", "publish", "wait"]
+__all__ = [
+    "leave_cpu_of_peer",
+    "make_wake_all",
+    "note_pauses",
+    "number_of_pauses",
+    "publish",
+    "wait",
+]

@@ -1,8 +1,8 @@
 """Exchange of messages over the links: envelopes, landing places, data.
 
 Each pair of ranks has one channel for *envelopes* and one per home rail for data; these channels
-have a context id of their own. Envelopes are eager slices. A short message is in its envelope; it
-is buffered at the receiver if no receive takes it. A long one is announced first::
+have a context id of their own. Envelopes are eager slices. A long message is announced, and granted
+together with landing places::
 
     sender                                   receiver
     REQUEST(ident, tag, dtype, nbytes)  ->   finds the receive that takes it
@@ -10,10 +10,7 @@ is buffered at the receiver if no receive takes it. A long one is announced firs
     slices on the data channels         ->   the receive is complete
 
 Grants and landing places are posted in the same order, and a link keeps the order of its slices, so
-both ends cut the data of several messages alike. If the short messages to a receiver that no
-receive has taken exceed a limit in bytes, further short messages are announced too. This bounds the
-memory of the receiver. A synchronous message is always announced: the grant tells its sender that a
-receive has taken it.
+both ends cut the data of several messages alike.
 
 All methods are called by the owner of the data loop. Invariant: the memory of a message is neither
 read nor written once its request is done.
@@ -26,38 +23,32 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from r2ccl.dtypes import dtype_name, dtype_of
-from r2ccl.errors import InternalError, InvalidArgument, R2cclError
+from r2ccl.errors import InternalError
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import Calls, first_channel
 from r2ccl.failover.migration.link import Landing, RecvLink, SendLink
 from r2ccl.failover.migration.links import Consumer, Links
-from r2ccl.runtime.messages.matching import Envelope, Matching, Message
+from r2ccl.runtime.messages.matching import Envelope
+from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
+from r2ccl.types import MOST_UNTAKEN, EnvelopeKind
 
 #: kind, dtype, first call of the communicator (lower bits), tag, ident, nbytes
 _HEADER = struct.Struct("<BBxxIqQQ")
 _FIRST_OP_MASK = (1 << 32) - 1
-_MESSAGE, _REQUEST, _GRANT, _REFUSE, _TAKEN = 1, 2, 3, 4, 5
 _LENGTH = struct.Struct("<Q")
-#: Most bytes of short messages to one peer that no receive has taken, and the number of bytes
-#: taken after which the receiver reports them.
-_MOST_UNTAKEN, _REPORT_EVERY = 1 << 20, 1 << 18
+#: Number of bytes of short messages taken after which the receiver reports them.
+_REPORT_EVERY = 1 << 18
 #: Data of a message is cut between channels at multiples of this.
 _ALIGN = 64
 
 
-class SendRequest:
-    """Message that is being sent; a `Consumer` of its slices."""
+class LinkSend(SendRequest):
+    """Message that is being sent over links; a `Consumer` of its slices."""
 
     is_bandwidth_sample = False
 
     def __init__(self, driver: MessageDriver, peer: int, view: memoryview, ident: int) -> None:
-        self.error: R2cclError | None = None
-        self.is_done = False
-        self.view = view
-        self.ident = ident
-        #: Peer in the job.
-        self.peer = peer
+        super().__init__(peer, view, ident)
         #: Slices that are not released yet; known once the receiver granted the message.
         self.nleft = 0
         self._driver = driver
@@ -71,7 +62,7 @@ class SendRequest:
         self.nleft -= 1
         self.is_done = self.nleft == 0
         if self.is_done:
-            self._driver.note_busy(self.peer, -1)
+            self._driver.note_sent(self.peer)
 
     def on_retired(self, index: int) -> None:
         """Do nothing."""
@@ -80,28 +71,16 @@ class SendRequest:
         """Post the envelopes and slices for which there is room."""
         self._driver.advance()
 
-    @property
-    def result(self) -> None:
-        """None, because a send has no result."""
-        return
 
-
-class ReceiveRequest:
-    """Receive that waits for a message, or whose data is arriving; a `Consumer` of its slices."""
+class LinkReceive(ReceiveRequest):
+    """Receive over links; a `Consumer` of its slices."""
 
     is_bandwidth_sample = False
 
     def __init__(
         self, driver: MessageDriver, view: memoryview, dtype: int, source: int, tag: int
     ) -> None:
-        self.error: R2cclError | None = None
-        self.is_done = False
-        self.view = view
-        self.dtype = dtype
-        self.source = source
-        self.tag = tag
-        #: The message taken; None until then.
-        self.result: Message | None = None
+        super().__init__(view, dtype, source, tag)
         #: Slices that have not arrived yet.
         self.nleft = 0
         self._driver = driver
@@ -123,8 +102,8 @@ class ReceiveRequest:
         self._driver.advance()
 
 
-class MessageDriver:
-    """Messages of one communicator at this rank; a `Consumer` of envelopes.
+class MessageDriver(MessageProtocol):
+    """Messages of one communicator over links; a `Consumer` of envelopes.
 
     Parameters
     ----------
@@ -164,9 +143,8 @@ class MessageDriver:
         depth: int,
         health: Callable[[], Health],
     ) -> None:
+        super().__init__(rank, members)
         self._links = links
-        self._rank = rank
-        self._members = members
         self._first_op = first_op & _FIRST_OP_MASK
         self._rank_of = {peer: at for at, peer in enumerate(members)}
         self._nchannels = nhomes if nwires > 1 else 1
@@ -174,21 +152,17 @@ class MessageDriver:
         self._slice_nbytes = slice_nbytes
         self._depth = depth
         self._health = health
-        self._matching = Matching()
         self._envelope_channel = first_channel(calls.context_id)
         # Channel c uses home rail c modulo the number of home rails.
         self._data_channel = self._envelope_channel + nhomes
         self._next_ident = 0
-        #: Number of receives whose data is arriving.
-        self.nreceiving = 0
+        self._nreceiving = 0
         #: Envelopes that wait for a free slot, by peer in the job.
         self._envelopes: dict[int, deque[tuple[memoryview, SendRequest | None]]] = {}
-        #: Announced messages by number, until they are granted.
-        self._announced: dict[int, SendRequest] = {}
         #: Slices to post, in the order of the grants, by link.
-        self._outgoing: dict[SendLink, deque[tuple[SendRequest, memoryview]]] = {}
+        self._outgoing: dict[SendLink, deque[tuple[LinkSend, memoryview]]] = {}
         #: Landing places to name, in the order of the grants, by link, and how many are named.
-        self._incoming: dict[RecvLink, deque[tuple[ReceiveRequest, memoryview]]] = {}
+        self._incoming: dict[RecvLink, deque[tuple[LinkReceive, memoryview]]] = {}
         self._named: dict[RecvLink, int] = {}
         #: Bytes of short messages sent to, and taken by, each peer; taken from it, and reported.
         self._sent: dict[int, int] = {}
@@ -212,64 +186,35 @@ class MessageDriver:
 
     # Requests
 
-    def send(
-        self, view: memoryview, dtype: int, to: int, tag: int, *, is_synchronous: bool = False
-    ) -> SendRequest:
-        """Begin to send the bytes `view` to rank `to`; borrows them until the request is done.
+    @property
+    def nmoving(self) -> int:
+        """Number of receives whose data is arriving."""
+        return self._nreceiving
 
-        With `is_synchronous`, the request is not done before a receive has taken the message.
-        """
+    def _new_send(self, peer: int, view: memoryview) -> SendRequest:
         self._next_ident += 1
         self._links.ncalls += 1
+        return LinkSend(self, peer, view, self._next_ident)
+
+    def _new_receive(self, view: memoryview, dtype: int, source: int, tag: int) -> ReceiveRequest:
+        return LinkReceive(self, view, dtype, source, tag)
+
+    def _admits(self, to: int, nbytes: int) -> bool:
         peer = self._members[to]
-        request = SendRequest(self, peer, view, self._next_ident)
-        if to == self._rank:
-            request.is_done = not is_synchronous
-            if is_synchronous:
-                self._announced[request.ident] = request
-            self._arrived(Envelope(to, tag, dtype, len(view), request.ident, view))
-            return request
         untaken = self._sent.get(peer, 0) - self._taken.get(peer, 0)
-        is_short = _HEADER.size + len(view) <= self._eager_nbytes
-        is_bounded = not view or (is_short and untaken + len(view) <= _MOST_UNTAKEN)
-        if is_bounded and not is_synchronous:
-            self._sent[peer] = self._sent.get(peer, 0) + len(view)
-            self._put(peer, _MESSAGE, dtype, tag, request.ident, len(view), view, request)
-        else:
-            self.note_busy(peer, 1)
-            self._announced[request.ident] = request
-            self._put(peer, _REQUEST, dtype, tag, request.ident, len(view))
-        return request
-
-    def receive(self, view: memoryview, dtype: int, source: int, tag: int) -> ReceiveRequest:
-        """Begin to receive a message into `view`, borrowed until the request is done."""
-        request = ReceiveRequest(self, view, dtype, source, tag)
-        envelope = self._matching.post(request)
-        if envelope is not None and self._take(request, envelope):
-            self._matching.remove(envelope)
-        return request
-
-    def cancel(self, request: ReceiveRequest) -> bool:
-        """Withdraw a receive, which is then done; return False if it has taken a message."""
-        is_withdrawn = self._matching.cancel(request)
-        request.is_done |= is_withdrawn
-        return is_withdrawn
-
-    def withdraw(self) -> None:
-        """Withdraw all receives that have taken no message."""
-        self._matching.forget_takers()
-
-    def probe(self, source: int, tag: int) -> Message | None:
-        """Return the first message that a receive with `source` and `tag` would take, or None."""
-        found = self._matching.find(ReceiveRequest(self, memoryview(b""), 0, source, tag))
-        return None if found is None else _described(found)
+        is_short = _HEADER.size + nbytes <= self._eager_nbytes
+        if nbytes and not (is_short and untaken + nbytes <= MOST_UNTAKEN):
+            return False
+        self._sent[peer] = self._sent.get(peer, 0) + nbytes
+        return True
 
     # Envelopes
 
     def _put(
-        self, peer: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
+        self, to: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
         payload: memoryview | bytes = b"", request: SendRequest | None = None,
     ) -> None:  # fmt: skip
+        peer = self._members[to]
         header = _HEADER.pack(kind, dtype, self._first_op, tag, ident, nbytes)
         envelope = memoryview(b"".join((header, payload)))
         self._envelopes.setdefault(peer, deque()).append((envelope, request))
@@ -288,23 +233,11 @@ class MessageDriver:
         kind, dtype, first_op, tag, ident, nbytes = _HEADER.unpack_from(payload)
         if first_op != self._first_op:  # to a communicator closed without receiving it
             return
-        data = memoryview(payload)[_HEADER.size :]
-        source = self._rank_of[peer]
-        if kind == _MESSAGE:
-            self._arrived(Envelope(source, tag, dtype, nbytes, ident, data))
-        elif kind == _REQUEST:
-            self.note_busy(peer, 1)
-            self._arrived(Envelope(source, tag, dtype, nbytes, ident, None))
-        elif kind == _GRANT:
-            lengths = [length for (length,) in _LENGTH.iter_unpack(data)]
-            self._granted(self._announced.pop(ident), lengths)
-        elif kind == _REFUSE:
-            request = self._announced.pop(ident)
-            self.note_busy(peer, -1)
-            request.error = InvalidArgument(bytes(data).decode())
-            request.is_done = True
-        else:
+        if kind == EnvelopeKind.TAKEN:
             self._taken[peer] = nbytes
+        else:
+            data = memoryview(payload)[_HEADER.size :]
+            self._on_envelope(self._rank_of[peer], kind, dtype, tag, ident, nbytes, data)
 
     def on_released(self, index: int) -> None:
         """Do nothing: envelopes are eager."""
@@ -312,73 +245,23 @@ class MessageDriver:
     def on_retired(self, index: int) -> None:
         """Do nothing: envelopes are eager."""
 
-    def _arrived(self, envelope: Envelope) -> None:
-        while (request := self._matching.taker_of(envelope)) is not None:
-            if self._take(request, envelope):
-                return
-        self._matching.keep(envelope)
-
-    def _take(self, request: ReceiveRequest, envelope: Envelope) -> bool:
-        """Let `request` receive the message; return False if the message stays to be received."""
-        source, _, dtype, nbytes, ident, payload = envelope
-        if dtype != request.dtype or nbytes > len(request.view):
-            self._refuse(request, envelope)
-            return payload is None
-        request.result = _described(envelope)
+    def _note_taken(self, source: int, nbytes: int) -> None:
         peer = self._members[source]
-        if payload is not None:
-            request.view[:nbytes] = payload
-            request.is_done = True
-            if source != self._rank:
-                self._note_taken(peer, nbytes)
-            elif ident in self._announced:
-                self._announced.pop(ident).is_done = True
-            return True
-        lengths = self._cut(source, nbytes)
-        self._put(peer, _GRANT, 0, 0, ident, nbytes, b"".join(map(_LENGTH.pack, lengths)))
-        if not nbytes:  # a synchronous message, which has no slices
-            request.is_done = True
-            self.note_busy(peer, -1)
-            return True
-        self.nreceiving += 1
-        at = 0
-        for number, length in enumerate(lengths):
-            link = self._links.receiver(peer, self._data_channel + number)
-            queue = self._incoming.setdefault(link, deque())
-            for piece in _pieces(request.view[at : at + length], self._slice_nbytes):
-                queue.append((request, piece))
-                request.nleft += 1
-            at += length
-            self._name(link, number)
-        return True
-
-    def _refuse(self, request: ReceiveRequest, envelope: Envelope) -> None:
-        """End a receive that the message does not fit, and the send of an announced message."""
-        given = f"{len(request.view) // dtype_of(request.dtype).itemsize}"
-        request.error = InvalidArgument(
-            f"rank {envelope.source} sent {_described(envelope).count} elements of "
-            f"{dtype_name(envelope.dtype)} with tag {envelope.tag}, but rank {self._rank} receives "
-            f"up to {given} of {dtype_name(request.dtype)}: make the buffers fit, or look with "
-            "probe() first"
-        )
-        request.is_done = True
-        if envelope.payload is None:
-            peer = self._members[envelope.source]
-            self.note_busy(peer, -1)
-            self._put(peer, _REFUSE, 0, 0, envelope.ident, 0, str(request.error).encode())
-
-    def _note_taken(self, peer: int, nbytes: int) -> None:
         took = self._took[peer] = self._took.get(peer, 0) + nbytes
         if took - self._reported.get(peer, 0) >= _REPORT_EVERY:
             self._reported[peer] = took
-            self._put(peer, _TAKEN, 0, 0, 0, took)
+            self._put(source, EnvelopeKind.TAKEN, 0, 0, 0, took)
 
-    def note_busy(self, peer: int, change: int) -> None:
-        """Add `change` to the count of announced messages to and from `peer`, which need paths."""
-        busy = self._calls.busy
-        count = busy.pop(peer, 0) + change
+    def note_sent(self, peer: int) -> None:
+        """Count an announced message to `peer`, a rank of the job, that was sent."""
+        self._note_busy(self._rank_of[peer], -1)
+
+    def _note_busy(self, peer: int, change: int) -> None:
+        # Such messages need paths.
+        busy, of_job = self._calls.busy, self._members[peer]
+        count = busy.pop(of_job, 0) + change
         if count > 0:
-            busy[peer] = count
+            busy[of_job] = count
 
     # Data
 
@@ -400,9 +283,31 @@ class MessageDriver:
         bounds[-1] = nbytes
         return [hi - lo for lo, hi in pairwise(bounds)]
 
-    def _granted(self, request: SendRequest, lengths: Sequence[int]) -> None:
+    def _grant(self, request: ReceiveRequest, envelope: Envelope) -> None:
+        assert isinstance(request, LinkReceive)
+        source, nbytes = envelope.source, envelope.nbytes
+        peer, lengths = self._members[source], self._cut(source, nbytes)
+        packed = b"".join(map(_LENGTH.pack, lengths))
+        self._put(source, EnvelopeKind.GRANT, 0, 0, envelope.ident, nbytes, packed)
+        if not nbytes:  # a synchronous message, which has no slices
+            request.is_done = True
+            self._note_busy(source, -1)
+            return
+        self._nreceiving += 1
         at = 0
         for number, length in enumerate(lengths):
+            link = self._links.receiver(peer, self._data_channel + number)
+            queue = self._incoming.setdefault(link, deque())
+            for piece in _pieces(request.view[at : at + length], self._slice_nbytes):
+                queue.append((request, piece))
+                request.nleft += 1
+            at += length
+            self._name(link, number)
+
+    def _granted(self, request: SendRequest, to: int, data: memoryview | bytes) -> None:
+        assert isinstance(request, LinkSend)
+        at = 0
+        for number, (length,) in enumerate(_LENGTH.iter_unpack(data)):
             link = self._links.sender(request.peer, self._data_channel + number)
             queue = self._outgoing.setdefault(link, deque())
             for piece in _pieces(request.view[at : at + length], self._slice_nbytes):
@@ -411,7 +316,7 @@ class MessageDriver:
             at += length
         if not request.nleft:  # an empty message has no slices
             request.is_done = True
-            self.note_busy(request.peer, -1)
+            self._note_busy(to, -1)
         self.advance()
 
     def advance(self) -> None:
@@ -429,13 +334,13 @@ class MessageDriver:
                 owner, piece = slices.popleft()
                 links.send(link, piece, False, owner, 0)
 
-    def on_data(self, request: ReceiveRequest, landing: Landing) -> None:
+    def on_data(self, request: LinkReceive, landing: Landing) -> None:
         """Confirm a slice of `request`, which is in its place, and announce the next place."""
         assert request.result is not None
         peer = self._members[request.result.source]
         if request.is_done:
-            self.nreceiving -= 1
-            self.note_busy(peer, -1)
+            self._nreceiving -= 1
+            self._note_busy(request.result.source, -1)
         link = self._links.receiver(peer, self._data_channel + landing.index)
         self._links.consume(link, False)
         self._named[link] -= 1
@@ -454,9 +359,4 @@ def _pieces(view: memoryview, nbytes: int) -> list[memoryview]:
     return [view[at : at + nbytes] for at in range(0, len(view), nbytes)]
 
 
-def _described(envelope: Envelope) -> Message:
-    count = envelope.nbytes // dtype_of(envelope.dtype).itemsize
-    return Message(envelope.source, envelope.tag, count)
-
-
-__all__ = ["MessageDriver", "ReceiveRequest", "SendRequest"]
+__all__ = ["LinkReceive", "LinkSend", "MessageDriver"]

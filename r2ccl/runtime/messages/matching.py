@@ -107,6 +107,21 @@ class Matching:
         """Remove all receives."""
         self._takers.clear()
 
+    def clear(self) -> None:
+        """Remove all messages and receives."""
+        self._envelopes.clear()
+        self._takers.clear()
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no message and no receive waits."""
+        return not self._envelopes and not self._takers
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Number of bytes of the kept messages."""
+        return sum(len(each.payload or b"") for each in self._envelopes)
+
 
 def _fits(taker: Taker, envelope: Envelope) -> bool:
     return taker.source in (ANY, envelope.source) and taker.tag in (ANY, envelope.tag)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,9 +17,16 @@ from r2ccl.failover.migration.calls import message_context
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.contexts import Context
 from r2ccl.runtime.data_loop import Caller, DataLoop, Patience
-from r2ccl.runtime.messages.driver import MessageDriver, ReceiveRequest, SendRequest
+from r2ccl.runtime.messages.driver import MessageDriver
+from r2ccl.runtime.messages.local import LocalEngine, LocalMessages
+from r2ccl.runtime.messages.local_driver import LocalDriver
 from r2ccl.runtime.messages.matching import ANY, Message
+from r2ccl.runtime.messages.network import Network
+from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
 from r2ccl.runtime.status import Pending, Wait
+
+if TYPE_CHECKING:
+    from r2ccl.shm.rings import Rings
 
 
 class MessageRequest:
@@ -75,6 +82,37 @@ class MessageRequest:
         return self._messenger.cancel(self._request)
 
 
+class Way(Protocol):
+    """What carries the messages of a communicator.
+
+    Attributes
+    ----------
+    driver : MessageProtocol
+    """
+
+    @property
+    def driver(self) -> MessageProtocol:
+        """Exchange of the messages; its methods run in `own` or `wait`."""
+        ...
+
+    @property
+    def is_below(self) -> bool:
+        """True if the caller is a signal handler that interrupted this object."""
+        ...
+
+    def connect_to(self, peer: int) -> None:
+        """Make messages to `peer`, a rank of the job, possible."""
+        ...
+
+    def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
+        """Run ``fn()`` alone, after messages have advanced if `is_step`."""
+        ...
+
+    def wait(self, is_done: Callable[[], bool], patience: Patience) -> None:
+        """Advance messages until ``is_done()``."""
+        ...
+
+
 class Messenger:
     """Messages of one communicator; a `Caller` of the data loop.
 
@@ -110,9 +148,8 @@ class Messenger:
         self._members = context.members
         self._rank = context.members.index(job.rank)
         self._engine = engine
-        self._connect = connect
         context_id = message_context(context.context_id)
-        self._driver = MessageDriver(
+        driver = MessageDriver(
             loop.links,
             loop.links.calls_of(context_id),
             rank=self._rank,
@@ -125,9 +162,13 @@ class Messenger:
             depth=job.config.landing_depth,
             health=health,
         )
+        self._network = Network(self, loop, driver, connect)
+        #: What carries the messages.
+        self._way: Way = self._network
         #: Identifier of the thread that waits for a message; 0 if none does.
         self._waiter = 0
         self._refusal: Callable[[], R2cclError] | None = None
+        self._local: LocalMessages | None = None
         self.waiting: Patience | None = None
         self.since_s = 0.0
         self.is_calling = False
@@ -142,21 +183,46 @@ class Messenger:
     @property
     def is_below(self) -> bool:
         """True if the caller is a signal handler that interrupted a wait of its thread."""
-        return self._waiter == get_ident()
+        return self._waiter == get_ident() or self._way.is_below
+
+    # Shared memory
+
+    @property
+    def local(self) -> LocalMessages | None:
+        """Messages in memory that the ranks share; None: they use the network."""
+        return self._local
+
+    def share_memory(self, rings: Rings, engine: LocalEngine) -> None:
+        """Send messages through memory that the ranks share, from now on."""
+        driver = LocalDriver(
+            rings,
+            rank=self._rank,
+            members=self._members,
+            eager_nbytes=self._job.config.eager_nbytes,
+        )
+        self._local = self._way = LocalMessages(self, self._loop, driver, engine)
+
+    def free_memory(self, timeout_s: float) -> bool:
+        """Use no shared memory any more; return whether the running call ended in time."""
+        if self._local is None or self._local.close(timeout_s):
+            self._local, self._way = None, self._network
+            return True
+        return False
 
     def finish(self) -> None:
         """Withdraw the receives that have taken no message, and wait for the others."""
+        driver = self._way.driver
 
         def is_done() -> bool:
-            self._driver.withdraw()
-            return not self._driver.nreceiving
+            driver.withdraw()
+            return not driver.nmoving
 
         self._wait(is_done, ANY, "close(), until all data has arrived", self._timeout_s)
 
     def close(self) -> None:
         """Stop handling messages; called by the owner of the data loop."""
         del self._loop.callers[self._context_id]
-        self._driver.close()
+        self._network.driver.close()
 
     @property
     def has_raised(self) -> bool:
@@ -178,22 +244,21 @@ class Messenger:
 
     def send(self, x: Buffer, to: int, tag: int, *, is_synchronous: bool = False) -> MessageRequest:
         """Begin to send `x` to rank `to`; first connect paths to that rank if there are none."""
-        peer = self._members[to]
-        view = memoryview(x.array.view(np.uint8))  # type: ignore[arg-type]
+        driver = self._way.driver
 
         def post() -> SendRequest:
-            return self._driver.send(view, x.dtype_code, to, tag, is_synchronous=is_synchronous)
+            view = bytes_of(x)
+            return driver.send(view, x.dtype_code, to, tag, is_synchronous=is_synchronous)
 
-        if peer != self._job.rank and peer not in self._loop.links.connected:
-            self._connect_to(peer)
+        self._way.connect_to(self._members[to])
         return MessageRequest(self, self._own(post), x.owner)
 
     def receive(self, out: Buffer, source: int, tag: int) -> MessageRequest:
         """Begin to receive a message into `out`."""
-        view = memoryview(out.array.view(np.uint8))  # type: ignore[arg-type]
+        driver = self._way.driver
 
         def post() -> ReceiveRequest:
-            return self._driver.receive(view, out.dtype_code, source, tag)
+            return driver.receive(bytes_of(out), out.dtype_code, source, tag)
 
         return MessageRequest(self, self._own(post), out.owner)
 
@@ -202,7 +267,7 @@ class Messenger:
 
         If `is_blocking`, wait until there is one.
         """
-        find = partial(self._driver.probe, source, tag)
+        find = partial(self._way.driver.probe, source, tag)
         found: Message | None = self._own(find, is_step=True)
         wanted = f"a message of {_named('rank', source)} with {_named('tag', tag)}"
         peer = ANY if source == ANY else self._members[source]
@@ -216,7 +281,7 @@ class Messenger:
         return found
 
     def test(self, request: SendRequest | ReceiveRequest) -> bool:
-        """Return whether `request` is done; run the data loop once if not."""
+        """Return whether `request` is done; advance messages once if not."""
         if request.is_done or self._refusal is not None:
             return True
         return bool(self._own(lambda: request.is_done, is_step=True))
@@ -225,7 +290,7 @@ class Messenger:
         """Withdraw a receive that has taken no message; return whether it was withdrawn."""
         if isinstance(request, SendRequest):
             return False
-        return bool(self._own(partial(self._driver.cancel, request)))
+        return bool(self._own(partial(self._way.driver.cancel, request)))
 
     def wait(
         self, request: SendRequest | ReceiveRequest, timeout_s: float | None = None
@@ -266,67 +331,29 @@ class Messenger:
             raise self._refusal()
 
     def _own(self, fn: Callable[[], Any], *, is_step: bool = False) -> Any:
-        """Run ``fn()`` as the owner of the data loop, and send what it posted."""
-        progress = self._loop.progress
-
-        def run() -> Any:
-            self.check()
-            if is_step:
-                progress.step()
-            found = fn()
-            progress.advance()
-            return found
-
+        """Run ``fn()`` alone, after messages have advanced if `is_step`."""
         self._require_open()
-        return self._call(run)
-
-    def _call(self, fn: Callable[[], Any]) -> Any:
-        """Run ``fn()`` as the owner of the data loop; what it raises ends the communicator."""
-        loop = self._loop
-        try:
-            loop.acquire()
-            self.is_calling = is_calling = True
-            try:
-                found = fn()
-                is_calling = False
-            except BaseException as exc:
-                loop.give_up(self, exc)
-                raise
-            finally:
-                self.is_calling = is_calling and not loop.is_settled
-        finally:
-            loop.release()
-        loop.send_rest()
-        return found
-
-    def _connect_to(self, peer: int) -> None:
-        loop = self._loop
-        try:
-            loop.acquire()
-            self.check()
-            if peer not in loop.links.connected:
-                self._connect(frozenset((peer,)))
-        finally:
-            loop.release()
+        return self._way.own(fn, is_step=is_step)
 
     def _wait(self, is_done: Callable[[], bool], peer: int, doing: str, timeout_s: float) -> None:
-        """Run the data loop until ``is_done()``; `peer` is a rank of the job, or `ANY`."""
+        """Advance messages until ``is_done()``; `peer` is a rank of the job, or `ANY`."""
         patience = Patience(timeout_s, "R2CC_TIMEOUT_S", partial(self._pending, peer, doing))
-
-        def wait() -> None:
-            self._waiter = get_ident()
-            self.peers = frozenset() if peer in (ANY, self._job.rank) else frozenset((peer,))
-            try:
-                self._loop.wait(self, is_done, patience)
-            finally:
-                self._waiter = 0
-                self.peers = frozenset()
-
-        self._call(wait)
+        self._waiter = get_ident()
+        self.peers = frozenset() if peer in (ANY, self._job.rank) else frozenset((peer,))
+        try:
+            self._way.wait(is_done, patience)
+        finally:
+            self._waiter = 0
+            self.peers = frozenset()
 
     def _pending(self, peer: int, doing: str) -> Pending:
         waits = () if peer == ANY else (Wait(peer, "message"),)
         return Pending(self._job.rank, doing, self._clock(), self.since_s, {}, waits, ())
+
+
+def bytes_of(x: Buffer) -> memoryview:
+    """Return the memory of a buffer as bytes."""
+    return memoryview(x.array.view(np.uint8))  # type: ignore[arg-type]
 
 
 def _named(what: str, number: int) -> str:

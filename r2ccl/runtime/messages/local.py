@@ -1,0 +1,379 @@
+"""Messages of one communicator in memory that its ranks share: locks, waits, ends.
+
+One thread at a time moves messages. A thread that waits for a message moves those of all threads.
+While none waits, the owner of the data loop moves them: at each tick, and more often while frames
+of this rank wait or data of long messages moves. A blocking call that meets no other open message
+runs in one compiled call (`r2ccl.shm.direct`).
+
+Invariant: after an error, no message is moved any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from threading import RLock
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.clock import monotonic
+from r2ccl.errors import ConcurrentCalls, R2cclError
+from r2ccl.runtime.arrays.buffers import Buffer
+from r2ccl.runtime.data_loop import Caller, DataLoop, Patience, timed_out
+from r2ccl.runtime.messages.local_driver import LocalDriver, message_of
+from r2ccl.runtime.messages.matching import Message
+from r2ccl.runtime.messages.protocol import ReceiveRequest, SendRequest
+from r2ccl.shm.layout import CHANGED, FINISHED
+from r2ccl.shm.message_layout import CALL_DTYPE, CALL_RECV_DTYPE, CALL_SOURCE, CALL_TO, OPEN
+
+if TYPE_CHECKING:
+    from r2ccl.shm.rings import DirectCall, Operand
+
+#: Interval at which a thread that waits for its turn wakes the thread that has it.
+_LOOK_S = 0.02
+#: Sleep that lets another thread have its turn.
+_GIVE_WAY_S = 50e-6
+#: Interval at which the control thread moves messages of a rank that is not in a call.
+_REST_S = 0.002
+#: Most direct calls that are kept.
+_NPREPARED = 64
+
+
+class LocalEngine(Protocol):
+    """Engine of the communicator, as its messages need it."""
+
+    @property
+    def error(self) -> R2cclError | None:
+        """Error that ended the communicator; None while it is in use."""
+        ...
+
+    def watch_end(self, act: Callable[[], None]) -> None:
+        """Call `act` when the communicator ends."""
+        ...
+
+    def unwatch_end(self, act: Callable[[], None]) -> None:
+        """Do not call `act` any more."""
+        ...
+
+    def fail_local(self, error: BaseException) -> None:
+        """End the communicator because of `error`."""
+        ...
+
+
+class NotRun:
+    """Type of `NOT_RUN`: the direct call did not run, and the message takes the general way."""
+
+
+NOT_RUN = NotRun()
+
+
+class Opened(NamedTuple):
+    """Requests of a direct call that a peer delays."""
+
+    sent: SendRequest | None
+    received: ReceiveRequest | None
+
+
+class End(NamedTuple):
+    """Send to, or receive from, a peer: the array, the rank and the tag."""
+
+    buffer: Buffer
+    peer: int
+    tag: int
+
+
+#: What a direct call returns.
+Outcome = Message | Opened | NotRun | None
+
+
+class LocalMessages:
+    """Way of messages in shared memory.
+
+    Parameters
+    ----------
+    caller : Caller
+        Messages of the communicator.
+    loop : DataLoop
+        Data loop of the job.
+    driver : LocalDriver
+        Owned.
+    engine : LocalEngine
+    """
+
+    def __init__(
+        self, caller: Caller, loop: DataLoop, driver: LocalDriver, engine: LocalEngine
+    ) -> None:
+        self.driver = driver
+        self._caller = caller
+        self._loop = loop
+        self._engine = engine
+        rings = driver.rings
+        self._direct = partial(rings.direct, rings.state, rings.table)
+        #: Re-entrant, because only such a lock can tell whether this thread holds it.
+        self._lock = RLock()
+        #: One entry per thread that waits for its turn.
+        self._newcomers: deque[None] = deque()
+        #: No message is open, and no other thread has asked to move messages.
+        self._is_quiet = True
+        self._has_ended = False
+        #: The control thread will move messages.
+        self._is_resting = False
+        self._prepared: dict[tuple[int, ...], tuple[DirectCall, Message | None]] = {}
+        loop.pollers.append(self.poll)
+        engine.watch_end(self.end)
+
+    # Turns
+
+    @property
+    def is_below(self) -> bool:
+        """True if the caller is a signal handler that interrupted this object."""
+        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    def _acquire(self) -> None:
+        """Take the turn; call it inside of ``try: ... finally: self._release()``.
+
+        Raises
+        ------
+        ConcurrentCalls
+            If the caller is a signal handler that interrupted this object.
+        """
+        is_below = self.is_below
+        if self._lock.acquire(blocking=False):
+            if is_below:
+                raise ConcurrentCalls(
+                    f"rank {self._loop.rank}: a signal handler called r2ccl below another call of "
+                    "its thread: set a flag in the handler, and call r2ccl later"
+                )
+            return
+        self._newcomers.append(None)
+        try:
+            self.driver.rings.wake()
+            while not self._lock.acquire(timeout=_LOOK_S):
+                if not self._has_ended:
+                    self.driver.rings.wake()
+        finally:
+            self._newcomers.pop()
+
+    def _release(self) -> None:
+        if self.is_below:
+            self._is_quiet = self.driver.is_quiet
+            self._lock.release()
+
+    # The interface `Way`
+
+    def connect_to(self, peer: int) -> None:
+        """Do nothing: all ranks share memory."""
+
+    def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
+        """Run ``fn()`` alone, after messages have advanced if `is_step`."""
+        try:
+            self._acquire()
+            self._caller.check()
+            if is_step:
+                self.driver.advance(False)
+            found = fn()
+        except ConcurrentCalls:
+            raise
+        except BaseException as exc:
+            raise self._failed(exc) from None
+        finally:
+            self._release()
+        self._rest_later()
+        return found
+
+    def wait(self, is_done: Callable[[], bool], patience: Patience) -> None:
+        """Move messages until ``is_done()``, and run the data loop if no other thread does.
+
+        Raises
+        ------
+        TransportTimeout
+            If that takes longer than ``patience.timeout_s``; all communicators have ended.
+        R2cclError
+            If the communicators have ended.
+        """
+        caller, loop = self._caller, self._loop
+        caller.since_s = monotonic()
+        deadline = caller.since_s + patience.timeout_s
+        caller.waiting = patience
+        try:
+            while not self._step(is_done):
+                if self._engine.error is not None:
+                    caller.check()
+                loop.poll(caller)
+                if self._newcomers:
+                    time.sleep(_GIVE_WAY_S)
+                if monotonic() >= deadline:
+                    raise timed_out(patience)
+        except ConcurrentCalls:
+            raise
+        except BaseException as exc:
+            raise self._failed(exc) from None
+        finally:
+            caller.waiting = None
+        self._rest_later()
+
+    def _step(self, is_done: Callable[[], bool]) -> bool:
+        """Return whether ``is_done()``, after some milliseconds if it is not yet."""
+        try:
+            self._acquire()
+            if is_done():
+                return True
+            if not self._has_ended:
+                self.driver.advance(not self._newcomers)
+            return is_done()
+        finally:
+            self._release()
+
+    def poll(self) -> None:
+        """Move what can move now, unless a thread does; called by the owner of the data loop."""
+        if self.is_below or not self._lock.acquire(blocking=False):
+            self._is_quiet = False  # a direct call looks at the rings of its own peers only
+            return
+        try:
+            if not self._has_ended:
+                self.driver.advance(False)
+        finally:
+            self._release()
+
+    def _rest_later(self) -> None:
+        """Let the control thread move messages while this rank makes no calls."""
+        if self.driver.has_work and not self._is_resting and not self._has_ended:
+            self._is_resting = True
+            self._loop.call_later(_REST_S, self._rest)
+
+    def _rest(self) -> None:
+        self._is_resting = False
+        self._loop.submit(self.poll)
+        self._rest_later()
+
+    # Direct calls
+
+    def repeat(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
+        """Run the direct call that `begin` prepared for `key`, on arrays of the same form."""
+        found = self._prepared.get(key)
+        if found is None or type(x) is not np.ndarray or type(out) is not np.ndarray:
+            return NOT_RUN
+        return self._run(key, found, x, out)
+
+    def begin(self, key: tuple[int, ...], sent: End | None, received: End | None) -> Outcome:
+        """Run a direct call, and prepare it so that `repeat` can run it again.
+
+        `key` determines the peers and tags.
+        """
+        from r2ccl.shm.rings import DirectCall
+
+        if not self._is_quiet:
+            return NOT_RUN
+        for each in (sent, received):
+            if each is not None and not self.driver.has_ring(each.peer):
+                return NOT_RUN
+        has_form = all(_is_plain(each.buffer) for each in (sent, received) if each is not None)
+        first, second = _operand(sent, has_form), _operand(received, has_form)
+        is_short = sent is not None and self.driver.is_short(sent.buffer.nbytes)
+
+        def prepare() -> DirectCall:
+            return DirectCall(
+                self.driver.rings, first, second, is_short=is_short, has_form=has_form
+            )
+
+        made: tuple[DirectCall, Message | None] = (self.own(prepare, is_step=True), None)
+        if has_form:
+            if len(self._prepared) >= _NPREPARED:
+                self._prepared.clear()
+            self._prepared[key] = made
+        x = _NOTHING if first is None else first.array
+        return self._run(key, made, x, _NOTHING if second is None else second.array)
+
+    def _run(
+        self, key: tuple[int, ...], made: tuple[DirectCall, Message | None], x: Any, out: Any
+    ) -> Outcome:
+        lock, (call, message) = self._lock, made
+        if lock._is_owned() or not lock.acquire(False):  # type: ignore[attr-defined]
+            return NOT_RUN
+        try:
+            if not self._is_quiet or self._has_ended:
+                return NOT_RUN
+            result = self._direct(call.at, id(x) + _DATA, id(out) + _DATA)
+            if result == FINISHED:
+                return message
+            if result == CHANGED:
+                return NOT_RUN
+            if result == OPEN:
+                return self._take_over(call, x, out)
+            message = message_of(call, int(call.words[CALL_RECV_DTYPE]))
+            if key in self._prepared:
+                self._prepared[key] = call, message
+            return message
+        except BaseException as exc:
+            raise self._failed(exc) from None
+        finally:
+            lock.release()
+
+    def _take_over(self, call: DirectCall, x: Any, out: Any) -> Opened:
+        self._is_quiet = False
+        words, driver = call.words, self.driver
+        received = sent = None
+        if words[CALL_SOURCE] >= 0:
+            received = driver.take_over_receive(call, _bytes(out), int(words[CALL_RECV_DTYPE]))
+        if words[CALL_TO] >= 0:
+            sent = driver.take_over_send(call, _bytes(x), int(words[CALL_DTYPE]))
+        return Opened(sent, received)
+
+    # Ends
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """End the communicator; return `error`, which the call raises."""
+        self._has_ended = True
+        try:
+            self._lock.acquire()
+            self.driver.forget()
+        finally:
+            self._release()
+        self._engine.fail_local(error)
+        return error
+
+    def end(self) -> None:
+        """Make waits and later calls find that the communicator has ended."""
+        self._has_ended = True
+        self.driver.rings.wake()
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop moving messages; return False if a thread does not end its turn in time."""
+        self._has_ended = True
+        if not self._lock.acquire(timeout=timeout_s):
+            return False
+        try:
+            self.driver.forget()
+            self._loop.pollers.remove(self.poll)
+            self._engine.unwatch_end(self.end)
+        finally:
+            self._lock.release()
+        return True
+
+
+def _is_plain(buffer: Buffer) -> bool:
+    owner = buffer.owner
+    return type(owner) is np.ndarray and bool(owner.flags.c_contiguous)
+
+
+def _operand(end: End | None, is_plain: bool) -> Operand | None:
+    from r2ccl.shm.rings import Operand
+
+    if end is None:
+        return None
+    array = end.buffer.owner if is_plain else end.buffer.array
+    return Operand(array, end.peer, end.buffer.dtype_code, end.tag)
+
+
+def _bytes(array: npt.NDArray[Any]) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
+_DATA = object.__basicsize__
+_NOTHING = np.empty(0, np.uint8)
+
+__all__ = ["NOT_RUN", "End", "LocalEngine", "LocalMessages", "NotRun", "Opened", "Outcome"]

@@ -1,0 +1,251 @@
+"""Exchange of messages through rings in memory that the ranks of a host share.
+
+Envelopes and the data of long messages are frames, which compiled code moves. A receiver takes data
+in the order of its grants, so a sender puts it in that order. A frame for which a ring has no room
+waits in a queue.
+
+One thread at a time may call the methods.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from r2ccl.dtypes import dtype_of
+from r2ccl.errors import InternalError
+from r2ccl.runtime.messages.matching import ANY, Envelope, Message
+from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
+from r2ccl.shm import message_layout as layout
+from r2ccl.types import EnvelopeKind
+
+if TYPE_CHECKING:
+    from r2ccl.shm.rings import DirectCall, Rings
+
+#: Header of an envelope over links, which the limit for short messages includes.
+_HEADER_NBYTES = 32
+#: Most events that one call of `advance` handles.
+_MOST_EVENTS = 1000
+
+
+class _Waiting(NamedTuple):
+    """Envelope that waits for room, and the request that is done once it was put."""
+
+    kind: int
+    dtype: int
+    tag: int
+    ident: int
+    size: int
+    payload: memoryview | bytes
+    request: SendRequest | None
+
+
+class LocalDriver(MessageProtocol):
+    """Messages of one communicator whose ranks share memory.
+
+    Parameters
+    ----------
+    rings : Rings
+    rank : int
+    members : sequence of int
+    eager_nbytes : int
+        Largest short message, with a header.
+    """
+
+    def __init__(
+        self, rings: Rings, *, rank: int, members: Sequence[int], eager_nbytes: int
+    ) -> None:
+        super().__init__(rank, members)
+        self.rings = rings
+        self._most_short = eager_nbytes - _HEADER_NBYTES
+        self._queues: dict[int, deque[_Waiting]] = {}
+        #: Granted messages whose data moves, in the order of the grants.
+        self._outgoing: dict[int, deque[SendRequest]] = {}
+        self._incoming: dict[int, deque[ReceiveRequest]] = {}
+        self._nmoving = 0
+        self._nqueued = 0
+
+    @property
+    def nmoving(self) -> int:
+        """Number of granted messages whose data is arriving or leaving."""
+        return self._nmoving
+
+    @property
+    def has_work(self) -> bool:
+        """True if frames of this rank, or data of long messages, move while it advances."""
+        return bool(self._nmoving or self._nqueued)
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if no message is open."""
+        return not (self.has_work or self._announced) and self.matching.is_empty
+
+    def has_ring(self, peer: int) -> bool:
+        """Return whether `peer` is a rank other than this one, and not `ANY`."""
+        return peer not in (ANY, self._rank)
+
+    def is_short(self, nbytes: int) -> bool:
+        """Return whether a message fits its envelope."""
+        return not nbytes or (nbytes <= self._most_short and self.rings.fits(nbytes))
+
+    def forget(self) -> None:
+        """Drop all messages; no memory of a message is read or written afterwards."""
+        self.rings.forget()
+        for each in (self._queues, self._outgoing, self._incoming, self._announced):
+            each.clear()
+        self.matching.clear()
+        self._nmoving = self._nqueued = 0
+
+    # Progress
+
+    def advance(self, is_waiting: bool) -> bool:
+        """Move what can move, and handle envelopes; return whether anything happened.
+
+        If `is_waiting`, first wait some milliseconds for something to move.
+        """
+        has_moved = False
+        for _ in range(_MOST_EVENTS):
+            event = self.rings.pump(is_waiting and not has_moved)
+            if event == layout.IDLE:
+                break
+            has_moved = True
+            if event == layout.MOVED:
+                break
+            self._on_event(event, self.rings.peer)
+        return has_moved
+
+    def _on_event(self, event: int, peer: int) -> None:
+        if event == layout.FRAME:
+            kind, dtype, tag, ident, size, data = self.rings.frame()
+            if kind == EnvelopeKind.DATA:
+                raise InternalError(f"rank {self._members[peer]} sends data that was not granted")
+            # Taken from the ring only afterwards: the data is there.
+            self._on_envelope(peer, kind, dtype, tag, ident, size, data)
+            self.rings.consume(peer, len(data))
+        elif event == layout.ROOM:
+            self._flush(peer)
+        elif event == layout.SENT_ALL:
+            self._outgoing[peer].popleft().is_done = True
+            self._nmoving -= 1
+            self._send_next(peer)
+        else:
+            self._incoming[peer].popleft().is_done = True
+            self._nmoving -= 1
+            self._receive_next(peer)
+
+    def _send_next(self, peer: int) -> None:
+        if self._outgoing[peer]:
+            self.rings.send_data(peer, self._outgoing[peer][0].view)
+
+    def _receive_next(self, peer: int) -> None:
+        if self._incoming[peer]:
+            request = self._incoming[peer][0]
+            self.rings.receive_data(peer, request.view[: request.nbytes])
+
+    # What carries the messages
+
+    def _new_send(self, peer: int, view: memoryview) -> SendRequest:
+        return SendRequest(peer, view, self.rings.new_ident())
+
+    def _new_receive(self, view: memoryview, dtype: int, source: int, tag: int) -> ReceiveRequest:
+        return ReceiveRequest(view, dtype, source, tag)
+
+    def _admits(self, to: int, nbytes: int) -> bool:
+        return self.is_short(nbytes) and self.rings.admits(to, nbytes)
+
+    def _put(
+        self, to: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
+        payload: memoryview | bytes = b"", request: SendRequest | None = None,
+    ) -> None:  # fmt: skip
+        queue = self._queues.setdefault(to, deque())
+        queue.append(_Waiting(kind, dtype, tag, ident, nbytes, payload, request))
+        self._nqueued += 1
+        if len(queue) == 1:
+            self._flush(to)
+
+    def _flush(self, peer: int) -> None:
+        """Put the envelopes that wait, as far as there is room."""
+        queue = self._queues[peer]
+        while queue and self.rings.put(peer, *queue[0][:-1]):
+            request = queue.popleft().request
+            self._nqueued -= 1
+            if request is not None:
+                request.is_done = True
+
+    def _grant(self, request: ReceiveRequest, envelope: Envelope) -> None:
+        source, nbytes = envelope.source, envelope.nbytes
+        self._put(source, EnvelopeKind.GRANT, 0, 0, envelope.ident, nbytes)
+        if not nbytes:  # a synchronous message, which has no data
+            request.is_done = True
+            return
+        self._moves_in(request, source)
+        if len(self._incoming[source]) == 1:
+            self._receive_next(source)
+
+    def _granted(self, request: SendRequest, to: int, data: memoryview | bytes) -> None:
+        if not request.view:
+            request.is_done = True
+            return
+        self._moves_out(request, to)
+        if len(self._outgoing[to]) == 1:
+            self._send_next(to)
+
+    def _moves_in(self, request: ReceiveRequest, source: int) -> None:
+        self._incoming.setdefault(source, deque()).append(request)
+        self._nmoving += 1
+
+    def _moves_out(self, request: SendRequest, to: int) -> None:
+        self._outgoing.setdefault(to, deque()).append(request)
+        self._nmoving += 1
+
+    def _note_taken(self, source: int, nbytes: int) -> None:
+        self.rings.took(source, nbytes)
+
+    def _note_busy(self, peer: int, change: int) -> None:
+        """Do nothing: these messages need no paths."""
+
+    # Calls that compiled code began
+
+    def take_over_send(self, call: DirectCall, view: memoryview, dtype: int) -> SendRequest:
+        """Return the request of the send of a direct call, from its step on."""
+        words = call.words
+        to, step = int(words[layout.CALL_TO]), int(words[layout.SEND_STEP])
+        if step == layout.TO_PUT:
+            return self.send(view, dtype, to, int(words[layout.CALL_TAG]))
+        request = SendRequest(self._members[to], view, int(words[layout.CALL_IDENT]))
+        if step == layout.AWAITS:
+            self._announced[request.ident] = request
+        elif step == layout.MOVES:
+            self._moves_out(request, to)
+        else:
+            request.is_done = True
+        return request
+
+    def take_over_receive(self, call: DirectCall, view: memoryview, dtype: int) -> ReceiveRequest:
+        """Return the request of the receive of a direct call, from its step on."""
+        words = call.words
+        source, step = int(words[layout.CALL_SOURCE]), int(words[layout.RECV_STEP])
+        tag = int(words[layout.CALL_RECV_TAG])
+        if step == layout.AWAITS:
+            return self.receive(view, dtype, source, tag)
+        request = ReceiveRequest(view, dtype, source, tag)
+        nbytes, ident = int(words[layout.FOUND_NBYTES]), int(words[layout.FOUND_IDENT])
+        request.result, request.nbytes = message_of(call, dtype), nbytes
+        if step == layout.TO_PUT:
+            self._grant(request, Envelope(source, tag, dtype, nbytes, ident, None))
+        elif step == layout.MOVES:
+            self._moves_in(request, source)
+        else:
+            request.is_done = True
+        return request
+
+
+def message_of(call: DirectCall, dtype: int) -> Message:
+    """Return the message that a direct call has taken."""
+    words = call.words
+    count = int(words[layout.FOUND_NBYTES]) // dtype_of(dtype).itemsize
+    return Message(int(words[layout.CALL_SOURCE]), int(words[layout.FOUND_TAG]), count)
+
+
+__all__ = ["LocalDriver", "message_of"]

@@ -1,0 +1,90 @@
+"""Messages of one communicator through the data loop of its job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from r2ccl.runtime.data_loop import Caller, DataLoop, Patience
+from r2ccl.runtime.messages.driver import MessageDriver
+
+
+class Network:
+    """Way of messages over links; the owner of the data loop calls `driver`.
+
+    Parameters
+    ----------
+    caller : Caller
+    loop : DataLoop
+    driver : MessageDriver
+    connect : callable
+        ``connect(peers)`` connects paths to ranks of the job, and waits for them.
+    """
+
+    #: A signal handler that interrupted a call in the data loop is found by the loop.
+    is_below = False
+
+    def __init__(
+        self,
+        caller: Caller,
+        loop: DataLoop,
+        driver: MessageDriver,
+        connect: Callable[[frozenset[int]], None],
+    ) -> None:
+        self.driver = driver
+        self._caller = caller
+        self._loop = loop
+        self._connect = connect
+
+    def connect_to(self, peer: int) -> None:
+        """Connect paths to `peer`, a rank of the job, unless there are some."""
+        loop = self._loop
+        if peer == loop.rank or peer in loop.links.connected:
+            return
+        try:
+            loop.acquire()
+            self._caller.check()
+            if peer not in loop.links.connected:
+                self._connect(frozenset((peer,)))
+        finally:
+            loop.release()
+
+    def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
+        """Run ``fn()`` as the owner of the data loop, and send what it posted."""
+        progress = self._loop.progress
+
+        def run() -> Any:
+            self._caller.check()
+            if is_step:
+                progress.step()
+            found = fn()
+            progress.advance()
+            return found
+
+        return self._call(run)
+
+    def wait(self, is_done: Callable[[], bool], patience: Patience) -> None:
+        """Run the data loop until ``is_done()``."""
+        self._call(lambda: self._loop.wait(self._caller, is_done, patience))
+
+    def _call(self, fn: Callable[[], Any]) -> Any:
+        """Run ``fn()`` as the owner of the data loop; what it raises ends the communicator."""
+        loop, caller = self._loop, self._caller
+        try:
+            loop.acquire()
+            caller.is_calling = is_calling = True
+            try:
+                found = fn()
+                is_calling = False
+            except BaseException as exc:
+                loop.give_up(caller, exc)
+                raise
+            finally:
+                caller.is_calling = is_calling and not loop.is_settled
+        finally:
+            loop.release()
+        loop.send_rest()
+        return found
+
+
+__all__ = ["Network"]

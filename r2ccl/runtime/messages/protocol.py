@@ -1,0 +1,231 @@
+"""Exchange of messages, whatever carries them: envelopes, matching, refusals.
+
+A short message is in its envelope; it is buffered at the receiver if no receive takes it. A long
+one is announced first::
+
+    sender                                   receiver
+    REQUEST(ident, tag, dtype, nbytes)  ->   finds the receive that takes it
+                                        <-   GRANT(ident)
+    data                                ->   the receive is complete
+
+If the short messages to a receiver that no receive has taken exceed a limit in bytes, further short
+messages are announced too. This bounds the memory of the receiver. A synchronous message is always
+announced: the grant tells its sender that a receive has taken it.
+
+Invariant: the memory of a message is neither read nor written once its request is done.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from r2ccl.dtypes import dtype_name, dtype_of
+from r2ccl.errors import InvalidArgument, R2cclError
+from r2ccl.runtime.messages.matching import Envelope, Matching, Message
+from r2ccl.types import EnvelopeKind
+
+
+class SendRequest:
+    """Message that is being sent to `peer`, a rank of the job."""
+
+    def __init__(self, peer: int, view: memoryview, ident: int) -> None:
+        self.error: R2cclError | None = None
+        self.is_done = False
+        self.view = view
+        self.ident = ident
+        self.peer = peer
+
+    @property
+    def result(self) -> None:
+        """None, because a send has no result."""
+        return
+
+
+class ReceiveRequest:
+    """Receive that waits for a message, or whose data is arriving."""
+
+    def __init__(self, view: memoryview, dtype: int, source: int, tag: int) -> None:
+        self.error: R2cclError | None = None
+        self.is_done = False
+        self.view = view
+        self.dtype = dtype
+        self.source = source
+        self.tag = tag
+        #: The message taken, and its size in bytes; None until then.
+        self.result: Message | None = None
+        self.nbytes = 0
+
+
+class MessageProtocol(ABC):
+    """Messages of one communicator at this rank.
+
+    Parameters
+    ----------
+    rank : int
+        This rank in the communicator; so are all ranks in methods, unless they say otherwise.
+    members : sequence of int
+        Rank in the job, by rank in the communicator.
+    """
+
+    def __init__(self, rank: int, members: Sequence[int]) -> None:
+        self._rank = rank
+        self._members = members
+        self.matching = Matching()
+        #: Announced messages by number, until they are granted.
+        self._announced: dict[int, SendRequest] = {}
+
+    # Requests
+
+    def send(
+        self, view: memoryview, dtype: int, to: int, tag: int, *, is_synchronous: bool = False
+    ) -> SendRequest:
+        """Begin to send the bytes `view` to rank `to`; borrows them until the request is done.
+
+        With `is_synchronous`, the request is not done before a receive has taken the message.
+        """
+        request = self._new_send(self._members[to], view)
+        if to == self._rank:
+            request.is_done = not is_synchronous
+            if is_synchronous:
+                self._announced[request.ident] = request
+            self._arrived(Envelope(to, tag, dtype, len(view), request.ident, view))
+        elif not is_synchronous and self._admits(to, len(view)):
+            self._put(to, EnvelopeKind.MESSAGE, dtype, tag, request.ident, len(view), view, request)
+        else:
+            self._note_busy(to, 1)
+            self._announced[request.ident] = request
+            self._put(to, EnvelopeKind.REQUEST, dtype, tag, request.ident, len(view))
+        return request
+
+    def receive(self, view: memoryview, dtype: int, source: int, tag: int) -> ReceiveRequest:
+        """Begin to receive a message into `view`, borrowed until the request is done."""
+        request = self._new_receive(view, dtype, source, tag)
+        envelope = self.matching.post(request)
+        if envelope is not None and self._take(request, envelope):
+            self.matching.remove(envelope)
+        return request
+
+    def cancel(self, request: ReceiveRequest) -> bool:
+        """Withdraw a receive, which is then done; return False if it has taken a message."""
+        is_withdrawn = self.matching.cancel(request)
+        request.is_done |= is_withdrawn
+        return is_withdrawn
+
+    def withdraw(self) -> None:
+        """Withdraw all receives that have taken no message."""
+        self.matching.forget_takers()
+
+    def probe(self, source: int, tag: int) -> Message | None:
+        """Return the first message that a receive with `source` and `tag` would take, or None."""
+        found = self.matching.find(ReceiveRequest(memoryview(b""), 0, source, tag))
+        return None if found is None else _described(found)
+
+    @property
+    @abstractmethod
+    def nmoving(self) -> int:
+        """Number of granted messages with whose data this rank is not done."""
+
+    # Envelopes
+
+    def _on_envelope(
+        self, source: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
+        data: memoryview | bytes,
+    ) -> None:  # fmt: skip
+        """Handle an envelope other than TAKEN; `data` is borrowed."""
+        if kind == EnvelopeKind.MESSAGE:
+            self._arrived(Envelope(source, tag, dtype, nbytes, ident, data))
+        elif kind == EnvelopeKind.REQUEST:
+            self._note_busy(source, 1)
+            self._arrived(Envelope(source, tag, dtype, nbytes, ident, None))
+        elif kind == EnvelopeKind.GRANT:
+            self._granted(self._announced.pop(ident), source, data)
+        else:
+            request = self._announced.pop(ident)
+            self._note_busy(source, -1)
+            request.error = InvalidArgument(bytes(data).decode())
+            request.is_done = True
+
+    def _arrived(self, envelope: Envelope) -> None:
+        while (request := self.matching.taker_of(envelope)) is not None:
+            if self._take(request, envelope):
+                return
+        self.matching.keep(envelope)
+
+    def _take(self, request: ReceiveRequest, envelope: Envelope) -> bool:
+        """Let `request` receive the message; return False if the message stays to be received."""
+        source, _, dtype, nbytes, ident, payload = envelope
+        if dtype != request.dtype or nbytes > len(request.view):
+            self._refuse(request, envelope)
+            return payload is None
+        request.result, request.nbytes = _described(envelope), nbytes
+        if payload is None:
+            self._grant(request, envelope)
+            return True
+        request.view[:nbytes] = payload
+        request.is_done = True
+        if source != self._rank:
+            self._note_taken(source, nbytes)
+        elif ident in self._announced:
+            self._announced.pop(ident).is_done = True
+        return True
+
+    def _refuse(self, request: ReceiveRequest, envelope: Envelope) -> None:
+        """End a receive that the message does not fit, and the send of an announced message."""
+        given = f"{len(request.view) // dtype_of(request.dtype).itemsize}"
+        request.error = InvalidArgument(
+            f"rank {envelope.source} sent {_described(envelope).count} elements of "
+            f"{dtype_name(envelope.dtype)} with tag {envelope.tag}, but rank {self._rank} receives "
+            f"up to {given} of {dtype_name(request.dtype)}: make the buffers fit, or look with "
+            "probe() first"
+        )
+        request.is_done = True
+        if envelope.payload is None:
+            text = str(request.error).encode()
+            self._note_busy(envelope.source, -1)
+            self._put(envelope.source, EnvelopeKind.REFUSE, 0, 0, envelope.ident, 0, text)
+
+    # What carries the messages
+
+    @abstractmethod
+    def _new_send(self, peer: int, view: memoryview) -> SendRequest:
+        """Return a request with a new number; `peer` is a rank of the job."""
+
+    @abstractmethod
+    def _new_receive(self, view: memoryview, dtype: int, source: int, tag: int) -> ReceiveRequest:
+        """Return a request to receive."""
+
+    @abstractmethod
+    def _admits(self, to: int, nbytes: int) -> bool:
+        """Return whether a message may be sent in its envelope now; it is then sent."""
+
+    @abstractmethod
+    def _put(
+        self, to: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
+        payload: memoryview | bytes = b"", request: SendRequest | None = None,
+    ) -> None:  # fmt: skip
+        """Send an envelope as soon as there is room; then `request`, if given, is done."""
+
+    @abstractmethod
+    def _grant(self, request: ReceiveRequest, envelope: Envelope) -> None:
+        """Grant an announced message, which `request` has taken, and begin to receive its data."""
+
+    @abstractmethod
+    def _granted(self, request: SendRequest, to: int, data: memoryview | bytes) -> None:
+        """Begin to send the data of a message that rank `to` has granted."""
+
+    @abstractmethod
+    def _note_taken(self, source: int, nbytes: int) -> None:
+        """Count a short message of another rank that a receive has taken."""
+
+    @abstractmethod
+    def _note_busy(self, peer: int, change: int) -> None:
+        """Add `change` to the number of announced messages to and from another rank."""
+
+
+def _described(envelope: Envelope) -> Message:
+    count = envelope.nbytes // dtype_of(envelope.dtype).itemsize
+    return Message(envelope.source, envelope.tag, count)
+
+
+__all__ = ["MessageProtocol", "ReceiveRequest", "SendRequest"]

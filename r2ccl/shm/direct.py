@@ -1,0 +1,257 @@
+"""Compiled send, receive, or both at once, with one peer each, if no other message is open.
+
+The loop makes the steps of the send and of the receive from one frame to the next, as
+`r2ccl.runtime.messages.protocol` describes them. If a peer is late or sends a frame that the call
+does not expect, it returns OPEN, and the call goes on in Python from the steps in the call's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from r2ccl.kernels.compiling import inlined
+from r2ccl.shm.atomics import load_acquire, stream_fence, words_at
+from r2ccl.shm.frames import (
+    begin_in,
+    begin_out,
+    consume,
+    copy_data,
+    has_frame,
+    has_room,
+    next_frame,
+    peer_words,
+    pull,
+    push,
+    put,
+)
+from r2ccl.shm.layout import BASES, CHANGED, FINISHED, STREAM_NBYTES, YIELDS
+from r2ccl.shm.message_layout import (
+    AWAITS,
+    CALL_CAPACITY,
+    CALL_DTYPE,
+    CALL_FORM,
+    CALL_IDENT,
+    CALL_IS_SHORT,
+    CALL_NBYTES,
+    CALL_RECV_DTYPE,
+    CALL_RECV_TAG,
+    CALL_SOURCE,
+    CALL_TAG,
+    CALL_TO,
+    DATA_FRAME,
+    DONE,
+    FINISHED_OTHER,
+    FOUND_IDENT,
+    FOUND_NBYTES,
+    FOUND_TAG,
+    FRAME_IDENT,
+    FRAME_KIND,
+    FRAME_SIZE,
+    FRAME_TAG,
+    GRANT,
+    IDENT,
+    IDLE,
+    IN_LEFT,
+    KIND_BITS,
+    KIND_MASK,
+    LAST_NBYTES,
+    LAST_TAG,
+    MESSAGE,
+    MOVED,
+    MOVES,
+    OPEN,
+    OUT_LEFT,
+    OUT_TAIL,
+    OWN_BELL,
+    RECV_STEP,
+    REQUEST,
+    RING_TAIL,
+    RING_TAKEN,
+    SEND_STEP,
+    SENT,
+    TAKEN,
+    TO_PUT,
+)
+from r2ccl.shm.pump import MOST_ROUNDS, enter_sleep, leave_sleep, rest, wait_for_bell
+from r2ccl.shm.rounds import fits
+from r2ccl.shm.waiting import note_pauses, number_of_pauses
+from r2ccl.types import MOST_UNTAKEN
+
+#: Compiled ``direct``, see `make_direct`.
+Direct = Callable[[int, int, int, int, int], int]
+
+
+@inlined
+def _put_message(table: Any, words: Any, call: Any, source: Any) -> Any:
+    """Put the message, or the announcement of a long one, if there is room; return an event."""
+    nbytes = call[CALL_NBYTES]
+    is_short = nbytes == 0
+    if call[CALL_IS_SHORT] != 0:
+        taken = load_acquire(words[OUT_TAIL] + (RING_TAKEN - RING_TAIL))
+        is_short = words[SENT] - taken + nbytes <= MOST_UNTAKEN
+    data = nbytes if is_short else 0
+    if not has_room(table, words, data):
+        return IDLE
+    table[IDENT] += 1
+    call[CALL_IDENT] = table[IDENT]
+    kind = (MESSAGE if is_short else REQUEST) | (call[CALL_DTYPE] << KIND_BITS)
+    put(table, words, kind, call[CALL_TAG], call[CALL_IDENT], nbytes, source, data)
+    words[SENT] += data
+    call[SEND_STEP] = DONE if is_short else AWAITS
+    return MOVED
+
+
+@inlined
+def _advance_send(table: Any, words: Any, call: Any, source: Any) -> Any:
+    """Make the next step of the send; return an event."""
+    step = call[SEND_STEP]
+    if step == TO_PUT:
+        return _put_message(table, words, call, source)
+    if step == MOVES:
+        if not push(table, words):
+            return IDLE
+        if words[OUT_LEFT] == 0:
+            call[SEND_STEP] = DONE
+        return MOVED
+    if step == AWAITS and has_frame(words):
+        header = next_frame(table, words)
+        is_grant = header[FRAME_KIND] & KIND_MASK == GRANT
+        if is_grant and header[FRAME_IDENT] == call[CALL_IDENT]:
+            consume(table, words, 0)
+            begin_out(words, source, call[CALL_NBYTES])
+            call[SEND_STEP] = MOVES
+            return MOVED
+        # The receive from the same peer looks at all other frames.
+        if call[CALL_SOURCE] != call[CALL_TO] or call[RECV_STEP] == DONE:
+            return OPEN
+    return IDLE
+
+
+@inlined
+def _take_frame(table: Any, words: Any, call: Any, target: Any) -> Any:
+    """Take the first frame of the message to receive; return an event."""
+    header = next_frame(table, words)
+    kind, tag = header[FRAME_KIND] & KIND_MASK, call[CALL_RECV_TAG]
+    nbytes = header[FRAME_SIZE]
+    is_message = kind in (MESSAGE, REQUEST)
+    if not is_message or (tag >= 0 and tag != header[FRAME_TAG]):
+        return OPEN
+    if header[FRAME_KIND] >> KIND_BITS != call[CALL_RECV_DTYPE] or nbytes > call[CALL_CAPACITY]:
+        return OPEN
+    call[FOUND_TAG], call[FOUND_NBYTES] = header[FRAME_TAG], nbytes
+    call[FOUND_IDENT] = header[FRAME_IDENT]
+    if kind == MESSAGE:
+        copy_data(table, words, target, nbytes, False)
+        words[TAKEN] += nbytes
+        consume(table, words, nbytes)
+        call[RECV_STEP] = DONE
+    else:
+        consume(table, words, 0)
+        call[RECV_STEP] = TO_PUT
+    return MOVED
+
+
+@inlined
+def _advance_receive(state: Any, table: Any, words: Any, call: Any, target: Any) -> Any:
+    """Make the next step of the receive; return an event."""
+    step = call[RECV_STEP]
+    if step == TO_PUT:
+        if not has_room(table, words, 0):
+            return IDLE
+        nbytes = call[FOUND_NBYTES]
+        begin_in(words, target, nbytes, state[STREAM_NBYTES])
+        put(table, words, GRANT, 0, call[FOUND_IDENT], nbytes, 0, 0)
+        call[RECV_STEP] = MOVES if nbytes > 0 else DONE
+        return MOVED
+    if step == DONE or not has_frame(words):
+        return IDLE
+    kind = next_frame(table, words)[FRAME_KIND] & KIND_MASK
+    if kind == GRANT and call[CALL_TO] == call[CALL_SOURCE] and call[SEND_STEP] == AWAITS:
+        return IDLE  # the send looks at it
+    if step == AWAITS:
+        return _take_frame(table, words, call, target)
+    if kind != DATA_FRAME:
+        return OPEN
+    pull(table, words)
+    if words[IN_LEFT] == 0:
+        stream_fence()
+        call[RECV_STEP] = DONE
+    return MOVED
+
+
+@inlined
+def _advance(state: Any, table: Any, table_at: Any, call: Any, source: Any, target: Any) -> Any:
+    """Make the next step of the send and of the receive; return FINISHED, OPEN, MOVED or IDLE."""
+    event = IDLE
+    if call[SEND_STEP] != DONE:
+        event = _advance_send(table, peer_words(table_at, call[CALL_TO]), call, source)
+        if event == OPEN:
+            return OPEN
+    if call[RECV_STEP] != DONE:
+        words = peer_words(table_at, call[CALL_SOURCE])
+        found = _advance_receive(state, table, words, call, target)
+        if found != IDLE:
+            event = found
+    return event
+
+
+def make_direct() -> Direct:
+    """Return the loop, for `r2ccl.kernels.native`.
+
+    Returns
+    -------
+    callable
+        ``direct(state, table, call, source_at, target_at)``; returns FINISHED, FINISHED_OTHER, OPEN
+        or CHANGED. `call` is the address of the words of the call, see `message_layout`;
+        `source_at` and `target_at` are addresses of pointers to the data to send and to the memory
+        that receives.
+    """
+
+    def direct(address: Any, table_at: Any, call_at: Any, source_at: Any, target_at: Any) -> Any:
+        call = words_at(call_at)
+        if not fits(call[CALL_FORM], source_at, target_at):
+            return CHANGED
+        state, table = words_at(address), words_at(table_at)
+        source, target = words_at(source_at)[0], words_at(target_at)[0]
+        call[SEND_STEP] = TO_PUT if call[CALL_TO] >= 0 else DONE
+        call[RECV_STEP] = AWAITS if call[CALL_SOURCE] >= 0 else DONE
+        bell = table[OWN_BELL]
+        nidle, nrounds, limit = 0, 0, 0
+        while call[SEND_STEP] != DONE or call[RECV_STEP] != DONE:
+            event = _advance(state, table, table_at, call, source, target)
+            if event == IDLE:
+                peer = call[CALL_SOURCE] if call[RECV_STEP] != DONE else call[CALL_TO]
+                if nidle == 0:
+                    limit = number_of_pauses(state, address, state[BASES + peer])
+                nidle += 1
+                if rest(state, nidle, limit):
+                    continue
+                if nidle > limit + state[YIELDS] + 1:
+                    return OPEN
+                seen = enter_sleep(bell)
+                event = _advance(state, table, table_at, call, source, target)
+                if event == IDLE:
+                    wait_for_bell(address, bell, seen)
+                leave_sleep(bell)
+                if event == IDLE:
+                    continue
+            elif 0 < nidle <= limit:
+                note_pauses(state, limit, True)
+            if event == OPEN:
+                return OPEN
+            nidle = 0
+            nrounds += 1
+            if nrounds >= MOST_ROUNDS:
+                return OPEN
+        if call[CALL_SOURCE] < 0:
+            return FINISHED
+        if call[FOUND_TAG] == call[LAST_TAG] and call[FOUND_NBYTES] == call[LAST_NBYTES]:
+            return FINISHED
+        call[LAST_TAG], call[LAST_NBYTES] = call[FOUND_TAG], call[FOUND_NBYTES]
+        return FINISHED_OTHER
+
+    return direct
+
+
+__all__ = ["Direct", "make_direct"]

@@ -1,0 +1,194 @@
+"""Compiled steps on the rings of frames: put a frame, take one, move the data of long messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from r2ccl.kernels.compiling import copy_bytes, inlined
+from r2ccl.shm.atomics import add, fence, futex_wake, load_acquire, store_release, words_at
+from r2ccl.shm.layout import WAITERS
+from r2ccl.shm.message_layout import (
+    DATA_FRAME,
+    FIRST_PEER,
+    FRAME_DATA,
+    FRAME_IDENT,
+    FRAME_KIND,
+    FRAME_NBYTES,
+    FRAME_SIZE,
+    FRAME_TAG,
+    HEAD,
+    IN_AT,
+    IN_HEAD,
+    IN_LEFT,
+    IN_RING,
+    IN_STREAMED,
+    IN_TAIL,
+    OUT_AT,
+    OUT_HEAD,
+    OUT_LEFT,
+    OUT_PIECE,
+    OUT_RING,
+    OUT_TAIL,
+    PEER_BELL,
+    PEER_NWORDS,
+    PUBLISHED_TAIL,
+    RING,
+    RING_TAIL,
+    RING_TAKEN,
+    SEEN_TAIL,
+    TAIL,
+    TAKEN,
+)
+from r2ccl.shm.rounds import copy
+
+#: Pieces of long messages: at least `_NPIECES` of them, so that the two copies overlap, within
+#: these sizes.
+_NPIECES = 4
+_LEAST_PIECE, _MOST_PIECE = 1 << 13, 1 << 15
+#: The position in a ring is published once this part of the ring was taken: 1 / 2**3.
+_LAZY_SHIFT = 3
+#: Offset from the published position to the count of bytes taken.
+_TO_TAKEN = RING_TAKEN - RING_TAIL
+
+
+@inlined
+def peer_words(table_at: Any, peer: Any) -> Any:
+    """Return a pointer to the words of a peer in the table at address `table_at`."""
+    return words_at(table_at + 8 * (FIRST_PEER + peer * PEER_NWORDS))
+
+
+@inlined
+def ring_bell(bell: Any) -> None:
+    """Wake the threads of a peer that sleep; what they wait for was stored before."""
+    fence()
+    if load_acquire(bell + WAITERS) > 0:
+        add(bell, 1)
+        futex_wake(bell)
+
+
+@inlined
+def has_room(table: Any, words: Any, nbytes: Any) -> Any:
+    """Return whether the ring to a peer has room for a frame with `nbytes` of data."""
+    needed = FRAME_NBYTES + ((nbytes + 63) & -64)
+    if table[RING] - (words[HEAD] - words[SEEN_TAIL]) >= needed:
+        return True
+    words[SEEN_TAIL] = load_acquire(words[OUT_TAIL])
+    return table[RING] - (words[HEAD] - words[SEEN_TAIL]) >= needed
+
+
+@inlined
+def put(
+    table: Any, words: Any, kind: Any, tag: Any, ident: Any, size: Any, source: Any, nbytes: Any
+) -> None:
+    """Put a frame with `nbytes` from the address `source` into the ring, which has room for it.
+
+    `kind` is the first word of the header, `size` the number of bytes of the message.
+    """
+    ring, at = table[RING], words[HEAD] & (table[RING] - 1)
+    header = words_at(words[OUT_RING] + at)
+    header[FRAME_KIND] = kind
+    header[FRAME_TAG] = tag
+    header[FRAME_IDENT] = ident
+    header[FRAME_SIZE] = size
+    header[FRAME_DATA] = nbytes
+    if nbytes > 0:
+        at = (at + FRAME_NBYTES) & (ring - 1)
+        first = min(nbytes, ring - at)
+        copy_bytes(words[OUT_RING] + at, source, first)
+        if nbytes > first:
+            copy_bytes(words[OUT_RING], source + first, nbytes - first)
+    words[HEAD] += FRAME_NBYTES + ((nbytes + 63) & -64)
+    store_release(words[OUT_HEAD], words[HEAD])
+    ring_bell(words[PEER_BELL])
+
+
+@inlined
+def has_frame(words: Any) -> Any:
+    """Return whether the ring of a peer has a frame."""
+    return load_acquire(words[IN_HEAD]) != words[TAIL]
+
+
+@inlined
+def next_frame(table: Any, words: Any) -> Any:
+    """Return a pointer to the header of the next frame in the ring of a peer."""
+    return words_at(words[IN_RING] + (words[TAIL] & (table[RING] - 1)))
+
+
+@inlined
+def copy_data(table: Any, words: Any, target: Any, nbytes: Any, is_streamed: Any) -> None:
+    """Copy the data of the next frame to the address `target`."""
+    ring = table[RING]
+    at = (words[TAIL] + FRAME_NBYTES) & (ring - 1)
+    first = min(nbytes, ring - at)
+    copy(target, words[IN_RING] + at, first, is_streamed)
+    if nbytes > first:
+        copy(target + first, words[IN_RING], nbytes - first, is_streamed)
+
+
+@inlined
+def consume(table: Any, words: Any, nbytes: Any) -> None:
+    """Take the next frame, with `nbytes` of data, from the ring of a peer.
+
+    The position is published only once a part of the ring was taken, which saves most messages the
+    transfer of a cache line. The peer has room for any frame nevertheless.
+    """
+    words[TAIL] += FRAME_NBYTES + ((nbytes + 63) & -64)
+    if words[TAIL] - words[PUBLISHED_TAIL] >= table[RING] >> _LAZY_SHIFT:
+        words[PUBLISHED_TAIL] = words[TAIL]
+        store_release(words[IN_TAIL] + _TO_TAKEN, words[TAKEN])
+        store_release(words[IN_TAIL], words[TAIL])
+        ring_bell(words[PEER_BELL])
+
+
+@inlined
+def begin_out(words: Any, source: Any, nbytes: Any) -> None:
+    """Begin to put `nbytes` at the address `source` into the ring to a peer."""
+    words[OUT_AT] = source
+    words[OUT_PIECE] = (min(max(nbytes // _NPIECES, _LEAST_PIECE), _MOST_PIECE) + 63) & -64
+    words[OUT_LEFT] = nbytes
+
+
+@inlined
+def begin_in(words: Any, target: Any, nbytes: Any, least_streamed: Any) -> None:
+    """Begin to take `nbytes` from the ring of a peer to the address `target`."""
+    words[IN_AT] = target
+    words[IN_STREAMED] = 1 if nbytes >= least_streamed else 0
+    words[IN_LEFT] = nbytes
+
+
+@inlined
+def push(table: Any, words: Any) -> Any:
+    """Put the next piece of a long message, if there is room; return whether it was put."""
+    nbytes = min(words[OUT_LEFT], words[OUT_PIECE])
+    if nbytes <= 0 or not has_room(table, words, nbytes):
+        return False
+    put(table, words, DATA_FRAME, 0, 0, nbytes, words[OUT_AT], nbytes)
+    words[OUT_AT] += nbytes
+    words[OUT_LEFT] -= nbytes
+    return True
+
+
+@inlined
+def pull(table: Any, words: Any) -> None:
+    """Take the next frame, which is data of a long message."""
+    nbytes = next_frame(table, words)[FRAME_DATA]
+    copy_data(table, words, words[IN_AT], nbytes, words[IN_STREAMED] != 0)
+    consume(table, words, nbytes)
+    words[IN_AT] += nbytes
+    words[IN_LEFT] -= nbytes
+
+
+__all__ = [
+    "begin_in",
+    "begin_out",
+    "consume",
+    "copy_data",
+    "has_frame",
+    "has_room",
+    "next_frame",
+    "peer_words",
+    "pull",
+    "push",
+    "put",
+    "ring_bell",
+]

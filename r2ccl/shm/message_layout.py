@@ -1,0 +1,136 @@
+"""Layout of the memory for messages, and of the table that a rank keeps for compiled code.
+
+The memory of a rank follows its segment in the same memfd. It has a bell, then for each peer the
+positions in the two rings of that pair, then for each peer the ring of frames to that peer. Only
+its owner writes it, apart from the bell. A ring takes memory once it is used.
+
+A frame is a header of eight words, and data. Frames begin at multiples of 64 bytes; the positions
+in a ring count bytes and never restart. The table is private to a process: some words, then
+`PEER_NWORDS` words per rank.
+"""
+
+from __future__ import annotations
+
+from r2ccl.shm.layout import LINE_NBYTES, MAX_NRANKS, PAGE_NBYTES
+from r2ccl.types import EnvelopeKind
+
+# Offsets in the memory, in bytes. The number of threads of the owner that sleep follows the bell,
+# `WAITERS` bytes later.
+
+#: Word that a peer increments to wake the owner.
+BELL = 0
+#: Positions for each peer: `PEER_NBYTES` each.
+PEERS = 2 * LINE_NBYTES
+PEER_NBYTES = 2 * LINE_NBYTES
+#: Bytes that the owner has put into the ring to the peer.
+RING_HEAD = 0
+#: Bytes that the owner has taken from the ring of the peer; then the bytes of short messages of the
+#: peer that receives have taken.
+RING_TAIL = LINE_NBYTES
+RING_TAKEN = LINE_NBYTES + 8
+
+#: Bytes of the rings of a rank together, at most, and of one ring.
+_RINGS_NBYTES, _RING_NBYTES = 32 << 20, 1 << 19
+FRAME_NBYTES = 64
+
+
+def ring_nbytes(nranks: int) -> int:
+    """Return the size of each ring, a power of two."""
+    return min(_RING_NBYTES, 1 << ((_RINGS_NBYTES // nranks).bit_length() - 1))
+
+
+def rings_at(nranks: int) -> int:
+    """Return the offset of the first ring."""
+    return (PEERS + nranks * PEER_NBYTES + PAGE_NBYTES - 1) & -PAGE_NBYTES
+
+
+def memory_nbytes(nranks: int) -> int:
+    """Return the size of the memory of a rank."""
+    return rings_at(nranks) + nranks * ring_nbytes(nranks)
+
+
+assert ring_nbytes(MAX_NRANKS) >= 1 << 17
+
+# Header of a frame, in words: kind of the frame in the lowest byte, dtype above it; tag; sender's
+# number of the message; bytes of the message; bytes of data in this frame.
+
+FRAME_KIND, FRAME_TAG, FRAME_IDENT, FRAME_SIZE, FRAME_DATA = 0, 1, 2, 3, 4
+KIND_BITS = 8
+KIND_MASK = (1 << KIND_BITS) - 1
+# Kinds of frames that compiled code handles, as plain integers.
+MESSAGE, REQUEST = int(EnvelopeKind.MESSAGE), int(EnvelopeKind.REQUEST)
+GRANT, DATA_FRAME = int(EnvelopeKind.GRANT), int(EnvelopeKind.DATA)
+
+# Indices of the table.
+
+#: Number of the last message that this rank sent.
+IDENT = 0
+#: Peer of the event that `pump` returned; peer with which it begins.
+PEER, START = 1, 2
+#: Size of a ring, and number of ranks.
+RING, TABLE_NRANKS = 3, 4
+#: Address of this rank's bell.
+OWN_BELL = 5
+FIRST_PEER = 8
+
+# Words of a peer.
+
+#: Position up to which this rank has put frames, and up to which the peer was seen to take them.
+HEAD, SEEN_TAIL = 0, 1
+#: Position up to which this rank has taken frames, and the last one that it has published.
+TAIL, PUBLISHED_TAIL = 2, 3
+#: Bytes of short messages sent to the peer, and taken by receives from it.
+SENT, TAKEN = 4, 5
+#: Data of a long message that is sent, and received: address, bytes left, bytes per frame or
+#: whether it is written past the caches.
+OUT_AT, OUT_LEFT, OUT_PIECE = 6, 7, 8
+IN_AT, IN_LEFT, IN_STREAMED = 9, 10, 11
+#: 1 + bytes of data of a frame that waits for room in the ring; 0: none does.
+WANTED = 12
+#: Addresses: the ring to the peer, its head, and the peer's position in it.
+OUT_RING, OUT_HEAD, OUT_TAIL = 13, 14, 15
+#: Addresses: the ring of the peer, its head, and this rank's position in it.
+IN_RING, IN_HEAD, IN_TAIL = 16, 17, 18
+#: Address of the peer's bell.
+PEER_BELL = 19
+PEER_NWORDS = 20
+
+
+def table_size(nranks: int) -> int:
+    """Return the number of words of the table."""
+    return FIRST_PEER + nranks * PEER_NWORDS
+
+
+# Events that `pump` returns; PEER says of which peer.
+
+IDLE = 0
+#: Something has moved, and more may.
+MOVED = 1
+#: The next frame of the peer is not data.
+FRAME = 2
+#: All data of a message was put into the ring, or has arrived.
+SENT_ALL, RECEIVED_ALL = 3, 4
+#: There is room for the frame that waits.
+ROOM = 5
+
+# Words of a direct call, see `r2ccl.shm.direct`.
+
+CALL_FORM, CALL_TO, CALL_DTYPE, CALL_TAG, CALL_NBYTES, CALL_IS_SHORT = 0, 1, 2, 3, 4, 5
+CALL_SOURCE, CALL_RECV_DTYPE, CALL_RECV_TAG, CALL_CAPACITY = 6, 7, 8, 9
+#: Steps of the send and of the receive; number of the message sent.
+SEND_STEP, RECV_STEP, CALL_IDENT = 10, 11, 12
+#: The message taken: its tag, size and number.
+FOUND_TAG, FOUND_NBYTES, FOUND_IDENT = 13, 14, 15
+#: Tag and size of the message taken by the last call.
+LAST_TAG, LAST_NBYTES = 16, 17
+CALL_NWORDS = 18
+
+#: Steps: the frame, or the grant, is to be put; the peer is awaited; data moves; all is done.
+DONE, TO_PUT, AWAITS, MOVES = 0, 1, 2, 3
+
+# Results of a direct call, in addition to FINISHED and CHANGED of `r2ccl.shm.layout`.
+
+#: Finished; the message taken has another tag or size than that of the last call.
+FINISHED_OTHER = 11
+#: The call goes on from its steps in another way: a peer is late, or sends something else first.
+OPEN = 12

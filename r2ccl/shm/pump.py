@@ -1,0 +1,268 @@
+"""Compiled loop that moves the data of messages of all peers, and waits for something to move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from r2ccl.kernels.compiling import inlined
+from r2ccl.shm.atomics import (
+    add,
+    fence,
+    futex_wait,
+    load_ordered,
+    pause,
+    sched_yield,
+    stream_fence,
+    words_at,
+)
+from r2ccl.shm.frames import (
+    begin_in,
+    begin_out,
+    consume,
+    has_frame,
+    has_room,
+    next_frame,
+    peer_words,
+    pull,
+    push,
+    put,
+    ring_bell,
+)
+from r2ccl.shm.layout import BASES, RANK, SLEEP_S, WAITERS, YIELDS
+from r2ccl.shm.message_layout import (
+    DATA_FRAME,
+    FRAME,
+    FRAME_KIND,
+    IDLE,
+    IN_LEFT,
+    KIND_MASK,
+    MOVED,
+    OUT_LEFT,
+    OWN_BELL,
+    PEER,
+    RECEIVED_ALL,
+    ROOM,
+    SENT_ALL,
+    START,
+    TABLE_NRANKS,
+    WANTED,
+)
+from r2ccl.shm.waiting import note_pauses, number_of_pauses
+
+#: Most rounds in which data moves, before the caller handles signals: some milliseconds.
+MOST_ROUNDS = 256
+
+#: Compiled ``pump``, see `make_pump`.
+Pump = Callable[[int, int, int], int]
+
+
+@inlined
+def enter_sleep(bell: Any) -> Any:
+    """Count this thread as one that sleeps; return the bell, which `futex_wait` compares.
+
+    What the thread waits for must be looked at once more before it sleeps: a peer that stores it
+    later sees the count.
+    """
+    add(bell + WAITERS, 1)
+    fence()
+    return load_ordered(bell)
+
+
+@inlined
+def wait_for_bell(address: Any, bell: Any, seen: Any) -> None:
+    """Sleep until a peer rings the bell, for `SLEEP_S` at most."""
+    futex_wait(bell, seen, address + 8 * SLEEP_S)
+
+
+@inlined
+def leave_sleep(bell: Any) -> None:
+    """End what `enter_sleep` began."""
+    add(bell + WAITERS, -1)
+
+
+@inlined
+def rest(state: Any, nidle: Any, limit: Any) -> Any:
+    """Pause or yield before a thread looks again, the `nidle`-th time; return whether it did.
+
+    It then has to sleep. `limit` is the result of `number_of_pauses`.
+    """
+    if nidle <= limit:
+        pause()
+        return True
+    if nidle == limit + 1:
+        note_pauses(state, limit, False)
+    if nidle <= limit + state[YIELDS]:
+        sched_yield()
+        return True
+    return False
+
+
+@inlined
+def _scan(state: Any, table: Any, table_at: Any) -> Any:
+    """Move one piece to and from each peer; return an event."""
+    event = IDLE
+    nranks = table[TABLE_NRANKS]
+    for step in range(nranks):
+        peer = table[START] + step
+        if peer >= nranks:
+            peer -= nranks
+        if peer == state[RANK]:
+            continue
+        words = peer_words(table_at, peer)
+        found = IDLE
+        if words[OUT_LEFT] > 0 and push(table, words):
+            event = MOVED
+            if words[OUT_LEFT] == 0:
+                found = SENT_ALL
+        if found == IDLE and words[WANTED] > 0 and has_room(table, words, words[WANTED] - 1):
+            words[WANTED] = 0
+            found = ROOM
+        if found == IDLE and has_frame(words):
+            kind = next_frame(table, words)[FRAME_KIND] & KIND_MASK
+            if kind != DATA_FRAME or words[IN_LEFT] <= 0:
+                found = FRAME
+            else:
+                pull(table, words)
+                event = MOVED
+                if words[IN_LEFT] == 0:
+                    stream_fence()
+                    found = RECEIVED_ALL
+        if found != IDLE:
+            table[PEER] = peer
+            table[START] = peer + 1 if peer + 1 < nranks else 0
+            return found
+    return event
+
+
+def make_pump() -> Pump:
+    """Return the loop, for `r2ccl.kernels.native`.
+
+    Returns
+    -------
+    callable
+        ``pump(state, table, is_waiting)``; returns one of the events in `message_layout`: that of
+        one peer, or MOVED, or IDLE if nothing moves. With `is_waiting`, it first waits until
+        something moves, for some milliseconds.
+    """
+
+    def pump(address: Any, table_at: Any, is_waiting: Any) -> Any:
+        state, table = words_at(address), words_at(table_at)
+        bell = table[OWN_BELL]
+        nidle, nrounds, limit = 0, 0, 0
+        while True:
+            event = _scan(state, table, table_at)
+            if event == IDLE:
+                if is_waiting == 0:
+                    return MOVED if nrounds > 0 else IDLE
+                if nidle == 0:
+                    limit = number_of_pauses(state, address, state[BASES + table[PEER]])
+                nidle += 1
+                if rest(state, nidle, limit):
+                    continue
+                if nidle > limit + state[YIELDS] + 1:
+                    return MOVED if nrounds > 0 else IDLE
+                seen = enter_sleep(bell)
+                event = _scan(state, table, table_at)
+                if event == IDLE:
+                    wait_for_bell(address, bell, seen)
+                leave_sleep(bell)
+                if event == IDLE:
+                    continue
+            elif 0 < nidle <= limit:
+                note_pauses(state, limit, True)
+            if event != MOVED:
+                return event
+            nidle = 0
+            nrounds += 1
+            if nrounds >= MOST_ROUNDS:
+                return MOVED
+
+    return pump
+
+
+def make_put() -> Callable[[int, int, int, int, int, int, int, int], int]:
+    """Return the function that puts a frame, for `r2ccl.kernels.native`.
+
+    Returns
+    -------
+    callable
+        ``put(table, peer, kind, tag, ident, size, source, nbytes)``; see `r2ccl.shm.frames.put`.
+        Returns 1; or 0 if there is no room: then `pump` returns ROOM once there is.
+    """
+
+    def put_frame(
+        table_at: Any, peer: Any, kind: Any, tag: Any, ident: Any, size: Any, source: Any,
+        nbytes: Any,
+    ) -> Any:  # fmt: skip
+        table, words = words_at(table_at), peer_words(table_at, peer)
+        if not has_room(table, words, nbytes):
+            words[WANTED] = nbytes + 1
+            return 0
+        put(table, words, kind, tag, ident, size, source, nbytes)
+        return 1
+
+    return put_frame
+
+
+def make_consume() -> Callable[[int, int, int], int]:
+    """Return the function that takes the next frame of a peer, for `r2ccl.kernels.native`.
+
+    Returns
+    -------
+    callable
+        ``consume(table, peer, nbytes)``; see `r2ccl.shm.frames.consume`.
+    """
+
+    def consume_frame(table_at: Any, peer: Any, nbytes: Any) -> Any:
+        consume(words_at(table_at), peer_words(table_at, peer), nbytes)
+        return 0
+
+    return consume_frame
+
+
+def make_begin() -> Callable[[int, int, int, int, int, int], int]:
+    """Return the function that begins to move a long message, for `r2ccl.kernels.native`.
+
+    Returns
+    -------
+    callable
+        ``begin(table, peer, data, nbytes, is_in, least_streamed)``; `data` is the address of the
+        data to send to the peer or, with `is_in`, of the memory that receives.
+    """
+
+    def begin(
+        table_at: Any, peer: Any, data: Any, nbytes: Any, is_in: Any, least_streamed: Any
+    ) -> Any:
+        words = peer_words(table_at, peer)
+        if is_in:
+            begin_in(words, data, nbytes, least_streamed)
+        else:
+            begin_out(words, data, nbytes)
+        return 0
+
+    return begin
+
+
+def make_ring() -> Callable[[int], int]:
+    """Return the function that rings the bell at an address, for `r2ccl.kernels.native`."""
+
+    def ring(bell: Any) -> int:
+        ring_bell(bell)
+        return 0
+
+    return ring
+
+
+__all__ = [
+    "Pump",
+    "enter_sleep",
+    "leave_sleep",
+    "make_begin",
+    "make_consume",
+    "make_pump",
+    "make_put",
+    "make_ring",
+    "rest",
+    "wait_for_bell",
+]

@@ -1,0 +1,298 @@
+"""Rings of frames between the ranks of one host: the class `Rings`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.kernels.native import callable_of
+from r2ccl.shm import message_layout as layout
+from r2ccl.shm.arrays import form_of
+from r2ccl.shm.layout import STREAM_NBYTES
+from r2ccl.shm.message_layout import (
+    FIRST_PEER,
+    KIND_BITS,
+    KIND_MASK,
+    PEER_NBYTES,
+    PEER_NWORDS,
+    PEERS,
+)
+from r2ccl.shm.segment import Segment
+from r2ccl.types import MOST_UNTAKEN
+
+#: Makers of the compiled functions, for `callable_of`.
+_PUMP = "r2ccl.shm.pump:make_pump"
+_PUT = "r2ccl.shm.pump:make_put"
+_CONSUME = "r2ccl.shm.pump:make_consume"
+_RING = "r2ccl.shm.pump:make_ring"
+_BEGIN = "r2ccl.shm.pump:make_begin"
+_DIRECT = "r2ccl.shm.direct:make_direct"
+
+Words = npt.NDArray[np.int64]
+
+
+class Frame(NamedTuple):
+    """Frame of a peer, which stays in the ring until `Rings.consume`; `data` is borrowed."""
+
+    kind: int
+    dtype: int
+    tag: int
+    ident: int
+    size: int
+    data: memoryview | bytes
+
+
+class Operand(NamedTuple):
+    """Array that a direct call sends or receives into, its peer, dtype code and tag."""
+
+    array: npt.NDArray[Any]
+    peer: int
+    dtype: int
+    tag: int
+
+
+class Rings:
+    """Rings of one rank to and from all other ranks of its host.
+
+    One thread at a time may call it. Ranks are numbered as in the group. The memory of long
+    messages must be kept until an event says that all of it has moved.
+
+    Parameters
+    ----------
+    rank : int
+    own : Segment
+    peers : mapping of int to Segment
+    state : array of int64
+        State of this rank for waits, see `r2ccl.shm.layout`; owned.
+
+    Attributes
+    ----------
+    ring_nbytes : int
+        Size of each ring. A frame has room in one half of it.
+    """
+
+    def __init__(self, rank: int, own: Segment, peers: Mapping[int, Segment], state: Words) -> None:
+        nranks = len(peers) + 1
+        self.ring_nbytes = layout.ring_nbytes(nranks)
+        self._own = own
+        self._allocated: set[int] = set()
+        self._waits = state
+        self._least_streamed = int(state[STREAM_NBYTES])
+        self.state = int(state.ctypes.data)
+        self._table = np.zeros(layout.table_size(nranks), np.int64)
+        #: Address of the table.
+        self.table = int(self._table.ctypes.data)
+        self._table[layout.RING], self._table[layout.TABLE_NRANKS] = self.ring_nbytes, nranks
+        self._bell = own.messages_address + layout.BELL
+        self._table[layout.OWN_BELL] = self._bell
+        # By peer: its words in the table, its ring as bytes, and the counts of bytes of short
+        # messages that it has taken from this rank, and this rank from it.
+        self._words: dict[int, Words] = {}
+        self._data: dict[int, npt.NDArray[np.uint8]] = {}
+        self._taken_by: dict[int, Words] = {}
+        self._taken_from: dict[int, Words] = {}
+        for peer, segment in peers.items():
+            self._add(rank, peer, segment)
+        self._pump, self._put = callable_of(_PUMP), callable_of(_PUT)
+        self._consume, self._ring = callable_of(_CONSUME), callable_of(_RING)
+        self._begin = callable_of(_BEGIN)
+        self.direct = callable_of(_DIRECT)
+
+    def _add(self, rank: int, peer: int, segment: Segment) -> None:
+        first, nbytes = layout.rings_at(segment.nranks), self.ring_nbytes
+        own, other = self._own.messages_address, segment.messages_address
+        mine, theirs = own + PEERS + peer * PEER_NBYTES, other + PEERS + rank * PEER_NBYTES
+        at = FIRST_PEER + peer * PEER_NWORDS
+        words = self._words[peer] = self._table[at : at + PEER_NWORDS]
+        words[layout.OUT_RING] = own + first + peer * nbytes
+        words[layout.OUT_HEAD] = mine + layout.RING_HEAD
+        words[layout.OUT_TAIL] = theirs + layout.RING_TAIL
+        words[layout.IN_RING] = other + first + rank * nbytes
+        words[layout.IN_HEAD] = theirs + layout.RING_HEAD
+        words[layout.IN_TAIL] = mine + layout.RING_TAIL
+        words[layout.PEER_BELL] = other + layout.BELL
+        self._data[peer] = segment.messages[first + rank * nbytes :][:nbytes]
+        self._taken_by[peer] = _taken(segment, rank)
+        self._taken_from[peer] = _taken(self._own, peer)
+
+    def allocate(self, peer: int) -> None:
+        """Allocate the memory of the ring to `peer`, unless it is allocated.
+
+        Raises
+        ------
+        TransportError
+            If there is no memory.
+        """
+        if peer not in self._allocated:
+            self._own.allocate_ring(peer)
+            self._allocated.add(peer)
+
+    # Frames
+
+    def new_ident(self) -> int:
+        """Return a new number for a message of this rank."""
+        self._table[layout.IDENT] += 1
+        return int(self._table[layout.IDENT])
+
+    def admits(self, peer: int, nbytes: int) -> bool:
+        """Return whether a short message to `peer` of `nbytes` may be sent now; count it if so."""
+        words = self._words[peer]
+        untaken = int(words[layout.SENT]) - int(self._taken_by[peer][0])
+        if not self.fits(nbytes) or untaken + nbytes > MOST_UNTAKEN:
+            return False
+        words[layout.SENT] += nbytes
+        return True
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether a frame may have `nbytes` of data."""
+        return layout.FRAME_NBYTES + nbytes <= self.ring_nbytes // 2
+
+    def put(
+        self, peer: int, kind: int, dtype: int, tag: int, ident: int, size: int,
+        data: memoryview | bytes = b"",
+    ) -> bool:  # fmt: skip
+        """Put a frame into the ring to `peer`; if there is no room, return False.
+
+        `pump` then returns ROOM once there is room.
+
+        Raises
+        ------
+        TransportError
+            As `allocate`.
+        """
+        self.allocate(peer)
+        source = _address(data)
+        word = kind | dtype << KIND_BITS
+        return bool(self._put(self.table, peer, word, tag, ident, size, source, len(data)))
+
+    def want(self, peer: int, nbytes: int) -> None:
+        """Let `pump` return ROOM once there is room for a frame with `nbytes` to `peer`."""
+        self._words[peer][layout.WANTED] = nbytes + 1
+
+    def frame(self) -> Frame:
+        """Return the frame that the event FRAME is about."""
+        data, words = self._data[self.peer], self._words[self.peer]
+        at = int(words[layout.TAIL]) % self.ring_nbytes
+        word, tag, ident, size, nbytes = data[at : at + 40].view(np.int64).tolist()
+        first = (at + layout.FRAME_NBYTES) % self.ring_nbytes
+        piece: memoryview | bytes = memoryview(data[first : first + nbytes])  # type: ignore[arg-type]
+        if len(piece) < nbytes:
+            piece = bytes(piece) + data[: nbytes - len(piece)].tobytes()
+        return Frame(word & KIND_MASK, word >> KIND_BITS, tag, ident, size, piece)
+
+    def consume(self, peer: int, nbytes: int) -> None:
+        """Take the frame that `frame` returned, with `nbytes` of data, from the ring of `peer`."""
+        self._consume(self.table, peer, nbytes)
+
+    def took(self, peer: int, nbytes: int) -> None:
+        """Count bytes of a short message of `peer` that a receive has taken."""
+        self._words[peer][layout.TAKEN] += nbytes
+        self._taken_from[peer][0] = self._words[peer][layout.TAKEN]
+
+    # Long messages
+
+    def send_data(self, peer: int, view: memoryview) -> None:
+        """Begin to put `view` into the ring to `peer`, which is not empty."""
+        self._begin(self.table, peer, _address(view), len(view), 0, 0)
+
+    def receive_data(self, peer: int, view: memoryview) -> None:
+        """Begin to take `view` from the ring of `peer`; it is not empty."""
+        least = self._least_streamed
+        self._begin(self.table, peer, _address(view), len(view), 1, least)
+
+    def forget(self) -> None:
+        """Move no data of messages any more."""
+        for words in self._words.values():
+            words[layout.OUT_LEFT] = words[layout.IN_LEFT] = words[layout.WANTED] = 0
+
+    # Progress
+
+    def pump(self, is_waiting: bool) -> int:
+        """Move data until an event; return the event, see `r2ccl.shm.message_layout`.
+
+        If `is_waiting`, wait some milliseconds for something to move, without the GIL.
+        """
+        return self._pump(self.state, self.table, is_waiting)
+
+    @property
+    def peer(self) -> int:
+        """Peer that the last event is about."""
+        return int(self._table[layout.PEER])
+
+    def wake(self) -> None:
+        """Let a thread of this rank that waits in `pump` return; any thread may call it."""
+        self._ring(self._bell)
+
+    def close(self) -> None:
+        """Drop the views of the memory, which can be freed then; no call may follow."""
+        for views in (self._data, self._taken_by, self._taken_from):
+            views.clear()
+
+
+class DirectCall:
+    """Send, receive, or both at once, prepared for `Rings.direct`.
+
+    Parameters
+    ----------
+    rings : Rings
+    sent, received : Operand or None
+    is_short : bool
+        The message fits an eager frame.
+    has_form : bool
+        Whether `run` compares the arrays with those given here; otherwise they must be the same.
+    """
+
+    def __init__(
+        self,
+        rings: Rings,
+        sent: Operand | None,
+        received: Operand | None,
+        *,
+        is_short: bool,
+        has_form: bool,
+    ) -> None:
+        nothing = Operand(_NOTHING, -1, 0, 0)
+        x, out = sent or nothing, received or nothing
+        for each in (x, out):
+            if each.peer >= 0:
+                rings.allocate(each.peer)
+        self._form = form_of(x.array, out.array) if has_form else None
+        self._dtypes = x.array.dtype, out.array.dtype  # the form has their addresses
+        form = 0 if self._form is None else int(self._form.ctypes.data)
+        self.words = np.array(
+            [
+                form, x.peer, x.dtype, x.tag, x.array.nbytes, is_short,
+                out.peer, out.dtype, out.tag, out.array.nbytes, *[0] * 6, -1, -1,
+            ],
+            np.int64,
+        )  # fmt: skip
+        self.at = int(self.words.ctypes.data)
+
+
+def preload_rings() -> None:
+    """Load the compiled code of all rings; compile it if this host has none yet.
+
+    Raises
+    ------
+    ImportError, TransportError
+        As for `r2ccl.kernels.native.callable_of`.
+    """
+    for maker in (_PUMP, _PUT, _CONSUME, _RING, _BEGIN, _DIRECT):
+        callable_of(maker)
+
+
+def _taken(segment: Segment, peer: int) -> Words:
+    at = PEERS + peer * PEER_NBYTES + layout.RING_TAKEN
+    return segment.messages[at : at + 8].view(np.int64)
+
+
+def _address(data: memoryview | bytes) -> int:
+    return int(np.frombuffer(data, np.uint8).ctypes.data) if len(data) else 0
+
+
+_NOTHING = np.empty(0, np.uint8)
+
+__all__ = ["DirectCall", "Frame", "Operand", "Rings", "preload_rings"]
