@@ -231,8 +231,8 @@ def make_direct() -> Direct:
                     return OPEN
                 seen = enter_sleep(bell)
                 event = _advance(state, table, table_at, call, source, target)
-                if event == IDLE:
-                    wait_for_bell(address, bell, seen)
+                if event == IDLE and wait_for_bell(address, table_at, bell, seen):
+                    nidle = limit + state[YIELDS]  # it may sleep again
                 leave_sleep(bell)
                 if event == IDLE:
                     continue

@@ -71,6 +71,8 @@ PEER, START = 1, 2
 RING, TABLE_NRANKS = 3, 4
 #: Address of this rank's bell.
 OWN_BELL = 5
+#: Another thread of this rank wants the waiting thread to return to Python.
+WOKEN = 6
 FIRST_PEER = 8
 
 # Words of a peer.

@@ -10,9 +10,11 @@ from r2ccl.shm.atomics import (
     add,
     fence,
     futex_wait,
+    load_acquire,
     load_ordered,
     pause,
     sched_yield,
+    store_release,
     stream_fence,
     words_at,
 )
@@ -47,6 +49,7 @@ from r2ccl.shm.message_layout import (
     START,
     TABLE_NRANKS,
     WANTED,
+    WOKEN,
 )
 from r2ccl.shm.waiting import note_pauses, number_of_pauses
 
@@ -70,9 +73,16 @@ def enter_sleep(bell: Any) -> Any:
 
 
 @inlined
-def wait_for_bell(address: Any, bell: Any, seen: Any) -> None:
-    """Sleep until a peer rings the bell, for `SLEEP_S` at most."""
+def wait_for_bell(address: Any, table_at: Any, bell: Any, seen: Any) -> Any:
+    """Sleep until a peer rings the bell, for `SLEEP_S` at most; return whether one has rung.
+
+    Returns False, too, if a thread of this rank has set WOKEN.
+    """
     futex_wait(bell, seen, address + 8 * SLEEP_S)
+    if load_acquire(table_at + 8 * WOKEN) != 0:
+        store_release(table_at + 8 * WOKEN, 0)
+        return False
+    return load_acquire(bell) != seen
 
 
 @inlined
@@ -164,8 +174,8 @@ def make_pump() -> Pump:
                     return MOVED if nrounds > 0 else IDLE
                 seen = enter_sleep(bell)
                 event = _scan(state, table, table_at)
-                if event == IDLE:
-                    wait_for_bell(address, bell, seen)
+                if event == IDLE and wait_for_bell(address, table_at, bell, seen):
+                    nidle = limit + state[YIELDS]  # it may sleep again
                 leave_sleep(bell)
                 if event == IDLE:
                     continue

@@ -223,7 +223,8 @@ class Rings:
         return int(self._table[layout.PEER])
 
     def wake(self) -> None:
-        """Let a thread of this rank that waits in `pump` return; any thread may call it."""
+        """Let a thread of this rank that waits in compiled code return; any thread may call it."""
+        self._table[layout.WOKEN] = 1
         self._ring(self._bell)
 
     def close(self) -> None:

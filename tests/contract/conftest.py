@@ -6,7 +6,10 @@ import pytest
 from support.slow import slow_but
 
 #: Modules whose tests hold for every way in which data moves, except those marked as `rails`.
-BOTH = {"test_communicator", "test_group", "test_matrix", "test_mixed", "test_shrink", "test_split"}
+BOTH = {
+    "test_communicator", "test_group", "test_matrix", "test_messages", "test_mixed", "test_shrink",
+    "test_split",
+}  # fmt: skip
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,4 +1,4 @@
-"""Contract tests of messages between two ranks, over real processes and real sockets."""
+"""Contract tests of messages between two ranks, over real processes."""
 
 from __future__ import annotations
 
@@ -57,12 +57,18 @@ def test_the_memory_of_unexpected_messages_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("nranks", slow_but([3], [2, 3, 4]))
-@pytest.mark.parametrize("nfaults", [0, 5])
-def test_messages_and_collectives_mix_while_rails_fail(nranks: int, nfaults: int) -> None:
-    run = functools.partial(programs.beside_collectives, 40, nfaults, nranks)
+def test_messages_and_collectives_mix(nranks: int) -> None:
+    run = functools.partial(programs.beside_collectives, 40, 0, nranks)
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [([], 0)] * nranks
+
+
+@pytest.mark.rails
+@pytest.mark.parametrize("nranks", slow_but([3], [2, 3, 4]))
+def test_messages_and_collectives_mix_while_rails_fail(nranks: int) -> None:
+    run = functools.partial(programs.beside_collectives, 40, 5, nranks)
     found = launch(run, nranks, timeout_s=TIMEOUT_S)
     assert [wrong for wrong, _ in found] == [[]] * nranks
-    assert bool(sum(nrepairs for _, nrepairs in found)) == bool(nfaults)
+    assert sum(nrepairs for _, nrepairs in found) > 0
 
 
 def test_pending_tells_what_a_receive_waits_for() -> None:

@@ -10,12 +10,13 @@ import pytest
 
 from r2ccl.errors import TransportError
 from r2ccl.shm.layout import SEGMENT_NBYTES
+from r2ccl.shm.message_layout import memory_nbytes, ring_nbytes, rings_at
 from r2ccl.shm.segment import Segment
 
 
 @pytest.fixture
 def segment():
-    made = Segment.create()
+    made = Segment.create(3)
     yield made
     made.close()
 
@@ -26,15 +27,36 @@ def test_size_of_a_segment_cannot_change(segment):
             os.ftruncate(segment.descriptor, nbytes)
 
 
+def _allocated(segment):
+    return os.fstat(segment.descriptor).st_blocks * 512
+
+
 def test_pages_are_allocated_at_once(segment):
-    assert os.fstat(segment.descriptor).st_blocks * 512 >= SEGMENT_NBYTES
+    assert _allocated(segment) >= SEGMENT_NBYTES
+
+
+def test_rings_take_memory_once_they_are_used(segment):
+    at_first, nbytes = SEGMENT_NBYTES + rings_at(3), ring_nbytes(3)
+    assert _allocated(segment) == at_first
+    segment.allocate_ring(2)
+    assert _allocated(segment) == at_first + nbytes
+    segment.messages[rings_at(3) + 2 * nbytes :][:nbytes] = 1
+    assert _allocated(segment) == at_first + nbytes
+
+
+@pytest.mark.parametrize("nranks", [2, 63, 64, 65, 256])
+def test_the_memory_of_a_rank_is_bounded(nranks):
+    assert SEGMENT_NBYTES + memory_nbytes(nranks) <= 64 << 20
+    assert ring_nbytes(nranks) & (ring_nbytes(nranks) - 1) == 0
 
 
 def test_two_mappings_share_memory(segment):
-    other = Segment(os.dup(segment.descriptor))
+    other = Segment(os.dup(segment.descriptor), 3)
     segment.words[5] = 77
     assert other.words[5] == 77
     assert other.address != segment.address
+    segment.messages[-1] = 8
+    assert other.messages[-1] == 8
     other.close()
 
 
@@ -42,7 +64,7 @@ def test_memory_without_seals_is_refused():
     descriptor = os.memfd_create("x", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, SEGMENT_NBYTES)
     with pytest.raises(TransportError, match="with seals 0x0"):
-        Segment(descriptor)
+        Segment(descriptor, 3)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 
@@ -53,7 +75,7 @@ def test_memory_of_another_size_is_refused():
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     with pytest.raises(TransportError, match="memory of 4096 bytes"):
-        Segment(descriptor)
+        Segment(descriptor, 3)
 
 
 def test_full_memory_is_an_error_with_advice(monkeypatch):
@@ -63,5 +85,5 @@ def test_full_memory_is_an_error_with_advice(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(TransportError, match="cannot allocate"):
-        Segment.create()
+        Segment.create(3)
     assert os.listdir("/proc/self/fd") == before

@@ -1,0 +1,50 @@
+"""Ranks of one process that are joined by rings, and what they do with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from r2ccl.shm import layout
+from r2ccl.shm.rings import Rings
+from r2ccl.shm.segment import Segment
+
+
+def new_state(rank: int, nranks: int, own: Segment, peers: dict[int, Segment]) -> np.ndarray:
+    """Return a state for waits of a rank."""
+    state = np.zeros(layout.state_size(nranks), np.int64)
+    state[[layout.RANK, layout.NRANKS]] = rank, nranks
+    state[[layout.SPIN, layout.SPIN_MIN, layout.SPIN_MAX]] = 20, 5, 20
+    state[layout.YIELDS], state[layout.SLEEP_NS] = 5, 2_000_000
+    state[layout.HOME], state[layout.STREAM_NBYTES] = -1, 1 << 20
+    for peer in range(nranks):
+        state[layout.BASES + peer] = (own if peer == rank else peers[peer]).address
+    return state
+
+
+@contextmanager
+def joined(nranks: int) -> Iterator[list[Rings]]:
+    """Give the rings of all ranks; each maps the segments of the others."""
+    own = [Segment.create(nranks) for _ in range(nranks)]
+    peers = [
+        {
+            peer: Segment(os.dup(own[peer].descriptor), nranks)
+            for peer in range(nranks)
+            if peer != rank
+        }
+        for rank in range(nranks)
+    ]
+    made = [
+        Rings(rank, own[rank], peers[rank], new_state(rank, nranks, own[rank], peers[rank]))
+        for rank in range(nranks)
+    ]
+    try:
+        yield made
+    finally:
+        for rings in made:
+            rings.close()
+        for segment in (*own, *(each for row in peers for each in row.values())):
+            segment.close()

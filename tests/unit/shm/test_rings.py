@@ -1,0 +1,160 @@
+"""Rings of frames: what is put arrives once and in order, whatever room there is."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from support.ringpairs import joined
+
+from r2ccl.shm.message_layout import (
+    FRAME,
+    FRAME_NBYTES,
+    IDLE,
+    MOVED,
+    RECEIVED_ALL,
+    ROOM,
+    SENT_ALL,
+)
+
+_KIND, _DTYPE = 1, 3
+
+
+def _data(number, nbytes):
+    return np.random.default_rng(number).integers(0, 256, nbytes, np.uint8).tobytes()
+
+
+def _put(rings, number, nbytes):
+    return rings.put(1, _KIND, _DTYPE, -number, number, nbytes, _data(number, nbytes))
+
+
+def _take(rings):
+    """Take a frame from rank 0; return its number after a check of all its parts."""
+    assert rings.pump(False) == FRAME
+    assert rings.peer == 0
+    frame = rings.frame()
+    assert frame[:3] == (_KIND, _DTYPE, -frame.ident)
+    assert frame.size == len(frame.data)
+    assert bytes(frame.data) == _data(frame.ident, frame.size)
+    rings.consume(0, len(frame.data))
+    return frame.ident
+
+
+def test_frames_arrive_in_order_while_the_ring_wraps():
+    choice = random.Random(1)
+    with joined(2) as (sender, receiver):
+        nput = ntaken = 0
+        while nput < 400:
+            size = choice.choice((0, 1, 63, 64, 65, 5000, 200_000))
+            if _put(sender, nput + 1, size):
+                nput += 1
+            else:
+                assert nput > ntaken
+                for _ in range(choice.randrange(1, nput - ntaken + 1)):
+                    ntaken += 1
+                    assert _take(receiver) == ntaken
+                sender._words[1][:] = sender._words[1]
+        while ntaken < nput:
+            ntaken += 1
+            assert _take(receiver) == ntaken
+        assert receiver.pump(False) == IDLE
+
+
+def test_a_full_ring_has_room_once_frames_are_taken():
+    with joined(2) as (sender, receiver):
+        half = sender.ring_nbytes // 2 - FRAME_NBYTES
+        assert sender.fits(half)
+        assert not sender.fits(half + 1)
+        assert _put(sender, 1, half)
+        assert _put(sender, 2, half)
+        assert not _put(sender, 3, 0)
+        assert sender.pump(False) == IDLE
+        assert _take(receiver) == 1
+        assert sender.pump(False) == ROOM
+        assert _put(sender, 3, half)
+        assert [_take(receiver), _take(receiver)] == [2, 3]
+
+
+def test_an_empty_ring_has_room_for_any_frame():
+    """Although the position of the receiver is published late."""
+    with joined(2) as (sender, receiver):
+        half = sender.ring_nbytes // 2 - FRAME_NBYTES
+        for number in range(1, 3000):
+            assert _put(sender, number, half if number % 50 == 0 else number % 500)
+            assert _take(receiver) == number
+
+
+@pytest.mark.parametrize("nbytes", [1, 8191, 100_001, 5_000_003])
+def test_long_messages_move_in_pieces(nbytes):
+    source, target = _data(nbytes, nbytes), bytearray(nbytes + 1)
+    with joined(3) as ranks:
+        sender, receiver = ranks[0], ranks[2]
+        sender.allocate(2)
+        sender.send_data(2, memoryview(source))
+        receiver.receive_data(0, memoryview(target)[:nbytes])
+        events, until_s = set(), time.monotonic() + 30
+        while {(0, SENT_ALL), (2, RECEIVED_ALL)} - events:
+            for rank in (0, 2):
+                event = ranks[rank].pump(False)
+                if event not in (IDLE, MOVED):
+                    events.add((rank, event))
+            assert time.monotonic() < until_s, events
+        assert (sender.peer, receiver.peer) == (2, 0)
+        assert target == source + b"\0"
+
+
+def test_a_forgotten_message_does_not_move():
+    source, target = _data(1, 100_000), bytearray(100_000)
+    with joined(2) as (sender, receiver):
+        sender.allocate(1)
+        sender.send_data(1, memoryview(source))
+        receiver.receive_data(0, memoryview(target))
+        receiver.forget()
+        while sender.pump(False) != SENT_ALL:
+            pass
+        assert receiver.pump(False) == FRAME  # data of no message: the driver refuses it
+        assert not any(target)
+
+
+def test_a_wait_ends_after_some_milliseconds():
+    with joined(2) as (rings, _):
+        began_s = time.monotonic()
+        assert rings.pump(True) == IDLE
+        assert time.monotonic() - began_s >= 0.002
+
+
+def test_a_frame_and_a_wake_end_a_wait():
+    with joined(2) as (sender, receiver):
+        receiver._waits[14] = 900_000_000  # nanoseconds of a sleep
+        found = []
+
+        def wait():
+            began_s = time.monotonic()
+            found.append((receiver.pump(True), time.monotonic() - began_s < 0.8))
+
+        for act, event in ((lambda: _put(sender, 1, 5), FRAME), (receiver.wake, IDLE)):
+            thread = threading.Thread(target=wait)
+            thread.start()
+            while not receiver._own.messages[128:136].any():
+                time.sleep(0.001)
+            act()
+            thread.join()
+            assert found.pop() == (event, True)
+            while receiver.pump(False) == FRAME:
+                receiver.consume(0, len(receiver.frame().data))
+
+
+def test_short_messages_are_admitted_up_to_a_limit():
+    with joined(2) as (sender, receiver):
+        nbytes = 1 << 16
+        nsent = 0
+        while sender.admits(1, nbytes):
+            nsent += 1
+        assert nsent == 16
+        assert sender.admits(1, 0)
+        receiver.took(0, nbytes)
+        assert sender.admits(1, nbytes)
+        assert not sender.admits(1, nbytes)
