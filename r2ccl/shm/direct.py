@@ -25,7 +25,7 @@ from r2ccl.shm.frames import (
     push,
     put,
 )
-from r2ccl.shm.layout import BASES, CHANGED, FINISHED, STREAM_NBYTES, YIELDS
+from r2ccl.shm.layout import BASES, CHANGED, FINISHED, STREAM_NBYTES
 from r2ccl.shm.message_layout import (
     AWAITS,
     CALL_CAPACITY,
@@ -217,22 +217,22 @@ def make_direct() -> Direct:
         call[SEND_STEP] = TO_PUT if call[CALL_TO] >= 0 else DONE
         call[RECV_STEP] = AWAITS if call[CALL_SOURCE] >= 0 else DONE
         bell = table[OWN_BELL]
-        nidle, nrounds, limit = 0, 0, 0
+        nidle, nrounds, limit, is_over = 0, 0, 0, False
         while call[SEND_STEP] != DONE or call[RECV_STEP] != DONE:
             event = _advance(state, table, table_at, call, source, target)
             if event == IDLE:
+                if is_over:
+                    return OPEN
                 peer = call[CALL_SOURCE] if call[RECV_STEP] != DONE else call[CALL_TO]
                 if nidle == 0:
                     limit = number_of_pauses(state, address, state[BASES + peer])
                 nidle += 1
                 if rest(state, nidle, limit):
                     continue
-                if nidle > limit + state[YIELDS] + 1:
-                    return OPEN
                 seen = enter_sleep(bell)
                 event = _advance(state, table, table_at, call, source, target)
-                if event == IDLE and wait_for_bell(address, table_at, bell, seen):
-                    nidle = limit + state[YIELDS]  # it may sleep again
+                if event == IDLE:
+                    is_over = not wait_for_bell(address, table_at, bell, seen)
                 leave_sleep(bell)
                 if event == IDLE:
                     continue

@@ -159,23 +159,21 @@ def make_pump() -> Pump:
     def pump(address: Any, table_at: Any, is_waiting: Any) -> Any:
         state, table = words_at(address), words_at(table_at)
         bell = table[OWN_BELL]
-        nidle, nrounds, limit = 0, 0, 0
+        nidle, nrounds, limit, is_over = 0, 0, 0, False
         while True:
             event = _scan(state, table, table_at)
             if event == IDLE:
-                if is_waiting == 0:
+                if is_waiting == 0 or is_over:
                     return MOVED if nrounds > 0 else IDLE
                 if nidle == 0:
                     limit = number_of_pauses(state, address, state[BASES + table[PEER]])
                 nidle += 1
                 if rest(state, nidle, limit):
                     continue
-                if nidle > limit + state[YIELDS] + 1:
-                    return MOVED if nrounds > 0 else IDLE
                 seen = enter_sleep(bell)
                 event = _scan(state, table, table_at)
-                if event == IDLE and wait_for_bell(address, table_at, bell, seen):
-                    nidle = limit + state[YIELDS]  # it may sleep again
+                if event == IDLE:
+                    is_over = not wait_for_bell(address, table_at, bell, seen)
                 leave_sleep(bell)
                 if event == IDLE:
                     continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from support.ringpairs import joined
 
 from r2ccl.shm import message_layout as layout
 from r2ccl.shm.arrays import DATA
-from r2ccl.shm.layout import CHANGED, FINISHED
+from r2ccl.shm.layout import CHANGED, FINISHED, SLEEP_NS, SLEEP_S, SPIN, SPIN_MAX, SPIN_MIN, YIELDS
 from r2ccl.shm.message_layout import AWAITS, DONE, FINISHED_OTHER, OPEN, TO_PUT
 from r2ccl.shm.rings import DirectCall, Operand
 
@@ -34,29 +35,44 @@ def _step(call):
     return int(call.words[layout.SEND_STEP]), int(call.words[layout.RECV_STEP])
 
 
+def _exchange(ranks, count, ntimes):
+    """Exchange arrays between two ranks, which are threads; return the results of their calls."""
+    found = [[], []]
+
+    def exchange(rank):
+        rings = ranks[rank]
+        x, out = np.empty(count), np.empty(count)
+        call = _prepare(rings, 1 - rank, x, out)
+        for number in range(ntimes):
+            x[:] = np.arange(count) + 1000 * rank + number
+            found[rank].append(_run(rings, call, x, out))
+            assert (out == np.arange(count) + 1000 * (1 - rank) + number).all()
+
+    threads = [threading.Thread(target=exchange, args=(rank,)) for rank in (0, 1)]
+    for rings in ranks:
+        rings._waits[SLEEP_NS] = 999_000_000
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
 @pytest.mark.parametrize("count", [0, 1, 128, 8192, 8193, 300_000])
 def test_both_ranks_exchange_in_one_call(count):
-    ntimes = 20
     with joined(2) as ranks:
-        found = [[], []]
+        assert _exchange(ranks, count, 20) == [[FINISHED_OTHER] + [FINISHED] * 19] * 2
 
-        def exchange(rank):
-            rings = ranks[rank]
-            x, out = np.empty(count), np.empty(count)
-            call = _prepare(rings, 1 - rank, x, out)
-            for number in range(ntimes):
-                x[:] = np.arange(count) + 1000 * rank + number
-                found[rank].append(_run(rings, call, x, out))
-                assert (out == np.arange(count) + 1000 * (1 - rank) + number).all()
 
-        threads = [threading.Thread(target=exchange, args=(rank,)) for rank in (0, 1)]
+def test_no_rank_sleeps_too_long():
+    with joined(2) as ranks:
         for rings in ranks:
-            rings._waits[14] = 999_000_000  # nanoseconds of a sleep
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert found == [[FINISHED_OTHER] + [FINISHED] * (ntimes - 1)] * 2
+            rings._waits[[SPIN, SPIN_MIN, SPIN_MAX, YIELDS]] = 0
+            rings._waits[SLEEP_S] = 10
+        began_s = time.monotonic()
+        found = _exchange(ranks, 16, 3000)
+        assert time.monotonic() - began_s < 10
+        assert found == [[FINISHED_OTHER] + [FINISHED] * 2999] * 2
 
 
 def test_a_send_that_no_rank_takes_stays_announced():
