@@ -1,4 +1,4 @@
-"""Collectives between ranks of one host, through memory that their processes share.
+"""Collectives and messages between ranks of one host, through memory that they share.
 
 For each communicator, a rank owns one segment, a sealed memfd that the other ranks map:
 
@@ -10,13 +10,21 @@ For each communicator, a rank owns one segment, a sealed memfd that the other ra
 - `rounds` has the compiled steps that all collectives share;
 - `exchange` is the compiled loop of all collectives that move parts, or reduce them once;
 - `allreduce` is the compiled pipeline of large allreduces, `scan` that of scans;
-- `group` has `LocalGroup`, the object that a communicator calls.
+- `group` has `LocalGroup`, the object that a communicator calls;
+- `message_layout` has the offsets in the memory for messages, and those of a rank's table;
+- `frames` has the compiled steps of messages, `pump` the compiled loop that moves them;
+- `direct` sends and receives in one compiled call;
+- `rings` has `Rings`, which `r2ccl/runtime/messages/local_driver.py` calls.
 
 All collectives have one structure. Ranks number *rounds*, which never restart: in round j a rank
 copies data into stage slot ``j % 3`` of its segment and stores j in its word ``posted``; peers wait
 for that, read the slot, and store j in their word ``done``. The first round of a call carries the
 call's signature, and every rank waits for it from every other, so calls that differ are found
 before any output is written.
+
+Messages are frames in rings, one ring for each ordered pair of ranks, which its sender writes. A
+receiver takes frames in the order in which they were put, so a message never waits for a receive of
+another one: what no receive has taken yet is copied, up to a limit, or was only announced.
 
 Results are reduced in rank order, so they have the same bits on all ranks and in every run.
 """

@@ -2,7 +2,8 @@
 
 Each rank runs `ending_rank`. Rank 1 ends by a method called in another thread or in a signal
 handler, by Ctrl-C once or twice, by SIGTERM, by lack of memory, or by SIGKILL. The last rank is
-absent from the call that the others wait in, except in ``flow``, where all ranks run collectives.
+absent from the call or message that the others wait in, except in ``flow`` and ``exchange``, where
+all ranks run collectives or exchange messages.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Rank:
             comm.barrier()
             self.found["rails"] = rails_in_use(comm)
             self.arm()
-            if self.rank == ABSENT and self.moment != "flow":
+            if self.rank == ABSENT and self.moment not in ("flow", "exchange"):
                 if self.moment == "repair":
                     _stop_for((AFTER_S + ABSENT_S) * self.scale)
                 else:
@@ -128,6 +128,16 @@ class Rank:
         part = COUNT // comm.nranks
         while True:
             comm.allgather(self.x[comm.rank * part : (comm.rank + 1) * part], out=self.x)
+
+    def in_message(self, comm: r2ccl.Communicator) -> None:
+        """Wait for a message of the absent rank."""
+        comm.recv(self.x, ABSENT)
+
+    def in_exchange(self, comm: r2ccl.Communicator) -> None:
+        """Exchange long messages, which arrive in the watched memory."""
+        sent, n = np.ones(COUNT, np.uint8), comm.nranks
+        while True:
+            comm.sendrecv(sent, (comm.rank + 1) % n, self.x, (comm.rank - 1) % n)
 
     def in_repair(self, comm: r2ccl.Communicator) -> None:
         """Run a call while a path to a stopped peer is fenced; the peer does not answer."""

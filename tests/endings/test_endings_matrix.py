@@ -14,10 +14,18 @@ SCRIPT = Path(__file__).with_name("ending_rank.py")
 #: `close` waits for asynchronous calls, and when idle for the other ranks.
 CELLS = [
     *((ending, moment) for moment in ("idle", "async") for ending in (*METHODS, *SIGNALS)),
-    *((each, moment) for moment in ("call", "repair") for each in (*METHODS, *CLOSES, *SIGNALS)),
+    *(
+        (each, moment)
+        for moment in ("call", "repair", "message")
+        for each in (*METHODS, *CLOSES, *SIGNALS)
+    ),
     *((ending, moment) for moment in ("init", "shrink") for ending in SIGNALS),
     *((ending, "shrink") for ending in ("abort_thread", "abort_handler", *CLOSES)),
-    *((ending, "flow") for ending in ("abort_thread", "interrupt", "twice", "kill")),
+    *(
+        (ending, moment)
+        for moment in ("flow", "exchange")
+        for ending in ("abort_thread", "interrupt", "twice", "kill")
+    ),
     ("memory", "call"),
 ]  # fmt: skip
 #: Every ending and every moment at least once.
@@ -33,16 +41,14 @@ QUICK = [
     ("term", "repair"),
     ("kill", "call"),
     ("memory", "call"),
+    ("close_thread", "message"),
+    ("kill", "exchange"),
 ]
 
 
-#: Cells in which ranks are in calls in shared memory, or were: those that need neither a rail nor
-#: memory for partial sums.
-LOCAL = [
-    cell
-    for cell in CELLS
-    if cell[0] != "memory" and cell[1] in ("idle", "async", "call", "shrink", "flow")
-]
+#: Cells in which ranks are in calls or messages in shared memory, or were: those that need neither
+#: a rail nor memory for partial sums.
+LOCAL = [cell for cell in CELLS if cell[0] != "memory" and cell[1] not in ("init", "repair")]
 LOCAL_QUICK = [
     ("abort_thread", "call"),
     ("revoke_handler", "async"),
@@ -50,6 +56,10 @@ LOCAL_QUICK = [
     ("interrupt", "call"),
     ("term", "shrink"),
     ("kill", "flow"),
+    ("close_handler", "message"),
+    ("interrupt", "message"),
+    ("twice", "exchange"),
+    ("kill", "exchange"),
 ]
 
 

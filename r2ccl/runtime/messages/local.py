@@ -305,7 +305,7 @@ class LocalMessages:
             if result == OPEN:
                 return self._take_over(call, x, out)
             message = message_of(call, int(call.words[CALL_RECV_DTYPE]))
-            if key in self._prepared:
+            if self._prepared.get(key) is made:
                 self._prepared[key] = call, message
             return message
         except BaseException as exc:

@@ -81,6 +81,11 @@ class LocalDriver(MessageProtocol):
         """True if no message is open."""
         return not (self.has_work or self._announced) and self.matching.is_empty
 
+    def withdraw(self) -> None:
+        """Withdraw all receives that have taken no message, and handle grants that are there."""
+        super().withdraw()
+        self.advance(False)
+
     def has_ring(self, peer: int) -> bool:
         """Return whether `peer` is a rank other than this one, and not `ANY`."""
         return peer not in (ANY, self._rank)

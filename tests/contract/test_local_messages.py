@@ -1,0 +1,133 @@
+"""Contract tests of messages in shared memory, over real processes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import local_message_programs as programs
+from support import localjobs
+from support.slow import slow_but
+
+from r2ccl import launch
+from r2ccl.bootstrap.launch import LocalJob
+
+pytestmark = pytest.mark.timeout(200)
+TIMEOUT_S = 90.0
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("R2CC_SHM", "1")
+
+
+def run(program: Callable[..., Any], nranks: int, *given: Any, **limits: Any) -> Any:
+    call = functools.partial(program, *given)
+    return launch(call, nranks, **{"timeout_s": TIMEOUT_S, **limits})
+
+
+@pytest.mark.parametrize(("setting", "is_shared"), [("1", True), ("auto", True), ("0", False)])
+def test_the_setting_decides_how_messages_go(
+    setting: str, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("R2CC_SHM", setting)
+    assert run(programs.way, 4) == [[is_shared] * 3] * 4
+
+
+@pytest.mark.parametrize(
+    ("nranks", "nmessages"), slow_but([(3, 500)], [(3, 500), (2, 10_000), (4, 10_000)])
+)
+def test_any_mixture_of_messages_is_exact(nranks: int, nmessages: int) -> None:
+    for wrong, early, later in run(programs.mixed, nranks, nmessages, 7):
+        assert wrong == []
+        assert later <= early + (64 << 20)
+
+
+def test_repeated_messages_see_changed_arrays() -> None:
+    run(programs.repeated, 3)
+
+
+def test_a_repeated_message_that_does_not_fit_is_refused() -> None:
+    receiver, sender = run(programs.not_fitting_repeated, 2)
+    assert len(receiver) == 4
+    assert sender == receiver[2:]
+    assert "receives up to 99 of float64" in receiver[0]
+    assert "receives up to 199999 of float64" in receiver[2]
+
+
+def test_messages_reach_a_rank_that_computes() -> None:
+    sent_s, _ = run(programs.while_computing, 2, 1 << 19)
+    assert sent_s < 2.5
+
+
+def test_a_fast_pair_does_not_starve_a_third_rank() -> None:
+    exchanged_s, _, sent_s = run(programs.beside_a_fast_pair, 3, 16)
+    assert sent_s < exchanged_s
+
+
+def test_threads_may_send_and_receive_at_once() -> None:
+    assert run(programs.from_two_threads, 2, 60) == [[True, True]] * 2
+
+
+def test_a_stopped_rank_is_waited_for() -> None:
+    first, second = run(programs.stopped, 2)
+    assert first == second > 2
+
+
+def test_a_forked_child_is_refused() -> None:
+    assert run(programs.forked, 2) == [["CommunicatorRevoked", "True"]] * 2
+
+
+def test_closing_waits_for_data_that_moves() -> None:
+    assert run(programs.closing_a_child, 2) == [[True]] * 2
+
+
+@pytest.mark.parametrize("name", slow_but(["send", "recv any"], programs.WAITS))
+def test_a_late_peer_is_named(name: str) -> None:
+    error, _ = run(programs.late, 2, name)
+    assert error.startswith("TransportTimeout: ")
+    if name != "recv any":
+        assert "rank 1" in error
+
+
+@pytest.mark.parametrize("name", slow_but(["recv", "long sendrecv"], programs.WAITS))
+def test_a_killed_peer_is_named(name: str, tmp_path: Path) -> None:
+    command = (
+        "import json; from support.local_message_programs import lost_peer; "
+        f"print(json.dumps(lost_peer({name!r})))"
+    )
+    program = [sys.executable, "-c", command]
+    env = {"PYTHONPATH": os.pathsep.join(sys.path), "DIED_AT": str(tmp_path / "died")}
+    with LocalJob(2) as job:
+        started = [localjobs.start(job, rank, program, env) for rank in range(2)]
+    outputs = [each.communicate(timeout=TIMEOUT_S) for each in started]
+    assert started[0].returncode == 0, outputs[0][1]
+    error, took_s = json.loads(outputs[0][0].splitlines()[-1])
+    print(f"{1e3 * took_s:.1f} ms from the death to the error")
+    assert error == "PeerLost of rank 1"
+    assert took_s < 1.0
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    slow_but(
+        [("interrupt", "recv"), ("revoke thread", "send"), ("abort handler", "sendrecv")],
+        [
+            (how, name)
+            for how in ("interrupt", "revoke thread", "revoke handler", "abort thread",
+                        "abort handler", "close handler")
+            for name in programs.WAITS
+        ],
+    ),
+)  # fmt: skip
+def test_a_call_that_waits_can_be_ended(how: str, name: str) -> None:
+    first, second = run(programs.ended_by, 2, how, name)
+    own = "KeyboardInterrupt" if how == "interrupt" else "CommunicatorRevoked"
+    assert first == [own, "in time", "CommunicatorRevoked"]
+    assert second == ["CommunicatorRevoked", "in time", "CommunicatorRevoked"]
