@@ -237,7 +237,7 @@ def obstructed(what: str, rank: int) -> tuple[bool, float]:
         else:
             from r2ccl.shm.segment import Segment
 
-            def refuse() -> Segment:
+            def refuse(nranks: int) -> Segment:
                 raise TransportError("no memory is left, in a test")
 
             Segment.create = refuse  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ Invariant: after an error, no message is moved any more.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -33,6 +34,8 @@ from r2ccl.shm.message_layout import CALL_DTYPE, CALL_RECV_DTYPE, CALL_SOURCE, C
 if TYPE_CHECKING:
     from r2ccl.shm.rings import DirectCall, Operand
 
+_log = logging.getLogger(__name__)
+
 #: Interval at which a thread that waits for its turn wakes the thread that has it.
 _LOOK_S = 0.02
 #: Sleep that lets another thread have its turn.
@@ -41,6 +44,10 @@ _GIVE_WAY_S = 50e-6
 _REST_S = 0.002
 #: Most direct calls that are kept.
 _NPREPARED = 64
+#: Time that another thread has to end its turn after an error; a turn lasts some milliseconds.
+_LAST_TURN_S = 5.0
+#: Maximum number of Ctrl-C that may interrupt the end of a failed call.
+_MOST_INTERRUPTS = 1_000
 
 
 class LocalEngine(Protocol):
@@ -171,17 +178,18 @@ class LocalMessages:
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
         """Run ``fn()`` alone, after messages have advanced if `is_step`."""
         try:
-            self._acquire()
-            self._caller.check()
-            if is_step:
-                self.driver.advance(False)
-            found = fn()
+            try:
+                self._acquire()
+                self._caller.check()
+                if is_step:
+                    self.driver.advance(False)
+                found = fn()
+            finally:
+                self._release()
         except ConcurrentCalls:
             raise
         except BaseException as exc:
             raise self._failed(exc) from None
-        finally:
-            self._release()
         self._rest_later()
         return found
 
@@ -295,23 +303,24 @@ class LocalMessages:
         if lock._is_owned() or not lock.acquire(False):  # type: ignore[attr-defined]
             return NOT_RUN
         try:
-            if not self._is_quiet or self._has_ended:
-                return NOT_RUN
-            result = self._direct(call.at, id(x) + _DATA, id(out) + _DATA)
-            if result == FINISHED:
+            try:
+                if not self._is_quiet or self._has_ended:
+                    return NOT_RUN
+                result = self._direct(call.at, id(x) + _DATA, id(out) + _DATA)
+                if result == FINISHED:
+                    return message
+                if result == CHANGED:
+                    return NOT_RUN
+                if result == OPEN:
+                    return self._take_over(call, x, out)
+                message = message_of(call, int(call.words[CALL_RECV_DTYPE]))
+                if self._prepared.get(key) is made:
+                    self._prepared[key] = call, message
                 return message
-            if result == CHANGED:
-                return NOT_RUN
-            if result == OPEN:
-                return self._take_over(call, x, out)
-            message = message_of(call, int(call.words[CALL_RECV_DTYPE]))
-            if self._prepared.get(key) is made:
-                self._prepared[key] = call, message
-            return message
+            finally:
+                lock.release()
         except BaseException as exc:
             raise self._failed(exc) from None
-        finally:
-            lock.release()
 
     def _take_over(self, call: DirectCall, x: Any, out: Any) -> Opened:
         self._is_quiet = False
@@ -326,15 +335,30 @@ class LocalMessages:
     # Ends
 
     def _failed(self, error: BaseException) -> BaseException:
-        """End the communicator; return `error`, which the call raises."""
+        """End the communicator; return `error`, which the call raises.
+
+        Afterwards no thread reads or writes the memory of a message. Further Ctrl-C does not
+        interrupt this method.
+        """
         self._has_ended = True
+        for _ in range(_MOST_INTERRUPTS):
+            try:
+                self._forget(_LAST_TURN_S)
+                self._engine.fail_local(error)
+                break
+            except KeyboardInterrupt:
+                _log.debug("rank %d: Ctrl-C while a message ends", self._loop.rank)
+        return error
+
+    def _forget(self, timeout_s: float) -> bool:
+        """Drop all messages; return False if a thread does not end its turn in time."""
         try:
-            self._lock.acquire()
+            if not self._lock.acquire(timeout=timeout_s):
+                return False
             self.driver.forget()
+            return True
         finally:
             self._release()
-        self._engine.fail_local(error)
-        return error
 
     def end(self) -> None:
         """Make waits and later calls find that the communicator has ended."""
@@ -344,14 +368,10 @@ class LocalMessages:
     def close(self, timeout_s: float) -> bool:
         """Stop moving messages; return False if a thread does not end its turn in time."""
         self._has_ended = True
-        if not self._lock.acquire(timeout=timeout_s):
+        if not self._forget(timeout_s):
             return False
-        try:
-            self.driver.forget()
-            self._loop.pollers.remove(self.poll)
-            self._engine.unwatch_end(self.end)
-        finally:
-            self._lock.release()
+        self._loop.pollers.remove(self.poll)
+        self._engine.unwatch_end(self.end)
         return True
 
 

@@ -1,0 +1,153 @@
+"""Messages over rings: order, refusals, and calls that compiled code began."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from support.ringpairs import joined
+
+from r2ccl.errors import InternalError
+from r2ccl.runtime.messages.local_driver import LocalDriver
+from r2ccl.runtime.messages.matching import ANY, Message
+from r2ccl.shm.arrays import DATA
+from r2ccl.shm.message_layout import OPEN
+from r2ccl.shm.rings import DirectCall, Operand
+
+_F64 = 8
+_NOTHING = np.empty(0, np.uint8)
+
+
+@contextmanager
+def _drivers(nranks=2, eager_nbytes=1 << 16):
+    with joined(nranks) as ranks:
+        members = range(10, 10 + nranks)
+        yield [
+            LocalDriver(rings, rank=rank, members=members, eager_nbytes=eager_nbytes)
+            for rank, rings in enumerate(ranks)
+        ]
+
+
+def _advance(*drivers):
+    while any(driver.advance(False) for driver in drivers):
+        pass
+
+
+def _bytes(array):
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def test_messages_keep_their_order_beyond_the_ring():
+    with _drivers() as (sender, receiver):
+        arrays = [np.full(size, float(size)) for size in (5000, 200_000, 3, 0, 8000) * 20]
+        sent = [sender.send(_bytes(x), _F64, 1, 7) for x in arrays]
+        outs = [np.zeros(200_000) for _ in arrays]
+        received = [receiver.receive(_bytes(out), _F64, 0, ANY) for out in outs]
+        _advance(sender, receiver)
+        for x, out, one, other in zip(arrays, outs, sent, received, strict=True):
+            assert one.is_done
+            assert other.result == Message(0, 7, x.size)
+            assert np.array_equal(out[: x.size], x)
+            assert not out[x.size :].any()
+        assert sender.is_quiet
+        assert receiver.is_quiet
+        assert sender.nmoving == receiver.nmoving == 0
+
+
+def test_a_synchronous_send_is_done_once_it_is_received():
+    with _drivers() as (sender, receiver):
+        sent = [
+            sender.send(_bytes(np.ones(size)), _F64, 1, 0, is_synchronous=True) for size in (0, 3)
+        ]
+        _advance(sender, receiver)
+        assert not any(each.is_done for each in sent)
+        for each in sent:
+            receiver.receive(_bytes(np.zeros(3)), _F64, 0, 0)
+            _advance(sender, receiver)
+            assert each.is_done
+
+
+def test_a_message_that_does_not_fit_is_refused_and_not_lost():
+    with _drivers() as (sender, receiver):
+        short = sender.send(_bytes(np.ones(3)), _F64, 1, 0)
+        long = sender.send(_bytes(np.ones(10_000)), _F64, 1, 1)
+        small = [receiver.receive(_bytes(np.zeros(2)), _F64, 0, tag) for tag in (0, 1)]
+        _advance(sender, receiver)
+        assert short.is_done
+        assert short.error is None
+        assert str(long.error) == str(small[1].error)
+        assert "up to 2 of float64" in str(small[0].error)
+        out = np.zeros(3)
+        assert receiver.receive(_bytes(out), _F64, 0, 0).is_done
+        assert (out == 1).all()
+        assert sender.is_quiet
+
+
+@pytest.mark.parametrize(("nbefore", "count"), [(8, 8000), (0, 100_000)])
+def test_late_sends_of_direct_calls_go_on(nbefore, count):
+    """The ring is full, or no receive has taken the message."""
+    with _drivers() as (sender, receiver):
+        x, out = np.arange(float(count)), np.zeros(count)
+        for _ in range(nbefore):
+            sender.send(_bytes(x), _F64, 1, 5)
+        operand = Operand(x, 1, _F64, 2)
+        call = DirectCall(sender.rings, operand, None, is_short=nbefore > 0, has_form=True)
+        assert _run(sender.rings, call, x) == OPEN
+        request = sender.take_over_send(call, _bytes(x), _F64)
+        assert not request.is_done
+        received = receiver.receive(_bytes(out), _F64, 0, 2)
+        _advance(sender, receiver)
+        assert request.is_done
+        assert received.result == Message(0, 2, count)
+        assert np.array_equal(out, x)
+        assert sender.is_quiet
+
+
+def _run(rings, call, x=_NOTHING, out=_NOTHING):
+    return rings.direct(rings.state, rings.table, call.at, id(x) + DATA, id(out) + DATA)
+
+
+@pytest.mark.parametrize("count", [3, 100_000])
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_late_receives_of_direct_calls_go_on(count, is_announced):
+    with _drivers() as (sender, receiver):
+        x, out = np.arange(float(count)), np.zeros(count)
+        if is_announced:
+            sender.send(_bytes(x), _F64, 1, 4, is_synchronous=True)
+        received = Operand(out, 0, _F64, ANY)
+        call = DirectCall(receiver.rings, None, received, is_short=False, has_form=True)
+        assert _run(receiver.rings, call, out=out) == OPEN
+        request = receiver.take_over_receive(call, _bytes(out), _F64)
+        assert not request.is_done
+        if not is_announced:
+            sender.send(_bytes(x), _F64, 1, 4)
+        _advance(sender, receiver)
+        assert request.is_done
+        assert request.result == Message(0, 4, count)
+        assert np.array_equal(out, x)
+        assert receiver.is_quiet
+        assert sender.is_quiet
+
+
+def test_data_that_was_not_granted_is_an_error():
+    with _drivers() as (sender, receiver):
+        sender.rings.allocate(1)
+        sender.rings.send_data(1, memoryview(bytes(100)))
+        sender.rings.pump(False)
+        with pytest.raises(InternalError, match="rank 10 sends data that was not granted"):
+            receiver.advance(False)
+
+
+def test_a_forgotten_message_is_not_written():
+    with _drivers() as (sender, receiver):
+        out = np.zeros(100_000)
+        sender.send(_bytes(np.ones(100_000)), _F64, 1, 0)
+        receiver.receive(_bytes(out), _F64, 0, 0)
+        receiver.advance(False)
+        sender.advance(False)
+        receiver.forget()
+        assert receiver.is_quiet
+        with pytest.raises(InternalError):
+            _advance(sender, receiver)
+        assert not out.any()
