@@ -11,14 +11,12 @@ from support.slow import slow_but
 
 SCRIPT = Path(__file__).with_name("ending_rank.py")
 
-#: `close` waits for asynchronous calls, and when idle for the other ranks.
+#: `close` waits for asynchronous calls, and for the other ranks when idle, also if another thread
+#: waits for a message.
 CELLS = [
     *((ending, moment) for moment in ("idle", "async") for ending in (*METHODS, *SIGNALS)),
-    *(
-        (each, moment)
-        for moment in ("call", "repair", "message")
-        for each in (*METHODS, *CLOSES, *SIGNALS)
-    ),
+    *((each, moment) for moment in ("call", "repair") for each in (*METHODS, *CLOSES, *SIGNALS)),
+    *((ending, "message") for ending in (*METHODS, "close_handler", *SIGNALS)),
     *((ending, moment) for moment in ("init", "shrink") for ending in SIGNALS),
     *((ending, "shrink") for ending in ("abort_thread", "abort_handler", *CLOSES)),
     *(
@@ -41,7 +39,7 @@ QUICK = [
     ("term", "repair"),
     ("kill", "call"),
     ("memory", "call"),
-    ("close_thread", "message"),
+    ("revoke_thread", "message"),
     ("kill", "exchange"),
 ]
 
