@@ -44,7 +44,7 @@ def test_the_setting_decides_how_messages_go(
     ("nranks", "nmessages"), slow_but([(3, 500)], [(3, 500), (2, 10_000), (4, 10_000)])
 )
 def test_any_mixture_of_messages_is_exact(nranks: int, nmessages: int) -> None:
-    for wrong, early, later in run(programs.mixed, nranks, nmessages, 7):
+    for wrong, early, later in run(programs.mixed, nranks, nmessages, 7, timeout_s=180.0):
         assert wrong == []
         assert later <= early + (64 << 20)
 
