@@ -26,6 +26,7 @@ from r2ccl.shm.layout import (
     DIFFERS_IN_SIZE,
     FROM_ROOT,
     MAX_NRANKS,
+    REACHING,
     RESUME,
     SHARED,
     SLOT_NBYTES,
@@ -35,6 +36,7 @@ from r2ccl.shm.layout import (
 from r2ccl.shm.machine import UNSUPPORTED
 from r2ccl.shm.passing import Place, pass_segments
 from r2ccl.shm.segment import Segment
+from r2ccl.shm.symmetric import SymmetricMemory
 from r2ccl.types import (
     PREFIXES,
     REDUCTIONS,
@@ -60,6 +62,9 @@ _WAKE_ALL = "r2ccl.shm.waiting:make_wake_all"
 
 #: Allreduces of at most this many bytes times ranks exchange whole inputs: one step instead of two.
 FLAT_NBYTES = 1 << 15
+#: Arrays that peers reach are read where they are if each part has at least this many bytes: the
+#: wait for the readers takes longer than a copy of less.
+REACHED_NBYTES = 1 << 13
 #: An allreduce has at least this many chunks, of at least `_CHUNK_NBYTES`, so that its steps
 #: overlap.
 _NCHUNKS = 4
@@ -137,7 +142,12 @@ class LocalGroup:
     """
 
     def __init__(
-        self, own: Segment, peers: dict[int, Segment], place: Place, attend: Attend
+        self,
+        own: Segment,
+        peers: dict[int, Segment],
+        place: Place,
+        attend: Attend,
+        make_symmetric: Callable[[npt.NDArray[np.int64]], SymmetricMemory],
     ) -> None:
         self._place = place
         self.rank = place.index
@@ -147,6 +157,8 @@ class LocalGroup:
         self._attend = attend
         self.prepare = functools.lru_cache(_NPREPARED)(self._prepare)
         self._memory = self._make_state()
+        #: Memory of arrays that all ranks reach.
+        self.symmetric = make_symmetric(self._memory)
         self._state = int(self._memory.ctypes.data)
         self._run_exchange = callable_of(_EXCHANGE)
         self._run_allreduce = callable_of(_PIPELINE)
@@ -225,12 +237,16 @@ class LocalGroup:
             own.close()
             raise
         own.close_descriptor()
-        return cls(own, peers, place, attend)
+
+        def make_symmetric(state: npt.NDArray[np.int64]) -> SymmetricMemory:
+            return SymmetricMemory(state, place, secret, connect_timeout_s)
+
+        return cls(own, peers, place, attend, make_symmetric)
 
     @property
     def ncalls(self) -> int:
         """Number of calls begun."""
-        return int(self._memory[layout.NCALLS])
+        return int(self._memory[layout.NCALLS] - self._memory[layout.NREPEATED])
 
     @property
     def awaited(self) -> int:
@@ -293,6 +309,8 @@ class LocalGroup:
             nbytes = int(rows[1, 1].sum()) // n
         elif source_parts or target_parts:
             nbytes //= n
+        if parts is None and nbytes >= REACHED_NBYTES and call.collective != Collective.ALLREDUCE:
+            flags |= REACHING
         given = (
             0,
             source_parts * nbytes,
@@ -344,6 +362,7 @@ class LocalGroup:
 
     def close(self) -> None:
         """Free the memory; no call may run or follow. Not collective."""
+        self.symmetric.close()
         for peer in self._peers.values():
             peer.close()
         self._own.close()
@@ -359,7 +378,12 @@ class LocalGroup:
             return result != WAITING
 
         if result == WAITING:
-            self._attend(resume, signature % _WORD)
+            try:
+                self._attend(resume, signature % _WORD)
+            except BaseException:
+                if call.run is self._run_allreduce:  # no other peers write to this rank's memory
+                    self.symmetric.withdraw(output)
+                raise
         if result:
             raise self._differs(call, result, signature % _WORD)
 

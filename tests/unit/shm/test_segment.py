@@ -65,3 +65,26 @@ def test_full_memory_is_an_error_with_advice(monkeypatch):
     with pytest.raises(TransportError, match="cannot allocate"):
         Segment.create()
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_withdrawn_bytes_are_private_and_others_stay(segment):
+    other = Segment(os.dup(segment.descriptor))
+    segment.data[:] = 1
+    start, end = segment.address + 100, segment.address + 3 * 4096 + 50
+    segment.mapping.withdraw(start, end)
+    other.data[: 5 * 4096] = 2
+    own = segment.data[: 5 * 4096]
+    assert not own[100 : 3 * 4096 + 50].any()
+    assert (own[:100] == 1).all()
+    assert (own[3 * 4096 + 50 : 4 * 4096] == 1).all()
+    assert (own[4 * 4096 :] == 2).all()
+    other.close()
+
+
+def test_arrays_keep_their_memory_mapped(segment):
+    other = Segment(os.dup(segment.descriptor))
+    segment.data[:10] = 7
+    view = other.data[:10]
+    other.release()
+    del other
+    assert (view == 7).all()
