@@ -66,7 +66,7 @@ def _symmetric_mover(comm: Any, case: Case) -> Callable[[Array], Array]:
 
     def move(block: Array) -> Array:
         nonlocal used
-        place = room[used : used + block.nbytes].view(block.dtype)
+        place: Array = room[used : used + block.nbytes].view(block.dtype)
         used += -(-block.nbytes // 64) * 64
         place[:] = block
         return place

@@ -17,7 +17,6 @@ from typing import Any
 
 from r2ccl.kernels.compiling import copy_bytes
 from r2ccl.shm.atomics import call_kernel, stream_fence, words_at
-from r2ccl.shm.direct import reduce_share
 from r2ccl.shm.layout import (
     BASES,
     CHANGED,
@@ -43,6 +42,7 @@ from r2ccl.shm.layout import (
 )
 from r2ccl.shm.places import begin_anew, has_input, place_of, publish_places
 from r2ccl.shm.rounds import begin, compare_headers, copy, fits, wait_for_all, write_header
+from r2ccl.shm.single_copy import reduce_share
 from r2ccl.shm.waiting import publish
 
 #: Steps of a round.

@@ -19,7 +19,6 @@ from typing import Any
 
 from r2ccl.kernels.compiling import copy_bytes
 from r2ccl.shm.atomics import call_kernel, load_acquire, store_release, stream_fence, words_at
-from r2ccl.shm.direct import copy_inputs, reduce_inputs
 from r2ccl.shm.layout import (
     AWAITED,
     BASES,
@@ -54,6 +53,7 @@ from r2ccl.shm.layout import (
 )
 from r2ccl.shm.places import begin_anew, has_input, place_of, publish_places
 from r2ccl.shm.rounds import begin, compare_headers, copy, fits, write_header
+from r2ccl.shm.single_copy import copy_inputs, reduce_inputs
 from r2ccl.shm.waiting import publish, wait
 
 #: Steps of a round.
