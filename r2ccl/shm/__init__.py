@@ -12,16 +12,16 @@ For each communicator, a rank owns one segment, a sealed memfd that the other ra
   those that move data between such arrays;
 - `exchange` is the compiled loop of all collectives that move parts, or reduce them once;
 - `allreduce` is the compiled pipeline of large allreduces, `scan` that of scans;
-- `symmetric` makes the memory that all ranks map for a user's arrays, `room` finds out whether there
-  is enough, `mapping` maps it;
+- `symmetric` makes the memory that all ranks map for a user's arrays, `room` finds out whether
+  there is enough, `mapping` maps it;
 - `group` has `LocalGroup`, the object that a communicator calls.
 
 All collectives have one structure. Ranks number *rounds*, which never restart: in round j a rank
 copies data into stage slot ``j % 3`` of its segment and stores j in its word ``posted``; peers wait
 for that, read the slot, and store j in their word ``done``. The first round of a call carries the
 call's signature, and every rank waits for it from every other, so calls that differ are found
-before any output is written. If the header of the first round says that peers reach the arrays themselves, the
-call has no further round, and a rank returns when the others are done with its arrays.
+before any output is written. If the headers say that peers reach the arrays themselves, the call
+has no further round, and a rank returns when the others are done with its arrays.
 
 Results are reduced in rank order, so they have the same bits on all ranks and in every run.
 """

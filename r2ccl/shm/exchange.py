@@ -9,7 +9,8 @@ A receiver waits for the post of each sender and takes its piece. Senders are on
 receivers, so copies into and out of slots overlap. Each part is written and read twice.
 
 With `REACHING`, if peers reach the inputs of all senders, a receiver takes its parts from there
-instead, and a sender waits until the receivers have them: each part is written and read once.
+instead, and a sender waits until the receivers have them: each part is written and read once. In
+an allreduce, peers must reach the outputs, too, and each rank reduces its share.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from r2ccl.shm.layout import (
 )
 from r2ccl.shm.places import begin_anew, has_input, place_of, publish_places
 from r2ccl.shm.rounds import begin, compare_headers, copy, fits, write_header
-from r2ccl.shm.single_copy import copy_inputs, reduce_inputs
+from r2ccl.shm.single_copy import copy_inputs, reduce_inputs, reduce_share
 from r2ccl.shm.waiting import publish, wait
 
 #: Steps of a round.
@@ -106,7 +107,7 @@ def make_exchange() -> Exchange:
         piece = SLOT_NBYTES if is_whole else (SLOT_NBYTES // (nranks - 1)) & -64
         portion = 0 if is_whole else piece
         is_streamed = nbytes * nranks >= state[STREAM_NBYTES]
-        is_reaching = (flags & REACHING) != 0
+        is_reaching, is_allreduce = (flags & REACHING) != 0, is_shared and kernel != 0
 
         first = state[LAST] + 1
         if (flags & RESUME) == 0:
@@ -126,7 +127,10 @@ def make_exchange() -> Exchange:
             if state[MODE] == DIRECT:
                 if state[STEP] == _TAKE:
                     offset = 0 if is_shared else rank * source_step
-                    if is_receiver and kernel != 0:
+                    if is_allreduce:
+                        scratch = base + SLOTS + (first % NSLOTS) * SLOT_NBYTES
+                        reduce_share(state, sources, nbytes, kernel, scratch, is_streamed)
+                    elif is_receiver and kernel != 0:
                         reduce_inputs(state, sources, offset, kernel, target, nbytes)
                     elif is_receiver:
                         copy_inputs(
@@ -151,15 +155,18 @@ def make_exchange() -> Exchange:
                         for peer in range(nranks):
                             store_release(base + row + 8 * peer, sent_nbytes[peer])
                     if is_reaching:
-                        place = 0
+                        place, to_place = 0, 0
                         if is_sender and state[MODE] == UNDECIDED:
                             sent = nbytes + (nranks - 1) * source_step
                             apart = target >= source + sent or source >= target + sent
                             # In an alltoall in place, peers would read what this rank overwrites.
                             if source_step == 0 or target_step == 0 or apart:
                                 place = place_of(state, source, sent)
+                            if is_allreduce:
+                                to_place = place_of(state, target, nbytes)
+                                place = 0 if to_place == 0 else place
                         is_reachable = place != 0
-                        publish_places(state, place, 0)
+                        publish_places(state, place, to_place)
                 if is_sender and not is_reachable and ahead < state[TOTAL]:
                     if state[SAFE] < first + ahead - NSLOTS:
                         for peer in receivers:

@@ -64,7 +64,7 @@ _WAKE_ALL = "r2ccl.shm.waiting:make_wake_all"
 FLAT_NBYTES = 1 << 15
 #: Arrays that peers reach are read where they are if each part has at least this many bytes: the
 #: wait for the readers takes longer than a copy of less.
-REACHED_NBYTES = 1 << 13
+REACHED_NBYTES = 1 << 12
 #: An allreduce has at least this many chunks, of at least `_CHUNK_NBYTES`, so that its steps
 #: overlap.
 _NCHUNKS = 4
@@ -309,7 +309,7 @@ class LocalGroup:
             nbytes = int(rows[1, 1].sum()) // n
         elif source_parts or target_parts:
             nbytes //= n
-        if parts is None and nbytes >= REACHED_NBYTES and call.collective != Collective.ALLREDUCE:
+        if parts is None and nbytes >= REACHED_NBYTES:
             flags |= REACHING
         given = (
             0,
@@ -381,8 +381,8 @@ class LocalGroup:
             try:
                 self._attend(resume, signature % _WORD)
             except BaseException:
-                if call.run is self._run_allreduce:  # no other peers write to this rank's memory
-                    self.symmetric.withdraw(output)
+                if CallSignature.unpack(signature % _WORD).collective == Collective.ALLREDUCE:
+                    self.symmetric.withdraw(output)  # in no other call do peers write to it
                 raise
         if result:
             raise self._differs(call, result, signature % _WORD)

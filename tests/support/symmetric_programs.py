@@ -20,6 +20,8 @@ from r2ccl.types import Collective, ReduceOp
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _F32 = CODES[np.dtype(np.float32)]
+#: Also allreduces that are reduced in one step, and are large enough to be direct.
+SIZES = (*local_programs.SIZES, 1025)
 
 
 def allocate(group: LocalGroup, host: Host, nbytes: int) -> Array:
@@ -75,7 +77,7 @@ def check_matrix(host: Host, where: str) -> tuple[list[str], int, int]:
     `where` says which arrays peers reach: all, those of even ranks, inputs alone, or none.
     """
     group = host.connect()
-    nmost = host.nranks * max(local_programs.SIZES) * 4
+    nmost = host.nranks * max(SIZES) * 4
     memory = allocate(group, host, 2 * nmost + 64)
     choices: dict[str, Callable[[str], bool]] = {
         "all": lambda _: True,
@@ -86,7 +88,7 @@ def check_matrix(host: Host, where: str) -> tuple[list[str], int, int]:
     moved: Any = Moved(group, memory, choices[where])
     wrong = [
         f"{name} of {size} elements"
-        for size in local_programs.SIZES
+        for size in SIZES
         for name, found, wanted in _cases(moved, host, size)
         if local_programs.differs(found, wanted)
     ]
