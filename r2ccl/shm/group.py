@@ -65,6 +65,8 @@ FLAT_NBYTES = 1 << 15
 #: Arrays that peers reach are read where they are if each part has at least this many bytes: the
 #: wait for the readers takes longer than a copy of less.
 REACHED_NBYTES = 1 << 12
+#: The same for the share of each rank in an allreduce.
+SHARE_NBYTES = 1 << 11
 #: An allreduce has at least this many chunks, of at least `_CHUNK_NBYTES`, so that its steps
 #: overlap.
 _NCHUNKS = 4
@@ -309,7 +311,10 @@ class LocalGroup:
             nbytes = int(rows[1, 1].sum()) // n
         elif source_parts or target_parts:
             nbytes //= n
-        if parts is None and nbytes >= REACHED_NBYTES:
+        least = REACHED_NBYTES
+        if call.collective == Collective.ALLREDUCE:
+            least = SHARE_NBYTES * n
+        if parts is None and nbytes >= least:
             flags |= REACHING
         given = (
             0,
