@@ -40,6 +40,7 @@ from r2ccl.shm.symmetric import SymmetricMemory
 from r2ccl.types import (
     PREFIXES,
     REDUCTIONS,
+    ROOTED,
     AllgatherBytes,
     CallSignature,
     Collective,
@@ -63,10 +64,10 @@ _WAKE_ALL = "r2ccl.shm.waiting:make_wake_all"
 #: Allreduces of at most this many bytes times ranks exchange whole inputs: one step instead of two.
 FLAT_NBYTES = 1 << 15
 #: Arrays that peers reach are read where they are if each part has at least this many bytes: the
-#: wait for the readers takes longer than a copy of less.
-REACHED_NBYTES = 1 << 12
-#: The same for the share of each rank in an allreduce.
-SHARE_NBYTES = 1 << 11
+#: wait for the readers takes longer than a copy of less. In an allreduce, a share is a part.
+#: With a root, the limit is multiplied by the ranks: through slots, a root runs ahead, which
+#: with more ranks than cores saves switches.
+REACHED_NBYTES, SHARE_NBYTES, ROOTED_NBYTES = 1 << 12, 1 << 11, 1 << 14
 #: An allreduce has at least this many chunks, of at least `_CHUNK_NBYTES`, so that its steps
 #: overlap.
 _NCHUNKS = 4
@@ -311,10 +312,7 @@ class LocalGroup:
             nbytes = int(rows[1, 1].sum()) // n
         elif source_parts or target_parts:
             nbytes //= n
-        least = REACHED_NBYTES
-        if call.collective == Collective.ALLREDUCE:
-            least = SHARE_NBYTES * n
-        if parts is None and nbytes >= least:
+        if parts is None and nbytes >= _least_reached(call.collective, n):
             flags |= REACHING
         given = (
             0,
@@ -441,6 +439,13 @@ def _cache_nbytes() -> int:
     with suppress(OSError, ValueError):
         return int(_L3_FILE.read_text().strip().removesuffix("K")) << 10
     return _L3_NBYTES
+
+
+def _least_reached(collective: int, nranks: int) -> int:
+    """Return the smallest part in bytes with which peers read arrays that they reach."""
+    if collective == Collective.ALLREDUCE:
+        return SHARE_NBYTES * nranks
+    return ROOTED_NBYTES * nranks if collective in ROOTED else REACHED_NBYTES
 
 
 def preload() -> None:
