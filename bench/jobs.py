@@ -149,6 +149,8 @@ class Library(NamedTuple):
 
 R2CCL = Library("r2ccl", "tcp", env=(("R2CC_SHM", "0"),))
 LOCAL = Library("r2ccl", "shm", env=(("R2CC_SHM", "1"),))
+#: Arrays that all ranks reach directly.
+SYMMETRIC = Library("r2ccl", "symmetric", env=(*LOCAL.env, ("BENCH_SYMMETRIC", "1")))
 GLOO = Library("gloo", "tcp", ("torch",), GLOO_LACKS)
 MPICH = Library("mpich", "shm", ("mpi4py",))
 #: MPICH's ranks treat one another as on different nodes; either of its network layers uses TCP.
@@ -313,6 +315,7 @@ __all__ = [
     "OPENMPI",
     "OPENMPI_TCP",
     "R2CCL",
+    "SYMMETRIC",
     "Hung",
     "Job",
     "Library",

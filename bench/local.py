@@ -1,8 +1,10 @@
 """Measure collectives in shared memory beside TCP, MPICH and Open MPI, on one machine, in one run.
 
 Rounds and loops are those of `peers`. Each MPI also runs with glibc's thresholds raised
-(``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``), so that it keeps its temporary memory. The
-ratio is r2ccl's time in shared memory divided by that of the fastest MPI: below 1, r2ccl is faster.
+(``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``), so that it keeps its temporary memory.
+r2ccl also runs on arrays of `Communicator.empty` ("symmetric"). The ratios are r2ccl's times in
+shared memory, on ordinary and on symmetric arrays, divided by that of the fastest MPI: below 1,
+r2ccl is faster.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from common import (
     parse_sizes,
     write_json,
 )
-from jobs import LOCAL, MPICH, OPENMPI, R2CCL, Library
+from jobs import LOCAL, MPICH, OPENMPI, R2CCL, SYMMETRIC, Library
 from peers import Samples, sample, start_jobs
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +36,9 @@ _MPIS = tuple(
     for each in (MPICH, OPENMPI)
     for suffix, env in (("", ()), (", malloc", _KEPT))
 )
-_LIBRARIES: tuple[Library, ...] = (LOCAL, R2CCL, *_MPIS)
+_LIBRARIES: tuple[Library, ...] = (LOCAL, SYMMETRIC, R2CCL, *_MPIS)
+#: Names of the ratios to the faster MPI.
+_RATIOS = {"ratio": LOCAL, "symmetric": SYMMETRIC}
 
 
 def rows_of(samples: Samples, collective: str, nranks: int) -> list[dict[str, Any]]:
@@ -42,19 +46,22 @@ def rows_of(samples: Samples, collective: str, nranks: int) -> list[dict[str, An
     rows = []
     for nbytes in sorted({size for _, size in samples}):
         times = {
-            f"{library.name} ({library.transport})": Stats.of(samples[library, nbytes]).median * 1e6
+            library: Stats.of(samples[library, nbytes]).median * 1e6
             for library in _LIBRARIES
             if (library, nbytes) in samples
         }
-        ours, _, *others = times.values()
-        ratio = ours / min(others) if others else None
+        others = [time for library, time in times.items() if library in _MPIS]
+        ratios = {
+            key: times[library] / min(others) if others and library in times else None
+            for key, library in _RATIOS.items()
+        }
         rows.append(
             {
                 "collective": collective,
                 "nranks": nranks,
                 "nbytes": nbytes,
-                "median_us": times,
-                "ratio": ratio,
+                "median_us": {f"{each.name} ({each.transport})": us for each, us in times.items()},
+                **ratios,
             }
         )
     return rows
@@ -66,12 +73,12 @@ def table_of(rows: list[dict[str, Any]], collective: str, nranks: int) -> Table:
         title=f"{collective}, float32, {nranks} ranks: µs, median; ratio to the faster MPI"
     )
     names = list(rows[0]["median_us"])
-    for name in ("size", *names, "ratio"):
+    for name in ("size", *names, *_RATIOS):
         table.add_column(name, justify="right")
     for row in rows:
         cells = [f"{row['median_us'].get(name, float('nan')):,.1f}" for name in names]
-        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        table.add_row(format_size(row["nbytes"]), *cells, ratio)
+        cells += ["-" if row[name] is None else f"{row[name]:.2f}" for name in _RATIOS]
+        table.add_row(format_size(row["nbytes"]), *cells)
     return table
 
 

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from collectives import FORMS, Buffers, Case, count_wrong, make_inputs, place
+from collectives import FORMS, Array, Buffers, Case, count_wrong, make_inputs, place
 
 #: Collective, bytes, calls in the loop, warm-up calls, and index of the group that makes them.
 Command = tuple[str, int, int, int, int]
@@ -33,21 +33,45 @@ class Group(NamedTuple):
     barrier: Callable[[], object]
     #: Returns the function that makes the calls of a case on these arrays.
     call_of: Callable[[Case, Buffers], Callable[[], object]]
+    #: Returns the function that copies the arrays of a case to the memory that is measured.
+    #: *Collective*.
+    mover_of: Callable[[Case], Callable[[Array], Array]] = lambda case: lambda block: block
 
 
 @contextmanager
 def open_r2ccl() -> Iterator[list[Group]]:
-    """Join by the launcher's environment, once for every mode in ``BENCH_MODES``."""
+    """Join by the launcher's environment, once for every mode in ``BENCH_MODES``.
+
+    With ``BENCH_SYMMETRIC``, the arrays are parts of one that `Communicator.empty` returned.
+    """
     from calls import call_of
 
     import r2ccl
 
     def group_of(comm: r2ccl.Communicator) -> Group:
-        return Group(comm.rank, comm.nranks, comm.barrier, partial(call_of, comm))
+        group = Group(comm.rank, comm.nranks, comm.barrier, partial(call_of, comm))
+        if "BENCH_SYMMETRIC" not in os.environ:
+            return group
+        return group._replace(mover_of=partial(_symmetric_mover, comm))
 
     with ExitStack() as stack:
         modes = os.environ.get("BENCH_MODES", "auto").split(",")
         yield [group_of(stack.enter_context(r2ccl.init(mode=mode))) for mode in modes]
+
+
+def _symmetric_mover(comm: Any, case: Case) -> Callable[[Array], Array]:
+    """Return a function that copies the input and the output of a case to parts of one array."""
+    room = comm.empty(2 * case.nbytes + 64, np.uint8)
+    used = 0
+
+    def move(block: Array) -> Array:
+        nonlocal used
+        place: Array = room[used : used + block.nbytes].view(block.dtype)
+        used += -(-block.nbytes // 64) * 64
+        place[:] = block
+        return place
+
+    return move
 
 
 def open_gloo() -> AbstractContextManager[list[Group]]:
@@ -85,7 +109,8 @@ def verify(group: Group, case: Case) -> None:
     """Check one result before this case is timed."""
     inputs = make_inputs(case, (case.nbytes,))
     in_place = case.form.name in _IN_PLACE
-    buffers = place(case, group.rank, inputs[group.rank], in_place=in_place)
+    data, move = inputs[group.rank], group.mover_of(case)
+    buffers = place(case, group.rank, data, in_place=in_place, move=move)
     group.call_of(case, buffers)()
     if group.rank != case.root and case.form.name == "reduce":
         return  # gloo changes the arrays of the other ranks
@@ -94,11 +119,12 @@ def verify(group: Group, case: Case) -> None:
         raise ValueError(f"wrong {case.form.name} of {case.nbytes} bytes: {wrong} elements")
 
 
-def zeros(case: Case, rank: int) -> Buffers:
+def zeros(case: Case, group: Group) -> Buffers:
     """Return arrays that stay zero, however often they are summed; writing maps the pages."""
-    count = case.sends(rank)
+    count = case.sends(group.rank)
     data = None if count is None else np.zeros(count, case.dtype)
-    buffers = place(case, rank, data, in_place=case.form.name in _IN_PLACE)
+    in_place = case.form.name in _IN_PLACE
+    buffers = place(case, group.rank, data, in_place=in_place, move=group.mover_of(case))
     for each in buffers:
         if each is not None:
             each.fill(0)
@@ -128,7 +154,7 @@ def serve(groups: list[Group], bench: socket.socket) -> None:
         if case not in calls:
             for group in groups:
                 verify(group, case)
-            buffers = zeros(case, first.rank)
+            buffers = zeros(case, first)
             calls[case] = [group.call_of(case, buffers) for group in groups]
         seconds = measure(groups[chosen], calls[case][chosen], iterations, warmup)
         bench.send(msgspec.json.encode(seconds))

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.failover.diagnosis.verdict import Verdict
@@ -789,6 +790,53 @@ class Communicator:
         message yet.
         """
         return self._messages.probe(source, tag, is_blocking=is_blocking)
+
+    def empty(
+        self,
+        shape: int | Sequence[int] | None = None,
+        dtype: npt.DTypeLike | None = None,
+        *,
+        like: Any = None,
+    ) -> npt.NDArray[Any]:
+        """Allocate an array that peers in shared memory reach: collectives on it copy less.
+
+        Use it, or parts of it, as input, and for `allreduce` also as output. It is an ordinary
+        NumPy array, which ``torch.from_numpy`` and DLPack share. Collectives of other communicators
+        treat it as any other array.
+
+        Parameters
+        ----------
+        shape : int or sequence of int
+            Equal on all ranks, as is the size of `dtype`.
+        dtype : dtype, optional
+            One that collectives support. Default: that of `like`, else float64.
+        like : array_like in host memory, optional
+            Has the shape and, by default, the dtype; instead of `shape`.
+
+        Returns
+        -------
+        ndarray
+            C-contiguous. Its elements have any values. Valid as long as it or a view of it exists,
+            also after the communicator has ended.
+
+        Raises
+        ------
+        InvalidArgument
+            If an argument is not as described, or the ranks ask for different sizes: on all of
+            them, and the communicator stays usable.
+        TransportError
+            If memory or descriptors are exhausted on any rank: on all of them, before the memory is
+            used, and the communicator stays usable. Without shared memory, as `register`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: about 1 ms, and whole pages of memory on every rank, so
+        allocate few large arrays and use parts of them. The memory is freed by the first `empty`
+        after all ranks have dropped their arrays in it, or when the communicator has ended. Without
+        shared memory, the array is registered as by `register`. A forked child shares its contents.
+        *After failure*: `allreduce` leaves zeros in an output that peers reach.
+        """
+        return self._collectives.empty(*arguments.form_of(shape, dtype, like))
 
     def register(self, x: Any) -> RegisteredMemory:
         """Register the memory of `x` with the NICs, so that slices are transferred without a copy.

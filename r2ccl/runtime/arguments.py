@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from r2ccl import kernels
-from r2ccl.dtypes import CODES, dtype_name, raw_dtype
+from r2ccl.dtypes import CODES, dtype_name, names, raw_dtype
 from r2ccl.errors import InvalidArgument
 from r2ccl.runtime.arrays.buffers import (
     Buffer,
@@ -470,6 +470,31 @@ def _numbers(name: str, values: Any, nranks: int) -> tuple[int, ...]:
     return found
 
 
+def form_of(shape: Any, dtype: Any, like: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape and the dtype of `Communicator.empty`; `shape` and `dtype` may be None.
+
+    Raises
+    ------
+    InvalidArgument
+        If both or neither of `shape` and `like` are given, or the shape or the dtype is invalid.
+    """
+    if (shape is None) == (like is None):
+        raise InvalidArgument("empty() needs either a shape or like=, and not both")
+    if like is not None:
+        array = host_array(like)
+        shape, dtype = array.shape, array.dtype if dtype is None else dtype
+    try:
+        sizes = tuple(map(index, shape)) if np.iterable(shape) else (index(shape),)
+        kind = np.dtype(np.float64 if dtype is None else dtype)
+    except TypeError as exc:
+        raise InvalidArgument(f"shape={shape!r}, dtype={dtype!r}: {exc}") from exc
+    if min(sizes, default=0) < 0:
+        raise InvalidArgument(f"shape={shape!r}; allowed are integers of 0 or more")
+    if kind not in CODES:
+        raise InvalidArgument(f"dtype={kind}; allowed are {names()}")
+    return sizes, kind
+
+
 def tag(value: Any, *, is_any: bool = False) -> int:
     """Return the tag of a message; `is_any` allows `ANY`.
 
@@ -599,6 +624,7 @@ __all__ = [
     "as_buffer",
     "broadcast",
     "check_op",
+    "form_of",
     "gather",
     "gatherv",
     "layout_of",

@@ -8,6 +8,7 @@ that call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +29,7 @@ from r2ccl.errors import (
     InvalidArgument,
     R2cclError,
     ScheduleError,
+    TransportError,
 )
 from r2ccl.planning.calibration import calibrate
 from r2ccl.planning.cost_model import Rates
@@ -421,6 +423,36 @@ class Collectives:
         call = CallSignature(Collective.ALLGATHER, _UINT8, ReduceOp.SUM, flat.size)
         self.in_turn(partial(self._collect, call, flat, flat))
         return [row.tobytes() for row in rows]
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an array that all ranks reach directly; see `Communicator.empty`.
+
+        Without shared memory, its memory is registered.
+
+        Raises
+        ------
+        InvalidArgument, TransportError
+            As `Communicator.empty`; the communicator stays usable.
+        R2cclError
+            If the communicator has ended, or ends meanwhile.
+        """
+        self.require_free()
+        self.require_seen()
+        if self._local is None:
+            array = np.empty(shape, dtype)
+            if array.nbytes:
+                self._engine.register(array.reshape(-1).view(np.uint8))
+            return array
+        nbytes = math.prod(shape) * dtype.itemsize
+        try:
+            memory = self._local.allocate(nbytes, self.allgather_bytes, self.in_turn)
+        except BaseException as exc:
+            # These two are raised on all ranks. After any other, the ranks may disagree on what
+            # memory there is.
+            if type(exc) not in (InvalidArgument, TransportError):
+                self._engine.fail_call(exc)
+            raise
+        return memory[:nbytes].view(dtype).reshape(shape)
 
     def share_memory(self, control: ControlPlane, obstacle: str) -> None:
         """Use memory that all ranks of the communicator share, from now on.

@@ -171,6 +171,12 @@ class LocalCalls:
         self._guarded(self._run, self._group.prepare(call), source, output)
         return True
 
+    def allocate(
+        self, nbytes: int, exchange: AllgatherBytes, in_turn: Callable[[Callable[[], None]], None]
+    ) -> Array:
+        """Return bytes that all ranks reach; see `SymmetricMemory.allocate`."""
+        return self._group.symmetric.allocate(nbytes, exchange, in_turn)
+
     def _guarded(self, run: Callable[..., object], *given: Any) -> None:
         """Call ``run(*given)``; end the communicator if it raises."""
         if self._has_ended:

@@ -8,8 +8,12 @@ For each communicator, a rank owns one segment, a sealed memfd that the other ra
 - `waiting` waits in compiled code until a peer has advanced;
 - `arrays` has the layout of NumPy's array objects, which compiled code reads;
 - `rounds` has the compiled steps that all collectives share;
+- `places` has the compiled steps that find arrays in memory which all ranks map, and `single_copy`
+  those that move data between such arrays;
 - `exchange` is the compiled loop of all collectives that move parts, or reduce them once;
 - `allreduce` is the compiled pipeline of large allreduces, `scan` that of scans;
+- `symmetric` makes the memory that all ranks map for a user's arrays, `room` finds out whether
+  there is enough, `mapping` maps it;
 - `group` has `LocalGroup`, the object that a communicator calls;
 - `message_layout` has the offsets in the memory for messages, and those of a rank's table;
 - `frames` has the compiled steps of messages, `pump` the compiled loop that moves them;
@@ -20,7 +24,8 @@ All collectives have one structure. Ranks number *rounds*, which never restart: 
 copies data into stage slot ``j % 3`` of its segment and stores j in its word ``posted``; peers wait
 for that, read the slot, and store j in their word ``done``. The first round of a call carries the
 call's signature, and every rank waits for it from every other, so calls that differ are found
-before any output is written.
+before any output is written. If the headers say that peers reach the arrays themselves, the call
+has no further round, and a rank returns when the others are done with its arrays.
 
 Messages are frames in rings, one ring for each ordered pair of ranks, which its sender writes. A
 receiver takes frames in the order in which they were put, so a message never waits for a receive of

@@ -5,6 +5,9 @@ from its input to its stage slot, reduces its own share of chunk k - 1 from the 
 ranks to its result slot, and copies all shares of chunk k - 2 from the result slots to its output.
 For each byte of its input, a rank reads less than three bytes and writes two, for any number of
 ranks.
+
+If peers reach the inputs and outputs of all ranks, a rank reduces its share from all inputs to all
+outputs instead: it reads one byte and writes one, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from r2ccl.shm.atomics import call_kernel, stream_fence, words_at
 from r2ccl.shm.layout import (
     BASES,
     CHANGED,
+    DIRECT,
     DONE,
     FINISHED,
     LAST,
+    MODE,
     NRANKS,
     NSLOTS,
     POSTED,
@@ -32,9 +37,12 @@ from r2ccl.shm.layout import (
     SLOTS,
     STEP,
     STREAM_NBYTES,
+    UNDECIDED,
     WAITING,
 )
+from r2ccl.shm.places import begin_anew, has_input, place_of, publish_places
 from r2ccl.shm.rounds import begin, compare_headers, copy, fits, wait_for_all, write_header
+from r2ccl.shm.single_copy import reduce_share
 from r2ccl.shm.waiting import publish
 
 #: Steps of a round.
@@ -77,14 +85,37 @@ def make_allreduce() -> Allreduce:
         first = state[LAST] + 1
         if (flags & RESUME) == 0:
             begin(state, total)
+            state[MODE] = UNDECIDED
         # Before round 0, the round with index -1 deposits the first chunk and compares the calls.
         while state[ROUND] <= total:
             index = state[ROUND]
             this = first + index
+            if state[MODE] == DIRECT:
+                if state[STEP] == _REDUCE:
+                    scratch = base + SLOTS + (first % NSLOTS) * SLOT_NBYTES
+                    reduce_share(state, sources, nbytes, kernel, scratch, is_streamed)
+                    stream_fence()
+                    publish(base + DONE, first)
+                    state[STEP] = _COLLECT
+                # Until all ranks are done, they read this rank's input, and write its output.
+                if not wait_for_all(state, address, DONE, first):
+                    return WAITING
+                state[LAST] = first
+                return FINISHED
             if state[STEP] == _DEPOSIT:
                 ahead = index + 1
-                if ahead == 0 and not write_header(state, address, signature):
-                    return WAITING
+                is_reachable = False
+                if ahead == 0:
+                    if not write_header(state, address, signature):
+                        return WAITING
+                    from_place, to_place = 0, 0
+                    if state[MODE] == UNDECIDED:
+                        from_place = place_of(state, source, nbytes)
+                        to_place = place_of(state, target, nbytes)
+                    is_reachable = from_place != 0 and to_place != 0
+                    if not is_reachable:
+                        from_place, to_place = 0, 0
+                    publish_places(state, from_place, to_place)
                 if ahead < total:
                     # The slot is free: `_COLLECT` of the previous round waited until all ranks had
                     # reduced the chunk that was there.
@@ -94,8 +125,9 @@ def make_allreduce() -> Allreduce:
                     share = ((length + nranks - 1) // nranks + 63) & -64
                     before = min(length, rank * share)
                     after = min(length, before + share)
-                    copy_bytes(slot, at, before)
-                    copy_bytes(slot + after, at + after, length - after)
+                    if not is_reachable:
+                        copy_bytes(slot, at, before)
+                        copy_bytes(slot + after, at + after, length - after)
                     publish(base + POSTED, first + ahead)
                 state[STEP] = _REDUCE
             if state[STEP] == _REDUCE:
@@ -103,6 +135,16 @@ def make_allreduce() -> Allreduce:
                     result = compare_headers(state, address, signature)
                     if result != FINISHED:
                         return result
+                    nreachable = 0
+                    for peer in range(nranks):
+                        nreachable += has_input(state, peer)
+                    if nreachable == nranks:
+                        state[MODE] = DIRECT
+                        continue
+                    if nreachable > 0:
+                        begin_anew(state, total)
+                        first += 1
+                        continue
                 elif index < total:
                     if not wait_for_all(state, address, POSTED, this):
                         return WAITING

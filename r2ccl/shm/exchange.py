@@ -7,6 +7,10 @@ all ranks, in rank order, with a kernel of `r2ccl.kernels.fold`. A barrier copie
 In each round, a sender copies the next piece of each part into its stage slot and posts the round.
 A receiver waits for the post of each sender and takes its piece. Senders are one round ahead of the
 receivers, so copies into and out of slots overlap. Each part is written and read twice.
+
+With `REACHING`, if peers reach the inputs of all senders, a receiver takes its parts from there
+instead, and a sender waits until the receivers have them: each part is written and read once. In
+an allreduce, peers must reach the outputs, too, and each rank reduces its share.
 """
 
 from __future__ import annotations
@@ -21,17 +25,20 @@ from r2ccl.shm.layout import (
     BASES,
     CHANGED,
     DIFFERS_IN_SIZE,
+    DIRECT,
     DONE,
     FINISHED,
     FROM_ROOT,
     LAST,
     LENGTHS,
     MAX_NRANKS,
+    MODE,
     NCALLS,
     NRANKS,
     NSLOTS,
     POSTED,
     RANK,
+    REACHING,
     RESUME,
     ROUND,
     SAFE,
@@ -42,13 +49,16 @@ from r2ccl.shm.layout import (
     STREAM_NBYTES,
     TO_ROOT,
     TOTAL,
+    UNDECIDED,
     WAITING,
 )
+from r2ccl.shm.places import begin_anew, has_input, place_of, publish_places
 from r2ccl.shm.rounds import begin, compare_headers, copy, fits, write_header
+from r2ccl.shm.single_copy import copy_inputs, reduce_inputs, reduce_share
 from r2ccl.shm.waiting import publish, wait
 
 #: Steps of a round.
-_DEPOSIT, _TAKE = 0, 1
+_DEPOSIT, _TAKE, _LINGER = 0, 1, 2
 
 #: Compiled ``exchange``, see `make_exchange`.
 Exchange = Callable[[int, int, int, int, int, int, int, int, int, int, int, int], int]
@@ -96,6 +106,8 @@ def make_exchange() -> Exchange:
         is_whole = is_shared or (flags & TO_ROOT) != 0 or nranks == 1
         piece = SLOT_NBYTES if is_whole else (SLOT_NBYTES // (nranks - 1)) & -64
         portion = 0 if is_whole else piece
+        is_streamed = nbytes * nranks >= state[STREAM_NBYTES]
+        is_reaching, is_allreduce = (flags & REACHING) != 0, is_shared and kernel != 0
 
         first = state[LAST] + 1
         if (flags & RESUME) == 0:
@@ -105,21 +117,57 @@ def make_exchange() -> Exchange:
                 for peer in range(nranks):
                     most = max(most, sent_nbytes[peer], put_nbytes[peer])
             begin(state, (most + piece - 1) // piece)
+            state[MODE] = UNDECIDED
         row = LENGTHS + 8 * MAX_NRANKS * (state[NCALLS] & 1)
 
         # Before round 0, the round with index -1 deposits its pieces and compares the calls.
         while state[ROUND] < state[TOTAL]:
             index = state[ROUND]
             this = first + index
+            if state[MODE] == DIRECT:
+                if state[STEP] == _TAKE:
+                    offset = 0 if is_shared else rank * source_step
+                    if is_allreduce:
+                        scratch = base + SLOTS + (first % NSLOTS) * SLOT_NBYTES
+                        reduce_share(state, sources, nbytes, kernel, scratch, is_streamed)
+                    elif is_receiver and kernel != 0:
+                        reduce_inputs(state, sources, offset, kernel, target, nbytes)
+                    elif is_receiver:
+                        copy_inputs(
+                            state, senders, offset, target, target_step, nbytes, is_streamed
+                        )
+                    publish(base + DONE, first)
+                    state[STEP] = _LINGER
+                if is_sender:
+                    for peer in receivers:
+                        word = state[BASES + peer] + DONE
+                        if peer != rank and not wait(state, address, word, first):
+                            state[AWAITED] = peer
+                            return WAITING
+                break
             if state[STEP] == _DEPOSIT:
                 ahead = index + 1
+                is_reachable = False
                 if ahead == 0:
                     if not write_header(state, address, signature):
                         return WAITING
                     if has_tables:
                         for peer in range(nranks):
                             store_release(base + row + 8 * peer, sent_nbytes[peer])
-                if is_sender and ahead < state[TOTAL]:
+                    if is_reaching:
+                        place, to_place = 0, 0
+                        if is_sender and state[MODE] == UNDECIDED:
+                            sent = nbytes + (nranks - 1) * source_step
+                            apart = target >= source + sent or source >= target + sent
+                            # In an alltoall in place, peers would read what this rank overwrites.
+                            if source_step == 0 or target_step == 0 or apart:
+                                place = place_of(state, source, sent)
+                            if is_allreduce:
+                                to_place = place_of(state, target, nbytes)
+                                place = 0 if to_place == 0 else place
+                        is_reachable = place != 0
+                        publish_places(state, place, to_place)
+                if is_sender and not is_reachable and ahead < state[TOTAL]:
                     if state[SAFE] < first + ahead - NSLOTS:
                         for peer in receivers:
                             word = state[BASES + peer] + DONE
@@ -151,6 +199,20 @@ def make_exchange() -> Exchange:
                         if load_acquire(state[BASES + peer] + row + 8 * to) != put_nbytes[peer]:
                             state[AWAITED] = peer
                             return DIFFERS_IN_SIZE
+                if is_reaching:
+                    nreachable, nsenders = 0, 0
+                    for peer in senders:
+                        nreachable += has_input(state, peer)
+                        nsenders += 1
+                    if nreachable == nsenders:
+                        state[TOTAL] = 1
+                        state[MODE] = DIRECT
+                        continue
+                    if nreachable > 0:
+                        begin_anew(state, state[TOTAL])
+                        first += 1
+                        row = LENGTHS + 8 * MAX_NRANKS * (state[NCALLS] & 1)
+                        continue
             elif is_receiver:
                 for peer in senders:
                     word = state[BASES + peer] + POSTED
@@ -171,7 +233,6 @@ def make_exchange() -> Exchange:
                     length = max(0, min(length - done, piece))
                     call_kernel(kernel, sources, nranks, target + done, length)
                 else:
-                    is_streamed = nbytes * nranks >= state[STREAM_NBYTES]
                     for peer in senders:
                         at = state[BASES + peer] + slot + (rank - peer - 1) % nranks * portion
                         at = own if peer == rank else at

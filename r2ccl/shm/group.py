@@ -26,6 +26,7 @@ from r2ccl.shm.layout import (
     DIFFERS_IN_SIZE,
     FROM_ROOT,
     MAX_NRANKS,
+    REACHING,
     RESUME,
     SHARED,
     SLOT_NBYTES,
@@ -36,9 +37,11 @@ from r2ccl.shm.machine import UNSUPPORTED
 from r2ccl.shm.passing import Place, pass_segments
 from r2ccl.shm.rings import Rings, preload_rings
 from r2ccl.shm.segment import Segment
+from r2ccl.shm.symmetric import SymmetricMemory
 from r2ccl.types import (
     PREFIXES,
     REDUCTIONS,
+    ROOTED,
     AllgatherBytes,
     CallSignature,
     Collective,
@@ -61,6 +64,11 @@ _WAKE_ALL = "r2ccl.shm.waiting:make_wake_all"
 
 #: Allreduces of at most this many bytes times ranks exchange whole inputs: one step instead of two.
 FLAT_NBYTES = 1 << 15
+#: Arrays that peers reach are read where they are if each part has at least this many bytes: the
+#: wait for the readers takes longer than a copy of less. In an allreduce, a share is a part.
+#: With a root, the limit is multiplied by the ranks: through slots, a root runs ahead, which
+#: with more ranks than cores saves switches.
+REACHED_NBYTES, SHARE_NBYTES, ROOTED_NBYTES = 1 << 12, 1 << 11, 1 << 14
 #: An allreduce has at least this many chunks, of at least `_CHUNK_NBYTES`, so that its steps
 #: overlap.
 _NCHUNKS = 4
@@ -138,7 +146,12 @@ class LocalGroup:
     """
 
     def __init__(
-        self, own: Segment, peers: dict[int, Segment], place: Place, attend: Attend
+        self,
+        own: Segment,
+        peers: dict[int, Segment],
+        place: Place,
+        attend: Attend,
+        make_symmetric: Callable[[npt.NDArray[np.int64]], SymmetricMemory],
     ) -> None:
         self._place = place
         self.rank = place.index
@@ -148,6 +161,8 @@ class LocalGroup:
         self._attend = attend
         self.prepare = functools.lru_cache(_NPREPARED)(self._prepare)
         self._memory = self._make_state()
+        #: Memory of arrays that all ranks reach.
+        self.symmetric = make_symmetric(self._memory)
         self._state = int(self._memory.ctypes.data)
         self._run_exchange = callable_of(_EXCHANGE)
         self._run_allreduce = callable_of(_PIPELINE)
@@ -206,7 +221,7 @@ class LocalGroup:
             problem = f"{len(ranks)} ranks on one host: at most {MAX_NRANKS}"
         if not problem:
             try:
-                host, own = _host_of_process(), Segment.create(len(ranks))
+                host, own = _host_of_process(), Segment.create_of_group(len(ranks))
             except OSError as exc:
                 problem = f"/proc/self/ns: {describe_os_error(exc)}"
             except TransportError as exc:
@@ -228,12 +243,16 @@ class LocalGroup:
             own.close()
             raise
         own.close_descriptor()
-        return cls(own, peers, place, attend)
+
+        def make_symmetric(state: npt.NDArray[np.int64]) -> SymmetricMemory:
+            return SymmetricMemory(state, place, secret, connect_timeout_s)
+
+        return cls(own, peers, place, attend, make_symmetric)
 
     @property
     def ncalls(self) -> int:
         """Number of calls begun."""
-        return int(self._memory[layout.NCALLS])
+        return int(self._memory[layout.NCALLS] - self._memory[layout.NREPEATED])
 
     @property
     def awaited(self) -> int:
@@ -296,6 +315,8 @@ class LocalGroup:
             nbytes = int(rows[1, 1].sum()) // n
         elif source_parts or target_parts:
             nbytes //= n
+        if parts is None and nbytes >= _least_reached(call.collective, n):
+            flags |= REACHING
         given = (
             0,
             source_parts * nbytes,
@@ -348,6 +369,7 @@ class LocalGroup:
     def close(self) -> None:
         """Free the memory; no call may run or follow. Not collective."""
         self.rings.close()
+        self.symmetric.close()
         for peer in self._peers.values():
             peer.close()
         self._own.close()
@@ -363,7 +385,12 @@ class LocalGroup:
             return result != WAITING
 
         if result == WAITING:
-            self._attend(resume, signature % _WORD)
+            try:
+                self._attend(resume, signature % _WORD)
+            except BaseException:
+                if CallSignature.unpack(signature % _WORD).collective == Collective.ALLREDUCE:
+                    self.symmetric.withdraw(output)  # in no other call do peers write to it
+                raise
         if result:
             raise self._differs(call, result, signature % _WORD)
 
@@ -416,6 +443,13 @@ def _cache_nbytes() -> int:
     with suppress(OSError, ValueError):
         return int(_L3_FILE.read_text().strip().removesuffix("K")) << 10
     return _L3_NBYTES
+
+
+def _least_reached(collective: int, nranks: int) -> int:
+    """Return the smallest part in bytes with which peers read arrays that they reach."""
+    if collective == Collective.ALLREDUCE:
+        return SHARE_NBYTES * nranks
+    return ROOTED_NBYTES * nranks if collective in ROOTED else REACHED_NBYTES
 
 
 def preload() -> None:

@@ -22,6 +22,9 @@ POSTED = 0
 #: Header of a call, in the line of POSTED, two words each, for calls with even and odd numbers: the
 #: signature of the call, and the number of rounds that the owner needs.
 SIGNATURES, NROUNDS = 16, 32
+#: Part of the header if peers may reach the arrays directly: the places of input and output, see
+#: `r2ccl.shm.places`; 0: there is none.
+INPUTS, OUTPUTS = 48, 64
 #: Last round whose slots the owner has read; its result slot is valid.
 DONE = 2 * LINE_NBYTES
 #: Offset from POSTED, and from DONE, to the number of threads that sleep until that word changes.
@@ -64,10 +67,18 @@ SLEEP_S, SLEEP_NS = 13, 14
 STREAM_NBYTES = 15
 #: Number of waits, one after another, for which the pauses did not suffice.
 MISSES = 16
-#: Addresses of the segments of all ranks, then space for the sources of a kernel.
-BASES = 18
 #: CPU to which this rank moves if it finds itself on that of the rank it waits for; -1: none.
 HOME = 17
+#: Segments of arrays that all ranks reach: address of the table of this rank's, sorted by address,
+#: and number of its rows; address of a table with a row for each number of a segment, with its
+#: addresses in this process, by owner.
+OWN_SYMMETRIC, NSYMMETRIC, SYMMETRIC = 18, 19, 20
+#: Words of a row of the first table: first byte, end (exclusive), number.
+ROW_NWORDS = 3
+#: How the data of the call travels; number of calls that began anew, which `NCALLS` counts twice.
+MODE, NREPEATED = 21, 22
+#: Addresses of the segments of all ranks, then space for the sources of a kernel.
+BASES = 23
 #: Bytes of a set of CPUs (1,024 of them); two follow the space for the sources.
 CPU_SET_NBYTES = 128
 
@@ -76,6 +87,10 @@ def state_size(nranks: int) -> int:
     """Return the number of words of the state."""
     return BASES + 2 * nranks + 2 * CPU_SET_NBYTES // 8
 
+
+# Values of MODE: not known yet; through slots; between the arrays themselves.
+
+UNDECIDED, STAGED, DIRECT = 0, 1, 2
 
 # Results of a compiled call.
 
@@ -95,6 +110,8 @@ RESUME = 1
 SHARED = 2
 #: Only the root sends; only the root receives.
 FROM_ROOT, TO_ROOT = 4, 8
+#: Peers read inputs that they can reach where they are.
+REACHING = 16
 
 __all__ = [
     "AWAITED",
@@ -104,25 +121,34 @@ __all__ = [
     "CPU_SET_NBYTES",
     "DIFFERS",
     "DIFFERS_IN_SIZE",
+    "DIRECT",
     "DONE",
     "FINISHED",
     "FROM_ROOT",
     "HOME",
+    "INPUTS",
     "LAST",
     "LENGTHS",
     "LINE_NBYTES",
     "MAX_NRANKS",
     "MISSES",
+    "MODE",
     "NCALLS",
     "NRANKS",
+    "NREPEATED",
     "NROUNDS",
     "NSLOTS",
+    "NSYMMETRIC",
+    "OUTPUTS",
+    "OWN_SYMMETRIC",
     "PAGE_NBYTES",
     "POSTED",
     "RANK",
+    "REACHING",
     "RESULTS",
     "RESUME",
     "ROUND",
+    "ROW_NWORDS",
     "SAFE",
     "SEGMENT_NBYTES",
     "SHARED",
@@ -134,10 +160,13 @@ __all__ = [
     "SPIN",
     "SPIN_MAX",
     "SPIN_MIN",
+    "STAGED",
     "STEP",
     "STREAM_NBYTES",
+    "SYMMETRIC",
     "TOTAL",
     "TO_ROOT",
+    "UNDECIDED",
     "WAITERS",
     "WAITING",
     "YIELDS",

@@ -55,7 +55,7 @@ class Place(msgspec.Struct, frozen=True):
 def pass_segments(
     own: Segment, place: Place, exchange: AllgatherBytes, secret: Secret, timeout_s: float
 ) -> dict[int, Segment]:
-    """Exchange segments with all other ranks of the host.
+    """Exchange segments, of equal size, with all other ranks of the host.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def _swap(connection: socket.socket, own: Segment) -> Segment:
         for each in descriptors:
             os.close(each)
         raise HandshakeRejected("a peer passed no descriptor")
-    segment = Segment(descriptors[0], own.nranks)
+    segment = own.of_peer(descriptors[0])
     segment.close_descriptor()
     return segment
 

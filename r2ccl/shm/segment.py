@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 from typing import Any
 
@@ -19,21 +18,24 @@ import numpy.typing as npt
 
 from r2ccl.errors import TransportError, describe_os_error, errno_name
 from r2ccl.shm.layout import SEGMENT_NBYTES
+from r2ccl.shm.mapping import Mapping, bytes_of
 from r2ccl.shm.message_layout import memory_nbytes, ring_nbytes, rings_at
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_MADV_POPULATE_WRITE = 23
 
 
 class Segment:
-    """One mapped segment of `SEGMENT_NBYTES` bytes, and the memory for messages that follows it.
+    """One mapped segment.
 
     Parameters
     ----------
     descriptor : int
         Descriptor of the memfd; the segment owns it and closes it when it is no longer needed.
+    nbytes : int
+        Size that the memory must have.
     nranks : int
-        Number of ranks, which determines the size of the memory for messages.
+        If above 0, the memory consists of `SEGMENT_NBYTES` bytes for collectives, and of the memory
+        for messages of so many ranks.
 
     Raises
     ------
@@ -41,52 +43,59 @@ class Segment:
         If the memory is not sealed or has another size, or cannot be mapped.
     """
 
-    def __init__(self, descriptor: int, nranks: int) -> None:
+    def __init__(self, descriptor: int, nbytes: int, nranks: int = 0) -> None:
         self.descriptor = descriptor
+        self.nbytes = nbytes
         self.nranks = nranks
         try:
-            _check(descriptor, _nbytes_of(nranks))
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._map = mmap.mmap(descriptor, SEGMENT_NBYTES, flags)
-            self._messages = mmap.mmap(
-                descriptor, memory_nbytes(nranks), mmap.MAP_SHARED, offset=SEGMENT_NBYTES
-            )
+            _check(descriptor, nbytes)
+            #: Memory, which arrays may keep mapped for longer than this object lives.
+            self.mapping = Mapping(descriptor, SEGMENT_NBYTES if nranks else nbytes)
+            self._rings: Mapping | None = None
+            if nranks:
+                rest = memory_nbytes(nranks)
+                self._rings = Mapping(descriptor, rest, SEGMENT_NBYTES, is_populated=False)
         except OSError as exc:
             self.close_descriptor()
-            raise _translated("map", exc) from exc
+            raise _translated("map", nbytes, exc) from exc
         except TransportError:
             self.close_descriptor()
             raise
         #: View as bytes; valid until `close`.
-        self.data: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self.data: npt.NDArray[np.uint8] = bytes_of(self.mapping)
         #: View as 64-bit words; valid until `close`.
         self.words: npt.NDArray[np.int64] = self.data.view(np.int64)
-        self.address = int(self.data.ctypes.data)
+        self.address = self.mapping.address
         #: View of the memory for messages as bytes, and its address; valid until `close`.
-        self.messages: npt.NDArray[np.uint8] = np.frombuffer(self._messages, np.uint8)
-        self.messages_address = int(self.messages.ctypes.data)
+        self.messages: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.messages_address = 0
+        if self._rings is not None:
+            self.messages = bytes_of(self._rings)
+            self.messages_address = self._rings.address
 
     @classmethod
-    def create(cls, nranks: int) -> Segment:
-        """Make a segment of zeros; the rings of its memory for messages take no memory yet.
+    def create(cls, nbytes: int) -> Segment:
+        """Make a segment of zeros; `nbytes` must be a multiple of the size of a page.
 
         Raises
         ------
         TransportError
             If there is no memory, or no descriptor is free.
         """
-        try:
-            descriptor = os.memfd_create("r2ccl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as exc:
-            raise _translated("create", exc) from exc
-        try:
-            os.truncate(descriptor, _nbytes_of(nranks))
-            os.posix_fallocate(descriptor, 0, SEGMENT_NBYTES + rings_at(nranks))
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        except OSError as exc:
-            os.close(descriptor)
-            raise _translated("allocate", exc) from exc
-        return cls(descriptor, nranks)
+        return cls(_make(nbytes, nbytes), nbytes)
+
+    @classmethod
+    def create_of_group(cls, nranks: int) -> Segment:
+        """Make a segment of zeros for collectives and messages of `nranks` ranks.
+
+        The rings for messages take no memory yet. Raises as `create`.
+        """
+        nbytes = SEGMENT_NBYTES + memory_nbytes(nranks)
+        return cls(_make(nbytes, SEGMENT_NBYTES + rings_at(nranks)), nbytes, nranks)
+
+    def of_peer(self, descriptor: int) -> Segment:
+        """Map the segment of a peer, which must be like this one; raises as the class."""
+        return Segment(descriptor, self.nbytes, self.nranks)
 
     def allocate_ring(self, peer: int) -> None:
         """Allocate the memory of the owner's ring to `peer`.
@@ -97,14 +106,13 @@ class Segment:
             If there is no memory.
         """
         nbytes = ring_nbytes(self.nranks)
+        assert self._rings is not None
         try:
-            self._messages.madvise(
-                _MADV_POPULATE_WRITE, rings_at(self.nranks) + peer * nbytes, nbytes
-            )
+            self._rings.populate(rings_at(self.nranks) + peer * nbytes, nbytes)
         except OSError as exc:
             # Linux before 5.14 does not know the advice; the first write allocates.
             if exc.errno != errno.EINVAL:
-                raise _translated("allocate", exc) from exc
+                raise _translated("allocate", nbytes, exc) from exc
 
     def close_descriptor(self) -> None:
         """Close the descriptor; the memory stays mapped."""
@@ -114,29 +122,46 @@ class Segment:
 
     def close(self) -> None:
         """Unmap the memory. No thread may use it any more."""
+        self.release()
+        self.mapping.close()
+        if self._rings is not None:
+            self._rings.close()
+
+    def release(self) -> None:
+        """Unmap the memory once no array uses it any more."""
         self.close_descriptor()
         nothing: Any = np.empty(0, np.uint8)
         self.data, self.words, self.messages = nothing, nothing.view(np.int64), nothing
-        self._map.close()
-        self._messages.close()
 
 
-def _nbytes_of(nranks: int) -> int:
-    return SEGMENT_NBYTES + memory_nbytes(nranks)
+def _make(nbytes: int, nallocated: int) -> int:
+    """Make sealed memory of `nbytes`, of which the first `nallocated` are allocated."""
+    try:
+        descriptor = os.memfd_create("r2ccl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as exc:
+        raise _translated("create", nbytes, exc) from exc
+    try:
+        os.truncate(descriptor, nbytes)
+        os.posix_fallocate(descriptor, 0, nallocated)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as exc:
+        os.close(descriptor)
+        raise _translated("allocate", nbytes, exc) from exc
+    return descriptor
 
 
-def _check(descriptor: int, expected: int) -> None:
-    seals, nbytes = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS), os.fstat(descriptor).st_size
-    if seals & _SEALS != _SEALS or nbytes != expected:
+def _check(descriptor: int, nbytes: int) -> None:
+    seals, found = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS), os.fstat(descriptor).st_size
+    if seals & _SEALS != _SEALS or found != nbytes:
         raise TransportError(
-            f"a peer passed memory of {nbytes} bytes with seals {seals:#x}, expected are "
-            f"{expected} bytes with {_SEALS:#x}: run the same version of r2ccl on all ranks"
+            f"a peer passed memory of {found} bytes with seals {seals:#x}, expected are "
+            f"{nbytes} bytes with {_SEALS:#x}: run the same version of r2ccl on all ranks"
         )
 
 
-def _translated(what: str, exc: OSError) -> TransportError:
+def _translated(what: str, nbytes: int, exc: OSError) -> TransportError:
     return TransportError(
-        f"cannot {what} {SEGMENT_NBYTES} bytes of shared memory: {describe_os_error(exc)}; free "
+        f"cannot {what} {nbytes} bytes of shared memory: {describe_os_error(exc)}; free "
         "memory, or use fewer ranks on this host",
         status=errno_name(exc),
     )

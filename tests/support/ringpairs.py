@@ -28,10 +28,10 @@ def new_state(rank: int, nranks: int, own: Segment, peers: dict[int, Segment]) -
 @contextmanager
 def joined(nranks: int) -> Iterator[list[Rings]]:
     """Give the rings of all ranks; each maps the segments of the others."""
-    own = [Segment.create(nranks) for _ in range(nranks)]
+    own = [Segment.create_of_group(nranks) for _ in range(nranks)]
     peers = [
         {
-            peer: Segment(os.dup(own[peer].descriptor), nranks)
+            peer: own[peer].of_peer(os.dup(own[peer].descriptor))
             for peer in range(nranks)
             if peer != rank
         }

@@ -240,7 +240,7 @@ def obstructed(what: str, rank: int) -> tuple[bool, float]:
             def refuse(nranks: int) -> Segment:
                 raise TransportError("no memory is left, in a test")
 
-            Segment.create = refuse  # type: ignore[method-assign]
+            Segment.create_of_group = refuse  # type: ignore[method-assign]
     with r2ccl.init() as comm:
         total = comm.allreduce(np.ones(3))
         return comm._collectives.shares_memory, float(total.sum())

@@ -16,7 +16,7 @@ from r2ccl.shm.segment import Segment
 
 @pytest.fixture
 def segment():
-    made = Segment.create(3)
+    made = Segment.create_of_group(3)
     yield made
     made.close()
 
@@ -51,7 +51,7 @@ def test_the_memory_of_a_rank_is_bounded(nranks):
 
 
 def test_two_mappings_share_memory(segment):
-    other = Segment(os.dup(segment.descriptor), 3)
+    other = segment.of_peer(os.dup(segment.descriptor))
     segment.words[5] = 77
     assert other.words[5] == 77
     assert other.address != segment.address
@@ -64,7 +64,7 @@ def test_memory_without_seals_is_refused():
     descriptor = os.memfd_create("x", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, SEGMENT_NBYTES)
     with pytest.raises(TransportError, match="with seals 0x0"):
-        Segment(descriptor, 3)
+        Segment(descriptor, SEGMENT_NBYTES)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 
@@ -75,7 +75,7 @@ def test_memory_of_another_size_is_refused():
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     with pytest.raises(TransportError, match="memory of 4096 bytes"):
-        Segment(descriptor, 3)
+        Segment(descriptor, SEGMENT_NBYTES)
 
 
 def test_full_memory_is_an_error_with_advice(monkeypatch):
@@ -85,5 +85,28 @@ def test_full_memory_is_an_error_with_advice(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(TransportError, match="cannot allocate"):
-        Segment.create(3)
+        Segment.create_of_group(3)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_withdrawn_bytes_are_private_and_others_stay(segment):
+    other = segment.of_peer(os.dup(segment.descriptor))
+    segment.data[:] = 1
+    start, end = segment.address + 100, segment.address + 3 * 4096 + 50
+    segment.mapping.withdraw(start, end)
+    other.data[: 5 * 4096] = 2
+    own = segment.data[: 5 * 4096]
+    assert not own[100 : 3 * 4096 + 50].any()
+    assert (own[:100] == 1).all()
+    assert (own[3 * 4096 + 50 : 4 * 4096] == 1).all()
+    assert (own[4 * 4096 :] == 2).all()
+    other.close()
+
+
+def test_arrays_keep_their_memory_mapped(segment):
+    other = segment.of_peer(os.dup(segment.descriptor))
+    segment.data[:10] = 7
+    view = other.data[:10]
+    other.release()
+    del other
+    assert (view == 7).all()

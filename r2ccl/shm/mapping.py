@@ -1,0 +1,122 @@
+"""Mappings of shared memory, by libc: Python's `mmap` keeps a descriptor, and replaces no pages."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10
+_PAGE = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+class Mapping:
+    """Memory of a descriptor, mapped until `close` or until the object is deleted.
+
+    Arrays of `numpy.asarray` keep it alive.
+
+    Parameters
+    ----------
+    descriptor : int
+        Borrowed: it may be closed afterwards.
+    nbytes : int
+        Above 0.
+    offset : int
+        First byte, a multiple of the size of a page.
+    is_populated : bool
+        Map the pages at once.
+
+    Raises
+    ------
+    OSError
+        If the memory cannot be mapped.
+    """
+
+    def __init__(
+        self, descriptor: int, nbytes: int, offset: int = 0, *, is_populated: bool = True
+    ) -> None:
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_populated else 0)
+        self.nbytes = nbytes
+        self.address = _map(None, nbytes, flags, descriptor, offset)
+        self._end = weakref.finalize(self, _unmap, self.address, nbytes)
+        self._end.atexit = False  # other threads may use it until the process has ended
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """Let NumPy view the bytes."""
+        place = (self.address, False)
+        return {"data": place, "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
+
+    def close(self) -> None:
+        """Unmap the memory; idempotent. No thread may use it any more."""
+        self._end()
+
+    def populate(self, start: int, nbytes: int) -> None:
+        """Allocate and map the pages of `nbytes` from offset `start` on.
+
+        Raises
+        ------
+        OSError
+            If there is no memory, or the kernel does not know the advice (EINVAL).
+        """
+        if _libc().madvise(self.address + start, nbytes, _MADV_POPULATE_WRITE) != 0:
+            raise _os_error()
+
+    def withdraw(self, start: int, end: int) -> None:
+        """Make the bytes between two addresses private: later writes of others do not change them.
+
+        They are zero afterwards; other bytes of their pages stay as they are.
+        """
+        first, last = start & -_PAGE, (end + _PAGE - 1) & -_PAGE
+        edges = [(at, ctypes.string_at(at, size)) for at, size in (
+            (first, start - first), (end, last - end)
+        )]  # fmt: skip
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        _map(first, last - first, flags, -1)
+        for at, kept in edges:
+            ctypes.memmove(at, kept, len(kept))
+
+
+def bytes_of(memory: Any) -> npt.NDArray[np.uint8]:
+    """Return a view of a `Mapping`, or of what has its interface, which keeps it alive."""
+    return np.asarray(memory)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+    )  # fmt: skip
+    libc.mmap.restype = ctypes.c_void_p
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+def _map(address: int | None, nbytes: int, flags: int, descriptor: int, offset: int = 0) -> int:
+    found = _libc().mmap(address, nbytes, _READ_WRITE, flags, descriptor, offset)
+    if found == _FAILED:
+        raise _os_error()
+    return int(found)
+
+
+def _os_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    _libc().munmap(address, nbytes)
+
+
+__all__ = ["Mapping", "bytes_of"]

@@ -1,0 +1,108 @@
+"""Compiled steps that find the arrays which all ranks can reach; see `r2ccl.shm.symmetric`.
+
+The *place* of such an array is a word that has the same meaning on all ranks: the number of its
+segment and the offset in it. In the first round of a call, each rank publishes the places of its
+arrays in its header, so all ranks know how the call continues:
+
+- If all ranks that send have a place, peers reach the arrays directly.
+- If none has, data passes through slots.
+- If only some have, all ranks begin the call anew, and then publish no places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from r2ccl.kernels.compiling import inlined
+from r2ccl.shm.atomics import load_acquire, store_release, words_at
+from r2ccl.shm.layout import (
+    BASES,
+    INPUTS,
+    LAST,
+    MODE,
+    NCALLS,
+    NRANKS,
+    NREPEATED,
+    NSYMMETRIC,
+    OUTPUTS,
+    OWN_SYMMETRIC,
+    RANK,
+    ROW_NWORDS,
+    STAGED,
+    SYMMETRIC,
+)
+from r2ccl.shm.rounds import begin
+
+_OFFSET_BITS = 44
+_OFFSET_MASK = (1 << _OFFSET_BITS) - 1
+
+
+@inlined
+def place_of(state: Any, start: Any, nbytes: Any) -> Any:
+    """Return the place of memory of this rank; 0: the peers cannot reach all of it."""
+    rows = words_at(state[OWN_SYMMETRIC])
+    low, high = 0, state[NSYMMETRIC]
+    while low < high:
+        middle = (low + high) >> 1
+        if rows[ROW_NWORDS * middle] <= start:
+            low = middle + 1
+        else:
+            high = middle
+    if low == 0:
+        return 0
+    at = ROW_NWORDS * (low - 1)
+    if start + nbytes > rows[at + 1]:
+        return 0
+    return ((rows[at + 2] + 1) << _OFFSET_BITS) | (start - rows[at])
+
+
+@inlined
+def publish_places(state: Any, source: Any, target: Any) -> None:
+    """Write the places of the input and of the output, or 0, into the header of the call."""
+    base = state[BASES + state[RANK]] + 8 * (state[NCALLS] & 1)
+    store_release(base + INPUTS, source)
+    store_release(base + OUTPUTS, target)
+
+
+@inlined
+def input_of(state: Any, peer: Any) -> Any:
+    """Return the address of the input of a rank, whose header has a place."""
+    return _address_of(state, peer, INPUTS)
+
+
+@inlined
+def output_of(state: Any, peer: Any) -> Any:
+    """Return the address of the output of a rank, whose header has a place."""
+    return _address_of(state, peer, OUTPUTS)
+
+
+@inlined
+def has_input(state: Any, peer: Any) -> Any:
+    """Return whether the header of a rank has a place for its input."""
+    return load_acquire(state[BASES + peer] + 8 * (state[NCALLS] & 1) + INPUTS) != 0
+
+
+@inlined
+def begin_anew(state: Any, total: Any) -> None:
+    """End the round in which the headers were compared, and begin the call again, with slots."""
+    state[LAST] += 1
+    state[NREPEATED] += 1
+    begin(state, total)
+    state[MODE] = STAGED
+
+
+@inlined
+def _address_of(state: Any, peer: Any, offset: Any) -> Any:
+    place = load_acquire(state[BASES + peer] + 8 * (state[NCALLS] & 1) + offset)
+    row = words_at(state[SYMMETRIC] + 8 * state[NRANKS] * ((place >> _OFFSET_BITS) - 1))
+    return row[peer] + (place & _OFFSET_MASK)
+
+
+__all__ = [
+    "begin_anew",
+    "has_input",
+    "input_of",
+    "output_of",
+    "place_of",
+    "publish_places",
+]

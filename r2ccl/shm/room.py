@@ -1,0 +1,70 @@
+"""Memory that this host can still give, so that too large an allocation fails before it begins.
+
+The kernel does not refuse pages of shared memory in a full cgroup: it kills a process. The files of
+both versions of cgroups are read (cgroups(7)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+#: For each version of cgroups: controller in /proc/self/cgroup, mount, files of the limit and of
+#: the use, and line of `memory.stat` with the cached pages that the kernel frees first.
+_VERSIONS = (
+    ("", "", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def room_nbytes(root: Path = Path("/")) -> int:
+    """Return the memory in bytes that this process can use without swapping or being killed.
+
+    It is that of the host, or of the cgroup of the process that has the least left.
+
+    Parameters
+    ----------
+    root : Path
+        Directory with ``proc`` and ``sys``; another one in tests.
+    """
+    found = []
+    with suppress(OSError, ValueError):
+        found.append(_number(root / "proc/meminfo", "MemAvailable:") << 10)
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for controller, *version in _VERSIONS:
+                if controller in controllers.split(","):
+                    found += _left_in_cgroups(root, PurePosixPath(path), *version)
+    return min(found, default=1 << 62)
+
+
+def _left_in_cgroups(
+    root: Path, path: PurePosixPath, mount: str, limit: str, use: str, cached: str
+) -> Iterator[int]:
+    """Yield what is left below each limit of a cgroup and of those around it."""
+    for each in (path, *path.parents):
+        place = root / "sys/fs/cgroup" / mount / str(each).lstrip("/")
+        with suppress(OSError, ValueError):  # no such file at the root, or no limit: "max"
+            most, used = int((place / limit).read_text()), int((place / use).read_text())
+            yield max(0, most - used + _number(place / "memory.stat", cached))
+
+
+def _number(file: Path, name: str) -> int:
+    """Return the number after `name` in a file of such lines.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read.
+    ValueError
+        If it has no such line.
+    """
+    for line in file.read_text().splitlines():
+        if line.split()[0] == name:
+            return int(line.split()[1])
+    raise ValueError(f"{file} has no {name}")
+
+
+__all__ = ["room_nbytes"]

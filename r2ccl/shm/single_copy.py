@@ -1,0 +1,86 @@
+"""Compiled steps of collectives on arrays that all ranks reach: each byte is moved once.
+
+The caller has compared the headers of the call, and all of them have the places that a step needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from r2ccl.kernels.compiling import inlined
+from r2ccl.shm.atomics import call_kernel, words_at
+from r2ccl.shm.layout import NRANKS, RANK
+from r2ccl.shm.places import input_of, output_of
+from r2ccl.shm.rounds import copy
+
+#: Bytes that are reduced at a time: the result stays in the first-level cache until it is in all
+#: outputs.
+BLOCK_NBYTES = 8192
+
+
+@inlined
+def reduce_share(
+    state: Any, sources: Any, nbytes: Any, kernel: Any, scratch: Any, is_streamed: Any
+) -> None:
+    """Reduce this rank's share of an allreduce from the inputs to the outputs of all ranks.
+
+    Parameters
+    ----------
+    state : pointer to int64
+    sources : int64
+        Address of space for the addresses of the kernel's sources.
+    nbytes : int64
+        Size of each input.
+    kernel : int64
+        Address of a kernel of `r2ccl.kernels.fold`.
+    scratch : int64
+        Address of `BLOCK_NBYTES` bytes that no other rank reads.
+    is_streamed : bool
+        Write the outputs past the caches.
+    """
+    rank, nranks = state[RANK], state[NRANKS]
+    kernel_sources = words_at(sources)
+    share = ((nbytes + nranks - 1) // nranks + 63) & -64
+    before = min(nbytes, rank * share)
+    after = min(nbytes, before + share)
+    for at in range(before, after, BLOCK_NBYTES):
+        length = min(BLOCK_NBYTES, after - at)
+        for peer in range(nranks):
+            kernel_sources[peer] = input_of(state, peer) + at
+        call_kernel(kernel, sources, nranks, scratch, length)
+        for step in range(nranks):
+            peer = (rank + step) % nranks
+            copy(output_of(state, peer) + at, scratch, length, is_streamed)
+
+
+@inlined
+def reduce_inputs(
+    state: Any, sources: Any, offset: Any, kernel: Any, target: Any, nbytes: Any
+) -> None:
+    """Reduce `nbytes` from `offset` on of the inputs of all ranks to `target`."""
+    nranks = state[NRANKS]
+    kernel_sources = words_at(sources)
+    for peer in range(nranks):
+        kernel_sources[peer] = input_of(state, peer) + offset
+    call_kernel(kernel, sources, nranks, target, nbytes)
+
+
+@inlined
+def copy_inputs(
+    state: Any, senders: Any, offset: Any, target: Any, step: Any, nbytes: Any, is_streamed: Any
+) -> None:
+    """Copy `nbytes` from `offset` on of the input of each sender; the part of rank s to s * step.
+
+    Each rank begins with its own part and goes on with that of the next rank, so not all ranks read
+    the same memory at a time.
+    """
+    rank, nranks = state[RANK], state[NRANKS]
+    for number in range(nranks):
+        peer = (rank + number) % nranks
+        if senders.start <= peer < senders.stop:
+            at, to = input_of(state, peer) + offset, target + peer * step
+            if at != to:
+                copy(to, at, nbytes, is_streamed)
+
+
+__all__ = ["BLOCK_NBYTES", "copy_inputs", "reduce_inputs", "reduce_share"]

@@ -1,0 +1,214 @@
+"""Memory for arrays that all ranks of a group reach directly: the class `SymmetricMemory`.
+
+Every rank makes one segment per call of `allocate` and maps those of the peers. Compiled code finds
+the segment of an array by its address (`r2ccl.shm.places`), so views and slices are found as well.
+
+A rank's own memory stays mapped as long as the group or an array needs it. The group frees a
+segment when it is closed, or once all ranks have dropped their arrays in it, which they tell each
+other in the next `allocate`. Until then its addresses are not used again, so no other array can be
+mistaken for one in it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.bootstrap.auth import Secret
+from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.shm import layout
+from r2ccl.shm.mapping import Mapping, bytes_of
+from r2ccl.shm.passing import Place, pass_segments
+from r2ccl.shm.room import room_nbytes
+from r2ccl.shm.segment import Segment
+from r2ccl.types import AllgatherBytes
+
+#: Most segments at a time.
+MAX_NSEGMENTS = 1024
+_SIZES = struct.Struct("qq")
+_PROBLEM_NBYTES = 256
+
+
+class _Memory:
+    """Memory of the arrays of one `allocate`; it lives as long as one of them."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        self.__array_interface__ = mapping.__array_interface__
+        self._mapping = mapping
+
+
+class _Shared(NamedTuple):
+    """Segments of all ranks that one `allocate` made."""
+
+    own: Segment
+    peers: dict[int, Segment]
+    #: None once this rank has dropped its arrays.
+    memory: Callable[[], _Memory | None]
+
+
+class SymmetricMemory:
+    """Segments of one group in which arrays are that all ranks reach.
+
+    Parameters
+    ----------
+    state : ndarray of int64
+        State of compiled code, see `r2ccl.shm.layout`.
+    place : Place
+    secret : Secret
+    timeout_s : float
+        Seconds that `allocate` waits for a peer.
+    """
+
+    def __init__(
+        self, state: npt.NDArray[np.int64], place: Place, secret: Secret, timeout_s: float
+    ) -> None:
+        self._state = state
+        self._place = place
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._shared: dict[int, _Shared] = {}
+        self._publish()
+
+    def allocate(
+        self, nbytes: int, exchange: AllgatherBytes, in_turn: Callable[[Callable[[], None]], None]
+    ) -> npt.NDArray[np.uint8]:
+        """Return zeros that peers reach, of at least `nbytes` bytes, at the beginning of a page.
+
+        Parameters
+        ----------
+        nbytes : int
+            Equal on all ranks.
+        exchange : callable
+            Allgathers bytes between the ranks of the group.
+        in_turn : callable
+            Calls a function while no call runs in the group.
+
+        Raises
+        ------
+        InvalidArgument
+            If the ranks ask for different sizes; then no rank has an array.
+        TransportError
+            If memory, descriptors or segments are exhausted on any rank; then no rank has an array.
+
+        Notes
+        -----
+        *Collective*: all ranks.
+        """
+        size = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        self._free_dropped(exchange, in_turn)
+        self._check(size, exchange)
+        own = self._create(size, exchange)
+        try:
+            peers = pass_segments(own, self._place, exchange, self._secret, self._timeout_s)
+        except BaseException:
+            own.close()
+            raise
+        own.release()
+        memory = _Memory(own.mapping)
+        in_turn(partial(self._add, _Shared(own, peers, weakref.ref(memory))))
+        return bytes_of(memory)
+
+    def withdraw(self, output: npt.NDArray[Any]) -> None:
+        """Make an output private after a call has failed, in which peers may still write to it.
+
+        Its elements are zero afterwards. The group must not be used any more.
+        """
+        start = int(output.ctypes.data)
+        for each in self._shared.values():
+            first = each.own.address
+            if output.nbytes and first <= start < first + each.own.nbytes:
+                each.own.mapping.withdraw(start, start + output.nbytes)
+
+    def close(self) -> None:
+        """Unmap the peers' memory; this rank's stays mapped as long as arrays need it."""
+        self._free(frozenset(self._shared))
+
+    def _free_dropped(
+        self, exchange: AllgatherBytes, in_turn: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """Free the segments in which no rank has arrays any more."""
+        dropped = np.zeros(MAX_NSEGMENTS, np.uint8)
+        dropped[[number for number, each in self._shared.items() if each.memory() is None]] = 1
+        told = [np.frombuffer(each, np.uint8) for each in exchange(np.packbits(dropped).tobytes())]
+        common = np.unpackbits(np.bitwise_and.reduce(told))
+        if common.any():
+            in_turn(partial(self._free, frozenset(map(int, np.flatnonzero(common)))))
+
+    def _check(self, size: int, exchange: AllgatherBytes) -> None:
+        """Raise on all ranks if their sizes differ, or there is no memory for all of them."""
+        told = [_SIZES.unpack(each) for each in exchange(_SIZES.pack(size, room_nbytes()))]
+        sizes, room = [each[0] for each in told], min(each[1] for each in told)
+        ranks = self._place.ranks
+        if len(set(sizes)) > 1:
+            raise InvalidArgument(
+                "memory of different sizes was asked for: rank "
+                + ", rank ".join(f"{rank} {each}" for rank, each in zip(ranks, sizes, strict=True))
+                + " bytes, in whole pages: pass an equal shape and dtype on all ranks"
+            )
+        if sum(sizes) > room:
+            raise TransportError(
+                f"ranks {list(ranks)} cannot share {size} bytes each: this host, or a cgroup of "
+                f"theirs, has {room} bytes left; free memory, or raise the limit of the cgroup",
+                status="ENOMEM",
+            )
+        if len(self._shared) == MAX_NSEGMENTS:
+            raise TransportError(
+                f"rank {ranks[self._place.index]} has {MAX_NSEGMENTS} segments of shared memory "
+                "in use: drop arrays that are not needed, or use slices of larger arrays",
+                status="ENOMEM",
+            )
+
+    def _create(self, size: int, exchange: AllgatherBytes) -> Segment:
+        """Create this rank's segment; raise on all ranks if one of them cannot."""
+        own, problem = None, ""
+        try:
+            own = Segment.create(size)
+        except TransportError as exc:
+            problem = f"rank {self._place.ranks[self._place.index]}: {exc}"
+        told = exchange(problem.encode()[:_PROBLEM_NBYTES].ljust(_PROBLEM_NBYTES, b"\0"))
+        problems = [each.rstrip(b"\0").decode(errors="replace") for each in told]
+        if own is None or any(problems):
+            if own is not None:
+                own.close()
+            raise TransportError(next(filter(None, problems)), status="ENOMEM")
+        return own
+
+    def _add(self, shared: _Shared) -> None:
+        # All ranks have the same numbers in use, so they choose the same one.
+        number = next(each for each in range(MAX_NSEGMENTS) if each not in self._shared)
+        self._shared[number] = shared
+        self._publish()
+
+    def _free(self, numbers: frozenset[int]) -> None:
+        freed = [self._shared.pop(each) for each in numbers]
+        self._publish()
+        for each in freed:
+            for peer in each.peers.values():
+                peer.close()
+
+    def _publish(self) -> None:
+        """Show compiled code the segments; no call may run."""
+        nranks = len(self._place.ranks)
+        rows = sorted(
+            (each.own.address, each.own.address + each.own.nbytes, number)
+            for number, each in self._shared.items()
+        )
+        addresses = np.zeros((1 + max(self._shared, default=0), nranks), np.int64)
+        for number, each in self._shared.items():
+            for index in range(nranks):
+                segment = each.own if index == self._place.index else each.peers[index]
+                addresses[number, index] = segment.address
+        self._tables = np.array(rows, np.int64).reshape(-1, layout.ROW_NWORDS), addresses
+        self._state[layout.OWN_SYMMETRIC] = self._tables[0].ctypes.data
+        self._state[layout.NSYMMETRIC] = len(rows)
+        self._state[layout.SYMMETRIC] = addresses.ctypes.data
+
+
+__all__ = ["MAX_NSEGMENTS", "SymmetricMemory"]

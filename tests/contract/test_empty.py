@@ -1,0 +1,87 @@
+"""Contract tests of arrays of `Communicator.empty`, over real processes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support import empty_programs as programs
+from support import localjobs
+from support.slow import slow_but
+
+from r2ccl import launch
+from r2ccl.bootstrap.launch import LocalJob
+
+pytestmark = pytest.mark.timeout(300)
+TIMEOUT_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("R2CC_SHM", "1")
+
+
+def run(program: Callable[..., Any], nranks: int, *given: Any) -> Any:
+    return launch(functools.partial(program, *given), nranks, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("setting", ["0", "1"])
+@pytest.mark.parametrize("nranks", [1, 3])
+def test_arrays_have_the_form_that_was_asked_for(
+    setting: str, nranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("R2CC_SHM", "0" if nranks == 1 else setting)
+    run(programs.forms, nranks)
+
+
+def test_slices_and_views_are_reached() -> None:
+    assert run(programs.slices, 3) == [[True] * 9 + [False] * 3] * 3
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("every", slow_but([41], [41, 5]))
+def test_a_slice_of_the_matrix_is_exact(every: int) -> None:
+    found = launch(functools.partial(programs.matrix, every), 3, timeout_s=1180.0)
+    assert [wrong for _, wrong in found] == [[]] * 3
+
+
+def test_views_outlive_the_communicator() -> None:
+    assert run(programs.kept, 2) == [(2.0, 0)] * 2
+
+
+def test_a_forked_child_shares_the_contents() -> None:
+    for first, said in run(programs.forked, 2):
+        assert first == 2.0
+        assert "forked" in said
+
+
+def test_peers_cannot_write_to_an_output_after_an_error() -> None:
+    first, *others = run(programs.revoked, 2)
+    assert first == ("CommunicatorRevoked", True)
+    assert others == [("", True)]
+
+
+def test_too_large_arrays_are_an_error_that_ends_nothing() -> None:
+    for said, total in run(programs.refused, 3, 1 << 50):
+        assert re.search(r"cannot share \d+ bytes each: this host, or a cgroup of theirs", said)
+        assert total == 3.0
+
+
+def test_arrays_survive_the_death_of_a_rank() -> None:
+    command = (
+        "import json; from support.empty_programs import survived; print(json.dumps(survived(1)))"
+    )
+    program, env = [sys.executable, "-c", command], {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with LocalJob(3) as job:
+        started = [localjobs.start(job, rank, program, env) for rank in range(3)]
+    outputs = [each.communicate(timeout=TIMEOUT_S) for each in started]
+    for rank in (0, 2):
+        assert started[rank].returncode == 0, outputs[rank][1]
+        found = json.loads(outputs[rank][0].splitlines()[-1])
+        assert found == ["PeerLost of rank 1", [6.0, 4.0, 8.0]]

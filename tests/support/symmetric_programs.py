@@ -1,0 +1,215 @@
+"""Programs of ranks with arrays that peers reach directly, for `local_ranks`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from support import local_programs
+from support.local_ranks import Host
+
+from r2ccl.dtypes import CODES
+from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.shm import layout, symmetric
+from r2ccl.shm.group import LocalCall, LocalGroup
+from r2ccl.shm.segment import Segment
+from r2ccl.types import Collective, ReduceOp
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_F32 = CODES[np.dtype(np.float32)]
+#: Also allreduces that are reduced in one step, and are large enough to be direct.
+SIZES = (*local_programs.SIZES, 1025)
+
+
+def allocate(group: LocalGroup, host: Host, nbytes: int) -> Array:
+    return group.symmetric.allocate(nbytes, host.exchange, lambda fn: fn())
+
+
+class Moved:
+    """A group whose calls run on copies of the arrays; those that `is_moved` says peers reach.
+
+    Parameters
+    ----------
+    group : LocalGroup
+    memory : ndarray of uint8
+        Memory that peers reach, with room for the arrays of a call.
+    is_moved : callable
+        Called with "input" or "output".
+    """
+
+    def __init__(self, group: LocalGroup, memory: Array, is_moved: Callable[[str], bool]) -> None:
+        self.prepare = group.prepare
+        self.modes: list[int] = []
+        self._group, self._memory, self._is_moved = group, memory, is_moved
+
+    def run(self, call: LocalCall, x: Array, out: Array) -> None:
+        if np.may_share_memory(x, out):
+            whole, part = (x, out) if x.nbytes > out.nbytes else (out, x)
+            copied = self._copied(whole, 0) if self._is_moved("input") else whole.copy()
+            at = part.ctypes.data - whole.ctypes.data
+            view = copied.view(np.uint8)[at : at + part.nbytes].view(part.dtype)
+            pair = (copied, view) if whole is x else (view, copied)
+            self._run(call, *pair)
+            whole[...] = copied
+            return
+        source = self._copied(x, 0) if self._is_moved("input") else x
+        room = -(-x.nbytes // 64) * 64
+        target = self._copied(out, room) if self._is_moved("output") else out
+        self._run(call, source, target)
+        out[...] = target
+
+    def _run(self, call: LocalCall, x: Array, out: Array) -> None:
+        self._group.run(call, x, out)
+        self.modes.append(int(self._group._memory[layout.MODE]))
+
+    def _copied(self, array: Array, at: int) -> Array:
+        copied = self._memory[at : at + array.nbytes].view(array.dtype)
+        copied[...] = array
+        return copied
+
+
+def check_matrix(host: Host, where: str) -> tuple[list[str], int, int]:
+    """Run the matrix of collectives; return the wrong cases, direct calls, and calls begun anew.
+
+    `where` says which arrays peers reach: all, those of even ranks, inputs alone, or none.
+    """
+    group = host.connect()
+    nmost = host.nranks * max(SIZES) * 4
+    memory = allocate(group, host, 2 * nmost + 64)
+    choices: dict[str, Callable[[str], bool]] = {
+        "all": lambda _: True,
+        "even": lambda _: host.index % 2 == 0,
+        "inputs": lambda which: which == "input",
+        "none": lambda _: False,
+    }
+    moved: Any = Moved(group, memory, choices[where])
+    wrong = [
+        f"{name} of {size} elements"
+        for size in SIZES
+        for name, found, wanted in _cases(moved, host, size)
+        if local_programs.differs(found, wanted)
+    ]
+    nanew = int(group._memory[layout.NREPEATED])
+    del memory, moved._memory
+    group.close()
+    return wrong, sum(mode == layout.DIRECT for mode in moved.modes), nanew
+
+
+def _cases(moved: Any, host: Host, size: int) -> Iterator[tuple[str, Array, Array]]:
+    return local_programs._cases(moved, host.index, host.nranks, size, _F32)
+
+
+def mix(host: Host, ncalls: int) -> list[str]:
+    """Mix calls on arrays of both kinds, at any offset, on any ranks; return the wrong ones."""
+    group, n, me = host.connect(), host.nranks, host.index
+    memory = allocate(group, host, 1 << 22).view(np.float32)
+    wrong = []
+    rng, own = np.random.default_rng(5), np.random.default_rng(me)
+    for number in range(ncalls):
+        size, kind = int(10 ** rng.uniform(2, 5.3)), int(rng.integers(4))
+        root, at = int(rng.integers(n)), int(own.integers(100))
+        is_reached = bool(own.integers(4)) if number % 2 else bool(rng.integers(2))
+        x = memory[at : at + size] if is_reached else np.empty(size, np.float32)
+        x[:] = number + me
+        rows = [np.full(size, number + rank, np.float32) for rank in range(n)]
+        out = np.zeros(size * n, np.float32)
+        if kind == 0:
+            local_programs.allreduce(group, x, x, _F32, ReduceOp.SUM)
+            out, wanted = x, local_programs.reduced(rows, _F32, ReduceOp.SUM)
+        elif kind == 1:
+            local_programs.call(group, Collective.BROADCAST, x, x, _F32, size, root=root)
+            out, wanted = x, rows[root]
+        elif kind == 2:
+            local_programs.call(group, Collective.ALLGATHER, x, out, _F32, size * n)
+            wanted = np.concatenate(rows)
+        else:
+            local_programs.call(group, Collective.GATHER, x, out, _F32, size * n, root=root)
+            wanted = np.concatenate(rows) if me == root else out
+        if out.tobytes() != wanted.tobytes():
+            wrong.append(f"call {number}: kind {kind}, {size} elements, root {root}")
+    group.close()
+    return wrong
+
+
+def keep(host: Host) -> tuple[int, bool, int]:
+    """Keep a view after the group has been closed; return the segments mapped then and later."""
+    group = host.connect()
+    view = allocate(group, host, 1 << 20)[5:100]
+    view[:] = host.index + 1
+    local_programs.barrier(group)
+    group.close()
+    mapped = _count_mapped()
+    is_kept = bool((view == host.index + 1).all())
+    del view
+    return mapped, is_kept, _count_mapped()
+
+
+def drop(host: Host) -> list[int]:
+    """Return the segments mapped: at first, with two arrays, and as the ranks drop them."""
+    group = host.connect()
+    mapped = [_count_mapped()]
+    first, second = (allocate(group, host, 5000) for _ in range(2))
+    mapped.append(_count_mapped())
+    if host.index == 0:
+        del first
+    third = allocate(group, host, 100)  # frees nothing: other ranks still have the first
+    mapped.append(_count_mapped())
+    if host.index:
+        del first
+    del third
+    fourth = allocate(group, host, 100)  # frees the first and the third
+    mapped.append(_count_mapped())
+    second[:] = fourth[0]
+    group.close()
+    return mapped
+
+
+def leave_nothing(host: Host) -> list[list[str]]:
+    """Return the names in /dev/shm and the descriptors, before, during and after an array."""
+    group = host.connect()
+    found: list[list[str]] = []
+
+    def note() -> None:
+        found.append(sorted(os.listdir("/dev/shm")))
+        found.append(sorted(os.listdir("/proc/self/fd")))
+
+    note()
+    x = allocate(group, host, 1 << 20)
+    note()
+    del x
+    group.close()
+    note()
+    return found
+
+
+def fail(host: Host, what: str) -> list[str]:
+    """Let an allocation fail on rank 1; return the error, and whether the group still works."""
+    group = host.connect()
+    if host.index == 1 and what == "room":
+        symmetric.room_nbytes = lambda: 4096 * host.nranks
+    elif host.index == 1 and what == "create":
+        create = Segment.create
+
+        def refuse(nbytes: int) -> Segment:
+            if nbytes > 4096:
+                raise TransportError("no memory is left, in a test")
+            return create(nbytes)
+
+        Segment.create = refuse  # type: ignore[method-assign,assignment]
+    mapped = _count_mapped()
+    try:
+        allocate(group, host, 4096 * (3 if what == "size" and host.index == 1 else 2))
+    except (InvalidArgument, TransportError) as exc:
+        said = f"{type(exc).__name__}: {exc}"
+    local_programs.barrier(group)
+    assert _count_mapped() == mapped
+    assert not allocate(group, host, 10).any()
+    group.close()
+    return [said]
+
+
+def _count_mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:r2ccl")
