@@ -36,7 +36,7 @@ from r2ccl.bootstrap.listener import MAX_PENDING, Handover, Listener, Rejections
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.naming import LeaderName
 from r2ccl.bootstrap.overlay import children, parent
-from r2ccl.bootstrap.watch import Watch
+from r2ccl.bootstrap.readers import ReaderSet
 from r2ccl.bootstrap.wire import MessageReader
 from r2ccl.clock import monotonic
 from r2ccl.config import AGREED
@@ -74,10 +74,10 @@ class _Member:
         sock: socket.socket,
         on_message: Callable[[_Member, bytes], None],
         on_end: Callable[[_Member, OSError], None],
-        watch: Watch,
+        readers: ReaderSet,
     ) -> None:
         self.sock = sock
-        self.reader = MessageReader(sock, partial(on_message, self), partial(on_end, self), watch)
+        self.reader = MessageReader(sock, partial(on_message, self), partial(on_end, self), readers)
         #: -1 until its Hello is accepted.
         self.rank = -1
 
@@ -109,7 +109,7 @@ class Leader:
         self._faults: list[str] = []
         #: Ranks that exited during the rendezvous, and how that was noticed.
         self._left: dict[int, str] = {}
-        #: Ranks that exited or sent an error.
+        #: Ranks that exited, or sent an error.
         self._failed: set[int] = set()
         self._progress = asyncio.Event()
 
@@ -125,9 +125,9 @@ class Leader:
         assert secret is not None, "rank 0 generates the secret or was given it"
         sock = await self._listen()
         most = max(MAX_PENDING, self._identity.nranks)
-        self._watch = Watch()
+        self._readers = ReaderSet()
         listener = Listener(
-            [sock], secret, self._admit, self._rejections, max_pending=most, watch=self._watch
+            [sock], secret, self._admit, self._rejections, max_pending=most, readers=self._readers
         )
         try:
             self._identity.secret.publish()
@@ -144,7 +144,7 @@ class Leader:
             raise failed.error(0) from exc
         finally:
             await listener.close()
-            self._watch.close()
+            self._readers.close()
             for member in self._members:
                 member.sock.close()
             self._identity.secret.retract()
@@ -217,7 +217,7 @@ class Leader:
         return self._receive_member
 
     def _receive_member(self, sock: socket.socket) -> None:
-        self._members.append(_Member(sock, self._on_message, self._on_end, self._watch))
+        self._members.append(_Member(sock, self._on_message, self._on_end, self._readers))
 
     def _on_message(self, member: _Member, body: bytes) -> None:
         if member.rank < 0:
@@ -264,16 +264,15 @@ class Leader:
             return
         hello = self._hellos[rank]
         self._left[rank] = f"pid {hello.pid}: {why}"
-        self._fail(
-            rank,
+        self._give_up(rank)
+        self._fault(
             f"rank {rank} (pid {hello.pid} on {_name(hello)}) left during init ({why}): "
-            "see its own log",
+            "see its own log"
         )
 
-    def _fail(self, rank: int, text: str) -> None:
+    def _give_up(self, rank: int) -> None:
         self._failed.add(rank)
         self._awaited.discard(rank)
-        self._fault(text)
 
     def _fault(self, text: str) -> None:
         self._faults.append(text)
@@ -330,7 +329,8 @@ class Leader:
             self._lose(message.lost, message.text)
         else:
             text = message.text if isinstance(message, MeetingFailed) else "unexpected message"
-            self._fail(member.rank, f"rank {member.rank} failed: {text}")
+            self._give_up(member.rank)
+            self._fault(f"rank {member.rank} failed: {text}")
 
     async def _tell_everyone(self, message: Greeting) -> None:
         body = encode(message)

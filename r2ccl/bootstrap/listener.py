@@ -28,7 +28,7 @@ from r2ccl.bootstrap.auth import (
     HandshakeRejected,
     Secret,
 )
-from r2ccl.bootstrap.watch import ReadLoop
+from r2ccl.bootstrap.readers import ReadLoop
 from r2ccl.bootstrap.wire import HANDSHAKE_TIMEOUT_S, Address
 from r2ccl.clock import Clock, monotonic
 from r2ccl.errors import InvalidArgument, describe_os_error
@@ -167,7 +167,7 @@ class Listener:
         Longest time of one handshake in seconds, without the wait of the gate.
     max_pending : int
         Maximum number of unauthenticated connections at a time; a new one evicts the oldest.
-    watch : ReadLoop, optional
+    readers : ReadLoop, optional
         Watches the sockets; by default the running loop.
     """
 
@@ -180,7 +180,7 @@ class Listener:
         *,
         timeout_s: float = HANDSHAKE_TIMEOUT_S,
         max_pending: int = MAX_PENDING,
-        watch: ReadLoop | None = None,
+        readers: ReadLoop | None = None,
     ) -> None:
         self._sockets = tuple(sockets)
         self._secret = secret
@@ -188,7 +188,7 @@ class Listener:
         self._rejections = rejections
         self._timeout_s = timeout_s
         self._max_pending = max_pending
-        self._given_watch = watch
+        self._given_readers = readers
         self._allowance = _Allowance(monotonic)
         #: Connections that wait for the gate.
         self._tasks: dict[asyncio.Task[Handover], socket.socket] = {}
@@ -200,8 +200,8 @@ class Listener:
         self._pauses: dict[int, asyncio.TimerHandle] = {}
 
     @property
-    def _watch(self) -> ReadLoop:
-        return self._given_watch or asyncio.get_running_loop()
+    def _readers(self) -> ReadLoop:
+        return self._given_readers or asyncio.get_running_loop()
 
     def start(self) -> None:
         """Start accepting connections; call in the loop."""
@@ -219,7 +219,7 @@ class Listener:
             if timer is not None:
                 timer.cancel()
         for sock in (*self._pending, *self._sockets):
-            self._watch.remove_reader(sock.fileno())
+            self._readers.remove_reader(sock.fileno())
             sock.close()
         tasks = list(self._tasks)
         for task in tasks:
@@ -232,10 +232,10 @@ class Listener:
 
     def _resume(self, index: int) -> None:
         sock = self._sockets[index]
-        self._watch.add_reader(sock.fileno(), self._accept, sock, index)
+        self._readers.add_reader(sock.fileno(), self._accept, sock, index)
 
     def _pause(self, index: int, pause_s: float) -> None:
-        self._watch.remove_reader(self._sockets[index].fileno())
+        self._readers.remove_reader(self._sockets[index].fileno())
         loop = asyncio.get_running_loop()
         self._pauses[index] = loop.call_later(pause_s, self._resume, index)
 
@@ -265,7 +265,7 @@ class Listener:
             self._expiry = loop.call_at(made.expires_s, self._expire)
         self._read(made)  # the opening has often arrived with the connection
         if sock in self._pending:
-            self._watch.add_reader(sock.fileno(), self._read, made)
+            self._readers.add_reader(sock.fileno(), self._read, made)
 
     def _expire(self) -> None:
         loop = asyncio.get_running_loop()
@@ -351,7 +351,7 @@ class Listener:
     def _forget(self, made: _Handshake) -> None:
         """Stop reading a connection that ends, or whose dialer has proved the secret."""
         if self._pending.pop(made.sock, None) is not None:
-            self._watch.remove_reader(made.sock.fileno())
+            self._readers.remove_reader(made.sock.fileno())
 
 
 __all__ = ["MAX_PENDING", "Gate", "Handover", "Listener", "Rejections", "Unneeded", "cannot_listen"]

@@ -23,7 +23,7 @@ from r2ccl.bootstrap.auth import (
     HandshakeRejected,
     Secret,
 )
-from r2ccl.bootstrap.watch import ReadLoop
+from r2ccl.bootstrap.readers import ReadLoop
 from r2ccl.errors import decode_errno, exhaustion_advice
 
 Address = tuple[str, int]
@@ -345,7 +345,7 @@ class MessageReader:
     on_end : callable
         Takes the error if the stream ends or breaks, or a message is above 16 MiB; called at most
         once, and last.
-    watch : ReadLoop, optional
+    readers : ReadLoop, optional
         Watches the socket; by default the running loop.
     """
 
@@ -354,21 +354,21 @@ class MessageReader:
         sock: socket.socket,
         on_message: Callable[[bytes], None],
         on_end: Callable[[OSError], None],
-        watch: ReadLoop | None = None,
+        readers: ReadLoop | None = None,
     ) -> None:
         self._sock = sock
         self._on_message = on_message
         self._on_end = on_end
         self._received = bytearray()
         self._is_stopped = False
-        self._watch: ReadLoop = watch or asyncio.get_running_loop()
-        self._watch.add_reader(sock.fileno(), self._read)
+        self._readers: ReadLoop = readers or asyncio.get_running_loop()
+        self._readers.add_reader(sock.fileno(), self._read)
 
     def stop(self) -> None:
         """Receive nothing more; call before the socket is closed. Idempotent."""
         if not self._is_stopped:
             self._is_stopped = True
-            self._watch.remove_reader(self._sock.fileno())
+            self._readers.remove_reader(self._sock.fileno())
 
     def _read(self) -> None:
         try:

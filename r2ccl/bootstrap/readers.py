@@ -1,4 +1,4 @@
-"""Watch on many sockets through one entry in the event loop.
+"""Watching many sockets through one entry in the event loop.
 
 asyncio takes some 20 calls of Python to begin or end watching a descriptor, and runs each callback
 in a context of its own. Rank 0 watches a connection of every rank during the rendezvous, so its
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 
 class ReadLoop(Protocol):
-    """Methods of `asyncio.AbstractEventLoop` that `Watch` has, too."""
+    """Methods of `asyncio.AbstractEventLoop` that `ReaderSet` has, too."""
 
     def add_reader(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
         """Call `callback` with `args` whenever `fd` is readable."""
@@ -24,7 +24,7 @@ class ReadLoop(Protocol):
         """Stop watching `fd`; return whether it was watched."""
 
 
-class Watch:
+class ReaderSet:
     """Set of watched descriptors; a callback that raises is called again while data is left."""
 
     def __init__(self) -> None:
@@ -58,4 +58,4 @@ class Watch:
                 call()
 
 
-__all__ = ["ReadLoop", "Watch"]
+__all__ = ["ReadLoop", "ReaderSet"]

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from r2ccl.bootstrap.watch import Watch
+from r2ccl.bootstrap.readers import ReaderSet
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_callbacks_run_while_there_is_something_to_read(
     pairs: list[tuple[socket.socket, socket.socket]],
 ) -> None:
     async def main() -> None:
-        watch = Watch()
+        readers = ReaderSet()
         seen: list[tuple[int, bytes]] = []
         done = asyncio.Event()
 
@@ -35,14 +35,14 @@ def test_callbacks_run_while_there_is_something_to_read(
                 done.set()
 
         for at, (ours, _) in enumerate(pairs):
-            watch.add_reader(ours.fileno(), read, at)
-        assert watch.remove_reader(pairs[1][0].fileno())
-        assert not watch.remove_reader(pairs[1][0].fileno())
+            readers.add_reader(ours.fileno(), read, at)
+        assert readers.remove_reader(pairs[1][0].fileno())
+        assert not readers.remove_reader(pairs[1][0].fileno())
         for _, theirs in pairs:
             theirs.send(b"ab")
         await asyncio.wait_for(done.wait(), 5.0)
         assert sorted(seen) == [(0, b"a"), (0, b"b"), (2, b"a"), (2, b"b")]
-        watch.close()
+        readers.close()
 
     asyncio.run(main())
 
@@ -51,33 +51,33 @@ def test_a_removed_callback_does_not_run(
     pairs: list[tuple[socket.socket, socket.socket]],
 ) -> None:
     async def main() -> None:
-        watch = Watch()
+        readers = ReaderSet()
         ran: list[int] = []
 
         def run(at: int) -> None:
             ran.append(at)
             for ours, _ in pairs:
-                watch.remove_reader(ours.fileno())
+                readers.remove_reader(ours.fileno())
 
         for at, (ours, theirs) in enumerate(pairs):
-            watch.add_reader(ours.fileno(), run, at)
+            readers.add_reader(ours.fileno(), run, at)
             theirs.send(b"a")
         await asyncio.sleep(0.05)
         assert len(ran) == 1
-        watch.close()
+        readers.close()
 
     asyncio.run(main())
 
 
 def test_a_callback_can_be_replaced(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
     async def main() -> None:
-        watch = Watch()
+        readers = ReaderSet()
         ours, theirs = pairs[0]
         done = asyncio.Event()
-        watch.add_reader(ours.fileno(), pytest.fail, "replaced")
-        watch.add_reader(ours.fileno(), done.set)
+        readers.add_reader(ours.fileno(), pytest.fail, "replaced")
+        readers.add_reader(ours.fileno(), done.set)
         theirs.send(b"a")
         await asyncio.wait_for(done.wait(), 5.0)
-        watch.close()
+        readers.close()
 
     asyncio.run(main())
