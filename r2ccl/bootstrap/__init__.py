@@ -5,10 +5,10 @@ Users call `r2ccl.bootstrap.launch.launch`. Outside this package only transports
 other ranks.
 
 Main modules, in the order a job uses them: ``launch`` starts ranks; ``identity`` and ``secretfile``
-determine this process's rank and secret; ``startup`` and ``rendezvous`` find the other ranks;
-``wire`` and ``listener`` open authenticated connections; ``overlay`` chooses the ranks that have
-sessions; ``session``, ``peer``, ``paths`` and ``control`` make the control plane; ``succession``
-makes the control plane of the survivors after ranks were lost.
+determine this process's rank and secret; ``startup``, ``rendezvous``, ``leader`` and ``branch``
+find the other ranks; ``wire`` and ``listener`` open authenticated connections; ``overlay`` chooses
+the ranks that have sessions; ``session``, ``peer``, ``paths`` and ``control`` make the control
+plane; ``succession`` makes the control plane of the survivors after ranks were lost.
 
 Names are imported on first use, because asyncio would add tens of milliseconds to ``import
 r2ccl``.

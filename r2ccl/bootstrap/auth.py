@@ -29,7 +29,7 @@ from typing import NamedTuple, NoReturn
 from r2ccl.errors import InternalError, InvalidArgument, R2cclError
 
 #: Version of the wire protocol: handshake, frames and rendezvous messages.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 SECRET_NBYTES = 32
 NONCE_NBYTES = 32

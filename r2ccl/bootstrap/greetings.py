@@ -16,7 +16,8 @@ from r2ccl.errors import InvalidArgument, PeerLost, R2cclError, TransportTimeout
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """First message of every rank to rank 0.
 
-    ``host`` is the result of `host_id`, ``digest`` that of `Config.digest`.
+    ``host`` is the result of `host_id`, ``digest`` that of `Config.digest`. ``address`` is where
+    the rank's children in the tree connect; empty and 0 if it has none.
     """
 
     rank: int
@@ -24,25 +25,30 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     host: str
     pid: int
     digest: str
+    address: tuple[str, int] = ("", 0)
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Answer of rank 0 once all ranks have sent `Hello`."""
+    """Answer of rank 0 once all ranks have sent `Hello`.
+
+    ``parent`` is the address of the receiver's parent in the tree; unused if the parent is rank 0.
+    """
 
     communicator_id: bytes
     is_on_one_host: bool
+    parent: tuple[str, int]
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Second message of a rank to rank 0: the addresses at which it listens."""
+    """Message of a rank to its parent: the addresses of all ranks in its part of the tree."""
 
-    info: PeerInfo
+    infos: tuple[PeerInfo, ...]
 
 
 class Table(msgspec.Struct, frozen=True, tag="table"):
-    """Last message of rank 0, once all ranks listen: the addresses of all ranks.
+    """Last message, from each rank to its children: the addresses of all ranks.
 
-    Rank 0 sends n copies of n addresses. ``packed`` is compressed, to a quarter of its size.
+    ``packed`` is compressed, to a quarter of its size.
     """
 
     packed: bytes
@@ -71,7 +77,7 @@ class MeetingFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Failure of the rendezvous; every rank raises an error with this text.
 
     ``is_timeout`` is True if ranks did not arrive in time. If the cause is a rank that exited,
-    ``lost`` is that rank and ``host`` its host; otherwise ``lost`` is -1.
+    ``lost`` is that rank and ``host`` its host, if known; otherwise ``lost`` is -1.
     """
 
     text: str
@@ -79,14 +85,16 @@ class MeetingFailed(msgspec.Struct, frozen=True, tag="failed"):
     lost: int = -1
     host: str = ""
 
-    def error(self, rank: int) -> R2cclError:
-        """Return the error for `rank` to raise."""
+    def error(self, rank: int, account: str = "") -> R2cclError:
+        """Return the error for `rank` to raise; `account` is what `rank` itself waited for."""
         if self.lost >= 0:
             return PeerLost(
                 rank=rank, peer=self.lost, last_heard_s=0.0, why=self.text, host=self.host,
                 is_met=False,
             )  # fmt: skip
         text = f"rank {rank}: {self.text}"
+        if account:
+            text += f"; this rank {account}"
         return TransportTimeout(text, rank=rank) if self.is_timeout else InvalidArgument(text)
 
 

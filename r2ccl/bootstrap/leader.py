@@ -1,4 +1,4 @@
-"""Rank 0's side of the rendezvous: accept all ranks, compare their settings, send the outcome.
+"""Rank 0's side of the rendezvous: accept all ranks, compare their settings, collect addresses.
 
 `r2ccl.bootstrap.rendezvous` describes the messages. Runs in the control thread.
 """
@@ -35,6 +35,8 @@ from r2ccl.bootstrap.identity import Identity
 from r2ccl.bootstrap.listener import MAX_PENDING, Handover, Listener, Rejections
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.naming import LeaderName
+from r2ccl.bootstrap.overlay import children, parent
+from r2ccl.bootstrap.readers import ReaderSet
 from r2ccl.bootstrap.wire import MessageReader
 from r2ccl.clock import monotonic
 from r2ccl.config import AGREED
@@ -63,21 +65,21 @@ _RESOLVE_PAUSE_S = 0.5
 
 
 class _Member:
-    """Connection of another rank at rank 0, and what that rank has sent."""
+    """Connection of another rank at rank 0."""
 
-    __slots__ = ("info", "rank", "reader", "sock")
+    __slots__ = ("rank", "reader", "sock")
 
     def __init__(
         self,
         sock: socket.socket,
         on_message: Callable[[_Member, bytes], None],
         on_end: Callable[[_Member, OSError], None],
+        readers: ReaderSet,
     ) -> None:
         self.sock = sock
-        self.reader = MessageReader(sock, partial(on_message, self), partial(on_end, self))
+        self.reader = MessageReader(sock, partial(on_message, self), partial(on_end, self), readers)
         #: -1 until its Hello is accepted.
         self.rank = -1
-        self.info: PeerInfo | None = None
 
 
 class Leader:
@@ -100,11 +102,15 @@ class Leader:
         self._hellos = {0: hello}
         #: All connections, also those whose Hello was not accepted.
         self._members: list[_Member] = []
-        #: Ranks that have sent neither their last message nor an error.
+        #: Addresses that have arrived, by rank.
+        self._infos: dict[int, PeerInfo] = {}
+        #: Ranks whose addresses have not arrived.
         self._awaited = set(range(1, identity.nranks))
         self._faults: list[str] = []
-        #: Ranks that exited during the rendezvous.
-        self._left: list[Hello] = []
+        #: Ranks that exited during the rendezvous, and how that was noticed.
+        self._left: dict[int, str] = {}
+        #: Ranks that exited, or sent an error.
+        self._failed: set[int] = set()
         self._progress = asyncio.Event()
 
     async def run(self) -> Meeting:
@@ -119,7 +125,10 @@ class Leader:
         assert secret is not None, "rank 0 generates the secret or was given it"
         sock = await self._listen()
         most = max(MAX_PENDING, self._identity.nranks)
-        listener = Listener([sock], secret, self._admit, self._rejections, max_pending=most)
+        self._readers = ReaderSet()
+        listener = Listener(
+            [sock], secret, self._admit, self._rejections, max_pending=most, readers=self._readers
+        )
         try:
             self._identity.secret.publish()
             listener.start()
@@ -135,25 +144,28 @@ class Leader:
             raise failed.error(0) from exc
         finally:
             await listener.close()
+            self._readers.close()
             for member in self._members:
-                member.reader.stop()
                 member.sock.close()
             self._identity.secret.retract()
 
     async def _lead(self, secret: Secret, sock: socket.socket) -> Meeting:
         await self._gather_hellos()
         hosts = {hello.host for hello in self._hellos.values()}
-        welcome = Welcome(secrets.token_bytes(COMMUNICATOR_ID_NBYTES), len(hosts) == 1)
-        await self._tell_everyone(welcome)
-        own = self._prepare(welcome.is_on_one_host, self._own_address(sock))
-        while self._awaited:
+        is_on_one_host = len(hosts) == 1
+        communicator_id = secrets.token_bytes(COMMUNICATOR_ID_NBYTES)
+        await self._welcome(communicator_id, is_on_one_host)
+        self._infos[0] = self._prepare(is_on_one_host, self._own_address(sock))
+        while self._awaited and not self._faults:
             await self._progress.wait()
         if self._faults:
+            await self._await_others(lambda: not self._awaited)
             raise InvalidArgument("; ".join(self._faults))
-        infos = [own, *(member.info for member in self._members if member.info is not None)]
-        peers = _with_common_rails(infos)
-        await self._tell_everyone(Table.of(peers))
-        return Meeting(welcome.communicator_id, secret, peers)
+        peers = _with_common_rails(self._infos.values())
+        near = set(children(0, self._identity.nranks))
+        table = encode(Table.of(peers))
+        await self._send((member.sock, table) for member in self._members if member.rank in near)
+        return Meeting(communicator_id, secret, peers)
 
     async def _listen(self) -> socket.socket:
         identity = self._identity
@@ -205,7 +217,7 @@ class Leader:
         return self._receive_member
 
     def _receive_member(self, sock: socket.socket) -> None:
-        self._members.append(_Member(sock, self._on_message, self._on_end))
+        self._members.append(_Member(sock, self._on_message, self._on_end, self._readers))
 
     def _on_message(self, member: _Member, body: bytes) -> None:
         if member.rank < 0:
@@ -244,13 +256,23 @@ class Leader:
         if member.rank < 0:
             self._rejections.add("no Hello", exc)
             return
-        hello = self._hellos[member.rank]
-        self._left.append(hello)
+        self._lose(member.rank, f"its connection to rank 0 ended: {exc}")
+
+    def _lose(self, rank: int, why: str) -> None:
+        """Record that `rank` exited, unless its failure is known."""
+        if rank in self._failed:
+            return
+        hello = self._hellos[rank]
+        self._left[rank] = f"pid {hello.pid}: {why}"
+        self._give_up(rank)
         self._fault(
-            f"rank {hello.rank} (pid {hello.pid} on {_name(hello)}) left during init "
-            f"({exc}): see its own log"
+            f"rank {rank} (pid {hello.pid} on {_name(hello)}) left during init ({why}): "
+            "see its own log"
         )
-        self._finish(member)
+
+    def _give_up(self, rank: int) -> None:
+        self._failed.add(rank)
+        self._awaited.discard(rank)
 
     def _fault(self, text: str) -> None:
         self._faults.append(text)
@@ -264,7 +286,7 @@ class Leader:
         while len(self._hellos) < self._identity.nranks and not self._faults:
             await self._progress.wait()
         if self._faults:
-            await self._await_stragglers()
+            await self._await_others(lambda: len(self._hellos) == self._identity.nranks)
         odd = [hello.rank for hello in self._hellos.values() if hello.digest != self._hello.digest]
         if odd:
             names = ", ".join(f"R2CC_{name.upper()}" for name in AGREED)
@@ -275,13 +297,21 @@ class Leader:
         if self._faults:
             raise InvalidArgument("; ".join(self._faults))
 
-    async def _await_stragglers(self) -> None:
+    async def _await_others(self, is_complete: Callable[[], bool]) -> None:
+        """Wait briefly after an error, to send it to ranks that are late, or to collect theirs."""
         try:
             async with asyncio.timeout(_FAULT_GRACE_S):
-                while len(self._hellos) < self._identity.nranks:
+                while not is_complete():
                     await self._progress.wait()
         except TimeoutError:
             logger.debug("rank 0: some ranks did not arrive in time to receive the error")
+
+    async def _welcome(self, communicator_id: bytes, is_on_one_host: bool) -> None:
+        def body(member: _Member) -> bytes:
+            address = self._hellos[parent(member.rank)].address
+            return encode(Welcome(communicator_id, is_on_one_host, address))
+
+        await self._send((each.sock, body(each)) for each in self._members if each.rank > 0)
 
     # -- second round -----------------------------------------------------------------------
 
@@ -289,38 +319,39 @@ class Leader:
         try:
             message = decode(body)
         except InvalidArgument as exc:
-            self._faults.append(f"rank {member.rank} failed: {exc}")
+            message = MeetingFailed(str(exc))
+        if isinstance(message, Ready):
+            self._infos.update((info.rank, info) for info in message.infos)
+            self._awaited -= self._infos.keys()
+            if not self._awaited:
+                self._announce()
+        elif isinstance(message, MeetingFailed) and message.lost in self._hellos:
+            self._lose(message.lost, message.text)
         else:
-            if isinstance(message, Ready):
-                member.info = message.info
-            else:
-                text = message.text if isinstance(message, MeetingFailed) else "unexpected message"
-                self._faults.append(f"rank {member.rank} failed: {text}")
-        self._finish(member)
-
-    def _finish(self, member: _Member) -> None:
-        member.reader.stop()
-        self._awaited.discard(member.rank)
-        if not self._awaited:
-            self._announce()
+            text = message.text if isinstance(message, MeetingFailed) else "unexpected message"
+            self._give_up(member.rank)
+            self._fault(f"rank {member.rank} failed: {text}")
 
     async def _tell_everyone(self, message: Greeting) -> None:
-        """Send `message` to all members within `VERDICT_MARGIN_S`.
+        body = encode(message)
+        await self._send((member.sock, body) for member in self._members)
+
+    async def _send(self, messages: Iterable[tuple[socket.socket, bytes]]) -> None:
+        """Send `messages` to members within `VERDICT_MARGIN_S`.
 
         A member that it does not reach fails by its own timeout, or when rank 0 closes the
         connection.
         """
         try:
             async with asyncio.timeout(VERDICT_MARGIN_S):
-                await wire.send_to_all([member.sock for member in self._members], encode(message))
+                await wire.send_messages(messages)
         except TimeoutError:
-            logger.debug("rank 0 could not send to all ranks: %s", message)
+            logger.debug("rank 0 could not send to all ranks")
 
     def _account_of(self, error: R2cclError) -> MeetingFailed:
         if len(self._faults) == len(self._left) > 0:
-            first = self._left[0]
-            why = f"pid {first.pid}: its connection to rank 0 ended"
-            return MeetingFailed(why, lost=first.rank, host=_name(first))
+            first, why = next(iter(self._left.items()))
+            return MeetingFailed(why, lost=first, host=_name(self._hellos[first]))
         return MeetingFailed(str(error))
 
     def _account_of_timeout(self) -> MeetingFailed:
@@ -330,8 +361,9 @@ class Leader:
         where = f"{self._identity.address}:{self._identity.port}"
         if not missing:
             return MeetingFailed(
-                f"ranks {sorted(self._awaited)} arrived at rank 0 ({where}) but did not open their "
-                f"listeners within {self._timeout_s:g} s: look at their logs",
+                f"ranks {sorted(self._awaited)} arrived at rank 0 ({where}), but their addresses "
+                f"did not within {self._timeout_s:g} s: one of these ranks is the cause, look at "
+                "their logs",
                 is_timeout=True,
             )
         return MeetingFailed(

@@ -28,9 +28,10 @@ from r2ccl.bootstrap.auth import (
     HandshakeRejected,
     Secret,
 )
+from r2ccl.bootstrap.readers import ReadLoop
 from r2ccl.bootstrap.wire import HANDSHAKE_TIMEOUT_S, Address
 from r2ccl.clock import Clock, monotonic
-from r2ccl.errors import describe_os_error
+from r2ccl.errors import InvalidArgument, describe_os_error
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
@@ -81,6 +82,14 @@ class Rejections:
     def summary(self) -> str:
         """Return the reasons and their counts as text; empty if there are none. Any thread."""
         return ", ".join(f"{reason} ({n} times)" for reason, n in dict(self.counts).items())
+
+
+def cannot_listen(rank: int, address: str, what: str, exc: OSError) -> InvalidArgument:
+    """Return the error of `rank`, which cannot listen at `address` for connections of `what`."""
+    return InvalidArgument(
+        f"rank {rank}: cannot listen at {address} ({what}): "
+        f"{describe_os_error(exc)}; see R2CC_SOCKET_IFNAME and R2CC_CONTROL_ADDRESS"
+    )
 
 
 class Unneeded(Exception):
@@ -158,6 +167,8 @@ class Listener:
         Longest time of one handshake in seconds, without the wait of the gate.
     max_pending : int
         Maximum number of unauthenticated connections at a time; a new one evicts the oldest.
+    readers : ReadLoop, optional
+        Watches the sockets; by default the running loop.
     """
 
     def __init__(
@@ -169,6 +180,7 @@ class Listener:
         *,
         timeout_s: float = HANDSHAKE_TIMEOUT_S,
         max_pending: int = MAX_PENDING,
+        readers: ReadLoop | None = None,
     ) -> None:
         self._sockets = tuple(sockets)
         self._secret = secret
@@ -176,6 +188,7 @@ class Listener:
         self._rejections = rejections
         self._timeout_s = timeout_s
         self._max_pending = max_pending
+        self._given_readers = readers
         self._allowance = _Allowance(monotonic)
         #: Connections that wait for the gate.
         self._tasks: dict[asyncio.Task[Handover], socket.socket] = {}
@@ -185,6 +198,10 @@ class Listener:
         self._expiry: asyncio.TimerHandle | None = None
         #: Resumes accepting after a pause, by index of the listening socket.
         self._pauses: dict[int, asyncio.TimerHandle] = {}
+
+    @property
+    def _readers(self) -> ReadLoop:
+        return self._given_readers or asyncio.get_running_loop()
 
     def start(self) -> None:
         """Start accepting connections; call in the loop."""
@@ -198,12 +215,11 @@ class Listener:
 
     async def close(self) -> None:
         """Stop accepting; close the listening sockets and all unfinished handshakes."""
-        loop = asyncio.get_running_loop()
         for timer in (self._expiry, *self._pauses.values()):
             if timer is not None:
                 timer.cancel()
         for sock in (*self._pending, *self._sockets):
-            loop.remove_reader(sock.fileno())
+            self._readers.remove_reader(sock.fileno())
             sock.close()
         tasks = list(self._tasks)
         for task in tasks:
@@ -216,11 +232,11 @@ class Listener:
 
     def _resume(self, index: int) -> None:
         sock = self._sockets[index]
-        asyncio.get_running_loop().add_reader(sock.fileno(), self._accept, sock, index)
+        self._readers.add_reader(sock.fileno(), self._accept, sock, index)
 
     def _pause(self, index: int, pause_s: float) -> None:
+        self._readers.remove_reader(self._sockets[index].fileno())
         loop = asyncio.get_running_loop()
-        loop.remove_reader(self._sockets[index].fileno())
         self._pauses[index] = loop.call_later(pause_s, self._resume, index)
 
     def _accept(self, listener: socket.socket, index: int) -> None:
@@ -247,7 +263,9 @@ class Listener:
         self._pending[sock] = made
         if self._expiry is None:
             self._expiry = loop.call_at(made.expires_s, self._expire)
-        loop.add_reader(sock.fileno(), self._read, made)
+        self._read(made)  # the opening has often arrived with the connection
+        if sock in self._pending:
+            self._readers.add_reader(sock.fileno(), self._read, made)
 
     def _expire(self) -> None:
         loop = asyncio.get_running_loop()
@@ -333,7 +351,7 @@ class Listener:
     def _forget(self, made: _Handshake) -> None:
         """Stop reading a connection that ends, or whose dialer has proved the secret."""
         if self._pending.pop(made.sock, None) is not None:
-            asyncio.get_running_loop().remove_reader(made.sock.fileno())
+            self._readers.remove_reader(made.sock.fileno())
 
 
-__all__ = ["MAX_PENDING", "Gate", "Handover", "Listener", "Rejections", "Unneeded"]
+__all__ = ["MAX_PENDING", "Gate", "Handover", "Listener", "Rejections", "Unneeded", "cannot_listen"]

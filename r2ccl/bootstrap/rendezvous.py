@@ -3,15 +3,19 @@
 Each rank has one authenticated connection to rank 0. The exchange has two rounds, because the
 choice of rails depends on whether all ranks share a host::
 
-    rank r                                rank 0
-    Hello(rank, nranks, host, digest) ->  waits for all, compares
-                                      <-  Welcome(communicator_id, is_on_one_host)
-    opens its listeners
-    Ready(PeerInfo)                   ->  waits for all
-                                      <-  Table(peers), all with the same number of rails
+    rank r                                         rank 0
+    Hello(rank, nranks, host, digest, address) ->  waits for all, compares
+                                               <-  Welcome(communicator_id, is_on_one_host, parent)
 
-An error on any rank becomes a ``MeetingFailed``, which rank 0 sends to all ranks, so that all raise
-the same error. Runs in the control thread. Invariant: the rendezvous ends by its deadline.
+    rank r                                         its parent in the binomial tree of all ranks
+    opens its listeners, waits for its children
+    Ready(PeerInfo of its part of the tree)    ->  rank 0: waits for all
+                                               <-  Table(peers), all with the same number of rails
+
+The second round goes through the tree, so that rank 0 sends and receives the addresses of all ranks
+log2(n) times, not n times. Rank 0's children use the connection that they have. An error on any
+rank becomes a ``MeetingFailed``, which rank 0 sends to all ranks, so that all raise the same error.
+Runs in the control thread. Invariant: the rendezvous ends by its deadline.
 """
 
 from __future__ import annotations
@@ -20,16 +24,17 @@ import asyncio
 import socket
 from typing import TypeVar
 
+import msgspec
+
 from r2ccl.bootstrap import naming, wire
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
+from r2ccl.bootstrap.branch import Branch
 from r2ccl.bootstrap.greetings import (
     Greeting,
     Hello,
     Meeting,
     MeetingFailed,
     Prepare,
-    Ready,
-    Table,
     Welcome,
     decode,
     encode,
@@ -40,7 +45,7 @@ from r2ccl.bootstrap.leader import VERDICT_MARGIN_S, Leader
 from r2ccl.bootstrap.listener import Rejections
 from r2ccl.bootstrap.naming import LeaderName
 from r2ccl.clock import monotonic
-from r2ccl.errors import PeerLost, R2cclError, TransportTimeout
+from r2ccl.errors import InvalidArgument, PeerLost, R2cclError, TransportTimeout
 
 #: Communicator id in claims that are made before rank 0 has chosen the id.
 _NO_COMMUNICATOR = bytes(COMMUNICATOR_ID_NBYTES)
@@ -56,6 +61,7 @@ async def meet(
     prepare: Prepare,
     rejections: Rejections,
     timeout_s: float,
+    control_address: str = "",
 ) -> Meeting:
     """Run the rendezvous and return its result.
 
@@ -68,6 +74,8 @@ async def meet(
     rejections : Rejections
     timeout_s : float
         Limit for the arrival of all ranks, in seconds.
+    control_address : str, optional
+        Address at which other ranks reach this one; by default the one that reaches rank 0.
 
     Raises
     ------
@@ -82,31 +90,42 @@ async def meet(
     if identity.rank == 0:
         leader = Leader(identity, hello, prepare, rejections, timeout_s)
         return await leader.run()
-    member = _Member(identity, hello, prepare, timeout_s)
+    member = _Member(identity, hello, prepare, rejections, timeout_s, control_address)
     return await member.run()
 
 
 class _Member:
     def __init__(
-        self, identity: Identity, hello: Hello, prepare: Prepare, timeout_s: float
+        self,
+        identity: Identity,
+        hello: Hello,
+        prepare: Prepare,
+        rejections: Rejections,
+        timeout_s: float,
+        control_address: str,
     ) -> None:
         self._identity = identity
         self._hello = hello
         self._prepare = prepare
+        self._rejections = rejections
         self._timeout_s = timeout_s
+        self._control_address = control_address
         self._last_failure = "rank 0 has not published the secret yet"
         self._leader = LeaderName(identity.rank, identity.address, identity.port)
 
     async def run(self) -> Meeting:
         """Join the rendezvous of rank 0 and return its result; close the connection."""
         sock, secret = await self._reach_leader()
+        branch = Branch(self._hello.rank, self._hello.nranks, sock, self._rejections)
         try:
             async with asyncio.timeout(self._timeout_s + VERDICT_MARGIN_S):
-                return await self._join(sock, secret)
+                return await self._join(sock, secret, branch)
         except TimeoutError:
+            waits = f"; this rank {account}" if (account := branch.account()) else ""
             raise TransportTimeout(
                 f"rank {self._hello.rank}: rank 0 at {self._where()} accepted this rank but then "
-                f"sent nothing for {self._timeout_s + VERDICT_MARGIN_S:g} s: look at its log",
+                f"sent nothing for {self._timeout_s + VERDICT_MARGIN_S:g} s{waits}: look at its "
+                "log",
                 rank=self._hello.rank,
                 peer=0,
             ) from None
@@ -115,19 +134,26 @@ class _Member:
                 rank=self._hello.rank, peer=0, last_heard_s=0.0, why=str(exc), is_met=False
             ) from exc
         finally:
+            await branch.close()
             sock.close()
 
-    async def _join(self, sock: socket.socket, secret: Secret) -> Meeting:
-        await self._say(sock, self._hello)
+    async def _join(self, sock: socket.socket, secret: Secret, branch: Branch) -> Meeting:
+        own_address = str(sock.getsockname()[0])
+        try:
+            address = branch.listen(self._control_address or own_address)
+        except InvalidArgument as exc:
+            await self._say(sock, self._hello)
+            await self._say(sock, MeetingFailed(str(exc)))
+            raise
+        await self._say(sock, msgspec.structs.replace(self._hello, address=address))
         welcome = self._take(Welcome, await wire.receive_message(sock))
         try:
-            info = self._prepare(welcome.is_on_one_host, str(sock.getsockname()[0]))
+            own = self._prepare(welcome.is_on_one_host, own_address)
         except R2cclError as exc:
             await self._say(sock, MeetingFailed(str(exc)))
             raise
-        await self._say(sock, Ready(info))
-        table = self._take(Table, await wire.receive_message(sock))
-        return Meeting(welcome.communicator_id, secret, table.peers())
+        peers = await branch.exchange(own, secret, welcome)
+        return Meeting(welcome.communicator_id, secret, peers)
 
     async def _reach_leader(self) -> tuple[socket.socket, Secret]:
         pause = _FIRST_PAUSE_S

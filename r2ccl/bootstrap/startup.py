@@ -18,7 +18,7 @@ from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, SECRET_NBYTES, Secret
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.greetings import Hello, Meeting
 from r2ccl.bootstrap.identity import Identity, host_id, identify
-from r2ccl.bootstrap.listener import Rejections
+from r2ccl.bootstrap.listener import Rejections, cannot_listen
 from r2ccl.bootstrap.loop import ControlLoop
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.rendezvous import meet
@@ -88,7 +88,10 @@ def connect(
                 hello = Hello(
                     identity.rank, identity.nranks, host_id(), os.getpid(), config.digest()
                 )
-                work = meet(identity, hello, listeners.open, rejections, config.init_timeout_s)
+                work = meet(
+                    identity, hello, listeners.open, rejections,
+                    config.init_timeout_s, config.control_address,
+                )  # fmt: skip
                 meeting = loop.run(work)
             return _build(config, identity, meeting, listeners, loop, message_types, rejections)
         except BaseException:
@@ -213,10 +216,7 @@ class _Listeners:
         try:
             return make(address)
         except OSError as exc:
-            raise InvalidArgument(
-                f"rank {self._rank}: cannot listen at {address} ({what}): "
-                f"{describe_os_error(exc)}; see R2CC_SOCKET_IFNAME and R2CC_CONTROL_ADDRESS"
-            ) from exc
+            raise cannot_listen(self._rank, address, what, exc) from exc
 
 
 def _address(sock: socket.socket) -> wire.Address:

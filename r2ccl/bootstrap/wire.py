@@ -23,6 +23,7 @@ from r2ccl.bootstrap.auth import (
     HandshakeRejected,
     Secret,
 )
+from r2ccl.bootstrap.readers import ReadLoop
 from r2ccl.errors import decode_errno, exhaustion_advice
 
 Address = tuple[str, int]
@@ -33,7 +34,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 BACKLOG = 1024
 #: Length prefix of `send_message`, in bytes without the prefix.
 _LENGTH = struct.Struct("!I")
-#: Maximum size of a message, enough for a `Table` of about 200,000 ranks.
+#: Maximum size of a message, enough for a `Table` of about 200,000 ranks, or a `Ready` of 50,000.
 _MAX_MESSAGE_NBYTES = 16 << 20
 _CLOSED = "the other side closed the connection"
 #: Bytes that a `MessageReader` reads at once: more than a `Hello` or `Ready` has.
@@ -286,12 +287,12 @@ async def send_message(sock: socket.socket, body: bytes) -> None:
     await loop.sock_sendall(sock, _LENGTH.pack(len(body)) + body)
 
 
-async def send_to_all(socks: Iterable[socket.socket], body: bytes) -> None:
-    """Send `body`, prefixed with its length, over each of `socks`; ignore those that fail."""
+async def send_messages(messages: Iterable[tuple[socket.socket, bytes]]) -> None:
+    """Send each body, prefixed with its length, over its socket; ignore sockets that fail."""
     loop = asyncio.get_running_loop()
-    packet = memoryview(_LENGTH.pack(len(body)) + body)
     rests = []
-    for sock in socks:
+    for sock, body in messages:
+        packet = memoryview(_LENGTH.pack(len(body)) + body)
         # A coroutine only where the socket's buffer is too small: there are n - 1 sockets.
         with contextlib.suppress(OSError):
             if (nsent := _send_some(sock, packet)) < len(packet):
@@ -344,6 +345,8 @@ class MessageReader:
     on_end : callable
         Takes the error if the stream ends or breaks, or a message is above 16 MiB; called at most
         once, and last.
+    readers : ReadLoop, optional
+        Watches the socket; by default the running loop.
     """
 
     def __init__(
@@ -351,19 +354,21 @@ class MessageReader:
         sock: socket.socket,
         on_message: Callable[[bytes], None],
         on_end: Callable[[OSError], None],
+        readers: ReadLoop | None = None,
     ) -> None:
         self._sock = sock
         self._on_message = on_message
         self._on_end = on_end
         self._received = bytearray()
         self._is_stopped = False
-        asyncio.get_running_loop().add_reader(sock.fileno(), self._read)
+        self._readers: ReadLoop = readers or asyncio.get_running_loop()
+        self._readers.add_reader(sock.fileno(), self._read)
 
     def stop(self) -> None:
         """Receive nothing more; call before the socket is closed. Idempotent."""
         if not self._is_stopped:
             self._is_stopped = True
-            asyncio.get_running_loop().remove_reader(self._sock.fileno())
+            self._readers.remove_reader(self._sock.fileno())
 
     def _read(self) -> None:
         try:
@@ -445,5 +450,5 @@ __all__ = [
     "reserve_port",
     "resolve",
     "send_message",
-    "send_to_all",
+    "send_messages",
 ]

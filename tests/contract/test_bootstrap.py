@@ -788,7 +788,8 @@ def test_a_bad_frame_ends_its_connection_only(
 
 
 def test_slow_strangers_cannot_keep_ranks_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Listener.__init__, "__kwdefaults__", {"timeout_s": 0.3})
+    defaults = Listener.__init__.__kwdefaults__ | {"timeout_s": 0.3}
+    monkeypatch.setattr(Listener.__init__, "__kwdefaults__", defaults)
     for module in ("leader", "control"):
         monkeypatch.setattr(f"r2ccl.bootstrap.{module}.MAX_PENDING", 4)
     with LocalJob(2) as local, contextlib.ExitStack() as stack:

@@ -30,7 +30,7 @@ from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
 from r2ccl.bootstrap.launch import LocalJob
 
 _POLL_S = 0.02
-#: Seconds for the imports.
+#: Seconds for the imports, unless more are given.
 _START_S = 120.0
 
 
@@ -42,16 +42,20 @@ class ForkedRanks:
     scripts : sequence of Path
     modules : sequence of str
         Modules to import before the first job.
+    start_s : float
+        Limit of the imports, in seconds.
     """
 
-    def __init__(self, scripts: Sequence[Path], modules: Sequence[str] = ()) -> None:
+    def __init__(
+        self, scripts: Sequence[Path], modules: Sequence[str] = (), start_s: float = _START_S
+    ) -> None:
         names = ",".join(str(each) for each in scripts)
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, names, *modules],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        assert self._read(_START_S) == "ready"
+        assert self._read(start_s) == "ready"
 
     def __enter__(self) -> ForkedRanks:
         return self

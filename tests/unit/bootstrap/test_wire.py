@@ -92,7 +92,7 @@ def test_all_get_a_message_that_exceeds_the_buffers() -> None:
         pairs = [pair() for _ in range(3)]
         gone, _ = pairs[2]
         gone.close()
-        sending = wire.send_to_all([theirs for _, theirs in pairs], body)
+        sending = wire.send_messages((theirs, body) for _, theirs in pairs)
         received = (wire.receive_message(ours) for ours, _ in pairs[:2])
         *got, _ = await asyncio.gather(*received, sending)
         for sock in (each for ends in pairs for each in ends):

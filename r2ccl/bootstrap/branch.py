@@ -1,0 +1,250 @@
+"""Second round of the rendezvous on a rank other than 0: its parent and its children in the tree.
+
+The tree is the binomial tree of `r2ccl.bootstrap.overlay`. The addresses of a rank's part of the
+tree go to its parent, and the addresses of all ranks, which come from its parent, to its children.
+So rank 0 exchanges addresses with log2(n) ranks. The connection to rank 0 stays open meanwhile: on
+it, rank 0 notices the end of every rank, and tells all ranks of an error.
+
+Runs in the control thread. Invariant: bytes of a child are decoded only after both ends have proved
+the secret, and the claim names this communicator, this rank and a child of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from functools import partial
+
+from r2ccl.bootstrap import wire
+from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose, Secret
+from r2ccl.bootstrap.greetings import (
+    MeetingFailed,
+    Ready,
+    Table,
+    Welcome,
+    decode,
+    encode,
+    expect,
+)
+from r2ccl.bootstrap.listener import Handover, Listener, Rejections, cannot_listen
+from r2ccl.bootstrap.messages import PeerInfo
+from r2ccl.bootstrap.overlay import children, parent
+from r2ccl.bootstrap.wire import MessageReader
+from r2ccl.errors import InvalidArgument
+
+#: Limit of the time that a rank takes to send a message to all its children.
+_SEND_S = 5.0
+_FIRST_PAUSE_S = 0.02
+_MAX_PAUSE_S = 0.5
+
+
+class Branch:
+    """Connections of a rank to its parent and its children until it has the addresses of all ranks.
+
+    Parameters
+    ----------
+    rank, nranks : int
+        ``rank`` is not 0.
+    leader : socket.socket
+        Connection to rank 0. Borrowed.
+    rejections : Rejections
+    """
+
+    def __init__(
+        self, rank: int, nranks: int, leader: socket.socket, rejections: Rejections
+    ) -> None:
+        self._rank = rank
+        self._parent = parent(rank)
+        self._leader = leader
+        self._rejections = rejections
+        self._listening: socket.socket | None = None
+        self._listener: Listener | None = None
+        self._communicator_id = b""
+        #: Connections of the children, and of rank 0.
+        self._readers: dict[int, MessageReader] = {}
+        self._children: dict[int, socket.socket] = {}
+        #: Children that have not sent their part of the tree.
+        self._awaited = set(children(rank, nranks))
+        self._infos: list[PeerInfo] = []
+        #: Set when all children have sent their parts, or one of them sent something else.
+        self._is_collected = asyncio.Event()
+        self._fault = ""
+        self._has_passed_up = False
+        self._is_leader_gone = False
+        #: The loss of the parent, of which rank 0 was told.
+        self._orphaned: bytes | None = None
+        #: Last message from the parent or rank 0: a `Table` or a `MeetingFailed`.
+        self._outcome: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._obstacle = ""
+
+    def listen(self, host: str) -> wire.Address:
+        """Listen for the children at numeric address `host`; empty and 0 if there are none.
+
+        Raises
+        ------
+        InvalidArgument
+            If this rank cannot listen there.
+        """
+        if not self._awaited:
+            return ("", 0)
+        try:
+            self._listening = wire.listen(host)
+        except OSError as exc:
+            raise cannot_listen(self._rank, host, "rendezvous", exc) from exc
+        return (host, int(self._listening.getsockname()[1]))
+
+    async def exchange(
+        self, own: PeerInfo, secret: Secret, welcome: Welcome
+    ) -> tuple[PeerInfo, ...]:
+        """Send `own` and the addresses from the children up; return those of all ranks.
+
+        Raises
+        ------
+        InvalidArgument, TransportTimeout, PeerLost
+            As for `r2ccl.bootstrap.rendezvous.meet`. The children raise the same.
+        """
+        self._communicator_id = welcome.communicator_id
+        self._readers[0] = MessageReader(self._leader, self._settle, self._on_leader_end)
+        if self._listening is not None:
+            self._listener = Listener([self._listening], secret, self._admit, self._rejections)
+            self._listener.start()
+        climb = asyncio.get_running_loop().create_task(self._climb(own, secret, welcome.parent))
+        try:
+            body = await self._outcome
+            await self._tell_children(body)
+        finally:
+            climb.cancel()
+            await asyncio.gather(climb, return_exceptions=True)
+        message = decode(body)
+        if isinstance(message, MeetingFailed):
+            raise message.error(self._rank, self.account() if message.is_timeout else "")
+        return expect(Table, body).peers()
+
+    def account(self) -> str:
+        """Return what this rank waits for, as a clause; empty if only for rank 0 or the table."""
+        if self._awaited and self._communicator_id:
+            return f"waits for the addresses of ranks {sorted(self._awaited)}"
+        if self._obstacle and not self._has_passed_up:
+            return f"has not reached rank {self._parent}: {self._obstacle}"
+        return ""
+
+    async def close(self) -> None:
+        """Close all connections except that to rank 0. Idempotent."""
+        for reader in self._readers.values():
+            reader.stop()
+        for sock in self._children.values():
+            sock.close()
+        if self._listener is not None:
+            await self._listener.close()
+        elif self._listening is not None:
+            self._listening.close()
+
+    # -- rank 0 -----------------------------------------------------------------------------
+
+    def _settle(self, body: bytes) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result(body)
+
+    def _on_leader_end(self, exc: OSError) -> None:
+        """Handle the end of rank 0's connection: it has failed, or has sent the table on its way.
+
+        Rank 0 sends the table only once it has the addresses of this rank.
+        """
+        self._is_leader_gone = True
+        if self._parent == 0 or not self._has_passed_up:
+            self._settle(encode(MeetingFailed(str(exc), lost=0)))
+        elif self._orphaned is not None:
+            self._settle(self._orphaned)
+
+    # -- children ---------------------------------------------------------------------------
+
+    def _admit(self, claim: Claim, listener: int) -> Handover:
+        if claim.purpose is not Purpose.RENDEZVOUS:
+            raise HandshakeRejected("not a rendezvous")
+        if claim.communicator != self._communicator_id or claim.dst != self._rank:
+            raise HandshakeRejected("another rendezvous")
+        if claim.src not in self._awaited:
+            raise HandshakeRejected("no child that is awaited")
+        return partial(self._receive_child, claim.src)
+
+    def _receive_child(self, child: int, sock: socket.socket) -> None:
+        if child in self._children:  # it has given up an earlier connection
+            self._readers[child].stop()
+            self._children[child].close()
+        self._children[child] = sock
+        self._readers[child] = MessageReader(
+            sock, partial(self._on_child_message, child), lambda exc: None
+        )
+
+    def _on_child_message(self, child: int, body: bytes) -> None:
+        try:
+            self._infos += expect(Ready, body).infos
+        except InvalidArgument as exc:
+            self._fault = f"its child rank {child}: {exc}"
+        self._awaited.discard(child)
+        if self._fault or not self._awaited:
+            self._is_collected.set()
+
+    async def _tell_children(self, body: bytes) -> None:
+        """Send `body` to all children within `_SEND_S`; a child that gets nothing fails itself."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SEND_S):
+                await wire.send_messages((sock, body) for sock in self._children.values())
+
+    # -- parent -----------------------------------------------------------------------------
+
+    async def _climb(self, own: PeerInfo, secret: Secret, address: wire.Address) -> None:
+        """Send the addresses of this part of the tree up, and wait for those of all ranks."""
+        if self._awaited:
+            await self._is_collected.wait()
+        if self._fault:
+            await self._tell_leader(encode(MeetingFailed(self._fault)))
+            return
+        body = encode(Ready((own, *self._infos)))
+        if self._parent == 0:
+            await self._tell_leader(body)
+            return
+        try:
+            with await self._reach_parent(secret, address) as sock:
+                await wire.send_message(sock, body)
+                self._has_passed_up = True
+                self._settle(await wire.receive_message(sock))
+        except OSError as exc:
+            await self._miss_parent(exc)
+
+    async def _reach_parent(self, secret: Secret, address: wire.Address) -> socket.socket:
+        """Connect to the parent, which has listened since before its `Hello`.
+
+        Raises
+        ------
+        ConnectionRefusedError
+            If the parent has ended.
+        """
+        claim = Claim(Purpose.RENDEZVOUS, self._communicator_id, self._rank, self._parent)
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await wire.dial(secret, claim, address)
+            except ConnectionRefusedError:
+                raise
+            except (OSError, HandshakeRejected) as exc:
+                self._obstacle = wire.describe_failure(exc, address, wire.HANDSHAKE_TIMEOUT_S)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE_S)
+
+    async def _miss_parent(self, exc: OSError) -> None:
+        """Tell rank 0 that the parent is lost; rank 0 tells all ranks, unless it has finished."""
+        why = f"its connection to rank {self._rank}: {exc}"
+        self._orphaned = encode(MeetingFailed(why, lost=self._parent))
+        if self._is_leader_gone:
+            self._settle(self._orphaned)
+        else:
+            await self._tell_leader(self._orphaned)
+
+    async def _tell_leader(self, body: bytes) -> None:
+        with contextlib.suppress(OSError):  # `_on_leader_end` handles the end of the connection
+            await wire.send_message(self._leader, body)
+
+
+__all__ = ["Branch"]
