@@ -42,6 +42,8 @@ from r2ccl.runtime.executor import LandingPool, host_lanes
 from r2ccl.runtime.grouping import Group, batches, joined
 from r2ccl.runtime.local import LocalCalls, Make, connect
 from r2ccl.runtime.messages.messenger import MessageRequest
+from r2ccl.runtime.two_level import TwoLevelCalls
+from r2ccl.runtime.two_level import connect as connect_nodes
 from r2ccl.schedule.chunks import Parts
 from r2ccl.types import ORDERED_OP, PREFIXES, CallSignature, Collective, ReduceOp
 
@@ -104,6 +106,8 @@ class Collectives:
         self._run_kernel = partial(run_quietly, _apply)
         #: Calls in shared memory; None: there are none.
         self._local: LocalCalls | None = None
+        #: Calls in shared memory within nodes and over the network between them; None: none.
+        self._two_level: TwoLevelCalls | None = None
         #: Open groups of calls: each belongs to one thread.
         self._groups: list[Group] = []
 
@@ -221,7 +225,7 @@ class Collectives:
                             self.run(request)
                         else:
                             local.remember(make, x, out, rest, request, call)
-                    elif request.is_staged or type(output) is not Buffer:
+                    elif request.is_staged or self._two_level or type(output) is not Buffer:
                         self.run(request)
                     else:  # as `run`, inlined: most calls are small
                         self._run_engine(
@@ -339,7 +343,8 @@ class Collectives:
             assert isinstance(source, Buffer)
             copy[at : at + source.count] = source.array
             at += source.count
-        self._collect(call, copy, copy)
+        if self._two_level is None or not self._two_level.run(call, copy, copy):
+            self._collect(call, copy, copy)
         at = 0
         for request in batch:
             output = request.output
@@ -437,20 +442,43 @@ class Collectives:
         """
         self._local = connect(self._engine, control, self.allgather_bytes, obstacle)
 
+    def share_memory_in_nodes(
+        self, control: ControlPlane, obstacle: str, teams: Sequence[Sequence[int]]
+    ) -> None:
+        """Use memory that the ranks of each node share, from now on.
+
+        `teams` are the ranks of each node, equally many; everything else is as in `share_memory`.
+        """
+        self._two_level = connect_nodes(
+            self._engine,
+            control,
+            self.allgather_bytes,
+            obstacle,
+            teams=teams,
+            one_level=self._plans,
+            pool=self._pool,
+            run_engine=self._run_engine,
+        )
+
     @property
     def shares_memory(self) -> bool:
-        """True if the ranks of the communicator share memory."""
-        return self._local is not None
+        """True if ranks of the communicator share memory."""
+        return self._local is not None or self._two_level is not None
 
     def free_memory(self, timeout_s: float) -> bool:
         """Free shared memory; return whether the running call, if any, ended in time."""
-        if self._local is None:
+        if not self.shares_memory:
             return True
         if not self._turn.acquire(timeout=timeout_s):
             return False
         try:
-            self._local.close()
-            self._local = None
+            if self._local is not None:
+                self._local.close()
+                self._local = None
+            if self._two_level is not None:
+                if not self._two_level.close(timeout_s):
+                    return False
+                self._two_level = None
         finally:
             self._turn.release()
         return True
@@ -521,6 +549,12 @@ class Collectives:
             return
         assert isinstance(output, Buffer)
         result = output.array
+        if (
+            self._two_level is not None
+            and request.schedule is None
+            and self._two_level.run(call, data, result)
+        ):
+            return
         if call.collective == Collective.ALLGATHER:
             if not request.is_in_place:
                 at = self._rank * source.count if parts is None else parts.inputs[self._rank][0]
