@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
-from math import isqrt, lcm
+from math import ceil, isqrt, lcm
 from typing import NamedTuple
 
 import msgspec
@@ -84,6 +84,11 @@ class TwoLevelPlans:
         #: Predicts the calls of the first group in a network without failures.
         first = fabric._replace(nodes=(), homes=self._divided[0])
         self._planner = Planner(first, config)
+        shares = self._shares([1] * len(fabric.homes))
+        #: Share of the buffer that is the part of the first group, and number of groups that share
+        #: its rails.
+        self._first_share = Fraction(shares[0], sum(shares))
+        self._nsharers = sum(self._divided[0][0] in homes for homes in self._divided)
         self._whole = Health.whole(len(teams), max(fabric.homes) + 1)
         self._chunks: dict[tuple[int, CallSignature], tuple[Chunk, ...] | None] = {}
 
@@ -105,6 +110,10 @@ class TwoLevelPlans:
         """
         if self._plans.is_bandwidth_sample(call, health, op):
             return None
+        return self.chunks(call, health)
+
+    def chunks(self, call: CallSignature, health: Health) -> tuple[Chunk, ...] | None:
+        """Return the chunks of an allreduce that is no bandwidth sample; see `divide`."""
         key = (health.version, call)
         if key not in self._chunks:
             if len(self._chunks) >= _KEPT:
@@ -159,7 +168,7 @@ class TwoLevelPlans:
         """
         eager_nbytes = self._config.eager_nbytes
         alpha_ns = self._plans.fabric.rates.alpha_ns
-        part_nbytes = -(-nbytes // len(self._divided))
+        part_nbytes = ceil(nbytes * self._first_share)
 
         def predicted_ns(choice: Choice, size: int) -> int:
             small_ns = choice.schedule.cost.steps * alpha_ns
@@ -167,6 +176,8 @@ class TwoLevelPlans:
 
         one_ns = predicted_ns(self._plans.choose(nbytes, health), nbytes)
         two_ns = predicted_ns(self._planner.allreduce(part_nbytes, self._whole), part_nbytes)
+        if part_nbytes > eager_nbytes:
+            two_ns *= self._nsharers
         return two_ns * slowdown <= one_ns * _AS_GOOD
 
 

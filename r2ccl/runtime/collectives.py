@@ -29,6 +29,7 @@ from r2ccl.errors import (
     R2cclError,
     ScheduleError,
 )
+from r2ccl.failover.health.table import Health
 from r2ccl.planning.calibration import calibrate
 from r2ccl.planning.cost_model import Rates
 from r2ccl.planning.plan_cache import Plan, PlanCache
@@ -464,6 +465,10 @@ class Collectives:
     def shares_memory(self) -> bool:
         """True if ranks of the communicator share memory."""
         return self._local is not None or self._two_level is not None
+
+    def count_chunks(self, nbytes: int, health: Health) -> int:
+        """Return the number of chunks of an allreduce in two levels; 0: it runs in one level."""
+        return 0 if self._two_level is None else self._two_level.count_chunks(nbytes, health)
 
     def free_memory(self, timeout_s: float) -> bool:
         """Free shared memory; return whether the running call, if any, ended in time."""

@@ -212,7 +212,9 @@ class Participant:
         """
         if nbytes < 0:
             raise InvalidArgument(f"nbytes={nbytes}; allowed is 0 or more")
-        return self.plans.explain(nbytes, self.known_health().health)
+        health = self.known_health().health
+        found = self.plans.explain(nbytes, health)
+        return found._replace(nchunks=self.collectives.count_chunks(nbytes, health))
 
     def known_health(self) -> Known:
         """Return the newest health that this rank has received, and the time of its arrival."""

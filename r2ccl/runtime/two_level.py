@@ -32,10 +32,12 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+import numpy as np
 import numpy.typing as npt
 
 from r2ccl import kernels
 from r2ccl.bootstrap.control import ControlPlane
+from r2ccl.dtypes import CODES
 from r2ccl.errors import TransportError
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.links import Links
@@ -136,6 +138,14 @@ class TwoLevelCalls:
         else:
             _Run(self, call, source, output).run(chunks, health)
         return True
+
+    def count_chunks(self, nbytes: int, health: Health) -> int:
+        """Return the number of chunks of an allreduce of `nbytes`; 0: it runs in one level.
+
+        Callable in any thread.
+        """
+        call = CallSignature(Collective.ALLREDUCE, _UINT8, ReduceOp.SUM, nbytes)
+        return len(self._plans.chunks(call, health) or ()) if nbytes else 0
 
     def _takes(self, call: CallSignature) -> bool:
         if call.collective != Collective.ALLREDUCE or call.op >= USER_OP or not call.count:
@@ -434,6 +444,7 @@ def _unpack(row: bytes) -> bytes:
     return row[3 : 3 + int.from_bytes(row[1:3], "little")]
 
 
+_UINT8 = CODES[np.dtype(np.uint8)]
 #: Kinds of messages of `_TeamExchange`, and the largest one.
 _MORE, _LAST = b"m", b"l"
 _NBYTES = 256

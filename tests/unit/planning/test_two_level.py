@@ -1,0 +1,169 @@
+"""How calls are divided between two levels: alike on all ranks, and by what the rails carry."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from support.healths import health
+
+from r2ccl.config import Config
+from r2ccl.planning.cost_model import UNMEASURED, Fabric, Rates
+from r2ccl.planning.plan_cache import PlanCache
+from r2ccl.planning.two_level import (
+    Chunk,
+    TwoLevelPlans,
+    count_chunks,
+    divide_rails,
+    rail_weights,
+    slowdown_of,
+)
+from r2ccl.types import CallSignature, Collective, ReduceOp
+
+FLOAT32 = 7
+CALL = CallSignature(Collective.ALLREDUCE, FLOAT32, ReduceOp.SUM, 4 << 20)
+RATES = Rates(100_000, 25_000_000)
+NODES = (0, 0, 1, 1)
+TEAMS = ((0, 1), (2, 3))
+
+
+def make(rank: int = 0, nrails: int = 4, rates: Rates = RATES, **settings: str) -> TwoLevelPlans:
+    fabric = Fabric(range(nrails), nrails, NODES, rates)
+    config = Config(**{"balance": "0", **settings})  # type: ignore[arg-type]
+    return TwoLevelPlans(rank, TEAMS, PlanCache(rank, 4, fabric, config), config)
+
+
+def shares_of(chunks: tuple[Chunk, ...] | None) -> list[Fraction]:
+    """Return the share of each rank of a node in the whole buffer."""
+    assert chunks is not None
+    parts = zip(*(chunk.parts for chunk in chunks), strict=True)
+    sizes = [sum(end - first for first, end in part) for part in parts]
+    return [Fraction(size, sum(sizes)).limit_denominator(1000) for size in sizes]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 1000, 123_457, 4 << 20])
+def test_chunks_and_parts_cover_a_buffer(count: int) -> None:
+    chunks = make().divide(CallSignature(Collective.ALLREDUCE, FLOAT32, 0, count), health(), 0)
+    assert chunks is not None
+    at = 0
+    for chunk in chunks:
+        assert chunk.first == at
+        at = chunk.end
+        assert chunk.parts[0][0] == 0
+        assert chunk.parts[0][1] == chunk.parts[1][0]
+        assert chunk.parts[1][1] == chunk.end - chunk.first
+    assert at == count
+
+
+@pytest.mark.parametrize("lost", [{}, {"r1n2": 0}, {"r1n2": 0, "r1n3": 0}, {"r3n0": 4}])
+def test_all_ranks_divide_alike(lost: dict[str, int]) -> None:
+    found = [make(rank).divide(CALL, health(**lost), 0) for rank in range(4)]
+    assert found[0] is not None
+    assert all(each == found[0] for each in found)
+
+
+def test_a_lost_nic_costs_all_groups_the_same() -> None:
+    lost = make().divide(CALL, health(r1n2=0, r1n3=0), 0)
+    assert shares_of(lost) == [Fraction(1, 2)] * 2
+
+
+def test_a_slow_nic_leaves_work_to_the_other_groups() -> None:
+    slow = make().divide(CALL, health(r1n2=8), 0)
+    assert shares_of(slow) == [Fraction(24, 56).limit_denominator(1000), Fraction(4, 7)]
+
+
+def test_a_mode_that_never_rebalances_divides_equally() -> None:
+    slow = make(mode="migrate").divide(CALL, health(r1n2=8), 0)
+    assert shares_of(slow) == [Fraction(1, 2)] * 2
+
+
+def test_one_level_runs_where_it_takes_less_time() -> None:
+    """Rails 0 to 2 are lost at one node or the other: only rail 3 carries the parts of groups.
+
+    The schedules of one level know the ports of all nodes.
+    """
+    no_common = health(r0n0=0, r1n0=0, r2n2=0, r3n2=0)
+    assert make().divide(CALL, no_common, 0) is None
+
+
+def test_calls_sample_the_bandwidth_in_one_level() -> None:
+    plans = make(balance="1")
+    found = [plans.divide(CALL, health(), op) is None for op in range(8)]
+    assert found == [True] * 3 + [False] * 5
+
+
+@pytest.mark.parametrize("nbytes", [4, 1 << 10, 1 << 20, 64 << 20])
+@pytest.mark.parametrize("rates", [RATES, UNMEASURED])
+def test_a_whole_network_has_two_levels_at_every_size(nbytes: int, rates: Rates) -> None:
+    call = CallSignature(Collective.ALLREDUCE, FLOAT32, 0, nbytes // 4)
+    assert make(rates=rates).divide(call, health(), 0) is not None
+
+
+def test_losing_a_rail_of_a_shared_wire_changes_nothing() -> None:
+    fabric = Fabric(range(2), 1, NODES)
+    config = Config()
+    plans = TwoLevelPlans(0, TEAMS, PlanCache(0, 4, fabric, config), config)
+    lost = plans.divide(CALL, health(nrails=2, r1n0=0), 0)
+    assert shares_of(lost) == [Fraction(1, 2)] * 2
+
+
+def test_the_plan_of_a_part_has_the_signature_of_the_call() -> None:
+    plan = make(1).plan(CALL, 1000, health())
+    assert plan.signature == CALL.pack()
+    assert plan.layout.count == 1000
+    assert plan.layout.peers == {3}
+
+
+@pytest.mark.parametrize(
+    ("nrails", "nlocal", "divided"),
+    [
+        (4, 2, [(0, 1), (2, 3)]),
+        (4, 3, [(0,), (1,), (2, 3)]),
+        (2, 2, [(0,), (1,)]),
+        (2, 4, [(0,), (0,), (1,), (1,)]),
+        (1, 3, [(0,), (0,), (0,)]),
+    ],
+)
+def test_rails_are_divided_in_order(
+    nrails: int, nlocal: int, divided: list[tuple[int, ...]]
+) -> None:
+    assert divide_rails(Fabric(range(nrails), nrails), nlocal) == divided
+
+
+def test_rails_of_one_wire_belong_to_all() -> None:
+    assert divide_rails(Fabric(range(2), 1), 3) == [(0, 1)] * 3
+
+
+@pytest.mark.parametrize(
+    ("nrails", "fourths"), [(4, [1, 1, 2]), (2, [1, 1, 2]), (1, [Fraction(4, 3)] * 3)]
+)
+def test_parts_follow_the_rails_of_their_groups(nrails: int, fourths: list[int]) -> None:
+    nodes, teams = (0, 0, 0, 1, 1, 1), ((0, 1, 2), (3, 4, 5))
+    fabric, config = Fabric(range(nrails), nrails, nodes, RATES), Config(balance="0")
+    plans = TwoLevelPlans(0, teams, PlanCache(0, 6, fabric, config), config)
+    found = plans.divide(CALL, health(nranks=6, nrails=nrails), 0)
+    assert shares_of(found) == [Fraction(each) / 4 for each in fourths]
+
+
+@pytest.mark.parametrize(
+    ("rows", "slowdown"),
+    [
+        ([[16] * 4] * 2, 1),
+        ([[0, 16, 16, 16], [16] * 4], Fraction(4, 3)),
+        ([[0, 16, 16, 16], [16, 0, 16, 16]], 2),
+        ([[0, 16, 16, 16], [0, 16, 16, 16]], Fraction(4, 3)),
+        ([[8, 16, 16, 16], [16] * 4], Fraction(8, 7)),
+        ([[16] * 4, [0, 16, 16, 16], [16] * 4], Fraction(4, 3)),
+        ([[0, 16], [16, 0]], None),
+    ],
+)
+def test_the_busiest_port_is_found(rows: list[list[int]], slowdown: Fraction | None) -> None:
+    assert slowdown_of(rows, rail_weights(rows)) == slowdown
+
+
+def test_large_calls_have_more_chunks() -> None:
+    counts = [count_chunks(nbytes) for nbytes in (0, 4, 1 << 20, 16 << 20, 64 << 20, 1 << 40)]
+    assert counts == sorted(counts)
+    assert counts[:3] == [1, 1, 1]
+    assert counts[3] > 1
+    assert counts[-1] == 32
