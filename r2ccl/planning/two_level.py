@@ -9,7 +9,8 @@ own are down (`r2ccl.failover.migration.routes`).
 Parts are proportional to what the home rails of their groups carry together, so all groups end at
 the same time. A rail that is down somewhere counts as the best one, because its channels spread
 over all other rails of the node, whichever groups these belong to. A lost NIC therefore costs every
-group the same, and a slow NIC costs its group work that the others take over.
+group the same, and a slow NIC costs its group work that the others take over. Modes that do not
+plan by health always divide alike, so that their results keep the same bits.
 
 The rails are divided in the order of their numbers, which is usually that of the NUMA nodes, as is
 the order of the ranks.
@@ -132,24 +133,30 @@ class TwoLevelPlans:
     def _divide(self, call: CallSignature, health: Health) -> tuple[Chunk, ...] | None:
         itemsize = dtype_of(call.dtype).itemsize
         nbytes = call.count * itemsize
-        carried = health if self._config.is_balanced else Health.whole(health.nranks, health.nrails)
-        rows = [
-            [min(carried.share(rank, rail) for rank in team) for rail in self._plans.fabric.homes]
-            for team in self._teams
-        ]
-        weights = rail_weights(rows)
-        if self._plans.fabric.nwires == 1:  # losing one of these rails costs no bandwidth
-            slowdown = slowdown_of([[max(row)] for row in rows], [1])
-        else:
-            slowdown = slowdown_of(rows, weights)
-        if slowdown is None or not self._is_faster(nbytes, health, slowdown):
-            return None
-        shares = self._shares(weights)
+        shares = self._shares([1] * len(self._plans.fabric.homes))
+        if self._config.is_planned:
+            rows = self._ports(health)
+            weights = rail_weights(rows)
+            if self._plans.fabric.nwires == 1:  # losing one of these rails costs no bandwidth
+                slowdown = slowdown_of([[max(row)] for row in rows], [1])
+            else:
+                slowdown = slowdown_of(rows, weights)
+            if slowdown is None or not self._is_faster(nbytes, health, slowdown):
+                return None
+            shares = self._shares(weights)
         edges = cut(call.count, [1] * count_chunks(nbytes), itemsize)
         return tuple(
             Chunk(first, end, tuple(pairwise(cut(end - first, shares, itemsize))))
             for first, end in pairwise(edges)
         )
+
+    def _ports(self, health: Health) -> list[list[int]]:
+        """Return the share of each node's port on each home rail: the least of its ranks."""
+        homes = self._plans.fabric.homes
+        return [
+            [min(health.share(rank, rail) for rank in team) for rail in homes]
+            for team in self._teams
+        ]
 
     def _shares(self, weights: Sequence[int]) -> list[int]:
         """Return the share of each group's part: the weights of its home rails."""

@@ -72,9 +72,12 @@ def test_a_slow_nic_leaves_work_to_the_other_groups() -> None:
     assert shares_of(slow) == [Fraction(24, 56).limit_denominator(1000), Fraction(4, 7)]
 
 
-def test_a_mode_that_never_rebalances_divides_equally() -> None:
-    slow = make(mode="migrate").divide(CALL, health(r1n2=8), 0)
-    assert shares_of(slow) == [Fraction(1, 2)] * 2
+@pytest.mark.parametrize("mode", ["failstop", "migrate", "balance"])
+def test_modes_that_do_not_plan_divide_alike_whatever_fails(mode: str) -> None:
+    plans, whole = make(mode=mode), make().divide(CALL, health(), 0)
+    no_common = health(r0n0=0, r1n0=0, r2n2=0, r3n2=0)
+    for each in (health(), health(r1n2=8), health(r1n2=0, r1n3=0), no_common):
+        assert plans.divide(CALL, each, 0) == whole
 
 
 def test_one_level_runs_where_it_takes_less_time() -> None:
