@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support import localjobs
 from support import two_level_programs as programs
 from support.slow import slow_but
 
 import r2ccl
 from r2ccl import launch
+from r2ccl.bootstrap.launch import LocalJob
 
 pytestmark = pytest.mark.timeout(300)
 TIMEOUT_S = 120.0
@@ -104,6 +109,22 @@ def test_a_call_that_ends_early_leaves_nothing_behind(how: str, cause: str) -> N
         if rank != 1:
             assert name == "CommunicatorRevoked"
             assert cause in text
+
+
+def test_survivors_of_a_killed_rank_go_on() -> None:
+    command = (
+        "import json; from support.two_level_programs import killed; "
+        "print(json.dumps(killed([2, 2], 1)))"
+    )
+    program, env = [sys.executable, "-c", command], {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with LocalJob(4) as job:
+        started = [localjobs.start(job, rank, program, env) for rank in range(4)]
+    outputs = [each.communicate(timeout=TIMEOUT_S) for each in started]
+    for rank in (0, 2, 3):
+        assert started[rank].returncode == 0, outputs[rank][1]
+        error, took_s, total = json.loads(outputs[rank][0].splitlines()[-1])
+        assert (error, total) == ("PeerLost of rank 1", 3.0)
+        assert took_s < 5.0
 
 
 def test_a_stopped_rank_is_waited_for() -> None:

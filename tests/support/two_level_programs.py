@@ -38,8 +38,9 @@ def hosts(sizes: list[int], **settings: Any) -> Iterator[r2ccl.Communicator]:
 
 
 def divided(nchunks: int = NCHUNKS) -> None:
-    """Divide all calls into `nchunks` chunks."""
+    """Divide all calls, also those of little data, into `nchunks` chunks."""
     two_level.count_chunks = lambda nbytes: nchunks
+    two_level._LOCAL_STEPS = -1
 
 
 def exact(sizes: list[int], nchunks: int, has_all_ops: bool) -> tuple[list[str], bool]:
@@ -120,6 +121,7 @@ def late(sizes: list[int]) -> tuple[str, str]:
     """Wait for the last rank, which does not call; return what `pending` and the error say."""
     seen: list[str] = []
     with hosts(sizes, timeout_s=1.0) as comm:
+        divided()
         comm.barrier()
         if comm.rank == comm.nranks - 1:
             while comm._engine.error is None:
@@ -195,6 +197,29 @@ def ended(sizes: list[int], how: str) -> tuple[str, str, bool, list[str]]:
         comm.abort()
     left = [each.name for each in threading.enumerate() if each.name.startswith("r2ccl")]
     return type(error).__name__, str(error), is_same, left
+
+
+def killed(sizes: list[int], victim: int) -> tuple[str, float, float]:
+    """Kill a rank amid a call; return the others' error, its delay, and what they sum then."""
+    with hosts(sizes) as comm:
+        divided(200)
+        x = np.ones(MANY, np.float32)
+        comm.allreduce(x[:1000])
+        comm.barrier()
+        if comm.rank == victim:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        error: r2ccl.R2cclError | None = None
+        while error is None:
+            begun_s = time.monotonic()
+            try:
+                comm.allreduce(x, op=r2ccl.MAX)
+            except r2ccl.R2cclError as exc:
+                error = exc
+        took_s = time.monotonic() - begun_s
+        with comm.shrink() as fewer:
+            total = fewer.allreduce(np.ones(3))
+            name = f"{type(error).__name__} of rank {getattr(error, 'peer', None)}"
+            return name, took_s, float(total[0])
 
 
 def stopped(sizes: list[int]) -> float:

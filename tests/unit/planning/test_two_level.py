@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from support.healths import health
@@ -27,9 +28,9 @@ NODES = (0, 0, 1, 1)
 TEAMS = ((0, 1), (2, 3))
 
 
-def make(rank: int = 0, nrails: int = 4, rates: Rates = RATES, **settings: str) -> TwoLevelPlans:
+def make(rank: int = 0, nrails: int = 4, rates: Rates = RATES, **settings: Any) -> TwoLevelPlans:
     fabric = Fabric(range(nrails), nrails, NODES, rates)
-    config = Config(**{"balance": "0", **settings})  # type: ignore[arg-type]
+    config = Config(**{"balance": "0", **settings})
     return TwoLevelPlans(rank, TEAMS, PlanCache(rank, 4, fabric, config), config)
 
 
@@ -43,7 +44,8 @@ def shares_of(chunks: tuple[Chunk, ...] | None) -> list[Fraction]:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 1000, 123_457, 4 << 20])
 def test_chunks_and_parts_cover_a_buffer(count: int) -> None:
-    chunks = make().divide(CallSignature(Collective.ALLREDUCE, FLOAT32, 0, count), health(), 0)
+    plans = make(eager_nbytes=0)
+    chunks = plans.divide(CallSignature(Collective.ALLREDUCE, FLOAT32, 0, count), health(), 0)
     assert chunks is not None
     at = 0
     for chunk in chunks:
@@ -95,11 +97,26 @@ def test_calls_sample_the_bandwidth_in_one_level() -> None:
     assert found == [True] * 3 + [False] * 5
 
 
-@pytest.mark.parametrize("nbytes", [4, 1 << 10, 1 << 20, 64 << 20])
+@pytest.mark.parametrize("nbytes", [65 << 10, 1 << 20, 64 << 20])
 @pytest.mark.parametrize("rates", [RATES, UNMEASURED])
-def test_a_whole_network_has_two_levels_at_every_size(nbytes: int, rates: Rates) -> None:
+def test_a_whole_network_has_two_levels(nbytes: int, rates: Rates) -> None:
     call = CallSignature(Collective.ALLREDUCE, FLOAT32, 0, nbytes // 4)
     assert make(rates=rates).divide(call, health(), 0) is not None
+
+
+@pytest.mark.parametrize(("nlocal", "has_levels"), [(2, False), (4, True)])
+@pytest.mark.parametrize("mode", ["auto", "balance"])
+def test_little_data_has_two_levels_for_fewer_steps(
+    mode: str, nlocal: int, has_levels: bool
+) -> None:
+    nodes = [node for node in range(2) for _ in range(nlocal)]
+    teams = [range(first, first + nlocal) for first in (0, nlocal)]
+    config, nranks = Config(balance="0", mode=mode), 2 * nlocal
+    plans = PlanCache(0, nranks, Fabric(range(4), 4, nodes, RATES), config)
+    found = TwoLevelPlans(0, teams, plans, config)
+    call = CallSignature(Collective.ALLREDUCE, FLOAT32, 0, 1000)
+    for each in (health(nranks=nranks), health(nranks=nranks, r0n0=0)):
+        assert (found.divide(call, each, 0) is not None) == has_levels
 
 
 def test_losing_a_rail_of_a_shared_wire_changes_nothing() -> None:
