@@ -2,18 +2,20 @@
 
 All nodes have equally many ranks. A call is divided into chunks, and a chunk into one part per rank
 of a node. Rank i of every node reduces part i of its node's inputs, runs an allreduce of it with
-the ranks i of the other nodes, which form a *group*, and distributes the result in its node. The
-home rails are divided among the groups, each of which may use the others' rails while some of its
-own are down (`r2ccl.failover.migration.routes`).
+the ranks i of the other nodes, which form a *group*, and distributes the result in its node. All
+groups run at the same time, in one of two ways:
 
-Parts are proportional to what the home rails of their groups carry together, so all groups end at
-the same time. A rail that is down somewhere counts as the best one, because its channels spread
-over all other rails of the node, whichever groups these belong to. A lost NIC therefore costs every
-group the same, and a slow NIC costs its group work that the others take over. Modes that do not
-plan by health always divide alike, so that their results keep the same bits.
+- *At home*: the home rails are divided among the groups. While some rail is down, its channels
+  spread over all other rails of the node, whichever groups these belong to
+  (`r2ccl.failover.migration.routes`). Parts are proportional to what the home rails of their groups
+  carry together, where a rail that is down somewhere counts as the best one. A lost NIC therefore
+  costs every group the same, and a slow NIC costs its group work that the others take over.
+- *Everywhere*: every group plans over all home rails, by their health, and parts are equal. The
+  groups share the ports. Schedules other than rings can then spare a node that has lost NICs.
 
 The rails are divided in the order of their numbers, which is usually that of the NUMA nodes, as is
-the order of the ranks.
+the order of the ranks. Modes that do not plan by health always divide alike, so that their results
+keep the same bits.
 
 Invariant: equal health gives equal divisions, on every rank.
 """
@@ -50,6 +52,13 @@ class Chunk(NamedTuple):
     parts: tuple[Range, ...]
 
 
+class Division(NamedTuple):
+    """Division of a call into chunks; ``is_at_home`` tells how the groups run, see the module."""
+
+    chunks: tuple[Chunk, ...]
+    is_at_home: bool
+
+
 class TwoLevelPlans:
     """Divisions and network plans of the two-level allreduces of one communicator.
 
@@ -68,33 +77,39 @@ class TwoLevelPlans:
     ) -> None:
         fabric, nlocal = plans.fabric, len(teams[0])
         index = next(team for team in teams if rank in team).index(rank)
-        nranks = nlocal * len(teams)
         self._teams = teams
         self._plans = plans
         self._config = config
         self._divided = divide_rails(fabric, nlocal)
-        self._group = GroupPlanCache(
-            rank,
-            sorted(team[index] for team in teams),
-            nranks,
-            fabric,
-            config,
-            homes=self._divided[index],
-            place=plans.place,
-        )
-        #: Predicts the calls of the first group in a network without failures.
-        first = fabric._replace(nodes=(), homes=self._divided[0])
-        self._planner = Planner(first, config)
+        members = sorted(team[index] for team in teams)
+        #: Plans of this rank's group, by whether it is at home.
+        self._groups = {
+            is_at_home: GroupPlanCache(
+                rank,
+                members,
+                nlocal * len(teams),
+                fabric,
+                config,
+                homes=self._divided[index] if is_at_home else (),
+                place=plans.place,
+            )
+            for is_at_home in (True, False)
+        }
+        # Predictions must be equal on all ranks, so they are those of the first group, and of nodes
+        # that have one rank each.
+        among_nodes = fabric._replace(nodes=())
+        self._at_home = Planner(among_nodes._replace(homes=self._divided[0]), config)
+        self._everywhere = Planner(among_nodes, config)
+        self._whole = Health.whole(len(teams), max(fabric.homes) + 1)
         shares = self._shares([1] * len(fabric.homes))
         #: Share of the buffer that is the part of the first group, and number of groups that share
         #: its rails.
         self._first_share = Fraction(shares[0], sum(shares))
         self._nsharers = sum(self._divided[0][0] in homes for homes in self._divided)
-        self._whole = Health.whole(len(teams), max(fabric.homes) + 1)
-        self._chunks: dict[tuple[int, CallSignature], tuple[Chunk, ...] | None] = {}
+        self._kept: dict[tuple[int, CallSignature], Division | None] = {}
 
-    def divide(self, call: CallSignature, health: Health, op: int) -> tuple[Chunk, ...] | None:
-        """Return the chunks of an allreduce; None: it runs in one level.
+    def divide(self, call: CallSignature, health: Health, op: int) -> Division | None:
+        """Return the division of an allreduce; None: it runs in one level.
 
         Parameters
         ----------
@@ -111,47 +126,47 @@ class TwoLevelPlans:
         """
         if self._plans.is_bandwidth_sample(call, health, op):
             return None
-        return self.chunks(call, health)
+        return self.division(call, health)
 
-    def chunks(self, call: CallSignature, health: Health) -> tuple[Chunk, ...] | None:
-        """Return the chunks of an allreduce that is no bandwidth sample; see `divide`."""
+    def division(self, call: CallSignature, health: Health) -> Division | None:
+        """Return the division of an allreduce that is no bandwidth sample; see `divide`."""
         key = (health.version, call)
-        if key not in self._chunks:
-            if len(self._chunks) >= _KEPT:
-                self._chunks.pop(next(iter(self._chunks)))
-            self._chunks[key] = self._divide(call, health)
-        return self._chunks[key]
+        if key not in self._kept:
+            if len(self._kept) >= _KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[key] = self._divide(call, health)
+        return self._kept[key]
 
-    def plan(self, call: CallSignature, count: int, health: Health) -> Plan:
+    def plan(self, call: CallSignature, count: int, health: Health, *, is_at_home: bool) -> Plan:
         """Return the plan of this rank's group for its part of a chunk, of `count` elements.
 
         The plan has the signature of the whole `call`, so that calls that differ are told apart.
         """
         part = msgspec.structs.replace(call, count=count)
-        return self._group(part, health)._replace(signature=call.pack())
+        return self._groups[is_at_home](part, health)._replace(signature=call.pack())
 
-    def _divide(self, call: CallSignature, health: Health) -> tuple[Chunk, ...] | None:
+    def _divide(self, call: CallSignature, health: Health) -> Division | None:
         itemsize = dtype_of(call.dtype).itemsize
         nbytes = call.count * itemsize
-        shares = self._shares([1] * len(self._plans.fabric.homes))
+        weights = [1] * len(self._plans.fabric.homes)
+        is_at_home = True
         if nbytes <= self._config.eager_nbytes:
             if not self._has_fewer_steps(nbytes, health.nranks):
                 return None
         elif self._config.is_planned:
             rows = self._ports(health)
-            weights = rail_weights(rows)
-            if self._plans.fabric.nwires == 1:  # losing one of these rails costs no bandwidth
-                slowdown = slowdown_of([[max(row)] for row in rows], [1])
-            else:
-                slowdown = slowdown_of(rows, weights)
-            if slowdown is None or not self._is_faster(nbytes, health, slowdown):
+            fastest = self._fastest(nbytes, health, rows)
+            if fastest is None:
                 return None
-            shares = self._shares(weights)
+            is_at_home = fastest
+            weights = rail_weights(rows)
+        shares = self._shares(weights) if is_at_home else [1] * len(self._divided)
         edges = cut(call.count, [1] * count_chunks(nbytes), itemsize)
-        return tuple(
+        chunks = tuple(
             Chunk(first, end, tuple(pairwise(cut(end - first, shares, itemsize))))
             for first, end in pairwise(edges)
         )
+        return Division(chunks, is_at_home)
 
     def _ports(self, health: Health) -> list[list[int]]:
         """Return the share of each node's port on each home rail: the least of its ranks."""
@@ -171,25 +186,51 @@ class TwoLevelPlans:
             for homes in self._divided
         ]
 
-    def _is_faster(self, nbytes: int, health: Health, slowdown: Fraction) -> bool:
-        """Return whether two levels are predicted to be as fast as one, between the nodes.
+    def _fastest(self, nbytes: int, health: Health, rows: Sequence[Sequence[int]]) -> bool | None:
+        """Return whether the groups are faster at home; None: one level is faster.
 
-        Within a node, shared memory is always faster than what one level uses there.
+        Only the time between the nodes is compared: within a node, shared memory is always faster
+        than what one level uses there.
         """
         one_ns = self._plans.choose(nbytes, health).predicted_ns
-        part_nbytes = self._part_nbytes(nbytes)
-        two = self._planner.allreduce(part_nbytes, self._whole)
-        if part_nbytes <= self._config.eager_nbytes:
-            two_ns = two.schedule.cost.steps * self._plans.fabric.rates.alpha_ns
+        home_ns = self._home_ns(nbytes, rows)
+        if home_ns is not None and min(map(min, rows)) == WHOLE:
+            return True if home_ns <= one_ns * _AS_GOOD else None
+        carried = msgspec.structs.replace(
+            self._whole,
+            version=health.version,
+            shares=b"".join(self._row(row) for row in rows),
+        )
+        all_ns = self._everywhere.allreduce(nbytes, carried).predicted_ns
+        if home_ns is not None and home_ns <= min(all_ns, one_ns) * _AS_GOOD:
+            return True
+        return False if all_ns <= one_ns * _AS_GOOD else None
+
+    def _row(self, row: Sequence[int]) -> bytes:
+        found = bytearray([WHOLE] * self._whole.nrails)
+        for rail, share in zip(self._plans.fabric.homes, row, strict=True):
+            found[rail] = share
+        return bytes(found)
+
+    def _home_ns(self, nbytes: int, rows: Sequence[Sequence[int]]) -> Fraction | None:
+        """Return the predicted time of groups at home; None if some have no common rail."""
+        if self._plans.fabric.nwires == 1:  # losing one of these rails costs no bandwidth
+            slowdown = slowdown_of([[max(row)] for row in rows], [1])
         else:
-            two_ns = two.predicted_ns * self._nsharers
-        return two_ns * slowdown <= one_ns * _AS_GOOD
+            slowdown = slowdown_of(rows, rail_weights(rows))
+        if slowdown is None:
+            return None
+        part_nbytes = self._part_nbytes(nbytes)
+        first = self._at_home.allreduce(part_nbytes, self._whole)
+        if part_nbytes <= self._config.eager_nbytes:
+            return first.schedule.cost.steps * self._plans.fabric.rates.alpha_ns * slowdown
+        return first.predicted_ns * self._nsharers * slowdown
 
     def _has_fewer_steps(self, nbytes: int, nranks: int) -> bool:
         """Return whether little data takes fewer steps in two levels, whatever the health is."""
         whole = Health.whole(nranks, self._whole.nrails)
         one = self._plans.choose(nbytes, whole).schedule
-        two = self._planner.allreduce(self._part_nbytes(nbytes), self._whole).schedule
+        two = self._at_home.allreduce(self._part_nbytes(nbytes), self._whole).schedule
         return two.cost.steps + _LOCAL_STEPS < one.cost.steps
 
     def _part_nbytes(self, nbytes: int) -> int:
@@ -270,6 +311,7 @@ _KEPT = 1024
 
 __all__ = [
     "Chunk",
+    "Division",
     "TwoLevelPlans",
     "count_chunks",
     "divide_rails",

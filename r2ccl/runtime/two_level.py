@@ -42,7 +42,7 @@ from r2ccl.errors import TransportError
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.links import Links
 from r2ccl.planning.plan_cache import Plan, PlanCache
-from r2ccl.planning.two_level import Chunk, TwoLevelPlans
+from r2ccl.planning.two_level import Chunk, Division, TwoLevelPlans
 from r2ccl.runtime.async_work import Task, Worker
 from r2ccl.runtime.engine import Engine, SelectPlan
 from r2ccl.runtime.executor import LandingPool, LaneRun, host_lanes
@@ -131,12 +131,12 @@ class TwoLevelCalls:
         engine = self._engine
         engine.check()
         health = engine.enter()
-        chunks = self._plans.divide(call, health, engine.op)
-        if chunks is None:
+        division = self._plans.divide(call, health, engine.op)
+        if division is None:
             plan = self._one_level(call, health, engine.op)
             self._run_engine(plan, partial(host_lanes, self._pool, source, output))
         else:
-            _Run(self, call, source, output).run(chunks, health)
+            _Run(self, call, source, output, division).run(health)
         return True
 
     def count_chunks(self, nbytes: int, health: Health) -> int:
@@ -145,7 +145,8 @@ class TwoLevelCalls:
         Callable in any thread.
         """
         call = CallSignature(Collective.ALLREDUCE, _UINT8, ReduceOp.SUM, nbytes)
-        return len(self._plans.chunks(call, health) or ()) if nbytes else 0
+        division = self._plans.division(call, health) if nbytes else None
+        return 0 if division is None else len(division.chunks)
 
     def _takes(self, call: CallSignature) -> bool:
         if call.collective != Collective.ALLREDUCE or call.op >= USER_OP or not call.count:
@@ -202,15 +203,22 @@ class _Run:
     calls : TwoLevelCalls
     call : CallSignature
     source, output : ndarray
+    division : Division
     """
 
     def __init__(
-        self, calls: TwoLevelCalls, call: CallSignature, source: Array, output: Array
+        self,
+        calls: TwoLevelCalls,
+        call: CallSignature,
+        source: Array,
+        output: Array,
+        division: Division,
     ) -> None:
         self._calls = calls
         self._call = call
         self._source = source
         self._output = output
+        self._division = division
         self._packed = call.pack()
         #: The network divides, for AVG.
         op = ReduceOp.SUM if call.op == ReduceOp.AVG else call.op
@@ -219,9 +227,10 @@ class _Run:
         self._group = calls._group
         self._tasks: list[Task] = []
 
-    def run(self, chunks: Sequence[Chunk], health: Health) -> None:
+    def run(self, health: Health) -> None:
         """Run the call, which `Engine.enter` has entered with `health`."""
-        calls, last = self._calls, len(chunks) - 1
+        calls, chunks = self._calls, self._division.chunks
+        last = len(chunks) - 1
         calls._caller, calls._has_begun = get_ident(), False
         try:
             self._scatter(chunks[0])
@@ -276,7 +285,8 @@ class _Run:
         own = self._output[chunk.first + lo : chunk.first + hi]
 
         def select(health: Health, _: int = 0) -> Plan:
-            return self._calls._plans.plan(self._call, hi - lo, health)
+            is_at_home = self._division.is_at_home
+            return self._calls._plans.plan(self._call, hi - lo, health, is_at_home=is_at_home)
 
         plan = select if health is None else select(health)
         self._calls._run_engine(plan, partial(host_lanes, self._calls._pool, own, own))

@@ -128,7 +128,7 @@ def test_survivors_of_a_killed_rank_go_on() -> None:
 
 
 def test_a_stopped_rank_is_waited_for() -> None:
-    assert run(programs.stopped, HOSTS) == [float(1 << 18)] * 4
+    assert run(programs.stopped, HOSTS) == [float(1 << 10)] * 4
 
 
 def test_memory_is_freed_at_the_end() -> None:

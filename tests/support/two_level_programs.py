@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import r2ccl
 from r2ccl.bootstrap import startup
 from r2ccl.errors import TransportError
 from r2ccl.planning import two_level
+from r2ccl.shm.group import LocalGroup
 
 #: Numbers of elements: fewer than parts, odd, several slices.
 COUNTS = (1, 5, 60_001)
@@ -167,33 +168,52 @@ def split(sizes: list[int]) -> tuple[list[bool], float]:
         return shared, sum(sums)
 
 
+def watched() -> Callable[[], int]:
+    """Slow down all steps within a node; return a function that counts those that run."""
+    run, running = LocalGroup.run, [0]
+
+    def watch(*given: Any) -> bool:
+        running[0] += 1
+        try:
+            time.sleep(0.01)
+            return run(*given)
+        finally:
+            time.sleep(0.05)
+            running[0] -= 1
+
+    LocalGroup.run = watch  # type: ignore[method-assign]
+    return lambda: running[0]
+
+
 def ended(sizes: list[int], how: str) -> tuple[str, str, bool, list[str]]:
     """Let rank 1 end amid a call of many chunks; return how this rank's call ends.
 
-    That is the class of its error and its text, whether its memory is unchanged half a second
-    later, and the threads that are left.
+    That is the class of its error and its text, whether no step ran and its memory was unchanged
+    from then on, and the threads that are left.
     """
     with hosts(sizes) as comm:
         divided(200)
+        count_running = watched()
         x = np.ones(MANY, np.float32)
-        comm.allreduce(x[:1000])
+        comm.barrier()
         if comm.rank == 1:
             end = {
                 "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
                 "revoke": comm.revoke,
                 "interrupt": lambda: signal.raise_signal(signal.SIGINT),
             }[how]
-            threading.Timer(0.05, end).start()
+            threading.Timer(0.5, end).start()
         try:
             for _ in range(1000):
                 comm.allreduce(x, op=r2ccl.MAX)
         except (r2ccl.R2cclError, KeyboardInterrupt) as exc:
+            is_over = count_running() == 0
             after = x.copy()
             error = exc
         x += 1
         after += 1
         time.sleep(0.5)
-        is_same = bool((x == after).all())
+        is_same = is_over and bool((x == after).all())
         comm.abort()
     left = [each.name for each in threading.enumerate() if each.name.startswith("r2ccl")]
     return type(error).__name__, str(error), is_same, left
@@ -234,7 +254,8 @@ def stopped(sizes: list[int]) -> float:
             time.sleep(1.0)
             os.kill(pid, signal.SIGCONT)
             os._exit(0)
-        x, goes_on = np.ones(1 << 18, np.float32), np.ones(1)
+        # So little data that ranks of the other host send it before the stopped rank's host asks.
+        x, goes_on = np.ones(1 << 10, np.float32), np.ones(1)
         until_s = time.monotonic() + 1.5
         while goes_on[0]:
             comm.allreduce(x, op=r2ccl.ReduceOp.MAX)

@@ -12,7 +12,7 @@ from r2ccl.config import Config
 from r2ccl.planning.cost_model import UNMEASURED, Fabric, Rates
 from r2ccl.planning.plan_cache import PlanCache
 from r2ccl.planning.two_level import (
-    Chunk,
+    Division,
     TwoLevelPlans,
     count_chunks,
     divide_rails,
@@ -34,10 +34,10 @@ def make(rank: int = 0, nrails: int = 4, rates: Rates = RATES, **settings: Any) 
     return TwoLevelPlans(rank, TEAMS, PlanCache(rank, 4, fabric, config), config)
 
 
-def shares_of(chunks: tuple[Chunk, ...] | None) -> list[Fraction]:
+def shares_of(division: Division | None) -> list[Fraction]:
     """Return the share of each rank of a node in the whole buffer."""
-    assert chunks is not None
-    parts = zip(*(chunk.parts for chunk in chunks), strict=True)
+    assert division is not None
+    parts = zip(*(chunk.parts for chunk in division.chunks), strict=True)
     sizes = [sum(end - first for first, end in part) for part in parts]
     return [Fraction(size, sum(sizes)).limit_denominator(1000) for size in sizes]
 
@@ -45,10 +45,10 @@ def shares_of(chunks: tuple[Chunk, ...] | None) -> list[Fraction]:
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 1000, 123_457, 4 << 20])
 def test_chunks_and_parts_cover_a_buffer(count: int) -> None:
     plans = make(eager_nbytes=0)
-    chunks = plans.divide(CallSignature(Collective.ALLREDUCE, FLOAT32, 0, count), health(), 0)
-    assert chunks is not None
+    division = plans.divide(CallSignature(Collective.ALLREDUCE, FLOAT32, 0, count), health(), 0)
+    assert division is not None
     at = 0
-    for chunk in chunks:
+    for chunk in division.chunks:
         assert chunk.first == at
         at = chunk.end
         assert chunk.parts[0][0] == 0
@@ -82,13 +82,36 @@ def test_modes_that_do_not_plan_divide_alike_whatever_fails(mode: str) -> None:
         assert plans.divide(CALL, each, 0) == whole
 
 
-def test_one_level_runs_where_it_takes_less_time() -> None:
-    """Rails 0 to 2 are lost at one node or the other: only rail 3 carries the parts of groups.
+def of_nodes(nnodes: int, nlocal: int) -> TwoLevelPlans:
+    """Return the plans of nodes of 4 rails."""
+    nodes = [node for node in range(nnodes) for _ in range(nlocal)]
+    teams = [range(first, first + nlocal) for first in range(0, len(nodes), nlocal)]
+    config = Config(balance="0")
+    plans = PlanCache(0, len(nodes), Fabric(range(4), 4, nodes, RATES), config)
+    return TwoLevelPlans(0, teams, plans, config)
 
-    The schedules of one level know the ports of all nodes.
-    """
-    no_common = health(r0n0=0, r1n0=0, r2n2=0, r3n2=0)
-    assert make().divide(CALL, no_common, 0) is None
+
+@pytest.mark.parametrize("nlocal", [2, 8])
+@pytest.mark.parametrize(("nnodes", "is_at_home"), [(2, True), (3, False), (4, False)])
+def test_groups_share_ports_where_that_spares_a_node(
+    nnodes: int, nlocal: int, is_at_home: bool
+) -> None:
+    """Of two nodes, none can be spared; of more, one with a lost NIC can."""
+    plans, nranks = of_nodes(nnodes, nlocal), nnodes * nlocal
+    whole, lost = health(nranks=nranks), health(nranks=nranks, r1n0=0)
+    for each, expected in ((whole, True), (lost, is_at_home)):
+        division = plans.divide(CALL, each, 0)
+        assert division is not None
+        assert division.is_at_home == expected
+        assert shares_of(division) == [Fraction(1, nlocal)] * nlocal
+
+
+def test_nodes_without_a_common_rail_share_ports() -> None:
+    plans = of_nodes(3, 2)
+    apart = health(nranks=6, r0n0=0, r1n0=0, r2n2=0, r3n2=0)
+    division = plans.divide(CALL, apart, 0)
+    assert division is not None
+    assert not division.is_at_home
 
 
 def test_calls_sample_the_bandwidth_in_one_level() -> None:
@@ -127,8 +150,9 @@ def test_losing_a_rail_of_a_shared_wire_changes_nothing() -> None:
     assert shares_of(lost) == [Fraction(1, 2)] * 2
 
 
-def test_the_plan_of_a_part_has_the_signature_of_the_call() -> None:
-    plan = make(1).plan(CALL, 1000, health())
+@pytest.mark.parametrize("is_at_home", [True, False])
+def test_the_plan_of_a_part_has_the_signature_of_the_call(is_at_home: bool) -> None:
+    plan = make(1).plan(CALL, 1000, health(), is_at_home=is_at_home)
     assert plan.signature == CALL.pack()
     assert plan.layout.count == 1000
     assert plan.layout.peers == {3}
