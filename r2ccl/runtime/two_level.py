@@ -168,7 +168,7 @@ class TwoLevelCalls:
         elif self._has_begun:
             waits.await_local(op, call, resume, self._find_absent, has_begun=True)
         else:
-            waits.await_local(op + 1, call, resume, self._find_absent)
+            waits.await_local(op + 1, call, resume, self._find_absent, is_part=True)
 
     def _find_absent(self) -> Missing:
         team = self._team

@@ -57,6 +57,8 @@ class Waits:
         self._desync = desync
         #: Number of the call in shared memory that waits for a late peer; 0: none does.
         self.local_op = 0
+        #: Whether ranks of other hosts take part in that call, but not in its wait.
+        self.is_local_part = False
 
     def last_ops(self) -> dict[int, int]:
         """Return the number of the last collective that each rank was seen in; 0: none.
@@ -123,6 +125,7 @@ class Waits:
         missing: Callable[[], Missing],
         *,
         has_begun: bool = False,
+        is_part: bool = False,
     ) -> None:
         """Call `resume` until it returns True: the running call in shared memory has ended.
 
@@ -140,6 +143,8 @@ class Waits:
             Returns the ranks that have not made the call, and the rank that it waits for.
         has_begun : bool
             All ranks have made the same call, which has several steps.
+        is_part : bool
+            Ranks of other hosts take part in the call, but not in this wait.
 
         Raises
         ------
@@ -155,7 +160,7 @@ class Waits:
         caller.since_s = self._clock()
         deadline = caller.since_s + patience.timeout_s
         caller.waiting = patience
-        self.local_op = op
+        self.local_op, self.is_local_part = op, is_part
         try:
             while not resume():
                 if loop.error is not None:

@@ -63,11 +63,13 @@ def test_calls_that_differ_are_found(what: str, other: int) -> None:
 
 
 def test_a_rank_that_does_not_call_is_named() -> None:
-    *_, (pending, _), _ = found = run(programs.late, HOSTS)
-    assert "ranks [3] have not called it" in pending
-    assert "data in shared memory from rank 3" in pending
-    errors = [error for _, error in found[:3]]
-    assert any(error.startswith("TransportTimeout") for error in errors)
+    """Also on the other host, where rank 2 waits for rank 3 and has not sent anything."""
+    *found, _ = run(programs.late, HOSTS)
+    for pending, error in found:
+        assert "ranks [3] have not called it" in pending
+        assert "ranks [3] have not called it" in error
+    assert "data in shared memory from rank 3" in found[2][0]
+    assert any(error.startswith("TransportTimeout") for _, error in found)
 
 
 @pytest.mark.parametrize("rank", [0, 3])

@@ -121,7 +121,7 @@ def different(sizes: list[int], other: int, what: str) -> str:
 def late(sizes: list[int]) -> tuple[str, str]:
     """Wait for the last rank, which does not call; return what `pending` and the error say."""
     seen: list[str] = []
-    with hosts(sizes, timeout_s=1.0) as comm:
+    with hosts(sizes, timeout_s=2.0) as comm:
         divided()
         comm.barrier()
         if comm.rank == comm.nranks - 1:
@@ -129,7 +129,7 @@ def late(sizes: list[int]) -> tuple[str, str]:
                 time.sleep(0.01)
             comm.abort()
             return "", ""
-        looker = threading.Timer(0.5, lambda: seen.append(str(comm.pending())))
+        looker = threading.Timer(1.5, lambda: seen.append(str(comm.pending())))
         looker.start()
         try:
             comm.allreduce(np.ones(10))
