@@ -323,9 +323,11 @@ class _Run:
         if isinstance(error, CallsDiffer):
             rank, peer = calls._team[self._group.rank], calls._team[error.index]
             error = difference(engine.op + 1, rank, peer, error.own, error.call)
-        while engine.error is None:
+        has_ended = engine.error is not None
+        while not has_ended:
             with suppress(KeyboardInterrupt):  # again, while the call ends
                 engine.fail_local(error)
+                has_ended = True
         calls.end()
         for task in self._tasks:
             calls._worker.settle(task)

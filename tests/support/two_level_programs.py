@@ -69,6 +69,8 @@ def counted(sizes: list[int]) -> list[int]:
     """Return how many calls the data loop ran for one of `NCHUNKS` chunks, by way of calling."""
     with hosts(sizes) as comm:
         divided()
+        assert comm.explain(4000).nchunks == NCHUNKS
+        assert f"runs in two levels, in {NCHUNKS} chunks" in str(comm.explain(4000))
         found = []
         for way in ("blocking", "async", "group", "float16"):
             x, before = np.ones(1000, np.float16 if way == "float16" else np.float32), comm.ncalls
