@@ -51,6 +51,8 @@ def exact(sizes: list[int], nchunks: int, has_all_ops: bool) -> tuple[list[str],
         divided(nchunks)
         for name in values.DTYPES:
             every = values.ops_of(name)
+            if name.startswith("float8"):  # their sums over more than 4 ranks must be rounded
+                every = [op for op in every if op not in (r2ccl.SUM, r2ccl.AVG)]
             for op in every if has_all_ops else {*values.some_ops(name), every[-1]}:
                 for count in COUNTS[: 3 if op == r2ccl.SUM else 2]:
                     x = values.data_of(comm.rank, count, name)
