@@ -98,7 +98,7 @@ bench: $(VENV)/.bench ## compare with gloo and MPICH, and measure the cost of re
 	@$(BIN)/python bench/failover.py --json out/failover.json --png out/failover.png
 
 bench-degraded: $(VENV)/.demo ## measure the slowdown by lost NICs, and the planner, in 45 minutes; results in out/
-	@mkdir -p out; for what in cloudlab straggler planner collectives; do \
+	@mkdir -p out; for what in cloudlab straggler planner collectives levels; do \
 		$(BIN)/python bench/degraded.py --what $$what --json out/degraded-$$what.json || exit; \
 	done
 

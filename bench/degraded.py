@@ -10,7 +10,8 @@ published with this library's schedules. ``straggler``: 4 nodes of 4 NICs with n
 lost, or one lost on one node and two on another. ``planner``: the same nodes, 10 patterns of lost
 NICs, 6 sizes each; measures how much slower than the best schedule the planner's choice is, and the
 error of its prediction. ``collectives``: every collective on 4 nodes of 8 NICs, with all NICs and
-with one and two of one node lost, beside the published claim.
+with one and two of one node lost, beside the published claim. ``levels``: allreduces on 2 nodes of
+2 ranks and 4 NICs, in two levels and in one, with all NICs and with one lost.
 
 With ``--measured FILE``, `tables.py` shows the results of the first two beside model and
 simulation.
@@ -23,6 +24,7 @@ import sys
 from typing import Any, NamedTuple
 
 import degraded_collectives as study
+import degraded_levels
 from common import add_json_argument, parse_size, parse_sizes, write_json
 from degraded_cases import (
     BALANCE,
@@ -51,7 +53,7 @@ from rich.console import Console
 
 from r2ccl.testing.netlab import Lab, LabError, LabShape, ensure_privileged
 
-WHATS = ("cloudlab", "straggler", "planner", "collectives")
+WHATS = ("cloudlab", "straggler", "planner", "collectives", "levels")
 
 #: Bucket of each NIC's shaper. It fills while the ranks verify; then traffic exceeds the rate.
 _BURST = "256kb"
@@ -170,6 +172,31 @@ def run_collectives(args: argparse.Namespace, out: Console) -> list[dict[str, An
     return rows
 
 
+def run_levels(args: argparse.Namespace, out: Console) -> list[dict[str, Any]]:
+    """Measure allreduces in two levels and in one, with all NICs, and without one of them."""
+    outcomes = {}
+    size = degraded_levels.RANKS_PER_NODE
+    with _lab(
+        args, nodes=degraded_levels.NODES, rails=degraded_levels.NICS, ranks_per_node=size
+    ) as lab:
+        for levels, env in degraded_levels.LEVELS.items():
+            task = Task(
+                what="levels",
+                sizes=(args.nbytes,),
+                rounds=args.rounds,
+                batch_nbytes=0,
+                healthy=(degraded_levels.NAME,),
+                degraded=(degraded_levels.NAME,),
+                lost=degraded_levels.LOST,
+                ranks_per_node=size,
+                ops_per_call=degraded_levels.ops_per_call(levels, args.nbytes),
+            )
+            outcomes[levels] = run_job(lab, task, env)
+    rows = degraded_levels.rows_of(outcomes, args.rate)
+    degraded_levels.print_rows(out, rows)
+    return rows
+
+
 def _lab(args: argparse.Namespace, **shape: Any) -> Lab:
     return Lab(
         **shape, rate=f"{args.rate}mbit", burst=_BURST, latency=args.queue, buffer=args.buffer
@@ -181,6 +208,7 @@ _RUNS = {
     "straggler": run_straggler,
     "planner": run_planner,
     "collectives": run_collectives,
+    "levels": run_levels,
 }
 
 
@@ -203,6 +231,7 @@ _DEFAULTS = {
     "straggler": _Default(200, 10, 64 << 20, queue="20ms", buffer="50ms"),
     "planner": _Default(200, 3, queue="20ms", buffer="50ms"),
     "collectives": _Default(100, 5, 64 << 20, queue="20ms", buffer="100ms", quick_nbytes=8 << 20),
+    "levels": _Default(200, 10, 64 << 20, queue="20ms", buffer="100ms"),
 }
 _QUICK_PATTERNS, _QUICK_SIZES = ["none", "1"], [4 << 20, 16 << 20]
 

@@ -51,6 +51,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     lost : tuple of Nic
         NICs lost after the first phase.
     ranks_per_node : int
+    ops_per_call : int
+        Number of collectives of the network that one call counts as.
     """
 
     what: str
@@ -61,6 +63,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     degraded: tuple[str, ...] = ()
     lost: tuple[Nic, ...] = ()
     ranks_per_node: int = 1
+    ops_per_call: int = 1
 
     def ncalls(self, nbytes: int) -> int:
         """Return the number of calls in one reading of this size."""
@@ -76,6 +79,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         """Collectives of each rank while all NICs work: barriers, warm-up and timed calls."""
         barriers = (1 + self.rounds) * len(self.sizes)
         calls = sum(1 + self.rounds * self.ncalls(nbytes) for nbytes in self.sizes)
+        calls *= self.ops_per_call
         # Messages are no collectives.
         return sum(barriers + (0 if name == "sendrecv" else calls) for name in self.healthy)
 

@@ -165,6 +165,8 @@ def runs_of(
     comm: r2ccl.Communicator, names: Sequence[str], task: Task, lost: Sequence[Nic]
 ) -> Runs:
     """Return the runs of the cases in `names`, made for the NICs in `lost`."""
+    if task.what == "levels":
+        return {(name, nbytes): comm.allreduce for nbytes in task.sizes for name in names}
     if task.what == "collectives":
         return {
             (name, nbytes): collective_run(comm, name) for nbytes in task.sizes for name in names

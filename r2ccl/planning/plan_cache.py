@@ -258,7 +258,7 @@ class PlanCache:
             If `own` is not a correct schedule.
         """
         is_bandwidth_sample = (
-            op is not None and own is None and self._is_bandwidth_sample(call, health, op)
+            op is not None and own is None and self.is_bandwidth_sample(call, health, op)
         )
         key = (health.version, call, is_bandwidth_sample, own, parts)
         found = self._plans.get(key)
@@ -362,7 +362,7 @@ class PlanCache:
         """
         return min(self._config.eager_nbytes, self.fabric.inlet_nbytes // self._nranks)
 
-    def _is_bandwidth_sample(self, call: CallSignature, health: Health, op: int) -> bool:
+    def is_bandwidth_sample(self, call: CallSignature, health: Health, op: int) -> bool:
         """Return whether collective number `op` must run as a bandwidth sample, even if slower.
 
         Samples are frequent soon after the health changed, because it may change back. Later they

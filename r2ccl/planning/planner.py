@@ -56,6 +56,10 @@ class Explanation(NamedTuple):
         Reason of the choice, for people.
     excluded : tuple of (int, int)
         Rank and rail of each excluded rail.
+    nchunks : int
+        Number of chunks if the allreduce runs in two levels, shared memory within the nodes and the
+        network between them (`r2ccl.planning.two_level`); the schedules are then what would run in
+        one level. 0: one level.
     """
 
     nbytes: int
@@ -63,6 +67,7 @@ class Explanation(NamedTuple):
     others: tuple[Choice, ...]
     why: str
     excluded: tuple[tuple[int, int], ...] = ()
+    nchunks: int = 0
 
     def __str__(self) -> str:
         lines = [
@@ -74,6 +79,11 @@ class Explanation(NamedTuple):
             lines.append(
                 f"{mark:2}{each.name:<20}{time:>12}{each.steps:>8}"
                 f"{float(each.load):>12.3f} D{each.slice_nbytes:>12}"
+            )
+        if self.nchunks:
+            lines.append(
+                f"  runs in two levels, in {self.nchunks} chunks: shared memory within the nodes, "
+                "the network between them; the schedules above are those of one level"
             )
         if self.excluded:
             ports = (f"rail {rail} of rank {rank}" for rank, rail in self.excluded)

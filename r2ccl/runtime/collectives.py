@@ -31,6 +31,7 @@ from r2ccl.errors import (
     ScheduleError,
     TransportError,
 )
+from r2ccl.failover.health.table import Health
 from r2ccl.planning.calibration import calibrate
 from r2ccl.planning.cost_model import Rates
 from r2ccl.planning.plan_cache import Plan, PlanCache
@@ -44,6 +45,8 @@ from r2ccl.runtime.executor import LandingPool, host_lanes
 from r2ccl.runtime.grouping import Group, batches, joined
 from r2ccl.runtime.local import LocalCalls, Make, connect
 from r2ccl.runtime.messages.messenger import MessageRequest
+from r2ccl.runtime.two_level import TwoLevelCalls
+from r2ccl.runtime.two_level import connect as connect_nodes
 from r2ccl.schedule.chunks import Parts
 from r2ccl.types import ORDERED_OP, PREFIXES, CallSignature, Collective, ReduceOp
 
@@ -106,6 +109,8 @@ class Collectives:
         self._run_kernel = partial(run_quietly, _apply)
         #: Calls in shared memory; None: there are none.
         self._local: LocalCalls | None = None
+        #: Calls in shared memory within nodes and over the network between them; None: none.
+        self._two_level: TwoLevelCalls | None = None
         #: Open groups of calls: each belongs to one thread.
         self._groups: list[Group] = []
 
@@ -228,7 +233,7 @@ class Collectives:
                             self.run(request)
                         else:
                             local.remember(make, x, out, rest, request, call)
-                    elif request.is_staged or type(output) is not Buffer:
+                    elif request.is_staged or self._two_level or type(output) is not Buffer:
                         self.run(request)
                     else:  # as `run`, inlined: most calls are small
                         self._run_engine(
@@ -346,7 +351,8 @@ class Collectives:
             assert isinstance(source, Buffer)
             copy[at : at + source.count] = source.array
             at += source.count
-        self._collect(call, copy, copy)
+        if self._two_level is None or not self._two_level.run(call, copy, copy):
+            self._collect(call, copy, copy)
         at = 0
         for request in batch:
             output = request.output
@@ -476,22 +482,49 @@ class Collectives:
         self._engine.messenger.share_memory(local.rings, self._engine)
         self._local = local
 
+    def share_memory_in_nodes(
+        self, control: ControlPlane, obstacle: str, teams: Sequence[Sequence[int]]
+    ) -> None:
+        """Use memory that the ranks of each node share, from now on.
+
+        `teams` are the ranks of each node, equally many; everything else is as in `share_memory`.
+        """
+        self._two_level = connect_nodes(
+            self._engine,
+            control,
+            self.allgather_bytes,
+            obstacle,
+            teams=teams,
+            one_level=self._plans,
+            pool=self._pool,
+            run_engine=self._run_engine,
+        )
+
     @property
     def shares_memory(self) -> bool:
-        """True if the ranks of the communicator share memory."""
-        return self._local is not None
+        """True if ranks of the communicator share memory."""
+        return self._local is not None or self._two_level is not None
+
+    def count_chunks(self, nbytes: int, health: Health) -> int:
+        """Return the number of chunks of an allreduce in two levels; 0: it runs in one level."""
+        return 0 if self._two_level is None else self._two_level.count_chunks(nbytes, health)
 
     def free_memory(self, timeout_s: float) -> bool:
         """Free shared memory; return whether the running call, if any, ended in time."""
-        if self._local is None:
+        if not self.shares_memory:
             return True
         if not self._turn.acquire(timeout=timeout_s):
             return False
         try:
-            if not self._engine.messenger.free_memory(timeout_s):
-                return False
-            self._local.close()
-            self._local = None
+            if self._local is not None:
+                if not self._engine.messenger.free_memory(timeout_s):
+                    return False
+                self._local.close()
+                self._local = None
+            if self._two_level is not None:
+                if not self._two_level.close(timeout_s):
+                    return False
+                self._two_level = None
         finally:
             self._turn.release()
         return True
@@ -562,6 +595,12 @@ class Collectives:
             return
         assert isinstance(output, Buffer)
         result = output.array
+        if (
+            self._two_level is not None
+            and request.schedule is None
+            and self._two_level.run(call, data, result)
+        ):
+            return
         if call.collective == Collective.ALLGATHER:
             if not request.is_in_place:
                 at = self._rank * source.count if parts is None else parts.inputs[self._rank][0]

@@ -76,6 +76,11 @@ class DesyncCheck:
         self._own = op
         self._unspread.add(self._rank)
 
+    def answer(self, op: int) -> None:
+        """Report that this rank has called `op`, if a rank has asked and it has not reported it."""
+        if self._own < op <= self.asked_op:
+            self.called(op)
+
     def look(self, now: float, op: int, activity: int, is_late: bool) -> None:
         """Ask all ranks if the call makes no progress or is late, unless a rank has asked already.
 

@@ -392,6 +392,8 @@ class Engine:
         elif self.waits.local_op and waiting is not None:
             is_late = now >= self.since_s + waiting.timeout_s / 2
             self._desync.look(now, self.waits.local_op, 0, is_late)
+            if self.waits.is_local_part:
+                self._desync.answer(self.waits.local_op)
         self._desync.spread()
 
     def adopt(self, health: Health) -> None:

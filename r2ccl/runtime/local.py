@@ -334,18 +334,9 @@ def connect(
     -----
     *Collective*: all ranks.
     """
-    rank = engine.context.members[engine.rank]
-    try:
-        from r2ccl.shm.group import LocalGroup, preload
+    require_no_obstacle(engine.context.members[engine.rank], exchange, obstacle)
+    from r2ccl.shm.group import LocalGroup
 
-        preload()
-    except (ImportError, OSError, TransportError) as exc:
-        obstacle = obstacle or f"compiled code cannot be used: {exc}"
-    text = f"rank {rank}: {obstacle}" if obstacle else ""
-    told = exchange(text.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0"))
-    reasons = [each.rstrip(b"\0").decode(errors="replace") for each in told]
-    if any(reasons):
-        raise TransportError(f"no shared memory: {next(filter(None, reasons))}")
     calls: list[LocalCalls] = []
     group = LocalGroup.connect(
         engine.context.members,
@@ -357,6 +348,34 @@ def connect(
     )
     calls.append(LocalCalls(engine, group))
     return calls[0]
+
+
+def require_no_obstacle(rank: int, exchange: AllgatherBytes, obstacle: str) -> None:
+    """Check that all ranks may share memory and can load the compiled code.
+
+    Parameters
+    ----------
+    rank : int
+        This rank, in the job.
+    exchange, obstacle
+        As for `connect`.
+
+    Raises
+    ------
+    TransportError
+        If a rank cannot; on all ranks.
+    """
+    try:
+        from r2ccl.shm.group import preload
+
+        preload()
+    except (ImportError, OSError, TransportError) as exc:
+        obstacle = obstacle or f"compiled code cannot be used: {exc}"
+    text = f"rank {rank}: {obstacle}" if obstacle else ""
+    told = exchange(text.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0"))
+    reasons = [each.rstrip(b"\0").decode(errors="replace") for each in told]
+    if any(reasons):
+        raise TransportError(f"no shared memory: {next(filter(None, reasons))}")
 
 
 def _is_copied(request: Request) -> bool:
@@ -395,4 +414,4 @@ _NOTHING = np.empty(0, np.uint8)
 #: Types of the first argument after the arrays, for calls that can be repeated.
 _FIXED = (int, tuple, ReduceOp)
 
-__all__ = ["MOST_GROUPS", "LocalCalls", "Make", "connect"]
+__all__ = ["MOST_GROUPS", "LocalCalls", "Make", "connect", "require_no_obstacle"]

@@ -130,7 +130,9 @@ class Participant:
                 self.engine.set_nominal_rate(rates.beta)
 
     def share_memory(self, nshared: int, obstacle: str) -> None:
-        """Use shared memory, if the ranks are on one host and ``R2CC_SHM`` allows it.
+        """Use shared memory within each host, if ``R2CC_SHM`` allows it.
+
+        With several hosts, all of them must have equally many ranks, at least two.
 
         Parameters
         ----------
@@ -151,9 +153,19 @@ class Participant:
         if self._config.shm == "0" or self.engine.nranks == 1:
             return
         is_first = self.engine.rank == 0
-        if len(set(self.hosts)) > 1:
+        teams: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.hosts):
+            teams.setdefault(host, []).append(rank)
+        sizes = {len(team) for team in teams.values()}
+        if len(teams) > 1 and sizes == {1}:
+            return
+        if len(sizes) > 1:
             if is_first:
-                _log.info("rank %d: no shared memory: several hosts", self._control.rank)
+                _log.info(
+                    "rank %d: no shared memory: the hosts have between %d and %d ranks, not "
+                    "equally many",
+                    self._control.rank, min(sizes), max(sizes),
+                )  # fmt: skip
             return
         if self._config.shm == "1":
             obstacle = ""
@@ -162,7 +174,12 @@ class Participant:
         if nshared >= MOST_GROUPS:
             obstacle = f"{nshared} communicators share memory already"
         try:
-            self.collectives.share_memory(self._control, obstacle)
+            if len(teams) == 1:
+                self.collectives.share_memory(self._control, obstacle)
+            else:
+                self.collectives.share_memory_in_nodes(
+                    self._control, obstacle, tuple(teams.values())
+                )
         except TransportError as exc:
             if self._config.shm == "1":
                 raise TransportError(
@@ -173,8 +190,8 @@ class Participant:
                 _log.info("rank %d: %s; the network is used instead", self._control.rank, exc)
             return
         if is_first:
-            nranks = self.engine.nranks
-            _log.info("rank %d: %d ranks share memory", self._control.rank, nranks)
+            nranks, where = self.engine.nranks, "" if len(teams) == 1 else f" on {len(teams)} hosts"
+            _log.info("rank %d: %d ranks share memory%s", self._control.rank, nranks, where)
 
     def exclude(self, rank: SupportsIndex, nic: str | SupportsIndex, *, is_excluded: bool) -> None:
         """Exclude a NIC, or end its exclusion; see `Communicator.exclude` for the errors."""
@@ -195,7 +212,9 @@ class Participant:
         """
         if nbytes < 0:
             raise InvalidArgument(f"nbytes={nbytes}; allowed is 0 or more")
-        return self.plans.explain(nbytes, self.known_health().health)
+        health = self.known_health().health
+        found = self.plans.explain(nbytes, health)
+        return found._replace(nchunks=self.collectives.count_chunks(nbytes, health))
 
     def known_health(self) -> Known:
         """Return the newest health that this rank has received, and the time of its arrival."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from r2ccl.errors import InvalidArgument
+from r2ccl.errors import CommunicatorRevoked, InvalidArgument
 from r2ccl.failover.context import RankContext
 from r2ccl.runtime.contexts import Context
 from r2ccl.runtime.data_loop import Caller, DataLoop, Patience, timed_out
@@ -57,6 +57,8 @@ class Waits:
         self._desync = desync
         #: Number of the call in shared memory that waits for a late peer; 0: none does.
         self.local_op = 0
+        #: Whether ranks of other hosts take part in that call, but not in its wait.
+        self.is_local_part = False
 
     def last_ops(self) -> dict[int, int]:
         """Return the number of the last collective that each rank was seen in; 0: none.
@@ -121,6 +123,9 @@ class Waits:
         signature: int,
         resume: Callable[[], bool],
         missing: Callable[[], Missing],
+        *,
+        has_begun: bool = False,
+        is_part: bool = False,
     ) -> None:
         """Call `resume` until it returns True: the running call in shared memory has ended.
 
@@ -136,6 +141,10 @@ class Waits:
             Waits some milliseconds for peers, without the GIL; returns whether the call has ended.
         missing : callable
             Returns the ranks that have not made the call, and the rank that it waits for.
+        has_begun : bool
+            All ranks have made the same call, which has several steps.
+        is_part : bool
+            Ranks of other hosts take part in the call, but not in this wait.
 
         Raises
         ------
@@ -147,25 +156,19 @@ class Waits:
             If the communicator has ended.
         """
         caller, loop = self._caller, self._loop
-
-        def pending() -> Pending:
-            absent, awaited = missing()
-            waits = (Wait(awaited, "data in shared memory"),)
-            doing = f"call {op}, {describe(signature)}"
-            return self._blocked(doing, dict.fromkeys(absent, op - 1), waits)
-
-        patience = Patience(self._timeout_s, "R2CC_TIMEOUT_S", pending)
+        patience = self._patience(op, signature, missing, has_begun=has_begun)
         caller.since_s = self._clock()
         deadline = caller.since_s + patience.timeout_s
         caller.waiting = patience
-        self.local_op = op
+        self.local_op, self.is_local_part = op, is_part
         try:
             while not resume():
                 if loop.error is not None:
                     if resume():  # the peers may have done their part before
                         return
                     caller.check()
-                self._require_same(op, signature, missing)
+                if not has_begun:
+                    self._require_same(op, signature, missing)
                 loop.poll(caller)
                 if self._clock() >= deadline:
                     raise timed_out(patience)
@@ -173,11 +176,56 @@ class Waits:
             caller.waiting = None
             self.local_op = 0
 
+    def await_beside(
+        self,
+        op: int,
+        signature: int,
+        resume: Callable[[], bool],
+        missing: Callable[[], Missing],
+    ) -> None:
+        """Wait as `await_local` for a step of a call that runs beside another step.
+
+        The other step runs in the data loop, in another thread, which raises the error that ended
+        the communicator.
+
+        Raises
+        ------
+        TransportTimeout
+            If the step takes longer than ``R2CC_TIMEOUT_S``.
+        CommunicatorRevoked
+            If the communicator has ended.
+        """
+        patience = self._patience(op, signature, missing, has_begun=True)
+        deadline = self._clock() + patience.timeout_s
+        while not resume():
+            error = self._loop.error
+            if error is not None:
+                if resume():  # the peers may have done their part before
+                    return
+                raise CommunicatorRevoked(
+                    f"rank {self._rank}: the communicator was revoked: {error}", reason=error
+                )
+            if self._clock() >= deadline:
+                raise timed_out(patience)
+
+    def _patience(
+        self, op: int, signature: int, missing: Callable[[], Missing], *, has_begun: bool
+    ) -> Patience:
+        def pending() -> Pending:
+            absent, awaited = missing()
+            waits = (Wait(awaited, "data in shared memory"),)
+            doing = f"call {op}, {describe(signature)}"
+            late = {} if has_begun else dict.fromkeys(absent, op - 1)
+            return self._blocked(doing, late, waits)
+
+        return Patience(self._timeout_s, "R2CC_TIMEOUT_S", pending)
+
     def _require_same(self, op: int, signature: int, missing: Callable[[], Missing]) -> None:
         """Raise InvalidArgument if a rank has made another call numbered `op`, over the network."""
         rank, members = self._rank, self._context.members
         for theirs, peer, _ in tuple(self._calls.ahead.get(op, ())):
-            raise difference(op, rank, peer, signature, theirs)
+            if theirs != signature:  # of two levels, a rank of another node has reached the second
+                raise difference(op, rank, peer, signature, theirs)
         if self._desync.asked_op < op:
             return
         # The reports are read before the absent ranks: a rank reports a call in shared memory only

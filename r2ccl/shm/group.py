@@ -132,6 +132,11 @@ class LocalCall(NamedTuple):
         given = (int(form.ctypes.data), *self.given[1:])
         return self._replace(given=given, form=form, dtypes=(source.dtype, output.dtype))
 
+    def signed(self, signature: int) -> LocalCall:
+        """Return the call with another packed signature, which all ranks compare."""
+        *given, _, flags = self.given
+        return self._replace(given=(*given, _signed(signature), flags))
+
 
 class LocalGroup:
     """Ranks of one host that share memory; made by `connect`.
@@ -295,8 +300,7 @@ class LocalGroup:
         """
         n, itemsize = self._nranks, dtype_of(call.dtype).itemsize
         kernel = self._kernel(call) if call.collective in REDUCTIONS else 0
-        signature, nbytes = call.pack(), call.count * itemsize
-        signature -= _WORD if signature >= _WORD // 2 else 0
+        signature, nbytes = _signed(call.pack()), call.count * itemsize
         if call.collective in PREFIXES:
             most = min(SLOT_NBYTES, max(_CHUNK_NBYTES, (nbytes // (_NCHUNKS * n) + 63) & -64))
             is_exclusive = int(call.collective == Collective.EXSCAN)
@@ -435,6 +439,11 @@ class LocalGroup:
             return CallsDiffer(index, signature, signature, sent, wanted)
         other = int(words[layout.SIGNATURES // 8 + row]) % _WORD
         return CallsDiffer(index, signature, other)
+
+
+def _signed(word: int) -> int:
+    """Return an unsigned word of 64 bits as a signed one."""
+    return word - _WORD if word >= _WORD // 2 else word
 
 
 @functools.cache

@@ -20,6 +20,7 @@ import pytest
 from support import matrix_programs
 from support.slow import slow_but
 
+from r2ccl.planning.two_level import count_chunks
 from r2ccl.testing import Action, Fault, FaultPlan
 from r2ccl.testing.netlab import Lab, unavailable_reason
 
@@ -32,6 +33,8 @@ NODES, RAILS = 4, 4
 NBYTES = 16 << 20
 #: Slices a rank posts in one run: 12 channels, 6 sends each, of 2 slices.
 STEPS = 140
+#: Slices that a rank posts at least for a chunk in two levels: 6 channels, 2 sends of a slice each.
+LEVEL_STEPS = 12
 
 #: Fields of each kind of fault, besides its place and moment.
 KINDS: dict[Action, dict[str, Any]] = {
@@ -205,6 +208,30 @@ def test_a_pair_without_any_rail_gives_up_on_both_sides() -> None:
     print(
         f"no rail left, timeout 1.5 s: NoHealthyRail on both sides {spread(delays)} after the cut"
     )
+
+
+@pytest.mark.parametrize("runs", slow_but([1], sorted({1, RUNS})))
+def test_results_of_two_levels_are_exact(runs: int) -> None:
+    """A NIC goes down in one chunk or another of every run; ranks of both groups use it then."""
+    nodes, nchunks = 2, count_chunks(NBYTES)
+    rng = random.Random("levels")
+    faults = []
+    for run in range(1, runs + 1):
+        node, rail, chunk = rng.randrange(nodes), rng.randrange(RAILS), rng.randrange(nchunks)
+        where = {"node": node, "rail": rail, "rank": nodes * node + rail // nodes}
+        op, step = run * (nchunks + 1) + chunk, rng.randrange(LEVEL_STEPS)
+        faults.append(
+            Fault(action=Action.NIC_DOWN, **where, at_op=op, at_step=step, duration_s=0.4)
+        )
+    plan = FaultPlan(faults)
+    with Lab(nodes=nodes, rails=RAILS, ranks_per_node=2) as lab:
+        reports = run_ranks(
+            lab, "campaign_rank.py", str(runs), str(NBYTES), plan=plan, env={"R2CC_SHM": "1"}
+        )
+    plan.assert_all_fired()
+    print_repair_times(Action.NIC_DOWN, plan, reports)
+    assert [report["exact"] for report in reports] == [runs] * (2 * nodes)
+    assert all(report["repairs"] for report in reports)
 
 
 def print_repair_times(kind: Action, plan: FaultPlan, reports: list[dict[str, Any]]) -> None:

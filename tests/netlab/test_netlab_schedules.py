@@ -132,8 +132,10 @@ def test_other_collectives_are_exact_while_nics_go_and_come_back(
 
 
 @pytest.mark.timeout(120)
-def test_ranks_sharing_nodes_are_exact_while_nics_come_and_go() -> None:
+@pytest.mark.parametrize("settings", [{"R2CC_ALGO": "packed_trees"}, {"R2CC_SHM": "1"}], ids=str)
+def test_ranks_sharing_nodes_are_exact_while_nics_come_and_go(settings: dict[str, str]) -> None:
+    """In one level by a named schedule, and in two levels, planned anew for every failure."""
     with Lab(nodes=NODES, rails=RAILS, rate="1gbit", ranks_per_node=2) as lab:
-        reports = run_job(lab, ALLREDUCES * ROUNDS, R2CC_ALGO="packed_trees")
+        reports = run_job(lab, ALLREDUCES * ROUNDS, **settings)
     require_exact(reports)
     assert all(report["digests"] == reports[0]["digests"] for report in reports[1:])

@@ -76,6 +76,32 @@ def test_messages_do_not_count_as_collectives(bench) -> None:
     assert task.healthy_ops == (4 + 4) + 4  # gathers and barriers, barriers alone
 
 
+def test_calls_of_two_levels_count_once_per_chunk(bench) -> None:
+    levels, nbytes = bench("degraded_levels"), 64 << 20
+    counts = {name: levels.ops_per_call(name, nbytes) for name in levels.LEVELS}
+    assert counts["one"] == 1
+    assert counts["two"] > 1
+    task = bench("degraded_job").Task(
+        what="levels", sizes=(nbytes,), rounds=3, batch_nbytes=0, healthy=(levels.NAME,),
+        ops_per_call=counts["two"],
+    )  # fmt: skip
+    assert task.healthy_ops == 4 + 4 * counts["two"]
+
+
+def test_rows_of_levels_compare_with_the_line_rate(bench) -> None:
+    levels, job = bench("degraded_levels"), bench("degraded_job")
+    nbytes = 64 << 20
+    line_s = nbytes / (4 * 200e6 / 8)
+    times = {
+        (phase, levels.NAME, nbytes): job.Times([slower * line_s] * 3, [0.5] * 3)
+        for phase, slower in ((job.HEALTHY, 1.0), (job.DEGRADED, 1.25))
+    }
+    whole, lost = levels.rows_of({"two": job.Outcome(times, [], [])}, 200)
+    assert (whole["lost"], lost["lost"]) == (0, 1)
+    assert whole["of_line_rate"] == pytest.approx(1.0)
+    assert (lost["of_line_rate"], lost["of_healthy"]) == pytest.approx((0.8, 0.8))
+
+
 #: Runs the healthy part of a task as a rank does, then prints how far its count of calls was off.
 COUNTED = """
 import sys, msgspec, r2ccl
