@@ -133,7 +133,7 @@ def examine_sharing(config: Config) -> DoctorFinding:
             from r2ccl.shm.group import preload
 
             preload()
-            Segment.create(1).close()
+            Segment.create_of_group(1).close()
     except (ImportError, OSError, TransportError) as exc:
         problem = str(exc)
     if config.shm == "0":

@@ -12,7 +12,7 @@ import numpy as np
 from r2ccl.errors import R2cclError
 from r2ccl.runtime import arguments
 from r2ccl.runtime.collectives import Collectives
-from r2ccl.runtime.messages.local import NOT_RUN, End, NotRun, Opened, Outcome
+from r2ccl.runtime.messages.local import NOT_RUN, Delayed, LocalEnd, NotRun, Outcome
 from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.messenger import MessageRequest, Messenger
 
@@ -106,7 +106,7 @@ class MessageCalls:
 
     def _finish(self, found: Outcome, x: Any, out: Any) -> Message | None:
         """Return the message that a direct call took, after a wait if a peer is late."""
-        if not isinstance(found, Opened):
+        if not isinstance(found, Delayed):
             assert not isinstance(found, NotRun)
             return found
         received = sent = None
@@ -125,13 +125,13 @@ class MessageCalls:
             return message
         return self._exchange(received, partial(wait, sent))
 
-    def _to(self, x: Any, to: SupportsIndex, tag: int) -> End:
+    def _to(self, x: Any, to: SupportsIndex, tag: int) -> LocalEnd:
         buffer = arguments.as_buffer(x, writable=False)
-        return End(buffer, arguments.rank_of(to, self._nranks, "to"), arguments.tag(tag))
+        return LocalEnd(buffer, arguments.rank_of(to, self._nranks, "to"), arguments.tag(tag))
 
-    def _from(self, out: Any, source: SupportsIndex, tag: int) -> End:
+    def _from(self, out: Any, source: SupportsIndex, tag: int) -> LocalEnd:
         buffer = arguments.as_buffer(out, writable=True)
-        return End(buffer, self._source_of(source), arguments.tag(tag, is_any=True))
+        return LocalEnd(buffer, self._source_of(source), arguments.tag(tag, is_any=True))
 
     def probe(self, source: SupportsIndex, tag: int, *, is_blocking: bool) -> Message | None:
         """Find a message without receiving it; see `Communicator.probe`."""

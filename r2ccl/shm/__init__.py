@@ -17,7 +17,7 @@ For each communicator, a rank owns one segment, a sealed memfd that the other ra
 - `group` has `LocalGroup`, the object that a communicator calls;
 - `message_layout` has the offsets in the memory for messages, and those of a rank's table;
 - `frames` has the compiled steps of messages, `pump` the compiled loop that moves them;
-- `direct` sends and receives in one compiled call;
+- `one_message` sends and receives in one compiled call;
 - `rings` has `Rings`, which `r2ccl/runtime/messages/local_driver.py` calls.
 
 All collectives have one structure. Ranks number *rounds*, which never restart: in round j a rank

@@ -69,7 +69,8 @@ class Mapping:
             If there is no memory, or the kernel does not know the advice (EINVAL).
         """
         if _libc().madvise(self.address + start, nbytes, _MADV_POPULATE_WRITE) != 0:
-            raise _os_error()
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
     def withdraw(self, start: int, end: int) -> None:
         """Make the bytes between two addresses private: later writes of others do not change them.
@@ -106,13 +107,9 @@ def _libc() -> ctypes.CDLL:
 def _map(address: int | None, nbytes: int, flags: int, descriptor: int, offset: int = 0) -> int:
     found = _libc().mmap(address, nbytes, _READ_WRITE, flags, descriptor, offset)
     if found == _FAILED:
-        raise _os_error()
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
     return int(found)
-
-
-def _os_error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
 
 
 def _unmap(address: int, nbytes: int) -> None:

@@ -115,7 +115,7 @@ SENT_ALL, RECEIVED_ALL = 3, 4
 #: There is room for the frame that waits.
 ROOM = 5
 
-# Words of a direct call, see `r2ccl.shm.direct`.
+# Words of a direct call, see `r2ccl.shm.one_message`.
 
 CALL_FORM, CALL_TO, CALL_DTYPE, CALL_TAG, CALL_NBYTES, CALL_IS_SHORT = 0, 1, 2, 3, 4, 5
 CALL_SOURCE, CALL_RECV_DTYPE, CALL_RECV_TAG, CALL_CAPACITY = 6, 7, 8, 9

@@ -263,6 +263,7 @@ def make_ring() -> Callable[[int], int]:
 
 
 __all__ = [
+    "MOST_ROUNDS",
     "Pump",
     "enter_sleep",
     "leave_sleep",

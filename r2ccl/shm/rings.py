@@ -29,12 +29,12 @@ _PUT = "r2ccl.shm.pump:make_put"
 _CONSUME = "r2ccl.shm.pump:make_consume"
 _RING = "r2ccl.shm.pump:make_ring"
 _BEGIN = "r2ccl.shm.pump:make_begin"
-_DIRECT = "r2ccl.shm.direct:make_direct"
+_DIRECT = "r2ccl.shm.one_message:make_direct"
 
 Words = npt.NDArray[np.int64]
 
 
-class Frame(NamedTuple):
+class RingFrame(NamedTuple):
     """Frame of a peer, which stays in the ring until `Rings.consume`; `data` is borrowed."""
 
     kind: int
@@ -172,7 +172,7 @@ class Rings:
         """Let `pump` return ROOM once there is room for a frame with `nbytes` to `peer`."""
         self._words[peer][layout.WANTED] = nbytes + 1
 
-    def frame(self) -> Frame:
+    def frame(self) -> RingFrame:
         """Return the frame that the event FRAME is about."""
         data, words = self._data[self.peer], self._words[self.peer]
         at = int(words[layout.TAIL]) % self.ring_nbytes
@@ -181,7 +181,7 @@ class Rings:
         piece: memoryview | bytes = memoryview(data[first : first + nbytes])  # type: ignore[arg-type]
         if len(piece) < nbytes:
             piece = bytes(piece) + data[: nbytes - len(piece)].tobytes()
-        return Frame(word & KIND_MASK, word >> KIND_BITS, tag, ident, size, piece)
+        return RingFrame(word & KIND_MASK, word >> KIND_BITS, tag, ident, size, piece)
 
     def consume(self, peer: int, nbytes: int) -> None:
         """Take the frame that `frame` returned, with `nbytes` of data, from the ring of `peer`."""
@@ -296,4 +296,4 @@ def _address(data: memoryview | bytes) -> int:
 
 _NOTHING = np.empty(0, np.uint8)
 
-__all__ = ["DirectCall", "Frame", "Operand", "Rings", "preload_rings"]
+__all__ = ["DirectCall", "Operand", "RingFrame", "Rings", "preload_rings"]

@@ -134,4 +134,4 @@ def test_a_stopped_rank_is_waited_for() -> None:
 
 
 def test_memory_is_freed_at_the_end() -> None:
-    assert run(programs.freed, HOSTS) == [(2, 0)] * 4
+    assert run(programs.freed, HOSTS) == [(4, 0)] * 4

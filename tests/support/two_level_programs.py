@@ -149,10 +149,10 @@ def obstructed(sizes: list[int], rank: int) -> tuple[bool, float]:
     if int(os.environ["RANK"]) == rank:
         from r2ccl.shm.segment import Segment
 
-        def refuse() -> Segment:
+        def refuse(nranks: int) -> Segment:
             raise TransportError("no memory is left, in a test")
 
-        Segment.create = refuse  # type: ignore[method-assign]
+        Segment.create_of_group = refuse  # type: ignore[method-assign]
     with hosts(sizes) as comm:
         total = comm.allreduce(np.ones(3))
         return comm._collectives.shares_memory, float(total.sum())

@@ -3,7 +3,7 @@
 One thread at a time moves messages. A thread that waits for a message moves those of all threads.
 While none waits, the owner of the data loop moves them: at each tick, and more often while frames
 of this rank wait or data of long messages moves. A blocking call that meets no other open message
-runs in one compiled call (`r2ccl.shm.direct`).
+runs in one compiled call (`r2ccl.shm.one_message`).
 
 Invariant: after an error, no message is moved any more.
 """
@@ -67,7 +67,7 @@ class LocalEngine(Protocol):
         ...
 
     def fail_local(self, error: BaseException) -> None:
-        """End the communicator because of `error`."""
+        """LocalEnd the communicator because of `error`."""
         ...
 
 
@@ -78,14 +78,14 @@ class NotRun:
 NOT_RUN = NotRun()
 
 
-class Opened(NamedTuple):
+class Delayed(NamedTuple):
     """Requests of a direct call that a peer delays."""
 
     sent: SendRequest | None
     received: ReceiveRequest | None
 
 
-class End(NamedTuple):
+class LocalEnd(NamedTuple):
     """Send to, or receive from, a peer: the array, the rank and the tag."""
 
     buffer: Buffer
@@ -94,7 +94,7 @@ class End(NamedTuple):
 
 
 #: What a direct call returns.
-Outcome = Message | Opened | NotRun | None
+Outcome = Message | Delayed | NotRun | None
 
 
 class LocalMessages:
@@ -267,7 +267,9 @@ class LocalMessages:
             return NOT_RUN
         return self._run(key, found, x, out)
 
-    def begin(self, key: tuple[int, ...], sent: End | None, received: End | None) -> Outcome:
+    def begin(
+        self, key: tuple[int, ...], sent: LocalEnd | None, received: LocalEnd | None
+    ) -> Outcome:
         """Run a direct call, and prepare it so that `repeat` can run it again.
 
         `key` determines the peers and tags.
@@ -322,7 +324,7 @@ class LocalMessages:
         except BaseException as exc:
             raise self._failed(exc) from None
 
-    def _take_over(self, call: DirectCall, x: Any, out: Any) -> Opened:
+    def _take_over(self, call: DirectCall, x: Any, out: Any) -> Delayed:
         self._is_quiet = False
         words, driver = call.words, self.driver
         received = sent = None
@@ -330,12 +332,12 @@ class LocalMessages:
             received = driver.take_over_receive(call, _bytes(out), int(words[CALL_RECV_DTYPE]))
         if words[CALL_TO] >= 0:
             sent = driver.take_over_send(call, _bytes(x), int(words[CALL_DTYPE]))
-        return Opened(sent, received)
+        return Delayed(sent, received)
 
     # Ends
 
     def _failed(self, error: BaseException) -> BaseException:
-        """End the communicator; return `error`, which the call raises.
+        """LocalEnd the communicator; return `error`, which the call raises.
 
         Afterwards no thread reads or writes the memory of a message. Further Ctrl-C does not
         interrupt this method.
@@ -380,7 +382,7 @@ def _is_plain(buffer: Buffer) -> bool:
     return type(owner) is np.ndarray and bool(owner.flags.c_contiguous)
 
 
-def _operand(end: End | None, is_plain: bool) -> Operand | None:
+def _operand(end: LocalEnd | None, is_plain: bool) -> Operand | None:
     from r2ccl.shm.rings import Operand
 
     if end is None:
@@ -396,4 +398,4 @@ def _bytes(array: npt.NDArray[Any]) -> memoryview:
 _DATA = object.__basicsize__
 _NOTHING = np.empty(0, np.uint8)
 
-__all__ = ["NOT_RUN", "End", "LocalEngine", "LocalMessages", "NotRun", "Opened", "Outcome"]
+__all__ = ["NOT_RUN", "Delayed", "LocalEnd", "LocalEngine", "LocalMessages", "NotRun", "Outcome"]

@@ -21,7 +21,7 @@ from r2ccl.runtime.messages.driver import MessageDriver
 from r2ccl.runtime.messages.local import LocalEngine, LocalMessages
 from r2ccl.runtime.messages.local_driver import LocalDriver
 from r2ccl.runtime.messages.matching import ANY, Message
-from r2ccl.runtime.messages.network import Network
+from r2ccl.runtime.messages.network import NetworkMessages
 from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
 from r2ccl.runtime.status import Pending, Wait
 
@@ -162,7 +162,7 @@ class Messenger:
             depth=job.config.landing_depth,
             health=health,
         )
-        self._network = Network(self, loop, driver, connect)
+        self._network = NetworkMessages(self, loop, driver, connect)
         #: What carries the messages.
         self._way: Way = self._network
         #: Identifier of the thread that waits for a message; 0 if none does.

@@ -9,7 +9,7 @@ from r2ccl.runtime.data_loop import Caller, DataLoop, Patience
 from r2ccl.runtime.messages.driver import MessageDriver
 
 
-class Network:
+class NetworkMessages:
     """Way of messages over links; the owner of the data loop calls `driver`.
 
     Parameters
@@ -87,4 +87,4 @@ class Network:
         return found
 
 
-__all__ = ["Network"]
+__all__ = ["NetworkMessages"]

@@ -282,11 +282,11 @@ def test_this_machine_can_be_examined() -> None:
 def test_it_says_whether_ranks_can_share_memory(
     shm: str, problem: str, level: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse() -> Segment:
+    def refuse(nranks: int) -> Segment:
         raise TransportError(problem)
 
     if problem:
-        monkeypatch.setattr(Segment, "create", refuse)
+        monkeypatch.setattr(Segment, "create_of_group", refuse)
     found = doctor.examine_sharing(Config(shm=shm))
     assert (found.check, found.level) == ("shm", level)
     assert says in found.says
