@@ -24,7 +24,7 @@ import numpy.typing as npt
 from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Stream
 from r2ccl.dtypes import dtype_of
-from r2ccl.gpu.host_signal import LINE_NBYTES, DeviceCall, DeviceJob, SignalledStream
+from r2ccl.gpu.host_signal import LINE_NBYTES, DeviceCall, DeviceJob, HostMemoryBackend
 from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.types import PREFIXES
@@ -35,7 +35,7 @@ def is_copied(request: Request) -> bool:
     return request.parts is not None or request.signature.collective in PREFIXES
 
 
-class CopiedBackend(SignalledStream):
+class CopiedBackend(HostMemoryBackend[DeviceJob]):
     """Collectives of one rank in host memory, on copies of GPU arrays.
 
     Parameters
@@ -44,11 +44,8 @@ class CopiedBackend(SignalledStream):
     rank : int
     run : callable
         Runs a request on host memory.
-    check : callable
-        Raises the error that ended the communicator, if it has ended.
-    clock : Clock
-    timeout_s : float
-        Time limit for the caller's earlier work on the device, in seconds.
+    check, clock, timeout_s
+        See `HostMemoryBackend`.
     """
 
     def __init__(
@@ -61,11 +58,8 @@ class CopiedBackend(SignalledStream):
         clock: Clock,
         timeout_s: float,
     ) -> None:
-        super().__init__(device, rank)
+        super().__init__(device, rank, check=check, clock=clock, timeout_s=timeout_s)
         self._run = run
-        self._check = check
-        self._clock = clock
-        self._timeout_s = timeout_s
         #: Pinned memory for the arrays of the largest call so far: the input, then the output.
         self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 
@@ -99,39 +93,8 @@ class CopiedBackend(SignalledStream):
             number=self._next_number(),
         )  # fmt: skip
 
-    def finish(self, job: DeviceJob) -> None:
-        """Execute a call; runs in the worker thread. The device may still copy the output back.
-
-        Raises
-        ------
-        TransportTimeout
-            If the device did not finish the caller's earlier work in time.
-        TransportError
-            If the device failed.
-        R2cclError
-            If the collective failed.
-        """
-        try:
-            self._carry_out(job)
-        except BaseException as exc:
-            job.error = exc
-            raise
-        finally:
-            self._end(job)
-
-    def close(self, timeout_s: float) -> None:
-        """Wait for the stream, then free all resources; the worker must be idle.
-
-        Raises
-        ------
-        TransportTimeout
-            If the device is still busy after `timeout_s` seconds; nothing was freed.
-        TransportError
-            If the device failed; not all resources were freed.
-        """
-        if not self._let_go(timeout_s):
-            raise self._still_busy("copies", timeout_s)
-        self._free()
+    def _free(self) -> None:
+        super()._free()
         self._free_memory()
 
     def _free_memory(self) -> None:
@@ -147,8 +110,7 @@ class CopiedBackend(SignalledStream):
         if request.output is not None:
             output = self._fetch(request.output, _padded(request.source.nbytes))
         fetched = self._recorded(self._stream)
-        self._await_copies(fetched, check=self._check, clock=self._clock, timeout_s=self._timeout_s)
-        self.recycle(fetched)
+        self._await_copies(fetched)
         # The copies are apart, even if the arrays are the same.
         self._run(
             msgspec.structs.replace(

@@ -13,8 +13,9 @@ the word has reached its number.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -68,6 +69,9 @@ class DeviceJob(msgspec.Struct, eq=False, weakref=True, kw_only=True):
     number: int
     is_over: bool = False
     error: BaseException | None = None
+
+
+_Job = TypeVar("_Job", bound=DeviceJob)
 
 
 class SignalledStream:
@@ -173,38 +177,6 @@ class SignalledStream:
             self._signal_word[0] = number & WORD
             raise
 
-    def _await_copies(
-        self, event: Event, *, check: Callable[[], None], clock: Clock, timeout_s: float
-    ) -> None:
-        """Wait for copies that follow the caller's earlier work on the device.
-
-        Parameters
-        ----------
-        event : Event
-        check : callable
-            Raises the error that ended the communicator, if it has ended.
-        clock : Clock
-        timeout_s : float
-
-        Raises
-        ------
-        TransportTimeout
-            If the work did not end within `timeout_s` seconds.
-        TransportError
-            If the device failed.
-        """
-        until_s = clock() + timeout_s
-        while not self._device.synchronize(event, _LOOK_S):
-            check()
-            if clock() >= until_s:
-                raise TransportTimeout(
-                    f"rank {self._rank}: the GPU did not finish the work that precedes this "
-                    f"collective on its stream within {timeout_s:g} s; look for a kernel that "
-                    "hangs, or raise R2CC_TIMEOUT_S",
-                    rank=self._rank,
-                    status="TIMEOUT",
-                )
-
     def _is_idle_in(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for the stream; return whether it is idle."""
         last = self._recorded(self._stream)
@@ -253,4 +225,110 @@ class SignalledStream:
         self._device.free_pinned(self._pinned)
 
 
-__all__ = ["LINE_NBYTES", "WORD", "DeviceCall", "DeviceJob", "SignalledStream"]
+class HostMemoryBackend(SignalledStream, Generic[_Job]):
+    """Base class of the backends that run collectives on copies in host memory.
+
+    Parameters
+    ----------
+    device : Device
+    rank : int
+    check : callable
+        Raises the error that ended the communicator, if it has ended.
+    clock : Clock
+    timeout_s : float
+        Time limit for the caller's earlier work on the device, in seconds.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        rank: int,
+        *,
+        check: Callable[[], None],
+        clock: Clock,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(device, rank)
+        self._check = check
+        self._clock = clock
+        self._timeout_s = timeout_s
+
+    def finish(self, job: _Job) -> None:
+        """Execute a call; runs in the worker thread. The device may still copy the output back.
+
+        Raises
+        ------
+        TransportTimeout
+            If the device did not finish the caller's earlier work in time.
+        TransportError
+            If the device failed.
+        R2cclError
+            If the collective failed.
+        """
+        try:
+            self._carry_out(job)
+        except BaseException as exc:
+            job.error = exc
+            # Copies that were enqueued still read the caller's array. Further errors are dropped.
+            with contextlib.suppress(TransportError):
+                self._follow_copies()
+            raise
+        finally:
+            self._end(job)
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the device, then free all resources; the worker must be idle.
+
+        Raises
+        ------
+        TransportTimeout
+            If the device is still busy after `timeout_s` seconds; nothing was freed.
+        TransportError
+            If the device failed; not all resources were freed.
+        """
+        self._follow_copies()
+        if not self._let_go(timeout_s):
+            raise self._still_busy("copies", timeout_s)
+        self._free()
+
+    def _carry_out(self, job: _Job) -> None:
+        """Enqueue the copies of a call, and run its collective."""
+        raise NotImplementedError
+
+    def _follow_copies(self) -> None:
+        """Let later work on `_stream` run after the copies on other streams; there are none."""
+
+    def _await_copies(self, event: Event) -> None:
+        """Wait for copies that follow the caller's earlier work on the device.
+
+        Raises
+        ------
+        TransportTimeout
+            If the work did not end in time.
+        TransportError
+            If the device failed.
+        R2cclError
+            If the communicator ended.
+        """
+        until_s = self._clock() + self._timeout_s
+        while not self._device.synchronize(event, _LOOK_S):
+            self._check()
+            if self._clock() >= until_s:
+                raise TransportTimeout(
+                    f"rank {self._rank}: the GPU did not finish the work that precedes this "
+                    f"collective on its stream within {self._timeout_s:g} s; look for a kernel "
+                    "that hangs, or raise R2CC_TIMEOUT_S",
+                    rank=self._rank,
+                    status="TIMEOUT",
+                )
+        self.recycle(event)
+
+
+__all__ = [
+    "LINE_NBYTES",
+    "WORD",
+    "DeviceCall",
+    "DeviceJob",
+    "HostMemoryBackend",
+    "SignalledStream",
+]

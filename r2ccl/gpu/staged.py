@@ -15,7 +15,6 @@ ensures.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -26,8 +25,7 @@ import numpy.typing as npt
 from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
-from r2ccl.errors import TransportError
-from r2ccl.gpu.host_signal import DeviceCall, DeviceJob, SignalledStream
+from r2ccl.gpu.host_signal import DeviceCall, DeviceJob, HostMemoryBackend
 from r2ccl.gpu.plan_selector import EnterCall
 from r2ccl.gpu.staged_windows import Window, WindowGrid, window_grid, windows
 from r2ccl.types import CallSignature, Collective
@@ -57,7 +55,7 @@ class StagedJob(DeviceJob):
     widest: int = 0
 
 
-class StagedBackend(SignalledStream):
+class StagedBackend(HostMemoryBackend[StagedJob]):
     """Collectives of one rank through two staging buffers (slots) in pinned memory.
 
     Parameters
@@ -71,11 +69,8 @@ class StagedBackend(SignalledStream):
         Begins a collective among all ranks and returns its plan.
     run : callable
         Runs a planned collective on host memory.
-    check : callable
-        Raises the error that ended the communicator, if it has ended.
-    clock : Clock
-    timeout_s : float
-        Time limit for the caller's earlier work on the device, in seconds.
+    check, clock, timeout_s
+        See `HostMemoryBackend`.
     """
 
     def __init__(
@@ -91,13 +86,10 @@ class StagedBackend(SignalledStream):
         clock: Clock,
         timeout_s: float,
     ) -> None:
-        super().__init__(device, rank)
+        super().__init__(device, rank, check=check, clock=clock, timeout_s=timeout_s)
         self._nranks = nranks
         self._enter = enter
         self._run = run
-        self._check = check
-        self._clock = clock
-        self._timeout_s = timeout_s
         self._slot_nbytes = slot_nbytes
         self._slots = [device.allocate_pinned(slot_nbytes) for _ in range(_NSLOTS)]
         #: By slot, the event after the last copy from the slot.
@@ -172,50 +164,14 @@ class StagedBackend(SignalledStream):
             enter=enter, widest=widest,
         )  # fmt: skip
 
-    def finish(self, job: StagedJob) -> None:
-        """Execute a call; runs in the worker thread. The device may still copy the last window in.
-
-        Raises
-        ------
-        TransportTimeout
-            If the device did not finish the caller's earlier work in time.
-        TransportError
-            If the device failed.
-        R2cclError
-            If the collective failed.
-        """
-        try:
-            self._carry_out(job)
-        except BaseException as exc:
-            job.error = exc
-            # Copies that were enqueued still read the caller's array. Further errors are dropped.
-            with contextlib.suppress(TransportError):
-                self._follow_out()
-            raise
-        finally:
-            self._end(job)
-
-    def close(self, timeout_s: float) -> None:
-        """Wait for the streams, then free all resources; the worker must be idle.
-
-        Raises
-        ------
-        TransportTimeout
-            If the device is still busy after `timeout_s` seconds; nothing was freed.
-        TransportError
-            If the device failed; not all resources were freed.
-        """
-        self._follow_out()
-        if not self._let_go(timeout_s):
-            raise self._still_busy("copies", timeout_s)
+    def _free(self) -> None:
         self._events += [*self._copied_in, self._copied_out]
-        self._free()
+        super()._free()
         self._device.destroy_stream(self._out)
         for slot in self._slots:
             self._device.free_pinned(slot)
 
-    def _follow_out(self) -> None:
-        """Let later work on `_stream` run after all copies to the slots."""
+    def _follow_copies(self) -> None:
         self._device.record(self._copied_out, self._out)
         self._device.wait(self._stream, self._copied_out)
 
@@ -234,10 +190,7 @@ class StagedBackend(SignalledStream):
         at = 0
         while pending:
             window, fetched = pending.popleft()
-            self._await_copies(
-                fetched, check=self._check, clock=self._clock, timeout_s=self._timeout_s
-            )
-            self.recycle(fetched)
+            self._await_copies(fetched)
             self._run_window(window, at % _NSLOTS, job, grid)
             self._copy_in(job, grid, window, at % _NSLOTS)
             for following in islice(ahead, 1):
