@@ -259,7 +259,7 @@ class Job(Ranks):
 def _commands(library: Library, nranks: int, folder: str) -> list[ToStart]:
     """Return the processes to start for a library, each with its own variables."""
     for package in library.packages:
-        if not _is_installed(package):
+        if not is_installed(package):
             raise Unavailable(f"the package {package} is not installed")
     worker = [sys.executable, _WORKER, library.name]
     if library.name == R2CCL.name:
@@ -279,7 +279,7 @@ def _commands(library: Library, nranks: int, folder: str) -> list[ToStart]:
     return [(worker, {**common, "RANK": str(rank)}) for rank in range(nranks)]
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     """Return whether a module or, for Open MPI, which has none, a distribution is installed."""
     if find_spec(name) is not None:
         return True
@@ -322,4 +322,5 @@ __all__ = [
     "Ranks",
     "ToStart",
     "Unavailable",
+    "is_installed",
 ]

@@ -11,25 +11,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import ExitStack
-from typing import Any
 
-from collectives import FORMS
-from common import (
-    Stats,
-    add_json_argument,
-    format_size,
-    machine,
-    parse_counts,
-    parse_sizes,
-    write_json,
-)
+from common import Stats, format_size
 from jobs import LOCAL, MPICH, OPENMPI, R2CCL, SYMMETRIC, Library
-from peers import Samples, sample, start_jobs
-from rich.console import Console
+from peers import Row, Samples, add_case_arguments, measure
 from rich.table import Table
 
-_SIZES = "256,4K,64K,1M,4M,16M,64M"
 _KEPT = (("MALLOC_MMAP_THRESHOLD_", str(1 << 30)), ("MALLOC_TRIM_THRESHOLD_", str(1 << 31)))
 _MPIS = tuple(
     each._replace(transport=f"{each.transport}{suffix}", env=each.env + env)
@@ -41,7 +28,7 @@ _LIBRARIES: tuple[Library, ...] = (LOCAL, SYMMETRIC, R2CCL, *_MPIS)
 _RATIOS = {"ratio": LOCAL, "symmetric": SYMMETRIC}
 
 
-def rows_of(samples: Samples, collective: str, nranks: int) -> list[dict[str, Any]]:
+def rows_of(samples: Samples, collective: str, nranks: int) -> list[Row]:
     """Return one JSON object per size."""
     rows = []
     for nbytes in sorted({size for _, size in samples}):
@@ -67,7 +54,7 @@ def rows_of(samples: Samples, collective: str, nranks: int) -> list[dict[str, An
     return rows
 
 
-def table_of(rows: list[dict[str, Any]], collective: str, nranks: int) -> Table:
+def table_of(rows: list[Row], collective: str, nranks: int) -> Table:
     """Return the rows as a table, one line per size."""
     table = Table(
         title=f"{collective}, float32, {nranks} ranks: µs, median; ratio to the faster MPI"
@@ -85,27 +72,11 @@ def table_of(rows: list[dict[str, Any]], collective: str, nranks: int) -> Table:
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Compare shared memory with MPICH and Open MPI.")
-    parser.add_argument("--collective", choices=[*FORMS, "all"], default="allreduce")
-    parser.add_argument("--nranks", type=parse_counts, default="2,4", help="default: 2,4")
-    parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help=f"default: {_SIZES}")
+    add_case_arguments(parser)
     parser.add_argument("--rounds", type=int, default=9, help="default: 9")
     parser.add_argument("--loop-s", type=float, default=0.02, help="default: 0.02")
     parser.add_argument("--budget-s", type=float, default=600.0, help="default: 600")
-    add_json_argument(parser)
-    args = parser.parse_args()
-    out = Console(width=None if sys.stdout.isatty() else 140)
-    out.print(" · ".join(f"{key} {value}" for key, value in machine().items()), highlight=False)
-    results: list[dict[str, Any]] = []
-    chosen = [each for each in FORMS if args.collective in (each, "all")]
-    for nranks in args.nranks:
-        with ExitStack() as stack:
-            jobs = start_jobs(_LIBRARIES, nranks, stack, out)
-            for collective in chosen:
-                rows = rows_of(sample(jobs, collective, args, out), collective, nranks)
-                out.print(table_of(rows, collective, nranks))
-                results += rows
-    if args.json:
-        write_json(args.json, results)
+    measure(_LIBRARIES, parser.parse_args(), rows_of, table_of)
     return 0
 
 

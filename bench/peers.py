@@ -17,8 +17,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import product
 from typing import Any
 
@@ -40,6 +40,10 @@ _SIZES = "256,4K,64K,1M,4M,16M,64M"
 _LIBRARIES = (R2CCL, LOCAL, GLOO, MPICH_TCP, OPENMPI_TCP, MPICH)
 
 Samples = dict[tuple[Library, int], list[float]]
+Row = dict[str, Any]
+#: Functions of samples, or rows, of a collective on a number of ranks.
+RowsOf = Callable[[Samples, str, int], list[Row]]
+TableOf = Callable[[list[Row], str, int], Table]
 
 
 def start_jobs(
@@ -92,7 +96,7 @@ def _is_late(number: int, elapsed_s: float, budget_s: float) -> bool:
     return number > 0 and elapsed_s * (number + 1) / number > budget_s
 
 
-def rows_of(samples: Samples, collective: str, nranks: int) -> list[dict[str, Any]]:
+def rows_of(samples: Samples, collective: str, nranks: int) -> list[Row]:
     """Return one JSON object per size and library."""
     rows = []
     for (library, nbytes), seconds in sorted(
@@ -117,7 +121,7 @@ def rows_of(samples: Samples, collective: str, nranks: int) -> list[dict[str, An
     return rows
 
 
-def table_of(rows: list[dict[str, Any]], collective: str, nranks: int) -> Table:
+def table_of(rows: list[Row], collective: str, nranks: int) -> Table:
     """Return the rows as a table, one line per size."""
     by_key = {(row["nbytes"], row["library"], row["transport"]): row for row in rows}
     libraries = [
@@ -158,12 +162,23 @@ def neighbour(nice: int) -> Iterator[None]:
         process.wait()
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description="Compare r2ccl with gloo, MPICH and Open MPI.")
+def add_case_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name what is measured, and the file with the results."""
     parser.add_argument("--collective", choices=[*FORMS, "all"], default="allreduce")
     parser.add_argument("--nranks", type=parse_counts, default="2,4", help="default: 2,4")
     parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help=f"default: {_SIZES}")
+    add_json_argument(parser)
+
+
+def collectives_of(args: argparse.Namespace) -> list[str]:
+    """Return the collectives that the command line names."""
+    return list(FORMS) if args.collective == "all" else [args.collective]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="Compare r2ccl with gloo, MPICH and Open MPI.")
+    add_case_arguments(parser)
     parser.add_argument("--rounds", type=int, help="default: 15, with --quick 5")
     parser.add_argument(
         "--quick", action="store_true", help="end within 60 s; with all, one round at least"
@@ -174,40 +189,45 @@ def parse_arguments() -> argparse.Namespace:
         metavar="NICE",
         help="niceness, 0 to 19, of a process that computes beside the ranks; default: none",
     )
-    add_json_argument(parser)
     args = parser.parse_args()
     if args.rounds is None:
         args.rounds = 5 if args.quick else 15
     args.loop_s = 0.02 if args.quick else 0.06
     # Time left of the 60 s after starting and ending the ranks.
-    args.collectives = list(FORMS) if args.collective == "all" else [args.collective]
-    runs = len(args.nranks) * len(args.collectives)
+    runs = len(args.nranks) * len(collectives_of(args))
     args.budget_s = 40 / runs if args.quick else math.inf
     if args.rounds < 1 or any(nbytes % 4 for nbytes in args.sizes):
         parser.error("--rounds must be above 0, and --sizes multiples of 4 bytes")
     return args
 
 
-def main() -> int:
-    """Measure and print; return 1 if r2ccl itself could not be measured."""
-    args = parse_arguments()
+def measure(
+    libraries: tuple[Library, ...], args: argparse.Namespace, rows_of: RowsOf, table_of: TableOf
+) -> list[Row]:
+    """Measure and print every collective on every number of ranks; return and save the rows."""
     out = Console(width=None if sys.stdout.isatty() else 140)
     out.print(" · ".join(f"{key} {value}" for key, value in machine().items()), highlight=False)
-    results: list[dict[str, Any]] = []
+    results: list[Row] = []
     for nranks in args.nranks:
         with ExitStack() as stack:
-            if args.neighbour is not None:
-                stack.enter_context(neighbour(args.neighbour))
-            jobs = start_jobs(_LIBRARIES, nranks, stack, out)
-            for collective in args.collectives if jobs else ():
+            jobs = start_jobs(libraries, nranks, stack, out)
+            for collective in collectives_of(args) if jobs else ():
                 rows = rows_of(sample(jobs, collective, args, out), collective, nranks)
                 out.print(table_of(rows, collective, nranks))
                 results += rows
     if args.json:
         write_json(args.json, results)
+    return results
+
+
+def main() -> int:
+    """Measure and print; return 1 if r2ccl itself could not be measured."""
+    args = parse_arguments()
+    with nullcontext() if args.neighbour is None else neighbour(args.neighbour):
+        results = measure(_LIBRARIES, args, rows_of, table_of)
     ours = [row for row in results if row["library"] == R2CCL.name]
     measured = {(row["nranks"], row["collective"]) for row in ours}
-    return 0 if measured == set(product(args.nranks, args.collectives)) else 1
+    return 0 if measured == set(product(args.nranks, collectives_of(args))) else 1
 
 
 if __name__ == "__main__":
