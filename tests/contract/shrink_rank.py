@@ -1,10 +1,10 @@
 """Run one rank of a job that continues without the ranks it loses; print a report as JSON.
 
 The first argument is the plan: ``steps`` allreduces of ``count`` int64, ``quorum``, ``settings`` of
-`r2ccl.init`, and the fault of this rank, if any. The rank ``dies`` in the middle of a step or when
-the named method of `Shrinking` is called; ``stops`` before a step; ``lingers_s`` before it first
-meets the other survivors, while its control thread runs; or ``aborts_after_s`` in another thread,
-and then does not shrink.
+`r2ccl.init`, and the fault of this rank, if any. The rank ``dies`` with its process group in the
+middle of a step or when the named method of `Shrinking` is called; ``stops`` before a step;
+``lingers_s`` before it first meets the other survivors, while its control thread runs; or
+``aborts_after_s`` in another thread, and then does not shrink.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Worker:
 
     def suffer(self) -> None:
         if self.plan.get("dies") == self.step:
-            threading.Timer(_IN_MID_CALL_S, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            threading.Timer(_IN_MID_CALL_S, die).start()
         if self.plan.get("stops") == self.step:
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -92,11 +92,9 @@ class Worker:
                 is_shrinking = True
 
 
-def die_when_called(method: str) -> None:
-    def die(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(Shrinking, method, die)
+def die(*_: object) -> None:
+    """Kill the process group: this rank, and those that die at the same step."""
+    os.killpg(0, signal.SIGKILL)
 
 
 def linger_once(seconds: float) -> None:
@@ -113,7 +111,7 @@ def linger_once(seconds: float) -> None:
 def main() -> None:
     plan = json.loads(sys.argv[1])
     if isinstance(plan.get("dies"), str):
-        die_when_called(plan["dies"])
+        setattr(Shrinking, plan["dies"], die)
     if "lingers_s" in plan:
         linger_once(plan["lingers_s"])
     worker = Worker(r2ccl.init(**plan.get("settings", {})), plan)

@@ -35,16 +35,21 @@ PLAN: dict[str, Any] = {"steps": STEPS, "count": 200_000}
 def ranks(
     nranks: int, fates: Mapping[int, Mapping[str, Any]], **plan: Any
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Run `nranks` of the script, each with its own plan."""
+    """Run `nranks` of the script, each with its own plan.
+
+    Ranks that die at the same step are one process group, which one signal kills: a rank that died
+    later could still shrink together with the survivors.
+    """
+    groups: dict[Any, int] = {}
+    started = []
     with LocalJob(nranks) as job:
-        started = [
-            localjobs.start(
-                job,
-                rank,
-                [sys.executable, str(SCRIPT), json.dumps({**PLAN, **plan, **fates.get(rank, {})})],
-            )
-            for rank in range(nranks)
-        ]
+        for rank in range(nranks):
+            fate = fates.get(rank, {})
+            argv = [sys.executable, str(SCRIPT), json.dumps({**PLAN, **plan, **fate})]
+            group = groups.get(fate["dies"], 0) if "dies" in fate else None
+            started.append(localjobs.start(job, rank, argv, process_group=group))
+            if group == 0:
+                groups[fate["dies"]] = started[rank].pid
     try:
         yield started
     finally:

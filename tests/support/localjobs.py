@@ -11,9 +11,13 @@ from r2ccl.bootstrap.launch import LocalJob
 
 
 def start(
-    job: LocalJob, rank: int, argv: Sequence[str], env: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """Start a program as `rank`, with `env` added to the job's variables and output in pipes."""
+    job: LocalJob, rank: int, argv: Sequence[str], env: Mapping[str, str] | None = None,
+    process_group: int | None = None,
+) -> subprocess.Popen[str]:  # fmt: skip
+    """Start a program as `rank`, with `env` added to the job's variables and output in pipes.
+
+    `process_group` is 0 for a group of its own.
+    """
     variables = {**os.environ, **job.environment(rank), **(env or {})}
     passed = [job.listener.fileno()] if rank == 0 else []
     if passed:
@@ -25,4 +29,5 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        process_group=process_group,
     )
