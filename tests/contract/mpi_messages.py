@@ -43,18 +43,31 @@ def pair(comm: Any, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
     return (first, second)[comm.rank]() if comm.rank < 2 else None
 
 
-FORMS: dict[str, Callable[[Any, Any], Any]] = {
+Form = Callable[[Any, Any], Any]
+
+#: Specifications of an array of six doubles.
+FORMS: dict[str, Form] = {
     "array": lambda MPI, x: x,
     "matrix": lambda MPI, x: x.reshape(2, 3),
     "fortran": lambda MPI, x: x.reshape((2, 3), order="F"),
     "memoryview": lambda MPI, x: memoryview(x),
     "datatype": lambda MPI, x: [x, MPI.DOUBLE],
-    "code": lambda MPI, x: (x, "d"),
-    "count": lambda MPI, x: [x, 4],
-    "count_datatype": lambda MPI, x: [x, 4, MPI.DOUBLE],
-    "pair_datatype": lambda MPI, x: [x, (2, 3), MPI.DOUBLE],
-    "four": lambda MPI, x: [x, 2, 1, MPI.DOUBLE],
+    "tuple": lambda MPI, x: (x, MPI.DOUBLE),
+    "code": lambda MPI, x: [x, "d"],
+    "count": lambda MPI, x: [x, 6],
+    "pair": lambda MPI, x: [x, (6, 0)],
+    "count_datatype": lambda MPI, x: [x, 6, MPI.DOUBLE],
+    "no_count": lambda MPI, x: [x, None, MPI.DOUBLE],
+    "pair_datatype": lambda MPI, x: [x, (6, 0), MPI.DOUBLE],
+    "four": lambda MPI, x: [x, 6, 0, MPI.DOUBLE],
     "bytes_as_doubles": lambda MPI, x: [x.view(np.uint8), MPI.DOUBLE],
+}
+#: Specifications of a part of it.
+PARTS: dict[str, Form] = {
+    "part_by_count": lambda MPI, x: [x, 4],
+    "part_by_count_datatype": lambda MPI, x: [x, 4, MPI.DOUBLE],
+    "part_by_pair": lambda MPI, x: [x, (2, 3), MPI.DOUBLE],
+    "part_by_four": lambda MPI, x: [x, 2, 1, MPI.DOUBLE],
     "nothing": lambda MPI, x: x[:0],
 }
 
@@ -63,7 +76,7 @@ FORMS: dict[str, Callable[[Any, Any], Any]] = {
 def messages_of_all_forms(MPI: Any, comm: Any) -> Any:
     after, before = around(comm)
     found = {}
-    for tag, (name, form) in enumerate(FORMS.items()):
+    for tag, (name, form) in enumerate((FORMS | PARTS).items()):
         out, status = blank(), MPI.Status()
         request = comm.Isend(form(MPI, ramp(comm)), after, tag)
         comm.Recv(form(MPI, out), before, tag, status)

@@ -131,7 +131,7 @@ def operations_of_the_program(MPI: Any, comm: Any) -> Any:
     return out, part, maps, at_root, x, facts
 
 
-def allreduce_of(send: Callable[[Any, Any], Any], receive: Callable[[Any, Any], Any]) -> Case:
+def allreduce_of(send: mpi_messages.Form, receive: mpi_messages.Form) -> Case:
     """Allreduce of two specifications of arrays of six elements."""
 
     def run(MPI: Any, comm: Any) -> Any:
@@ -142,23 +142,7 @@ def allreduce_of(send: Callable[[Any, Any], Any], receive: Callable[[Any, Any], 
     return run
 
 
-FORMS: dict[str, Callable[[Any, Any], Any]] = {
-    "array": lambda MPI, x: x,
-    "matrix": lambda MPI, x: x.reshape(2, 3),
-    "fortran": lambda MPI, x: x.reshape((2, 3), order="F"),
-    "memoryview": lambda MPI, x: memoryview(x),
-    "datatype": lambda MPI, x: [x, MPI.DOUBLE],
-    "tuple": lambda MPI, x: (x, MPI.DOUBLE),
-    "code": lambda MPI, x: [x, "d"],
-    "count": lambda MPI, x: [x, 6],
-    "pair": lambda MPI, x: [x, (6, 0)],
-    "count_datatype": lambda MPI, x: [x, 6, MPI.DOUBLE],
-    "no_count": lambda MPI, x: [x, None, MPI.DOUBLE],
-    "pair_datatype": lambda MPI, x: [x, (6, 0), MPI.DOUBLE],
-    "four": lambda MPI, x: [x, 6, 0, MPI.DOUBLE],
-    "bytes_as_doubles": lambda MPI, x: [x.view(np.uint8), MPI.DOUBLE],
-}
-for each, form in FORMS.items():
+for each, form in mpi_messages.FORMS.items():
     CASES[f"form_{each}"] = allreduce_of(form, form)
 
 cases(

@@ -10,8 +10,8 @@ arrays, and the errors of the communicator's call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -132,15 +132,11 @@ def all_gather_single_coalesced(
     comm: Communicator, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any
 ) -> None:
     """Gather several tensors, each into one tensor."""
-    pairs = list(zip(outputs, tensors, strict=True))
-    copies = [_ordered_output(output) for output, _ in pairs]
-    with _grouped(comm, len(pairs)):
-        for (output, tensor), copy in zip(pairs, copies, strict=True):
+    with _outputs_in_order(comm, outputs) as copies:
+        for output, copy, tensor in zip(outputs, copies, tensors, strict=True):
             _require_times("output", output, comm.nranks, tensor)
             source = apart(in_order(tensor), copy, comm.rank * tensor.numel())
             comm.allgather(array_of(source), array_of(copy))
-    for (output, _), copy in zip(pairs, copies, strict=True):
-        copy_back(output, copy)
 
 
 def allgather_coalesced(
@@ -172,15 +168,11 @@ def reduce_scatter_single_coalesced(
     comm: Communicator, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any
 ) -> None:
     """Reduce several tensors; each rank receives one part of each."""
-    pairs = list(zip(outputs, tensors, strict=True))
-    copies = [_ordered_output(output) for output, _ in pairs]
-    with _grouped(comm, len(pairs)):
-        for (output, tensor), copy in zip(pairs, copies, strict=True):
+    with _outputs_in_order(comm, outputs) as copies:
+        for output, copy, tensor in zip(outputs, copies, tensors, strict=True):
             _require_times("input", tensor, comm.nranks, output)
             source = apart(in_order(tensor), copy, -comm.rank * copy.numel())
             comm.reduce_scatter(array_of(source), array_of(copy), operation(opts.reduceOp, source))
-    for (output, _), copy in zip(pairs, copies, strict=True):
-        copy_back(output, copy)
 
 
 def gather(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
@@ -259,8 +251,17 @@ def _list(lists: Any) -> list[Tensor]:
     return list(lists)
 
 
-def _grouped(comm: Communicator, ncalls: int) -> Any:
-    return comm.group() if ncalls > 1 else nullcontext()
+@contextmanager
+def _outputs_in_order(comm: Communicator, outputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Group the calls of the context, one per output; copy their results into `outputs` at its end.
+
+    The value of the context is the memory for the results.
+    """
+    copies = [_ordered_output(output) for output in outputs]
+    with comm.group() if len(copies) > 1 else nullcontext():
+        yield copies
+    for output, copy in zip(outputs, copies, strict=True):
+        copy_back(output, copy)
 
 
 def _ordered_output(output: Tensor) -> Tensor:
