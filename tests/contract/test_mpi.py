@@ -7,13 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from contract.mpi_rank import CASES
 from support.mpi import find_mpiexec
+from support.once import once
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
@@ -39,19 +39,23 @@ def written(program: str, nranks: int = 2) -> Any:
     return json.loads(done.stdout)
 
 
-@cache
-def reports() -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def reports(run_folder: Path) -> list[dict[str, Any]]:
     """Outcomes of all cases, and the methods that they called, on each rank."""
-    done = mpiexec(NRANKS, PROGRAM)
-    assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)
+    found: list[dict[str, Any]] = once(run_folder, "mpi", reported)
     assert len(found) == NRANKS
     return found
 
 
+def reported() -> Any:
+    done = mpiexec(NRANKS, PROGRAM)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_both_have_the_same_outcome(name: str) -> None:
-    for rank, report in enumerate(reports()):
+def test_both_have_the_same_outcome(reports: list[dict[str, Any]], name: str) -> None:
+    for rank, report in enumerate(reports):
         expected, got = (report["outcomes"][name][library] for library in ("mpi4py", "r2ccl"))
         texts = [each.pop("text", "") for each in (expected, got)]
         assert got == expected, f"rank {rank}: {texts}"
@@ -79,12 +83,12 @@ print(json.dumps({
 ENDING = ["Comm.Abort"]
 
 
-def test_every_method_is_compared_with_that_of_mpi4py() -> None:
+def test_every_method_is_compared_with_that_of_mpi4py(reports: list[dict[str, Any]]) -> None:
     """Each has a case with a result; those of a communicator with buffers, one with an error."""
     methods = written(METHODS, 1)
     with_result: set[str] = set()
     with_error: set[str] = set()
-    for report in reports():
+    for report in reports:
         for method, cases in report["called"].items():
             for case in cases:
                 (with_error if case.startswith("error") else with_result).add(method)

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from endings.jobs import Output, ended_s
+from support.forked_ranks import Output
 
 ENDS, ABSENT = 1, 2
 #: Seconds from the end of rank 1 to the last error, and seconds added while others shrink.
@@ -69,6 +69,12 @@ def read(outputs: Sequence[Output], ending: str) -> Seen:
     times = [ended_s(output.out) for output in outputs]
     ended = max([*times, *(each["ended_s"] for each in found.values())])
     return Seen(found, ended, [output.err for output in outputs])
+
+
+def ended_s(out: str) -> float:
+    """Return the time at which a rank printed that it ends; 0 if it did not."""
+    said = [float(line[5:]) for line in out.splitlines() if line.startswith("ends ")]
+    return max(said, default=0.0)
 
 
 def judge(seen: Seen, ending: str, moment: str, scale: float = 1.0) -> None:

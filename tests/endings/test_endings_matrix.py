@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
-from endings import cells, jobs
+from endings import cells
 from endings.cells import CLOSES, METHODS, SIGNALS
 from support.slow import slow_but
-
-SCRIPT = Path(__file__).with_name("ending_rank.py")
 
 #: `close` waits for asynchronous calls, and for the other ranks when idle, also if another thread
 #: waits for a message.
@@ -63,14 +61,13 @@ LOCAL_QUICK = [
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("ending", "moment"), slow_but(LOCAL_QUICK, LOCAL))
-def test_an_end_in_shared_memory(ending: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("R2CC_SHM", "1")
-    outputs = jobs.run(SCRIPT, cells.plan(ending, moment), nranks=3)
+def test_an_end_in_shared_memory(run_ranks: Any, ending: str, moment: str) -> None:
+    outputs = run_ranks("ending_rank", cells.plan(ending, moment), True)
     cells.judge(cells.read(outputs, ending), ending, moment)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("ending", "moment"), slow_but(QUICK, CELLS))
-def test_an_end(ending: str, moment: str) -> None:
-    outputs = jobs.run(SCRIPT, cells.plan(ending, moment), nranks=3)
+def test_an_end(run_ranks: Any, ending: str, moment: str) -> None:
+    outputs = run_ranks("ending_rank", cells.plan(ending, moment), False)
     cells.judge(cells.read(outputs, ending), ending, moment)

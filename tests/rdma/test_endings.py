@@ -17,8 +17,8 @@ from typing import Any
 import endings
 import pytest
 from endings import cells
-from endings.jobs import Output, ended_s
-from support.forked_ranks import ForkedRanks
+from endings.cells import ended_s
+from support.forked_ranks import ForkedRanks, Output
 
 from r2ccl.testing.rdmalab import MachineShape
 

@@ -66,7 +66,7 @@ def test_ranks_at_different_speeds_lose_nothing(nranks: int, nseeds: int, limit:
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
-@sweep(185, 37)
+@sweep(370, 37)
 def test_a_nic_goes_down_while_idle_paths_are_closed(is_seen: bool, step: int) -> None:
     job = workload(6, 2)
     for at in range(0, simulate(job).nevents, step):

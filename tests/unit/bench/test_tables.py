@@ -7,11 +7,13 @@ import importlib
 import json
 import statistics
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from support.once import once
 from support.slow import slow_but
 
 from r2ccl.algos import packed_trees
@@ -26,22 +28,19 @@ ROUNDING = 1e-3
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def quick(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What the quick form of a table saves; each runs once."""
-    saved: dict[str, Any] = {}
 
     def run(name: str) -> Any:
-        if name not in saved:
-            path = tmp_path_factory.mktemp("tables") / "table.json"
-            with pytest.MonkeyPatch.context() as patch:
-                patch.syspath_prepend(str(BENCH))
-                arguments = ["bench/tables.py", "--table", name, "--quick", "--json", str(path)]
-                patch.setattr("sys.argv", arguments)
-                assert importlib.import_module("tables").main() == 0
-            saved[name] = json.loads(path.read_text())["results"]
-        return saved[name]
+        path = tmp_path_factory.mktemp("tables") / "table.json"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(BENCH))
+            arguments = ["bench/tables.py", "--table", name, "--quick", "--json", str(path)]
+            patch.setattr("sys.argv", arguments)
+            assert importlib.import_module("tables").main() == 0
+        return json.loads(path.read_text())["results"]
 
-    return run
+    return lambda name: once(run_folder, f"table-{name}", partial(run, name))
 
 
 def figures(results: Any, schedule: str, **wanted: Any) -> list[Any]:

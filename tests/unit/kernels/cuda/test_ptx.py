@@ -76,8 +76,8 @@ NBLOCKS = NTHREADS = 2
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ptx")
+def cache(run_folder: Path) -> Path:
+    return run_folder / "ptx"
 
 
 @pytest.mark.parametrize(("form", "target"), KERNELS)

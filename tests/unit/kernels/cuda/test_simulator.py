@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cuda_cases import host_fuses, others, pairs, title
+from support.once import once
 
 from r2ccl.dtypes import dtype_name
 from r2ccl.kernels.cuda import Form, canonical
@@ -24,8 +26,13 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def complaints() -> dict[str, list[str]]:
+def complaints(run_folder: Path) -> dict[str, list[str]]:
     """Run all forms in one process, which must be told of the simulator before it starts."""
+    found: dict[str, list[str]] = once(run_folder, "simulator", simulated)
+    return found
+
+
+def simulated() -> Any:
     run = subprocess.run(
         [sys.executable, "-W", "ignore", TESTS / "support/cuda_simulated.py"],
         capture_output=True,
@@ -39,8 +46,7 @@ def complaints() -> dict[str, list[str]]:
         },
     )
     assert run.returncode == 0, run.stderr
-    found: dict[str, list[str]] = json.loads(run.stdout)
-    return found
+    return json.loads(run.stdout)
 
 
 @pytest.mark.parametrize(
