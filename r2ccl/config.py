@@ -83,6 +83,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: used, or an error if that is not possible; 0: not used; auto: used if it is possible, unless
     #: `algo` selects a schedule, or faults are injected into the network (testing).
     shm: str = "auto"
+    #: Whether calls over TCP run in compiled code: 0, 1, or auto for wherever it can be loaded.
+    compiled: str = "auto"
     #: A path without an event for this long, while its peer has to send or confirm, is probed.
     suspicion_timeout_s: float = 0.5
     #: A probe that is not answered within this time has failed.
@@ -145,7 +147,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in positive:
             if getattr(self, name) <= 0:
                 raise _bad(name, getattr(self, name), "a number above 0")
-        switches = dict.fromkeys(("fastpath", "balance", "ipc", "shm"), SWITCHES)
+        switches = dict.fromkeys(("fastpath", "balance", "ipc", "shm", "compiled"), SWITCHES)
         allowed = {"mode": MODES, "algo": ALGOS, "fabric": FABRICS, **switches}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
@@ -176,6 +178,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             for name in self.__struct_fields__
         )
         return f"Config({', '.join(shown)})"
+
+    @property
+    def confirm_after(self) -> int:
+        """Number of consumed eager slices of a link that are confirmed at once."""
+        return max(1, self.eager_slots // 2)
 
     @property
     def inbox_nbytes(self) -> int:

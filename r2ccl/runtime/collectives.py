@@ -41,7 +41,7 @@ from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.arrays.cuda import DeviceBuffer
 from r2ccl.runtime.async_work import Task, Work, Worker
 from r2ccl.runtime.engine import Engine
-from r2ccl.runtime.executor import LandingPool, host_lanes
+from r2ccl.runtime.executor import HostLanes, LandingPool
 from r2ccl.runtime.grouping import Group, batches, joined
 from r2ccl.runtime.local import LocalCalls, Make, connect
 from r2ccl.runtime.messages.messenger import MessageRequest
@@ -238,7 +238,7 @@ class Collectives:
                     else:  # as `run`, inlined: most calls are small
                         self._run_engine(
                             partial(self._plans, request.signature, own=request.schedule),
-                            partial(host_lanes, self._pool, request.source.array, output.array),
+                            HostLanes(self._pool, request.source.array, output.array),
                         )
                     return request.result
                 finally:
@@ -414,7 +414,7 @@ class Collectives:
 
     def run_plan(self, plan: Plan, source: Array, output: Array) -> None:
         """Run `plan`, of a collective that the engine has already entered, on host memory."""
-        self._run_engine(plan, partial(host_lanes, self._pool, source, output))
+        self._run_engine(plan, HostLanes(self._pool, source, output))
 
     def allgather_bytes(self, mine: bytes) -> list[bytes]:
         """Return the bytes of all ranks, by rank; all ranks must pass equally many.
@@ -619,7 +619,7 @@ class Collectives:
             self._collect(call, data, result, parts)
         else:
             select = partial(self._plans, call, own=request.schedule)
-            self._run_engine(select, partial(host_lanes, self._pool, data, result))
+            self._run_engine(select, HostLanes(self._pool, data, result))
 
     def _collect(
         self, call: CallSignature, source: Array, output: Array, parts: Parts | None = None
@@ -628,7 +628,7 @@ class Collectives:
         if self._local is not None and parts is None and self._local.collect(call, source, output):
             return
         select = partial(self._plans, call, parts=parts)
-        self._run_engine(select, partial(host_lanes, self._pool, source, output))
+        self._run_engine(select, HostLanes(self._pool, source, output))
 
     def _run_converted(self, request: Request, op: kernels.ConvertedOp) -> None:
         """Run a collective on the converted input, and round the result if it is wide."""

@@ -31,14 +31,18 @@ from r2ccl.errors import (
     ConcurrentCalls,
     InternalError,
     R2cclError,
+    TransportError,
     TransportTimeout,
 )
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.failover import Failover
 from r2ccl.failover.migration.links import Links
 from r2ccl.failover.revocation import Revoke
+from r2ccl.runtime.compiled.call import CompiledCalls
+from r2ccl.runtime.compiled.layout import PAUSED
 from r2ccl.runtime.progress import Progress
 from r2ccl.runtime.status import Pending
+from r2ccl.transport.tcp.transport import TcpTransport
 
 _log = logging.getLogger(__name__)
 
@@ -158,6 +162,8 @@ class DataLoop:
         self._control = control
         self._clock = context.clock
         self._migration = self.failover.migration
+        #: Compiled code for calls over TCP; None if it is not used.
+        self.compiled = _compiled_calls(context, self.links, self.progress)
         self._revocation = self.failover.revocation
         #: Re-entrant, because only such a lock can tell whether this thread holds it.
         self.owner = threading.RLock()
@@ -426,6 +432,34 @@ class DataLoop:
             caller.waiting = None
             self._control.is_busy = False
 
+    def serve_inbox(self) -> None:
+        """Handle the events of the control thread; the calling thread must own the loop."""
+        if self.inbox:
+            self._drain()
+            self.progress.advance()
+
+    def run_compiled(self, caller: Caller, patience: Patience, run: Callable[[], int]) -> int:
+        """Call ``run()``, which runs a call in compiled code, until it need not be called again.
+
+        That is if it does not return `PAUSED`, or if the loop has something else to do. The calling
+        thread must own the loop.
+        """
+        assert self.compiled is not None
+        caller.since_s = self._clock()
+        caller.waiting = patience
+        self._control.is_busy = self._sleeping = True
+        try:
+            # Both are checked after the flag is set: a thread that adds to them later sees the flag
+            # and wakes the compiled code.
+            while not (self.inbox or self._newcomers or self._followers):
+                result = run()
+                if result != PAUSED or self.compiled.is_interrupted():
+                    return result
+            return PAUSED
+        finally:
+            caller.waiting = None
+            self._control.is_busy = self._sleeping = False
+
     def _notify(self) -> None:
         """Wake the threads that stand aside and whose wait is over; called by the owner."""
         for follower in self._followers.copy():
@@ -539,6 +573,17 @@ class DataLoop:
             "connections and memory stay in use; end the process to free them",
             self.rank, _LAST_CALL_S,
         )  # fmt: skip
+
+
+def _compiled_calls(context: RankContext, links: Links, progress: Progress) -> CompiledCalls | None:
+    """Return the compiled calls of a rank; None if they cannot be used."""
+    if context.config.compiled == "0" or not isinstance(context.transport, TcpTransport):
+        return None
+    try:
+        return CompiledCalls(links, progress, context.transport, context.config)
+    except (ImportError, OSError, TransportError) as exc:
+        _log.info("rank %d: calls run in Python: no compiled code: %s", context.rank, exc)
+        return None
 
 
 def without_frames(error: R2cclError) -> R2cclError:

@@ -45,7 +45,7 @@ from r2ccl.runtime.data_loop import (
     without_frames,
 )
 from r2ccl.runtime.desync_check import Calling, DesyncCheck
-from r2ccl.runtime.executor import LaneRun
+from r2ccl.runtime.executor import HostLanes, LaneRun
 from r2ccl.runtime.messages.messenger import Messenger
 from r2ccl.runtime.progress import Computer, describe
 from r2ccl.runtime.status import (
@@ -528,19 +528,24 @@ class Engine:
             self.is_calling = is_calling = True
             try:
                 links.begin(calls, plan.signature, plan.pairs)
-                runs = make(plan, links)
+                if computer is not None or calls.ahead:
+                    progress.begin(calls, computer)
+                if calls.op <= self._desync.asked_op:
+                    self._desync.called(calls.op)
+                if self._revocation.error is not None:
+                    self.check()
+                runs: Sequence[LaneRun] | None = None
+                if loop.compiled is not None and type(make) is HostLanes:
+                    loop.serve_inbox()
+                    runs = loop.compiled.run(plan, make, calls, self._run_compiled)
+                if runs is None:
+                    runs = make(plan, links)
                 consumers: dict[int, Consumer] = {}
                 for run in runs:
                     for at in run.channels:
                         consumers[at] = run
                 calls.consumers = consumers
-                if computer is not None or calls.ahead:
-                    progress.begin(calls, computer)
                 self._runs = runs
-                if calls.op <= self._desync.asked_op:
-                    self._desync.called(calls.op)
-                if self._revocation.error is not None:
-                    self.check()
                 for run in runs:
                     run.advance()
                 progress.advance()
@@ -566,6 +571,10 @@ class Engine:
         if loop.inbox:
             self._control.call_soon(loop.serve)
         loop.send_rest()
+
+    def _run_compiled(self, run: Callable[[], int]) -> int:
+        """Run compiled code of the current call; see `DataLoop.run_compiled`."""
+        return self._loop.run_compiled(self, self._call, run)
 
     # Calls in shared memory
 

@@ -181,6 +181,7 @@ class LandingPool:
         #: Size of all places, free or in use, in bytes.
         self.nbytes = 0
         self._free: dict[int, list[Place]] = {}
+        self._arena = np.empty(0, np.uint8)
 
     def take(self, nbytes: int) -> Place:
         """Return a place of `nbytes` bytes or more: the free one used last, or else a new one."""
@@ -190,6 +191,13 @@ class LandingPool:
             return free.pop()
         self.nbytes += size
         return self._allocate(size)
+
+    def arena(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return memory of `nbytes` or more for compiled calls, which run one at a time."""
+        if self._arena.nbytes < nbytes:
+            self.nbytes += (1 << (nbytes - 1).bit_length()) - self._arena.nbytes
+            self._arena = np.empty(1 << (nbytes - 1).bit_length(), np.uint8)
+        return self._arena
 
     def give(self, place: Place) -> None:
         """Return `place` to the pool."""
@@ -485,14 +493,31 @@ class LaneRun:
         return True
 
 
-def host_lanes(
-    pool: LandingPool, source: Array, output: Array, plan: Plan, links: Links
-) -> list[LaneRun]:
-    """Create the lanes of a planned collective from `source` to `output`, both in host memory."""
-    layout = plan.layout
-    sample = plan.is_bandwidth_sample
-    call = HostCall(layout, source, output, plan.reduce, plan.finish, is_bandwidth_sample=sample)
-    return [LaneRun(lane, call, links, pool) for lane in layout.lanes]
+class HostLanes(NamedTuple):
+    """Memory of a collective on host memory, and its lanes.
+
+    Attributes
+    ----------
+    pool : LandingPool
+    source, output : ndarray
+    """
+
+    pool: LandingPool
+    source: Array
+    output: Array
+
+    def call(self, plan: Plan) -> HostCall:
+        """Return the operands of a planned collective."""
+        sample = plan.is_bandwidth_sample
+        return HostCall(
+            plan.layout, self.source, self.output, plan.reduce, plan.finish,
+            is_bandwidth_sample=sample,
+        )  # fmt: skip
+
+    def __call__(self, plan: Plan, links: Links) -> list[LaneRun]:
+        """Create the lanes of a planned collective."""
+        call = self.call(plan)
+        return [LaneRun(lane, call, links, self.pool) for lane in plan.layout.lanes]
 
 
 def _bytes_of(array: Array) -> memoryview:
@@ -503,4 +528,4 @@ _NO_BYTES = memoryview(b"")
 #: Steps whose memory the transport reads or writes.
 _MOVES = frozenset((OpKind.SEND, OpKind.RECV))
 
-__all__ = ["HostCall", "LandingPool", "LaneRun", "Operands", "Place", "host_lanes"]
+__all__ = ["HostCall", "HostLanes", "LandingPool", "LaneRun", "Operands", "Place"]

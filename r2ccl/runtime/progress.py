@@ -8,7 +8,8 @@ ensures that one thread at a time calls it.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -25,6 +26,7 @@ from r2ccl.transport.base import (
     Arrived,
     Cleared,
     Confirmed,
+    Event,
     Failed,
     Fenced,
     Frame,
@@ -32,6 +34,7 @@ from r2ccl.transport.base import (
     Probed,
     RailChanged,
     Sent,
+    Transport,
 )
 from r2ccl.types import (
     PAIRWISE,
@@ -74,6 +77,36 @@ class Computer(Protocol):
         ...
 
 
+class Recorder(Protocol):
+    """Part of a transport that a replayed call uses; it sends nothing.
+
+    Attributes
+    ----------
+    events : list of Event
+        Events that follow from what was passed to it.
+    """
+
+    events: list[Event]
+
+    def isend(
+        self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
+    ) -> None:
+        """See `Transport.isend`."""
+        ...
+
+    def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
+        """See `Transport.irecv`."""
+        ...
+
+    def confirm(self, path: PathKey, channel: int, ack: int) -> None:
+        """See `Transport.confirm`."""
+        ...
+
+    def flush(self) -> None:
+        """See `Transport.flush`."""
+        ...
+
+
 class Progress:
     """Data loop of one rank.
 
@@ -88,7 +121,7 @@ class Progress:
     def __init__(self, context: RankContext, links: Links, failover: Failover) -> None:
         self.rank = context.rank
         self.config = context.config
-        self._transport = context.transport
+        self._transport: Any = context.transport
         self._clock = context.clock
         self._links = links
         self._paths = links.paths
@@ -98,7 +131,7 @@ class Progress:
         self._repairs = self._migration.log
         #: Executors of the work that running calls have deferred.
         self._computers: dict[Calls[Consumer], Computer] = {}
-        self._handlers = {
+        self._handlers: dict[Any, Callable[..., None]] = {
             Arrived: self._on_arrived,
             Cleared: self._on_cleared,
             Confirmed: self._on_confirmed,
@@ -150,7 +183,7 @@ class Progress:
         if events and self._is_measured:
             self._links.polled_s = self._clock()
         for event in events:
-            self._handlers[type(event)](event)  # type: ignore[operator]
+            self._handlers[type(event)](event)
         has_computed = bool(self._computers) and self._take_computed()
         self.advance()
         return bool(events) or has_computed
@@ -168,6 +201,40 @@ class Progress:
             links.confirm_all(links.unconfirmed)
             links.unconfirmed.clear()
         self._transport.flush()
+
+    def replay(self, runs: Sequence[Consumer], events: Iterable[Event], recorder: Recorder) -> None:
+        """Pass events that have been acted on already to the links and to the lanes of a call.
+
+        Parameters
+        ----------
+        runs : sequence of Consumer
+            Lanes of the running call, which have not begun.
+        events : iterable of Event
+        recorder : Recorder
+            Takes what lanes and links pass to the transport. Its ``events`` are handled, too.
+        """
+        own: Transport = self._transport
+        self._transport = recorder
+        balance = self._links.begin_replay(recorder)
+        try:
+            for run in runs:
+                run.advance()
+            self.advance()
+            self._handle(recorder)
+            for event in events:
+                self._handlers[type(event)](event)
+                self.advance()
+                self._handle(recorder)
+        finally:
+            self._transport = own
+            self._links.end_replay(own, balance)
+
+    def _handle(self, recorder: Recorder) -> None:
+        while recorder.events:
+            events, recorder.events = recorder.events, []
+            for event in events:
+                self._handlers[type(event)](event)
+            self.advance()
 
     @property
     def is_computing(self) -> bool:
@@ -198,7 +265,7 @@ class Progress:
         state.nslices_received += 1
         state.nbytes_received += _nbytes(link, frame.seq) if payload is None else len(payload)
         if frame.ack > links.senders[path.peer, channel].confirmed:
-            self._confirmed(path.peer, channel, frame.ack)
+            self.confirmed(path.peer, channel, frame.ack)
         if self._repairs.open:
             self._migration.note_arrival(event)
         is_wanted_now = frame.seq == link.delivered and frame.seq in link.landings
@@ -215,7 +282,7 @@ class Progress:
             return
         link = self._links.sender(path.peer, frame.channel)
         if frame.ack > link.confirmed:
-            self._confirmed(path.peer, frame.channel, frame.ack)
+            self.confirmed(path.peer, frame.channel, frame.ack)
         again = link.cleared(path, frame.seq, event.nbytes, event.token)
         if again is not None:
             self._repairs.replayed(again.lost_on, len(again.view))
@@ -224,9 +291,10 @@ class Progress:
 
     def _on_confirmed(self, event: Confirmed) -> None:
         self._paths[event.path].activity += 1
-        self._confirmed(event.path.peer, event.channel, event.ack)
+        self.confirmed(event.path.peer, event.channel, event.ack)
 
-    def _confirmed(self, peer: int, channel: int, ack: int) -> None:
+    def confirmed(self, peer: int, channel: int, ack: int) -> None:
+        """Handle the confirmation of the slices to `peer` on `channel` numbered below `ack`."""
         released = self._links.sender(peer, channel).confirm(ack)
         if released:
             self._links.release(released)

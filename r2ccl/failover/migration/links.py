@@ -11,7 +11,7 @@ Invariant: a view given to the transport stays referenced by its link until the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from r2ccl.errors import InternalError
 from r2ccl.failover.bandwidth.protocol import Balance
@@ -25,7 +25,7 @@ from r2ccl.failover.migration.calls import (
 )
 from r2ccl.failover.migration.link import Landing, LinkReport, RecvLink, SendLink, Slice
 from r2ccl.failover.migration.path import Path, PathState
-from r2ccl.transport.base import Frame
+from r2ccl.transport.base import Frame, Transport
 from r2ccl.types import BYPASS, PathKey
 
 
@@ -103,7 +103,7 @@ class Links:
         #: Links with consumed slices to confirm. A dict, not a set: its order is deterministic, so
         #: simulated runs can be repeated.
         self.unconfirmed: dict[RecvLink, None] = {}
-        self._confirm_after = max(1, context.config.eager_slots // 2)
+        self._confirm_after = context.config.confirm_after
         self._on_added: Callable[[int, int], None] | None = None
 
     def add_peer(self, peer: int) -> list[Path]:
@@ -173,6 +173,20 @@ class Links:
         self.unconfirmed.clear()
         self.senders.clear()
         self.receivers.clear()
+
+    def begin_replay(self, recorder: Any) -> Balance | None:
+        """Pass slices to `recorder` instead of the transport, and measure no bandwidth.
+
+        Return the measurement, for `end_replay`.
+        """
+        self._transport = recorder
+        balance, self.balance = self.balance, None
+        return balance
+
+    def end_replay(self, transport: Transport, balance: Balance | None) -> None:
+        """Use the transport again."""
+        self._transport = transport
+        self.balance = balance
 
     def senders_to(self, peer: int) -> list[SendLink]:
         """Return the links to `peer`."""

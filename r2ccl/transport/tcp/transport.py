@@ -1,6 +1,6 @@
 """TCP transport: one non-blocking socket per path, one epoll per transport, no copy of bulk data.
 
-Wire format: a stream of frames, each a fixed header (`_HEADER`, 44 bytes, little endian) and, for
+Wire format: a stream of frames, each a fixed header (`HEADER`, 44 bytes, little endian) and, for
 DATA, its payload. A cleared slice is written from the caller's view and read straight into the
 landing place, as one or more fragments in order; an eager slice passes through the connection's
 buffer. Small frames (clear-to-send, confirmations, eager slices) and replays overtake queued slices
@@ -19,16 +19,14 @@ import contextlib
 import fcntl
 import ipaddress
 import logging
+import os
 import select
 import socket
 import struct
 import termios
 from array import array
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-
-import numpy as np
 
 from r2ccl.clock import Clock, monotonic
 from r2ccl.errors import InternalError, errno_name
@@ -44,16 +42,23 @@ from r2ccl.transport.base import (
     Sent,
 )
 from r2ccl.transport.preconnected import PreconnectedTransport
+from r2ccl.transport.tcp.connection import (
+    CLEAR,
+    CONFIRM,
+    DATA,
+    HEADER,
+    HEADER_NBYTES,
+    Connection,
+    Outgoing,
+    Place,
+    buffer_nbytes,
+    pack,
+)
 from r2ccl.transport.tcp.probe import Address, TcpProber
 from r2ccl.transport.wakeup import Wakeup
 from r2ccl.types import Nic, PathKey, ProbeKey, rail_name
 
 _log = logging.getLogger(__name__)
-
-#: kind, channel, nbytes, seq, ack, op, signature
-_HEADER = struct.Struct("<B3xIIQQQQ")
-_HEADER_NBYTES = _HEADER.size
-_DATA, _CLEAR, _CONFIRM = 1, 2, 3
 
 #: Unsent bytes that a socket may hold in the kernel. Measured on 4 rails of 200 Mbit/s: a replay
 #: reaches the wire in 8 ms with this value, in 24 to 57 ms with the default.
@@ -71,11 +76,6 @@ _LOOPBACK_CONGESTION, _CONGESTION = "reno", "cubic"
 #: Most bytes per sendmsg or recv_into: large enough to amortise the call, small enough that data
 #: which the peer wrote is still in the cache when it is read.
 _CALL_NBYTES = 256 << 10
-#: Largest fragment of a cleared slice, in bytes: a replay waits for at most one fragment. On
-#: loopback a slice is one fragment (`_WHOLE`): no line rate delays a replay there, and each
-#: fragment costs a header.
-_FRAGMENT_NBYTES = 64 << 10
-_WHOLE = 1 << 62
 #: Bytes to read when a header is expected and cleared slices are in flight: payload that is read
 #: together with the header costs another copy into its landing place.
 _PEEK_NBYTES = 1024
@@ -83,67 +83,6 @@ _PEEK_NBYTES = 1024
 _IN = select.EPOLLIN
 _OUT = select.EPOLLOUT
 _BROKEN = select.EPOLLERR | select.EPOLLHUP
-
-
-class _Outgoing:
-    """Cleared slice being sent; ``rest`` holds the bytes not yet queued as fragments."""
-
-    __slots__ = ("frame", "rest")
-
-    def __init__(self, frame: Frame, view: memoryview) -> None:
-        self.frame = frame
-        self.rest = view
-
-
-class _Place:
-    """Landing place; ``rest`` is the part that no fragment has begun to fill."""
-
-    __slots__ = ("ack", "began_s", "is_confirmed", "rest")
-
-    def __init__(self, region: memoryview, ack: int) -> None:
-        self.rest = region
-        self.began_s = 0.0
-        #: Confirmation that may be sent before the slice is read; 0 if none, or if it was sent.
-        self.ack = ack
-        self.is_confirmed = False
-
-
-class _Connection:
-    """Socket of one path, with its partly read and partly written frames."""
-
-    __slots__ = (
-        "buffer", "bulk", "fd", "filled", "fragment_nbytes", "frame", "is_dirty", "is_waiting",
-        "parsed", "path", "place", "places", "replays", "sending", "sent", "small", "sock",
-        "target",
-    )  # fmt: skip
-
-    def __init__(self, path: PathKey, sock: socket.socket, buffer_nbytes: int) -> None:
-        self.fragment_nbytes = _WHOLE if _is_loopback(sock) else _FRAGMENT_NBYTES
-        self.path = path
-        self.sock = sock
-        self.fd = sock.fileno()
-        #: Uninitialized: the kernel provides pages as they are used, and most paths use one or two.
-        self.buffer = np.empty(buffer_nbytes, np.uint8).data
-        #: Bytes ``parsed .. filled`` of the buffer are read but not parsed yet.
-        self.parsed = 0
-        self.filled = 0
-        #: Unread rest of the current fragment (None between fragments), the frame of its slice, and
-        #: the landing place of its slice.
-        self.target: memoryview | None = None
-        self.frame: Frame | None = None
-        self.place: _Place | None = None
-        #: Landing places named on the path, by channel and number of the slice.
-        self.places: dict[tuple[int, int], _Place] = {}
-        #: Send queues in order of priority: small frames, replays, other cleared slices.
-        self.small: deque[bytes | memoryview] = deque()
-        self.replays: deque[_Outgoing] = deque()
-        self.bulk: deque[_Outgoing] = deque()
-        #: Buffers of the frames being written.
-        self.sending: deque[bytes | memoryview] = deque()
-        #: Frame of the slice to report as `Sent` once ``sending`` is empty.
-        self.sent: Frame | None = None
-        self.is_waiting = False
-        self.is_dirty = False
 
 
 class TcpTransport(PreconnectedTransport):
@@ -188,11 +127,13 @@ class TcpTransport(PreconnectedTransport):
         self._epoll = select.epoll()
         self._wakeup = Wakeup()
         self._epoll.register(self._wakeup.number, _IN)
-        self._by_fd: dict[int, _Connection] = {}
-        self._by_path: dict[PathKey, _Connection] = {}
-        self._dirty: list[_Connection] = []
+        self._by_fd: dict[int, Connection] = {}
+        self._by_path: dict[PathKey, Connection] = {}
+        self._dirty: list[Connection] = []
         #: Connections that wait until their sockets accept more data.
-        self._waiting: set[_Connection] = set()
+        self._waiting: set[Connection] = set()
+        #: Connections whose buffers may have complete frames, which no event of a socket reports.
+        self._unparsed: set[Connection] = set()
         self._events: list[Event] = []
         self._prober = TcpProber(self._epoll, sources, targets, probe_timeout_s, clock, rank=rank)
         #: Result of the ioctl FIONREAD: unread bytes of a socket.
@@ -202,7 +143,8 @@ class TcpTransport(PreconnectedTransport):
         """Begin to use a connected, authenticated socket as `path`; the transport closes it."""
         self._discard(path)
         self._tune(endpoint)
-        conn = _Connection(path, endpoint, 2 * (_HEADER_NBYTES + self._eager_nbytes))
+        nbytes = buffer_nbytes(self._eager_nbytes)
+        conn = Connection(path, endpoint, nbytes, is_loopback=_is_loopback(endpoint))
         self._by_path[path] = conn
         self._by_fd[conn.fd] = conn
         self._epoll.register(conn.fd, _IN)
@@ -219,12 +161,12 @@ class TcpTransport(PreconnectedTransport):
         if conn is None:
             return
         if token is None:
-            conn.small.append(_pack(_DATA, frame, len(view)))
+            conn.small.append(pack(DATA, frame, len(view)))
             if len(view):
                 conn.small.append(view)
             self._events.append(Sent(path, frame.channel, frame.seq))
         else:
-            (conn.replays if is_replay else conn.bulk).append(_Outgoing(frame, view))
+            (conn.replays if is_replay else conn.bulk).append(Outgoing(frame, view))
         self._mark(conn)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
@@ -232,8 +174,7 @@ class TcpTransport(PreconnectedTransport):
         conn = self._by_path.get(path)
         if conn is None:
             return
-        conn.places[frame.channel, frame.seq] = _Place(region, ack)
-        conn.small.append(_pack(_CLEAR, frame, len(region)))
+        conn.ask(frame, region, ack)
         self._mark(conn)
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
@@ -257,6 +198,12 @@ class TcpTransport(PreconnectedTransport):
         """Read and write ready sockets; return events; wait for one up to `timeout_s` s."""
         if self._prober.is_busy:
             timeout_s = self._prober.limit_s(timeout_s)
+        if self._unparsed:
+            self._parse_rest()
+            if self._events:
+                # Slices borrow the buffers, which must not be read into before they are handled.
+                events, self._events = self._events, []
+                return events
         for fd, mask in self._epoll.poll(0 if self._events else timeout_s):
             conn = self._by_fd.get(fd)
             if conn is None:
@@ -273,6 +220,54 @@ class TcpTransport(PreconnectedTransport):
             self._events += self._prober.advance()
         events, self._events = self._events, []
         return events
+
+    # Connections that compiled code uses, see `r2ccl.runtime.compiled`
+
+    @property
+    def wakeup_number(self) -> int:
+        """Descriptor that is readable after `wake`."""
+        return self._wakeup.number
+
+    def lend(self, path: PathKey) -> Connection | None:
+        """Return the connection of `path`, for another reader and writer until `take_back`.
+
+        None if it is in use, or not open. The borrower may change the fields of the connection, and
+        calls no other method meanwhile.
+        """
+        conn = self._by_path.get(path)
+        if conn is None or self._events or self._prober.is_busy or not conn.is_idle:
+            return None
+        self._unparsed.discard(conn)
+        return conn
+
+    def take_back(self, conn: Connection, error: int | None = None) -> None:
+        """Use a connection again that was lent, in the state that its fields describe.
+
+        `error` is the errno of a system call that failed, 0 if the peer closed the connection.
+        """
+        if error is not None:
+            status = errno_name(OSError(error, "")) if error else "EOF"
+            detail = os.strerror(error) if error else "the peer closed the connection"
+            self._fail(conn, status, detail)
+            return
+        if conn.filled - conn.parsed >= HEADER_NBYTES:
+            self._unparsed.add(conn)
+        if conn.sending or conn.small or conn.bulk or conn.replays:
+            self._mark(conn)
+
+    def has_other_events(self, fds: Collection[int]) -> bool:
+        """Return whether a socket besides `fds` is ready; forget earlier calls of `wake`."""
+        ready = [fd for fd, _ in self._epoll.poll(0)]
+        if self._wakeup.number in ready:
+            self._wakeup.clear()
+        return any(fd not in fds and fd != self._wakeup.number for fd in ready)
+
+    def _parse_rest(self) -> None:
+        """Parse the frames that a borrower of connections has read but not parsed."""
+        unparsed, self._unparsed = self._unparsed, set()
+        for conn in unparsed:
+            if self._by_path.get(conn.path) is conn:
+                self._parse_all(conn)
 
     def limit_s(self, timeout_s: float) -> float:
         """Return `timeout_s`, or less if a step of a probe is due before that, in seconds."""
@@ -375,7 +370,7 @@ class TcpTransport(PreconnectedTransport):
                     self._rank, congestion, exc,
                 )  # fmt: skip
 
-    def _mark(self, conn: _Connection) -> None:
+    def _mark(self, conn: Connection) -> None:
         if not conn.is_dirty:
             conn.is_dirty = True
             self._dirty.append(conn)
@@ -386,6 +381,7 @@ class TcpTransport(PreconnectedTransport):
             return
         del self._by_fd[conn.fd]
         self._waiting.discard(conn)
+        self._unparsed.discard(conn)
         # The kernel may have removed the descriptor from the set already.
         with contextlib.suppress(FileNotFoundError):
             self._epoll.unregister(conn.fd)
@@ -394,7 +390,7 @@ class TcpTransport(PreconnectedTransport):
         finally:
             conn.sock.close()
 
-    def _read_confirmed(self, conn: _Connection) -> None:
+    def _read_confirmed(self, conn: Connection) -> None:
         """Read the rest of a slice that has been confirmed already.
 
         Raises
@@ -415,23 +411,23 @@ class TcpTransport(PreconnectedTransport):
             if not conn.target:
                 self._landed(conn)
 
-    def _lost(self, conn: _Connection) -> InternalError:
+    def _lost(self, conn: Connection) -> InternalError:
         path = conn.path
         return InternalError(
             f"rank {self._rank}: the kernel lost bytes of a slice from rank {path.peer} on "
             f"{rail_name(path.rail)} that it had reported as received (FIONREAD)"
         )
 
-    def _fail(self, conn: _Connection, status: str, detail: str) -> None:
+    def _fail(self, conn: Connection, status: str, detail: str) -> None:
         self._discard(conn.path)
         self._events.append(Failed(conn.path, status, detail))
 
-    def _fail_os(self, conn: _Connection, exc: OSError) -> None:
+    def _fail_os(self, conn: Connection, exc: OSError) -> None:
         self._fail(conn, errno_name(exc), str(exc))
 
     # Reading
 
-    def _read(self, conn: _Connection) -> None:
+    def _read(self, conn: Connection) -> None:
         try:
             while conn.target is not None:
                 if not self._read_landing(conn):
@@ -442,7 +438,7 @@ class TcpTransport(PreconnectedTransport):
         except OSError as exc:
             self._fail_os(conn, exc)
 
-    def _read_landing(self, conn: _Connection) -> bool:
+    def _read_landing(self, conn: Connection) -> bool:
         """Read into the landing place; return False if the socket is empty or the path failed."""
         target, place = conn.target, conn.place
         assert target is not None
@@ -459,7 +455,7 @@ class TcpTransport(PreconnectedTransport):
         self._landed(conn)
         return True
 
-    def _landed(self, conn: _Connection) -> None:
+    def _landed(self, conn: Connection) -> None:
         """Handle the end of a fragment; after the last one, report the slice as arrived."""
         frame, place = conn.frame, conn.place
         assert frame is not None
@@ -469,7 +465,7 @@ class TcpTransport(PreconnectedTransport):
             del conn.places[frame.channel, frame.seq]
             self._events.append(Arrived(conn.path, frame, None, place.began_s, place.is_confirmed))
 
-    def _confirm_early(self, conn: _Connection, place: _Place, missing: int) -> bool:
+    def _confirm_early(self, conn: Connection, place: Place, missing: int) -> bool:
         """Confirm the current slice if the local kernel already holds all its missing bytes.
 
         The sender then need not wait until they are copied here. These bytes cannot get lost:
@@ -486,7 +482,7 @@ class TcpTransport(PreconnectedTransport):
                 self._write(conn)
         return self._by_path.get(conn.path) is conn
 
-    def _read_buffer(self, conn: _Connection) -> None:
+    def _read_buffer(self, conn: Connection) -> None:
         """Receive into the buffer once and parse it; events of eager slices borrow the buffer."""
         if conn.parsed:
             rest = conn.filled - conn.parsed
@@ -499,26 +495,29 @@ class TcpTransport(PreconnectedTransport):
             self._fail(conn, "EOF", "the peer closed the connection")
             return
         conn.filled += n
-        while conn.filled - conn.parsed >= _HEADER_NBYTES and conn.target is None:
+        self._parse_all(conn)
+
+    def _parse_all(self, conn: Connection) -> None:
+        while conn.filled - conn.parsed >= HEADER_NBYTES and conn.target is None:
             if not self._parse(conn):
                 break
 
-    def _parse(self, conn: _Connection) -> bool:
+    def _parse(self, conn: Connection) -> bool:
         """Parse one frame of the buffer; return False if it is incomplete or malformed."""
-        start = conn.parsed + _HEADER_NBYTES
-        kind, channel, nbytes, seq, ack, op, signature = _HEADER.unpack_from(
+        start = conn.parsed + HEADER_NBYTES
+        kind, channel, nbytes, seq, ack, op, signature = HEADER.unpack_from(
             conn.buffer, conn.parsed
         )
-        if kind == _CONFIRM:
+        if kind == CONFIRM:
             self._events.append(Confirmed(conn.path, channel, ack))
             conn.parsed = start
             return True
         frame = Frame(channel, seq, ack, op, signature)
-        if kind == _CLEAR:
+        if kind == CLEAR:
             self._events.append(Cleared(conn.path, frame, nbytes, True))
             conn.parsed = start
             return True
-        if kind != _DATA:
+        if kind != DATA:
             self._fail(conn, "EBADMSG", f"frame of unknown kind {kind}")
             return False
         place = conn.places.get((channel, seq))
@@ -535,7 +534,7 @@ class TcpTransport(PreconnectedTransport):
         return True
 
     def _begin_fragment(
-        self, conn: _Connection, frame: Frame, place: _Place, start: int, nbytes: int
+        self, conn: Connection, frame: Frame, place: Place, start: int, nbytes: int
     ) -> bool:
         if nbytes > len(place.rest):
             self._fail(
@@ -559,7 +558,7 @@ class TcpTransport(PreconnectedTransport):
 
     # Writing
 
-    def _write(self, conn: _Connection) -> None:
+    def _write(self, conn: Connection) -> None:
         try:
             while self._next_frame(conn):
                 if not self._write_some(conn):
@@ -571,7 +570,7 @@ class TcpTransport(PreconnectedTransport):
         except OSError as exc:
             self._fail_os(conn, exc)
 
-    def _wait_writable(self, conn: _Connection, is_waiting: bool) -> None:
+    def _wait_writable(self, conn: Connection, is_waiting: bool) -> None:
         if conn.is_waiting != is_waiting:
             conn.is_waiting = is_waiting
             if is_waiting:
@@ -580,7 +579,7 @@ class TcpTransport(PreconnectedTransport):
                 self._waiting.discard(conn)
             self._epoll.modify(conn.fd, _IN | _OUT if is_waiting else _IN)
 
-    def _next_frame(self, conn: _Connection) -> bool:
+    def _next_frame(self, conn: Connection) -> bool:
         """Fill ``sending``, if empty, from the send queues; return False if these are empty too."""
         if conn.sending:
             return True
@@ -595,12 +594,12 @@ class TcpTransport(PreconnectedTransport):
             if not item.rest:
                 queue.popleft()
                 conn.sent = item.frame
-            conn.sending.append(_pack(_DATA, item.frame, len(fragment)))
+            conn.sending.append(pack(DATA, item.frame, len(fragment)))
             conn.sending.append(fragment)
             return True
         return False
 
-    def _write_some(self, conn: _Connection) -> bool:
+    def _write_some(self, conn: Connection) -> bool:
         """Make one system call; return False if the socket accepted less than it was given."""
         sending = conn.sending
         if len(sending) == 1:
@@ -633,13 +632,7 @@ def _is_loopback(sock: socket.socket) -> bool:
 
 
 def _pack_confirmation(channel: int, ack: int) -> bytes:
-    return _HEADER.pack(_CONFIRM, channel, 0, 0, ack, 0, 0)
-
-
-def _pack(kind: int, frame: Frame, nbytes: int) -> bytes:
-    return _HEADER.pack(
-        kind, frame.channel, nbytes, frame.seq, frame.ack, frame.op, frame.signature
-    )
+    return HEADER.pack(CONFIRM, channel, 0, 0, ack, 0, 0)
 
 
 __all__ = ["TcpTransport"]

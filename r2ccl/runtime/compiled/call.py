@@ -1,0 +1,340 @@
+"""Calls that compiled code runs: what it needs of the links, and what it leaves to them.
+
+A call begins when no slice of its links is under way, apart from eager slices that await their
+confirmation, and the peers' first frames. If it ends in compiled code, all its slices are released,
+and only the counts of the links change. Otherwise `r2ccl.runtime.compiled.replay` brings links and
+lanes to the state that compiled code has reached.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.config import Config
+from r2ccl.failover.migration.calls import Calls
+from r2ccl.failover.migration.link import Slice, SliceState
+from r2ccl.failover.migration.links import Consumer, Links
+from r2ccl.kernels.native import callable_of
+from r2ccl.planning.plan_cache import Plan
+from r2ccl.runtime.compiled import layout as at
+from r2ccl.runtime.compiled.program import End, Program, is_supported
+from r2ccl.runtime.compiled.replay import Replay, rest
+from r2ccl.runtime.executor import HostLanes, LaneRun
+from r2ccl.runtime.progress import Progress
+from r2ccl.shm.arrays import DATA
+from r2ccl.transport.tcp.connection import Connection
+from r2ccl.transport.tcp.transport import TcpTransport
+from r2ccl.types import PathKey
+
+_LOOP = "r2ccl.runtime.compiled.loop:make_loop"
+#: Most programs that are kept.
+_KEPT = 64
+
+
+class _Ended:
+    """`Consumer` of slices whose call has ended."""
+
+    is_bandwidth_sample = False
+
+
+class CompiledCalls:
+    """Runs the calls of one rank's communicators in compiled code, where it can.
+
+    Parameters
+    ----------
+    links : Links
+    progress : Progress
+    transport : TcpTransport
+    config : Config
+    """
+
+    def __init__(
+        self, links: Links, progress: Progress, transport: TcpTransport, config: Config
+    ) -> None:
+        self._links = links
+        self._progress = progress
+        self._transport = transport
+        self._config = config
+        self._programs: OrderedDict[int, tuple[Plan, Program | None]] = OrderedDict()
+        self._loop: Callable[[int], int] = callable_of(_LOOP)
+        #: Sockets of the running call.
+        self._fds: tuple[int, ...] = ()
+        #: Number of events after which calls leave compiled code; 0: no limit (for tests).
+        self.limit = 0
+        #: Calls that ended in compiled code, and that left it.
+        self.nfinished = 0
+        self.nleft = 0
+
+    def run(
+        self,
+        plan: Plan,
+        lanes: HostLanes,
+        calls: Calls[Consumer],
+        repeat: Callable[[Callable[[], int]], int],
+    ) -> Sequence[LaneRun] | None:
+        """Run a call that `Links.begin` has started.
+
+        Parameters
+        ----------
+        plan : Plan
+        lanes : HostLanes
+            Memory of the call.
+        calls : Calls
+        repeat : callable
+            Calls a function until it does not return PAUSED, or other work has to be done.
+
+        Returns
+        -------
+        sequence of LaneRun or None
+            What is left to do: nothing if the call has ended. None if compiled code cannot run the
+            call: nothing was done.
+        """
+        program = self._program_of(plan)
+        if program is None:
+            return None
+        conns = self._prepare(program, lanes, calls)
+        if conns is None:
+            return None
+        self._fds = tuple(conn.fd for conn in conns)
+        result = at.LEFT
+        try:
+            result = repeat(lambda: self._loop(program.address))
+        finally:
+            # Also after Ctrl-C, so that a slice that was confirmed early is read to its end.
+            runs = self._end(program, lanes, calls, conns, result)
+        return runs
+
+    def is_interrupted(self) -> bool:
+        """Return whether a socket that the running call does not use has an event."""
+        return self._transport.has_other_events(self._fds)
+
+    def _end(
+        self,
+        program: Program,
+        lanes: HostLanes,
+        calls: Calls[Consumer],
+        conns: list[Connection],
+        result: int,
+    ) -> Sequence[LaneRun]:
+        words = program.view
+        if result == at.FINISHED:
+            self.nfinished += 1
+            self._settle(program, calls)
+            if words[at.IS_MEASURED]:
+                self._measure(program)
+            start = program.conns_at
+            for conn in conns:
+                rest(conn, words, start)
+                self._transport.take_back(conn)
+                start += at.CONN_NWORDS
+            return ()
+        self.nleft += 1
+        replay = Replay(program, conns, self._links, self._progress)
+        runs = replay.run(lanes, calls)
+        replay.restore()
+        if words[at.IS_MEASURED]:
+            self._measure(program)
+            replay.measure()
+        failed = words[at.FAILED_CONN] if result == at.FAILED else -1
+        for number, conn in enumerate(conns):
+            error = words[at.ERRNO] if number == failed else None
+            self._transport.take_back(conn, error)
+        return runs
+
+    def _program_of(self, plan: Plan) -> Program | None:
+        key = id(plan)
+        found = self._programs.get(key)
+        if found is not None and found[0] is plan:
+            return found[1]
+        program = None
+        if plan.layout.peers and is_supported(plan):
+            program = Program(plan, self._transport.wakeup_number, self._links, self._config)
+        self._programs[key] = (plan, program)
+        if len(self._programs) > _KEPT:
+            self._programs.popitem(last=False)
+        return program
+
+    # Begin
+
+    def _prepare(
+        self, program: Program, lanes: HostLanes, calls: Calls[Consumer]
+    ) -> list[Connection] | None:
+        """Fill the tables of a program; return the connections, or None if they are in use."""
+        for end in program.ends:
+            if end.sender.route != end.route or end.receiver.route != end.route:
+                if not program.bind():
+                    return None
+                break
+        conns = self._borrow(program.paths)
+        if conns is None:
+            return None
+        words = program.view
+        program.words[:] = program.initial
+        program.arena = arena = lanes.pool.arena(program.arena_nbytes)
+        for end in program.ends:
+            if not self._import(program, end):
+                self._give_back(conns)
+                return None
+        program.call = lanes.call(program.plan) if program.layout.uses_scratch else None
+        words[at.OP] = calls.op
+        words[at.ARENA] = _data_of(arena)
+        words[at.SPACES] = _data_of(lanes.source)
+        words[at.SPACES + 1] = _data_of(lanes.output)
+        if program.call is not None:
+            words[at.SPACES + 2] = _data_of(program.call.spaces[2])
+        if self.limit:
+            words[at.LIMIT] = self.limit
+        at_conn = program.conns_at
+        for conn in conns:
+            words[at_conn + at.FD] = conn.fd
+            words[at_conn + at.BUFFER] = conn.buffer_address
+            words[at_conn + at.PARSED] = conn.parsed
+            words[at_conn + at.FILLED] = conn.filled
+            words[at_conn + at.FRAGMENT_MOST] = conn.fragment_nbytes
+            at_conn += at.CONN_NWORDS
+        return conns
+
+    def _borrow(self, paths: Sequence[PathKey]) -> list[Connection] | None:
+        conns: list[Connection] = []
+        for path in paths:
+            conn = self._transport.lend(path)
+            if conn is None:
+                self._give_back(conns)
+                return None
+            conns.append(conn)
+        return conns
+
+    def _give_back(self, conns: Sequence[Connection]) -> None:
+        for conn in conns:
+            self._transport.take_back(conn)
+
+    def _import(self, program: Program, end: End) -> bool:
+        """Copy the counts of two links; return False if their state is not that of a beginning."""
+        sender, receiver, words, row = end.sender, end.receiver, program.view, end.row
+        if receiver.landings or receiver.posted != receiver.consumed:
+            return False
+        for item in sender.outstanding:
+            if item.path != end.route or not item.is_eager:
+                return False
+        words[row + at.FIRST_SENT] = sender.posted
+        words[row + at.CONFIRMED] = sender.confirmed
+        words[row + at.FIRST_RECEIVED] = words[row + at.CONSUMED] = receiver.posted
+        words[row + at.ACKED] = receiver.acked
+        if sender.clears and not self._import_clears(program, end):
+            return False
+        return not receiver.arrivals or self._import_arrivals(program, end)
+
+    def _import_clears(self, program: Program, end: End) -> bool:
+        """Count the landing places that the peer has named for the first slices of a link."""
+        sender, is_over = end.sender, False
+        for ordinal in range(end.nsends):
+            if program.is_eager(end.number, ordinal, is_sent=True):
+                continue
+            clear = sender.clears.get(sender.posted + ordinal)
+            if clear is None:
+                is_over = True
+                continue
+            nbytes = program.slice_nbytes(end.number, ordinal, is_sent=True)
+            if is_over or clear[0] != end.route or clear[1] != nbytes:
+                return False
+            program.view[end.row + at.CLEARED] = ordinal + 1
+        return True
+
+    def _import_arrivals(self, program: Program, end: End) -> bool:
+        """Copy the slices that have arrived before their receives were posted."""
+        arrived = program.arrived(end.number)
+        for seq, payload in end.receiver.arrivals.items():
+            ordinal = seq - end.receiver.posted
+            if ordinal < end.nreceives:
+                nbytes = program.slice_nbytes(end.number, ordinal, is_sent=False)
+                if payload is None or len(payload) != nbytes:
+                    return False
+                start = program.places[end.number][ordinal]
+                program.arena[start : start + nbytes] = np.frombuffer(payload, np.uint8)
+                arrived[ordinal] = -1
+        return True
+
+    # End
+
+    def _settle(self, program: Program, calls: Calls[Consumer]) -> None:
+        """Bring the links to the end of a call that compiled code has finished."""
+        links, words, ncalls = self._links, program.view, self._links.ncalls
+        for end in program.ends:
+            sender, receiver, row = end.sender, end.receiver, end.row
+            sender.confirmed = words[row + at.CONFIRMED]
+            queue = sender.outstanding
+            while queue and queue[0].seq < sender.confirmed:
+                queue.popleft()
+            if end.nsends:
+                sender.posted = sender.retired_below = sender.posted + end.nsends
+                sender.last_used = ncalls
+                if sender.clears:
+                    for seq in [seq for seq in sender.clears if seq < sender.posted]:
+                        del sender.clears[seq]
+                if sender.is_confirmed and sender.confirmed < sender.posted:
+                    self._keep(program, end, calls.op)
+            receiver.acked = words[row + at.ACKED]
+            if end.nreceives:
+                posted = receiver.posted + end.nreceives
+                receiver.posted = receiver.delivered = receiver.consumed = posted
+                receiver.received = max(receiver.received, posted)
+                receiver.last_used = ncalls
+                if receiver.arrivals:
+                    for seq in [seq for seq in receiver.arrivals if seq < posted]:
+                        del receiver.arrivals[seq]
+                calls.seen[sender.peer] = max(calls.seen.get(sender.peer, 0), calls.op)
+            if words[row + at.IS_UNCONFIRMED]:
+                links.unconfirmed[receiver] = None
+        for key, counts in program.traffic.items():
+            path = links.paths[key]
+            path.activity += 1
+            path.nslices_sent += counts[0]
+            path.nbytes_sent += counts[1]
+            path.nslices_received += counts[2]
+            path.nbytes_received += counts[3]
+        if words[at.NFOREIGN]:
+            rows = program.log[: words[at.NLOGGED]].tolist()
+            for kind, conn, channel, _, ack, _, number, *_ in rows:
+                if kind == at.CONFIRMED_EVENT and number < 0:
+                    self._progress.confirmed(program.paths[conn].peer, channel, ack)
+
+    def _measure(self, program: Program) -> None:
+        """Pass the times of the cleared slices to the bandwidth measurement."""
+        balance = self._links.balance
+        assert balance is not None
+        rows = program.log[: program.view[at.NLOGGED]]
+        for kind, conn, _, _, _, nbytes, _, time_ns in rows[rows[:, 0] >= at.POSTED_EVENT].tolist():
+            path = program.paths[conn]
+            if kind == at.POSTED_EVENT:
+                balance.posted(path.rail, path.peer, time_ns * 1e-9)
+            else:
+                balance.confirmed(path.rail, time_ns * 1e-9, nbytes)
+
+    def _keep(self, program: Program, end: End, op: int) -> None:
+        """Keep copies of the eager slices that await their confirmation."""
+        sender, first = end.sender, end.sender.posted - end.nsends
+        signature = program.signature(end.number, is_sent=True)
+        sends = program.pairs[end.number].sends
+        for ordinal in range(max(0, sender.confirmed - first), end.nsends):
+            view = program.copy_of(end.number, ordinal)
+            index = sends[ordinal][0]
+            item = Slice(first + ordinal, view, True, op, signature, _ENDED, index)
+            item.path, item.state = end.route, SliceState.RETIRED
+            sender.outstanding.append(item)
+
+
+def _data_of(array: npt.NDArray[Any]) -> int:
+    """Return the address of the data of an array: a tenth of the time of ``array.ctypes.data``."""
+    return _word_at(id(array) + DATA).value
+
+
+_word_at = ctypes.c_int64.from_address
+_ENDED = _Ended()
+
+__all__ = ["CompiledCalls"]

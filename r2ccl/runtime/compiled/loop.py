@@ -1,0 +1,195 @@
+"""The compiled loop of a call: `make_loop`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from r2ccl.kernels.compiling import inlined
+from r2ccl.runtime.compiled.layout import (
+    BUSY_NS,
+    ENTERED,
+    ERRNO,
+    FAILED,
+    FAILED_CONN,
+    FD,
+    FILLED,
+    FINISHED,
+    HEADER_NBYTES,
+    IDLE_SINCE,
+    IS_FULL,
+    IS_READABLE,
+    IS_STALLED,
+    LEFT,
+    LIMIT,
+    MOST_LOGGED,
+    NCONNS,
+    NLOGGED,
+    NPAIRS,
+    PARSED,
+    PAUSED,
+    POLLS,
+    REMAINING,
+    SLEEP_NS,
+    SPIN_NS,
+    TARGET_LEFT,
+    TIME,
+)
+from r2ccl.runtime.compiled.receiving import EVENT, FOREIGN, MORE, parse, read_buffer, read_target
+from r2ccl.runtime.compiled.sending import (
+    ask,
+    confirm_consumed,
+    post_sends,
+    write_conn,
+)
+from r2ccl.runtime.compiled.steps import run_locals, use_slices
+from r2ccl.runtime.compiled.system import EAGAIN, EINTR, errno, poll_until
+from r2ccl.runtime.compiled.tables import conn_of, now_ns, pair_of
+from r2ccl.shm.atomics import sched_yield, words_at
+
+_POLLIN, _POLLOUT = 1, 4
+
+
+@inlined
+def advance(state: Any) -> None:
+    """Post, ask and compute all that is possible now."""
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for number in range(state[NPAIRS]):
+            pair = pair_of(state, number)
+            has_moved |= use_slices(state, pair)
+            has_moved |= post_sends(state, pair)
+            ask(state, pair)
+        has_moved |= run_locals(state)
+
+
+@inlined
+def flush(state: Any) -> Any:
+    """Write what sockets accept; return 1 if a slice was sent, 0 if not, -1 if one failed."""
+    has_sent = 0
+    for number in range(state[NCONNS]):
+        conn = conn_of(state, number)
+        result = write_conn(state, number, conn)
+        if result < 0:
+            return -1
+        has_sent |= result
+    return has_sent
+
+
+@inlined
+def read_all(state: Any) -> Any:
+    """Read what sockets have until an event; return EVENT, MORE, FOREIGN, or -2 if one failed."""
+    found = MORE
+    for number in range(state[NCONNS]):
+        conn = conn_of(state, number)
+        while not conn[IS_STALLED]:
+            if conn[TARGET_LEFT]:
+                if not conn[IS_READABLE]:
+                    break
+                result = read_target(state, number, conn)
+            else:
+                result = MORE
+                if conn[FILLED] - conn[PARSED] >= HEADER_NBYTES:
+                    result = parse(state, number, conn)
+                    if result == FOREIGN:
+                        return FOREIGN
+                if result == MORE:
+                    if conn[IS_STALLED] or not conn[IS_READABLE]:
+                        break
+                    result = read_buffer(conn)
+            if result < 0:
+                code = errno() if result == -3 else 0
+                if code in (EAGAIN, EINTR):
+                    conn[IS_READABLE] = 0
+                    break
+                state[FAILED_CONN] = number
+                state[ERRNO] = code
+                return -2
+            if result == EVENT:
+                found = EVENT
+                break
+    return found
+
+
+@inlined
+def poll(state: Any, timeout_ns: Any) -> Any:
+    """Wait for sockets; return the number of ready ones, -1 for the wake-up or a signal."""
+    polls, nconns = words_at(state[POLLS]), state[NCONNS]
+    for number in range(nconns):
+        conn = conn_of(state, number)
+        wanted = 0 if conn[IS_STALLED] else _POLLIN
+        wanted |= _POLLOUT if conn[IS_FULL] else 0
+        polls[number] = conn[FD] | wanted << 32 if wanted else 0xFFFFFFFF
+    time = words_at(state[TIME])
+    time[0] = 0
+    time[1] = timeout_ns
+    n = poll_until(state[POLLS], nconns + 1, state[TIME])
+    if n < 0:
+        return -1
+    if n:
+        for number in range(nconns):
+            events = polls[number] >> 48
+            if events:
+                conn = conn_of(state, number)
+                if events & _POLLOUT:
+                    conn[IS_FULL] = 0
+                if events & ~_POLLOUT:
+                    conn[IS_READABLE] = 1
+        if polls[nconns] >> 48:
+            return -1
+    return n
+
+
+def make_loop() -> Callable[[int], int]:
+    """Return the loop, for `r2ccl.kernels.native`.
+
+    Returns
+    -------
+    callable
+        ``loop(state)`` runs the call whose state is at an address; returns a result in `layout`.
+    """
+
+    def loop(address: Any) -> Any:
+        state = words_at(address)
+        state[ENTERED] = now_ns(state)
+        while True:
+            advance(state)
+            confirm_consumed(state)
+            result = flush(state)
+            if result < 0:
+                return FAILED
+            if result:
+                continue
+            if state[REMAINING] == 0:
+                return FINISHED
+            if now_ns(state) - state[ENTERED] > state[BUSY_NS]:
+                return PAUSED
+            if state[NLOGGED] >= state[LIMIT] or state[NLOGGED] > state[MOST_LOGGED]:
+                return LEFT
+            result = read_all(state)
+            if result in (FOREIGN, -2):
+                advance(state)  # the data loop assumes that all possible work is done
+                return LEFT if result == FOREIGN else FAILED
+            now = now_ns(state)
+            if result == EVENT:
+                state[IDLE_SINCE] = 0
+                continue
+            if state[IDLE_SINCE] == 0:
+                state[IDLE_SINCE] = now
+            idle = now - state[IDLE_SINCE]
+            if idle < state[SPIN_NS]:
+                result = poll(state, 0)
+                if result == 0:
+                    sched_yield()
+            elif idle < state[SLEEP_NS]:
+                result = poll(state, state[SLEEP_NS] - idle)
+            else:
+                return LEFT
+            if result < 0:
+                return PAUSED
+
+    return loop
+
+
+__all__ = ["make_loop"]

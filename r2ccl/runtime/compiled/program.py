@@ -1,0 +1,451 @@
+"""Program: the tables of a plan for compiled code, made once for all calls of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.config import Config
+from r2ccl.failover.migration.calls import context_of
+from r2ccl.failover.migration.link import RecvLink, SendLink
+from r2ccl.failover.migration.links import Links
+from r2ccl.kernels.fold import fold_kernel
+from r2ccl.planning.lowering import Lane, LinkSteps, Step
+from r2ccl.planning.plan_cache import Plan
+from r2ccl.runtime.compiled import layout as at
+from r2ccl.runtime.executor import HostCall
+from r2ccl.schedule.ir import OpKind
+from r2ccl.transport.base import Frame
+from r2ccl.transport.tcp.connection import buffer_nbytes
+from r2ccl.types import REDUCTIONS, USER_OP, CallSignature, PathKey
+
+Words = npt.NDArray[np.int64]
+
+#: Steps that receive from a peer into a landing place of the arena.
+_PLACED = OpKind.RECV_REDUCE
+_ALIGNMENT = 64
+_WORD = 1 << 64
+#: Time that a wait sleeps before Python takes over, and time between returns to Python, in which it
+#: handles signals.
+_SLEEP_NS = 10_000_000
+_BUSY_NS = 5_000_000
+#: Rows of the log per pair, besides those that follow from the slices of the call: confirmations of
+#: earlier slices. As many follow the last row at which compiled code stops.
+_SPARE_ROWS = 64
+
+
+class Pair:
+    """Both links of one peer and channel: the slices of a call on them.
+
+    Attributes
+    ----------
+    key : (int, int)
+        Peer and channel.
+    lane : int
+        Number of the lane that uses the links.
+    sends, receives : list of (int, int)
+        Lane's step and number of the slice within it, for each slice.
+    depth : int
+        Most landing places that the plan allows ahead.
+    """
+
+    def __init__(self, key: tuple[int, int], lane: int) -> None:
+        self.key = key
+        self.lane = lane
+        self.sends: list[tuple[int, int]] = []
+        self.receives: list[tuple[int, int]] = []
+        self.depth = 1 << 30
+
+
+class End(NamedTuple):
+    """Links of a pair, as `Program.bind` has found them.
+
+    Attributes
+    ----------
+    number : int
+        Number of the pair.
+    row : int
+        Index of the words of the pair.
+    nsends, nreceives : int
+        Slices of a call.
+    sender : SendLink
+    receiver : RecvLink
+    route : PathKey
+        Path that both use.
+    """
+
+    number: int
+    row: int
+    nsends: int
+    nreceives: int
+    sender: SendLink
+    receiver: RecvLink
+    route: PathKey | None
+
+
+class Program:
+    """Tables of a plan.
+
+    Parameters
+    ----------
+    plan : Plan
+        See `is_supported`.
+    wakeup : int
+        Descriptor whose readability interrupts a call.
+    links : Links
+    config : Config
+
+    Attributes
+    ----------
+    words, initial : ndarray of int64
+        State and tables, and their values before a call.
+    view : memoryview
+        ``words``; reading a word takes a third of the time.
+    pairs : list of Pair
+    ends : list of End
+    paths : tuple of PathKey
+        Path of each connection, see `bind`.
+    traffic : dict of PathKey to list of int
+        Slices and bytes sent and received in a call, by path.
+    arena_nbytes : int
+        Memory for landing places and copies of eager slices.
+    arena : ndarray of uint8
+    call : HostCall or None
+        Operands of the running call, if it uses scratch memory.
+    """
+
+    def __init__(self, plan: Plan, wakeup: int, links: Links, config: Config) -> None:
+        self.plan = plan
+        self._depth = config.landing_depth
+        self._buffer_nbytes = buffer_nbytes(config.inbox_nbytes)
+        self.layout = plan.layout
+        self.pairs = _pairs_of(plan.layout.lanes)
+        self.paths: tuple[PathKey, ...] = ()
+        self.traffic: dict[PathKey, list[int]] = {}
+        self.arena_nbytes = 0
+        self.arena: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.call: HostCall | None = None
+        #: Offsets in the arena of eager slices sent, and of slices received, by pair.
+        self.copies: list[list[int]] = []
+        self.places: list[list[int]] = []
+        call = CallSignature.unpack(plan.signature)
+        kernel = fold_kernel(call.dtype, call.op) if call.collective in REDUCTIONS else 0
+        steps = [step for lane in plan.layout.lanes for step in lane.steps]
+        self._offsets = _starts([len(lane.steps) for lane in plan.layout.lanes])
+        tables = _Tables()
+        head = tables.add(np.zeros(at.STATE_NWORDS, np.int64))
+        self.conns_at = tables.add(np.zeros(at.CONN_NWORDS * len(self.pairs), np.int64))
+        self.pairs_at = tables.add(np.zeros(at.PAIR_NWORDS * len(self.pairs), np.int64))
+        self._steps_at = tables.add(np.zeros(at.STEP_NWORDS * len(steps), np.int64))
+        locals_at = tables.add(
+            [self._number(i, j) for i, lane in enumerate(plan.layout.lanes) for j in lane.locals]
+        )
+        rows = sum(6 * len(pair.sends) + 3 * len(pair.receives) for pair in self.pairs)
+        spare = _SPARE_ROWS * (1 + len(self.pairs))
+        self.log: Words = np.empty((rows + 2 * spare, at.EVENT_NWORDS), np.int64)
+        self._rings = np.empty(
+            (len(self.pairs), 2, sum(len(p.sends) for p in self.pairs)), np.int64
+        )
+        self._stages = np.empty((len(self.pairs), 2, at.STAGE_NBYTES), np.uint8)
+        self.polls = np.zeros(len(self.pairs) + 1, np.int64)
+        space = tables.add(np.zeros(16, np.int64))
+        step_tables = [
+            self._step_tables(tables, i, lane) for i, lane in enumerate(plan.layout.lanes)
+        ]
+        pair_tables = [self._pair_tables(tables, number) for number in range(len(self.pairs))]
+        self.words = tables.joined()
+        base = int(self.words.ctypes.data)
+        self.address = base
+        state = self.words[head:]
+        state[at.NPAIRS] = len(self.pairs)
+        state[at.NSTEPS] = len(steps)
+        state[at.NLOCALS] = sum(len(lane.locals) for lane in plan.layout.lanes)
+        state[at.PAIRS], state[at.CONNS] = base + 8 * self.pairs_at, base + 8 * self.conns_at
+        state[at.STEPS], state[at.LOCALS] = base + 8 * self._steps_at, base + 8 * locals_at
+        state[at.CONTEXT] = context_of(self.pairs[0].key[1]) if self.pairs else 0
+        state[at.REMAINING] = sum(lane.nslices for lane in plan.layout.lanes)
+        state[at.KERNEL], state[at.ITEMSIZE] = kernel, plan.layout.itemsize
+        state[at.SLOTS], state[at.CONFIRM_AFTER] = config.eager_slots, config.confirm_after
+        state[at.IS_RESILIENT] = config.is_resilient
+        state[at.SPIN_NS] = int(config.spin_s * 1e9)
+        state[at.SLEEP_NS], state[at.BUSY_NS] = _SLEEP_NS, _BUSY_NS
+        state[at.LOG], state[at.MOST_LOGGED] = self.log.ctypes.data, rows + spare
+        state[at.IS_MEASURED] = links.balance is not None and plan.is_bandwidth_sample
+        state[at.LIMIT] = 1 << 60
+        state[at.POLLS] = self.polls.ctypes.data
+        state[at.MESSAGE], state[at.TIME] = base + 8 * space, base + 8 * (space + 12)
+        state[at.OPERANDS] = base + 8 * (space + 14)
+        self.words[space + 2] = base + 8 * (space + 8)  # the parts of the message
+        for number, step in enumerate(steps):
+            self._fill_step(
+                self._steps_at + at.STEP_NWORDS * number, step, step_tables, number, base
+            )
+        self._arrived_at = [found[-1] for found in pair_tables]
+        for number, pair in enumerate(self.pairs):
+            self._fill_pair(number, pair, pair_tables[number], base)
+        for number in range(len(self.pairs)):
+            self._fill_conn(number)
+        self.initial = self.words.copy()
+        self.view = memoryview(self.words)  # type: ignore[arg-type]
+        self._wakeup = wakeup
+        self.ends = [
+            End(
+                number,
+                self.pairs_at + at.PAIR_NWORDS * number,
+                len(pair.sends),
+                len(pair.receives),
+                links.sender(*pair.key),
+                links.receiver(*pair.key),
+                None,
+            )
+            for number, pair in enumerate(self.pairs)
+        ]
+
+    # The tables
+
+    def _number(self, lane: int, step: int) -> int:
+        return self._offsets[lane] + step
+
+    def _step_tables(self, tables: _Tables, index: int, lane: Lane) -> list[tuple[int, int]]:
+        """Add the boundaries and the dependencies of each step; return their places."""
+        first = self._offsets[index]
+        return [
+            (
+                tables.add(step.cuts),
+                tables.add(
+                    (first + other) << 2 | is_proof << 1 | is_by_slice
+                    for other, is_by_slice, is_proof in step.after
+                ),
+            )
+            for step in lane.steps
+        ]
+
+    def _fill_step(
+        self, place: int, step: Step, found: list[list[tuple[int, int]]], number: int, base: int
+    ) -> None:
+        cuts, after = [each for lane in found for each in lane][number]
+        words = self.words[place : place + at.STEP_NWORDS]
+        words[at.KIND], words[at.IS_EAGER], words[at.IS_LEFT] = (
+            step.kind,
+            step.is_eager,
+            step.is_left,
+        )
+        words[at.SOURCE], words[at.DESTINATION] = step.src_space, step.dst_space
+        words[at.SHIFT], words[at.NSLICES] = step.shift, step.nslices
+        words[at.CUTS], words[at.AFTER] = base + 8 * cuts, base + 8 * after
+        words[at.NAFTER] = len(step.after)
+
+    def _pair_tables(self, tables: _Tables, number: int) -> tuple[int, ...]:
+        """Add the slices of a pair, and their places in the arena."""
+        pair = self.pairs[number]
+        lane = self.layout.lanes[pair.lane]
+        size = self.layout.slice_nbytes
+        most = max(1, min(self._depth, pair.depth))
+        ring, nplaced = self._reserve(0), 0
+        copies = [
+            self._reserve(_nbytes(lane.steps[step], k, self.layout.itemsize))
+            if lane.steps[step].is_eager
+            else -1
+            for step, k in pair.sends
+        ]
+        places = []
+        for step, k in pair.receives:
+            each = lane.steps[step]
+            if each.is_eager:
+                places.append(self._reserve(_nbytes(each, k, self.layout.itemsize)))
+            elif each.kind == _PLACED:
+                if nplaced == 0:
+                    ring = self._reserve(most * size)
+                places.append(ring + nplaced % most * size)
+                nplaced += 1
+            else:
+                places.append(-1)
+        self.copies.append(copies)
+        self.places.append(places)
+        sends = [self._number(pair.lane, step) << 32 | k for step, k in pair.sends]
+        receives = [self._number(pair.lane, step) << 32 | k for step, k in pair.receives]
+        empty = np.zeros(len(receives) + 1, np.int64)
+        return tuple(map(tables.add, (sends, copies, receives, places, empty)))
+
+    def _reserve(self, nbytes: int) -> int:
+        start = self.arena_nbytes
+        self.arena_nbytes = start + (nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+        return start
+
+    def _fill_pair(self, number: int, pair: Pair, found: tuple[int, ...], base: int) -> None:
+        words = self.pair(number)
+        words[at.CHANNEL] = pair.key[1]
+        words[at.SENT_SIGNATURE] = signed(self.signature(number, is_sent=True))
+        words[at.RECEIVED_SIGNATURE] = signed(self.signature(number, is_sent=False))
+        words[at.NSENDS], words[at.NRECEIVES] = len(pair.sends), len(pair.receives)
+        words[at.NUMBER] = number
+        words[at.DEPTH] = max(1, min(self._depth, pair.depth))
+        places = [base + 8 * each for each in found]
+        (
+            words[at.SENDS],
+            words[at.COPIES],
+            words[at.RECEIVES],
+            words[at.PLACES],
+            words[at.ARRIVED],
+        ) = places
+
+    def _fill_conn(self, number: int) -> None:
+        words = self.conn(number)
+        stages, rings = self._stages[number], self._rings[number]
+        words[at.NOW], words[at.NEXT] = stages[0].ctypes.data, stages[1].ctypes.data
+        words[at.BULK], words[at.EAGER] = rings[0].ctypes.data, rings[1].ctypes.data
+        words[at.BUFFER_NBYTES] = self._buffer_nbytes
+        words[at.TARGET_PAIR] = words[at.SENDING_PAIR] = -1
+        words[at.IS_READABLE] = 1
+
+    # Calls
+
+    def bind(self) -> bool:
+        """Let the links of each pair use their present route; return False if one has none."""
+        self.ends = [end._replace(route=end.sender.route) for end in self.ends]
+        routes = [end.route for end in self.ends if end.route is not None]
+        if len(routes) < len(self.ends) or any(e.receiver.route != e.route for e in self.ends):
+            return False
+        self.paths = tuple(dict.fromkeys(routes))
+        self.initial[at.NCONNS] = len(self.paths)
+        self.polls[len(self.paths)] = self._wakeup | 1 << 32
+        self.traffic = {path: [0] * 4 for path in self.paths}
+        for end, route in zip(self.ends, routes, strict=True):
+            self.initial[end.row + at.CONN] = self.paths.index(route)
+            counts = self.traffic[route]
+            for is_sent, count in ((True, end.nsends), (False, end.nreceives)):
+                sizes = [
+                    self.slice_nbytes(end.number, each, is_sent=is_sent) for each in range(count)
+                ]
+                counts[0 if is_sent else 2] += count
+                counts[1 if is_sent else 3] += sum(sizes)
+        return True
+
+    def pair(self, number: int) -> Words:
+        """Return the words of a pair."""
+        start = self.pairs_at + at.PAIR_NWORDS * number
+        return self.words[start : start + at.PAIR_NWORDS]
+
+    def conn(self, number: int) -> Words:
+        """Return the words of a connection."""
+        start = self.conns_at + at.CONN_NWORDS * number
+        return self.words[start : start + at.CONN_NWORDS]
+
+    def step(self, number: int) -> Words:
+        """Return the words of a step."""
+        start = self._steps_at + at.STEP_NWORDS * number
+        return self.words[start : start + at.STEP_NWORDS]
+
+    def signature(self, number: int, *, is_sent: bool) -> int:
+        """Return the packed signature of the slices of a pair."""
+        pairs = self.plan.pairs or {}
+        return pairs.get((self.pairs[number].key[0], is_sent), self.plan.signature)
+
+    def copy_of(self, number: int, ordinal: int) -> memoryview:
+        """Return a copy of an eager slice that was posted."""
+        start = self.copies[number][ordinal]
+        nbytes = self.slice_nbytes(number, ordinal, is_sent=True)
+        return memoryview(self.arena[start : start + nbytes].tobytes())
+
+    def frame_of(self, number: int, ordinal: int) -> Frame:
+        """Return the frame of a slice that was posted."""
+        row = self.pair(number)
+        return Frame(
+            int(row[at.CHANNEL]),
+            int(row[at.FIRST_SENT]) + ordinal,
+            int(row[at.CONSUMED]),
+            int(self.words[at.OP]),
+            self.signature(number, is_sent=True),
+        )
+
+    def ring(self, address: int, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the pairs and ordinals in a part of a ring."""
+        index = (address - int(self._rings.ctypes.data)) // 8
+        entries = self._rings.reshape(-1)[index + start : index + end].tolist()
+        return [(entry >> 32, entry & 0xFFFFFFFF) for entry in entries]
+
+    def arrived(self, number: int) -> Words:
+        """Return the bytes of each slice of a pair that have arrived; -1: it is complete."""
+        start = self._arrived_at[number]
+        return self.words[start : start + len(self.pairs[number].receives)]
+
+    def slice_nbytes(self, number: int, ordinal: int, *, is_sent: bool) -> int:
+        """Return the size of a slice of a pair in bytes."""
+        pair = self.pairs[number]
+        step, k = (pair.sends if is_sent else pair.receives)[ordinal]
+        return _nbytes(self.layout.lanes[pair.lane].steps[step], k, self.layout.itemsize)
+
+    def is_eager(self, number: int, ordinal: int, *, is_sent: bool) -> bool:
+        """Return whether a slice of a pair is sent eagerly."""
+        pair = self.pairs[number]
+        step, _ = (pair.sends if is_sent else pair.receives)[ordinal]
+        return self.layout.lanes[pair.lane].steps[step].is_eager
+
+
+def is_supported(plan: Plan) -> bool:
+    """Return whether compiled code can run a plan: its reduction needs a compiled kernel."""
+    call = CallSignature.unpack(plan.signature)
+    if call.op >= USER_OP or plan.finish is not None:
+        return False
+    return call.collective not in REDUCTIONS or fold_kernel(call.dtype, call.op) != 0
+
+
+class _Tables:
+    """Arrays of words that are joined to one."""
+
+    def __init__(self) -> None:
+        self._parts: list[Words] = []
+        self._size = 0
+
+    def add(self, words: Any) -> int:
+        """Add words; return the index of the first one."""
+        start = self._size
+        part = words if isinstance(words, np.ndarray) else np.array([*words], np.int64)
+        self._parts.append(part)
+        self._size += part.size
+        return start
+
+    def joined(self) -> Words:
+        return np.concatenate(self._parts)
+
+
+def _pairs_of(lanes: Sequence[Lane]) -> list[Pair]:
+    pairs: dict[tuple[int, int], Pair] = {}
+    for number, lane in enumerate(lanes):
+
+        def pair_of(way: LinkSteps, number: int = number) -> Pair:
+            key = (way.peer, way.channel)
+            return pairs.setdefault(key, Pair(key, number))
+
+        for way in lane.sends:
+            pair_of(way).sends = _slices(lane, way)
+        for way in lane.recvs:
+            pair = pair_of(way)
+            pair.receives, pair.depth = _slices(lane, way), way.depth
+    return list(pairs.values())
+
+
+def _slices(lane: Lane, way: LinkSteps) -> list[tuple[int, int]]:
+    return [(step, k) for step in way.steps for k in range(lane.steps[step].nslices)]
+
+
+def _nbytes(step: Step, k: int, itemsize: int) -> int:
+    return (step.cuts[k + 1] - step.cuts[k]) * itemsize
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + count)
+    return starts
+
+
+def signed(word: int) -> int:
+    """Return an unsigned 64-bit word as a signed one."""
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+__all__ = ["End", "Pair", "Program", "is_supported", "signed"]

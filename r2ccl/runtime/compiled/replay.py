@@ -1,0 +1,279 @@
+"""Return from compiled code in the middle of a call.
+
+Compiled code logs the events of a call. `Replay.run` passes them to the links and lanes in the same
+order, with a transport that only records what they do, and without the work that compiled code has
+done. Links and lanes are then in the state that the data loop would have reached. `Replay.restore`
+gives the connections what compiled code has half read and half written, and what it has not begun.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from r2ccl.clock import monotonic
+from r2ccl.failover.migration.calls import Calls
+from r2ccl.failover.migration.links import Consumer, Links
+from r2ccl.planning.lowering import Step
+from r2ccl.runtime.compiled import layout as at
+from r2ccl.runtime.compiled.program import Program
+from r2ccl.runtime.executor import HostLanes, LaneRun
+from r2ccl.runtime.progress import Progress
+from r2ccl.transport.base import Arrived, Cleared, Confirmed, Event, Frame, Sent
+from r2ccl.transport.tcp.connection import Connection, Outgoing, Place, pack_data
+from r2ccl.types import PathKey
+
+
+class _Asked(NamedTuple):
+    """Landing place that a lane has named."""
+
+    path: PathKey
+    frame: Frame
+    region: memoryview
+    ack: int
+
+
+class _Posted(NamedTuple):
+    """Slice that a lane has posted."""
+
+    path: PathKey
+    frame: Frame
+    view: memoryview
+    token: object
+
+
+class Recorder:
+    """Transport that records instead of sending."""
+
+    def __init__(self) -> None:
+        self.posted: dict[tuple[PathKey, int, int], _Posted] = {}
+        self.asked: dict[tuple[PathKey, int, int], _Asked] = {}
+        #: Events of slices posted, to be handled.
+        self.events: list[Event] = []
+
+    def isend(
+        self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
+    ) -> None:
+        """Record a slice."""
+        self.posted[path, frame.channel, frame.seq] = _Posted(path, frame, view, token)
+        if token is None:
+            self.events.append(Sent(path, frame.channel, frame.seq))
+
+    def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
+        """Record a landing place."""
+        self.asked[path, frame.channel, frame.seq] = _Asked(path, frame, region, ack)
+
+    def confirm(self, path: PathKey, channel: int, ack: int) -> None:
+        """Do nothing: compiled code has confirmed, or the caller confirms later."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+
+class _Continued:
+    """`Operands` of a call of which compiled code has done a part."""
+
+    def __init__(self, program: Program, lanes: HostLanes) -> None:
+        call = program.call or lanes.call(program.plan)
+        self.layout, self.views = call.layout, call.views
+        self.is_bandwidth_sample = call.is_bandwidth_sample
+        self.computed = 0
+        self._apply = call.apply
+        steps = [step for lane in program.layout.lanes for step in lane.steps]
+        self._done = {
+            id(step): int(program.step(number)[at.DONE]) for number, step in enumerate(steps)
+        }
+
+    def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
+        """Implement `Operands.apply`, for slices that compiled code has not done."""
+        if step.cuts.index(lo) >= self._done[id(step)]:
+            self._apply(step, lo, hi, received)
+        return 0
+
+
+class Replay:
+    """Continuation of one call by the data loop.
+
+    Parameters
+    ----------
+    program : Program
+    conns : sequence of Connection
+        Connections of the program's paths.
+    links : Links
+    progress : Progress
+    """
+
+    def __init__(
+        self, program: Program, conns: Sequence[Connection], links: Links, progress: Progress
+    ) -> None:
+        self._program = program
+        self._conns = conns
+        self._links = links
+        self._progress = progress
+        self._recorder = Recorder()
+        self._numbers = {pair.key: number for number, pair in enumerate(program.pairs)}
+
+    def run(self, lanes: HostLanes, calls: Calls[Consumer]) -> list[LaneRun]:
+        """Bring links and lanes to the state that compiled code has reached; return the lanes."""
+        program, links = self._program, self._links
+        call = _Continued(program, lanes)
+        runs = [LaneRun(lane, call, links, lanes.pool) for lane in program.layout.lanes]
+        calls.consumers = {channel: run for run in runs for channel in run.channels}
+        self._progress.replay(runs, self._events(calls), self._recorder)
+        for number, pair in enumerate(program.pairs):
+            row = program.pair(number)
+            sender, receiver = links.sender(*pair.key), links.receiver(*pair.key)
+            for item in sender.outstanding:
+                ordinal = item.seq - int(row[at.FIRST_SENT])
+                if item.is_eager and 0 <= ordinal < row[at.POSTED]:
+                    # The memory may have changed since compiled code copied it.
+                    item.view = program.copy_of(number, ordinal)
+            receiver.acked = int(row[at.ACKED])
+            if receiver.acked < receiver.consumed:
+                links.unconfirmed[receiver] = None
+        return runs
+
+    def _events(self, calls: Calls[Consumer]) -> Iterator[Event]:
+        program = self._program
+        rows = program.log[: int(program.words[at.NLOGGED])].tolist()
+        for kind, conn, channel, seq, ack, nbytes, number, *_ in rows:
+            path = program.paths[conn]
+            if kind >= at.POSTED_EVENT:
+                continue
+            if kind == at.CONFIRMED_EVENT:
+                yield Confirmed(path, channel, ack)
+            elif kind == at.SENT_EVENT:
+                yield Sent(path, channel, seq)
+            elif kind == at.CLEARED_EVENT:
+                signature = program.signature(number, is_sent=True)
+                yield Cleared(path, Frame(channel, seq, ack, calls.op, signature), nbytes, True)
+            else:
+                signature = program.signature(number, is_sent=False)
+                frame = Frame(channel, seq, ack, calls.op, signature)
+                ordinal = seq - int(program.pair(number)[at.FIRST_RECEIVED])
+                start = program.places[number][ordinal]
+                payload = None
+                if kind == at.ARRIVED_EAGER:
+                    payload = memoryview(program.arena[start : start + nbytes].tobytes())
+                elif start >= 0:
+                    region = self._recorder.asked[path, channel, seq].region
+                    region[:] = program.arena[start : start + nbytes].data
+                is_confirmed = kind == at.ARRIVED_CONFIRMED
+                yield Arrived(path, frame, payload, monotonic(), is_confirmed)
+
+    def measure(self) -> None:
+        """Report the slices to the bandwidth measurement that compiled code has not posted."""
+        balance, now = self._links.balance, monotonic()
+        assert balance is not None
+        for path, frame, _, token in self._recorder.posted.values():
+            row = self._program.pair(self._numbers[path.peer, frame.channel])
+            if token is not None and frame.seq >= row[at.FIRST_SENT] + row[at.POSTED]:
+                balance.posted(path.rail, path.peer, now)
+
+    # Connections
+
+    def restore(self) -> None:
+        """Give the connections the state that compiled code has reached."""
+        program = self._program
+        for number, conn in enumerate(self._conns):
+            row = program.conn(number).tolist()
+            rest(conn, row, 0)
+            self._restore_sending(conn, row)
+            self._restore_places(number, conn, row)
+
+    def _restore_sending(self, conn: Connection, row: list[int]) -> None:
+        program, recorder = self._program, self._recorder
+        if row[at.SENDING_PAIR] >= 0:
+            fragment, rest = row[at.FRAGMENT_NBYTES], row[at.REST_NBYTES]
+            number, ordinal = row[at.SENDING_PAIR], row[at.SENDING_ORDINAL]
+            if not row[at.IS_CLEARED]:
+                conn.sending.append(ctypes.string_at(row[at.FRAGMENT], fragment))
+            else:
+                posted = recorder.posted[self._key_of(number, ordinal)]
+                end = len(posted.view) - rest
+                if fragment:
+                    conn.sending.append(posted.view[end - fragment : end])
+                if rest:
+                    conn.bulk.append(Outgoing(posted.frame, posted.view[end:]))
+                else:
+                    conn.sent = posted.frame
+        taken, added = row[at.EAGER_TAKEN], row[at.EAGER_ADDED]
+        for entry in program.ring(row[at.EAGER], taken, added):
+            recorded = recorder.posted.get(self._key_of(*entry))
+            copy = program.copy_of(*entry)
+            frame = recorded.frame if recorded is not None else program.frame_of(*entry)
+            conn.small.append(pack_data(frame, len(copy)))
+            conn.small.append(copy)
+        begun = {self._key_of(*each) for each in program.ring(row[at.BULK], 0, row[at.BULK_TAKEN])}
+        for key, posted in recorder.posted.items():
+            if key[0] != conn.path or key in begun:
+                continue
+            if posted.token is not None:
+                conn.bulk.append(Outgoing(posted.frame, posted.view))
+            else:
+                number = self._numbers[conn.path.peer, posted.frame.channel]
+                ordinal = posted.frame.seq - int(program.pair(number)[at.FIRST_SENT])
+                if ordinal >= program.pair(number)[at.POSTED]:
+                    conn.small.append(pack_data(posted.frame, len(posted.view)))
+                    if len(posted.view):
+                        conn.small.append(posted.view)
+
+    def _restore_places(self, number: int, conn: Connection, row: list[int]) -> None:
+        program = self._program
+        for path, frame, region, ack in self._recorder.asked.values():
+            if path != conn.path:
+                continue
+            at_pair = self._numbers[path.peer, frame.channel]
+            words = program.pair(at_pair)
+            ordinal = frame.seq - int(words[at.FIRST_RECEIVED])
+            if ordinal >= words[at.ASKED]:
+                conn.ask(frame, region, ack)
+                continue
+            arrived = int(program.arrived(at_pair)[ordinal])
+            if arrived < 0:
+                continue
+            place = Place(region[arrived:], ack)
+            place.began_s = monotonic() if arrived else 0.0
+            if words[at.EARLY] == ordinal + 1:
+                place.ack, place.is_confirmed = 0, True
+            conn.places[frame.channel, frame.seq] = place
+            left = 0
+            if row[at.TARGET_LEFT] and (row[at.TARGET_PAIR], row[at.TARGET_ORDINAL]) == (
+                at_pair,
+                ordinal,
+            ):
+                left = row[at.TARGET_LEFT]
+                conn.target = region[arrived - left : arrived]
+                # The peer's confirmation in the header of the fragment has been handled.
+                conn.frame = msgspec.structs.replace(frame, ack=0)
+                conn.place = place
+            start = program.places[at_pair][ordinal]
+            if start >= 0:
+                held = arrived - left
+                region[:held] = program.arena[start : start + held].data
+
+    def _key_of(self, number: int, ordinal: int) -> tuple[PathKey, int, int]:
+        row = self._program.pair(number)
+        path = self._program.paths[int(row[at.CONN])]
+        return path, int(row[at.CHANNEL]), int(row[at.FIRST_SENT]) + ordinal
+
+
+def rest(conn: Connection, words: Sequence[int], start: int) -> None:
+    """Give a connection the bytes that compiled code has read but not parsed, or staged.
+
+    `start` is the index of its words.
+    """
+    conn.parsed, conn.filled = words[start + at.PARSED], words[start + at.FILLED]
+    left = words[start + at.NOW_NBYTES] - words[start + at.NOW_DONE]
+    if left:
+        address = words[start + at.NOW] + words[start + at.NOW_DONE]
+        conn.sending.append(ctypes.string_at(address, left))
+    left = words[start + at.NEXT_NBYTES]
+    if left:
+        conn.small.append(ctypes.string_at(words[start + at.NEXT], left))
+
+
+__all__ = ["Recorder", "Replay", "rest"]

@@ -1,0 +1,136 @@
+"""Connection: the socket of one TCP path, with its partly read and partly written frames."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections import deque
+
+import numpy as np
+
+from r2ccl.transport.base import Frame
+from r2ccl.types import PathKey
+
+#: kind, channel, nbytes, seq, ack, op, signature
+HEADER = struct.Struct("<B3xIIQQQQ")
+HEADER_NBYTES = HEADER.size
+DATA, CLEAR, CONFIRM = 1, 2, 3
+
+#: Largest fragment of a cleared slice, in bytes: a replay waits for at most one fragment. On
+#: loopback a slice is one fragment (`_WHOLE`): no line rate delays a replay there, and each
+#: fragment costs a header.
+_FRAGMENT_NBYTES = 64 << 10
+_WHOLE = 1 << 62
+
+
+class Outgoing:
+    """Cleared slice being sent; ``rest`` holds the bytes not yet queued as fragments."""
+
+    __slots__ = ("frame", "rest")
+
+    def __init__(self, frame: Frame, view: memoryview) -> None:
+        self.frame = frame
+        self.rest = view
+
+
+class Place:
+    """Landing place; ``rest`` is the part that no fragment has begun to fill."""
+
+    __slots__ = ("ack", "began_s", "is_confirmed", "rest")
+
+    def __init__(self, region: memoryview, ack: int) -> None:
+        self.rest = region
+        self.began_s = 0.0
+        #: Confirmation that may be sent before the slice is read; 0 if none, or if it was sent.
+        self.ack = ack
+        self.is_confirmed = False
+
+
+class Connection:
+    """Socket of one path, with its partly read and partly written frames."""
+
+    __slots__ = (
+        "buffer", "buffer_address", "bulk", "fd", "filled", "fragment_nbytes", "frame", "is_dirty",
+        "is_waiting", "parsed", "path", "place", "places", "replays", "sending", "sent", "small",
+        "sock", "target",
+    )  # fmt: skip
+
+    def __init__(
+        self, path: PathKey, sock: socket.socket, buffer_nbytes: int, *, is_loopback: bool
+    ) -> None:
+        self.fragment_nbytes = _WHOLE if is_loopback else _FRAGMENT_NBYTES
+        self.path = path
+        self.sock = sock
+        self.fd = sock.fileno()
+        #: Uninitialized: the kernel provides pages as they are used, and most paths use one or two.
+        buffer = np.empty(buffer_nbytes, np.uint8)
+        self.buffer = buffer.data
+        self.buffer_address = int(buffer.ctypes.data)
+        #: Bytes ``parsed .. filled`` of the buffer are read but not parsed yet.
+        self.parsed = 0
+        self.filled = 0
+        #: Unread rest of the current fragment (None between fragments), the frame of its slice, and
+        #: the landing place of its slice.
+        self.target: memoryview | None = None
+        self.frame: Frame | None = None
+        self.place: Place | None = None
+        #: Landing places named on the path, by channel and number of the slice.
+        self.places: dict[tuple[int, int], Place] = {}
+        #: Send queues in order of priority: small frames, replays, other cleared slices.
+        self.small: deque[bytes | memoryview] = deque()
+        self.replays: deque[Outgoing] = deque()
+        self.bulk: deque[Outgoing] = deque()
+        #: Buffers of the frames being written.
+        self.sending: deque[bytes | memoryview] = deque()
+        #: Frame of the slice to report as `Sent` once ``sending`` is empty.
+        self.sent: Frame | None = None
+        self.is_waiting = False
+        self.is_dirty = False
+
+    def ask(self, frame: Frame, region: memoryview, ack: int) -> None:
+        """Queue a clear-to-send frame that announces `region` for slice ``frame.seq``."""
+        self.places[frame.channel, frame.seq] = Place(region, ack)
+        self.small.append(pack(CLEAR, frame, len(region)))
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing is being written or read, and no landing place is named."""
+        return not (
+            self.places
+            or self.sending
+            or self.small
+            or self.bulk
+            or self.replays
+            or self.is_waiting
+            or self.target is not None
+        )
+
+
+def pack(kind: int, frame: Frame, nbytes: int) -> bytes:
+    """Return the header of a frame of a kind."""
+    return HEADER.pack(kind, frame.channel, nbytes, frame.seq, frame.ack, frame.op, frame.signature)
+
+
+def buffer_nbytes(eager_nbytes: int) -> int:
+    """Return the size of a receive buffer for eager slices of at most `eager_nbytes`."""
+    return 2 * (HEADER_NBYTES + eager_nbytes)
+
+
+def pack_data(frame: Frame, nbytes: int) -> bytes:
+    """Return the header of a slice, or of a fragment of one."""
+    return pack(DATA, frame, nbytes)
+
+
+__all__ = [
+    "CLEAR",
+    "CONFIRM",
+    "DATA",
+    "HEADER",
+    "HEADER_NBYTES",
+    "Connection",
+    "Outgoing",
+    "Place",
+    "buffer_nbytes",
+    "pack",
+    "pack_data",
+]
