@@ -7,11 +7,12 @@ import socket
 import pytest
 
 from r2ccl.errors import InternalError
-from r2ccl.transport.tcp.transport import TcpTransport, _Connection, _Place
+from r2ccl.transport.tcp.connection import Connection, Place
+from r2ccl.transport.tcp.transport import TcpTransport
 from r2ccl.types import BYPASS, PathKey
 
 
-def open_path(transport: TcpTransport, path: PathKey) -> tuple[socket.socket, _Connection]:
+def open_path(transport: TcpTransport, path: PathKey) -> tuple[socket.socket, Connection]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         far = socket.create_connection(listener.getsockname())
         near, _ = listener.accept()
@@ -19,10 +20,10 @@ def open_path(transport: TcpTransport, path: PathKey) -> tuple[socket.socket, _C
     return far, transport._by_path[path]
 
 
-def lose_bytes(conn: _Connection) -> None:
+def lose_bytes(conn: Connection) -> None:
     """Make the connection believe that the kernel holds bytes of a confirmed slice."""
     region = memoryview(bytearray(8))
-    conn.place = _Place(region[8:], 0)
+    conn.place = Place(region[8:], 0)
     conn.place.is_confirmed = True
     conn.target = region
 
