@@ -45,7 +45,7 @@ from r2ccl.planning.plan_cache import Plan, PlanCache
 from r2ccl.planning.two_level import Chunk, Division, TwoLevelPlans
 from r2ccl.runtime.async_work import Task, Worker
 from r2ccl.runtime.engine import Engine, SelectPlan
-from r2ccl.runtime.executor import LandingPool, LaneRun, host_lanes
+from r2ccl.runtime.executor import HostLanes, LandingPool, LaneRun
 from r2ccl.runtime.local import require_no_obstacle
 from r2ccl.runtime.progress import difference
 from r2ccl.runtime.waits import Missing
@@ -134,7 +134,7 @@ class TwoLevelCalls:
         division = self._plans.divide(call, health, engine.op)
         if division is None:
             plan = self._one_level(call, health, engine.op)
-            self._run_engine(plan, partial(host_lanes, self._pool, source, output))
+            self._run_engine(plan, HostLanes(self._pool, source, output))
         else:
             _Run(self, call, source, output, division).run(health)
         return True
@@ -289,7 +289,7 @@ class _Run:
             return self._calls._plans.plan(self._call, hi - lo, health, is_at_home=is_at_home)
 
         plan = select if health is None else select(health)
-        self._calls._run_engine(plan, partial(host_lanes, self._calls._pool, own, own))
+        self._calls._run_engine(plan, HostLanes(self._calls._pool, own, own))
 
     def _own(self, chunk: Chunk) -> tuple[int, int]:
         return chunk.parts[self._group.rank]

@@ -6,7 +6,6 @@ rank, are fakes of one machine.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from r2ccl.gpu.host_signal import DeviceCall
 from r2ccl.gpu.peer import PeerBackend
 from r2ccl.gpu.staged import StagedBackend
 from r2ccl.planning.plan_cache import Plan
-from r2ccl.runtime.executor import LandingPool, host_lanes
+from r2ccl.runtime.executor import HostLanes, LandingPool
 from r2ccl.testing.fakedevice.forms import FakeLauncher
 from r2ccl.topology.machine import Machine
 from r2ccl.types import CallSignature, Collective, ReduceOp
@@ -42,7 +41,7 @@ class Caller:
         pool = LandingPool(lambda n: np.empty(n, np.uint8), 2)
 
         def run_plan(plan: Plan, source: Any, output: Any) -> None:
-            rank.engine.run(plan, functools.partial(host_lanes, pool, source, output))
+            rank.engine.run(plan, HostLanes(pool, source, output))
 
         kernels = FakeLauncher(rank.device)
         hardware = OneCard(rank.device, kernels, machine)

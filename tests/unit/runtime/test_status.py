@@ -28,7 +28,7 @@ from r2ccl.planning.plan_cache import Plan, Planning
 from r2ccl.runtime import status
 from r2ccl.runtime.desync_check import Calling
 from r2ccl.runtime.engine import Engine
-from r2ccl.runtime.executor import LandingPool, LaneRun, host_lanes
+from r2ccl.runtime.executor import HostLanes, LandingPool, LaneRun
 from r2ccl.testing.simulation.network import SimNetwork, Timeline
 from r2ccl.testing.simulation.transport import SimTransport
 from r2ccl.transport.base import Event, Failed
@@ -145,7 +145,7 @@ class World:
     def lanes(self, plan: Plan, links: Links) -> list[LaneRun]:
         x = np.ones(COUNT, np.float32)
         pool = LandingPool(lambda nbytes: np.empty(nbytes, np.uint8), 2)
-        return host_lanes(pool, x, x, plan, links)
+        return HostLanes(pool, x, x)(plan, links)
 
     def join(self, rank: int) -> None:
         other = self.others[rank - 1]
