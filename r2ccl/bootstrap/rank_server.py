@@ -30,6 +30,8 @@ from r2ccl.errors import R2cclError
 
 #: Modules that every rank needs; the server imports them before it forks.
 _PRELOADED = ("numpy", "r2ccl", "r2ccl.factory")
+#: Modules whose compiled code it loads before that, unless the variable is 0.
+_COMPILED = {"R2CC_SHM": "r2ccl.shm.group", "R2CC_COMPILED": "r2ccl.runtime.compiled.call"}
 
 
 class RankRequest(msgspec.Struct):
@@ -83,8 +85,10 @@ def serve(descriptor: int, launcher: int) -> None:
         request = pickle.loads(connection.recv_bytes())
         for name in _PRELOADED:
             importlib.import_module(name)
-        if {**os.environ, **request.environments[0]}.get("R2CC_SHM", "auto") != "0":
-            _preload_shared_memory()
+        environment = {**os.environ, **request.environments[0]}
+        for variable, name in _COMPILED.items():
+            if environment.get(variable, "auto") != "0":
+                _preload(name)
         # Otherwise each rank's garbage collector writes to all objects, and so copies their pages.
         gc.freeze()
         server = os.getpid()
@@ -107,10 +111,10 @@ def serve(descriptor: int, launcher: int) -> None:
             connection.send((rank, os.waitstatus_to_exitcode(status)))
 
 
-def _preload_shared_memory() -> None:
-    """Load the compiled code of shared memory. If it fails, the ranks say why."""
+def _preload(name: str) -> None:
+    """Load the compiled code of a module. If it fails, the ranks say why."""
     with suppress(ImportError, OSError, R2cclError):
-        importlib.import_module("r2ccl.shm.group").preload()
+        importlib.import_module(name).preload()
 
 
 def _fork() -> int:

@@ -434,9 +434,8 @@ class DataLoop:
 
     def serve_inbox(self) -> None:
         """Handle the events of the control thread; the calling thread must own the loop."""
-        if self.inbox:
-            self._drain()
-            self.progress.advance()
+        self._drain()
+        self.progress.advance()
 
     def run_compiled(self, caller: Caller, patience: Patience, run: Callable[[], int]) -> int:
         """Call ``run()``, which runs a call in compiled code, until it need not be called again.
@@ -576,13 +575,27 @@ class DataLoop:
 
 
 def _compiled_calls(context: RankContext, links: Links, progress: Progress) -> CompiledCalls | None:
-    """Return the compiled calls of a rank; None if they cannot be used."""
+    """Return the compiled calls of a rank; None if they are not used.
+
+    Raises
+    ------
+    TransportError
+        If they cannot be used, and ``R2CC_COMPILED=1`` requires it.
+    """
     if context.config.compiled == "0" or not isinstance(context.transport, TcpTransport):
         return None
     try:
         return CompiledCalls(links, progress, context.transport, context.config)
     except (ImportError, OSError, TransportError) as exc:
-        _log.info("rank %d: calls run in Python: no compiled code: %s", context.rank, exc)
+        if context.config.compiled == "1":
+            raise TransportError(
+                f"rank {context.rank}: calls over TCP cannot run in compiled code: {exc}; "
+                "R2CC_COMPILED=1 requires it: install numba, or set R2CC_COMPILED=auto"
+            ) from exc
+        _log.info(
+            "rank %d: calls over TCP run in Python, which is slower: compiled code cannot be used: "
+            "%s", context.rank, exc,
+        )  # fmt: skip
         return None
 
 

@@ -171,6 +171,7 @@ class Engine:
         self._runs: Sequence[LaneRun] = ()
         self.waits = Waits(job, loop, context, self, desync)
         self._call = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", self._pending_call)
+        self._run_compiled = partial(loop.run_compiled, self, self._call)
         self.waiting: Patience | None = None
         self.since_s = 0.0
         self.is_calling = False
@@ -536,7 +537,8 @@ class Engine:
                     self.check()
                 runs: Sequence[LaneRun] | None = None
                 if loop.compiled is not None and type(make) is HostLanes:
-                    loop.serve_inbox()
+                    if loop.inbox:
+                        loop.serve_inbox()
                     runs = loop.compiled.run(plan, make, calls, self._run_compiled)
                 if runs is None:
                     runs = make(plan, links)
@@ -571,10 +573,6 @@ class Engine:
         if loop.inbox:
             self._control.call_soon(loop.serve)
         loop.send_rest()
-
-    def _run_compiled(self, run: Callable[[], int]) -> int:
-        """Run compiled code of the current call; see `DataLoop.run_compiled`."""
-        return self._loop.run_compiled(self, self._call, run)
 
     # Calls in shared memory
 

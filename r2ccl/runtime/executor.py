@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -181,7 +182,6 @@ class LandingPool:
         #: Size of all places, free or in use, in bytes.
         self.nbytes = 0
         self._free: dict[int, list[Place]] = {}
-        self._arena = np.empty(0, np.uint8)
 
     def take(self, nbytes: int) -> Place:
         """Return a place of `nbytes` bytes or more: the free one used last, or else a new one."""
@@ -192,12 +192,11 @@ class LandingPool:
         self.nbytes += size
         return self._allocate(size)
 
-    def arena(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return memory of `nbytes` or more for compiled calls, which run one at a time."""
-        if self._arena.nbytes < nbytes:
-            self.nbytes += (1 << (nbytes - 1).bit_length()) - self._arena.nbytes
-            self._arena = np.empty(1 << (nbytes - 1).bit_length(), np.uint8)
-        return self._arena
+    def reserve(self, nbytes: int, nreplaced: int) -> npt.NDArray[np.uint8]:
+        """Return memory of `nbytes` or more for compiled calls; it replaces that of `nreplaced`."""
+        size = 1 << (nbytes - 1).bit_length()
+        self.nbytes += size - nreplaced
+        return np.empty(size, np.uint8)
 
     def give(self, place: Place) -> None:
         """Return `place` to the pool."""
@@ -493,13 +492,14 @@ class LaneRun:
         return True
 
 
-class HostLanes(NamedTuple):
+class HostLanes(msgspec.Struct):
     """Memory of a collective on host memory, and its lanes.
 
     Attributes
     ----------
     pool : LandingPool
     source, output : ndarray
+        As for `HostCall`.
     """
 
     pool: LandingPool
@@ -508,10 +508,9 @@ class HostLanes(NamedTuple):
 
     def call(self, plan: Plan) -> HostCall:
         """Return the operands of a planned collective."""
-        sample = plan.is_bandwidth_sample
         return HostCall(
             plan.layout, self.source, self.output, plan.reduce, plan.finish,
-            is_bandwidth_sample=sample,
+            is_bandwidth_sample=plan.is_bandwidth_sample,
         )  # fmt: skip
 
     def __call__(self, plan: Plan, links: Links) -> list[LaneRun]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import pytest
 
 import r2ccl
 
@@ -22,8 +24,8 @@ MOST_FUNCTIONS = 40
 MOST_LOCAL = 8
 
 
-def calls_of_an_allreduce() -> list[tuple[str, str]]:
-    """Return module and name of each function called until the first slice is sent.
+def calls_of_an_allreduce(compiled: str, last: str) -> list[tuple[str, str]]:
+    """Return module and name of each function called until `last`, which sends the first slice.
 
     The shortest of several calls counts: if the peer is late, a call first waits for confirmations.
     """
@@ -34,10 +36,10 @@ def calls_of_an_allreduce() -> list[tuple[str, str]]:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(LIBRARY):
             called.append((code.co_filename.removeprefix(LIBRARY + "/"), code.co_name))
-            if code.co_name == "isend":
+            if code.co_name == last:
                 sys.setprofile(None)
 
-    with r2ccl.init() as comm:
+    with r2ccl.init(compiled=compiled) as comm:
         x = np.ones(64, np.float32)
         for _ in range(20):
             comm.allreduce(x)
@@ -52,9 +54,11 @@ def calls_of_an_allreduce() -> list[tuple[str, str]]:
     return min(traces, key=len)
 
 
-def test_a_warm_allreduce_enters_few_modules_and_each_once() -> None:
-    for called in r2ccl.launch(calls_of_an_allreduce, 2, timeout_s=60.0):
-        assert (called[0][1], called[-1][1]) == ("allreduce", "isend")
+@pytest.mark.parametrize(("compiled", "last"), [("0", "isend"), ("1", "run_compiled")])
+def test_a_warm_allreduce_enters_few_modules_and_each_once(compiled: str, last: str) -> None:
+    program = functools.partial(calls_of_an_allreduce, compiled, last)
+    for called in r2ccl.launch(program, 2, timeout_s=60.0):
+        assert (called[0][1], called[-1][1]) == ("allreduce", last)
         assert len({module for module, _ in called}) <= MOST_MODULES, called
         assert len(called) <= MOST_FUNCTIONS, called
         before_slices = itertools.takewhile(lambda call: call[1] != "advance", called)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,6 @@ from r2ccl.runtime.progress import Progress
 from r2ccl.shm.arrays import DATA
 from r2ccl.transport.tcp.connection import Connection
 from r2ccl.transport.tcp.transport import TcpTransport
-from r2ccl.types import PathKey
 
 _LOOP = "r2ccl.runtime.compiled.loop:make_loop"
 #: Most programs that are kept.
@@ -63,8 +63,10 @@ class CompiledCalls:
         self._config = config
         self._programs: OrderedDict[int, tuple[Plan, Program | None]] = OrderedDict()
         self._loop: Callable[[int], int] = callable_of(_LOOP)
-        #: Sockets of the running call.
-        self._fds: tuple[int, ...] = ()
+        #: Memory for landing places and copies of eager slices, which all calls share.
+        self._arena = np.empty(0, np.uint8)
+        #: Connections of the running call.
+        self._conns: list[Connection] = []
         #: Number of events after which calls leave compiled code; 0: no limit (for tests).
         self.limit = 0
         #: Calls that ended in compiled code, and that left it.
@@ -101,18 +103,18 @@ class CompiledCalls:
         conns = self._prepare(program, lanes, calls)
         if conns is None:
             return None
-        self._fds = tuple(conn.fd for conn in conns)
+        self._conns = conns
         result = at.LEFT
         try:
-            result = repeat(lambda: self._loop(program.address))
+            result = repeat(partial(self._loop, program.address))
         finally:
             # Also after Ctrl-C, so that a slice that was confirmed early is read to its end.
             runs = self._end(program, lanes, calls, conns, result)
         return runs
 
     def is_interrupted(self) -> bool:
-        """Return whether a socket that the running call does not use has an event."""
-        return self._transport.has_other_events(self._fds)
+        """Return whether the transport has something to do besides the running call."""
+        return self._transport.has_other_events(self._conns)
 
     def _end(
         self,
@@ -171,15 +173,14 @@ class CompiledCalls:
                 if not program.bind():
                     return None
                 break
-        conns = self._borrow(program.paths)
-        if conns is None:
-            return None
         words = program.view
         program.words[:] = program.initial
-        program.arena = arena = lanes.pool.arena(program.arena_nbytes)
+        arena = self._arena
+        if arena.nbytes < program.arena_nbytes:
+            self._arena = arena = lanes.pool.reserve(program.arena_nbytes, arena.nbytes)
+        program.arena = arena
         for end in program.ends:
             if not self._import(program, end):
-                self._give_back(conns)
                 return None
         program.call = lanes.call(program.plan) if program.layout.uses_scratch else None
         words[at.OP] = calls.op
@@ -190,6 +191,9 @@ class CompiledCalls:
             words[at.SPACES + 2] = _data_of(program.call.spaces[2])
         if self.limit:
             words[at.LIMIT] = self.limit
+        conns = self._transport.lend(program.paths)
+        if conns is None:
+            return None
         at_conn = program.conns_at
         for conn in conns:
             words[at_conn + at.FD] = conn.fd
@@ -199,20 +203,6 @@ class CompiledCalls:
             words[at_conn + at.FRAGMENT_MOST] = conn.fragment_nbytes
             at_conn += at.CONN_NWORDS
         return conns
-
-    def _borrow(self, paths: Sequence[PathKey]) -> list[Connection] | None:
-        conns: list[Connection] = []
-        for path in paths:
-            conn = self._transport.lend(path)
-            if conn is None:
-                self._give_back(conns)
-                return None
-            conns.append(conn)
-        return conns
-
-    def _give_back(self, conns: Sequence[Connection]) -> None:
-        for conn in conns:
-            self._transport.take_back(conn)
 
     def _import(self, program: Program, end: End) -> bool:
         """Copy the counts of two links; return False if their state is not that of a beginning."""
@@ -329,6 +319,17 @@ class CompiledCalls:
             sender.outstanding.append(item)
 
 
+def preload() -> None:
+    """Load the compiled loop; compile it if this host has none yet.
+
+    Raises
+    ------
+    ImportError, TransportError
+        As for `r2ccl.kernels.native.callable_of`.
+    """
+    callable_of(_LOOP)
+
+
 def _data_of(array: npt.NDArray[Any]) -> int:
     """Return the address of the data of an array: a tenth of the time of ``array.ctypes.data``."""
     return _word_at(id(array) + DATA).value
@@ -337,4 +338,4 @@ def _data_of(array: npt.NDArray[Any]) -> int:
 _word_at = ctypes.c_int64.from_address
 _ENDED = _Ended()
 
-__all__ = ["CompiledCalls"]
+__all__ = ["CompiledCalls", "preload"]

@@ -92,19 +92,6 @@ class Connection:
         self.places[frame.channel, frame.seq] = Place(region, ack)
         self.small.append(pack(CLEAR, frame, len(region)))
 
-    @property
-    def is_idle(self) -> bool:
-        """True if nothing is being written or read, and no landing place is named."""
-        return not (
-            self.places
-            or self.sending
-            or self.small
-            or self.bulk
-            or self.replays
-            or self.is_waiting
-            or self.target is not None
-        )
-
 
 def pack(kind: int, frame: Frame, nbytes: int) -> bytes:
     """Return the header of a frame of a kind."""

@@ -25,7 +25,7 @@ import socket
 import struct
 import termios
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 from r2ccl.clock import Clock, monotonic
@@ -228,17 +228,25 @@ class TcpTransport(PreconnectedTransport):
         """Descriptor that is readable after `wake`."""
         return self._wakeup.number
 
-    def lend(self, path: PathKey) -> Connection | None:
-        """Return the connection of `path`, for another reader and writer until `take_back`.
+    def lend(self, paths: Sequence[PathKey]) -> list[Connection] | None:
+        """Return the connections of `paths`, for another reader and writer until `take_back`.
 
-        None if it is in use, or not open. The borrower may change the fields of the connection, and
-        calls no other method meanwhile.
+        None if one of them is in use, or not open. The borrower may change the fields of the
+        connections, and calls no other method meanwhile.
         """
-        conn = self._by_path.get(path)
-        if conn is None or self._events or self._prober.is_busy or not conn.is_idle:
+        if self._events:
             return None
-        self._unparsed.discard(conn)
-        return conn
+        conns = []
+        for path in paths:
+            conn = self._by_path.get(path)
+            if conn is None or conn.places or conn.sending or conn.small or conn.is_waiting:
+                return None
+            if conn.bulk or conn.replays or conn.target is not None:
+                return None
+            conns.append(conn)
+        if self._unparsed:
+            self._unparsed.difference_update(conns)
+        return conns
 
     def take_back(self, conn: Connection, error: int | None = None) -> None:
         """Use a connection again that was lent, in the state that its fields describe.
@@ -255,12 +263,17 @@ class TcpTransport(PreconnectedTransport):
         if conn.sending or conn.small or conn.bulk or conn.replays:
             self._mark(conn)
 
-    def has_other_events(self, fds: Collection[int]) -> bool:
-        """Return whether a socket besides `fds` is ready; forget earlier calls of `wake`."""
+    def has_other_events(self, lent: Collection[Connection]) -> bool:
+        """Return whether `poll` has to be called while connections are lent.
+
+        That is if another socket is ready, or a probe is in flight. Forgets calls of `wake`.
+        """
+        fds = [conn.fd for conn in lent]
         ready = [fd for fd, _ in self._epoll.poll(0)]
         if self._wakeup.number in ready:
             self._wakeup.clear()
-        return any(fd not in fds and fd != self._wakeup.number for fd in ready)
+        is_other = any(fd not in fds and fd != self._wakeup.number for fd in ready)
+        return is_other or self._prober.is_busy
 
     def _parse_rest(self) -> None:
         """Parse the frames that a borrower of connections has read but not parsed."""

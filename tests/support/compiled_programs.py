@@ -1,0 +1,60 @@
+"""Programs of ranks whose calls leave compiled code after some number of events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import r2ccl
+from r2ccl import Communicator
+from r2ccl.runtime.compiled.call import CompiledCalls
+
+#: Numbers of elements, in calls of all collectives: eager slices of two kinds, one slice, several.
+COUNTS = (1, 77, 700, 40_001, 700_001)
+
+
+def compiled_of(comm: Communicator) -> CompiledCalls:
+    """Return what runs the calls of a communicator in compiled code."""
+    found = comm._engine._loop.compiled
+    assert found is not None
+    return found
+
+
+def mixture(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, int, int]:
+    """Run collectives; return the number of wrong ones, and of calls that ended in and left it.
+
+    Calls leave compiled code after `limit` events; 0: not for that reason.
+    """
+    nwrong = 0
+    with r2ccl.init(shm="0", compiled="1", **settings) as comm:
+        compiled = compiled_of(comm)
+        compiled.limit = limit
+        n, rank = comm.nranks, comm.rank
+        for number in range(ncalls):
+            count = COUNTS[number % len(COUNTS)]
+            parts = [_data(number, each, count * n) for each in range(n)]
+            heads = [each[:count] for each in parts]
+            root = number % n
+            mine = heads[rank].copy()
+            comm.broadcast(mine, root=root)
+            gathered = comm.allgather(heads[rank].copy()).reshape(n, -1)
+            exchanged = comm.alltoall(parts[rank].copy()).reshape(n, -1)
+            scattered = comm.reduce_scatter(parts[rank].copy()).reshape(-1)
+            in_place = heads[rank].copy()
+            comm.allreduce(in_place)
+            prefix = comm.scan(heads[rank].copy())
+            own = [each.reshape(n, -1)[rank] for each in parts]
+            nwrong += not np.array_equal(mine, heads[root])
+            nwrong += not np.array_equal(gathered, np.array(heads))
+            nwrong += not np.array_equal(exchanged, np.array(own))
+            nwrong += not np.array_equal(scattered, sum(own))
+            nwrong += not np.array_equal(in_place, sum(heads))
+            nwrong += not np.array_equal(prefix, sum(heads[: rank + 1]))
+            comm.barrier()
+        return nwrong, compiled.nfinished, compiled.nleft
+
+
+def _data(number: int, rank: int, count: int) -> np.ndarray[Any, Any]:
+    """Return small integers, whose sums are exact in every order."""
+    return np.random.default_rng((number, rank)).integers(-99, 99, count).astype(np.float32)
