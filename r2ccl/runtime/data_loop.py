@@ -529,6 +529,8 @@ class DataLoop:
                 )
         self.is_settled = True
         self.progress.forget()
+        if self.compiled is not None:
+            self.compiled.forget()
 
     def _comes_to_rest(self) -> bool:
         clock = self._clock

@@ -110,7 +110,13 @@ class CompiledCalls:
         finally:
             # Also after Ctrl-C, so that a slice that was confirmed early is read to its end.
             runs = self._end(program, lanes, calls, conns, result)
+            # Both refer to the caller's arrays.
+            program.call, self._conns = None, []
         return runs
+
+    def forget(self) -> None:
+        """Drop all references to links; no call may follow."""
+        self._programs.clear()
 
     def is_interrupted(self) -> bool:
         """Return whether the transport has something to do besides the running call."""
