@@ -8,6 +8,6 @@ The compiled loop does for one call what links, lanes, data loop and TCP transpo
 - `call` fills in the tables before a call and, if it has finished, updates the links;
 - `replay` continues a call in Python that compiled code has left.
 
-Compiled code only ever does what the data loop would do with the same events. It logs the events, so
+Compiled code only does what the data loop would do with the same events. It logs the events, so
 that Python can pass them to the links and lanes again, without the work that is done already.
 """

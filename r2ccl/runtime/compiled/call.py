@@ -24,7 +24,7 @@ from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.kernels.native import callable_of
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
-from r2ccl.runtime.compiled.program import End, Program, is_supported
+from r2ccl.runtime.compiled.program import CompiledProgram, LinkPair, is_supported
 from r2ccl.runtime.compiled.replay import Replay, rest
 from r2ccl.runtime.executor import HostLanes, LaneRun
 from r2ccl.runtime.progress import Progress
@@ -61,7 +61,7 @@ class CompiledCalls:
         self._progress = progress
         self._transport = transport
         self._config = config
-        self._programs: OrderedDict[int, tuple[Plan, Program | None]] = OrderedDict()
+        self._programs: OrderedDict[int, tuple[Plan, CompiledProgram | None]] = OrderedDict()
         self._loop: Callable[[int], int] = callable_of(_LOOP)
         #: Memory for landing places and copies of eager slices, which all calls share.
         self._arena = np.empty(0, np.uint8)
@@ -124,7 +124,7 @@ class CompiledCalls:
 
     def _end(
         self,
-        program: Program,
+        program: CompiledProgram,
         lanes: HostLanes,
         calls: Calls[Consumer],
         conns: list[Connection],
@@ -155,14 +155,16 @@ class CompiledCalls:
             self._transport.take_back(conn, error)
         return runs
 
-    def _program_of(self, plan: Plan) -> Program | None:
+    def _program_of(self, plan: Plan) -> CompiledProgram | None:
         key = id(plan)
         found = self._programs.get(key)
         if found is not None and found[0] is plan:
             return found[1]
         program = None
         if plan.layout.peers and is_supported(plan):
-            program = Program(plan, self._transport.wakeup_number, self._links, self._config)
+            program = CompiledProgram(
+                plan, self._transport.wakeup_number, self._links, self._config
+            )
         self._programs[key] = (plan, program)
         if len(self._programs) > _KEPT:
             self._programs.popitem(last=False)
@@ -171,7 +173,7 @@ class CompiledCalls:
     # Begin
 
     def _prepare(
-        self, program: Program, lanes: HostLanes, calls: Calls[Consumer]
+        self, program: CompiledProgram, lanes: HostLanes, calls: Calls[Consumer]
     ) -> list[Connection] | None:
         """Fill the tables of a program; return the connections, or None if they are in use."""
         for end in program.ends:
@@ -210,7 +212,7 @@ class CompiledCalls:
             at_conn += at.CONN_NWORDS
         return conns
 
-    def _import(self, program: Program, end: End) -> bool:
+    def _import(self, program: CompiledProgram, end: LinkPair) -> bool:
         """Copy the counts of two links; return False if their state is not that of a beginning."""
         sender, receiver, words, row = end.sender, end.receiver, program.view, end.row
         if receiver.landings or receiver.posted != receiver.consumed:
@@ -226,7 +228,7 @@ class CompiledCalls:
             return False
         return not receiver.arrivals or self._import_arrivals(program, end)
 
-    def _import_clears(self, program: Program, end: End) -> bool:
+    def _import_clears(self, program: CompiledProgram, end: LinkPair) -> bool:
         """Count the landing places that the peer has named for the first slices of a link."""
         sender, is_over = end.sender, False
         for ordinal in range(end.nsends):
@@ -242,7 +244,7 @@ class CompiledCalls:
             program.view[end.row + at.CLEARED] = ordinal + 1
         return True
 
-    def _import_arrivals(self, program: Program, end: End) -> bool:
+    def _import_arrivals(self, program: CompiledProgram, end: LinkPair) -> bool:
         """Copy the slices that have arrived before their receives were posted."""
         arrived = program.arrived(end.number)
         for seq, payload in end.receiver.arrivals.items():
@@ -256,9 +258,9 @@ class CompiledCalls:
                 arrived[ordinal] = -1
         return True
 
-    # End
+    # LinkPair
 
-    def _settle(self, program: Program, calls: Calls[Consumer]) -> None:
+    def _settle(self, program: CompiledProgram, calls: Calls[Consumer]) -> None:
         """Bring the links to the end of a call that compiled code has finished."""
         links, words, ncalls = self._links, program.view, self._links.ncalls
         for end in program.ends:
@@ -300,7 +302,7 @@ class CompiledCalls:
                 if kind == at.CONFIRMED_EVENT and number < 0:
                     self._progress.confirmed(program.paths[conn].peer, channel, ack)
 
-    def _measure(self, program: Program) -> None:
+    def _measure(self, program: CompiledProgram) -> None:
         """Pass the times of the cleared slices to the bandwidth measurement."""
         balance = self._links.balance
         assert balance is not None
@@ -312,7 +314,7 @@ class CompiledCalls:
             else:
                 balance.confirmed(path.rail, time_ns * 1e-9, nbytes)
 
-    def _keep(self, program: Program, end: End, op: int) -> None:
+    def _keep(self, program: CompiledProgram, end: LinkPair, op: int) -> None:
         """Keep copies of the eager slices that await their confirmation."""
         sender, first = end.sender, end.sender.posted - end.nsends
         signature = program.signature(end.number, is_sent=True)

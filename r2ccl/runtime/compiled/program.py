@@ -60,8 +60,8 @@ class Pair:
         self.depth = 1 << 30
 
 
-class End(NamedTuple):
-    """Links of a pair, as `Program.bind` has found them.
+class LinkPair(NamedTuple):
+    """Links of a pair, as `CompiledProgram.bind` has found them.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class End(NamedTuple):
     route: PathKey | None
 
 
-class Program:
+class CompiledProgram:
     """Tables of a plan.
 
     Parameters
@@ -105,7 +105,7 @@ class Program:
     view : memoryview
         ``words``; reading a word takes a third of the time.
     pairs : list of Pair
-    ends : list of End
+    ends : list of LinkPair
     paths : tuple of PathKey
         Path of each connection, see `bind`.
     traffic : dict of PathKey to list of int
@@ -192,7 +192,7 @@ class Program:
         self.view = memoryview(self.words)  # type: ignore[arg-type]
         self._wakeup = wakeup
         self.ends = [
-            End(
+            LinkPair(
                 number,
                 self.pairs_at + at.PAIR_NWORDS * number,
                 len(pair.sends),
@@ -448,4 +448,4 @@ def signed(word: int) -> int:
     return word - _WORD if word >= _WORD // 2 else word
 
 
-__all__ = ["End", "Pair", "Program", "is_supported", "signed"]
+__all__ = ["CompiledProgram", "LinkPair", "Pair", "is_supported", "signed"]

@@ -19,11 +19,11 @@ from r2ccl.failover.migration.calls import Calls
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.planning.lowering import Step
 from r2ccl.runtime.compiled import layout as at
-from r2ccl.runtime.compiled.program import Program
+from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.executor import HostLanes, LaneRun
 from r2ccl.runtime.progress import Progress
 from r2ccl.transport.base import Arrived, Cleared, Confirmed, Event, Frame, Sent
-from r2ccl.transport.tcp.connection import Connection, Outgoing, Place, pack_data
+from r2ccl.transport.tcp.connection import Connection, LandingPlace, QueuedSlice, pack_data
 from r2ccl.types import PathKey
 
 
@@ -45,7 +45,7 @@ class _Posted(NamedTuple):
     token: object
 
 
-class Recorder:
+class RecordingTransport:
     """Transport that records instead of sending."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Recorder:
 class _Continued:
     """`Operands` of a call of which compiled code has done a part."""
 
-    def __init__(self, program: Program, lanes: HostLanes) -> None:
+    def __init__(self, program: CompiledProgram, lanes: HostLanes) -> None:
         call = program.call or lanes.call(program.plan)
         self.layout, self.views = call.layout, call.views
         self.is_bandwidth_sample = call.is_bandwidth_sample
@@ -99,7 +99,7 @@ class Replay:
 
     Parameters
     ----------
-    program : Program
+    program : CompiledProgram
     conns : sequence of Connection
         Connections of the program's paths.
     links : Links
@@ -107,13 +107,17 @@ class Replay:
     """
 
     def __init__(
-        self, program: Program, conns: Sequence[Connection], links: Links, progress: Progress
+        self,
+        program: CompiledProgram,
+        conns: Sequence[Connection],
+        links: Links,
+        progress: Progress,
     ) -> None:
         self._program = program
         self._conns = conns
         self._links = links
         self._progress = progress
-        self._recorder = Recorder()
+        self._recorder = RecordingTransport()
         self._numbers = {pair.key: number for number, pair in enumerate(program.pairs)}
 
     def run(self, lanes: HostLanes, calls: Calls[Consumer]) -> list[LaneRun]:
@@ -197,7 +201,7 @@ class Replay:
                 if fragment:
                     conn.sending.append(posted.view[end - fragment : end])
                 if rest:
-                    conn.bulk.append(Outgoing(posted.frame, posted.view[end:]))
+                    conn.bulk.append(QueuedSlice(posted.frame, posted.view[end:]))
                 else:
                     conn.sent = posted.frame
         taken, added = row[at.EAGER_TAKEN], row[at.EAGER_ADDED]
@@ -212,7 +216,7 @@ class Replay:
             if key[0] != conn.path or key in begun:
                 continue
             if posted.token is not None:
-                conn.bulk.append(Outgoing(posted.frame, posted.view))
+                conn.bulk.append(QueuedSlice(posted.frame, posted.view))
             else:
                 number = self._numbers[conn.path.peer, posted.frame.channel]
                 ordinal = posted.frame.seq - int(program.pair(number)[at.FIRST_SENT])
@@ -235,7 +239,7 @@ class Replay:
             arrived = int(program.arrived(at_pair)[ordinal])
             if arrived < 0:
                 continue
-            place = Place(region[arrived:], ack)
+            place = LandingPlace(region[arrived:], ack)
             place.began_s = monotonic() if arrived else 0.0
             if words[at.EARLY] == ordinal + 1:
                 place.ack, place.is_confirmed = 0, True
@@ -276,4 +280,4 @@ def rest(conn: Connection, words: Sequence[int], start: int) -> None:
         conn.small.append(ctypes.string_at(words[start + at.NEXT], left))
 
 
-__all__ = ["Recorder", "Replay", "rest"]
+__all__ = ["RecordingTransport", "Replay", "rest"]

@@ -23,7 +23,7 @@ _FRAGMENT_NBYTES = 64 << 10
 _WHOLE = 1 << 62
 
 
-class Outgoing:
+class QueuedSlice:
     """Cleared slice being sent; ``rest`` holds the bytes not yet queued as fragments."""
 
     __slots__ = ("frame", "rest")
@@ -33,7 +33,7 @@ class Outgoing:
         self.rest = view
 
 
-class Place:
+class LandingPlace:
     """Landing place; ``rest`` is the part that no fragment has begun to fill."""
 
     __slots__ = ("ack", "began_s", "is_confirmed", "rest")
@@ -73,13 +73,13 @@ class Connection:
         #: the landing place of its slice.
         self.target: memoryview | None = None
         self.frame: Frame | None = None
-        self.place: Place | None = None
+        self.place: LandingPlace | None = None
         #: Landing places named on the path, by channel and number of the slice.
-        self.places: dict[tuple[int, int], Place] = {}
+        self.places: dict[tuple[int, int], LandingPlace] = {}
         #: Send queues in order of priority: small frames, replays, other cleared slices.
         self.small: deque[bytes | memoryview] = deque()
-        self.replays: deque[Outgoing] = deque()
-        self.bulk: deque[Outgoing] = deque()
+        self.replays: deque[QueuedSlice] = deque()
+        self.bulk: deque[QueuedSlice] = deque()
         #: Buffers of the frames being written.
         self.sending: deque[bytes | memoryview] = deque()
         #: Frame of the slice to report as `Sent` once ``sending`` is empty.
@@ -89,7 +89,7 @@ class Connection:
 
     def ask(self, frame: Frame, region: memoryview, ack: int) -> None:
         """Queue a clear-to-send frame that announces `region` for slice ``frame.seq``."""
-        self.places[frame.channel, frame.seq] = Place(region, ack)
+        self.places[frame.channel, frame.seq] = LandingPlace(region, ack)
         self.small.append(pack(CLEAR, frame, len(region)))
 
 
@@ -115,8 +115,8 @@ __all__ = [
     "HEADER",
     "HEADER_NBYTES",
     "Connection",
-    "Outgoing",
-    "Place",
+    "LandingPlace",
+    "QueuedSlice",
     "buffer_nbytes",
     "pack",
     "pack_data",

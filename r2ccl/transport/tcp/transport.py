@@ -49,8 +49,8 @@ from r2ccl.transport.tcp.connection import (
     HEADER,
     HEADER_NBYTES,
     Connection,
-    Outgoing,
-    Place,
+    LandingPlace,
+    QueuedSlice,
     buffer_nbytes,
     pack,
 )
@@ -166,7 +166,7 @@ class TcpTransport(PreconnectedTransport):
                 conn.small.append(view)
             self._events.append(Sent(path, frame.channel, frame.seq))
         else:
-            (conn.replays if is_replay else conn.bulk).append(Outgoing(frame, view))
+            (conn.replays if is_replay else conn.bulk).append(QueuedSlice(frame, view))
         self._mark(conn)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
@@ -478,7 +478,7 @@ class TcpTransport(PreconnectedTransport):
             del conn.places[frame.channel, frame.seq]
             self._events.append(Arrived(conn.path, frame, None, place.began_s, place.is_confirmed))
 
-    def _confirm_early(self, conn: Connection, place: Place, missing: int) -> bool:
+    def _confirm_early(self, conn: Connection, place: LandingPlace, missing: int) -> bool:
         """Confirm the current slice if the local kernel already holds all its missing bytes.
 
         The sender then need not wait until they are copied here. These bytes cannot get lost:
@@ -547,7 +547,7 @@ class TcpTransport(PreconnectedTransport):
         return True
 
     def _begin_fragment(
-        self, conn: Connection, frame: Frame, place: Place, start: int, nbytes: int
+        self, conn: Connection, frame: Frame, place: LandingPlace, start: int, nbytes: int
     ) -> bool:
         if nbytes > len(place.rest):
             self._fail(
