@@ -23,7 +23,7 @@ from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.executor import HostLanes, LaneRun
 from r2ccl.runtime.progress import Progress
 from r2ccl.transport.base import Arrived, Cleared, Confirmed, Event, Frame, Sent
-from r2ccl.transport.tcp.connection import Connection, LandingPlace, QueuedSlice, pack_data
+from r2ccl.transport.tcp.connection import Connection, NamedPlace, QueuedSlice, pack_data
 from r2ccl.types import PathKey
 
 
@@ -239,7 +239,7 @@ class Replay:
             arrived = int(program.arrived(at_pair)[ordinal])
             if arrived < 0:
                 continue
-            place = LandingPlace(region[arrived:], ack)
+            place = NamedPlace(region[arrived:], ack)
             place.began_s = monotonic() if arrived else 0.0
             if words[at.EARLY] == ordinal + 1:
                 place.ack, place.is_confirmed = 0, True

@@ -33,7 +33,7 @@ class QueuedSlice:
         self.rest = view
 
 
-class LandingPlace:
+class NamedPlace:
     """Landing place; ``rest`` is the part that no fragment has begun to fill."""
 
     __slots__ = ("ack", "began_s", "is_confirmed", "rest")
@@ -73,9 +73,9 @@ class Connection:
         #: the landing place of its slice.
         self.target: memoryview | None = None
         self.frame: Frame | None = None
-        self.place: LandingPlace | None = None
+        self.place: NamedPlace | None = None
         #: Landing places named on the path, by channel and number of the slice.
-        self.places: dict[tuple[int, int], LandingPlace] = {}
+        self.places: dict[tuple[int, int], NamedPlace] = {}
         #: Send queues in order of priority: small frames, replays, other cleared slices.
         self.small: deque[bytes | memoryview] = deque()
         self.replays: deque[QueuedSlice] = deque()
@@ -89,7 +89,7 @@ class Connection:
 
     def ask(self, frame: Frame, region: memoryview, ack: int) -> None:
         """Queue a clear-to-send frame that announces `region` for slice ``frame.seq``."""
-        self.places[frame.channel, frame.seq] = LandingPlace(region, ack)
+        self.places[frame.channel, frame.seq] = NamedPlace(region, ack)
         self.small.append(pack(CLEAR, frame, len(region)))
 
 
@@ -115,7 +115,7 @@ __all__ = [
     "HEADER",
     "HEADER_NBYTES",
     "Connection",
-    "LandingPlace",
+    "NamedPlace",
     "QueuedSlice",
     "buffer_nbytes",
     "pack",

@@ -49,7 +49,7 @@ from r2ccl.transport.tcp.connection import (
     HEADER,
     HEADER_NBYTES,
     Connection,
-    LandingPlace,
+    NamedPlace,
     QueuedSlice,
     buffer_nbytes,
     pack,
@@ -478,7 +478,7 @@ class TcpTransport(PreconnectedTransport):
             del conn.places[frame.channel, frame.seq]
             self._events.append(Arrived(conn.path, frame, None, place.began_s, place.is_confirmed))
 
-    def _confirm_early(self, conn: Connection, place: LandingPlace, missing: int) -> bool:
+    def _confirm_early(self, conn: Connection, place: NamedPlace, missing: int) -> bool:
         """Confirm the current slice if the local kernel already holds all its missing bytes.
 
         The sender then need not wait until they are copied here. These bytes cannot get lost:
@@ -547,7 +547,7 @@ class TcpTransport(PreconnectedTransport):
         return True
 
     def _begin_fragment(
-        self, conn: Connection, frame: Frame, place: LandingPlace, start: int, nbytes: int
+        self, conn: Connection, frame: Frame, place: NamedPlace, start: int, nbytes: int
     ) -> bool:
         if nbytes > len(place.rest):
             self._fail(

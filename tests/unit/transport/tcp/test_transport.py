@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from r2ccl.errors import InternalError
-from r2ccl.transport.tcp.connection import Connection, LandingPlace
+from r2ccl.transport.tcp.connection import Connection, NamedPlace
 from r2ccl.transport.tcp.transport import TcpTransport
 from r2ccl.types import BYPASS, PathKey
 
@@ -23,7 +23,7 @@ def open_path(transport: TcpTransport, path: PathKey) -> tuple[socket.socket, Co
 def lose_bytes(conn: Connection) -> None:
     """Make the connection believe that the kernel holds bytes of a confirmed slice."""
     region = memoryview(bytearray(8))
-    conn.place = LandingPlace(region[8:], 0)
+    conn.place = NamedPlace(region[8:], 0)
     conn.place.is_confirmed = True
     conn.target = region
 
