@@ -286,6 +286,7 @@ class CompiledCalls:
                 if receiver.arrivals:
                     for seq in [seq for seq in receiver.arrivals if seq < posted]:
                         del receiver.arrivals[seq]
+            if end.nreceives or words[row + at.CLEARED]:
                 calls.seen[sender.peer] = max(calls.seen.get(sender.peer, 0), calls.op)
             if words[row + at.IS_UNCONFIRMED]:
                 links.unconfirmed[receiver] = None
