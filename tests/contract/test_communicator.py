@@ -30,7 +30,7 @@ COLLECTIVES = (
 )
 
 
-@pytest.mark.parametrize("nranks", slow_but([1, 3], [1, 2, 3, 4, 5]))
+@pytest.mark.parametrize("nranks", slow_but([3], [1, 2, 3, 4, 5]))
 def test_every_collective_dtype_and_op_is_exact(nranks: int) -> None:
     given = {"counts": (0, 7), "names": values.DTYPES}
     check_in_one_job(nranks, *(partial(run, **given) for run in COLLECTIVES))
@@ -81,7 +81,7 @@ def test_a_communicator_is_usable_after_wrong_parts() -> None:
 
 @pytest.mark.parametrize("nranks", slow_but([3], [1, 2, 3, 4]))
 def test_inputs_can_be_scaled_and_widened(nranks: int) -> None:
-    check_in_one_job(nranks, partial(operation_programs.converted, counts=(0, 1, 7, 20_001)))
+    check_in_one_job(nranks, partial(operation_programs.converted, counts=(0, 7, 20_001)))
 
 
 def test_a_mean_in_float32_is_rounded_once() -> None:

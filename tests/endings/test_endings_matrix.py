@@ -37,8 +37,6 @@ QUICK = [
     ("term", "repair"),
     ("kill", "call"),
     ("memory", "call"),
-    ("revoke_thread", "message"),
-    ("kill", "exchange"),
 ]
 
 
@@ -48,11 +46,8 @@ LOCAL = [cell for cell in CELLS if cell[0] != "memory" and cell[1] not in ("init
 LOCAL_QUICK = [
     ("abort_thread", "call"),
     ("revoke_handler", "async"),
-    ("close_handler", "call"),
-    ("interrupt", "call"),
-    ("term", "shrink"),
-    ("kill", "flow"),
     ("close_handler", "message"),
+    ("term", "shrink"),
     ("interrupt", "message"),
     ("twice", "exchange"),
     ("kill", "exchange"),
