@@ -54,7 +54,7 @@ class _Shared(NamedTuple):
 
 
 class SymmetricMemory:
-    """Segments of one group in which arrays are that all ranks reach.
+    """Segments of one group for arrays that all ranks reach.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ class SymmetricMemory:
         return bytes_of(memory)
 
     def withdraw(self, output: npt.NDArray[Any]) -> None:
-        """Make an output private after a call has failed, in which peers may still write to it.
+        """Make an output private after a failed call, because peers may still write to it.
 
         Its elements are zero afterwards. The group must not be used any more.
         """
@@ -142,7 +142,7 @@ class SymmetricMemory:
             in_turn(partial(self._free, frozenset(map(int, np.flatnonzero(common)))))
 
     def _check(self, size: int, exchange: AllgatherBytes) -> None:
-        """Raise on all ranks if their sizes differ, or there is no memory for all of them."""
+        """Raise on all ranks if their sizes differ, or memory or segments do not suffice."""
         told = [_SIZES.unpack(each) for each in exchange(_SIZES.pack(size, room_nbytes()))]
         sizes, room = [each[0] for each in told], min(each[1] for each in told)
         ranks = self._place.ranks
@@ -194,7 +194,7 @@ class SymmetricMemory:
                 peer.close()
 
     def _publish(self) -> None:
-        """Show compiled code the segments; no call may run."""
+        """Give compiled code the tables of the segments; no call may run."""
         nranks = len(self._place.ranks)
         rows = sorted(
             (each.own.address, each.own.address + each.own.nbytes, number)

@@ -179,8 +179,8 @@ class CompiledCalls:
     ) -> list[Connection] | None:
         """Fill in the tables of a program; return the connections that its call uses.
 
-        Return None if compiled code cannot run the call: a pair of links has no common route, slices
-        of earlier calls are in progress, or a connection is in use.
+        Return None if compiled code cannot run the call: a pair of links has no common route,
+        slices of earlier calls are in progress, or a connection is in use.
         """
         for end in program.ends:
             if end.sender.route != end.route or end.receiver.route != end.route:
@@ -237,7 +237,7 @@ class CompiledCalls:
     def _import_clears(self, program: CompiledProgram, end: LinkPair) -> bool:
         """Copy the number of slices for which the peer has named landing places already.
 
-        Return False if a place is on another path or has another size, or an earlier one is missing.
+        Return False if a place is on another path, has another size, or follows a missing one.
         """
         sender, is_over = end.sender, False
         for ordinal in range(end.nsends):

@@ -138,16 +138,16 @@ PAIR_NWORDS = 28
 ) = range(12)  # fmt: skip
 STEP_NWORDS = 12
 
-# Row of the log: kind of the event, connection, channel, slice, confirmation, size, pair (-1: not of
-# the call), and time, for the last two kinds only.
+# Row of the log: kind of the event, connection, channel, slice, confirmation, size, pair (-1: not
+# of the call), and time, for the last two kinds only.
 
 (EVENT, EVENT_CONN, EVENT_CHANNEL, EVENT_SEQ, EVENT_ACK, EVENT_NBYTES, EVENT_PAIR, EVENT_NS) = (
     range(8)
 )
 EVENT_NWORDS = 8
 #: Kinds of events: a slice arrived eagerly, in its landing place, or there after it was confirmed;
-#: the peer named a landing place, or confirmed slices; a cleared slice was sent; a cleared slice was
-#: posted, or released. The last two are for `r2ccl.failover.bandwidth`.
+#: the peer named a landing place, or confirmed slices; a cleared slice was sent; a cleared slice
+#: was posted, or released. The last two are for `r2ccl.failover.bandwidth`.
 ARRIVED_EAGER, ARRIVED_PLACED, ARRIVED_CONFIRMED = 0, 1, 2
 CLEARED_EVENT, CONFIRMED_EVENT, SENT_EVENT = 3, 4, 5
 POSTED_EVENT, RELEASED_EVENT = 6, 7

@@ -32,8 +32,8 @@ _WORD = 1 << 64
 #: Python, which then handles signals; in nanoseconds.
 _SLEEP_NS = 10_000_000
 _BUSY_NS = 5_000_000
-#: Spare rows of the log per pair, for confirmations of earlier slices. Compiled code leaves the call
-#: when they are used up; as many more rows take the events that it logs until then.
+#: Spare rows of the log per pair, for confirmations of earlier slices. Compiled code leaves the
+#: call when they are used up; as many more rows take the events that it logs until then.
 _SPARE_ROWS = 64
 
 
@@ -129,7 +129,7 @@ class CompiledProgram:
         self.arena_nbytes = 0
         self.arena: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.call: HostCall | None = None
-        #: Offsets in the arena of eager slices sent, and of slices received, by pair; -1: not there.
+        #: By pair: offsets in the arena of eager slices sent, and of slices received; -1: none.
         self.copies: list[list[int]] = []
         self.places: list[list[int]] = []
         call = CallSignature.unpack(plan.signature)
@@ -240,7 +240,7 @@ class CompiledProgram:
         words[at.NAFTER] = len(step.after)
 
     def _pair_tables(self, tables: _Tables, number: int) -> tuple[int, ...]:
-        """Add the tables of a pair, and reserve its part of the arena; return the tables' indices."""
+        """Add the tables of a pair, and reserve its part of the arena; return their indices."""
         pair = self.pairs[number]
         lane = self.layout.lanes[pair.lane]
         size = self.layout.slice_nbytes
@@ -305,7 +305,7 @@ class CompiledProgram:
     # Calls
 
     def bind(self) -> bool:
-        """Use the current routes of the links; return False unless each pair has one for both links."""
+        """Use the current routes of the links; return False if a pair has no common route."""
         self.ends = [end._replace(route=end.sender.route) for end in self.ends]
         routes = [end.route for end in self.ends if end.route is not None]
         if len(routes) < len(self.ends) or any(e.receiver.route != e.route for e in self.ends):

@@ -217,7 +217,7 @@ def confirm_early(state: Any, number: Any, conn: Any) -> None:
 
 @inlined
 def read_target(state: Any, number: Any, conn: Any) -> Any:
-    """Read into a landing place once; return EVENT or TAKEN, or as `read_buffer` after a failure."""
+    """Read into a landing place once; return EVENT, TAKEN, or a failure as `read_buffer` does."""
     confirm_early(state, number, conn)
     asked = min(conn[TARGET_LEFT], CALL_NBYTES)
     n = receive(conn[FD], conn[TARGET], asked)

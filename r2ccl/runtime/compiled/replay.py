@@ -170,7 +170,7 @@ class Replay:
                 yield Arrived(path, frame, payload, monotonic(), is_confirmed)
 
     def measure(self) -> None:
-        """Report slices that compiled code has not posted to the bandwidth measurement, as posted now."""
+        """Report slices that compiled code has not posted to the measurement, as posted now."""
         balance, now = self._links.balance, monotonic()
         assert balance is not None
         for path, frame, _, token in self._recorder.posted.values():

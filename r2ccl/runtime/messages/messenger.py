@@ -83,7 +83,7 @@ class MessageRequest:
 
 
 class Way(Protocol):
-    """What carries the messages of a communicator.
+    """Carrier of the messages of one communicator: links, or shared memory.
 
     Attributes
     ----------
@@ -101,7 +101,7 @@ class Way(Protocol):
         ...
 
     def connect_to(self, peer: int) -> None:
-        """Make messages to `peer`, a rank of the job, possible."""
+        """Connect the paths that messages to `peer`, a rank of the job, need."""
         ...
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
@@ -163,7 +163,7 @@ class Messenger:
             health=health,
         )
         self._network = NetworkMessages(self, loop, driver, connect)
-        #: What carries the messages.
+        #: Carrier of the messages.
         self._way: Way = self._network
         #: Identifier of the thread that waits for a message; 0 if none does.
         self._waiter = 0
@@ -203,7 +203,7 @@ class Messenger:
         self._local = self._way = LocalMessages(self, self._loop, driver, engine)
 
     def free_memory(self, timeout_s: float) -> bool:
-        """Use no shared memory any more; return whether the running call ended in time."""
+        """Stop using shared memory; return False, and keep using it, if a call does not end."""
         if self._local is None or self._local.close(timeout_s):
             self._local, self._way = None, self._network
             return True
