@@ -148,9 +148,9 @@ class SymmetricMemory:
         ranks = self._place.ranks
         if len(set(sizes)) > 1:
             raise InvalidArgument(
-                "memory of different sizes was asked for: rank "
-                + ", rank ".join(f"{rank} {each}" for rank, each in zip(ranks, sizes, strict=True))
-                + " bytes, in whole pages: pass an equal shape and dtype on all ranks"
+                "empty() was called with different sizes, in bytes of whole pages: rank "
+                + ", rank ".join(f"{rank}: {each}" for rank, each in zip(ranks, sizes, strict=True))
+                + "; pass an equal shape and dtype on all ranks"
             )
         if sum(sizes) > room:
             raise TransportError(
