@@ -124,7 +124,7 @@ class Branch:
         return expect(Table, body).peers()
 
     def account(self) -> str:
-        """Return a clause that says which ranks this one waits for; empty if only for rank 0."""
+        """Return what this rank waits for, as a clause; empty if it is rank 0 or the table."""
         if self._awaited and self._communicator_id:
             return f"waits for the addresses of ranks {sorted(self._awaited)}"
         if self._obstacle and not self._has_passed_up:

@@ -8,9 +8,9 @@ Rank i of every node owns part i of each chunk of the buffer (`r2ccl.planning.tw
 
 The steps within a node run in a `LocalGroup` of its ranks. The allreduce of a chunk between nodes
 is a call of the communicator's engine, with a plan of this rank's group
-(`r2ccl.planning.plan_cache.GroupPlanCache`). All groups run theirs at the same time, so the calls
-have the same numbers on all ranks and are planned with the same agreed health, and a lost NIC is
-handled as in any other call.
+(`r2ccl.planning.plan_cache.GroupPlanCache`). Every rank makes one such call per chunk, so the calls
+have the same numbers on all ranks, are planned with the same agreed health, and handle a lost NIC
+as any other call does.
 
 While the network works on a chunk, a second thread reduces the next one and distributes the
 previous one. The first reduce-scatter and the last allgather run in the calling thread. The steps

@@ -83,12 +83,7 @@ class MessageRequest:
 
 
 class Way(Protocol):
-    """Carrier of the messages of one communicator: links, or shared memory.
-
-    Attributes
-    ----------
-    driver : MessageProtocol
-    """
+    """Carrier of the messages of one communicator: links, or shared memory."""
 
     @property
     def driver(self) -> MessageProtocol:
@@ -105,7 +100,10 @@ class Way(Protocol):
         ...
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
-        """Run ``fn()`` alone, after messages have advanced if `is_step`."""
+        """Run ``fn()`` alone, after messages have advanced if `is_step`.
+
+        What ``fn()`` raises ends the communicator.
+        """
         ...
 
     def wait(self, is_done: Callable[[], bool], patience: Patience) -> None:
@@ -203,7 +201,7 @@ class Messenger:
         self._local = self._way = LocalMessages(self, self._loop, driver, engine)
 
     def free_memory(self, timeout_s: float) -> bool:
-        """Stop using shared memory; return False, and keep using it, if a call does not end."""
+        """Stop using shared memory; return False if a call uses it for `timeout_s` or longer."""
         if self._local is None or self._local.close(timeout_s):
             self._local, self._way = None, self._network
             return True
