@@ -44,6 +44,8 @@ from r2ccl.types import CallSignature
 class Chunk(NamedTuple):
     """Piece of the buffer of a call, which passes through the steps of both levels as a unit.
 
+    It is not the chunk of a schedule, which is a part of a channel.
+
     It has the elements ``first`` to ``end`` (exclusive) of the buffer. ``parts`` are the ranges of
     the ranks of a node, in elements from the start of the chunk; some may be empty.
     """
@@ -312,7 +314,7 @@ _LOCAL_STEPS = 1
 #: Two levels are preferred up to this multiple of the predicted time of one level, because
 #: predictions have about this error.
 _AS_GOOD = Fraction(102, 100)
-#: Most divisions kept.
+#: Maximum number of divisions kept.
 _KEPT = 1024
 
 __all__ = [

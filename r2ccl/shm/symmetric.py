@@ -30,7 +30,7 @@ from r2ccl.shm.room import room_nbytes
 from r2ccl.shm.segment import Segment
 from r2ccl.types import AllgatherBytes
 
-#: Most segments at a time.
+#: Maximum number of segments at a time.
 MAX_NSEGMENTS = 1024
 _SIZES = struct.Struct("qq")
 _PROBLEM_NBYTES = 256
