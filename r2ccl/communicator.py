@@ -798,11 +798,11 @@ class Communicator:
         *,
         like: Any = None,
     ) -> npt.NDArray[Any]:
-        """Allocate an array that peers in shared memory reach: collectives on it copy less.
+        """Allocate an array that all ranks reach in shared memory: collectives on it copy less.
 
         Use it, or parts of it, as input, and for `allreduce` also as output. It is an ordinary
-        NumPy array, which ``torch.from_numpy`` and DLPack share. Collectives of other communicators
-        treat it as any other array.
+        NumPy array; ``torch.from_numpy`` and DLPack can share its memory. Collectives of other
+        communicators treat it as any other array.
 
         Parameters
         ----------
@@ -816,7 +816,7 @@ class Communicator:
         Returns
         -------
         ndarray
-            C-contiguous. Its elements have any values. Valid as long as it or a view of it exists,
+            C-contiguous and uninitialized. Valid as long as it or a view of it exists,
             also after the communicator has ended.
 
         Raises
@@ -833,7 +833,8 @@ class Communicator:
         *Collective*: all ranks. *Cost*: about 1 ms, and whole pages of memory on every rank, so
         allocate few large arrays and use parts of them. The memory is freed by the first `empty`
         after all ranks have dropped their arrays in it, or when the communicator has ended. Without
-        shared memory, the array is registered as by `register`. A forked child shares its contents.
+        memory that all ranks share, as on several hosts, the array is registered as by `register`.
+        A forked child shares its contents.
         *After failure*: `allreduce` leaves zeros in an output that peers reach.
         """
         return self._collectives.empty(*arguments.form_of(shape, dtype, like))

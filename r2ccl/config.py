@@ -181,7 +181,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def confirm_after(self) -> int:
-        """Number of consumed eager slices of a link that are confirmed at once."""
+        """Number of consumed eager slices at which the receiver of a link confirms them."""
         return max(1, self.eager_slots // 2)
 
     @property

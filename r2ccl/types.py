@@ -53,7 +53,7 @@ class EnvelopeKind(enum.IntEnum):
     DATA = 6
 
 
-#: Most bytes of short messages to one peer that no receive has taken.
+#: Maximum number of bytes of short messages to one peer that no receive has taken.
 MOST_UNTAKEN = 1 << 20
 
 

@@ -1,12 +1,12 @@
 """Second round of the rendezvous on a rank other than 0: its parent and its children in the tree.
 
-The tree is the binomial tree of `r2ccl.bootstrap.overlay`. The addresses of a rank's part of the
-tree go to its parent, and the addresses of all ranks, which come from its parent, to its children.
-So rank 0 exchanges addresses with log2(n) ranks. The connection to rank 0 stays open meanwhile: on
-it, rank 0 notices the end of every rank, and tells all ranks of an error.
+The tree is the binomial tree of `r2ccl.bootstrap.overlay`. A rank sends the addresses of its part
+of the tree to its parent, receives the addresses of all ranks from it, and sends these to its
+children. So rank 0 exchanges addresses with log2(n) ranks only. Each rank's connection to rank 0
+stays open meanwhile: rank 0 notices by it that a rank ends, and reports errors over it.
 
 Runs in the control thread. Invariant: bytes of a child are decoded only after both ends have proved
-the secret, and the claim names this communicator, this rank and a child of it.
+that they know the secret, and the claim names this communicator, this rank and a child of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from r2ccl.bootstrap.overlay import children, parent
 from r2ccl.bootstrap.wire import MessageReader
 from r2ccl.errors import InvalidArgument
 
-#: Limit of the time that a rank takes to send a message to all its children.
+#: Time limit for sending a message to all children.
 _SEND_S = 5.0
 _FIRST_PAUSE_S = 0.02
 _MAX_PAUSE_S = 0.5
@@ -72,14 +72,16 @@ class Branch:
         self._fault = ""
         self._has_passed_up = False
         self._is_leader_gone = False
-        #: The loss of the parent, of which rank 0 was told.
+        #: Message to rank 0 that the parent is lost; None if the parent is not.
         self._orphaned: bytes | None = None
         #: Last message from the parent or rank 0: a `Table` or a `MeetingFailed`.
         self._outcome: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._obstacle = ""
 
     def listen(self, host: str) -> wire.Address:
-        """Listen for the children at numeric address `host`; empty and 0 if there are none.
+        """Listen for the children at numeric address `host`; return the address to connect to.
+
+        Return ``("", 0)`` if this rank has no children.
 
         Raises
         ------
@@ -97,12 +99,12 @@ class Branch:
     async def exchange(
         self, own: PeerInfo, secret: Secret, welcome: Welcome
     ) -> tuple[PeerInfo, ...]:
-        """Send `own` and the addresses from the children up; return those of all ranks.
+        """Send `own` and the children's addresses to the parent; return those of all ranks.
 
         Raises
         ------
         InvalidArgument, TransportTimeout, PeerLost
-            As for `r2ccl.bootstrap.rendezvous.meet`. The children raise the same.
+            As for `r2ccl.bootstrap.rendezvous.meet`. The children raise the same error.
         """
         self._communicator_id = welcome.communicator_id
         self._readers[0] = MessageReader(self._leader, self._settle, self._on_leader_end)
@@ -122,7 +124,7 @@ class Branch:
         return expect(Table, body).peers()
 
     def account(self) -> str:
-        """Return what this rank waits for, as a clause; empty if only for rank 0 or the table."""
+        """Return what this rank waits for, as a clause; empty if it is rank 0 or the table."""
         if self._awaited and self._communicator_id:
             return f"waits for the addresses of ranks {sorted(self._awaited)}"
         if self._obstacle and not self._has_passed_up:
@@ -147,9 +149,9 @@ class Branch:
             self._outcome.set_result(body)
 
     def _on_leader_end(self, exc: OSError) -> None:
-        """Handle the end of rank 0's connection: it has failed, or has sent the table on its way.
+        """Handle the end of the connection to rank 0, which has failed or has finished.
 
-        Rank 0 sends the table only once it has the addresses of this rank.
+        It finishes only once it has the addresses of this rank and has sent its children the table.
         """
         self._is_leader_gone = True
         if self._parent == 0 or not self._has_passed_up:
@@ -187,7 +189,10 @@ class Branch:
             self._is_collected.set()
 
     async def _tell_children(self, body: bytes) -> None:
-        """Send `body` to all children within `_SEND_S`; a child that gets nothing fails itself."""
+        """Send `body` to all children within `_SEND_S`.
+
+        A child that it does not reach fails when this rank closes the connection.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SEND_S):
                 await wire.send_messages((sock, body) for sock in self._children.values())

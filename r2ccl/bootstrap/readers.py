@@ -1,8 +1,8 @@
-"""Watching many sockets through one entry in the event loop.
+"""Set of sockets that the event loop watches as one descriptor: the class `ReaderSet`.
 
-asyncio takes some 20 calls of Python to begin or end watching a descriptor, and runs each callback
-in a context of its own. Rank 0 watches a connection of every rank during the rendezvous, so its
-connections have an epoll descriptor of their own, which the loop watches.
+To begin or end watching a descriptor takes asyncio about 20 Python calls, and it runs each callback
+in a separate context. During the rendezvous, rank 0 watches one connection per rank, so it adds
+these to a separate epoll descriptor, and the event loop watches that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class ReadLoop(Protocol):
 
 
 class ReaderSet:
-    """Set of watched descriptors; a callback that raises is called again while data is left."""
+    """Watched descriptors, in the running event loop; borrowed.
+
+    A callback is called again as long as its descriptor has unread data, even after it raised.
+    """
 
     def __init__(self) -> None:
         self._epoll = select.epoll()

@@ -1,21 +1,22 @@
 """Plans of two-level allreduces: shared memory within nodes, the network between them.
 
-All nodes have equally many ranks. A call is divided into chunks, and a chunk into one part per rank
-of a node. Rank i of every node reduces part i of its node's inputs, runs an allreduce of it with
-the ranks i of the other nodes, which form a *group*, and distributes the result in its node. All
-groups run at the same time, in one of two ways:
+All nodes have the same number of ranks. A call is divided into chunks, and a chunk into one part
+per rank of a node. Rank i of every node reduces part i of its node's inputs, runs an allreduce of
+it with the ranks i of the other nodes, which form a *group*, and distributes the result in its
+node. All groups run at the same time, in one of two ways:
 
 - *At home*: the home rails are divided among the groups. While some rail is down, its channels
   spread over all other rails of the node, whichever groups these belong to
-  (`r2ccl.failover.migration.routes`). Parts are proportional to what the home rails of their groups
-  carry together, where a rail that is down somewhere counts as the best one. A lost NIC therefore
-  costs every group the same, and a slow NIC costs its group work that the others take over.
+  (`r2ccl.failover.migration.routes`). A part is proportional to the total bandwidth of its group's
+  home rails, where a rail that is down on some node counts as much as the best rail. A lost NIC
+  therefore delays all groups equally, and a slow NIC makes the part of its group smaller.
 - *Everywhere*: every group plans over all home rails, by their health, and parts are equal. The
-  groups share the ports. Schedules other than rings can then spare a node that has lost NICs.
+  groups share the ports. Schedules other than rings can then send less data through a node that has
+  lost NICs.
 
-The rails are divided in the order of their numbers, which is usually that of the NUMA nodes, as is
-the order of the ranks. Modes that do not plan by health always divide alike, so that their results
-keep the same bits.
+The rails are divided in the order of their numbers. Rails and ranks are usually both numbered in
+the order of the NUMA nodes. Modes that do not plan by health always use the same division, so that
+their results keep the same bits.
 
 Invariant: equal health gives equal divisions, on every rank.
 """
@@ -41,10 +42,12 @@ from r2ccl.types import CallSignature
 
 
 class Chunk(NamedTuple):
-    """Piece of the buffer of a call that the two levels handle at a time.
+    """Piece of the buffer of a call, which passes through the steps of both levels as a unit.
 
-    ``first`` and ``end`` are elements of the buffer. ``parts`` are the parts of the ranks of a
-    node, in elements of the chunk; some may be empty.
+    It is not the chunk of a schedule, which is a part of a channel.
+
+    It has the elements ``first`` to ``end`` (exclusive) of the buffer. ``parts`` are the ranges of
+    the ranks of a node, in elements from the start of the chunk; some may be empty.
     """
 
     first: int
@@ -66,7 +69,7 @@ class TwoLevelPlans:
     ----------
     rank : int
     teams : sequence of sequence of int
-        Ranks of each node, in ascending order; equally many, at least two.
+        Ranks of each node, in ascending order; at least two, the same number on all nodes.
     plans : PlanCache
         Plans of the communicator, in one level.
     config : Config
@@ -140,7 +143,8 @@ class TwoLevelPlans:
     def plan(self, call: CallSignature, count: int, health: Health, *, is_at_home: bool) -> Plan:
         """Return the plan of this rank's group for its part of a chunk, of `count` elements.
 
-        The plan has the signature of the whole `call`, so that calls that differ are told apart.
+        The plan has the signature of the whole `call`, so that a different call of another rank is
+        detected.
         """
         part = msgspec.structs.replace(call, count=count)
         return self._groups[is_at_home](part, health)._replace(signature=call.pack())
@@ -169,7 +173,7 @@ class TwoLevelPlans:
         return Division(chunks, is_at_home)
 
     def _ports(self, health: Health) -> list[list[int]]:
-        """Return the share of each node's port on each home rail: the least of its ranks."""
+        """Return the share of each node's port on each home rail: the least among its ranks."""
         homes = self._plans.fabric.homes
         return [
             [min(health.share(rank, rail) for rank in team) for rail in homes]
@@ -177,7 +181,10 @@ class TwoLevelPlans:
         ]
 
     def _shares(self, weights: Sequence[int]) -> list[int]:
-        """Return the share of each group's part: the weights of its home rails."""
+        """Return the relative sizes of the groups' parts: sums of the weights of their home rails.
+
+        The weight of a rail that several groups share is divided among them.
+        """
         weight_of = dict(zip(self._plans.fabric.homes, weights, strict=True))
         every = [rail for homes in self._divided for rail in homes]
         common = lcm(*(every.count(rail) for rail in weight_of))
@@ -227,7 +234,7 @@ class TwoLevelPlans:
         return first.predicted_ns * self._nsharers * slowdown
 
     def _has_fewer_steps(self, nbytes: int, nranks: int) -> bool:
-        """Return whether little data takes fewer steps in two levels, whatever the health is."""
+        """Return whether two levels save steps for little data, in a network without failures."""
         whole = Health.whole(nranks, self._whole.nrails)
         one = self._plans.choose(nbytes, whole).schedule
         two = self._at_home.allreduce(self._part_nbytes(nbytes), self._whole).schedule
@@ -240,8 +247,8 @@ class TwoLevelPlans:
 def divide_rails(fabric: Fabric, nlocal: int) -> list[tuple[int, ...]]:
     """Return the home rails of each of `nlocal` groups.
 
-    They are disjoint if there are enough; otherwise ranks share rails. Rails that share one wire
-    are home rails of all groups.
+    They are disjoint if there are at least `nlocal` rails; otherwise groups share rails. Rails that
+    share one wire are home rails of all groups.
     """
     homes = tuple(fabric.homes)
     if fabric.nwires == 1:
@@ -253,9 +260,10 @@ def divide_rails(fabric: Fabric, nlocal: int) -> list[tuple[int, ...]]:
 
 
 def rail_weights(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Return the relative bandwidth of each rail; `rows` are the shares of the nodes' ports.
+    """Return the relative bandwidth of each rail; `rows` has the shares of each node's ports.
 
-    That is the least share of a port; for a rail that is down somewhere, that of the best rail.
+    It is the least share among the nodes; for a rail that is down on some node, that of the best
+    rail.
     """
     worst = [min(column) for column in zip(*rows, strict=True)]
     best = max(worst) or WHOLE
@@ -263,11 +271,11 @@ def rail_weights(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def slowdown_of(rows: Sequence[Sequence[int]], weights: Sequence[int]) -> Fraction | None:
-    """Return how much longer the busiest port is busy than in a network without failures.
+    """Return the time for which the busiest port is busy, relative to a network without failures.
 
-    Rail r carries ``weights[r]``. Between two nodes, the load of a rail that is down spreads over
-    those that are up, in proportion to their shares. Neighbors are the nodes of a ring. The result
-    is None if two neighbors have no common rail.
+    `rows` has the shares of each node's ports, in the order of a ring. Rail r carries
+    ``weights[r]``. Between two neighbors, the load of a rail that is down spreads over those that
+    are up, in proportion to their shares. Return None if two neighbors have no common rail.
     """
     busiest = Fraction(0)
     for one, other in pairwise((*rows, rows[0])):
@@ -288,25 +296,25 @@ def slowdown_of(rows: Sequence[Sequence[int]], weights: Sequence[int]) -> Fracti
 def count_chunks(nbytes: int) -> int:
     """Return the number of chunks of a call of `nbytes`.
 
-    The first step within the nodes and the last one do not overlap with the network, and take the
-    less time the smaller the chunks are. Between two chunks, the network idles for `_GAP_NS`.
+    The first step within the nodes and the last one do not overlap with the network; smaller chunks
+    shorten them. Between two chunks, the network idles for `_GAP_NS`.
     """
     exposed_ns = 2 * nbytes * 10**9 // _LOCAL_BYTES_PER_S
     return max(1, min(_MOST_CHUNKS, isqrt(exposed_ns // _GAP_NS)))
 
 
-#: Rate of one step within a node, in bytes of the chunk per second, and the time in which a network
-#: call ends and the next one fills its pipeline.
+#: Rate of one step within a node, in bytes of the chunk per second, and idle time of the network
+#: while one call ends and the next one fills its pipeline.
 _LOCAL_BYTES_PER_S = 4 * 10**9
 _GAP_NS = 1_000_000
 _MOST_CHUNKS = 32
-#: Steps of the network that those within a node cost, for little data. (netlab, 2 nodes of 2
+#: Cost of the steps within a node, in steps of the network, for little data. (netlab, 2 nodes of 2
 #: ranks on 2 cores, 8 bytes to 64 KiB: two levels save one step, and take 1.2 times as long.)
 _LOCAL_STEPS = 1
-#: Factor of the predicted time of one level up to which two levels are preferred: the error of
-#: predictions.
+#: Two levels are preferred up to this multiple of the predicted time of one level, because
+#: predictions have about this error.
 _AS_GOOD = Fraction(102, 100)
-#: Most divisions kept.
+#: Maximum number of divisions kept.
 _KEPT = 1024
 
 __all__ = [

@@ -438,10 +438,10 @@ class DataLoop:
         self.progress.advance()
 
     def run_compiled(self, caller: Caller, patience: Patience, run: Callable[[], int]) -> int:
-        """Call ``run()``, which runs a call in compiled code, until it need not be called again.
+        """Run a call in compiled code: call ``run()`` again while it returns `PAUSED`.
 
-        That is if it does not return `PAUSED`, or if the loop has something else to do. The calling
-        thread must own the loop.
+        Return its last result, or `PAUSED` as soon as the loop has other work. The calling thread
+        must own the loop.
         """
         assert self.compiled is not None
         caller.since_s = self._clock()

@@ -193,7 +193,10 @@ class LandingPool:
         return self._allocate(size)
 
     def reserve(self, nbytes: int, nreplaced: int) -> npt.NDArray[np.uint8]:
-        """Return memory of `nbytes` or more for compiled calls; it replaces that of `nreplaced`."""
+        """Return memory of at least `nbytes` for compiled calls, which the pool counts.
+
+        It replaces memory of `nreplaced` bytes, which the pool does not count any more.
+        """
         size = 1 << (nbytes - 1).bit_length()
         self.nbytes += size - nreplaced
         return np.empty(size, np.uint8)
@@ -493,7 +496,7 @@ class LaneRun:
 
 
 class HostLanes(msgspec.Struct):
-    """Memory of a collective on host memory, and its lanes.
+    """Memory of a collective on host memory; calling it makes the lanes of a plan.
 
     Attributes
     ----------

@@ -1,9 +1,9 @@
 """Calls of one communicator in memory that its ranks share, if all of them are on one host.
 
-Whether a call takes this path follows from its signature alone, which is equal on all ranks, so
-all ranks take the same path. Blocking and asynchronous calls take it alike, in the thread that runs
-the call. The calls are counted with those that the data loop runs, but do not enter it: a call that
-waits long for a peer asks the engine whether the communicator has ended, or time is up.
+The signature of a call alone decides whether it takes this path. It is equal on all ranks, so all
+ranks take the same path. Blocking and asynchronous calls take it in the thread that runs the call.
+The calls are counted with those that the data loop runs, but do not enter it: a call that waits
+long for a peer asks the engine whether the communicator has ended, or time is up.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ def connect(
     exchange : callable
         Allgathers bytes between the ranks of the communicator.
     obstacle : str
-        Reason why this rank cannot share memory; empty: it may.
+        Reason why this rank cannot share memory; empty if it can.
 
     Raises
     ------
@@ -351,7 +351,7 @@ def connect(
 
 
 def require_no_obstacle(rank: int, exchange: AllgatherBytes, obstacle: str) -> None:
-    """Check that all ranks may share memory and can load the compiled code.
+    """Check that all ranks can share memory and load the compiled code.
 
     Parameters
     ----------

@@ -203,7 +203,7 @@ class Progress:
         self._transport.flush()
 
     def replay(self, runs: Sequence[Consumer], events: Iterable[Event], recorder: Recorder) -> None:
-        """Pass events that have been acted on already to the links and to the lanes of a call.
+        """Pass events that compiled code has handled to the links and to the lanes of a call.
 
         Parameters
         ----------
@@ -211,7 +211,7 @@ class Progress:
             Lanes of the running call, which have not begun.
         events : iterable of Event
         recorder : Recorder
-            Takes what lanes and links pass to the transport. Its ``events`` are handled, too.
+            Used by lanes and links instead of the transport. Its ``events`` are handled, too.
         """
         own: Transport = self._transport
         self._transport = recorder

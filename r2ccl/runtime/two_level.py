@@ -8,9 +8,9 @@ Rank i of every node owns part i of each chunk of the buffer (`r2ccl.planning.tw
 
 The steps within a node run in a `LocalGroup` of its ranks. The allreduce of a chunk between nodes
 is a call of the communicator's engine, with a plan of this rank's group
-(`r2ccl.planning.plan_cache.GroupPlanCache`). All groups run theirs at the same time, so the calls
-have the same numbers on all ranks and are planned with the same agreed health, and a lost NIC is
-handled as in any other call.
+(`r2ccl.planning.plan_cache.GroupPlanCache`). Every rank makes one such call per chunk, so the calls
+have the same numbers on all ranks, are planned with the same agreed health, and handle a lost NIC
+as any other call does.
 
 While the network works on a chunk, a second thread reduces the next one and distributes the
 previous one. The first reduce-scatter and the last allgather run in the calling thread. The steps
@@ -58,7 +58,7 @@ Array = npt.NDArray[Any]
 
 
 class RunEngine(Protocol):
-    """`Engine.run`, in a context without warnings of NumPy."""
+    """`Engine.run`, with NumPy's warnings disabled."""
 
     def __call__(
         self, plan: Plan | SelectPlan, make: Callable[[Plan, Links], Sequence[LaneRun]]
@@ -74,7 +74,7 @@ class TwoLevelCalls:
     group : LocalGroup
         Ranks of this node.
     team : tuple of int
-        The same ranks, numbered as in the job.
+        The same ranks, with their numbers in the job.
     plans : TwoLevelPlans
     one_level : PlanCache
         Plans of the calls that run in one level.
@@ -82,7 +82,7 @@ class TwoLevelCalls:
     run_engine : RunEngine
     """
 
-    #: Number of calls that the data loop does not count: each has one in it per chunk.
+    #: Number of calls that the data loop does not count: none, since each chunk is a call in it.
     ncalls = 0
 
     def __init__(
@@ -106,7 +106,7 @@ class TwoLevelCalls:
         self._worker = Worker(f"r2ccl-node-{engine.rank}", nullcontext(), self._on_error)
         #: Whether there is a kernel, by dtype and op.
         self._taken: dict[tuple[int, int], bool] = {}
-        #: Thread of the current call, and whether its first step has ended.
+        #: Identifier of the thread of the current call, and whether its first step has ended.
         self._caller = 0
         self._has_begun = False
         engine.attach(self)
@@ -116,8 +116,9 @@ class TwoLevelCalls:
     def run(self, call: CallSignature, source: Array, output: Array) -> bool:
         """Run an allreduce from `source` to `output`, which may be equal; return whether it ran.
 
-        It does not run here if there is no kernel for its dtype and op. It runs in one level where
-        that is better, see `TwoLevelPlans.divide`. Any error ends the communicator.
+        Return False, and do nothing, for any other collective, an empty one, or one without a
+        kernel for its dtype and op. The allreduce runs in one level if that is faster, see
+        `TwoLevelPlans.divide`. Any error ends the communicator.
 
         Raises
         ------
@@ -142,7 +143,7 @@ class TwoLevelCalls:
     def count_chunks(self, nbytes: int, health: Health) -> int:
         """Return the number of chunks of an allreduce of `nbytes`; 0: it runs in one level.
 
-        Callable in any thread.
+        Any thread may call it.
         """
         call = CallSignature(Collective.ALLREDUCE, _UINT8, ReduceOp.SUM, nbytes)
         division = self._plans.division(call, health) if nbytes else None
@@ -180,13 +181,13 @@ class TwoLevelCalls:
             self._engine.fail_local(error)
 
     def end(self) -> None:
-        """Make a step that waits find that the communicator has ended."""
+        """Wake a waiting step, which then finds that the communicator has ended."""
         self._group.wake()
 
     def close(self, timeout_s: float) -> bool:
-        """Free the memory, unless the second thread does not end in time; return whether it did.
+        """End the second thread and free the shared memory; no call may run or follow.
 
-        No call may run or follow.
+        Return False, and free nothing, if the thread does not end within `timeout_s` seconds.
         """
         if not self._worker.close(timeout_s):
             return False
@@ -220,7 +221,7 @@ class _Run:
         self._output = output
         self._division = division
         self._packed = call.pack()
-        #: The network divides, for AVG.
+        #: For AVG, a node computes sums; the call between the nodes divides them.
         op = ReduceOp.SUM if call.op == ReduceOp.AVG else call.op
         self._within = msgspec.structs.replace(call, op=op, root=0)
         self._engine = calls._engine
@@ -279,7 +280,8 @@ class _Run:
     def _between(self, chunk: Chunk, health: Health | None) -> None:
         """Reduce this rank's part of a chunk between the nodes.
 
-        `health` is that with which the call was entered; None: the engine enters it.
+        `health` is the health with which the engine has entered this part of the call; None: it has
+        not entered it yet.
         """
         lo, hi = self._own(chunk)
         own = self._output[chunk.first + lo : chunk.first + hi]
@@ -325,7 +327,7 @@ class _Run:
             error = difference(engine.op + 1, rank, peer, error.own, error.call)
         has_ended = engine.error is not None
         while not has_ended:
-            with suppress(KeyboardInterrupt):  # again, while the call ends
+            with suppress(KeyboardInterrupt):  # a further Ctrl-C must not interrupt the end
                 engine.fail_local(error)
                 has_ended = True
         calls.end()
@@ -333,18 +335,18 @@ class _Run:
             calls._worker.settle(task)
         ended = engine.error
         for task in self._tasks:
-            # The error that ended the communicator, rather than that it has ended.
+            # Prefer the error that ended the communicator to one that says that it has ended.
             if task.error is not None and str(task.error) == str(ended):
                 return task.error
         return error
 
 
 class _TeamExchange:
-    """Allgather of bytes among the ranks of a node, as a part of allgathers of all ranks.
+    """Allgather of bytes among the ranks of a node, which is a part of an allgather of all ranks.
 
-    The nodes may need different numbers of them: a node whose ranks cannot share memory needs only
-    one. Each message tells whether its sender needs more, and `finish` takes part in those of
-    others.
+    Nodes may need different numbers of exchanges: a node whose ranks cannot share memory stops
+    early. Each message tells whether its sender needs a further exchange; `finish` takes part in
+    the exchanges of the other nodes until none needs one.
 
     Parameters
     ----------
@@ -364,7 +366,10 @@ class _TeamExchange:
         return [_unpack(rows[rank]) for rank in self._team]
 
     def finish(self, problem: str) -> list[str]:
-        """Return the problems of all ranks, once no node needs another exchange; empty: none."""
+        """Return the problem of each rank once no node needs another exchange; "" if it has none.
+
+        `problem` is that of this rank, of which `_NBYTES` bytes are sent.
+        """
         while True:
             rows = self._allgather(_pack(_LAST, problem.encode()[:_NBYTES]))
             if all(row[:1] == _LAST for row in rows):
@@ -392,9 +397,9 @@ def connect(
     allgather : callable
         Allgathers bytes between the ranks of the communicator.
     obstacle : str
-        Reason why this rank cannot share memory; empty: it may.
+        Reason why this rank cannot share memory; empty if it can.
     teams : sequence of sequence of int
-        Ranks of each node, in the communicator; equally many.
+        Ranks of each node, numbered as in the communicator; the same number on all nodes.
     one_level, pool, run_engine
         See `TwoLevelCalls`.
 

@@ -57,7 +57,7 @@ class Waits:
         self._desync = desync
         #: Number of the call in shared memory that waits for a late peer; 0: none does.
         self.local_op = 0
-        #: Whether ranks of other hosts take part in that call, but not in its wait.
+        #: Whether ranks of other hosts take part in that call, but not in the wait.
         self.is_local_part = False
 
     def last_ops(self) -> dict[int, int]:
@@ -142,7 +142,7 @@ class Waits:
         missing : callable
             Returns the ranks that have not made the call, and the rank that it waits for.
         has_begun : bool
-            All ranks have made the same call, which has several steps.
+            All ranks are known to have made the same call; this is a later step of it.
         is_part : bool
             Ranks of other hosts take part in the call, but not in this wait.
 
@@ -224,7 +224,7 @@ class Waits:
         """Raise InvalidArgument if a rank has made another call numbered `op`, over the network."""
         rank, members = self._rank, self._context.members
         for theirs, peer, _ in tuple(self._calls.ahead.get(op, ())):
-            if theirs != signature:  # of two levels, a rank of another node has reached the second
+            if theirs != signature:  # equal: another node runs the second level of this call
                 raise difference(op, rank, peer, signature, theirs)
         if self._desync.asked_op < op:
             return

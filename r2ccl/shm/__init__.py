@@ -28,8 +28,8 @@ before any output is written. If the headers say that peers reach the arrays the
 has no further round, and a rank returns when the others are done with its arrays.
 
 Messages are frames in rings, one ring for each ordered pair of ranks, which its sender writes. A
-receiver takes frames in the order in which they were put, so a message never waits for a receive of
-another one: what no receive has taken yet is copied, up to a limit, or was only announced.
+receiver takes frames in the order in which they were put. A message that no receive has taken does
+not block the messages behind it: it is copied out of the ring, up to a limit, or only announced.
 
 Results are reduced in rank order, so they have the same bits on all ranks and in every run.
 """

@@ -8,9 +8,9 @@ In each round, a sender copies the next piece of each part into its stage slot a
 A receiver waits for the post of each sender and takes its piece. Senders are one round ahead of the
 receivers, so copies into and out of slots overlap. Each part is written and read twice.
 
-With `REACHING`, if peers reach the inputs of all senders, a receiver takes its parts from there
-instead, and a sender waits until the receivers have them: each part is written and read once. In
-an allreduce, peers must reach the outputs, too, and each rank reduces its share.
+With `REACHING`, if peers reach the inputs of all senders, a receiver reads its parts from these
+inputs instead, and a sender waits until the receivers have them: each part is written and read
+once. In an allreduce, peers must reach the outputs, too, and each rank reduces its share.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from r2ccl.shm.rounds import copy
 #: these sizes.
 _NPIECES = 4
 _LEAST_PIECE, _MOST_PIECE = 1 << 13, 1 << 15
-#: The position in a ring is published once this part of the ring was taken: 1 / 2**3.
+#: The position in a ring is published once 1 / 2**3 of the ring was taken since the last time.
 _LAZY_SHIFT = 3
 #: Offset from the published position to the count of bytes taken.
 _TO_TAKEN = RING_TAKEN - RING_TAIL
@@ -59,7 +59,7 @@ def peer_words(table_at: Any, peer: Any) -> Any:
 
 @inlined
 def ring_bell(bell: Any) -> None:
-    """Wake the threads of a peer that sleep; what they wait for was stored before."""
+    """Wake the sleeping threads of a peer; the caller has stored the value that they wait for."""
     fence()
     if load_acquire(bell + WAITERS) > 0:
         add(bell, 1)
@@ -80,9 +80,10 @@ def has_room(table: Any, words: Any, nbytes: Any) -> Any:
 def put(
     table: Any, words: Any, kind: Any, tag: Any, ident: Any, size: Any, source: Any, nbytes: Any
 ) -> None:
-    """Put a frame with `nbytes` from the address `source` into the ring, which has room for it.
+    """Put a frame with `nbytes` of data from address `source` into the ring, which has room for it.
 
-    `kind` is the first word of the header, `size` the number of bytes of the message.
+    `kind` is the first word of the header: the kind and the dtype. `size` is the size of the whole
+    message in bytes.
     """
     ring, at = table[RING], words[HEAD] & (table[RING] - 1)
     header = words_at(words[OUT_RING] + at)
@@ -129,8 +130,8 @@ def copy_data(table: Any, words: Any, target: Any, nbytes: Any, is_streamed: Any
 def consume(table: Any, words: Any, nbytes: Any) -> None:
     """Take the next frame, with `nbytes` of data, from the ring of a peer.
 
-    The position is published only once a part of the ring was taken, which saves most messages the
-    transfer of a cache line. The peer has room for any frame nevertheless.
+    The position is published only once a part of the ring was taken; for most messages, this saves
+    the transfer of a cache line. Any frame fits nevertheless: it takes at most half of the ring.
     """
     words[TAIL] += FRAME_NBYTES + ((nbytes + 63) & -64)
     if words[TAIL] - words[PUBLISHED_TAIL] >= table[RING] >> _LAZY_SHIFT:

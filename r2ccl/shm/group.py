@@ -64,10 +64,10 @@ _WAKE_ALL = "r2ccl.shm.waiting:make_wake_all"
 
 #: Allreduces of at most this many bytes times ranks exchange whole inputs: one step instead of two.
 FLAT_NBYTES = 1 << 15
-#: Arrays that peers reach are read where they are if each part has at least this many bytes: the
-#: wait for the readers takes longer than a copy of less. In an allreduce, a share is a part.
-#: With a root, the limit is multiplied by the ranks: through slots, a root runs ahead, which
-#: with more ranks than cores saves switches.
+#: Smallest parts, in bytes, that peers read directly from arrays that they reach: to wait for the
+#: readers of less takes longer than to copy it. SHARE_NBYTES is for the shares of an allreduce.
+#: ROOTED_NBYTES, for collectives with a root, is multiplied by the number of ranks: with slots, the
+#: root can run ahead, which saves context switches if there are more ranks than cores.
 REACHED_NBYTES, SHARE_NBYTES, ROOTED_NBYTES = 1 << 12, 1 << 11, 1 << 14
 #: An allreduce has at least this many chunks, of at least `_CHUNK_NBYTES`, so that its steps
 #: overlap.
@@ -455,7 +455,7 @@ def _cache_nbytes() -> int:
 
 
 def _least_reached(collective: int, nranks: int) -> int:
-    """Return the smallest part in bytes with which peers read arrays that they reach."""
+    """Return the smallest `nbytes` of a call whose arrays peers read directly."""
     if collective == Collective.ALLREDUCE:
         return SHARE_NBYTES * nranks
     return ROOTED_NBYTES * nranks if collective in ROOTED else REACHED_NBYTES

@@ -22,7 +22,7 @@ POSTED = 0
 #: Header of a call, in the line of POSTED, two words each, for calls with even and odd numbers: the
 #: signature of the call, and the number of rounds that the owner needs.
 SIGNATURES, NROUNDS = 16, 32
-#: Part of the header if peers may reach the arrays directly: the places of input and output, see
+#: Part of the header in calls that may use arrays directly: the places of input and output, see
 #: `r2ccl.shm.places`; 0: there is none.
 INPUTS, OUTPUTS = 48, 64
 #: Last round whose slots the owner has read; its result slot is valid.
@@ -69,13 +69,13 @@ STREAM_NBYTES = 15
 MISSES = 16
 #: CPU to which this rank moves if it finds itself on that of the rank it waits for; -1: none.
 HOME = 17
-#: Segments of arrays that all ranks reach: address of the table of this rank's, sorted by address,
-#: and number of its rows; address of a table with a row for each number of a segment, with its
-#: addresses in this process, by owner.
+#: Segments for arrays that all ranks reach: address of the table of this rank's own segments,
+#: sorted by address, and number of its rows; address of a table with one row per segment number:
+#: the addresses, in this process, of the segments of all ranks.
 OWN_SYMMETRIC, NSYMMETRIC, SYMMETRIC = 18, 19, 20
-#: Words of a row of the first table: first byte, end (exclusive), number.
+#: Words of a row of the first table: address of the first byte, end (exclusive), segment number.
 ROW_NWORDS = 3
-#: How the data of the call travels; number of calls that began anew, which `NCALLS` counts twice.
+#: Way of the call's data, see below; number of calls that began again, which `NCALLS` counts twice.
 MODE, NREPEATED = 21, 22
 #: Addresses of the segments of all ranks, then space for the sources of a kernel.
 BASES = 23
@@ -110,7 +110,7 @@ RESUME = 1
 SHARED = 2
 #: Only the root sends; only the root receives.
 FROM_ROOT, TO_ROOT = 4, 8
-#: Peers read inputs that they can reach where they are.
+#: Peers may read inputs directly.
 REACHING = 16
 
 __all__ = [

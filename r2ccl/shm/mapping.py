@@ -1,4 +1,7 @@
-"""Mappings of shared memory, by libc: Python's `mmap` keeps a descriptor, and replaces no pages."""
+"""Mappings of shared memory, made with libc.
+
+Python's `mmap` is not used, because it keeps a descriptor open and cannot replace pages.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 class Mapping:
     """Memory of a descriptor, mapped until `close` or until the object is deleted.
 
-    Arrays of `numpy.asarray` keep it alive.
+    Arrays that `numpy.asarray` makes of it keep it alive.
 
     Parameters
     ----------
@@ -33,7 +36,7 @@ class Mapping:
     offset : int
         First byte, a multiple of the size of a page.
     is_populated : bool
-        Map the pages at once.
+        Allocate and map all pages now, instead of at their first use.
 
     Raises
     ------
@@ -66,16 +69,17 @@ class Mapping:
         Raises
         ------
         OSError
-            If there is no memory, or the kernel does not know the advice (EINVAL).
+            If there is no memory, or Linux is older than 5.14 (EINVAL).
         """
         if _libc().madvise(self.address + start, nbytes, _MADV_POPULATE_WRITE) != 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
 
     def withdraw(self, start: int, end: int) -> None:
-        """Make the bytes between two addresses private: later writes of others do not change them.
+        """Make the pages of the bytes between two addresses private to this process.
 
-        They are zero afterwards; other bytes of their pages stay as they are.
+        Later writes of other processes do not change them. The bytes are zero afterwards; the other
+        bytes of these pages keep their values.
         """
         first, last = start & -_PAGE, (end + _PAGE - 1) & -_PAGE
         edges = [(at, ctypes.string_at(at, size)) for at, size in (
@@ -88,7 +92,7 @@ class Mapping:
 
 
 def bytes_of(memory: Any) -> npt.NDArray[np.uint8]:
-    """Return a view of a `Mapping`, or of what has its interface, which keeps it alive."""
+    """Return a view that keeps `memory` alive: a `Mapping`, or an object with its interface."""
     return np.asarray(memory)
 
 

@@ -2,10 +2,10 @@
 
 The memory of a rank follows its segment in the same memfd. It has a bell, then for each peer the
 positions in the two rings of that pair, then for each peer the ring of frames to that peer. Only
-its owner writes it, apart from the bell. A ring takes memory once it is used.
+its owner writes it, apart from the bell. The pages of a ring are allocated when it is first used.
 
 A frame is a header of eight words, and data. Frames begin at multiples of 64 bytes; the positions
-in a ring count bytes and never restart. The table is private to a process: some words, then
+in a ring count bytes and never restart. The table is private to a process: `FIRST_PEER` words, then
 `PEER_NWORDS` words per rank.
 """
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 from r2ccl.shm.layout import LINE_NBYTES, MAX_NRANKS, PAGE_NBYTES
 from r2ccl.types import EnvelopeKind
 
-# Offsets in the memory, in bytes. The number of threads of the owner that sleep follows the bell,
-# `WAITERS` bytes later.
+# Offsets in the memory, in bytes. `WAITERS` bytes after the bell is the number of sleeping threads
+# of the owner.
 
 #: Word that a peer increments to wake the owner.
 BELL = 0
@@ -24,35 +24,36 @@ PEERS = 2 * LINE_NBYTES
 PEER_NBYTES = 2 * LINE_NBYTES
 #: Bytes that the owner has put into the ring to the peer.
 RING_HEAD = 0
-#: Bytes that the owner has taken from the ring of the peer; then the bytes of short messages of the
-#: peer that receives have taken.
+#: Bytes that the owner has taken from the ring of the peer; and bytes of short messages from the
+#: peer that the owner's receives have taken.
 RING_TAIL = LINE_NBYTES
 RING_TAKEN = LINE_NBYTES + 8
 
-#: Bytes of the rings of a rank together, at most, and of one ring.
+#: Maximum size of all rings of a rank together, and of one ring, in bytes.
 _RINGS_NBYTES, _RING_NBYTES = 32 << 20, 1 << 19
 FRAME_NBYTES = 64
 
 
 def ring_nbytes(nranks: int) -> int:
-    """Return the size of each ring, a power of two."""
+    """Return the size of each ring in bytes, a power of two."""
     return min(_RING_NBYTES, 1 << ((_RINGS_NBYTES // nranks).bit_length() - 1))
 
 
 def rings_at(nranks: int) -> int:
-    """Return the offset of the first ring."""
+    """Return the offset of the first ring in bytes."""
     return (PEERS + nranks * PEER_NBYTES + PAGE_NBYTES - 1) & -PAGE_NBYTES
 
 
 def memory_nbytes(nranks: int) -> int:
-    """Return the size of the memory of a rank."""
+    """Return the size of the memory of a rank in bytes."""
     return rings_at(nranks) + nranks * ring_nbytes(nranks)
 
 
 assert ring_nbytes(MAX_NRANKS) >= 1 << 17
 
-# Header of a frame, in words: kind of the frame in the lowest byte, dtype above it; tag; sender's
-# number of the message; bytes of the message; bytes of data in this frame.
+# Words of the header of a frame: kind of the frame in the lowest byte, dtype code above it; tag;
+# number of the message, which its sender assigned; size of the message in bytes; bytes of data in
+# this frame.
 
 FRAME_KIND, FRAME_TAG, FRAME_IDENT, FRAME_SIZE, FRAME_DATA = 0, 1, 2, 3, 4
 KIND_BITS = 8
@@ -65,29 +66,29 @@ GRANT, DATA_FRAME = int(EnvelopeKind.GRANT), int(EnvelopeKind.DATA)
 
 #: Number of the last message that this rank sent.
 IDENT = 0
-#: Peer of the event that `pump` returned; peer with which it begins.
+#: Peer of the event that `pump` returned; peer with which its next scan begins.
 PEER, START = 1, 2
-#: Size of a ring, and number of ranks.
+#: Size of a ring in bytes, and number of ranks.
 RING, TABLE_NRANKS = 3, 4
 #: Address of this rank's bell.
 OWN_BELL = 5
-#: Another thread of this rank wants the waiting thread to return to Python.
+#: 1 if another thread of this rank wants the waiting thread to return to Python.
 WOKEN = 6
 FIRST_PEER = 8
 
 # Words of a peer.
 
-#: Position up to which this rank has put frames, and up to which the peer was seen to take them.
+#: Position up to which this rank has put frames, and last position of the peer that it has read.
 HEAD, SEEN_TAIL = 0, 1
-#: Position up to which this rank has taken frames, and the last one that it has published.
+#: Position up to which this rank has taken frames, and last position that it has published.
 TAIL, PUBLISHED_TAIL = 2, 3
 #: Bytes of short messages sent to the peer, and taken by receives from it.
 SENT, TAKEN = 4, 5
-#: Data of a long message that is sent, and received: address, bytes left, bytes per frame or
-#: whether it is written past the caches.
+#: Long message that is being sent: address of the rest, bytes left, bytes per frame. Long message
+#: that is being received: address of the rest, bytes left, 1 if it is written past the caches.
 OUT_AT, OUT_LEFT, OUT_PIECE = 6, 7, 8
 IN_AT, IN_LEFT, IN_STREAMED = 9, 10, 11
-#: 1 + bytes of data of a frame that waits for room in the ring; 0: none does.
+#: 1 + bytes of data of the frame that waits for room in the ring; 0: none waits.
 WANTED = 12
 #: Addresses: the ring to the peer, its head, and the peer's position in it.
 OUT_RING, OUT_HEAD, OUT_TAIL = 13, 14, 15
@@ -103,10 +104,10 @@ def table_size(nranks: int) -> int:
     return FIRST_PEER + nranks * PEER_NWORDS
 
 
-# Events that `pump` returns; PEER says of which peer.
+# Events that `pump` returns; PEER is the peer that an event is about.
 
 IDLE = 0
-#: Something has moved, and more may.
+#: Data has moved, and more may.
 MOVED = 1
 #: The next frame of the peer is not data.
 FRAME = 2
@@ -115,7 +116,9 @@ SENT_ALL, RECEIVED_ALL = 3, 4
 #: There is room for the frame that waits.
 ROOM = 5
 
-# Words of a direct call, see `r2ccl.shm.one_message`.
+# Words of a direct call, see `r2ccl.shm.one_message`. First those that the caller gives: address of
+# the form of the arrays (0: not compared); receiver (-1: no send), dtype code, tag, bytes, whether
+# the message is short; sender (-1: no receive), dtype code, tag (-1: any), capacity in bytes.
 
 CALL_FORM, CALL_TO, CALL_DTYPE, CALL_TAG, CALL_NBYTES, CALL_IS_SHORT = 0, 1, 2, 3, 4, 5
 CALL_SOURCE, CALL_RECV_DTYPE, CALL_RECV_TAG, CALL_CAPACITY = 6, 7, 8, 9
@@ -127,12 +130,12 @@ FOUND_TAG, FOUND_NBYTES, FOUND_IDENT = 13, 14, 15
 LAST_TAG, LAST_NBYTES = 16, 17
 CALL_NWORDS = 18
 
-#: Steps: the frame, or the grant, is to be put; the peer is awaited; data moves; all is done.
+#: Steps: all is done; the message or the grant is to be put; the peer is awaited; data moves.
 DONE, TO_PUT, AWAITS, MOVES = 0, 1, 2, 3
 
 # Results of a direct call, in addition to FINISHED and CHANGED of `r2ccl.shm.layout`.
 
 #: Finished; the message taken has another tag or size than that of the last call.
 FINISHED_OTHER = 11
-#: The call goes on from its steps in another way: a peer is late, or sends something else first.
+#: Python has to continue the call from its steps: a peer is late, or has sent another frame first.
 OPEN = 12

@@ -1,8 +1,9 @@
-"""Compiled send, receive, or both at once, with one peer each, if no other message is open.
+"""Compiled send, receive, or both at once, with one peer each: a *direct call*.
 
-The loop makes the steps of the send and of the receive from one frame to the next, as
-`r2ccl.runtime.messages.protocol` describes them. If a peer is late or sends a frame that the call
-does not expect, it returns OPEN, and the call goes on in Python from the steps in the call's words.
+It runs only if no other message of the communicator is open. The loop makes the steps of the send
+and of the receive from one frame to the next, as `r2ccl.runtime.messages.protocol` describes them.
+If a peer is late or sends a frame that the call does not expect, the loop returns OPEN, and Python
+continues the call from the steps in the call's words.
 """
 
 from __future__ import annotations
@@ -203,7 +204,8 @@ def make_direct() -> Direct:
     -------
     callable
         ``direct(state, table, call, source_at, target_at)``; returns FINISHED, FINISHED_OTHER, OPEN
-        or CHANGED. `call` is the address of the words of the call, see `message_layout`;
+        or CHANGED (the arrays differ from the call's form; nothing was done). `call` is the address
+        of the words of the call, see `message_layout`;
         `source_at` and `target_at` are addresses of pointers to the data to send and to the memory
         that receives.
     """

@@ -4,9 +4,9 @@ The *place* of such an array is a word that has the same meaning on all ranks: t
 segment and the offset in it. In the first round of a call, each rank publishes the places of its
 arrays in its header, so all ranks know how the call continues:
 
-- If all ranks that send have a place, peers reach the arrays directly.
+- If all ranks that send have published places, peers reach the arrays directly.
 - If none has, data passes through slots.
-- If only some have, all ranks begin the call anew, and then publish no places.
+- If only some have, all ranks begin the call again, and publish no places then.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 
 @inlined
 def place_of(state: Any, start: Any, nbytes: Any) -> Any:
-    """Return the place of memory of this rank; 0: the peers cannot reach all of it."""
+    """Return the place of `nbytes` at address `start`; 0 if the peers cannot reach all of them."""
     rows = words_at(state[OWN_SYMMETRIC])
     low, high = 0, state[NSYMMETRIC]
     while low < high:

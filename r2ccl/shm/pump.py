@@ -53,7 +53,7 @@ from r2ccl.shm.message_layout import (
 )
 from r2ccl.shm.waiting import note_pauses, number_of_pauses
 
-#: Most rounds in which data moves, before the caller handles signals: some milliseconds.
+#: Maximum number of rounds that move data before the caller handles signals: some milliseconds.
 MOST_ROUNDS = 256
 
 #: Compiled ``pump``, see `make_pump`.
@@ -62,10 +62,10 @@ Pump = Callable[[int, int, int], int]
 
 @inlined
 def enter_sleep(bell: Any) -> Any:
-    """Count this thread as one that sleeps; return the bell, which `futex_wait` compares.
+    """Count this thread as sleeping; return the value of the bell, for `wait_for_bell`.
 
-    What the thread waits for must be looked at once more before it sleeps: a peer that stores it
-    later sees the count.
+    The caller must check once more for what it waits for before it sleeps: a peer that stores it
+    after that check sees the count, and rings the bell.
     """
     add(bell + WAITERS, 1)
     fence()
@@ -76,7 +76,7 @@ def enter_sleep(bell: Any) -> Any:
 def wait_for_bell(address: Any, table_at: Any, bell: Any, seen: Any) -> Any:
     """Sleep until a peer rings the bell, for `SLEEP_S` at most; return whether one has rung.
 
-    Returns False, too, if a thread of this rank has set WOKEN.
+    Return False, too, and clear WOKEN, if a thread of this rank has set it.
     """
     futex_wait(bell, seen, address + 8 * SLEEP_S)
     if load_acquire(table_at + 8 * WOKEN) != 0:
@@ -87,15 +87,15 @@ def wait_for_bell(address: Any, table_at: Any, bell: Any, seen: Any) -> Any:
 
 @inlined
 def leave_sleep(bell: Any) -> None:
-    """End what `enter_sleep` began."""
+    """Count this thread as awake again, after `enter_sleep`."""
     add(bell + WAITERS, -1)
 
 
 @inlined
 def rest(state: Any, nidle: Any, limit: Any) -> Any:
-    """Pause or yield before a thread looks again, the `nidle`-th time; return whether it did.
+    """Pause or yield after idle round `nidle`; return False if the thread has to sleep instead.
 
-    It then has to sleep. `limit` is the result of `number_of_pauses`.
+    `limit` is the result of `number_of_pauses`.
     """
     if nidle <= limit:
         pause()
@@ -152,8 +152,8 @@ def make_pump() -> Pump:
     -------
     callable
         ``pump(state, table, is_waiting)``; returns one of the events in `message_layout`: that of
-        one peer, or MOVED, or IDLE if nothing moves. With `is_waiting`, it first waits until
-        something moves, for some milliseconds.
+        one peer, or MOVED, or IDLE if nothing moves. With `is_waiting`, it first waits up to some
+        milliseconds until something moves.
     """
 
     def pump(address: Any, table_at: Any, is_waiting: Any) -> Any:

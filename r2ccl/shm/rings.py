@@ -35,7 +35,7 @@ Words = npt.NDArray[np.int64]
 
 
 class RingFrame(NamedTuple):
-    """Frame of a peer, which stays in the ring until `Rings.consume`; `data` is borrowed."""
+    """Frame of a peer; its `data` is borrowed from the ring until `Rings.consume`."""
 
     kind: int
     dtype: int
@@ -46,7 +46,7 @@ class RingFrame(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """Array that a direct call sends or receives into, its peer, dtype code and tag."""
+    """Array that a direct call sends or receives into; its peer, dtype code and tag."""
 
     array: npt.NDArray[Any]
     peer: int
@@ -57,8 +57,8 @@ class Operand(NamedTuple):
 class Rings:
     """Rings of one rank to and from all other ranks of its host.
 
-    One thread at a time may call it. Ranks are numbered as in the group. The memory of long
-    messages must be kept until an event says that all of it has moved.
+    One thread at a time may call its methods, except `wake`. Ranks are numbered as in the group.
+    The memory of a long message is borrowed until an event says that all of it has moved.
 
     Parameters
     ----------
@@ -66,12 +66,12 @@ class Rings:
     own : Segment
     peers : mapping of int to Segment
     state : array of int64
-        State of this rank for waits, see `r2ccl.shm.layout`; owned.
+        State of this rank for waits in the rings, see `r2ccl.shm.layout`; owned.
 
     Attributes
     ----------
     ring_nbytes : int
-        Size of each ring. A frame has room in one half of it.
+        Size of each ring in bytes. A frame takes at most half of it.
     """
 
     def __init__(self, rank: int, own: Segment, peers: Mapping[int, Segment], state: Words) -> None:
@@ -138,7 +138,7 @@ class Rings:
         return int(self._table[layout.IDENT])
 
     def admits(self, peer: int, nbytes: int) -> bool:
-        """Return whether a short message to `peer` of `nbytes` may be sent now; count it if so."""
+        """Return whether a short message of `nbytes` may be sent to `peer` now; if so, count it."""
         words = self._words[peer]
         untaken = int(words[layout.SENT]) - int(self._taken_by[peer][0])
         if not self.fits(nbytes) or untaken + nbytes > MOST_UNTAKEN:
@@ -173,7 +173,7 @@ class Rings:
         self._words[peer][layout.WANTED] = nbytes + 1
 
     def frame(self) -> RingFrame:
-        """Return the frame that the event FRAME is about."""
+        """Return the frame that the last event, FRAME, is about."""
         data, words = self._data[self.peer], self._words[self.peer]
         at = int(words[layout.TAIL]) % self.ring_nbytes
         word, tag, ident, size, nbytes = data[at : at + 40].view(np.int64).tolist()
@@ -184,7 +184,7 @@ class Rings:
         return RingFrame(word & KIND_MASK, word >> KIND_BITS, tag, ident, size, piece)
 
     def consume(self, peer: int, nbytes: int) -> None:
-        """Take the frame that `frame` returned, with `nbytes` of data, from the ring of `peer`."""
+        """Take the frame that `frame` returned, of `nbytes` of data, out of the ring of `peer`."""
         self._consume(self.table, peer, nbytes)
 
     def took(self, peer: int, nbytes: int) -> None:
@@ -195,16 +195,16 @@ class Rings:
     # Long messages
 
     def send_data(self, peer: int, view: memoryview) -> None:
-        """Begin to put `view` into the ring to `peer`, which is not empty."""
+        """Begin to put `view`, which is not empty, into the ring to `peer`."""
         self._begin(self.table, peer, _address(view), len(view), 0, 0)
 
     def receive_data(self, peer: int, view: memoryview) -> None:
-        """Begin to take `view` from the ring of `peer`; it is not empty."""
+        """Begin to receive into `view`, which is not empty, from the ring of `peer`."""
         least = self._least_streamed
         self._begin(self.table, peer, _address(view), len(view), 1, least)
 
     def forget(self) -> None:
-        """Move no data of messages any more."""
+        """Stop moving the data of all messages."""
         for words in self._words.values():
             words[layout.OUT_LEFT] = words[layout.IN_LEFT] = words[layout.WANTED] = 0
 
@@ -223,12 +223,12 @@ class Rings:
         return int(self._table[layout.PEER])
 
     def wake(self) -> None:
-        """Let a thread of this rank that waits in compiled code return; any thread may call it."""
+        """Make a thread of this rank that waits in compiled code return; for any thread to call."""
         self._table[layout.WOKEN] = 1
         self._ring(self._bell)
 
     def close(self) -> None:
-        """Drop the views of the memory, which can be freed then; no call may follow."""
+        """Drop the views of the memory, so that it can be freed; no call may follow."""
         for views in (self._data, self._taken_by, self._taken_from):
             views.clear()
 
@@ -241,9 +241,10 @@ class DirectCall:
     rings : Rings
     sent, received : Operand or None
     is_short : bool
-        The message fits an eager frame.
+        Whether the message can be sent in its envelope.
     has_form : bool
-        Whether `run` compares the arrays with those given here; otherwise they must be the same.
+        Whether each call checks that its arrays have the form of those given here; otherwise these
+        must be passed again.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Memory that this host can still give, so that too large an allocation fails before it begins.
+"""Memory that is left on this host, so that too large an allocation is refused before it begins.
 
-The kernel does not refuse pages of shared memory in a full cgroup: it kills a process. The files of
-both versions of cgroups are read (cgroups(7)).
+In a full cgroup, the kernel does not refuse pages of shared memory, but kills a process. The files
+of both versions of cgroups are read (cgroups(7)).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VERSIONS = (
 def room_nbytes(root: Path = Path("/")) -> int:
     """Return the memory in bytes that this process can use without swapping or being killed.
 
-    It is that of the host, or of the cgroup of the process that has the least left.
+    It is the least that is left on the host and in each cgroup of the process.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def room_nbytes(root: Path = Path("/")) -> int:
 def _left_in_cgroups(
     root: Path, path: PurePosixPath, mount: str, limit: str, use: str, cached: str
 ) -> Iterator[int]:
-    """Yield what is left below each limit of a cgroup and of those around it."""
+    """Yield the bytes left below each limit of a cgroup and of those that contain it."""
     for each in (path, *path.parents):
         place = root / "sys/fs/cgroup" / mount / str(each).lstrip("/")
         with suppress(OSError, ValueError):  # no such file at the root, or no limit: "max"
@@ -52,7 +52,7 @@ def _left_in_cgroups(
 
 
 def _number(file: Path, name: str) -> int:
-    """Return the number after `name` in a file of such lines.
+    """Return the number that follows `name` in a line of a file.
 
     Raises
     ------

@@ -3,7 +3,7 @@
 A segment is an anonymous file in memory (memfd), which has no name in any file system and is freed
 with the last process that maps it. Its size is sealed, so no rank can make another one fault by
 shrinking it, and its pages are allocated at once, so a full file system or memory cgroup is an
-error before the first call. Only the rings for messages are allocated when they are first used.
+error before the first call. The rings for messages are allocated later, when they are first used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Segment:
         Size that the memory must have.
     nranks : int
         If above 0, the memory consists of `SEGMENT_NBYTES` bytes for collectives, and of the memory
-        for messages of so many ranks.
+        for messages of `nranks` ranks.
 
     Raises
     ------
@@ -94,7 +94,7 @@ class Segment:
         return cls(_make(nbytes, SEGMENT_NBYTES + rings_at(nranks)), nbytes, nranks)
 
     def of_peer(self, descriptor: int) -> Segment:
-        """Map the segment of a peer, which must be like this one; raises as the class."""
+        """Map a peer's segment, of the same size and structure as this one; raises as the class."""
         return Segment(descriptor, self.nbytes, self.nranks)
 
     def allocate_ring(self, peer: int) -> None:
@@ -110,7 +110,7 @@ class Segment:
         try:
             self._rings.populate(rings_at(self.nranks) + peer * nbytes, nbytes)
         except OSError as exc:
-            # Linux before 5.14 does not know the advice; the first write allocates.
+            # Linux before 5.14 cannot allocate in advance; the first write to a page does.
             if exc.errno != errno.EINVAL:
                 raise _translated("allocate", nbytes, exc) from exc
 
@@ -135,7 +135,7 @@ class Segment:
 
 
 def _make(nbytes: int, nallocated: int) -> int:
-    """Make sealed memory of `nbytes`, of which the first `nallocated` are allocated."""
+    """Return the descriptor of sealed memory of `nbytes`; allocate the first `nallocated`."""
     try:
         descriptor = os.memfd_create("r2ccl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as exc:

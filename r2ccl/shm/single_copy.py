@@ -1,4 +1,4 @@
-"""Compiled steps of collectives on arrays that all ranks reach: each byte is moved once.
+"""Compiled steps of collectives that read and write the arrays of all ranks directly.
 
 The caller has compared the headers of the call, and all of them have the places that a step needs.
 """
@@ -13,8 +13,8 @@ from r2ccl.shm.layout import NRANKS, RANK
 from r2ccl.shm.places import input_of, output_of
 from r2ccl.shm.rounds import copy
 
-#: Bytes that are reduced at a time: the result stays in the first-level cache until it is in all
-#: outputs.
+#: Number of bytes reduced at a time: the result stays in the first-level cache until it is copied
+#: to all outputs.
 BLOCK_NBYTES = 8192
 
 
@@ -57,7 +57,7 @@ def reduce_share(
 def reduce_inputs(
     state: Any, sources: Any, offset: Any, kernel: Any, target: Any, nbytes: Any
 ) -> None:
-    """Reduce `nbytes` from `offset` on of the inputs of all ranks to `target`."""
+    """Reduce `nbytes` of the inputs of all ranks, from `offset` on, to address `target`."""
     nranks = state[NRANKS]
     kernel_sources = words_at(sources)
     for peer in range(nranks):
@@ -69,10 +69,10 @@ def reduce_inputs(
 def copy_inputs(
     state: Any, senders: Any, offset: Any, target: Any, step: Any, nbytes: Any, is_streamed: Any
 ) -> None:
-    """Copy `nbytes` from `offset` on of the input of each sender; the part of rank s to s * step.
+    """Copy `nbytes` of the input of each sender, from `offset` on; of rank s to target + s * step.
 
-    Each rank begins with its own part and goes on with that of the next rank, so not all ranks read
-    the same memory at a time.
+    Each rank begins with its own part and goes on with that of the next rank, so the ranks do not
+    all read the same memory at a time.
     """
     rank, nranks = state[RANK], state[NRANKS]
     for number in range(nranks):

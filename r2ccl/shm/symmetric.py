@@ -30,7 +30,7 @@ from r2ccl.shm.room import room_nbytes
 from r2ccl.shm.segment import Segment
 from r2ccl.types import AllgatherBytes
 
-#: Most segments at a time.
+#: Maximum number of segments at a time.
 MAX_NSEGMENTS = 1024
 _SIZES = struct.Struct("qq")
 _PROBLEM_NBYTES = 256
@@ -54,7 +54,7 @@ class _Shared(NamedTuple):
 
 
 class SymmetricMemory:
-    """Segments of one group in which arrays are that all ranks reach.
+    """Segments of one group for arrays that all ranks reach.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ class SymmetricMemory:
         return bytes_of(memory)
 
     def withdraw(self, output: npt.NDArray[Any]) -> None:
-        """Make an output private after a call has failed, in which peers may still write to it.
+        """Make an output private after a failed call, because peers may still write to it.
 
         Its elements are zero afterwards. The group must not be used any more.
         """
@@ -142,15 +142,15 @@ class SymmetricMemory:
             in_turn(partial(self._free, frozenset(map(int, np.flatnonzero(common)))))
 
     def _check(self, size: int, exchange: AllgatherBytes) -> None:
-        """Raise on all ranks if their sizes differ, or there is no memory for all of them."""
+        """Raise on all ranks if their sizes differ, or memory or segments do not suffice."""
         told = [_SIZES.unpack(each) for each in exchange(_SIZES.pack(size, room_nbytes()))]
         sizes, room = [each[0] for each in told], min(each[1] for each in told)
         ranks = self._place.ranks
         if len(set(sizes)) > 1:
             raise InvalidArgument(
-                "memory of different sizes was asked for: rank "
-                + ", rank ".join(f"{rank} {each}" for rank, each in zip(ranks, sizes, strict=True))
-                + " bytes, in whole pages: pass an equal shape and dtype on all ranks"
+                "empty() was called with different sizes, in bytes of whole pages: rank "
+                + ", rank ".join(f"{rank}: {each}" for rank, each in zip(ranks, sizes, strict=True))
+                + "; pass an equal shape and dtype on all ranks"
             )
         if sum(sizes) > room:
             raise TransportError(
@@ -194,7 +194,7 @@ class SymmetricMemory:
                 peer.close()
 
     def _publish(self) -> None:
-        """Show compiled code the segments; no call may run."""
+        """Give compiled code the tables of the segments; no call may run."""
         nranks = len(self._place.ranks)
         rows = sorted(
             (each.own.address, each.own.address + each.own.nbytes, number)

@@ -94,7 +94,7 @@ def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
 
 @inlined
 def number_of_pauses(state: Any, address: Any, word: Any) -> Any:
-    """Return how often a wait for the owner of `word`, in its first page, pauses at most."""
+    """Return how often a wait for the owner of `word` may pause; `word` is in its first page."""
     if state[MISSES] < _PROBE_EVERY:
         return state[SPIN]
     leave_cpu_of_peer(state, address, word)

@@ -177,14 +177,14 @@ class Links:
     def begin_replay(self, recorder: Any) -> Balance | None:
         """Pass slices to `recorder` instead of the transport, and measure no bandwidth.
 
-        Return the measurement, for `end_replay`.
+        Return the bandwidth measurement, for `end_replay`; None if there is none.
         """
         self._transport = recorder
         balance, self.balance = self.balance, None
         return balance
 
     def end_replay(self, transport: Transport, balance: Balance | None) -> None:
-        """Use the transport again."""
+        """Pass slices to `transport` again, and measure bandwidth with `balance`."""
         self._transport = transport
         self.balance = balance
 

@@ -1,13 +1,16 @@
-"""Collectives on host memory over TCP, run by compiled code until something unusual happens.
+"""Collectives on host memory over TCP, in compiled code.
 
-The compiled loop does for one call what links, lanes, data loop and TCP transport do in Python:
+A compiled loop does the work of links, lanes, data loop and TCP transport, for one call at a time.
+If it meets an event that it does not handle, such as a failed connection, it returns, and the data
+loop finishes the call:
 
-- `layout` has the tables that both sides read and write; `program` makes them from a plan;
+- `layout` defines the tables that compiled code and Python share; `program` makes them from a plan;
 - `system` has the system calls, `tables` the access to the tables, `steps` the dependencies and
   reductions, `sending` and `receiving` the frames, `loop` the loop itself: these are compiled;
-- `call` fills in the tables before a call and, if it has finished, updates the links;
-- `replay` continues a call in Python that compiled code has left.
+- `call` fills in the tables before a call and, if the call ended in compiled code, updates the
+  links;
+- `replay` otherwise brings links, lanes and connections to the state that compiled code reached.
 
-Compiled code only does what the data loop would do with the same events. It logs the events, so
-that Python can pass them to the links and lanes again, without the work that is done already.
+Compiled code takes only the steps that the data loop would take with the same events. It logs the
+events, so that `replay` can pass them to links and lanes again and skip the work that is done.
 """

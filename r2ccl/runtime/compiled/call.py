@@ -1,9 +1,10 @@
-"""Calls that compiled code runs: what it needs of the links, and what it leaves to them.
+"""Start and end of calls in compiled code: the exchange of state with links and connections.
 
-A call begins when no slice of its links is under way, apart from eager slices that await their
-confirmation, and the peers' first frames. If it ends in compiled code, all its slices are released,
-and only the counts of the links change. Otherwise `r2ccl.runtime.compiled.replay` brings links and
-lanes to the state that compiled code has reached.
+A call can run in compiled code if no slice of an earlier call is in progress on its links, apart
+from eager slices that await their confirmation. Frames of the call may have arrived already. If
+the call ends in compiled code, only the counts of the links change, and copies of its unconfirmed
+eager slices are kept. Otherwise `r2ccl.runtime.compiled.replay` brings links and lanes to the state
+that compiled code has reached.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from r2ccl.kernels.native import callable_of
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
 from r2ccl.runtime.compiled.program import CompiledProgram, LinkPair, is_supported
-from r2ccl.runtime.compiled.replay import Replay, rest
+from r2ccl.runtime.compiled.replay import Replay, restore_bytes
 from r2ccl.runtime.executor import HostLanes, LaneRun
 from r2ccl.runtime.progress import Progress
 from r2ccl.shm.arrays import DATA
@@ -33,7 +34,7 @@ from r2ccl.transport.tcp.connection import Connection
 from r2ccl.transport.tcp.transport import TcpTransport
 
 _LOOP = "r2ccl.runtime.compiled.loop:make_loop"
-#: Most programs that are kept.
+#: Maximum number of programs that are kept.
 _KEPT = 64
 
 
@@ -44,7 +45,7 @@ class _Ended:
 
 
 class CompiledCalls:
-    """Runs the calls of one rank's communicators in compiled code, where it can.
+    """Compiled execution of the calls of one rank's communicators.
 
     Parameters
     ----------
@@ -63,13 +64,13 @@ class CompiledCalls:
         self._config = config
         self._programs: OrderedDict[int, tuple[Plan, CompiledProgram | None]] = OrderedDict()
         self._loop: Callable[[int], int] = callable_of(_LOOP)
-        #: Memory for landing places and copies of eager slices, which all calls share.
+        #: Memory for landing places and copies of eager slices; all calls use it.
         self._arena = np.empty(0, np.uint8)
         #: Connections of the running call.
         self._conns: list[Connection] = []
-        #: Number of events after which calls leave compiled code; 0: no limit (for tests).
+        #: Number of events after which a call leaves compiled code, for tests; 0: no limit.
         self.limit = 0
-        #: Calls that ended in compiled code, and that left it.
+        #: Number of calls that ended in compiled code, and of those that left it.
         self.nfinished = 0
         self.nleft = 0
 
@@ -89,13 +90,14 @@ class CompiledCalls:
             Memory of the call.
         calls : Calls
         repeat : callable
-            Calls a function until it does not return PAUSED, or other work has to be done.
+            ``repeat(loop)`` calls ``loop()`` again while it returns PAUSED and the data loop has
+            nothing else to do; returns the last result.
 
         Returns
         -------
         sequence of LaneRun or None
-            What is left to do: nothing if the call has ended. None if compiled code cannot run the
-            call: nothing was done.
+            Lanes that the data loop has to finish; empty if the call has ended. None if compiled
+            code cannot run the call, and has not begun it.
         """
         program = self._program_of(plan)
         if program is None:
@@ -108,18 +110,18 @@ class CompiledCalls:
         try:
             result = repeat(partial(self._loop, program.address))
         finally:
-            # Also after Ctrl-C, so that a slice that was confirmed early is read to its end.
+            # Also after Ctrl-C: a slice that was confirmed early must be read to its end.
             runs = self._end(program, lanes, calls, conns, result)
             # Both refer to the caller's arrays.
             program.call, self._conns = None, []
         return runs
 
     def forget(self) -> None:
-        """Drop all references to links; no call may follow."""
+        """Drop all references to links and plans; no call may follow."""
         self._programs.clear()
 
     def is_interrupted(self) -> bool:
-        """Return whether the transport has something to do besides the running call."""
+        """Return whether the transport must be polled during the running call."""
         return self._transport.has_other_events(self._conns)
 
     def _end(
@@ -138,7 +140,7 @@ class CompiledCalls:
                 self._measure(program)
             start = program.conns_at
             for conn in conns:
-                rest(conn, words, start)
+                restore_bytes(conn, words, start)
                 self._transport.take_back(conn)
                 start += at.CONN_NWORDS
             return ()
@@ -175,7 +177,11 @@ class CompiledCalls:
     def _prepare(
         self, program: CompiledProgram, lanes: HostLanes, calls: Calls[Consumer]
     ) -> list[Connection] | None:
-        """Fill the tables of a program; return the connections, or None if they are in use."""
+        """Fill in the tables of a program; return the connections that its call uses.
+
+        Return None if compiled code cannot run the call: a pair of links has no common route,
+        slices of earlier calls are in progress, or a connection is in use.
+        """
         for end in program.ends:
             if end.sender.route != end.route or end.receiver.route != end.route:
                 if not program.bind():
@@ -213,7 +219,7 @@ class CompiledCalls:
         return conns
 
     def _import(self, program: CompiledProgram, end: LinkPair) -> bool:
-        """Copy the counts of two links; return False if their state is not that of a beginning."""
+        """Copy the counts of a pair of links; return False if earlier slices are in progress."""
         sender, receiver, words, row = end.sender, end.receiver, program.view, end.row
         if receiver.landings or receiver.posted != receiver.consumed:
             return False
@@ -229,7 +235,10 @@ class CompiledCalls:
         return not receiver.arrivals or self._import_arrivals(program, end)
 
     def _import_clears(self, program: CompiledProgram, end: LinkPair) -> bool:
-        """Count the landing places that the peer has named for the first slices of a link."""
+        """Copy the number of slices for which the peer has named landing places already.
+
+        Return False if a place is on another path, has another size, or follows a missing one.
+        """
         sender, is_over = end.sender, False
         for ordinal in range(end.nsends):
             if program.is_eager(end.number, ordinal, is_sent=True):
@@ -245,7 +254,7 @@ class CompiledCalls:
         return True
 
     def _import_arrivals(self, program: CompiledProgram, end: LinkPair) -> bool:
-        """Copy the slices that have arrived before their receives were posted."""
+        """Copy the eager slices that arrived before the call; return False if one does not fit."""
         arrived = program.arrived(end.number)
         for seq, payload in end.receiver.arrivals.items():
             ordinal = seq - end.receiver.posted
@@ -258,10 +267,10 @@ class CompiledCalls:
                 arrived[ordinal] = -1
         return True
 
-    # LinkPair
+    # End
 
     def _settle(self, program: CompiledProgram, calls: Calls[Consumer]) -> None:
-        """Bring the links to the end of a call that compiled code has finished."""
+        """Update the counts of links and paths after a call that ended in compiled code."""
         links, words, ncalls = self._links, program.view, self._links.ncalls
         for end in program.ends:
             sender, receiver, row = end.sender, end.receiver, end.row
@@ -304,7 +313,7 @@ class CompiledCalls:
                     self._progress.confirmed(program.paths[conn].peer, channel, ack)
 
     def _measure(self, program: CompiledProgram) -> None:
-        """Pass the times of the cleared slices to the bandwidth measurement."""
+        """Pass the times at which cleared slices were posted and released to the measurement."""
         balance = self._links.balance
         assert balance is not None
         rows = program.log[: program.view[at.NLOGGED]]
@@ -316,7 +325,7 @@ class CompiledCalls:
                 balance.confirmed(path.rail, time_ns * 1e-9, nbytes)
 
     def _keep(self, program: CompiledProgram, end: LinkPair, op: int) -> None:
-        """Keep copies of the eager slices that await their confirmation."""
+        """Keep copies of the eager slices of the call that await their confirmation."""
         sender, first = end.sender, end.sender.posted - end.nsends
         signature = program.signature(end.number, is_sent=True)
         sends = program.pairs[end.number].sends
@@ -340,7 +349,7 @@ def preload() -> None:
 
 
 def _data_of(array: npt.NDArray[Any]) -> int:
-    """Return the address of the data of an array: a tenth of the time of ``array.ctypes.data``."""
+    """Return the address of an array's data; ``array.ctypes.data`` takes ten times as long."""
     return _word_at(id(array) + DATA).value
 
 

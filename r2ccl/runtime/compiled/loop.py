@@ -52,7 +52,7 @@ _POLLIN, _POLLOUT = 1, 4
 
 @inlined
 def advance(state: Any) -> None:
-    """Post, ask and compute all that is possible now."""
+    """Post sends, expect receives, and copy and reduce, until no step is possible."""
     has_moved = True
     while has_moved:
         has_moved = False
@@ -66,7 +66,7 @@ def advance(state: Any) -> None:
 
 @inlined
 def flush(state: Any) -> Any:
-    """Write what sockets accept; return 1 if a slice was sent, 0 if not, -1 if one failed."""
+    """Write what the sockets accept; return 1 if a slice was sent, 0 if not, -1 after a failure."""
     has_sent = 0
     for number in range(state[NCONNS]):
         conn = conn_of(state, number)
@@ -79,7 +79,10 @@ def flush(state: Any) -> Any:
 
 @inlined
 def read_all(state: Any) -> Any:
-    """Read what sockets have until an event; return EVENT, MORE, FOREIGN, or -2 if one failed."""
+    """Read from each socket until it is empty or an event was logged.
+
+    Return EVENT, MORE if there was none, FOREIGN, or -2 if a connection failed.
+    """
     found = MORE
     for number in range(state[NCONNS]):
         conn = conn_of(state, number)
@@ -114,7 +117,7 @@ def read_all(state: Any) -> Any:
 
 @inlined
 def poll(state: Any, timeout_ns: Any) -> Any:
-    """Wait for sockets; return the number of ready ones, -1 for the wake-up or a signal."""
+    """Wait for sockets; return the number of ready ones, or -1 after a wake-up or a signal."""
     polls, nconns = words_at(state[POLLS]), state[NCONNS]
     for number in range(nconns):
         conn = conn_of(state, number)
@@ -147,7 +150,8 @@ def make_loop() -> Callable[[int], int]:
     Returns
     -------
     callable
-        ``loop(state)`` runs the call whose state is at an address; returns a result in `layout`.
+        ``loop(address)`` runs the call whose state is at `address`; returns FINISHED, PAUSED, LEFT
+        or FAILED, see `layout`.
     """
 
     def loop(address: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Program: the tables of a plan for compiled code, made once for all calls of the plan."""
+"""Tables of a plan for compiled code, made once for all its calls: the class `CompiledProgram`."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from r2ccl.types import REDUCTIONS, USER_OP, CallSignature, PathKey
 
 Words = npt.NDArray[np.int64]
 
-#: Steps that receive from a peer into a landing place of the arena.
+#: Kind of steps whose cleared slices arrive in the arena, and are reduced from there.
 _PLACED = OpKind.RECV_REDUCE
 _ALIGNMENT = 64
 _WORD = 1 << 64
-#: Time that a wait sleeps before Python takes over, and time between returns to Python, in which it
-#: handles signals.
+#: Idle time after which a call leaves compiled code, and longest time between two returns to
+#: Python, which then handles signals; in nanoseconds.
 _SLEEP_NS = 10_000_000
 _BUSY_NS = 5_000_000
-#: Rows of the log per pair, besides those that follow from the slices of the call: confirmations of
-#: earlier slices. As many follow the last row at which compiled code stops.
+#: Spare rows of the log per pair, for confirmations of earlier slices. Compiled code leaves the
+#: call when they are used up; as many more rows take the events that it logs until then.
 _SPARE_ROWS = 64
 
 
 class Pair:
-    """Both links of one peer and channel: the slices of a call on them.
+    """Both links of one peer and channel, with the slices of a call on them.
 
     Attributes
     ----------
@@ -47,9 +47,9 @@ class Pair:
     lane : int
         Number of the lane that uses the links.
     sends, receives : list of (int, int)
-        Lane's step and number of the slice within it, for each slice.
+        For each slice: index of its step in the lane, and its number within the step.
     depth : int
-        Most landing places that the plan allows ahead.
+        Maximum number of landing places that the plan allows this rank to name ahead.
     """
 
     def __init__(self, key: tuple[int, int], lane: int) -> None:
@@ -61,20 +61,20 @@ class Pair:
 
 
 class LinkPair(NamedTuple):
-    """Links of a pair, as `CompiledProgram.bind` has found them.
+    """Links of a pair, and the route that they had at the last `CompiledProgram.bind`.
 
     Attributes
     ----------
     number : int
         Number of the pair.
     row : int
-        Index of the words of the pair.
+        Index of the first word of the pair in `CompiledProgram.words`.
     nsends, nreceives : int
-        Slices of a call.
+        Number of slices to send and to receive in a call.
     sender : SendLink
     receiver : RecvLink
-    route : PathKey
-        Path that both use.
+    route : PathKey or None
+        Path that both links use; None before `bind`, or if there is none.
     """
 
     number: int
@@ -87,14 +87,14 @@ class LinkPair(NamedTuple):
 
 
 class CompiledProgram:
-    """Tables of a plan.
+    """Tables of one plan, and the state of its running call.
 
     Parameters
     ----------
     plan : Plan
-        See `is_supported`.
+        Plan for which `is_supported` returns True.
     wakeup : int
-        Descriptor whose readability interrupts a call.
+        Descriptor that interrupts a call when it becomes readable. Borrowed.
     links : Links
     config : Config
 
@@ -103,16 +103,17 @@ class CompiledProgram:
     words, initial : ndarray of int64
         State and tables, and their values before a call.
     view : memoryview
-        ``words``; reading a word takes a third of the time.
+        View of ``words``, whose words can be read in a third of the time.
     pairs : list of Pair
     ends : list of LinkPair
     paths : tuple of PathKey
-        Path of each connection, see `bind`.
+        Path of each connection, set by `bind`.
     traffic : dict of PathKey to list of int
-        Slices and bytes sent and received in a call, by path.
+        By path: slices sent in a call, their bytes, slices received, their bytes.
     arena_nbytes : int
-        Memory for landing places and copies of eager slices.
+        Size of the memory for landing places and copies of eager slices.
     arena : ndarray of uint8
+        That memory, for the running call. Borrowed.
     call : HostCall or None
         Operands of the running call, if it uses scratch memory.
     """
@@ -128,7 +129,7 @@ class CompiledProgram:
         self.arena_nbytes = 0
         self.arena: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.call: HostCall | None = None
-        #: Offsets in the arena of eager slices sent, and of slices received, by pair.
+        #: By pair: offsets in the arena of eager slices sent, and of slices received; -1: none.
         self.copies: list[list[int]] = []
         self.places: list[list[int]] = []
         call = CallSignature.unpack(plan.signature)
@@ -161,7 +162,6 @@ class CompiledProgram:
         self.address = base
         state = self.words[head:]
         state[at.NPAIRS] = len(self.pairs)
-        state[at.NSTEPS] = len(steps)
         state[at.NLOCALS] = sum(len(lane.locals) for lane in plan.layout.lanes)
         state[at.PAIRS], state[at.CONNS] = base + 8 * self.pairs_at, base + 8 * self.conns_at
         state[at.STEPS], state[at.LOCALS] = base + 8 * self._steps_at, base + 8 * locals_at
@@ -210,7 +210,7 @@ class CompiledProgram:
         return self._offsets[lane] + step
 
     def _step_tables(self, tables: _Tables, index: int, lane: Lane) -> list[tuple[int, int]]:
-        """Add the boundaries and the dependencies of each step; return their places."""
+        """Add tables of the boundaries and the dependencies of each step; return their indices."""
         first = self._offsets[index]
         return [
             (
@@ -239,7 +239,7 @@ class CompiledProgram:
         words[at.NAFTER] = len(step.after)
 
     def _pair_tables(self, tables: _Tables, number: int) -> tuple[int, ...]:
-        """Add the slices of a pair, and their places in the arena."""
+        """Add the tables of a pair, and reserve its part of the arena; return their indices."""
         pair = self.pairs[number]
         lane = self.layout.lanes[pair.lane]
         size = self.layout.slice_nbytes
@@ -304,7 +304,7 @@ class CompiledProgram:
     # Calls
 
     def bind(self) -> bool:
-        """Let the links of each pair use their present route; return False if one has none."""
+        """Use the current routes of the links; return False if a pair has no common route."""
         self.ends = [end._replace(route=end.sender.route) for end in self.ends]
         routes = [end.route for end in self.ends if end.route is not None]
         if len(routes) < len(self.ends) or any(e.receiver.route != e.route for e in self.ends):
@@ -345,7 +345,7 @@ class CompiledProgram:
         return pairs.get((self.pairs[number].key[0], is_sent), self.plan.signature)
 
     def copy_of(self, number: int, ordinal: int) -> memoryview:
-        """Return a copy of an eager slice that was posted."""
+        """Return a copy of the data of an eager slice that was posted."""
         start = self.copies[number][ordinal]
         nbytes = self.slice_nbytes(number, ordinal, is_sent=True)
         return memoryview(self.arena[start : start + nbytes].tobytes())
@@ -362,13 +362,13 @@ class CompiledProgram:
         )
 
     def ring(self, address: int, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the pairs and ordinals in a part of a ring."""
+        """Return pair and ordinal of the entries `start` to `end` of the table at `address`."""
         index = (address - int(self._rings.ctypes.data)) // 8
         entries = self._rings.reshape(-1)[index + start : index + end].tolist()
         return [(entry >> 32, entry & 0xFFFFFFFF) for entry in entries]
 
     def arrived(self, number: int) -> Words:
-        """Return the bytes of each slice of a pair that have arrived; -1: it is complete."""
+        """Return a view of the bytes that arrived of each slice of a pair; -1: it is complete."""
         start = self._arrived_at[number]
         return self.words[start : start + len(self.pairs[number].receives)]
 
@@ -386,7 +386,7 @@ class CompiledProgram:
 
 
 def is_supported(plan: Plan) -> bool:
-    """Return whether compiled code can run a plan: its reduction needs a compiled kernel."""
+    """Return whether compiled code can run a plan, whose reduction needs a compiled kernel."""
     call = CallSignature.unpack(plan.signature)
     if call.op >= USER_OP or plan.finish is not None:
         return False
@@ -394,7 +394,7 @@ def is_supported(plan: Plan) -> bool:
 
 
 class _Tables:
-    """Arrays of words that are joined to one."""
+    """Arrays of words, to be joined into one."""
 
     def __init__(self) -> None:
         self._parts: list[Words] = []

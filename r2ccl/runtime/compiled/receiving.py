@@ -1,6 +1,7 @@
 """Frames and slices from peers, in compiled code.
 
-Frames that compiled code does not handle stay in the receive buffer, unparsed.
+A frame that compiled code does not handle stays in the receive buffer, where the transport parses
+it after the call has left compiled code.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ def confirm(state: Any, pair: Any, ack: Any) -> None:
 
 @inlined
 def parse(state: Any, number: Any, conn: Any) -> Any:
-    """Parse the next frame in the buffer of a connection, if it is complete."""
+    """Parse the next frame of a connection, whose header is in the buffer.
+
+    Return EVENT, MORE, TAKEN or FOREIGN.
+    """
     at = conn[BUFFER] + conn[PARSED]
     kind, channel, nbytes = load32(at) & 0xFF, load32(at + 4), load32(at + 8)
     seq, ack, op, signature = load64(at + 12), load64(at + 20), load64(at + 28), load64(at + 36)
@@ -172,7 +176,7 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
 
 @inlined
 def end_fragment(state: Any, number: Any, conn: Any) -> Any:
-    """Handle the end of a fragment; return EVENT if its slice is complete."""
+    """Handle the end of a fragment; return EVENT if its slice is complete, TAKEN otherwise."""
     at, ordinal = conn[TARGET_PAIR], conn[TARGET_ORDINAL]
     conn[TARGET_PAIR] = -1
     pair = pair_of(state, at)
@@ -193,7 +197,7 @@ def end_fragment(state: Any, number: Any, conn: Any) -> Any:
 
 @inlined
 def confirm_early(state: Any, number: Any, conn: Any) -> None:
-    """Confirm the last slice of a link if the kernel holds all of its missing bytes."""
+    """Confirm the last slice of a link if the socket already holds all its missing bytes."""
     pair, ordinal = pair_of(state, conn[TARGET_PAIR]), conn[TARGET_ORDINAL]
     if ordinal + 1 != pair[NRECEIVES] or pair[EARLY] or not state[IS_RESILIENT]:
         return
@@ -213,7 +217,7 @@ def confirm_early(state: Any, number: Any, conn: Any) -> None:
 
 @inlined
 def read_target(state: Any, number: Any, conn: Any) -> Any:
-    """Read into a landing place once; return EVENT, TAKEN, MORE, or -2 if the socket failed."""
+    """Read into a landing place once; return EVENT, TAKEN, or a failure as `read_buffer` does."""
     confirm_early(state, number, conn)
     asked = min(conn[TARGET_LEFT], CALL_NBYTES)
     n = receive(conn[FD], conn[TARGET], asked)

@@ -1,9 +1,10 @@
-"""Return from compiled code in the middle of a call.
+"""Continuation in Python of a call that compiled code has left.
 
 Compiled code logs the events of a call. `Replay.run` passes them to the links and lanes in the same
-order, with a transport that only records what they do, and without the work that compiled code has
-done. Links and lanes are then in the state that the data loop would have reached. `Replay.restore`
-gives the connections what compiled code has half read and half written, and what it has not begun.
+order, with a transport that only records what they post, and skips the copies and reductions that
+are done. Links and lanes are then in the state that the data loop would have reached.
+`Replay.restore` passes to the connections the slices and frames that compiled code has read or
+written in part, and those that it has not begun.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class _Posted(NamedTuple):
 
 
 class RecordingTransport:
-    """Transport that records instead of sending."""
+    """`Recorder` of the slices and landing places that lanes post again."""
 
     def __init__(self) -> None:
         self.posted: dict[tuple[PathKey, int, int], _Posted] = {}
         self.asked: dict[tuple[PathKey, int, int], _Asked] = {}
-        #: Events of slices posted, to be handled.
+        #: `Sent` events of eager slices, for the caller to handle.
         self.events: list[Event] = []
 
     def isend(
@@ -67,14 +68,14 @@ class RecordingTransport:
         self.asked[path, frame.channel, frame.seq] = _Asked(path, frame, region, ack)
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
-        """Do nothing: compiled code has confirmed, or the caller confirms later."""
+        """Do nothing: compiled code has sent the confirmation, or the caller sends it later."""
 
     def flush(self) -> None:
         """Do nothing."""
 
 
 class _Continued:
-    """`Operands` of a call of which compiled code has done a part."""
+    """`Operands` of a call that compiled code has done in part."""
 
     def __init__(self, program: CompiledProgram, lanes: HostLanes) -> None:
         call = program.call or lanes.call(program.plan)
@@ -169,7 +170,7 @@ class Replay:
                 yield Arrived(path, frame, payload, monotonic(), is_confirmed)
 
     def measure(self) -> None:
-        """Report the slices to the bandwidth measurement that compiled code has not posted."""
+        """Report slices that compiled code has not posted to the measurement, as posted now."""
         balance, now = self._links.balance, monotonic()
         assert balance is not None
         for path, frame, _, token in self._recorder.posted.values():
@@ -180,11 +181,11 @@ class Replay:
     # Connections
 
     def restore(self) -> None:
-        """Give the connections the state that compiled code has reached."""
+        """Bring the connections to the state that compiled code has reached."""
         program = self._program
         for number, conn in enumerate(self._conns):
             row = program.conn(number).tolist()
-            rest(conn, row, 0)
+            restore_bytes(conn, row, 0)
             self._restore_sending(conn, row)
             self._restore_places(number, conn, row)
 
@@ -265,10 +266,10 @@ class Replay:
         return path, int(row[at.CHANNEL]), int(row[at.FIRST_SENT]) + ordinal
 
 
-def rest(conn: Connection, words: Sequence[int], start: int) -> None:
-    """Give a connection the bytes that compiled code has read but not parsed, or staged.
+def restore_bytes(conn: Connection, words: Sequence[int], start: int) -> None:
+    """Pass to a connection the bytes that compiled code has read and not parsed, or not written.
 
-    `start` is the index of its words.
+    `words` contains the connection's words, from index `start` on.
     """
     conn.parsed, conn.filled = words[start + at.PARSED], words[start + at.FILLED]
     left = words[start + at.NOW_NBYTES] - words[start + at.NOW_DONE]
@@ -280,4 +281,4 @@ def rest(conn: Connection, words: Sequence[int], start: int) -> None:
         conn.small.append(ctypes.string_at(words[start + at.NEXT], left))
 
 
-__all__ = ["RecordingTransport", "Replay", "rest"]
+__all__ = ["RecordingTransport", "Replay", "restore_bytes"]

@@ -96,7 +96,7 @@ _RECV = 1
 def put_header(
     at: Any, kind: Any, channel: Any, nbytes: Any, seq: Any, ack: Any, op: Any, signature: Any
 ) -> None:
-    """Write a frame header as `r2ccl.transport.tcp.transport` does."""
+    """Write a frame header, see `r2ccl.transport.tcp.connection.HEADER`, to address `at`."""
     store32(at, kind)
     store32(at + 4, channel)
     store32(at + 8, nbytes)
@@ -109,7 +109,7 @@ def put_header(
 @inlined
 def has_room(conn: Any, nbytes: Any) -> Any:
     """Return whether a frame with a payload of `nbytes` can be staged."""
-    # A header of a fragment always has room.
+    # Space for the header of a fragment is always kept free.
     return conn[NEXT_NBYTES] + 2 * HEADER_NBYTES + nbytes <= STAGE_NBYTES
 
 
@@ -117,7 +117,7 @@ def has_room(conn: Any, nbytes: Any) -> Any:
 def stage(
     state: Any, conn: Any, pair: Any, kind: Any, nbytes: Any, seq: Any, signature: Any
 ) -> Any:
-    """Stage the header of a frame, which confirms what was consumed; return its address."""
+    """Stage a header, which also confirms all consumed slices of its pair; return its address."""
     at = conn[NEXT] + conn[NEXT_NBYTES]
     put_header(at, kind, pair[CHANNEL], nbytes, seq, pair[CONSUMED], state[OP], signature)
     conn[NEXT_NBYTES] += HEADER_NBYTES
@@ -128,7 +128,7 @@ def stage(
 
 @inlined
 def stage_confirmation(conn: Any, pair: Any, ack: Any) -> None:
-    """Stage a frame that confirms the slices of a link numbered below `ack`."""
+    """Stage a frame that confirms the slices of a link with numbers below `ack`."""
     at = conn[NEXT] + conn[NEXT_NBYTES]
     put_header(at, CONFIRM_FRAME, pair[CHANNEL], 0, 0, ack, 0, 0)
     conn[NEXT_NBYTES] += HEADER_NBYTES
@@ -248,7 +248,7 @@ def begin_unit(state: Any, conn: Any) -> Any:
 
 @inlined
 def write_some(state: Any, conn: Any) -> Any:
-    """Make one system call; return 1 if the unit is written, 0 if not, -1 if the call failed."""
+    """Write a part of the unit; return 1 if all of it is written, 0 if not, -1 after a failure."""
     message = words_at(state[MESSAGE])
     parts = words_at(message[2])
     head = conn[NOW_NBYTES] - conn[NOW_DONE]
@@ -291,7 +291,7 @@ def end_unit(state: Any, number: Any, conn: Any) -> Any:
 
 @inlined
 def write_conn(state: Any, number: Any, conn: Any) -> Any:
-    """Write what the socket accepts; return 1 if a slice was sent, 0 if not, -1 if it failed."""
+    """Write what the socket accepts; return 1 if a slice was sent, 0 if not, -1 after a failure."""
     has_sent = 0
     while not conn[IS_FULL]:
         is_over = conn[NOW_DONE] == conn[NOW_NBYTES] and conn[FRAGMENT_NBYTES] == 0

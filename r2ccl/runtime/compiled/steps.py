@@ -78,7 +78,7 @@ def finish_slice(state: Any, step: Any) -> None:
 
 @inlined
 def combine(state: Any, step: Any, offset: Any, nbytes: Any, received: Any) -> None:
-    """Reduce received data, and data of this rank, to the destination of a step."""
+    """Reduce received data and data of this rank into the destination of a step."""
     operands = words_at(state[OPERANDS])
     mine = state[SPACES + step[SOURCE]] + offset + step[SHIFT] * state[ITEMSIZE]
     operands[0] = received if step[IS_LEFT] else mine
@@ -89,7 +89,10 @@ def combine(state: Any, step: Any, offset: Any, nbytes: Any, received: Any) -> N
 
 @inlined
 def use_slices(state: Any, pair: Any) -> Any:
-    """Deliver the slices that have arrived on a link, and do their work; return whether any was."""
+    """Deliver the slices that have arrived on a link, and copy or reduce those that are ready.
+
+    Return whether a slice was copied, reduced, or received at its destination.
+    """
     arrived, receives = words_at(pair[ARRIVED]), words_at(pair[RECEIVES])
     while pair[DELIVERED] < pair[ASKED] and arrived[pair[DELIVERED]] == -1:
         if not step_of(state, receives[pair[DELIVERED]] >> 32)[IS_EAGER]:
@@ -121,7 +124,7 @@ def use_slices(state: Any, pair: Any) -> Any:
 
 @inlined
 def run_locals(state: Any) -> Any:
-    """Run the local steps whose dependencies are done; return whether any was."""
+    """Run the local steps whose dependencies are done; return whether one was run."""
     has_moved = False
     numbers = words_at(state[LOCALS])
     for at in range(state[NLOCALS]):
@@ -148,7 +151,10 @@ def run_locals(state: Any) -> Any:
 
 @inlined
 def retire(state: Any, pair: Any, below: Any) -> None:
-    """Count the cleared slices with ordinals below `below` as read by the transport."""
+    """Retire posted slices in order: eager ones, and cleared ones with ordinals below `below`.
+
+    The transport no longer reads the memory of a retired slice.
+    """
     sends = words_at(pair[SENDS])
     while pair[RETIRED] < pair[POSTED]:
         step = step_of(state, sends[pair[RETIRED]] >> 32)

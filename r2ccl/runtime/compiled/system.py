@@ -21,7 +21,7 @@ _RECEIVE_FLAGS, _SEND_FLAGS = 0x40, 0x4040
 
 @intrinsic
 def load32(typing_context: Any, address: Any) -> Any:
-    """Return the unsigned 32-bit number at any address."""
+    """Return the unsigned 32-bit number at an address, which need not be aligned."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at = builder.inttoptr(args[0], _I32.as_pointer())
@@ -32,7 +32,7 @@ def load32(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def load64(typing_context: Any, address: Any) -> Any:
-    """Return the 64-bit number at any address."""
+    """Return the 64-bit number at an address, which need not be aligned."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(builder.inttoptr(args[0], _I64.as_pointer()), align=1)
@@ -42,7 +42,7 @@ def load64(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def store32(typing_context: Any, address: Any, value: Any) -> Any:
-    """Store the lower 32 bits of `value` at any address."""
+    """Store the lower 32 bits of `value` at an address, which need not be aligned."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at = builder.inttoptr(args[0], _I32.as_pointer())
@@ -54,7 +54,7 @@ def store32(typing_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def store64(typing_context: Any, address: Any, value: Any) -> Any:
-    """Store a 64-bit number at any address."""
+    """Store a 64-bit number at an address, which need not be aligned."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store(args[1], builder.inttoptr(args[0], _I64.as_pointer()), align=1)
@@ -101,7 +101,7 @@ def send_message(typing_context: Any, fd: Any, message: Any) -> Any:
 
 @intrinsic
 def poll_until(typing_context: Any, polls: Any, count: Any, time: Any) -> Any:
-    """Wait for events of descriptors: ppoll(2). Return their number, or -1."""
+    """Wait for events of descriptors: ppoll(2). Return the number of those with events, or -1."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = _libc(builder, "ppoll", _I32, [_I64] * 4)
@@ -113,7 +113,7 @@ def poll_until(typing_context: Any, polls: Any, count: Any, time: Any) -> Any:
 
 @intrinsic
 def count_unread(typing_context: Any, fd: Any, address: Any) -> Any:
-    """Store the number of unread bytes of a socket at `address`, 32 bits: FIONREAD."""
+    """Store the number of unread bytes of a socket, 32 bits wide, at `address`: FIONREAD."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = _libc(builder, "ioctl", _I32, [_I32, _I64], var_arg=True)

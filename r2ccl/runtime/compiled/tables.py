@@ -1,4 +1,4 @@
-"""Access to the tables of a compiled call, and its log."""
+"""Compiled access to the tables of a call, and to its log."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ together with landing places::
     slices on the data channels         ->   the receive is complete
 
 Grants and landing places are posted in the same order, and a link keeps the order of its slices, so
-both ends cut the data of several messages alike.
+both ends agree on which slice belongs to which message.
 
 All methods are called by the owner of the data loop. Invariant: the memory of a message is neither
 read nor written once its request is done.

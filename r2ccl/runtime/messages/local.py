@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Interval at which a thread that waits for its turn wakes the thread that has it.
+#: Interval, in seconds, at which a thread that waits for its turn wakes the one that has it.
 _LOOK_S = 0.02
-#: Sleep that lets another thread have its turn.
+#: Sleep, in seconds, that lets another thread take its turn.
 _GIVE_WAY_S = 50e-6
-#: Interval at which the control thread moves messages of a rank that is not in a call.
+#: Interval, in seconds, at which the control thread moves messages of a rank that is in no call.
 _REST_S = 0.002
-#: Most direct calls that are kept.
+#: Maximum number of prepared direct calls.
 _NPREPARED = 64
-#: Time that another thread has to end its turn after an error; a turn lasts some milliseconds.
+#: Seconds that another thread has to end its turn after an error; a turn lasts some milliseconds.
 _LAST_TURN_S = 5.0
 #: Maximum number of Ctrl-C that may interrupt the end of a failed call.
 _MOST_INTERRUPTS = 1_000
 
 
 class LocalEngine(Protocol):
-    """Engine of the communicator, as its messages need it."""
+    """Part of the communicator's engine that its messages use."""
 
     @property
     def error(self) -> R2cclError | None:
@@ -67,43 +67,43 @@ class LocalEngine(Protocol):
         ...
 
     def fail_local(self, error: BaseException) -> None:
-        """LocalEnd the communicator because of `error`."""
+        """End the communicator because of `error`."""
         ...
 
 
 class NotRun:
-    """Type of `NOT_RUN`: the direct call did not run, and the message takes the general way."""
+    """Type of `NOT_RUN`: no direct call ran, and the message needs a request."""
 
 
 NOT_RUN = NotRun()
 
 
 class Delayed(NamedTuple):
-    """Requests of a direct call that a peer delays."""
+    """Requests that continue a direct call after a peer was late or sent another frame first."""
 
     sent: SendRequest | None
     received: ReceiveRequest | None
 
 
 class LocalEnd(NamedTuple):
-    """Send to, or receive from, a peer: the array, the rank and the tag."""
+    """Send or receive of a direct call: buffer, rank of the peer in the communicator, tag."""
 
     buffer: Buffer
     peer: int
     tag: int
 
 
-#: What a direct call returns.
+#: Result of a direct call: its message (None: it received none), or how it has to go on.
 Outcome = Message | Delayed | NotRun | None
 
 
 class LocalMessages:
-    """Way of messages in shared memory.
+    """`Way` of the messages of one communicator in shared memory.
 
     Parameters
     ----------
     caller : Caller
-        Messages of the communicator.
+        The communicator's `Messenger`.
     loop : DataLoop
         Data loop of the job.
     driver : LocalDriver
@@ -124,10 +124,10 @@ class LocalMessages:
         self._lock = RLock()
         #: One entry per thread that waits for its turn.
         self._newcomers: deque[None] = deque()
-        #: No message is open, and no other thread has asked to move messages.
+        #: Whether no message is open, and no other thread has tried to move messages.
         self._is_quiet = True
         self._has_ended = False
-        #: The control thread will move messages.
+        #: Whether the control thread is scheduled to move messages.
         self._is_resting = False
         self._prepared: dict[tuple[int, ...], tuple[DirectCall, Message | None]] = {}
         loop.pollers.append(self.poll)
@@ -176,7 +176,10 @@ class LocalMessages:
         """Do nothing: all ranks share memory."""
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
-        """Run ``fn()`` alone, after messages have advanced if `is_step`."""
+        """Run ``fn()`` alone, after messages have moved if `is_step`.
+
+        An exception ends the communicator, except `ConcurrentCalls`.
+        """
         try:
             try:
                 self._acquire()
@@ -225,7 +228,7 @@ class LocalMessages:
         self._rest_later()
 
     def _step(self, is_done: Callable[[], bool]) -> bool:
-        """Return whether ``is_done()``, after some milliseconds if it is not yet."""
+        """Move messages for some milliseconds unless ``is_done()``; return whether it is."""
         try:
             self._acquire()
             if is_done():
@@ -237,7 +240,7 @@ class LocalMessages:
             self._release()
 
     def poll(self) -> None:
-        """Move what can move now, unless a thread does; called by the owner of the data loop."""
+        """Move messages now, unless another thread does; called by the owner of the data loop."""
         if self.is_below or not self._lock.acquire(blocking=False):
             self._is_quiet = False  # a direct call looks at the rings of its own peers only
             return
@@ -261,7 +264,7 @@ class LocalMessages:
     # Direct calls
 
     def repeat(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
-        """Run the direct call that `begin` prepared for `key`, on arrays of the same form."""
+        """Run the direct call that `begin` prepared for `key`, if the arrays have the same form."""
         found = self._prepared.get(key)
         if found is None or type(x) is not np.ndarray or type(out) is not np.ndarray:
             return NOT_RUN
@@ -270,9 +273,9 @@ class LocalMessages:
     def begin(
         self, key: tuple[int, ...], sent: LocalEnd | None, received: LocalEnd | None
     ) -> Outcome:
-        """Run a direct call, and prepare it so that `repeat` can run it again.
+        """Run a direct call, and keep it, if its arrays are contiguous, for `repeat`.
 
-        `key` determines the peers and tags.
+        `key` determines the peers and tags. Return NOT_RUN if another message is open.
         """
         from r2ccl.shm.rings import DirectCall
 
@@ -337,7 +340,7 @@ class LocalMessages:
     # Ends
 
     def _failed(self, error: BaseException) -> BaseException:
-        """LocalEnd the communicator; return `error`, which the call raises.
+        """End the communicator; return `error`, for the call to raise.
 
         Afterwards no thread reads or writes the memory of a message. Further Ctrl-C does not
         interrupt this method.
@@ -363,7 +366,7 @@ class LocalMessages:
             self._release()
 
     def end(self) -> None:
-        """Make waits and later calls find that the communicator has ended."""
+        """Wake waits, so that they and later calls find that the communicator has ended."""
         self._has_ended = True
         self.driver.rings.wake()
 

@@ -1,8 +1,8 @@
 """Exchange of messages through rings in memory that the ranks of a host share.
 
-Envelopes and the data of long messages are frames, which compiled code moves. A receiver takes data
-in the order of its grants, so a sender puts it in that order. A frame for which a ring has no room
-waits in a queue.
+Envelopes and the data of long messages are frames, which compiled code moves. A sender puts the
+data of several messages in the order in which the receiver granted them. A frame for which a ring
+has no room waits in a queue.
 
 One thread at a time may call the methods.
 """
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 #: Header of an envelope over links, which the limit for short messages includes.
 _HEADER_NBYTES = 32
-#: Most events that one call of `advance` handles.
+#: Maximum number of events that one call of `advance` handles.
 _MOST_EVENTS = 1000
 
 
 class _Waiting(NamedTuple):
-    """Envelope that waits for room, and the request that is done once it was put."""
+    """Envelope that waits for room, and the request that is done once it is in the ring."""
 
     kind: int
     dtype: int
@@ -50,7 +50,7 @@ class LocalDriver(MessageProtocol):
     rank : int
     members : sequence of int
     eager_nbytes : int
-        Largest short message, with a header.
+        Size of the largest short message, with a header, in bytes.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LocalDriver(MessageProtocol):
         return not (self.has_work or self._announced) and self.matching.is_empty
 
     def withdraw(self) -> None:
-        """Withdraw all receives that have taken no message, and handle grants that are there."""
+        """Withdraw all receives that have taken no message, and handle frames that have arrived."""
         super().withdraw()
         self.advance(False)
 
@@ -91,7 +91,7 @@ class LocalDriver(MessageProtocol):
         return peer not in (ANY, self._rank)
 
     def is_short(self, nbytes: int) -> bool:
-        """Return whether a message fits its envelope."""
+        """Return whether a message of `nbytes` can be sent in its envelope."""
         return not nbytes or (nbytes <= self._most_short and self.rings.fits(nbytes))
 
     def forget(self) -> None:
@@ -125,7 +125,7 @@ class LocalDriver(MessageProtocol):
             kind, dtype, tag, ident, size, data = self.rings.frame()
             if kind == EnvelopeKind.DATA:
                 raise InternalError(f"rank {self._members[peer]} sends data that was not granted")
-            # Taken from the ring only afterwards: the data is there.
+            # The data is in the ring, so the frame is taken out only afterwards.
             self._on_envelope(peer, kind, dtype, tag, ident, size, data)
             self.rings.consume(peer, len(data))
         elif event == layout.ROOM:
@@ -148,7 +148,7 @@ class LocalDriver(MessageProtocol):
             request = self._incoming[peer][0]
             self.rings.receive_data(peer, request.view[: request.nbytes])
 
-    # What carries the messages
+    # Transfer
 
     def _new_send(self, peer: int, view: memoryview) -> SendRequest:
         return SendRequest(peer, view, self.rings.new_ident())
@@ -170,7 +170,7 @@ class LocalDriver(MessageProtocol):
             self._flush(to)
 
     def _flush(self, peer: int) -> None:
-        """Put the envelopes that wait, as far as there is room."""
+        """Put waiting envelopes into the ring until it has no room."""
         queue = self._queues[peer]
         while queue and self.rings.put(peer, *queue[0][:-1]):
             request = queue.popleft().request
@@ -210,10 +210,10 @@ class LocalDriver(MessageProtocol):
     def _note_busy(self, peer: int, change: int) -> None:
         """Do nothing: these messages need no paths."""
 
-    # Calls that compiled code began
+    # Direct calls that compiled code has not finished
 
     def take_over_send(self, call: DirectCall, view: memoryview, dtype: int) -> SendRequest:
-        """Return the request of the send of a direct call, from its step on."""
+        """Return a request that continues the send of a direct call from its step on."""
         words = call.words
         to, step = int(words[layout.CALL_TO]), int(words[layout.SEND_STEP])
         if step == layout.TO_PUT:
@@ -228,7 +228,7 @@ class LocalDriver(MessageProtocol):
         return request
 
     def take_over_receive(self, call: DirectCall, view: memoryview, dtype: int) -> ReceiveRequest:
-        """Return the request of the receive of a direct call, from its step on."""
+        """Return a request that continues the receive of a direct call from its step on."""
         words = call.words
         source, step = int(words[layout.CALL_SOURCE]), int(words[layout.RECV_STEP])
         tag = int(words[layout.CALL_RECV_TAG])

@@ -83,12 +83,7 @@ class MessageRequest:
 
 
 class Way(Protocol):
-    """What carries the messages of a communicator.
-
-    Attributes
-    ----------
-    driver : MessageProtocol
-    """
+    """Carrier of the messages of one communicator: links, or shared memory."""
 
     @property
     def driver(self) -> MessageProtocol:
@@ -101,11 +96,14 @@ class Way(Protocol):
         ...
 
     def connect_to(self, peer: int) -> None:
-        """Make messages to `peer`, a rank of the job, possible."""
+        """Connect the paths that messages to `peer`, a rank of the job, need."""
         ...
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
-        """Run ``fn()`` alone, after messages have advanced if `is_step`."""
+        """Run ``fn()`` alone, after messages have advanced if `is_step`.
+
+        What ``fn()`` raises ends the communicator.
+        """
         ...
 
     def wait(self, is_done: Callable[[], bool], patience: Patience) -> None:
@@ -163,7 +161,7 @@ class Messenger:
             health=health,
         )
         self._network = NetworkMessages(self, loop, driver, connect)
-        #: What carries the messages.
+        #: Carrier of the messages.
         self._way: Way = self._network
         #: Identifier of the thread that waits for a message; 0 if none does.
         self._waiter = 0
@@ -203,7 +201,7 @@ class Messenger:
         self._local = self._way = LocalMessages(self, self._loop, driver, engine)
 
     def free_memory(self, timeout_s: float) -> bool:
-        """Use no shared memory any more; return whether the running call ended in time."""
+        """Stop using shared memory; return False if a call uses it for `timeout_s` or longer."""
         if self._local is None or self._local.close(timeout_s):
             self._local, self._way = None, self._network
             return True

@@ -1,4 +1,4 @@
-"""Messages of one communicator through the data loop of its job."""
+"""Messages of one communicator over links, through the data loop of its job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from r2ccl.runtime.messages.driver import MessageDriver
 
 
 class NetworkMessages:
-    """Way of messages over links; the owner of the data loop calls `driver`.
+    """`Way` of the messages of one communicator over links.
+
+    Only the owner of the data loop calls `driver`.
 
     Parameters
     ----------
@@ -21,7 +23,7 @@ class NetworkMessages:
         ``connect(peers)`` connects paths to ranks of the job, and waits for them.
     """
 
-    #: A signal handler that interrupted a call in the data loop is found by the loop.
+    #: Always False: the data loop itself detects a signal handler that interrupted its call.
     is_below = False
 
     def __init__(
@@ -50,7 +52,7 @@ class NetworkMessages:
             loop.release()
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
-        """Run ``fn()`` as the owner of the data loop, and send what it posted."""
+        """Run ``fn()`` as the owner of the data loop, and send the slices that it posted."""
         progress = self._loop.progress
 
         def run() -> Any:
@@ -68,7 +70,7 @@ class NetworkMessages:
         self._call(lambda: self._loop.wait(self._caller, is_done, patience))
 
     def _call(self, fn: Callable[[], Any]) -> Any:
-        """Run ``fn()`` as the owner of the data loop; what it raises ends the communicator."""
+        """Run ``fn()`` as the owner of the data loop; an exception ends the communicator."""
         loop, caller = self._loop, self._caller
         try:
             loop.acquire()

@@ -1,7 +1,7 @@
-"""Exchange of messages, whatever carries them: envelopes, matching, refusals.
+"""Exchange of messages over any carrier: envelopes, matching, refusals.
 
-A short message is in its envelope; it is buffered at the receiver if no receive takes it. A long
-one is announced first::
+A short message travels in its envelope; the receiver buffers it until a receive takes it. A long
+message is announced first::
 
     sender                                   receiver
     REQUEST(ident, tag, dtype, nbytes)  ->   finds the receive that takes it
@@ -63,7 +63,7 @@ class MessageProtocol(ABC):
     Parameters
     ----------
     rank : int
-        This rank in the communicator; so are all ranks in methods, unless they say otherwise.
+        This rank. All ranks are numbered as in the communicator, unless stated otherwise.
     members : sequence of int
         Rank in the job, by rank in the communicator.
     """
@@ -72,7 +72,7 @@ class MessageProtocol(ABC):
         self._rank = rank
         self._members = members
         self.matching = Matching()
-        #: Announced messages by number, until they are granted.
+        #: Announced messages by number, until they are granted or refused.
         self._announced: dict[int, SendRequest] = {}
 
     # Requests
@@ -80,7 +80,7 @@ class MessageProtocol(ABC):
     def send(
         self, view: memoryview, dtype: int, to: int, tag: int, *, is_synchronous: bool = False
     ) -> SendRequest:
-        """Begin to send the bytes `view` to rank `to`; borrows them until the request is done.
+        """Begin to send the bytes `view` to rank `to`; they are borrowed until the request is done.
 
         With `is_synchronous`, the request is not done before a receive has taken the message.
         """
@@ -124,7 +124,7 @@ class MessageProtocol(ABC):
     @property
     @abstractmethod
     def nmoving(self) -> int:
-        """Number of granted messages with whose data this rank is not done."""
+        """Number of granted messages whose data this rank still moves."""
 
     # Envelopes
 
@@ -153,7 +153,7 @@ class MessageProtocol(ABC):
         self.matching.keep(envelope)
 
     def _take(self, request: ReceiveRequest, envelope: Envelope) -> bool:
-        """Let `request` receive the message; return False if the message stays to be received."""
+        """Give the message to `request`; return False if another receive may still take it."""
         source, _, dtype, nbytes, ident, payload = envelope
         if dtype != request.dtype or nbytes > len(request.view):
             self._refuse(request, envelope)
@@ -171,7 +171,7 @@ class MessageProtocol(ABC):
         return True
 
     def _refuse(self, request: ReceiveRequest, envelope: Envelope) -> None:
-        """End a receive that the message does not fit, and the send of an announced message."""
+        """End a receive that the message does not fit; refuse the message if it was announced."""
         given = f"{len(request.view) // dtype_of(request.dtype).itemsize}"
         request.error = InvalidArgument(
             f"rank {envelope.source} sent {_described(envelope).count} elements of "
@@ -185,7 +185,7 @@ class MessageProtocol(ABC):
             self._note_busy(envelope.source, -1)
             self._put(envelope.source, EnvelopeKind.REFUSE, 0, 0, envelope.ident, 0, text)
 
-    # What carries the messages
+    # Transfer
 
     @abstractmethod
     def _new_send(self, peer: int, view: memoryview) -> SendRequest:
@@ -197,7 +197,7 @@ class MessageProtocol(ABC):
 
     @abstractmethod
     def _admits(self, to: int, nbytes: int) -> bool:
-        """Return whether a message may be sent in its envelope now; it is then sent."""
+        """Return whether a message may be sent in its envelope now; if so, count it as sent."""
 
     @abstractmethod
     def _put(

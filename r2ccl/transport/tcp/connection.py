@@ -34,20 +34,33 @@ class QueuedSlice:
 
 
 class NamedPlace:
-    """Landing place; ``rest`` is the part that no fragment has begun to fill."""
+    """Landing place that the peer was told; ``rest`` is the part that no fragment has begun."""
 
     __slots__ = ("ack", "began_s", "is_confirmed", "rest")
 
     def __init__(self, region: memoryview, ack: int) -> None:
         self.rest = region
+        #: Time at which the first fragment began, in seconds of the monotonic clock; 0 before.
         self.began_s = 0.0
         #: Confirmation that may be sent before the slice is read; 0 if none, or if it was sent.
         self.ack = ack
+        #: Whether that confirmation was sent.
         self.is_confirmed = False
 
 
 class Connection:
-    """Socket of one path, with its partly read and partly written frames."""
+    """Socket of one path, with its partly read and partly written frames.
+
+    Parameters
+    ----------
+    path : PathKey
+    sock : socket.socket
+        Connected and non-blocking; owned by the transport.
+    buffer_nbytes : int
+        Size of the receive buffer.
+    is_loopback : bool
+        Send each slice as one fragment.
+    """
 
     __slots__ = (
         "buffer", "buffer_address", "bulk", "fd", "filled", "fragment_nbytes", "frame", "is_dirty",
@@ -84,7 +97,9 @@ class Connection:
         self.sending: deque[bytes | memoryview] = deque()
         #: Frame of the slice to report as `Sent` once ``sending`` is empty.
         self.sent: Frame | None = None
+        #: Whether the socket is full, and the transport waits until it accepts data.
         self.is_waiting = False
+        #: Whether the next `flush` of the transport writes to the socket.
         self.is_dirty = False
 
     def ask(self, frame: Frame, region: memoryview, ack: int) -> None:
@@ -94,12 +109,12 @@ class Connection:
 
 
 def pack(kind: int, frame: Frame, nbytes: int) -> bytes:
-    """Return the header of a frame of a kind."""
+    """Return the header of a frame of `kind`; a CLEAR frame gives the size of a landing place."""
     return HEADER.pack(kind, frame.channel, nbytes, frame.seq, frame.ack, frame.op, frame.signature)
 
 
 def buffer_nbytes(eager_nbytes: int) -> int:
-    """Return the size of a receive buffer for eager slices of at most `eager_nbytes`."""
+    """Return the size in bytes of a receive buffer for eager slices of at most `eager_nbytes`."""
     return 2 * (HEADER_NBYTES + eager_nbytes)
 
 

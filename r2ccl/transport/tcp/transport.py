@@ -132,7 +132,7 @@ class TcpTransport(PreconnectedTransport):
         self._dirty: list[Connection] = []
         #: Connections that wait until their sockets accept more data.
         self._waiting: set[Connection] = set()
-        #: Connections whose buffers may have complete frames, which no event of a socket reports.
+        #: Connections that may have complete frames in their buffers, which epoll does not report.
         self._unparsed: set[Connection] = set()
         self._events: list[Event] = []
         self._prober = TcpProber(self._epoll, sources, targets, probe_timeout_s, clock, rank=rank)
@@ -229,10 +229,11 @@ class TcpTransport(PreconnectedTransport):
         return self._wakeup.number
 
     def lend(self, paths: Sequence[PathKey]) -> list[Connection] | None:
-        """Return the connections of `paths`, for another reader and writer until `take_back`.
+        """Lend the connections of `paths` to a borrower that reads and writes until `take_back`.
 
-        None if one of them is in use, or not open. The borrower may change the fields of the
-        connections, and calls no other method meanwhile.
+        Return None if one of them is in use or not open, or events are waiting for `poll`. The
+        borrower may change the fields of the connections. Meanwhile, only `wake` and
+        `has_other_events` may be called.
         """
         if self._events:
             return None
@@ -249,9 +250,10 @@ class TcpTransport(PreconnectedTransport):
         return conns
 
     def take_back(self, conn: Connection, error: int | None = None) -> None:
-        """Use a connection again that was lent, in the state that its fields describe.
+        """End the loan of a connection; its fields describe its state.
 
-        `error` is the errno of a system call that failed, 0 if the peer closed the connection.
+        `error` is the errno with which a system call failed, or 0 if the peer closed the
+        connection; the path then fails.
         """
         if error is not None:
             status = errno_name(OSError(error, "")) if error else "EOF"
@@ -266,7 +268,8 @@ class TcpTransport(PreconnectedTransport):
     def has_other_events(self, lent: Collection[Connection]) -> bool:
         """Return whether `poll` has to be called while connections are lent.
 
-        That is if another socket is ready, or a probe is in flight. Forgets calls of `wake`.
+        It has to be if another socket is ready or a probe is in flight. Earlier calls of `wake`
+        have no effect afterwards.
         """
         fds = [conn.fd for conn in lent]
         ready = [fd for fd, _ in self._epoll.poll(0)]
@@ -276,7 +279,7 @@ class TcpTransport(PreconnectedTransport):
         return is_other or self._prober.is_busy
 
     def _parse_rest(self) -> None:
-        """Parse the frames that a borrower of connections has read but not parsed."""
+        """Parse the frames that a borrower has read and not parsed."""
         unparsed, self._unparsed = self._unparsed, set()
         for conn in unparsed:
             if self._by_path.get(conn.path) is conn:

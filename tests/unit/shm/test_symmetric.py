@@ -64,7 +64,7 @@ def test_arrays_have_no_name_and_no_descriptor():
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("size", "InvalidArgument.*rank 10 8192, rank 11 12288"),
+        ("size", "InvalidArgument.*rank 10: 8192, rank 11: 12288"),
         ("room", "TransportError.*has 12288 bytes left"),
         ("create", "TransportError.*rank 11: no memory is left"),
     ],
