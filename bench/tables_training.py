@@ -91,7 +91,7 @@ def training_rows(args: argparse.Namespace) -> Iterator[Figure]:
     for batch in (BATCH,) if args.quick else _BATCHES:
         yield from _testbed_rows(_testbed(batch, 0), is_published=True, has_two=not args.quick)
     yield from _testbed_rows(_testbed(BATCH, _BUCKET_NBYTES), is_published=False, has_two=False)
-    for ngpus in (128,) if args.quick else (64, 128, 256, 512, 1024):
+    for ngpus in (64,) if args.quick else (64, 128, 256, 512, 1024):
         yield from _one_lost_rows(_large(ngpus))
     yield from _failure_rows(_large(128 if args.quick else _LARGE_GPUS), args)
 

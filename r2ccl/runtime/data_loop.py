@@ -36,10 +36,12 @@ from r2ccl.errors import (
 )
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.failover import Failover
-from r2ccl.failover.migration.links import Links
+from r2ccl.failover.migration.calls import Calls
+from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.revocation import Revoke
 from r2ccl.runtime.compiled.call import CompiledCalls
 from r2ccl.runtime.compiled.layout import PAUSED
+from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.progress import Progress
 from r2ccl.runtime.status import Pending
 from r2ccl.transport.tcp.transport import TcpTransport
@@ -431,6 +433,10 @@ class DataLoop:
         finally:
             caller.waiting = None
             self._control.is_busy = False
+
+    def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
+        """Return the program of a communicator's call that compiled code runs now, if any."""
+        return None if self.compiled is None else self.compiled.program_of(calls)
 
     def serve_inbox(self) -> None:
         """Handle the events of the control thread; the calling thread must own the loop."""

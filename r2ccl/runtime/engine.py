@@ -306,8 +306,11 @@ class Engine:
         """
         pending = self.pending()
         held = self._failover.failback.held()
-        op, signature, left = self.op, self._calls.signature, self._runs
-        doing = Operation(op, describe(signature), tuple(run.remaining for run in left))
+        op, signature, program = self.op, self._calls.signature, self._loop.program_of(self._calls)
+        left = tuple(run.remaining for run in self._runs)
+        if program is not None:
+            left = (program.remaining,)
+        doing = Operation(op, describe(signature), left)
         return RankStatus(
             rank=self._job.rank,
             nranks=self._job.nranks,

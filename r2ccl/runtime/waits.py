@@ -93,7 +93,12 @@ class Waits:
         op = self._calls.op
         doing = f"call {op}, {describe(self._calls.signature)}"
         absent = {rank: last for rank, last in self.last_ops().items() if last < op}
-        waits = waits_of_call(self._links, self._context.context_id, runs)
+        program = self._loop.program_of(self._calls)
+        waits: Sequence[Wait] = ()
+        if program is None:
+            waits = waits_of_call(self._links, self._context.context_id, runs)
+        else:
+            waits = [Wait(peer, "slice", channel, seq) for peer, channel, seq in program.waits()]
         return self._blocked(doing, absent, waits)
 
     def for_confirmation(self) -> Pending:

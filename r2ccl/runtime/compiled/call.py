@@ -68,6 +68,7 @@ class CompiledCalls:
         self._arena = np.empty(0, np.uint8)
         #: Connections of the running call.
         self._conns: list[Connection] = []
+        self._running: tuple[CompiledProgram, Calls[Consumer]] | None = None
         #: Number of events after which a call leaves compiled code, for tests; 0: no limit.
         self.limit = 0
         #: Number of calls that ended in compiled code, and of those that left it.
@@ -105,7 +106,7 @@ class CompiledCalls:
         conns = self._prepare(program, lanes, calls)
         if conns is None:
             return None
-        self._conns = conns
+        self._conns, self._running = conns, (program, calls)
         result = at.LEFT
         try:
             result = repeat(partial(self._loop, program.address))
@@ -113,8 +114,13 @@ class CompiledCalls:
             # Also after Ctrl-C: a slice that was confirmed early must be read to its end.
             runs = self._end(program, lanes, calls, conns, result)
             # Both refer to the caller's arrays.
-            program.call, self._conns = None, []
+            program.call, self._conns, self._running = None, [], None
         return runs
+
+    def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
+        """Return the program of a communicator's call that compiled code runs now, if any."""
+        running = self._running
+        return None if running is None or running[1] is not calls else running[0]
 
     def forget(self) -> None:
         """Drop all references to links and plans; no call may follow."""

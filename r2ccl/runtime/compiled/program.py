@@ -301,6 +301,22 @@ class CompiledProgram:
         words[at.TARGET_PAIR] = words[at.SENDING_PAIR] = -1
         words[at.IS_READABLE] = 1
 
+    # State of a running call; any thread may read it, and it changes meanwhile
+
+    @property
+    def remaining(self) -> int:
+        """Number of slices, of all steps, that are not done."""
+        return self.view[at.REMAINING]
+
+    def waits(self) -> list[tuple[int, int, int]]:
+        """Return peer, channel and number of the next slice of each link that has not arrived."""
+        found = []
+        for pair, link in zip(self.pairs, self.ends, strict=True):
+            ordinal = self.view[link.row + at.DELIVERED]
+            if ordinal < link.nreceives:
+                found.append((*pair.key, self.view[link.row + at.FIRST_RECEIVED] + ordinal))
+        return found
+
     # Calls
 
     def bind(self) -> bool:
