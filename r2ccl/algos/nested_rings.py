@@ -82,9 +82,11 @@ def allreduce(
     Raises
     ------
     InvalidArgument
-        If there is no node, a bandwidth or a number is below 1, or `order` is not a permutation of
-        the nodes.
+        If there is no node; if a bandwidth, `nsegments` or `nchannels` is below 1; or if `order` is
+        not a permutation of the nodes.
     """
+    if nsegments < 1:
+        raise InvalidArgument(f"nsegments={nsegments}; give 1 or more")
     n = len(bandwidths)
     places = tuple(range(n) if order is None else order)
     if sorted(places) != list(range(n)):

@@ -53,7 +53,9 @@ def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
     Returns
     -------
     list of PortTree
-        The fewest trees whose time is within 1 % of the best found.
+        Trees that each carry an equal part of the data. Their time is that of the busiest port:
+        its number of edges divided by its bandwidth and by the number of trees. Of all packings
+        found, this is the one with the fewest trees whose time is within 1 % of the best.
 
     Raises
     ------

@@ -35,10 +35,13 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
     message, or the cause of a `PeerLost`; what exceeds `_MAX_TEXT` characters is left out, so that
     the message fits one frame.
 
-    The receiver raises `InvalidArgument` and `PeerLost` as the sender does. It raises its own
-    `NoHealthyRail` if it is ``peer`` and all its paths to ``rank`` are down. In all other cases,
-    also if it never began to connect paths to ``rank``, it raises `CommunicatorRevoked` with
-    ``text``.
+    The class of the receiver's error depends on ``kind``:
+
+    - ``InvalidArgument``: `InvalidArgument`;
+    - ``PeerLost``: `PeerLost`, unless the receiver is ``peer`` itself;
+    - ``NoHealthyRail``: the receiver's own `NoHealthyRail`, if it is ``peer``, has begun to connect
+      paths to ``rank``, and all of them are down;
+    - in all other cases: `CommunicatorRevoked` with ``text``.
     """
 
     kind: str

@@ -151,8 +151,8 @@ def home_rails(
     sides = [np.asarray(side) for side in rails(src, dst, channel)]
     if len(sides) != 2 or not all(_is_rails(side, src.shape, network.nrails) for side in sides):
         raise InvalidArgument(
-            f"rails returned {sides}; give a rail of 0 to {network.nrails - 1} at either end of "
-            f"each of {src.size} links"
+            f"rails() returned {sides}; it must return two integer arrays of {src.size} elements: "
+            f"the rail of each link at its source and at its destination, 0 to {network.nrails - 1}"
         )
     return sides[0].astype(np.int64), sides[1].astype(np.int64)
 

@@ -158,11 +158,13 @@ class DeviceCollectives:
             If the arrays are not on the GPU of earlier calls, if `stream` is not a stream, or if it
             captures a CUDA graph.
         TransportError
-            If the device failed, or if the GPU is too old for the kernels (status ``GPU_TOO_OLD``);
-            the caller must end the communicator.
+            If the device or a NIC failed, memory is full, a kernel cannot be compiled, or the GPU
+            is too old for the kernels (status ``GPU_TOO_OLD``); the caller must end the
+            communicator.
         TransportTimeout
-            If `prepare` is needed and earlier collectives do not finish in time, or if 64 calls are
-            in progress and the first does not finish in time.
+            If the call needs kernels or memory that are not ready yet (`GpuBackend.prepare`), and
+            earlier collectives do not finish in time; or if 64 calls are in progress, and the first
+            does not finish in time.
         R2cclError
             If the communicator has ended.
         """

@@ -556,9 +556,10 @@ class PeerBackend(SignalledStream):
     def _release_streams(self, error: BaseException) -> None:
         """Let this rank's stream continue, because the communicator ends.
 
-        Kernels that have not run do nothing, and calls that are not complete fail. Streams of other
-        ranks may still write lower numbers over those that the host writes here; the last number
-        that each of them writes, in this method, exceeds the numbers of all ranks.
+        Kernels that have not run do nothing, and calls that are not complete fail. The host writes
+        this rank's last round number to the words for which its stream waits. Streams of other
+        ranks may still overwrite it with lower numbers. Each rank that runs this method therefore
+        also enqueues a last write to the words of all ranks, of a number above that of any round.
         """
         self._broken = self._broken or error
         number = self._nrounds

@@ -87,9 +87,10 @@ def address_of(maker: str, *given: Any) -> int:
 
 @functools.cache
 def callable_of(maker: str, *given: Any) -> Callable[..., int]:
-    """Return a function as one that Python can call; it runs without the GIL.
+    """Return a Python function that calls the C function of `maker` without the GIL.
 
-    Parameters and errors are those of `address_of`.
+    Its arguments and its result are 64-bit integers. Parameters and errors are those of
+    `address_of`.
     """
     code = _code_of(maker, given)
     engine = _Linker.shared().load(code)

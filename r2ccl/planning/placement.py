@@ -322,8 +322,10 @@ class _Ports:
     def add_channels(self, hop: Flow, channels: Sequence[Sequence[int]]) -> bool:
         """Add the weights of all channels to the ports of one hop of a ring.
 
-        A channel whose home rail is down at either end moves as a whole to the rail that is up at
-        both and has the fewest detours for its share, as in `r2ccl.failover.migration.routes`.
+        ``channels[at]`` has the weights of the channels whose home rail is ``at``. A channel whose
+        home rail is down at either end moves as a whole to a rail that is up at both ends: the one
+        on which the weight of the moved channels, this one included, is smallest relative to the
+        rail's share. `r2ccl.failover.migration.routes` does about the same, by number of channels.
         Returns False if no home rail is up at both ends.
         """
         low, high = self.ends(hop)

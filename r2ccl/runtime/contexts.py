@@ -36,8 +36,9 @@ ContextMessage = Report | Prepare | Promise | Commit | Calling | Closing
 class InContext(msgspec.Struct, frozen=True, tag="in_context"):
     """Wrapper of a control message of a communicator other than the job's first one.
 
-    ``context_id`` and ``first_op`` identify the communicator: the id of a closed communicator is
-    reused, but the calls of the next communicator with this id have higher numbers.
+    ``context_id`` and ``first_op``, the number of the communicator's first call, identify the
+    communicator. The id alone does not: a later communicator may reuse the id of a closed one, but
+    its calls have higher numbers.
     """
 
     context_id: int

@@ -49,7 +49,11 @@ class SignalDump:
             ) from exc
 
     def close(self) -> None:
-        """Restore the previous handler, unless this handler was replaced. Idempotent."""
+        """Stop writing, and restore the previous handler. Idempotent.
+
+        If this is not the main thread, or another handler has replaced this one, this handler stays
+        and only calls the previous one.
+        """
         if self._write is None:
             return
         self._write = None

@@ -392,9 +392,10 @@ class Transport(Protocol):
 
         A call has no effect while a probe of the same key is in flight.
 
-        Two ports on different rails may not be connected on this fabric. So if a probe between
-        different rails has never been answered, its outcome is None ("could not be made"), not
-        False. The outcome is also None for a rail that does not exist.
+        The outcome is None ("could not be made") if the probe proves nothing, for example because
+        the rail does not exist. Some fabrics do not connect ports on different rails. The outcome
+        of an unanswered probe between different rails is therefore None, not False, until a probe
+        of the same key has been answered once.
         """
         ...
 

@@ -225,7 +225,7 @@ class MessageDriver(MessageProtocol):
         self._links.expect(link, self)
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
-        """Handle an envelope; the index of its receive is the peer."""
+        """Handle the envelope in `payload`; ``landing.index`` is its sender's rank in the job."""
         assert payload is not None
         peer = landing.index
         link = self._links.receiver(peer, self._envelope_channel)

@@ -602,10 +602,10 @@ class VerbsTransport:
         for end in [end for end in self._draining if now >= end.give_up_s]:
             if end.give_up_s:  # 0: the device refused the flush, which `fence` has logged
                 _log.warning(
-                    "rank %d: %s completed %d of 2 markers of rail %d to rank %d in %g s; the "
-                    "queue pair is destroyed",
-                    self._rank, self._devices[end.nic].name, end.markers, end.path.rail,
-                    end.path.peer, _DRAIN_TIMEOUT_S,
+                    "rank %d: %s did not flush the queue pair of rail %d to rank %d in %g s (%d of "
+                    "its 2 queues are empty); the queue pair is destroyed",
+                    self._rank, self._devices[end.nic].name, end.path.rail, end.path.peer,
+                    _DRAIN_TIMEOUT_S, end.markers,
                 )  # fmt: skip
             self._destroy(end)
             self._fenced(end)
