@@ -191,7 +191,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_resilient(self) -> bool:
-        """True if a broken path migrates; in mode failstop it ends the call instead."""
+        """True if the slices of a broken path move to other paths; False in mode failstop."""
         return self.mode != "failstop"
 
     @property

@@ -63,7 +63,7 @@ def declared(peers: Sequence[PeerInfo]) -> Declared:
 def ports_of(
     peers: Sequence[PeerInfo], rank: SupportsIndex, nic: str | SupportsIndex
 ) -> tuple[Port, ...]:
-    """Return the rails that a NIC of the node of `rank` serves.
+    """Return the ports that a NIC of the node of `rank` serves.
 
     Parameters
     ----------
@@ -71,7 +71,8 @@ def ports_of(
         One per rank.
     rank : int
     nic : str or int
-        Name of a NIC, with all ranks of the node that use it; or number of a rail of `rank` alone.
+        Name of a NIC, whose ports of all ranks of the node are returned; or number of a rail, of
+        which only the port of `rank` is returned.
 
     Raises
     ------

@@ -72,7 +72,7 @@ class DesyncCheck:
             self._ask(message.op, op)
 
     def called(self, op: int) -> None:
-        """Report in the next `spread` that this rank has called `op` (at most `asked_op`)."""
+        """Report in the next `spread` that this rank has called `op`, at most `asked_op`."""
         self._own = op
         self._unspread.add(self._rank)
 

@@ -2,7 +2,8 @@
 
 The roots of sysfs and proc are parameters, so recorded trees can be read like live ones. Facts
 about GPUs are passed in, because sysfs does not have them. Invariant: a missing or garbled
-attribute is no error; a remark of the machine states the value assumed instead.
+attribute is no error. It reads as empty or 0, or, where planning needs a value, as an assumed one,
+which `Machine.remarks` states.
 
 References
 ----------

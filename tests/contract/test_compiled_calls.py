@@ -32,3 +32,8 @@ def test_results_are_exact_wherever_a_call_leaves(limit, nranks, is_small):
 def test_bandwidth_is_measured_as_in_python():
     program = functools.partial(programs.mixture, 0, 10, {"balance": "1", "algo": "ring"})
     assert [nwrong for nwrong, _, _ in r2ccl.launch(program, 3, timeout_s=100.0)] == [0, 0, 0]
+
+
+def test_eager_slices_that_sockets_do_not_take_are_sent_later():
+    program = functools.partial(programs.unread, 6)
+    assert r2ccl.launch(program, 3, timeout_s=60.0) == [0, 0, 0]

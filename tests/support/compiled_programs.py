@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from typing import Any
 
 import numpy as np
@@ -58,3 +60,24 @@ def mixture(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, int
 def _data(number: int, rank: int, count: int) -> np.ndarray[Any, Any]:
     """Return small integers, whose sums are exact in every order."""
     return np.random.default_rng((number, rank)).integers(-99, 99, count).astype(np.float32)
+
+
+def unread(ncalls: int) -> int:
+    """Broadcast eager slices to a rank that is late; return the number of wrong results.
+
+    The sockets take only a part of each slice, so calls of the root end before their data is sent.
+    """
+    nwrong = 0
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        for conn in comm._engine._loop._transport._by_path.values():
+            conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        comm.barrier()
+        if comm.rank:
+            time.sleep(0.3)
+        for number in range(ncalls):
+            expected = _data(number, 0, 15_000)
+            x = expected.copy() if comm.rank == 0 else np.zeros_like(expected)
+            comm.broadcast(x, root=0)
+            nwrong += not np.array_equal(x, expected)
+        return nwrong

@@ -207,9 +207,10 @@ class Diagnosis:
                 self._go_on(case)
 
     def withdrawn(self, key: PathKey) -> None:
-        """Drop the diagnosis of path `key`, which has not failed: one of its ports is excluded.
+        """Drop the diagnosis of path `key`, if any: it has not failed, but a port is excluded.
 
-        The peer may know that first, and this end may have seen only that its connection closed.
+        A diagnosis may have begun because the peer learned of the exclusion first and closed the
+        connection, and this end saw only that.
         """
         self._news.pop(key, None)
         case = self._open.pop(key, None)

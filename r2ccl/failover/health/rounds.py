@@ -150,7 +150,7 @@ class Member:
         return self._plans[0][1] if self.limit is None and len(self._plans) == 1 else None
 
     def skip_to(self, op: int) -> None:
-        """Count all collectives up to `op`, planned with `steady`; see `Agreement.skip_to`."""
+        """Count all collectives up to `op` as started, with health `steady`; see `Agreement`."""
         if self.steady is None or op < self.started:
             raise InternalError(
                 f"rank {self._rank}: cannot count collectives up to {op} as started: the last one "

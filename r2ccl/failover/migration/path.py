@@ -95,7 +95,7 @@ class ConnectPaths(msgspec.Struct, frozen=True, tag="connect_paths"):
 
 
 class ClosePaths(msgspec.Struct, frozen=True, tag="close_paths"):
-    """Control message: the receiver must close its paths to the sender: they are idle there."""
+    """Control message: asks for closing the paths to the sender, which finds them idle."""
 
 
 class Path:

@@ -113,7 +113,7 @@ Message = View | Built | Done
 
 
 class _Terms(NamedTuple):
-    """Set and attempt that survivors agree on; those of one rank only grow."""
+    """The set of gone ranks, and the attempt, that survivors agree on; both only grow."""
 
     gone: tuple[int, ...]
     attempt: int

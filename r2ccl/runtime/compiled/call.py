@@ -36,6 +36,9 @@ from r2ccl.transport.tcp.transport import TcpTransport
 _LOOP = "r2ccl.runtime.compiled.loop:make_loop"
 #: Maximum number of programs that are kept.
 _KEPT = 64
+#: Most memory for copies of eager slices and landing places. Settings with which all slices of
+#: large calls are eager exceed it; Python, which keeps fewer copies, runs these calls.
+_MOST_ARENA_NBYTES = 64 << 20
 
 
 class _Ended:
@@ -173,6 +176,8 @@ class CompiledCalls:
             program = CompiledProgram(
                 plan, self._transport.wakeup_number, self._links, self._config
             )
+            if program.arena_nbytes > _MOST_ARENA_NBYTES:
+                program = None
         self._programs[key] = (plan, program)
         if len(self._programs) > _KEPT:
             self._programs.popitem(last=False)
@@ -189,7 +194,8 @@ class CompiledCalls:
         slices of earlier calls are in progress, or a connection is in use.
         """
         for end in program.ends:
-            if end.sender.route != end.route or end.receiver.route != end.route:
+            route = end.route
+            if route is None or end.sender.route != route or end.receiver.route != route:
                 if not program.bind():
                     return None
                 break
@@ -301,6 +307,8 @@ class CompiledCalls:
                 if receiver.arrivals:
                     for seq in [seq for seq in receiver.arrivals if seq < posted]:
                         del receiver.arrivals[seq]
+                    while receiver.received in receiver.arrivals:
+                        receiver.received += 1
             if end.nreceives or words[row + at.CLEARED]:
                 calls.seen[sender.peer] = max(calls.seen.get(sender.peer, 0), calls.op)
             if words[row + at.IS_UNCONFIRMED]:

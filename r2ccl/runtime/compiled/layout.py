@@ -46,13 +46,15 @@ from __future__ import annotations
     NFOREIGN,
     #: 1 if the log has the times at which cleared slices are posted and released.
     IS_MEASURED,
-) = range(36)  # fmt: skip
+    #: Time at which the current pass of the loop began, for the log.
+    PASS_NS,
+) = range(37)  # fmt: skip
 STATE_NWORDS = 40
 
 # Connection.
 
 (
-    FD,
+    FD, PEER,
     #: Receive buffer: address, size, and the range of bytes that were read and not parsed.
     BUFFER, BUFFER_NBYTES, PARSED, FILLED,
     #: Fragment that is being read into a landing place: address and size of the rest, pair and
@@ -78,14 +80,14 @@ STATE_NWORDS = 40
     IS_FULL,
     #: 1 if the socket may have data.
     IS_READABLE,
-) = range(32)  # fmt: skip
+) = range(33)  # fmt: skip
 CONN_NWORDS = 40
 
 # Pair.
 
 (
     #: Number of the connection, and link channel.
-    CONN, CHANNEL,
+    CONN, CHANNEL, PAIR_PEER,
     #: Packed signatures of the slices to and from the peer.
     SENT_SIGNATURE, RECEIVED_SIGNATURE,
     #: Number of slices to send, and address of their table: ``step << 32 | slice of the step``.
@@ -118,7 +120,7 @@ CONN_NWORDS = 40
     EARLY,
     #: Number of the pair.
     NUMBER,
-) = range(27)  # fmt: skip
+) = range(28)  # fmt: skip
 PAIR_NWORDS = 28
 
 # Step.

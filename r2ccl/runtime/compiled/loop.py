@@ -8,6 +8,8 @@ from typing import Any
 from r2ccl.kernels.compiling import inlined
 from r2ccl.runtime.compiled.layout import (
     BUSY_NS,
+    EAGER_ADDED,
+    EAGER_TAKEN,
     ENTERED,
     ERRNO,
     FAILED,
@@ -15,6 +17,7 @@ from r2ccl.runtime.compiled.layout import (
     FD,
     FILLED,
     FINISHED,
+    FRAGMENT_NBYTES,
     HEADER_NBYTES,
     IDLE_SINCE,
     IS_FULL,
@@ -27,6 +30,7 @@ from r2ccl.runtime.compiled.layout import (
     NLOGGED,
     NPAIRS,
     PARSED,
+    PASS_NS,
     PAUSED,
     POLLS,
     REMAINING,
@@ -75,6 +79,16 @@ def flush(state: Any) -> Any:
             return -1
         has_sent |= result
     return has_sent
+
+
+@inlined
+def has_unsent(state: Any) -> Any:
+    """Return whether a slice waits until its socket accepts more; the data loop sends it."""
+    for number in range(state[NCONNS]):
+        conn = conn_of(state, number)
+        if conn[FRAGMENT_NBYTES] or conn[EAGER_TAKEN] < conn[EAGER_ADDED]:
+            return True
+    return False
 
 
 @inlined
@@ -158,6 +172,7 @@ def make_loop() -> Callable[[int], int]:
         state = words_at(address)
         state[ENTERED] = now_ns(state)
         while True:
+            state[PASS_NS] = now_ns(state)
             advance(state)
             confirm_consumed(state)
             result = flush(state)
@@ -166,8 +181,8 @@ def make_loop() -> Callable[[int], int]:
             if result:
                 continue
             if state[REMAINING] == 0:
-                return FINISHED
-            if now_ns(state) - state[ENTERED] > state[BUSY_NS]:
+                return LEFT if has_unsent(state) else FINISHED
+            if state[PASS_NS] - state[ENTERED] > state[BUSY_NS]:
                 return PAUSED
             if state[NLOGGED] >= state[LIMIT] or state[NLOGGED] > state[MOST_LOGGED]:
                 return LEFT

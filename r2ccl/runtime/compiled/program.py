@@ -277,7 +277,7 @@ class CompiledProgram:
 
     def _fill_pair(self, number: int, pair: Pair, found: tuple[int, ...], base: int) -> None:
         words = self.pair(number)
-        words[at.CHANNEL] = pair.key[1]
+        words[at.PAIR_PEER], words[at.CHANNEL] = pair.key
         words[at.SENT_SIGNATURE] = signed(self.signature(number, is_sent=True))
         words[at.RECEIVED_SIGNATURE] = signed(self.signature(number, is_sent=False))
         words[at.NSENDS], words[at.NRECEIVES] = len(pair.sends), len(pair.receives)
@@ -321,14 +321,17 @@ class CompiledProgram:
 
     def bind(self) -> bool:
         """Use the current routes of the links; return False if a pair has no common route."""
-        self.ends = [end._replace(route=end.sender.route) for end in self.ends]
-        routes = [end.route for end in self.ends if end.route is not None]
-        if len(routes) < len(self.ends) or any(e.receiver.route != e.route for e in self.ends):
+        routes = [end.sender.route for end in self.ends if end.sender.route is not None]
+        if routes != [end.receiver.route for end in self.ends]:
             return False
+        ends = zip(self.ends, routes, strict=True)
+        self.ends = [end._replace(route=route) for end, route in ends]
         self.paths = tuple(dict.fromkeys(routes))
         self.initial[at.NCONNS] = len(self.paths)
         self.polls[len(self.paths)] = self._wakeup | 1 << 32
         self.traffic = {path: [0] * 4 for path in self.paths}
+        for number, path in enumerate(self.paths):
+            self.initial[self.conns_at + at.CONN_NWORDS * number + at.PEER] = path.peer
         for end, route in zip(self.ends, routes, strict=True):
             self.initial[end.row + at.CONN] = self.paths.index(route)
             counts = self.traffic[route]

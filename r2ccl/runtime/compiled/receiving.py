@@ -30,6 +30,7 @@ from r2ccl.runtime.compiled.layout import (
     CONN,
     CONTEXT,
     DATA_FRAME,
+    DELIVERED,
     DESTINATION,
     EARLY,
     FD,
@@ -37,6 +38,7 @@ from r2ccl.runtime.compiled.layout import (
     FIRST_RECEIVED,
     FIRST_SENT,
     HEADER_NBYTES,
+    IDLE_SINCE,
     IS_EAGER,
     IS_READABLE,
     IS_RESILIENT,
@@ -48,8 +50,10 @@ from r2ccl.runtime.compiled.layout import (
     NSENDS,
     OP,
     OPERANDS,
+    PAIR_PEER,
     PARSED,
     PEEK_NBYTES,
+    PEER,
     PLACES,
     POSTED,
     RECEIVED_SIGNATURE,
@@ -83,9 +87,10 @@ def confirm(state: Any, pair: Any, ack: Any) -> None:
 
 @inlined
 def parse(state: Any, number: Any, conn: Any) -> Any:
-    """Parse the next frame of a connection, whose header is in the buffer.
+    """Parse the next frame of a connection; its header must be complete in the buffer.
 
-    Return EVENT, MORE, TAKEN or FOREIGN.
+    Return EVENT, MORE, TAKEN or FOREIGN. If the frame belongs to a later call, set IS_STALLED,
+    leave the frame in the buffer and return MORE.
     """
     at = conn[BUFFER] + conn[PARSED]
     kind, channel, nbytes = load32(at) & 0xFF, load32(at + 4), load32(at + 8)
@@ -99,6 +104,11 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
             found = each
             break
     if kind == CONFIRM_FRAME:
+        # The confirmations for all links to a peer may come on one of its connections.
+        for each in range(state[NPAIRS]):
+            other = pair_of(state, each)
+            if other[CHANNEL] == channel and other[PAIR_PEER] == conn[PEER]:
+                found = each
         if found >= 0:
             pair = pair_of(state, found)
             if ack > pair[FIRST_SENT] + pair[POSTED]:
@@ -125,6 +135,9 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
         step = step_of(state, place >> 32)
         if step[IS_EAGER] or ordinal < pair[POSTED]:
             return FOREIGN
+        for each in range(pair[CLEARED], ordinal):
+            if not step_of(state, words_at(pair[SENDS])[each] >> 32)[IS_EAGER]:
+                return FOREIGN  # the landing place of that slice is named on another path
         if size_of(state, step, place & 0xFFFFFFFF) != nbytes:
             return FOREIGN
         confirm(state, pair, ack)
@@ -199,7 +212,9 @@ def end_fragment(state: Any, number: Any, conn: Any) -> Any:
 def confirm_early(state: Any, number: Any, conn: Any) -> None:
     """Confirm the last slice of a link if the socket already holds all its missing bytes."""
     pair, ordinal = pair_of(state, conn[TARGET_PAIR]), conn[TARGET_ORDINAL]
-    if ordinal + 1 != pair[NRECEIVES] or pair[EARLY] or not state[IS_RESILIENT]:
+    # The confirmation covers all earlier slices, too.
+    is_last = ordinal + 1 == pair[NRECEIVES] and pair[DELIVERED] == ordinal
+    if not is_last or pair[EARLY] or not state[IS_RESILIENT]:
         return
     arrived = words_at(pair[ARRIVED])
     place = words_at(pair[RECEIVES])[ordinal]
@@ -223,6 +238,7 @@ def read_target(state: Any, number: Any, conn: Any) -> Any:
     n = receive(conn[FD], conn[TARGET], asked)
     if n <= 0:
         return -2 if n == 0 else -3
+    state[IDLE_SINCE] = 0
     conn[TARGET] += n
     conn[TARGET_LEFT] -= n
     if conn[TARGET_LEFT] == 0:

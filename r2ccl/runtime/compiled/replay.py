@@ -10,6 +10,7 @@ written in part, and those that it has not begun.
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -90,7 +91,7 @@ class _Continued:
 
     def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
         """Implement `Operands.apply`, for slices that compiled code has not done."""
-        if step.cuts.index(lo) >= self._done[id(step)]:
+        if bisect_left(step.cuts, lo) >= self._done[id(step)]:
             self._apply(step, lo, hi, received)
         return 0
 

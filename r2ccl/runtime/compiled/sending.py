@@ -39,6 +39,7 @@ from r2ccl.runtime.compiled.layout import (
     FRAGMENT_MOST,
     FRAGMENT_NBYTES,
     HEADER_NBYTES,
+    IDLE_SINCE,
     IS_CLEARED,
     IS_EAGER,
     IS_FULL,
@@ -267,6 +268,7 @@ def write_some(state: Any, conn: Any) -> Any:
     if n < 0:
         return -1
     conn[IS_FULL] = n < head + tail
+    state[IDLE_SINCE] = 0
     of_head = min(n, head)
     conn[NOW_DONE] += of_head
     conn[FRAGMENT] += n - of_head

@@ -16,6 +16,7 @@ from r2ccl.runtime.compiled.layout import (
     NLOGGED,
     PAIR_NWORDS,
     PAIRS,
+    PASS_NS,
     STEP_NWORDS,
     STEPS,
     TIME,
@@ -84,7 +85,7 @@ def log_time(state: Any, kind: Any, conn: Any, nbytes: Any) -> None:
     """Add a row with the time at which a cleared slice was posted or released."""
     row = words_at(state[LOG] + 8 * EVENT_NWORDS * state[NLOGGED])
     log_event(state, kind, conn, 0, 0, 0, nbytes, 0)
-    row[EVENT_NS] = now_ns(state)
+    row[EVENT_NS] = state[PASS_NS]
 
 
 __all__ = [

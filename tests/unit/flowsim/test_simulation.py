@@ -335,10 +335,13 @@ def test_ranks_that_share_no_rail_are_named() -> None:
         ({"tolerance": 1.0}, "tolerance=1.0"),
         ({"tolerance": math.nan}, "tolerance=nan"),
         ({"weights": (1, 2)}, "give 1 integers"),
-        ({"rails": lambda src, dst, channel: (src, dst)}, "give a rail of 0 to 0"),
-        ({"rails": lambda src, dst, channel: (src[:1] * 0, dst * 0)}, "each of 3 links"),
-        ({"rails": lambda src, dst, channel: (src * 0,)}, "at either end"),
-        ({"rails": lambda src, dst, channel: (src * 0.0, dst * 0)}, "give a rail"),
+        ({"rails": lambda src, dst, channel: (src, dst)}, "at its destination, 0 to 0"),
+        ({"rails": lambda src, dst, channel: (src[:1] * 0, dst * 0)}, "arrays of 3 elements"),
+        ({"rails": lambda src, dst, channel: (src * 0,)}, "two integer arrays of 3"),
+        (
+            {"rails": lambda src, dst, channel: (src * 0.0, dst * 0)},
+            "must return two integer arrays",
+        ),
     ],
 )
 def test_nonsense_is_refused_with_what_was_given(given, why) -> None:
