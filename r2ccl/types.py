@@ -183,6 +183,11 @@ class ProbeKey(NamedTuple):
     via: int
 
 
+def signed_word(word: int) -> int:
+    """Return an unsigned word of 64 bits as the signed one with the same bits."""
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
 class CallSignature(msgspec.Struct, frozen=True):
     """Arguments of a call that must be equal on all ranks; sent with every slice, in 64 bits.
 
@@ -259,4 +264,5 @@ __all__ = [
     "ProbeKey",
     "ReduceOp",
     "rail_name",
+    "signed_word",
 ]

@@ -46,6 +46,7 @@ from r2ccl.types import (
     CallSignature,
     Collective,
     ReduceOp,
+    signed_word,
 )
 
 #: Flat, C-contiguous array.
@@ -135,7 +136,7 @@ class LocalCall(NamedTuple):
     def signed(self, signature: int) -> LocalCall:
         """Return the call with another packed signature, which all ranks compare."""
         *given, _, flags = self.given
-        return self._replace(given=(*given, _signed(signature), flags))
+        return self._replace(given=(*given, signed_word(signature), flags))
 
 
 class LocalGroup:
@@ -300,7 +301,7 @@ class LocalGroup:
         """
         n, itemsize = self._nranks, dtype_of(call.dtype).itemsize
         kernel = self._kernel(call) if call.collective in REDUCTIONS else 0
-        signature, nbytes = _signed(call.pack()), call.count * itemsize
+        signature, nbytes = signed_word(call.pack()), call.count * itemsize
         if call.collective in PREFIXES:
             most = min(SLOT_NBYTES, max(_CHUNK_NBYTES, (nbytes // (_NCHUNKS * n) + 63) & -64))
             is_exclusive = int(call.collective == Collective.EXSCAN)
@@ -439,11 +440,6 @@ class LocalGroup:
             return CallsDiffer(index, signature, signature, sent, wanted)
         other = int(words[layout.SIGNATURES // 8 + row]) % _WORD
         return CallsDiffer(index, signature, other)
-
-
-def _signed(word: int) -> int:
-    """Return an unsigned word of 64 bits as a signed one."""
-    return word - _WORD if word >= _WORD // 2 else word
 
 
 @functools.cache

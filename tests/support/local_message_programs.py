@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from support.stopping import stop_for_a_second
 
 import r2ccl
 from r2ccl import ANY_SOURCE, ANY_TAG, Communicator, Message
@@ -204,13 +205,8 @@ def stopped() -> int:
     with r2ccl.init() as comm:
         x, out, peer = np.ones(100_000), np.empty(100_000), 1 - comm.rank
         comm.barrier()
-        if comm.rank and not os.fork():
-            pid = os.getppid()
-            time.sleep(0.05)
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(1.0)
-            os.kill(pid, signal.SIGCONT)
-            os._exit(0)
+        if comm.rank:
+            stop_for_a_second()
         until_s, nexchanges, goes_on = time.monotonic() + 1.5, 0, np.ones(1)
         while goes_on[0]:
             comm.sendrecv(x, peer, out, peer)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from support.raising import raises
+from support.stopping import stop_for_a_second
 
 import r2ccl
 from r2ccl.errors import TransportError
@@ -107,13 +108,8 @@ def stopped() -> float:
     """Stop the last rank for a second amid calls; return the sum of the last result."""
     with r2ccl.init() as comm:
         comm.barrier()
-        if comm.rank == comm.nranks - 1 and not os.fork():
-            pid = os.getppid()
-            time.sleep(0.05)
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(1.0)
-            os.kill(pid, signal.SIGCONT)
-            os._exit(0)
+        if comm.rank == comm.nranks - 1:
+            stop_for_a_second()
         x, goes_on = np.ones(1 << 18, np.float32), np.ones(1)
         until_s = time.monotonic() + 1.5
         while goes_on[0]:

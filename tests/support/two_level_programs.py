@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from support import values
+from support.stopping import stop_for_a_second
 
 import r2ccl
 from r2ccl.bootstrap import startup
@@ -251,13 +252,8 @@ def stopped(sizes: list[int]) -> float:
     with hosts(sizes) as comm:
         divided()
         comm.barrier()
-        if comm.rank == comm.nranks - 1 and not os.fork():
-            pid = os.getppid()
-            time.sleep(0.05)
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(1.0)
-            os.kill(pid, signal.SIGCONT)
-            os._exit(0)
+        if comm.rank == comm.nranks - 1:
+            stop_for_a_second()
         # So little data that ranks of the other host send it before the stopped rank's host asks.
         x, goes_on = np.ones(1 << 10, np.float32), np.ones(1)
         until_s = time.monotonic() + 1.5

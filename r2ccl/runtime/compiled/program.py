@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,16 +19,14 @@ from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
 from r2ccl.runtime.executor import HostCall
 from r2ccl.schedule.ir import OpKind
-from r2ccl.transport.base import Frame
 from r2ccl.transport.tcp.connection import buffer_nbytes
-from r2ccl.types import REDUCTIONS, USER_OP, CallSignature, PathKey
+from r2ccl.types import REDUCTIONS, USER_OP, CallSignature, PathKey, signed_word
 
 Words = npt.NDArray[np.int64]
 
 #: Kind of steps whose cleared slices arrive in the arena, and are reduced from there.
 _PLACED = OpKind.RECV_REDUCE
 _ALIGNMENT = 64
-_WORD = 1 << 64
 #: Idle time after which a call leaves compiled code, and longest time between two returns to
 #: Python, which then handles signals; in nanoseconds.
 _SLEEP_NS = 10_000_000
@@ -135,7 +134,7 @@ class CompiledProgram:
         call = CallSignature.unpack(plan.signature)
         kernel = fold_kernel(call.dtype, call.op) if call.collective in REDUCTIONS else 0
         steps = [step for lane in plan.layout.lanes for step in lane.steps]
-        self._offsets = _starts([len(lane.steps) for lane in plan.layout.lanes])
+        self._offsets = [0, *accumulate(len(lane.steps) for lane in plan.layout.lanes)]
         tables = _Tables()
         head = tables.add(np.zeros(at.STATE_NWORDS, np.int64))
         self.conns_at = tables.add(np.zeros(at.CONN_NWORDS * len(self.pairs), np.int64))
@@ -278,8 +277,8 @@ class CompiledProgram:
     def _fill_pair(self, number: int, pair: Pair, found: tuple[int, ...], base: int) -> None:
         words = self.pair(number)
         words[at.PAIR_PEER], words[at.CHANNEL] = pair.key
-        words[at.SENT_SIGNATURE] = signed(self.signature(number, is_sent=True))
-        words[at.RECEIVED_SIGNATURE] = signed(self.signature(number, is_sent=False))
+        words[at.SENT_SIGNATURE] = signed_word(self.signature(number, is_sent=True))
+        words[at.RECEIVED_SIGNATURE] = signed_word(self.signature(number, is_sent=False))
         words[at.NSENDS], words[at.NRECEIVES] = len(pair.sends), len(pair.receives)
         words[at.NUMBER] = number
         words[at.DEPTH] = max(1, min(self._depth, pair.depth))
@@ -369,17 +368,6 @@ class CompiledProgram:
         nbytes = self.slice_nbytes(number, ordinal, is_sent=True)
         return memoryview(self.arena[start : start + nbytes].tobytes())
 
-    def frame_of(self, number: int, ordinal: int) -> Frame:
-        """Return the frame of a slice that was posted."""
-        row = self.pair(number)
-        return Frame(
-            int(row[at.CHANNEL]),
-            int(row[at.FIRST_SENT]) + ordinal,
-            int(row[at.CONSUMED]),
-            int(self.words[at.OP]),
-            self.signature(number, is_sent=True),
-        )
-
     def ring(self, address: int, start: int, end: int) -> list[tuple[int, int]]:
         """Return pair and ordinal of the entries `start` to `end` of the table at `address`."""
         index = (address - int(self._rings.ctypes.data)) // 8
@@ -455,16 +443,4 @@ def _nbytes(step: Step, k: int, itemsize: int) -> int:
     return (step.cuts[k + 1] - step.cuts[k]) * itemsize
 
 
-def _starts(counts: Sequence[int]) -> list[int]:
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + count)
-    return starts
-
-
-def signed(word: int) -> int:
-    """Return an unsigned 64-bit word as a signed one."""
-    return word - _WORD if word >= _WORD // 2 else word
-
-
-__all__ = ["CompiledProgram", "LinkPair", "Pair", "is_supported", "signed"]
+__all__ = ["CompiledProgram", "LinkPair", "Pair", "is_supported"]

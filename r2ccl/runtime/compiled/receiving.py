@@ -100,15 +100,11 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
     found = -1
     for each in range(state[NPAIRS]):
         other = pair_of(state, each)
-        if other[CHANNEL] == channel and other[CONN] == number:
+        if other[CHANNEL] == channel and other[PAIR_PEER] == conn[PEER]:
             found = each
             break
     if kind == CONFIRM_FRAME:
-        # The confirmations for all links to a peer may come on one of its connections.
-        for each in range(state[NPAIRS]):
-            other = pair_of(state, each)
-            if other[CHANNEL] == channel and other[PAIR_PEER] == conn[PEER]:
-                found = each
+        # It may come on any connection of the peer.
         if found >= 0:
             pair = pair_of(state, found)
             if ack > pair[FIRST_SENT] + pair[POSTED]:
@@ -125,6 +121,8 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
     if op != state[OP] or found < 0:
         return FOREIGN
     pair = pair_of(state, found)
+    if pair[CONN] != number:
+        return FOREIGN
     if ack > pair[FIRST_SENT] + pair[POSTED]:
         return FOREIGN
     if kind == CLEAR_FRAME:

@@ -208,10 +208,8 @@ class Replay:
                     conn.sent = posted.frame
         taken, added = row[at.EAGER_TAKEN], row[at.EAGER_ADDED]
         for entry in program.ring(row[at.EAGER], taken, added):
-            recorded = recorder.posted.get(self._key_of(*entry))
             copy = program.copy_of(*entry)
-            frame = recorded.frame if recorded is not None else program.frame_of(*entry)
-            conn.small.append(pack_data(frame, len(copy)))
+            conn.small.append(pack_data(recorder.posted[self._key_of(*entry)].frame, len(copy)))
             conn.small.append(copy)
         begun = {self._key_of(*each) for each in program.ring(row[at.BULK], 0, row[at.BULK_TAKEN])}
         for key, posted in recorder.posted.items():

@@ -96,7 +96,7 @@ def of_nodes(nnodes: int, nlocal: int) -> TwoLevelPlans:
 def test_groups_share_ports_where_that_spares_a_node(
     nnodes: int, nlocal: int, is_at_home: bool
 ) -> None:
-    """Of two nodes, none can be spared; of more, one with a lost NIC can."""
+    """A schedule can spare a node that lost a NIC only if there are more than two nodes."""
     plans, nranks = of_nodes(nnodes, nlocal), nnodes * nlocal
     whole, lost = health(nranks=nranks), health(nranks=nranks, r1n0=0)
     for each, expected in ((whole, True), (lost, is_at_home)):
