@@ -199,9 +199,9 @@ class MixedTransport:
                 steps.callback(part.close)
 
     def _close_descriptors(self) -> None:
-        if not self._epoll.closed:
-            self._epoll.close()
-            self._wakeup.close()
+        # Both are idempotent: a close that Ctrl-C interrupted between them is repeated.
+        self._epoll.close()
+        self._wakeup.close()
 
     def _collect(self) -> list[Event]:
         events, self._refused = self._refused, []

@@ -1,5 +1,8 @@
 """Contract tests of every transport: `r2ccl.transport.base`."""
 
+import gc
+import itertools
+import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -7,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from support import interrupted
 
 from r2ccl.errors import InternalError
 from r2ccl.testing.contract import CHECKS, Bench, JoinedPair, pattern
@@ -209,6 +213,35 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 @pytest.mark.parametrize("check", CHECKS + PROBE_CHECKS, ids=lambda check: check.__name__)
 def test_contract(bench: Bench, check: Callable[[Bench], None]) -> None:
     check(bench)
+
+
+@pytest.mark.parametrize("name", ["tcp", "mixed", "verbs, in memory"])
+def test_a_close_that_is_interrupted_can_be_repeated(name: str) -> None:
+    """Interrupt `close` before every line; the next one frees every descriptor."""
+    before = descriptors()
+    for line in itertools.count(1):
+        bench = BENCHES[name]()
+        pair = JoinedPair(bench)
+
+        came = interrupted.at_line(line, bench.transports[0].close)
+        bench.close()
+        assert descriptors() == before, f"line {line}"
+        assert pair.a.transport.descriptors() == []
+        if not came:
+            break
+    assert line > 10
+
+
+def descriptors() -> set[str]:
+    """Return what the open descriptors of this process refer to, with their numbers."""
+    gc.collect()
+    names = os.listdir("/proc/self/fd")
+    # The directory itself is closed by now.
+    return {
+        f"{name} {os.readlink(at)}"
+        for name in names
+        if os.path.lexists(at := f"/proc/self/fd/{name}")
+    }
 
 
 def test_the_contract_notices_a_fence_that_is_none() -> None:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,18 @@ SHRINK_S = 1.5
 PATTERN = 0xA5
 #: Seconds that memory is watched after an error.
 WATCHED_S = 0.3
+
+
+class Held(NamedTuple):
+    """Descriptors with their targets, names of threads, and number of children of a process."""
+
+    files: list[str]
+    threads: list[str]
+    nchildren: int
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return len(self.files), len(self.threads), self.nchildren
 
 
 class Rank:
@@ -60,9 +72,9 @@ class Rank:
         self.watch()
         # Threads and descriptors are released shortly after the call that waited for them.
         until_s = time.monotonic() + 2.0 * self.scale
-        while _held() != before and time.monotonic() < until_s:
+        while (after := _held()).counts != before.counts and time.monotonic() < until_s:
             time.sleep(0.01)
-        self.found["left"] = [] if _held() == before else [before, _held()]
+        self.found["left"] = [] if after.counts == before.counts else [before, after]
         self.found["ended_s"] = self.ended_s
         return self.found
 
@@ -222,14 +234,22 @@ def _stop_for(time_s: float) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _held() -> list[int]:
-    """Return the number of descriptors, threads and children of this process."""
+def _held() -> Held:
+    """Return what this process holds."""
     gc.collect()
     children = 0
     with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
         children = len(file.read().split())
-    names = os.listdir("/proc/self/fd")
-    return [len(names), threading.active_count(), children]
+    files = [_target(name) for name in os.listdir("/proc/self/fd")]
+    return Held(files, [each.name for each in threading.enumerate()], children)
+
+
+def _target(name: str) -> str:
+    """Return what a descriptor refers to; the directory of descriptors itself is closed by now."""
+    try:
+        return f"{name} {os.readlink(f'/proc/self/fd/{name}')}"
+    except FileNotFoundError:
+        return ""
 
 
 def main(argument: str) -> None:

@@ -1,4 +1,8 @@
-"""Raise KeyboardInterrupt before any chosen line of the library."""
+"""Raise KeyboardInterrupt before any chosen line of the library.
+
+The lines of `r2ccl.testing` are left out: fakes stand for extension modules, which Ctrl-C does not
+interrupt.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import Any
 import r2ccl
 
 _LIBRARY = os.path.dirname(r2ccl.__file__)
+_FAKES = os.path.join(_LIBRARY, "testing")
 
 
 def at_line(number: int, fn: Callable[[], object]) -> bool:
@@ -29,7 +34,8 @@ def at_line(number: int, fn: Callable[[], object]) -> bool:
         return on_line
 
     def on_call(frame: FrameType, event: str, _: Any) -> Any:
-        return on_line if frame.f_code.co_filename.startswith(_LIBRARY) else None
+        name = frame.f_code.co_filename
+        return on_line if name.startswith(_LIBRARY) and not name.startswith(_FAKES) else None
 
     before = sys.gettrace()
     sys.settrace(on_call)

@@ -228,16 +228,17 @@ class TcpProber:
             self._done.append(Probed(key, None, never))
 
     def _drop(self, probe: _Probe) -> None:
-        del self._probes[probe.key]
         for fd in list(probe.socks):
             self._close(probe, fd)
+        del self._probes[probe.key]
 
     def _close(self, probe: _Probe, fd: int) -> None:
-        sock = probe.socks.pop(fd)
-        del self._by_fd[fd]
+        sock = probe.socks[fd]
         with contextlib.suppress(OSError):  # not connected: nothing to reset
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         sock.close()
+        self._by_fd.pop(fd, None)
+        del probe.socks[fd]
 
 
 def _connect(

@@ -361,9 +361,9 @@ class TcpTransport(PreconnectedTransport):
             steps.callback(self._prober.close)
 
     def _close_descriptors(self) -> None:
-        if not self._epoll.closed:
-            self._epoll.close()
-            self._wakeup.close()
+        # Both are idempotent: a close that Ctrl-C interrupted between them is repeated.
+        self._epoll.close()
+        self._wakeup.close()
 
     def _tune(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -392,19 +392,26 @@ class TcpTransport(PreconnectedTransport):
             self._dirty.append(conn)
 
     def _discard(self, path: PathKey) -> None:
-        conn = self._by_path.pop(path, None)
+        conn = self._by_path.get(path)
         if conn is None:
             return
-        del self._by_fd[conn.fd]
         self._waiting.discard(conn)
         self._unparsed.discard(conn)
-        # The kernel may have removed the descriptor from the set already.
-        with contextlib.suppress(FileNotFoundError):
-            self._epoll.unregister(conn.fd)
         try:
-            self._read_confirmed(conn)
+            # A call that Ctrl-C interrupted is repeated.
+            if conn.sock.fileno() >= 0:
+                self._unwatch(conn)
+                self._read_confirmed(conn)
         finally:
             conn.sock.close()
+            self._by_fd.pop(conn.fd, None)
+            del self._by_path[path]
+
+    def _unwatch(self, conn: Connection) -> None:
+        # The kernel may have removed the descriptor from the set already.
+        with contextlib.suppress(FileNotFoundError):
+            if not self._epoll.closed:
+                self._epoll.unregister(conn.fd)
 
     def _read_confirmed(self, conn: Connection) -> None:
         """Read the rest of a slice that has been confirmed already.

@@ -264,9 +264,9 @@ class VerbsTransport:
             spare.clear()
 
     def _close_descriptors(self) -> None:
-        if not self._epoll.closed:
-            self._epoll.close()
-            self._wakeup.close()
+        # Both are idempotent: a close that Ctrl-C interrupted between them is repeated.
+        self._epoll.close()
+        self._wakeup.close()
 
     # Sending
 
