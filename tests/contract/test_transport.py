@@ -1,6 +1,5 @@
 """Contract tests of every transport: `r2ccl.transport.base`."""
 
-import gc
 import itertools
 import os
 import socket
@@ -225,7 +224,7 @@ def test_a_close_that_is_interrupted_can_be_repeated(name: str) -> None:
 
         came = interrupted.at_line(line, bench.transports[0].close)
         bench.close()
-        assert descriptors() == before, f"line {line}"
+        assert descriptors() <= before, f"line {line}"
         assert pair.a.transport.descriptors() == []
         if not came:
             break
@@ -234,14 +233,9 @@ def test_a_close_that_is_interrupted_can_be_repeated(name: str) -> None:
 
 def descriptors() -> set[str]:
     """Return what the open descriptors of this process refer to, with their numbers."""
-    gc.collect()
-    names = os.listdir("/proc/self/fd")
+    paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     # The directory itself is closed by now.
-    return {
-        f"{name} {os.readlink(at)}"
-        for name in names
-        if os.path.lexists(at := f"/proc/self/fd/{name}")
-    }
+    return {f"{path} {os.readlink(path)}" for path in paths if os.path.lexists(path)}
 
 
 def test_the_contract_notices_a_fence_that_is_none() -> None:
