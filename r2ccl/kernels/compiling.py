@@ -130,4 +130,15 @@ def copy_bytes(typing_context: Any, target: Any, source: Any, nbytes: Any) -> An
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-__all__ = ["compile_function", "copy_bytes", "inlined", "intrinsic"]
+@intrinsic
+def pointer(typing_context: Any, address: Any, element: Any) -> Any:
+    """Return the address as a pointer to elements."""
+    kind = types.CPointer(element.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(kind))
+
+    return kind(types.int64, element), generate
+
+
+__all__ = ["compile_function", "copy_bytes", "inlined", "intrinsic", "pointer"]

@@ -15,7 +15,9 @@ import numpy as np
 
 from r2ccl.dtypes import dtype_name, dtype_of
 from r2ccl.errors import InvalidArgument
+from r2ccl.kernels.arrays import data_of
 from r2ccl.kernels.host import HALVES, SMALL, Array
+from r2ccl.kernels.native import callable_of
 from r2ccl.kernels.table import check_op
 from r2ccl.types import ReduceOp
 
@@ -63,21 +65,16 @@ class ConvertedOp(msgspec.Struct, frozen=True):
 
         Notes
         -----
-        *Cost*: one pass over the input. The first call for a 16-bit float imports Numba and
-        compiles, as for `r2ccl.kernels.reducer`.
+        *Cost*: one pass over the input. The first call for a 16-bit float loads a compiled loop, as
+        for `r2ccl.kernels.reducer`.
         """
         dtype = dtype_of(dtype_code)
         factor = _factor_of(dtype, 1 if self.factor is None else self.factor)
         if dtype.name in HALVES:
-            from r2ccl.kernels import half  # Numba takes about 0.5 s to import
-
-            compiled: Callable[[Any, Any, Any], None] = (
-                half.compile_widener if self.is_wide else half.compile_scaler
-            )(dtype.name)
-            bits = None if self.is_wide else np.dtype(np.uint16)
-            return lambda source, out: compiled(
-                source.view(np.uint16), out if bits is None else out.view(bits), factor
-            )
+            maker = "make_widener" if self.is_wide else "make_scaler"
+            scale = callable_of(f"r2ccl.kernels.half:{maker}", dtype.name)
+            bits = int(np.float32(factor).view(np.uint32))
+            return lambda source, out: scale(data_of(source), data_of(out), source.size, bits)
         if dtype.name in SMALL:
 
             def convert(source: Array, out: Array) -> None:
@@ -94,10 +91,8 @@ def narrower(dtype_code: int) -> Converter:
     """Return the function that rounds a result in float32 to a smaller float."""
     dtype = dtype_of(dtype_code)
     if dtype.name in HALVES:
-        from r2ccl.kernels import half  # Numba takes about 0.5 s to import
-
-        compiled = half.compile_narrower(dtype.name)
-        return lambda source, out: compiled(source, out.view(np.uint16))
+        narrow = callable_of("r2ccl.kernels.half:make_narrower", dtype.name)
+        return lambda source, out: narrow(data_of(source), data_of(out), source.size)
     return lambda source, out: np.copyto(out, source, casting="unsafe")
 
 

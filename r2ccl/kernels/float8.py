@@ -1,8 +1,8 @@
 """Loops that reduce 8-bit floats with one table lookup per element.
 
 A type has only 65,536 pairs of values, so an operation is a table of 64 KiB, which stays in cache.
-The sum of 64 KiB takes about 25 µs. Importing this module imports Numba (about 0.5 s), so only
-`host` imports it, the first time an 8-bit float is reduced.
+The sum of 64 KiB takes about 25 µs. The loops are compiled once per host; see
+`r2ccl.kernels.native`.
 
 Semantics: as in `r2ccl.kernels.half`. SUM, PROD and division are computed in float32 and rounded
 once to nearest even, as in ml_dtypes. float8_e4m3fn has no infinity: a result beyond its largest
@@ -18,19 +18,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from numba import types
 
-from r2ccl.kernels.half import compile_loop
+from r2ccl.kernels.arrays import data_of
+from r2ccl.kernels.native import callable_of
 from r2ccl.types import ReduceOp
 
 Bits = npt.NDArray[np.uint8]
 
-_OPERAND = types.Array(types.uint8, 1, "C", readonly=True)
-_RESULT = types.Array(types.uint8, 1, "C")
 _ALL = np.arange(256, dtype=np.uint8)
 
 
-def compile_reducer(dtype: np.dtype[Any], op: ReduceOp) -> Callable[[Bits, Bits, Bits], None]:
+def reducer_of(dtype: np.dtype[Any], op: ReduceOp) -> Callable[[Bits, Bits, Bits], None]:
     """Return ``kernel(left, right, out)`` for SUM, PROD, MIN or MAX of an 8-bit float type."""
     values = _ALL.view(dtype).astype(np.float32)
     left, right = values[:, None], values
@@ -43,12 +41,15 @@ def compile_reducer(dtype: np.dtype[Any], op: ReduceOp) -> Callable[[Bits, Bits,
         is_left = order[:, None] <= order if op is ReduceOp.MIN else order[:, None] >= order
         table = _bits(np.where(is_left, left, right), dtype)
         table[np.isnan(left) | np.isnan(right)] = _nan(dtype)
-    lookup = compile_loop(_reduce_bits, types.void(_OPERAND, _OPERAND, _RESULT, _OPERAND))
-    flat = table.reshape(-1)
-    return lambda left, right, out: lookup(left, right, out, flat)
+    look_up = callable_of("r2ccl.kernels.float8:make_pair_lookup")
+
+    def reduce(left: Bits, right: Bits, out: Bits) -> None:
+        look_up(data_of(left), data_of(right), data_of(out), out.size, data_of(table))
+
+    return reduce
 
 
-def compile_map(
+def map_of(
     dtype: np.dtype[Any], function: Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 ) -> Callable[[Bits, Bits], None]:
     """Return ``kernel(source, out)``, which applies `function` to each element of an 8-bit type.
@@ -56,18 +57,40 @@ def compile_map(
     `function` takes and returns float32 arrays; its results are rounded to `dtype`.
     """
     table = _bits(function(_ALL.view(dtype).astype(np.float32)), dtype)
-    lookup = compile_loop(_map_bits, types.void(_OPERAND, _RESULT, _OPERAND))
-    return lambda source, out: lookup(source, out, table)
+    look_up = callable_of("r2ccl.kernels.float8:make_lookup")
+
+    def convert(source: Bits, out: Bits) -> None:
+        look_up(data_of(source), data_of(out), out.size, data_of(table))
+
+    return convert
 
 
-def _reduce_bits(left: Bits, right: Bits, out: Bits, table: Bits) -> None:
-    for i in range(out.size):
-        out[i] = table[np.intp(left[i]) * 256 + np.intp(right[i])]
+def make_pair_lookup() -> Callable[..., int]:
+    """Return the loop that looks up pairs of elements, for `r2ccl.kernels.native`."""
+    from r2ccl.kernels.compiling import pointer  # imports Numba
+
+    def look_up(left: Any, right: Any, out: Any, count: Any, table: Any) -> int:
+        x, y = pointer(left, np.uint8), pointer(right, np.uint8)
+        target, results = pointer(out, np.uint8), pointer(table, np.uint8)
+        for i in range(count):
+            target[i] = results[np.intp(x[i]) * 256 + np.intp(y[i])]
+        return 0
+
+    return look_up
 
 
-def _map_bits(source: Bits, out: Bits, table: Bits) -> None:
-    for i in range(out.size):
-        out[i] = table[source[i]]
+def make_lookup() -> Callable[..., int]:
+    """Return the loop that looks up single elements, for `r2ccl.kernels.native`."""
+    from r2ccl.kernels.compiling import pointer  # imports Numba
+
+    def look_up(source: Any, out: Any, count: Any, table: Any) -> int:
+        x, target = pointer(source, np.uint8), pointer(out, np.uint8)
+        results = pointer(table, np.uint8)
+        for i in range(count):
+            target[i] = results[np.intp(x[i])]
+        return 0
+
+    return look_up
 
 
 def _bits(values: npt.NDArray[np.float32], dtype: np.dtype[Any]) -> Bits:
@@ -83,4 +106,4 @@ def _nan(dtype: np.dtype[Any]) -> int:
     return 0x7E if dtype == ml_dtypes.float8_e5m2 else 0x7F
 
 
-__all__ = ["compile_map", "compile_reducer"]
+__all__ = ["make_lookup", "make_pair_lookup", "map_of", "reducer_of"]

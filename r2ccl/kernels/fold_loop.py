@@ -12,7 +12,7 @@ from numba.core import cgutils
 
 from r2ccl.dtypes import dtype_of
 from r2ccl.kernels import half
-from r2ccl.kernels.compiling import copy_bytes, inlined, intrinsic
+from r2ccl.kernels.compiling import copy_bytes, inlined, intrinsic, pointer
 from r2ccl.kernels.host import HALVES
 from r2ccl.types import ReduceOp
 
@@ -37,7 +37,7 @@ def make_fold(dtype_code: int, op: int) -> Callable[..., int]:
     itemsize = dtype.itemsize
 
     def fold(sources: Any, count: Any, target: Any, nbytes: Any) -> int:
-        addresses = _pointer(sources, np.int64)
+        addresses = pointer(sources, np.int64)
         # LLVM vectorises a loop only if its arrays do not overlap, so the result is collected in
         # separate memory if the target is a source.
         scratch = np.int64(0)
@@ -48,16 +48,16 @@ def make_fold(dtype_code: int, op: int) -> Callable[..., int]:
             length = min(_BLOCK_NBYTES, nbytes - at)
             size = length // itemsize
             place = scratch if scratch else target + at
-            out = _pointer(place, element)
-            first = _pointer(addresses[0] + at, element)
+            out = pointer(place, element)
+            first = pointer(addresses[0] + at, element)
             if count == 1:
                 copy_bytes(place, addresses[0] + at, length)
             else:
-                second = _pointer(addresses[1] + at, element)
+                second = pointer(addresses[1] + at, element)
                 for i in range(size):
                     out[i] = combine(first[i], second[i])
             for rank in range(2, count):
-                other = _pointer(addresses[rank] + at, element)
+                other = pointer(addresses[rank] + at, element)
                 for i in range(size):
                     out[i] = combine(out[i], other[i])
             if is_average and count > 1:
@@ -68,17 +68,6 @@ def make_fold(dtype_code: int, op: int) -> Callable[..., int]:
         return 0
 
     return fold
-
-
-@intrinsic
-def _pointer(typing_context: Any, address: Any, element: Any) -> Any:
-    """Return the address as a pointer to elements."""
-    kind = types.CPointer(element.dtype)
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(kind))
-
-    return kind(types.int64, element), generate
 
 
 @intrinsic

@@ -2,9 +2,8 @@
 
 NumPy converts 16-bit floats one element at a time; these loops are vectorised. The sum of 64 KiB
 takes 16 µs instead of 180 (float16) and 6 instead of 45 (bfloat16), measured on an EPYC with
-AVX-512. Importing this module imports Numba (about 0.5 s), so only `host` imports it, the first
-time a 16-bit or 8-bit float is reduced. Each kernel then takes 0.2-0.4 s to compile, or some ms to
-load from Numba's disk cache.
+AVX-512. Importing this module imports Numba (about 0.5 s), so only the first process of a host that
+needs a loop imports it, to compile the loop in 0.2-0.4 s; see `r2ccl.kernels.native`.
 
 Semantics: SUM, PROD and division are computed in float32 and rounded once to nearest even, as in
 NumPy and ml_dtypes. MIN and MAX compare bit patterns in IEEE 754's total order, where -0 is below
@@ -16,44 +15,18 @@ References: IEEE 754-2019, sections 4.3.1 (rounding), 5.10 (totalOrder), 9.6 (mi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from numba import njit, types
-from numba.extending import register_jitable
 
+from r2ccl.kernels.compiling import inlined as _inline
+from r2ccl.kernels.compiling import pointer
 from r2ccl.types import ReduceOp
-
-_log = logging.getLogger(__name__)
-
-Bits = npt.NDArray[np.uint16]
-Wide = npt.NDArray[np.float32]
-#: ``kernel(left, right, out)`` on three C-contiguous uint16 arrays of equal length.
-BitsReducer = Callable[[Bits, Bits, Bits], None]
-#: ``kernel(out, nranks)``: divides `out` in place.
-BitsDivider = Callable[[Bits, float], None]
-
-# A read-only argument type accepts writable arrays too.
-_OPERAND = types.Array(types.uint16, 1, "C", readonly=True)
-_RESULT = types.Array(types.uint16, 1, "C")
-_WIDE = types.Array(types.float32, 1, "C")
 
 _BF16_INF, _BF16_NAN = 0x7F80, 0x7FC0
 _F16_INF, _F16_NAN = 0x7C00, 0x7E00
 _F32_INF = 0x7F800000
-
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-# Helpers use `register_jitable`, not `njit`: a kernel that closes over a compiled function has a
-# different key in Numba's disk cache in every process, so the cache would never have it.
-def _inline(function: _F) -> _F:
-    inlined: _F = register_jitable(function)
-    return inlined
 
 
 @_inline
@@ -197,114 +170,96 @@ def scalar_divider(dtype_name: str) -> Callable[[Any, Any], Any]:
     return _DIVIDE[dtype_name]
 
 
-def compile_reducer(dtype_name: str, op: ReduceOp) -> BitsReducer:
-    """Compile the loop of one operation, or load it from the disk cache.
+def make_reducer(dtype_name: str, op: int) -> Callable[..., int]:
+    """Return the loop of SUM, PROD, MIN or MAX, for `r2ccl.kernels.native`.
 
-    Parameters
-    ----------
-    dtype_name : str
-        ``"float16"`` or ``"bfloat16"``.
-    op : ReduceOp
-        SUM, PROD, MIN or MAX.
-
-    Returns
-    -------
-    BitsReducer
-        ``kernel(left, right, out)``; `out` may be `left` or `right` itself, but not a shifted view
-        of them.
+    ``reduce(left, right, out, count)`` takes the addresses of three arrays of `count` elements.
+    `out` may be `left` or `right` itself, but not a shifted view of them.
     """
-    combine = _COMBINE[dtype_name, op]
+    combine = _COMBINE[dtype_name, ReduceOp(op)]
 
-    def reduce_bits(left: Bits, right: Bits, out: Bits) -> None:
+    def reduce_bits(left: Any, right: Any, out: Any, count: Any) -> int:
+        target, x, y = pointer(out, np.uint16), pointer(left, np.uint16), pointer(right, np.uint16)
         # LLVM checks at run time that arrays do not overlap and otherwise runs a scalar loop, 8
         # times slower. An in-place loop that names the array once is vectorised. Operands may be
         # swapped, because the operations commute.
-        if out.ctypes.data == left.ctypes.data:
-            for i in range(out.size):
-                out[i] = combine(out[i], right[i])
-        elif out.ctypes.data == right.ctypes.data:
-            for i in range(out.size):
-                out[i] = combine(out[i], left[i])
+        if out == left:
+            for i in range(count):
+                target[i] = combine(target[i], y[i])
+        elif out == right:
+            for i in range(count):
+                target[i] = combine(target[i], x[i])
         else:
-            for i in range(out.size):
-                out[i] = combine(left[i], right[i])
+            for i in range(count):
+                target[i] = combine(x[i], y[i])
+        return 0
 
-    kernel: BitsReducer = compile_loop(reduce_bits, types.void(_OPERAND, _OPERAND, _RESULT))
-    return kernel
+    return reduce_bits
 
 
-def compile_divider(dtype_name: str) -> BitsDivider:
-    """Compile the loop that divides in place, or load it from the disk cache."""
+def make_divider(dtype_name: str) -> Callable[..., int]:
+    """Return the loop ``divide(out, count, nranks)``, which divides in place, for `native`."""
+    quotient = _DIVIDE[dtype_name]
+
+    def divide_bits(out: Any, count: Any, nranks: Any) -> int:
+        target = pointer(out, np.uint16)
+        for i in range(count):
+            target[i] = quotient(target[i], nranks)
+        return 0
+
+    return divide_bits
+
+
+def make_scaler(dtype_name: str) -> Callable[..., int]:
+    """Return the loop ``scale(source, out, count, factor)`` for `native`; it rounds once.
+
+    `factor` is the bits of a float32.
+    """
     widen, narrow = _CONVERT[dtype_name]
 
-    def divide_bits(out: Bits, nranks: float) -> None:
-        for i in range(out.size):
-            out[i] = narrow(np.float32(widen(out[i]) / nranks))
+    def scale_bits(source: Any, out: Any, count: Any, factor: Any) -> int:
+        x, target = pointer(source, np.uint16), pointer(out, np.uint16)
+        real = np.uint32(factor).view(np.float32)
+        for i in range(count):
+            target[i] = narrow(np.float32(widen(x[i]) * real))
+        return 0
 
-    kernel: BitsDivider = compile_loop(divide_bits, types.void(_RESULT, types.float32))
-    return kernel
-
-
-def compile_scaler(dtype_name: str) -> Callable[[Bits, Bits, float], None]:
-    """Compile ``kernel(source, out, factor)``; the product is rounded once."""
-    widen, narrow = _CONVERT[dtype_name]
-
-    def scale_bits(source: Bits, out: Bits, factor: float) -> None:
-        for i in range(out.size):
-            out[i] = narrow(np.float32(widen(source[i]) * factor))
-
-    kernel: Callable[[Bits, Bits, float], None]
-    kernel = compile_loop(scale_bits, types.void(_OPERAND, _RESULT, types.float32))
-    return kernel
+    return scale_bits
 
 
-def compile_widener(dtype_name: str) -> Callable[[Bits, Wide, float], None]:
-    """Compile ``kernel(source, out, factor)``, which stores the products in float32."""
+def make_widener(dtype_name: str) -> Callable[..., int]:
+    """Return the loop of `make_scaler` whose products are stored as float32."""
     widen, _ = _CONVERT[dtype_name]
 
-    def widen_bits(source: Bits, out: Wide, factor: float) -> None:
-        for i in range(out.size):
-            out[i] = widen(source[i]) * factor
+    def widen_bits(source: Any, out: Any, count: Any, factor: Any) -> int:
+        x, target = pointer(source, np.uint16), pointer(out, np.float32)
+        real = np.uint32(factor).view(np.float32)
+        for i in range(count):
+            target[i] = widen(x[i]) * real
+        return 0
 
-    kernel: Callable[[Bits, Wide, float], None]
-    kernel = compile_loop(widen_bits, types.void(_OPERAND, _WIDE, types.float32))
-    return kernel
+    return widen_bits
 
 
-def compile_narrower(dtype_name: str) -> Callable[[Wide, Bits], None]:
-    """Compile ``kernel(source, out)``, which rounds float32 to the type."""
+def make_narrower(dtype_name: str) -> Callable[..., int]:
+    """Return the loop ``narrow(source, out, count)``, which rounds float32, for `native`."""
     _, narrow = _CONVERT[dtype_name]
 
-    def narrow_bits(source: Wide, out: Bits) -> None:
-        for i in range(out.size):
-            out[i] = narrow(source[i])
+    def narrow_bits(source: Any, out: Any, count: Any) -> int:
+        x, target = pointer(source, np.float32), pointer(out, np.uint16)
+        for i in range(count):
+            target[i] = narrow(x[i])
+        return 0
 
-    kernel: Callable[[Wide, Bits], None] = compile_loop(narrow_bits, types.void(_WIDE, _RESULT))
-    return kernel
-
-
-def compile_loop(function: Callable[..., None], signature: Any) -> Any:
-    """Compile a loop for the types in `signature`, or load it from the disk cache."""
-    try:
-        return njit(signature, nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError as exc:  # Numba found no writable directory for its cache
-        _log.info(
-            "compiled %s without a disk cache (%s): set NUMBA_CACHE_DIR to a writable directory",
-            function.__name__,
-            exc,
-        )
-        return njit(signature, nogil=True, error_model="numpy")(function)
+    return narrow_bits
 
 
 __all__ = [
-    "BitsDivider",
-    "BitsReducer",
-    "compile_divider",
-    "compile_loop",
-    "compile_narrower",
-    "compile_reducer",
-    "compile_scaler",
-    "compile_widener",
+    "make_divider",
+    "make_narrower",
+    "make_reducer",
+    "make_scaler",
+    "make_widener",
     "scalar_divider",
     "scalar_reducer",
 ]

@@ -1,6 +1,6 @@
 """Reductions in host memory: with NumPy, and for small floats with the loops of `half`, `float8`.
 
-`reducer` imports Numba when it is first called for a 16-bit or 8-bit float, so that the import
+`reducer` loads a compiled loop when it is first called for a 16-bit or 8-bit float, so that this
 happens during planning and not between two slices.
 
 Invariant: a kernel keeps no state, allocates no memory that grows with the message, and accepts
@@ -18,6 +18,8 @@ import numpy as np
 
 from r2ccl.dtypes import EXTENSIONS, dtype_of, raw_dtype
 from r2ccl.errors import InvalidArgument
+from r2ccl.kernels.arrays import data_of
+from r2ccl.kernels.native import callable_of
 from r2ccl.kernels.table import check_op
 from r2ccl.types import ReduceOp
 
@@ -114,9 +116,9 @@ def reducer(dtype_code: int, op: ReduceOp | int) -> Reducer:
     NumPy warns about overflow and invalid values in float32, float64 and complex, so call the
     function inside `quiet_context`.
 
-    *Cost*: 0.3 µs per call in addition to the arithmetic (0.9 µs for 16-bit floats). The first call
-    for a 16-bit or 8-bit float imports Numba and compiles, which takes about 1.5 s, or 0.5 s with a
-    warm Numba disk cache. Call it during planning.
+    *Cost*: 0.3 µs per call in addition to the arithmetic (1 µs for 16-bit floats). The first call
+    for a 16-bit or 8-bit float loads a compiled loop in some ms; the first one on a host compiles
+    it, in about 1 s. Call it during planning.
     """
     op = check_op(dtype_code, op)
     dtype = dtype_of(dtype_code)
@@ -128,22 +130,18 @@ def reducer(dtype_code: int, op: ReduceOp | int) -> Reducer:
     if name not in SMALL:
         return _FUNCTIONS[op]
     op = ReduceOp.SUM if op is ReduceOp.AVG else op
-    kernel: Reducer
-    # Numba takes about 0.5 s to import
-    if name in HALVES:
-        from r2ccl.kernels import half
+    if name not in HALVES:
+        from r2ccl.kernels import float8  # ml_dtypes takes 10 ms to import
 
-        kernel = half.compile_reducer(name, op)
-    else:
-        from r2ccl.kernels import float8
+        kernel = float8.reducer_of(dtype, op)
+        bits = np.dtype(np.uint8)
+        return lambda left, right, out: kernel(left.view(bits), right.view(bits), out.view(bits))
+    reduce_bits = callable_of("r2ccl.kernels.half:make_reducer", name, int(op))
 
-        kernel = float8.compile_reducer(dtype, op)
-    bits = np.dtype(f"u{dtype.itemsize}")
+    def reduce_halves(left: Array, right: Array, out: Array) -> None:
+        reduce_bits(data_of(left), data_of(right), data_of(out), out.size)
 
-    def reduce_small(left: Array, right: Array, out: Array) -> None:
-        kernel(left.view(bits), right.view(bits), out.view(bits))
-
-    return reduce_small
+    return reduce_halves
 
 
 @functools.cache
@@ -231,16 +229,13 @@ def _signed_divider(dtype: np.dtype[Any], nranks: int) -> Divider:
 
 
 def _small_divider(dtype: np.dtype[Any], nranks: int) -> Divider:
-    # Numba takes about 0.5 s to import
     if dtype.name in HALVES:
-        from r2ccl.kernels import half
-
-        divide = half.compile_divider(dtype.name)
-        return lambda out: divide(out.view(np.uint16), nranks)
-    from r2ccl.kernels import float8
+        divide = callable_of("r2ccl.kernels.half:make_divider", dtype.name)
+        return lambda out: divide(data_of(out), out.size, nranks)
+    from r2ccl.kernels import float8  # ml_dtypes takes 10 ms to import
 
     divisor = np.float32(nranks)
-    look_up = float8.compile_map(dtype, lambda values: values / divisor)
+    look_up = float8.map_of(dtype, lambda values: values / divisor)
     return lambda out: look_up(out.view(np.uint8), out.view(np.uint8))
 
 

@@ -1,26 +1,15 @@
-"""NumPy's array objects as compiled code reads them, in 1 ns instead of Python's 50 to 800.
-
-``PyArrayObject`` begins with the object header, which the fields below follow (ndarraytypes.h); its
-layout is part of NumPy's ABI.
-"""
+"""Form of a pair of arrays: what a call in shared memory checks before it uses them again."""
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.errors import InternalError
+from r2ccl.kernels.arrays import data_of
 
 Array: TypeAlias = npt.NDArray[Any]
-
-#: Offset of the pointer to the data in an array object.
-DATA = object.__basicsize__
-#: Offsets from there to the number of dimensions (int), the pointer to their sizes, the pointer to
-#: the dtype, and the flags (int).
-NDIM, SIZES, DTYPE, FLAGS = 8, 16, 40, 48
 
 #: Flags that a call checks: C-contiguous, aligned, writeable.
 CHECKED_FLAGS = 0x1 | 0x100 | 0x400
@@ -28,9 +17,6 @@ CHECKED_FLAGS = 0x1 | 0x100 | 0x400
 #: Form of a pair of arrays: words of each array, and of both; see `form_of`.
 ARRAY_NWORDS = 4
 DISTANCE, IS_APART = 2 * ARRAY_NWORDS, 2 * ARRAY_NWORDS + 1
-
-_word_at = ctypes.c_int64.from_address
-_int_at = ctypes.c_int32.from_address
 
 
 def form_of(source: Array, output: Array) -> npt.NDArray[np.int64]:
@@ -40,7 +26,7 @@ def form_of(source: Array, output: Array) -> npt.NDArray[np.int64]:
     of all; then the distance from input to output, and whether the two do not overlap. The dtypes
     must be kept alive as long as the form is used.
     """
-    distance = _data_of(output) - _data_of(source)
+    distance = data_of(output) - data_of(source)
     is_apart = distance >= source.nbytes or -distance >= output.nbytes
     words = [
         word
@@ -50,33 +36,4 @@ def form_of(source: Array, output: Array) -> npt.NDArray[np.int64]:
     return np.array([*words, distance, is_apart], np.int64)
 
 
-def _data_of(array: Array) -> int:
-    return _word_at(id(array) + DATA).value
-
-
-def _check_layout() -> None:
-    probe = np.empty((2, 3), np.int16)
-    at = id(probe) + DATA
-    sizes = _word_at(at + SIZES).value
-    found = (
-        _word_at(at).value, _int_at(at + NDIM).value, _word_at(sizes).value,
-        _word_at(sizes + 8).value, _word_at(at + DTYPE).value, _int_at(at + FLAGS).value,
-    )  # fmt: skip
-    if found != (probe.ctypes.data, 2, 2, 3, id(probe.dtype), probe.flags.num):
-        raise InternalError("NumPy's arrays have another layout than its ABI says")
-
-
-_check_layout()
-
-__all__ = [
-    "ARRAY_NWORDS",
-    "CHECKED_FLAGS",
-    "DATA",
-    "DISTANCE",
-    "DTYPE",
-    "FLAGS",
-    "IS_APART",
-    "NDIM",
-    "SIZES",
-    "form_of",
-]
+__all__ = ["ARRAY_NWORDS", "CHECKED_FLAGS", "DISTANCE", "IS_APART", "form_of"]

@@ -16,10 +16,11 @@ import numpy.typing as npt
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Secret
 from r2ccl.dtypes import dtype_name, dtype_of
 from r2ccl.errors import InvalidArgument, TransportError, describe_os_error
+from r2ccl.kernels.arrays import DATA
 from r2ccl.kernels.fold import fold_kernel
 from r2ccl.kernels.native import callable_of
 from r2ccl.shm import layout
-from r2ccl.shm.arrays import DATA, form_of
+from r2ccl.shm.arrays import form_of
 from r2ccl.shm.layout import (
     AWAITED,
     CHANGED,

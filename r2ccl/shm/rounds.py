@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from r2ccl.kernels.arrays import DTYPE, FLAGS, NDIM, SIZES
 from r2ccl.kernels.compiling import copy_bytes, inlined
-from r2ccl.shm.arrays import (
-    ARRAY_NWORDS,
-    CHECKED_FLAGS,
-    DISTANCE,
-    DTYPE,
-    FLAGS,
-    IS_APART,
-    NDIM,
-    SIZES,
-)
+from r2ccl.shm.arrays import ARRAY_NWORDS, CHECKED_FLAGS, DISTANCE, IS_APART
 from r2ccl.shm.atomics import load_acquire, store_release, stream, words_at
 from r2ccl.shm.layout import (
     AWAITED,

@@ -9,19 +9,17 @@ that compiled code has reached.
 
 from __future__ import annotations
 
-import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from r2ccl.config import Config
 from r2ccl.failover.migration.calls import Calls
 from r2ccl.failover.migration.link import Slice, SliceState
 from r2ccl.failover.migration.links import Consumer, Links
+from r2ccl.kernels.arrays import data_of
 from r2ccl.kernels.native import callable_of
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
@@ -29,7 +27,6 @@ from r2ccl.runtime.compiled.program import CompiledProgram, LinkPair, is_support
 from r2ccl.runtime.compiled.replay import Replay, restore_bytes
 from r2ccl.runtime.executor import HostLanes, LaneRun
 from r2ccl.runtime.progress import Progress
-from r2ccl.shm.arrays import DATA
 from r2ccl.transport.tcp.connection import Connection
 from r2ccl.transport.tcp.transport import TcpTransport
 
@@ -210,11 +207,11 @@ class CompiledCalls:
                 return None
         program.call = lanes.call(program.plan) if program.layout.uses_scratch else None
         words[at.OP] = calls.op
-        words[at.ARENA] = _data_of(arena)
-        words[at.SPACES] = _data_of(lanes.source)
-        words[at.SPACES + 1] = _data_of(lanes.output)
+        words[at.ARENA] = data_of(arena)
+        words[at.SPACES] = data_of(lanes.source)
+        words[at.SPACES + 1] = data_of(lanes.output)
         if program.call is not None:
-            words[at.SPACES + 2] = _data_of(program.call.spaces[2])
+            words[at.SPACES + 2] = data_of(program.call.spaces[2])
         if self.limit:
             words[at.LIMIT] = self.limit
         conns = self._transport.lend(program.paths)
@@ -362,12 +359,6 @@ def preload() -> None:
     callable_of(_LOOP)
 
 
-def _data_of(array: npt.NDArray[Any]) -> int:
-    """Return the address of an array's data; ``array.ctypes.data`` takes ten times as long."""
-    return _word_at(id(array) + DATA).value
-
-
-_word_at = ctypes.c_int64.from_address
 _ENDED = _Ended()
 
 __all__ = ["CompiledCalls", "preload"]

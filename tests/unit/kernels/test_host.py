@@ -315,20 +315,6 @@ def test_overflow_and_nan_are_silent_inside_the_quiet_context(name: str) -> None
         assert np.geterr()["over"] == "warn"  # and outside it nothing has changed
 
 
-def test_numba_is_imported_for_small_floats_only() -> None:
-    script = (
-        "import sys; from r2ccl.kernels import reducer, divider\n"
-        "reducer(7, 0); divider(7, 4); reducer(19, 0); reducer(0, 2); reducer(20, 7)\n"
-        "print('numba' in sys.modules)\n"
-        "reducer(6, 0)\n"
-        "print('numba' in sys.modules)"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert run.stdout.split() == ["False", "True"]
-
-
 def test_without_ml_dtypes_all_but_its_types_work() -> None:
     script = (
         "import sys; sys.modules['ml_dtypes'] = None\n"

@@ -9,9 +9,9 @@ import pytest
 from support.ringpairs import joined
 
 from r2ccl.errors import InternalError
+from r2ccl.kernels.arrays import DATA
 from r2ccl.runtime.messages.local_driver import LocalDriver
 from r2ccl.runtime.messages.matching import ANY, Message
-from r2ccl.shm.arrays import DATA
 from r2ccl.shm.message_layout import OPEN
 from r2ccl.shm.rings import DirectCall, Operand
 

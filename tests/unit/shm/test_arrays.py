@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from r2ccl.kernels.arrays import DATA
 from r2ccl.kernels.native import callable_of
-from r2ccl.shm.arrays import DATA, form_of
+from r2ccl.shm.arrays import form_of
 
 _MAKER = "support.array_forms:make_fits"
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support.ringpairs import joined
 
+from r2ccl.kernels.arrays import DATA
 from r2ccl.shm import message_layout as layout
-from r2ccl.shm.arrays import DATA
 from r2ccl.shm.layout import CHANGED, FINISHED, SLEEP_NS, SLEEP_S, SPIN, SPIN_MAX, SPIN_MIN, YIELDS
 from r2ccl.shm.message_layout import AWAITS, DONE, FINISHED_OTHER, OPEN, TO_PUT
 from r2ccl.shm.rings import DirectCall, Operand

@@ -1,0 +1,46 @@
+"""NumPy's array objects as compiled code reads them, in 1 ns instead of Python's 50 to 800.
+
+``PyArrayObject`` begins with the object header, which the fields below follow (ndarraytypes.h); its
+layout is part of NumPy's ABI.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.errors import InternalError
+
+#: Offset of the pointer to the data in an array object.
+DATA = object.__basicsize__
+#: Offsets from there to the number of dimensions (int), the pointer to their sizes, the pointer to
+#: the dtype, and the flags (int).
+NDIM, SIZES, DTYPE, FLAGS = 8, 16, 40, 48
+
+_word_at = ctypes.c_int64.from_address
+_int_at = ctypes.c_int32.from_address
+
+
+def data_of(array: npt.NDArray[Any]) -> int:
+    """Return the address of an array's data; ``array.ctypes.data`` takes ten times as long."""
+    return _word_at(id(array) + DATA).value
+
+
+def _check_layout() -> None:
+    probe = np.empty((2, 3), np.int16)
+    at = id(probe) + DATA
+    sizes = _word_at(at + SIZES).value
+    found = (
+        _word_at(at).value, _int_at(at + NDIM).value, _word_at(sizes).value,
+        _word_at(sizes + 8).value, _word_at(at + DTYPE).value, _int_at(at + FLAGS).value,
+    )  # fmt: skip
+    if found != (probe.ctypes.data, 2, 2, 3, id(probe.dtype), probe.flags.num):
+        raise InternalError("NumPy's arrays have another layout than its ABI says")
+
+
+_check_layout()
+
+__all__ = ["DATA", "DTYPE", "FLAGS", "NDIM", "SIZES", "data_of"]
