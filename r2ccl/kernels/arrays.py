@@ -20,22 +20,23 @@ DATA = object.__basicsize__
 #: the dtype, and the flags (int).
 NDIM, SIZES, DTYPE, FLAGS = 8, 16, 40, 48
 
-_word_at = ctypes.c_int64.from_address
+#: Word at an address, whose `value` is an int.
+word_at = ctypes.c_int64.from_address
 _int_at = ctypes.c_int32.from_address
 
 
 def data_of(array: npt.NDArray[Any]) -> int:
     """Return the address of an array's data; ``array.ctypes.data`` takes ten times as long."""
-    return _word_at(id(array) + DATA).value
+    return word_at(id(array) + DATA).value
 
 
 def _check_layout() -> None:
     probe = np.empty((2, 3), np.int16)
     at = id(probe) + DATA
-    sizes = _word_at(at + SIZES).value
+    sizes = word_at(at + SIZES).value
     found = (
-        _word_at(at).value, _int_at(at + NDIM).value, _word_at(sizes).value,
-        _word_at(sizes + 8).value, _word_at(at + DTYPE).value, _int_at(at + FLAGS).value,
+        word_at(at).value, _int_at(at + NDIM).value, word_at(sizes).value,
+        word_at(sizes + 8).value, word_at(at + DTYPE).value, _int_at(at + FLAGS).value,
     )  # fmt: skip
     if found != (probe.ctypes.data, 2, 2, 3, id(probe.dtype), probe.flags.num):
         raise InternalError("NumPy's arrays have another layout than its ABI says")
@@ -43,4 +44,4 @@ def _check_layout() -> None:
 
 _check_layout()
 
-__all__ = ["DATA", "DTYPE", "FLAGS", "NDIM", "SIZES", "data_of"]
+__all__ = ["DATA", "DTYPE", "FLAGS", "NDIM", "SIZES", "data_of", "word_at"]

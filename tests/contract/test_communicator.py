@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 from support import collective_programs, failure_programs, operation_programs, part_programs, values
+from support.jobs import launch
 from support.slow import slow_but
 
 import r2ccl
-from r2ccl import launch
 
 TIMEOUT_S = 90.0
 

@@ -7,9 +7,8 @@ import itertools
 
 import pytest
 from support import compiled_programs as programs
+from support.jobs import launch
 from support.slow import slow_but
-
-import r2ccl
 
 LIMITS = (0, 1, 2, 3, 4, 5, 7, 11, 16, 25)
 #: Many slices, and confirmations that peers wait for.
@@ -22,7 +21,7 @@ CASES = [(*case, is_small) for case in itertools.product(LIMITS, (2, 3, 4)) for 
 @pytest.mark.parametrize(("limit", "nranks", "is_small"), slow_but([(0, 3, 0), (3, 3, 1)], CASES))
 def test_results_are_exact_wherever_a_call_leaves(limit, nranks, is_small):
     program = functools.partial(programs.mixture, limit, 10, SMALL if is_small else {})
-    found = r2ccl.launch(program, nranks, timeout_s=100.0)
+    found = launch(program, nranks, timeout_s=100.0)
     assert [nwrong for nwrong, _, _ in found] == [0] * nranks
     assert sum(nfinished for _, nfinished, _ in found) > 0
     if limit:
@@ -31,9 +30,9 @@ def test_results_are_exact_wherever_a_call_leaves(limit, nranks, is_small):
 
 def test_bandwidth_is_measured_as_in_python():
     program = functools.partial(programs.mixture, 0, 10, {"balance": "1", "algo": "ring"})
-    assert [nwrong for nwrong, _, _ in r2ccl.launch(program, 3, timeout_s=100.0)] == [0, 0, 0]
+    assert [nwrong for nwrong, _, _ in launch(program, 3, timeout_s=100.0)] == [0, 0, 0]
 
 
 def test_eager_slices_that_sockets_do_not_take_are_sent_later():
     program = functools.partial(programs.unread, 6)
-    assert r2ccl.launch(program, 3, timeout_s=60.0) == [0, 0, 0]
+    assert launch(program, 3, timeout_s=60.0) == [0, 0, 0]

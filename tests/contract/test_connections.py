@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+from support.jobs import launch
 
 import r2ccl
 from r2ccl.algos.neighbors import neighbors
@@ -34,7 +35,7 @@ def rounds_of_calls() -> tuple[int, list[int], bool]:
 
 
 def test_ranks_connect_to_neighbors_and_to_whom_plans_name() -> None:
-    for rank, found in enumerate(r2ccl.launch(rounds_of_calls, NRANKS, timeout_s=90.0)):
+    for rank, found in enumerate(launch(rounds_of_calls, NRANKS, timeout_s=90.0)):
         first, (once, twice), is_right = found
         assert is_right
         assert first == len(neighbors(rank, NRANKS)) < NRANKS - 1
@@ -51,7 +52,7 @@ def calls_of_many_sizes() -> tuple[status.MemoryReport, dict[str, float]]:
 def test_memory_does_not_grow_with_the_number_of_sizes() -> None:
     config = Config()
     bound = 2 * config.slice_nbytes * config.landing_depth
-    for memory, planning in r2ccl.launch(calls_of_many_sizes, 3, timeout_s=90.0):
+    for memory, planning in launch(calls_of_many_sizes, 3, timeout_s=90.0):
         assert 0 < memory.landing_nbytes <= bound * 2 * 3, "places per link, of two ring neighbors"
         assert memory.eager_nbytes <= config.eager_nbytes * config.eager_slots * 2 * 3
         assert (memory.ring_nbytes, memory.registered_nbytes) == (0, 0), "over TCP"

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from support import device_programs as programs
 from support import localjobs
+from support.jobs import launch
 from support.slow import slow_but
 
-from r2ccl import launch
 from r2ccl.bootstrap.launch import LocalJob
 
 TIMEOUT_S = 90.0

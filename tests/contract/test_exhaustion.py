@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from support.jobs import launch
 from support.limits import no_descriptor_left
 
 import r2ccl
@@ -40,7 +41,7 @@ def sum_with_a_late_peer() -> tuple[float, list[str]]:
 
 
 def test_a_rank_without_a_descriptor_waits_for_a_late_peer() -> None:
-    found = r2ccl.launch(sum_with_a_late_peer, 2, timeout_s=60.0)
+    found = launch(sum_with_a_late_peer, 2, timeout_s=60.0)
     assert [value for value, _ in found] == [3.0, 3.0]
     probes = [line for line in found[0][1] if "cannot be probed now: EMFILE" in line]
     assert len(probes) == 1
@@ -61,6 +62,6 @@ def init_with(spare: int) -> str:
 @pytest.mark.parametrize("spare", [1, 6, 10])
 def test_an_init_that_runs_out_of_descriptors_says_so(spare: int) -> None:
     """Run out of descriptors in the control thread, the rendezvous, or the listeners."""
-    found = r2ccl.launch(functools.partial(init_with, spare), 3, timeout_s=60.0)
+    found = launch(functools.partial(init_with, spare), 3, timeout_s=60.0)
     assert "EMFILE: Too many open files" in found[0]
     assert "raise `ulimit -n`" in found[0]

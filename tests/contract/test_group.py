@@ -7,9 +7,8 @@ import re
 
 import pytest
 from support import group_programs as programs
+from support.jobs import launch
 from support.slow import slow_but
-
-from r2ccl import launch
 
 TIMEOUT_S = 90.0
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from support import localjobs, matrix_programs, mixed_programs
 from support import sharing_programs as programs
+from support.jobs import launch
 from support.slow import slow_but
 
 import r2ccl
-from r2ccl import launch
 from r2ccl.bootstrap.launch import LocalJob
 
 pytestmark = pytest.mark.timeout(300)
@@ -128,7 +128,7 @@ def test_code_is_loaded_before_ranks_are_forked(
     setting: str, is_loaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("R2CC_SHM", setting)
-    assert run(programs.is_loaded, 2) == [is_loaded] * 2
+    assert r2ccl.launch(programs.is_loaded, 2, timeout_s=TIMEOUT_S) == [is_loaded] * 2
 
 
 def test_memory_is_freed_at_the_end() -> None:

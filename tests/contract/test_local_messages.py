@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from support import local_message_programs as programs
 from support import localjobs
+from support.jobs import launch
 from support.slow import slow_but
 
-from r2ccl import launch
 from r2ccl.bootstrap.launch import LocalJob
 
 pytestmark = pytest.mark.timeout(200)

@@ -11,9 +11,9 @@ import os
 
 import pytest
 from support import matrix_programs as programs
+from support.jobs import launch
 from support.slow import slow_but
 
-from r2ccl import launch
 from r2ccl.types import Collective
 
 #: One of so many rows is in the slice that always runs.

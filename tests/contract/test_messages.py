@@ -6,9 +6,10 @@ import functools
 
 import pytest
 from support import message_programs as programs
+from support.jobs import launch
 from support.slow import slow_but
 
-from r2ccl import Message, launch
+from r2ccl import Message
 
 TIMEOUT_S = 90.0
 

@@ -6,9 +6,8 @@ import functools
 
 import pytest
 from support import mixed_programs as programs
+from support.jobs import launch
 from support.slow import slow_but
-
-from r2ccl import launch
 
 #: Most growth of a rank in the second half of its calls, in MiB; landing places are kept.
 MOST_GROWTH_MIB = 12

@@ -6,9 +6,8 @@ import functools
 
 import pytest
 from support import split_programs as programs
+from support.jobs import launch
 from support.slow import slow_but
-
-from r2ccl import launch
 
 TIMEOUT_S = 90.0
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from support import status_programs
+from support.jobs import launch
 
-from r2ccl import launch
 from r2ccl.runtime.status import RankStatus
 
 TIMEOUT_S = 90.0

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from support import localjobs
 from support import two_level_programs as programs
+from support.jobs import launch
 from support.slow import slow_but
 
 import r2ccl
-from r2ccl import launch
 from r2ccl.bootstrap.launch import LocalJob
 
 pytestmark = pytest.mark.timeout(300)

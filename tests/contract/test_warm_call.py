@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.jobs import launch
 
 import r2ccl
 
@@ -57,7 +58,7 @@ def calls_of_an_allreduce(compiled: str, last: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("compiled", "last"), [("0", "isend"), ("1", "run_compiled")])
 def test_a_warm_allreduce_enters_few_modules_and_each_once(compiled: str, last: str) -> None:
     program = functools.partial(calls_of_an_allreduce, compiled, last)
-    for called in r2ccl.launch(program, 2, timeout_s=60.0):
+    for called in launch(program, 2, timeout_s=60.0):
         assert (called[0][1], called[-1][1]) == ("allreduce", last)
         assert len({module for module, _ in called}) <= MOST_MODULES, called
         assert len(called) <= MOST_FUNCTIONS, called
@@ -89,6 +90,6 @@ def names_of_a_local_allreduce() -> list[str]:
 
 
 def test_a_warm_local_allreduce_calls_few_functions() -> None:
-    for called in r2ccl.launch(names_of_a_local_allreduce, 2, timeout_s=60.0):
+    for called in launch(names_of_a_local_allreduce, 2, timeout_s=60.0):
         assert called[0] == "allreduce"
         assert len(called) <= MOST_LOCAL, called

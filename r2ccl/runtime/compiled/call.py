@@ -19,7 +19,7 @@ from r2ccl.config import Config
 from r2ccl.failover.migration.calls import Calls
 from r2ccl.failover.migration.link import Slice, SliceState
 from r2ccl.failover.migration.links import Consumer, Links
-from r2ccl.kernels.arrays import data_of
+from r2ccl.kernels.arrays import DATA, word_at
 from r2ccl.kernels.native import callable_of
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
@@ -207,11 +207,11 @@ class CompiledCalls:
                 return None
         program.call = lanes.call(program.plan) if program.layout.uses_scratch else None
         words[at.OP] = calls.op
-        words[at.ARENA] = data_of(arena)
-        words[at.SPACES] = data_of(lanes.source)
-        words[at.SPACES + 1] = data_of(lanes.output)
+        words[at.ARENA] = word_at(id(arena) + DATA).value
+        words[at.SPACES] = word_at(id(lanes.source) + DATA).value
+        words[at.SPACES + 1] = word_at(id(lanes.output) + DATA).value
         if program.call is not None:
-            words[at.SPACES + 2] = data_of(program.call.spaces[2])
+            words[at.SPACES + 2] = word_at(id(program.call.spaces[2]) + DATA).value
         if self.limit:
             words[at.LIMIT] = self.limit
         conns = self._transport.lend(program.paths)

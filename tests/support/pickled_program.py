@@ -1,0 +1,39 @@
+"""Script of `support.jobs`: call a pickled function as a rank, and print its pickled result."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import sys
+import time
+import traceback
+
+from support.jobs import MARK
+
+import r2ccl.runtime.compiled.call
+import r2ccl.shm.group
+
+#: Variables that identify a rank in its job.
+_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "R2CC_PORT",
+        "R2CC_SECRET", "R2CC_LISTEN_FD")  # fmt: skip
+
+r2ccl.shm.group.preload()
+r2ccl.runtime.compiled.call.preload()
+
+
+def main(argument: str) -> None:
+    given = json.loads(argument)
+    own = {name: os.environ[name] for name in _OWN if name in os.environ}
+    os.environ.clear()
+    os.environ.update(given["environment"] | own)
+    os.chdir(given["folder"])
+    sys.path[:] = given["path"]
+    try:
+        value, is_good = pickle.loads(base64.b64decode(given["function"]))(), True
+    except BaseException as exc:
+        exc.add_note(traceback.format_exc())
+        value, is_good = exc, False
+    found = pickle.dumps((is_good, time.monotonic(), value))
+    print("\n" + MARK + base64.b64encode(found).decode(), flush=True)
