@@ -161,8 +161,9 @@ class LocalMessages:
         if self._lock.acquire(blocking=False):
             if is_below:
                 raise ConcurrentCalls(
-                    f"rank {self._loop.rank}: a signal handler called r2ccl below another call of "
-                    "its thread: set a flag in the handler, and call r2ccl later"
+                    f"rank {self._loop.rank}: a signal handler called r2ccl after it interrupted "
+                    "another call of the same thread: set a flag in the handler, and call r2ccl "
+                    "later"
                 )
             return
         self._newcomers.append(None)
