@@ -72,13 +72,13 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     parts : Parts or None
         Ranges of the parts in the input and the output; None if they follow from the signature.
     is_in_place : bool
-        For an allgather: `source` is already this rank's part of `output`. For an alltoall or an
-        exscan: `source` and `output` are the same memory.
+        For an allgather: True if `source` is already this rank's part of `output`. For an alltoall
+        or an exscan: True if `source` and `output` are the same memory.
     conversion : ConvertedOp or None
         Conversion of the input before the collective; then the request is staged.
     is_staged : bool
-        The collective cannot run directly from `source` to `output`: data is copied before or
-        after the collective, or partial sums need separate memory.
+        True if the collective cannot run directly from `source` to `output`: data is copied before
+        or after the collective, or partial sums need separate memory.
     """
 
     signature: CallSignature

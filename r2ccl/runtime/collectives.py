@@ -432,9 +432,9 @@ class Collectives:
         return [row.tobytes() for row in rows]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array that all ranks reach directly; see `Communicator.empty`.
+        """Return an array that all ranks can access directly; see `Communicator.empty`.
 
-        Without shared memory, its memory is registered.
+        If the ranks share no memory, return an array in registered memory.
 
         Raises
         ------
@@ -468,7 +468,7 @@ class Collectives:
         ----------
         control : ControlPlane
         obstacle : str
-            Reason why this rank cannot share memory; empty: it may.
+            Reason why this rank cannot share memory; empty: it can.
 
         Raises
         ------

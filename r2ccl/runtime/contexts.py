@@ -122,8 +122,8 @@ class ContextEngine(Protocol):
 class Contexts:
     """Context ids in use at this rank, and the communicators that they stand for.
 
-    `offer` and `choose` may be called in any thread; the other methods only by the thread that owns
-    the data loop.
+    Any thread may call `offer`, `withdraw` and `choose`; only the thread that owns the data loop
+    may call the other methods.
     """
 
     def __init__(self) -> None:

@@ -88,7 +88,7 @@ class BackgroundControl(ControlPort, Protocol):
 
 
 class Patience(NamedTuple):
-    """Timeout of a wait, the setting that sets it, and a function that describes the wait."""
+    """Timeout of a wait, the setting it comes from, and a function that describes the wait."""
 
     timeout_s: float
     variable: str

@@ -376,7 +376,7 @@ class Engine:
         self._loop.submit(self._loop.on_tick, now)
 
     def on_carrier(self, rail: int, is_up: bool) -> None:
-        """Handle a carrier change of the local NIC of `rail`."""
+        """Handle that the local NIC of `rail` has gained (`is_up`) or lost its carrier."""
         self._loop.submit(self._failover.on_carrier, rail, is_up)
 
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
@@ -645,7 +645,7 @@ class Engine:
             self._failover.joined(peers)
 
     def call(self, fn: Callable[[], Any]) -> Any:
-        """Return ``fn()``, called as the owner of the data loop.
+        """Call ``fn()`` as the owner of the data loop, and return its result.
 
         Ctrl-C during `fn` ends the communicator, because it may leave the transport's tables
         inconsistent.
@@ -663,7 +663,9 @@ class Engine:
             self._loop.release()
 
     def register(self, memory: npt.NDArray[np.uint8]) -> RegisteredMemory:
-        """Register host memory with the transport; Ctrl-C ends the communicator, as in `call`.
+        """Register host memory with the transport; return the registration.
+
+        Ctrl-C during this method ends the communicator, as in `call`.
 
         Raises
         ------
@@ -730,7 +732,7 @@ class Engine:
             )
 
     def leave(self) -> None:
-        """Wait until every slice of every rank is confirmed.
+        """Wait until the slices of all ranks are confirmed and all ranks have called this method.
 
         Raises
         ------

@@ -390,7 +390,7 @@ class LaneRun:
     # Receiving
 
     def _ask(self, cursor: _Inbound) -> None:
-        """Post the next receives, as far as the depth and the dependencies allow."""
+        """Post the next receives of a link, as far as its depth and their dependencies allow."""
         while cursor.at < len(cursor.order):
             index = cursor.order[cursor.at]
             step = self._steps[index]

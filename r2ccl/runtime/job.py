@@ -220,7 +220,7 @@ class Job:
         self.engine.start()
 
     def dump_on_signal(self, signum: int) -> None:
-        """Write `Communicator.dump` of the first communicator on every signal `signum`.
+        """Write `Communicator.dump` of the first communicator each time that `signum` arrives.
 
         The output goes to ``R2CC_DUMP_FILE`` or, if that is empty, to stderr.
 
@@ -310,7 +310,10 @@ class Job:
         return successor
 
     def abort(self, why: str) -> None:
-        """End all communicators on every rank and free everything; return within a second."""
+        """End all communicators on all ranks, for the reason `why`, and free all resources.
+
+        Return within a second; a cleanup that takes longer continues in its thread.
+        """
         self.refuse(self.forked if self.is_forked else self.closed)
         if not self.is_left and not self.is_forked:
             self.engine.revoke(why)
@@ -405,7 +408,8 @@ def _excluded(rank: int, peers: Sequence[PeerInfo]) -> frozenset[tuple[int, int]
     if unknown and rank == 0:
         known = dict.fromkeys(f"{info.hostname}:{nic}" for info in peers for nic in info.nics)
         _log.warning(
-            "R2CC_FAILED_NICS names %s, which no rank of this job uses; known are %s",
+            "R2CC_FAILED_NICS names %s, which no rank of this job uses; known are %s; correct the "
+            "setting unless other jobs need it",
             ", ".join(unknown), ", ".join(known),
         )  # fmt: skip
     return ports

@@ -135,11 +135,10 @@ class LocalCalls:
         return found
 
     def run(self, request: Request) -> LocalCall | None:
-        """Run a call, which has no conversion, in shared memory; return what was run.
+        """Run `request`, which has no conversion, in shared memory; return the prepared call.
 
-        Return None, and do nothing, if the call does not run in shared memory.
-
-        Any error ends the communicator.
+        Return None, and do nothing, if such calls do not run in shared memory. Any error ends the
+        communicator.
 
         Raises
         ------
@@ -178,7 +177,7 @@ class LocalCalls:
     def allocate(
         self, nbytes: int, exchange: AllgatherBytes, in_turn: Callable[[Callable[[], None]], None]
     ) -> Array:
-        """Return `nbytes` that all ranks can access; see `SymmetricMemory.allocate`."""
+        """Return memory of `nbytes` for access by all ranks; see `SymmetricMemory.allocate`."""
         return self._group.symmetric.allocate(nbytes, exchange, in_turn)
 
     def _guarded(self, run: Callable[..., object], *given: Any) -> None:

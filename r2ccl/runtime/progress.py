@@ -50,7 +50,7 @@ from r2ccl.types import (
 
 
 class Computer(Protocol):
-    """Executor of slice work, in order and asynchronously, outside the data loop."""
+    """Executor of the work on slices, asynchronous and in order, outside the data loop."""
 
     @property
     def computed(self) -> int:
@@ -63,7 +63,7 @@ class Computer(Protocol):
         ...
 
     def commit(self) -> None:
-        """Make all work begun so far visible to `poll`."""
+        """Make `poll` see the end of all work begun so far."""
         ...
 
     def poll(self) -> int:

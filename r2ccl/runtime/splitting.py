@@ -68,7 +68,7 @@ def create(participant: Participant, ranks: Sequence[int]) -> Part | None:
 
 
 def create_among(participant: Participant, ranks: Sequence[int], allgather: AllgatherBytes) -> Part:
-    """Agree with `ranks` only on a communicator of these ranks, and return it.
+    """Agree on a communicator of `ranks`, and return it; only these ranks may call it.
 
     `allgather` gathers the bytes of `ranks`, in this order, on each of them.
     """

@@ -100,7 +100,7 @@ class CompiledProgram:
     Attributes
     ----------
     words, initial : ndarray of int64
-        State and tables of the running call, and their values at the begin of a call.
+        State and tables of the running call, and their values before a call.
     view : memoryview
         View of ``words`` that reads single words three times as fast.
     pairs : list of Pair

@@ -89,8 +89,9 @@ def confirm(state: Any, pair: Any, ack: Any) -> None:
 def parse(state: Any, number: Any, conn: Any) -> Any:
     """Parse the next frame of a connection; its header must be complete in the buffer.
 
-    Return EVENT, MORE, TAKEN or FOREIGN. If the frame belongs to a later call, set IS_STALLED,
-    leave the frame in the buffer and return MORE.
+    Return EVENT if an event was logged, TAKEN if the frame was handled without one, MORE if bytes
+    are missing, and FOREIGN if Python must handle the frame. If the frame belongs to a later call,
+    set IS_STALLED, leave the frame in the buffer and return MORE.
     """
     at = conn[BUFFER] + conn[PARSED]
     kind, channel, nbytes = load32(at) & 0xFF, load32(at + 4), load32(at + 8)

@@ -113,7 +113,7 @@ class MessageDriver(MessageProtocol):
     ----------
     links : Links
     calls : Calls
-        Calls of the context id of the communicator's messages.
+        Calls with the context id of the communicator's messages.
     rank : int
         This rank in the communicator.
     members : sequence of int
@@ -360,7 +360,7 @@ class MessageDriver(MessageProtocol):
         self._name(link, landing.index)
 
     def _name(self, link: RecvLink, number: int) -> None:
-        """Announce landing places on `link`, data channel `number`, until `depth` are announced."""
+        """Announce landing places on data channel `number`, until `depth` are outstanding."""
         queue = self._incoming[link]
         while queue and self._named.get(link, 0) < self._depth:
             request, piece = queue.popleft()

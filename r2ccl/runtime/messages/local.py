@@ -155,7 +155,7 @@ class LocalMessages:
         Raises
         ------
         ConcurrentCalls
-            If the caller is a signal handler that interrupted this object.
+            If the caller is a signal handler that interrupted a method of this object.
         """
         is_below = self.is_below
         if self._lock.acquire(blocking=False):
@@ -186,7 +186,7 @@ class LocalMessages:
         """Do nothing: all ranks share memory."""
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
-        """Return ``fn()``, called while no other thread moves messages.
+        """Call ``fn()`` while no other thread moves messages; return its result.
 
         If `is_step`, move messages first. An exception, except `ConcurrentCalls`, ends the
         communicator.
@@ -382,7 +382,10 @@ class LocalMessages:
         return error
 
     def _forget(self, timeout_s: float) -> bool:
-        """Drop all messages; return False if a thread does not end its turn in `timeout_s`."""
+        """Drop all messages.
+
+        Return False, and drop none, if another thread does not end its turn within `timeout_s`.
+        """
         try:
             if not self._lock.acquire(timeout=timeout_s):
                 return False
@@ -397,7 +400,10 @@ class LocalMessages:
         self.driver.rings.wake()
 
     def close(self, timeout_s: float) -> bool:
-        """Stop moving messages; return False if a thread does not end its turn in `timeout_s`."""
+        """Drop all messages and move none any more.
+
+        Return False if another thread does not end its turn within `timeout_s`; call again then.
+        """
         self._has_ended = True
         if not self._forget(timeout_s):
             return False

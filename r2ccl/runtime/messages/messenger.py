@@ -108,7 +108,7 @@ class Way(Protocol):
         ...
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
-        """Return ``fn()``, called while no other thread uses the driver.
+        """Call ``fn()`` while no other thread uses the driver; return its result.
 
         If `is_step`, advance messages first. An exception of ``fn()`` ends the communicator.
         """
@@ -195,7 +195,7 @@ class Messenger:
 
     @property
     def is_below(self) -> bool:
-        """True in a signal handler that interrupted a message of the same thread."""
+        """True in a signal handler that interrupted a method of this object in the same thread."""
         return self._waiter == get_ident() or self._way.is_below
 
     # Shared memory
@@ -360,7 +360,7 @@ class Messenger:
             raise self._refusal()
 
     def _own(self, fn: Callable[[], Any], *, is_step: bool = False) -> Any:
-        """Return ``fn()``, as `Way.own` does; raise the refusal if calls are refused."""
+        """Call `Way.own` and return its result; if calls are refused, raise the refusal."""
         self._require_open()
         return self._way.own(fn, is_step=is_step)
 

@@ -55,9 +55,10 @@ class NetworkMessages:
             loop.release()
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
-        """Return ``fn()``, called as the owner of the data loop; send the slices that it posted.
+        """Call ``fn()`` as the owner of the data loop, and return its result.
 
-        If `is_step`, run the data loop once before. An exception ends the communicator.
+        Then send the slices that it posted. If `is_step`, first run the data loop once. An
+        exception ends the communicator.
         """
         progress = self._loop.progress
 
@@ -76,7 +77,10 @@ class NetworkMessages:
         self._call(lambda: self._loop.wait(self._caller, is_done, patience))
 
     def _call(self, fn: Callable[[], Any]) -> Any:
-        """Return ``fn()``, called as the owner of the loop; an exception ends the communicator."""
+        """Call ``fn()`` as the owner of the data loop, and return its result.
+
+        An exception ends the communicator.
+        """
         loop, caller = self._loop, self._caller
         try:
             loop.acquire()

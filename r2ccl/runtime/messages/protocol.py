@@ -135,7 +135,7 @@ class MessageProtocol(ABC):
     @property
     @abstractmethod
     def nmoving(self) -> int:
-        """Number of granted messages whose data is still moving, as far as this rank moves it."""
+        """Number of granted messages whose data is arriving or, in shared memory, leaving."""
 
     # Envelopes
 
@@ -164,7 +164,10 @@ class MessageProtocol(ABC):
         self.matching.keep(envelope)
 
     def _take(self, request: ReceiveRequest, envelope: Envelope) -> bool:
-        """Give the message to `request`; return False if another receive may still take it."""
+        """Give the message to `request`, or end `request` with an error if it does not fit.
+
+        Return False if another receive may still take the message.
+        """
         source, _, dtype, nbytes, ident, payload = envelope
         if dtype != request.dtype or nbytes > len(request.view):
             self._refuse(request, envelope)
@@ -182,7 +185,7 @@ class MessageProtocol(ABC):
         return True
 
     def _refuse(self, request: ReceiveRequest, envelope: Envelope) -> None:
-        """End a receive with an error, as the message does not fit; refuse an announced message."""
+        """End a receive that the message does not fit; if the message was announced, refuse it."""
         given = f"{len(request.view) // dtype_of(request.dtype).itemsize}"
         request.error = InvalidArgument(
             f"rank {envelope.source} sent {_described(envelope).count} elements of "
@@ -208,7 +211,10 @@ class MessageProtocol(ABC):
 
     @abstractmethod
     def _admits(self, to: int, nbytes: int) -> bool:
-        """Return whether a message of `nbytes` may travel in its envelope; if so, count them."""
+        """Return whether a message of `nbytes` may now travel in its envelope.
+
+        If so, count the bytes as sent to rank `to`.
+        """
 
     @abstractmethod
     def _put(
