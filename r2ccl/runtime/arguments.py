@@ -1,14 +1,14 @@
 """Validation of the arguments of a collective.
 
-Each collective except the barrier has one function here. The function views the arrays in host or
-device memory, allocates the output if the caller passed none, and returns a `Request` with the call
-signature that all ranks must agree on. It does not read array data and does not communicate. Its
-arguments and errors are those of the method of `Communicator` with the same name.
+Each collective except the barrier has one function here. The function takes views of the arrays in
+host or device memory, allocates the output if the caller passed none, and returns a `Request` with
+the call signature that must be equal on all ranks. It does not read array data and does not
+communicate. Its arguments and errors are those of the method of `Communicator` with the same name.
 
 Invariant: the arrays of every `Request` are valid and fit together, and its op is an `Operation`.
-Other arguments raise `InvalidArgument` here, before any data moves. Not checked here are the root
-(the caller checks it), the dtype's support of the op (`check_op` or planning), and the schedule
-(`PlanCache`).
+All other arguments raise `InvalidArgument` here, before any data moves, with three exceptions: the
+caller checks the root, `check_op` or planning checks that the dtype supports the op, and
+`PlanCache` checks the schedule.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from r2ccl.schedule.ir import Schedule
 from r2ccl.types import REDUCTIONS, CallSignature, Collective, ReduceOp
 
 Memory: TypeAlias = Buffer | DeviceBuffer
-#: Number of elements of each part, and the first element; None: one part follows another.
+#: Number of elements of each part, and index of each part's first element; None instead of the
+#: indices: each part begins where the previous one ends.
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...] | None]
 #: Argument ``op`` of a reduction.
 Operation: TypeAlias = ReduceOp | kernels.ConvertedOp | kernels.UserOp
@@ -61,23 +62,23 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     signature : CallSignature
         Parameters of the call that must be equal on all ranks.
     source, output : Buffer or DeviceBuffer
-        Views of the input and the output, both in host memory or both on one device. ``output``
-        is None for a reduce or gather on a rank other than the root; for a scatter there, `source`
-        is empty.
+        Views of the input and the output, both in host memory or both on one device. On ranks other
+        than the root, ``output`` is None for a reduce or gather, and ``source`` is empty for a
+        scatter.
     result : object
-        Return value of the call.
+        Return value of the method of `Communicator`.
     schedule : Schedule or None
         User-defined allreduce schedule, if the caller passed one.
     parts : Parts or None
-        Places of the parts; None if they follow from the signature.
+        Ranges of the parts in the input and the output; None if they follow from the signature.
     is_in_place : bool
-        For an allgather: `source` is already this rank's part of `output`. For an alltoall or an
-        exscan: `source` and `output` are the same memory.
+        For an allgather: True if `source` is already this rank's part of `output`. For an alltoall
+        or an exscan: True if `source` and `output` are the same memory.
     conversion : ConvertedOp or None
         Conversion of the input before the collective; then the request is staged.
     is_staged : bool
-        The collective cannot run directly from `source` to `output`: data is copied before or
-        after the collective, or partial sums need separate memory.
+        True if the collective cannot run directly from `source` to `output`: data is copied before
+        or after the collective, or partial sums need separate memory.
     """
 
     signature: CallSignature
@@ -92,17 +93,17 @@ class Request(msgspec.Struct, frozen=True, eq=False):
 
 
 def allreduce(x: Any, out: Any, op: Operation, schedule: Schedule | None = None) -> Request:
-    """Make the request of `Communicator.allreduce`."""
+    """Validate the arguments of `Communicator.allreduce`; return the call as a `Request`."""
     source, output = _both(x, out)
     number = op if type(op) is ReduceOp else ReduceOp.SUM
     call = CallSignature(Collective.ALLREDUCE, source.dtype_code, number, source.count)
     request = Request(call, source, output, x if out is None else out, schedule)
-    # rare; each function call takes 1 % of the time of a small call
+    # `_with_operation` is called only if needed: each function call costs 1 % of a small call.
     return request if number is op else _with_operation(request, op)
 
 
 def run_schedule(x: Any, out: Any, op: Operation, schedule: Schedule, nranks: int) -> Request:
-    """Make the request of `Communicator.run_schedule`."""
+    """Validate the arguments of `Communicator.run_schedule`; return the call as a `Request`."""
     if (schedule.collective, schedule.nranks) != ("allreduce", nranks):
         raise InvalidArgument(
             f"the schedule is a {schedule.collective} over {schedule.nranks} ranks: pass an "
@@ -112,14 +113,14 @@ def run_schedule(x: Any, out: Any, op: Operation, schedule: Schedule, nranks: in
 
 
 def broadcast(x: Any, out: Any, root: int) -> Request:
-    """Make the request of `Communicator.broadcast`."""
+    """Validate the arguments of `Communicator.broadcast`; return the call as a `Request`."""
     source, output = _both(x, out)
     call = CallSignature(Collective.BROADCAST, source.dtype_code, ReduceOp.SUM, source.count, root)
     return Request(call, source, output, x if out is None else out)
 
 
 def reduce(x: Any, out: Any, op: Operation, root: int, rank: int) -> Request:
-    """Make the request of `Communicator.reduce`."""
+    """Validate the arguments of `Communicator.reduce`; return the call as a `Request`."""
     output: Memory | None = None
     if rank == root:
         source, output = _both(x, out)
@@ -133,7 +134,7 @@ def reduce(x: Any, out: Any, op: Operation, root: int, rank: int) -> Request:
 
 
 def allgather(x: Any, out: Any, rank: int, nranks: int) -> Request:
-    """Make the request of `Communicator.allgather`."""
+    """Validate the arguments of `Communicator.allgather`; return the call as a `Request`."""
     source = view(x, writable=False)
     result = like(x, nranks) if out is None else out
     output = _output(source, result)
@@ -143,7 +144,7 @@ def allgather(x: Any, out: Any, rank: int, nranks: int) -> Request:
 
 
 def reduce_scatter(x: Any, out: Any, op: Operation, rank: int, nranks: int) -> Request:
-    """Make the request of `Communicator.reduce_scatter`."""
+    """Validate the arguments of `Communicator.reduce_scatter`; return the call as a `Request`."""
     source = view(x, writable=False)
     own = part_of(source, rank, nranks)
     result = like_part(x, nranks) if out is None else out
@@ -156,7 +157,7 @@ def reduce_scatter(x: Any, out: Any, op: Operation, rank: int, nranks: int) -> R
 
 
 def allgatherv(x: Any, out: Any, layout: Layout, rank: int, nranks: int) -> Request:
-    """Make the request of `Communicator.allgatherv`."""
+    """Validate the arguments of `Communicator.allgatherv`; return the call as a `Request`."""
     sizes, places = layout[0], _places(layout)
     if len(set(sizes)) == 1 and places == consecutive(sizes):
         return allgather(x, like_flat(x, sum(sizes)) if out is None else out, rank, nranks)
@@ -181,7 +182,7 @@ def allgatherv(x: Any, out: Any, layout: Layout, rank: int, nranks: int) -> Requ
 def reduce_scatterv(
     x: Any, out: Any, op: Operation, sizes: tuple[int, ...], rank: int, nranks: int
 ) -> Request:
-    """Make the request of `Communicator.reduce_scatterv`."""
+    """Validate the arguments of `Communicator.reduce_scatterv`; return the call as a `Request`."""
     result = like_flat(x, sizes[rank]) if out is None else out
     if len(set(sizes)) == 1:
         return reduce_scatter(x, result, op, rank, nranks)
@@ -202,7 +203,7 @@ def reduce_scatterv(
 
 
 def gather(x: Any, out: Any, root: int, rank: int, nranks: int) -> Request:
-    """Make the request of `Communicator.gather`."""
+    """Validate the arguments of `Communicator.gather`; return the call as a `Request`."""
     source = view(x, writable=False)
     sizes = (source.count,) * nranks
     if rank == root and out is None:
@@ -211,7 +212,10 @@ def gather(x: Any, out: Any, root: int, rank: int, nranks: int) -> Request:
 
 
 def gatherv(x: Any, out: Any, root: int, layout: Layout | None, rank: int, nranks: int) -> Request:
-    """Make the request of `Communicator.gatherv`; `layout` is None except on the root."""
+    """Validate the arguments of `Communicator.gatherv`; return the call as a `Request`.
+
+    `layout` is None on all ranks but the root.
+    """
     source = view(x, writable=False)
     places: tuple[Range, ...] = ((0, 0),) * nranks
     if layout is not None:
@@ -221,7 +225,7 @@ def gatherv(x: Any, out: Any, root: int, layout: Layout | None, rank: int, nrank
 
 
 def scatter(x: Any, out: Any, root: int, rank: int, nranks: int) -> Request:
-    """Make the request of `Communicator.scatter`."""
+    """Validate the arguments of `Communicator.scatter`; return the call as a `Request`."""
     if rank != root:
         return _scatter(Collective.SCATTER, None, out, root, rank, ((0, 0),) * nranks)
     source = view(x, writable=False)
@@ -232,7 +236,10 @@ def scatter(x: Any, out: Any, root: int, rank: int, nranks: int) -> Request:
 
 
 def scatterv(x: Any, out: Any, root: int, layout: Layout | None, rank: int, nranks: int) -> Request:
-    """Make the request of `Communicator.scatterv`; `layout` is None except on the root."""
+    """Validate the arguments of `Communicator.scatterv`; return the call as a `Request`.
+
+    `layout` is None on all ranks but the root.
+    """
     if layout is None:
         return _scatter(Collective.SCATTERV, None, out, root, rank, ((0, 0),) * nranks)
     source = view(x, writable=False)
@@ -243,7 +250,7 @@ def scatterv(x: Any, out: Any, root: int, layout: Layout | None, rank: int, nran
 
 
 def alltoall(x: Any, out: Any, rank: int, nranks: int) -> Request:
-    """Make the request of `Communicator.alltoall`."""
+    """Validate the arguments of `Communicator.alltoall`; return the call as a `Request`."""
     source = view(x, writable=False)
     count = part_of(source, rank, nranks).count
     result = like(x) if out is None else out
@@ -256,7 +263,7 @@ def alltoall(x: Any, out: Any, rank: int, nranks: int) -> Request:
 
 
 def alltoallv(x: Any, out: Any, sent_layout: Layout, received_layout: Layout, rank: int) -> Request:
-    """Make the request of `Communicator.alltoallv`."""
+    """Validate the arguments of `Communicator.alltoallv`; return the call as a `Request`."""
     source = view(x, writable=False)
     sent, received = sent_layout[0], received_layout[0]
     if sent[rank] != received[rank]:
@@ -278,7 +285,10 @@ def alltoallv(x: Any, out: Any, sent_layout: Layout, received_layout: Layout, ra
 
 
 def scan(x: Any, out: Any, op: Operation, is_exclusive: bool) -> Request:
-    """Make the request of `Communicator.scan`, or with `is_exclusive` of `exscan`."""
+    """Validate the arguments of `Communicator.scan`; return the call as a `Request`.
+
+    If `is_exclusive`, the call is `Communicator.exscan`.
+    """
     collective = Collective.EXSCAN if is_exclusive else Collective.SCAN
     name = collective.name.lower()
     is_same = out is None or out is x
@@ -308,7 +318,7 @@ def _gather(
     rank: int,
     places: tuple[Range, ...],
 ) -> Request:
-    """Make the request of a gather whose parts are at `places` of `out` on the root."""
+    """Return the request of a gather; on the root, part i goes to ``places[i]`` of `out`."""
     nothing: list[Range] = [(0, 0)] * len(places)
     nothing[rank] = (0, source.count)
     output, targets = None, ((0, 0),) * len(places)
@@ -336,7 +346,10 @@ def _scatter(
     rank: int,
     places: tuple[Range, ...],
 ) -> Request:
-    """Make the request of a scatter whose parts are at `places` of `source` on the root."""
+    """Return the request of a scatter; on the root, part i is ``places[i]`` of `source`.
+
+    On all other ranks, `source` is None.
+    """
     name = collective.name.lower()
     if out is None:
         raise InvalidArgument(
@@ -358,7 +371,7 @@ def _scatter(
 
 
 def _places(given: Layout) -> tuple[Range, ...]:
-    """Return the ranges of parts, by default one after another."""
+    """Return the range of each part."""
     counts, firsts = given
     if firsts is None:
         return consecutive(counts)
@@ -374,12 +387,15 @@ def _part(whole: Memory, place: Range) -> Memory:
 
 
 def _require_room(name: str, buffer: Memory, places: Sequence[Range], *, is_disjoint: bool) -> None:
-    """Check that `places` are in `buffer` and, if `is_disjoint`, that no two of them overlap."""
+    """Check that `buffer` contains all `places` and, if `is_disjoint`, that none overlap.
+
+    `name` is the name of the argument in the error, an `InvalidArgument`.
+    """
     for rank, (lo, hi) in enumerate(places):
         if hi > buffer.count:
             raise InvalidArgument(
                 f"the part of rank {rank} is elements {lo} to {hi} of {name}, which has "
-                f"{buffer.count}: pass a larger array, or other counts and displacements"
+                f"{buffer.count} elements: pass a larger array, or other counts and displacements"
             )
     used = sorted((place, rank) for rank, place in enumerate(places) if place[0] < place[1])
     for (before, one), (after, other) in pairwise(used) if is_disjoint else ():
@@ -399,7 +415,7 @@ def _require_dtype(source: Memory, output: Memory) -> None:
 
 
 def _turned(sources: Sequence[Range], targets: Sequence[Range], rank: int) -> Parts:
-    """Return the parts of an alltoall: part i is sent to rank + i and received from rank - i."""
+    """Return the parts of an alltoall: part i goes to rank + i, and comes from rank - i."""
     n = len(sources)
     return Parts(
         tuple(sources[(rank + part) % n] for part in range(n)),
@@ -415,7 +431,9 @@ def _with_counts(call: CallSignature, counts: tuple[int, ...]) -> CallSignature:
 
 
 def view(x: Any, *, writable: bool) -> Memory:
-    """View an array in host or device memory; see `as_buffer` and `as_device_buffer`.
+    """Return a view of an array in host or device memory.
+
+    Parameters are those of `as_buffer` and `as_device_buffer`.
 
     Raises
     ------
@@ -447,7 +465,9 @@ def rank_of(value: SupportsIndex, nranks: int, name: str = "root") -> int:
 
 
 def layout_of(counts: Any, displs: Any, nranks: int, prefix: str = "") -> Layout:
-    """Return the arguments ``counts`` and ``displs``, whose names begin with `prefix`.
+    """Return the arguments ``counts`` and ``displs`` as a layout.
+
+    `prefix` precedes their names in errors, as in ``sendcounts``.
 
     Raises
     ------
@@ -496,12 +516,12 @@ def form_of(shape: Any, dtype: Any, like: Any) -> tuple[tuple[int, ...], np.dtyp
 
 
 def tag(value: Any, *, is_any: bool = False) -> int:
-    """Return the tag of a message; `is_any` allows `ANY`.
+    """Return the tag of a message as an int; if `is_any`, the tag may also be `ANY`.
 
     Raises
     ------
     InvalidArgument
-        If `value` is not an integer from 0 to 2^63 - 1.
+        If `value` is neither an integer from 0 to 2^63 - 1 nor an allowed `ANY`.
     """
     try:
         number = index(value)
@@ -528,7 +548,7 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
     Raises
     ------
     InvalidArgument
-        If `x` is no such object, or its memory is on a device, not aligned, byte-swapped, of an
+        If `x` is not such an object, or its memory is on a device, not aligned, byte-swapped, of an
         unsupported dtype, or, if `writable` is True, not C-contiguous or read-only.
 
     Notes
@@ -557,7 +577,7 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
 
 
 def check_op(request: Request) -> None:
-    """Check that the reduction exists for the dtype; planning would find the error later.
+    """Check that the dtype of a request supports its op; planning would check it only later.
 
     Raises
     ------
@@ -569,7 +589,7 @@ def check_op(request: Request) -> None:
 
 
 def _with_operation(request: Request, op: Operation) -> Request:
-    """Return a request with an operation that is not a `ReduceOp`."""
+    """Return `request` with `op`, which is not a `ReduceOp`, checked for its dtype."""
     code = request.signature.dtype
     if isinstance(op, kernels.UserOp):
         op.reducer(code)
@@ -589,7 +609,7 @@ def _with_operation(request: Request, op: Operation) -> Request:
 
 
 def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
-    """View an input and an output of equal size; if `out` is None, `x` is both."""
+    """Return views of an input and an output of equal size; if `out` is None, `x` is both."""
     is_same = out is None or out is x
     source = view(x, writable=is_same)
     if is_same:
@@ -600,7 +620,7 @@ def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
 
 
 def _output(source: Memory, out: Any) -> Memory:
-    """View an output, which must be in the same place as the input."""
+    """Return a view of an output, which must be on the same device as the input `source`."""
     output = view(out, writable=True)
     places = [getattr(each, "ordinal", None) for each in (source, output)]
     if places[0] != places[1]:

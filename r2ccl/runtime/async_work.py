@@ -4,8 +4,8 @@ A `Worker` is the thread of one communicator that runs tasks in the order of the
 ranks submit their collectives in the same order, so all run the same collective next. A `Work` is
 the caller's handle of one collective.
 
-Invariants: every task that was submitted ends exactly once: it succeeds, fails or is refused. Every
-wait has a deadline or ends with the communicator.
+Invariants: every submitted task ends exactly once: it succeeds, fails or is refused. Every wait has
+a deadline or ends when the communicator ends.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Task:
 
 
 class Effects(Protocol):
-    """Work of a collective on a device, which may still run after the task has ended."""
+    """Work of a collective on a device; it may still run after the collective's task has ended."""
 
     def is_done(self) -> bool:
-        """Return whether the device is done; True only if the task has ended."""
+        """Return whether the work is done; True only if the task has ended."""
         ...
 
     def synchronize(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds until the device is done; return whether it is.
+        """Wait up to `timeout_s` seconds until the work is done; return whether it is.
 
         Raises
         ------
@@ -81,12 +81,12 @@ class Effects(Protocol):
         ...
 
     def order(self, stream: Any) -> None:
-        """Make work enqueued on `stream` from now on wait for the collective's work.
+        """Make all work that is enqueued on `stream` from now on wait for this work.
 
         Parameters
         ----------
         stream : object or None
-            None: the stream of the collective.
+            None: the stream on which the collective runs.
         """
         ...
 
@@ -107,7 +107,7 @@ class Work:
         self._effects = effects
 
     def is_done(self) -> bool:
-        """Return at once whether the collective has finished or failed."""
+        """Return, without blocking, whether the collective has finished or failed."""
         if not self._task.has_ended:
             return False
         return self._task.error is not None or self._effects is None or self._effects.is_done()
@@ -118,8 +118,8 @@ class Work:
         Parameters
         ----------
         timeout_s : float, optional
-            Longest wait, in seconds. Default: ``R2CC_TIMEOUT_S``, the timeout of the collective
-            itself, plus 10 s.
+            Longest wait, in seconds. Default: the timeout of the collective itself
+            (``R2CC_TIMEOUT_S``) plus 10 s.
 
         Returns
         -------
@@ -129,10 +129,9 @@ class Work:
         Raises
         ------
         TransportTimeout
-            If the collective has not finished after `timeout_s`. The collective continues: wait
-            again.
+            If the collective has not finished after `timeout_s`. It continues: call `wait` again.
         R2cclError
-            If the collective failed, with the error that the blocking call would raise.
+            If the collective failed: the error that the blocking call would raise.
         """
         limit_s = self._timeout_s + _GRACE_S if timeout_s is None else timeout_s
         until_s = monotonic() + limit_s
@@ -180,7 +179,7 @@ class Worker:
     name : str
         Name of the thread.
     turn : context manager
-        Held while a task runs.
+        Entered for the time in which a task runs.
     on_error : callable
         Called in the thread with the exception of a task that failed, before the task ends.
     """
@@ -204,9 +203,12 @@ class Worker:
         self.failed: Task | None = None
 
     def submit(self, fn: Callable[[], None]) -> Task:
-        """Run ``fn()`` in the thread after all earlier tasks; return its task.
+        """Queue ``fn()``, which the thread runs after all earlier tasks; return its task.
 
-        Raises the errors of `enqueue`.
+        Raises
+        ------
+        CommunicatorRevoked
+            If the worker is closed.
         """
         task = Task(fn)
         self.enqueue(task)
@@ -215,7 +217,7 @@ class Worker:
     def enqueue(self, task: Task) -> None:
         """Queue `task`.
 
-        The caller must call `settle` if an exception interrupts this method, such as Ctrl-C.
+        If an exception interrupts this method, such as Ctrl-C, the caller must call `settle`.
 
         Raises
         ------
@@ -257,7 +259,7 @@ class Worker:
             return self._changed.wait_for(lambda: not self._tasks, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse later tasks and those that have not begun; wait for the running one.
+        """Refuse later tasks and all queued ones but the first, which may run; wait for the first.
 
         Parameters
         ----------
@@ -306,9 +308,9 @@ class Worker:
                 self._changed.notify_all()
 
 
-#: Interval at which `Worker.settle` checks that its task is still queued.
+#: Interval in seconds at which `Worker.settle` checks that its task is still queued.
 _LOOK_S = 0.1
-#: Time beyond the timeout of a collective in which its error must arrive.
+#: Time in seconds in which the error of a collective must arrive after its timeout.
 _GRACE_S = 10.0
 
 __all__ = ["Effects", "Task", "Work", "Worker"]

@@ -1,9 +1,9 @@
 """Start of the collectives of one communicator, and execution of those on host memory.
 
 Collectives run one at a time, in the order of the calls. A blocking collective runs in the caller's
-thread, unless an asynchronous one is running. All others run in the communicator's worker thread. A
-call that fails outside the data loop ends the communicator, so that no peer waits for
-that call.
+thread, unless an asynchronous one is queued or running. All other collectives run in the
+communicator's worker thread. A call that fails outside the data loop ends the communicator, so that
+no peer waits for that call.
 """
 
 from __future__ import annotations
@@ -107,11 +107,12 @@ class Collectives:
         run_quietly: Callable[..., None] = kernels.quiet_context().run
         self._run_engine = partial(run_quietly, engine.run)
         self._run_kernel = partial(run_quietly, _apply)
-        #: Calls in shared memory; None: there are none.
+        #: Calls in memory that all ranks share; None if the ranks share none.
         self._local: LocalCalls | None = None
-        #: Calls in shared memory within nodes and over the network between them; None: none.
+        #: Calls in shared memory within nodes and over the network between them; None if no node
+        #: shares memory.
         self._two_level: TwoLevelCalls | None = None
-        #: Open groups of calls: each belongs to one thread.
+        #: Open groups of calls, each of one thread.
         self._groups: list[Group] = []
 
     # State, for the communicator
@@ -156,7 +157,7 @@ class Collectives:
             raise self._concurrent()
 
     def require_seen(self) -> None:
-        """Raise `CommunicatorRevoked` if an asynchronous call failed with an unseen error."""
+        """Raise `CommunicatorRevoked` if an asynchronous call failed and nobody saw its error."""
         error = self._worker.unseen()
         if error is not None:
             raise CommunicatorRevoked(
@@ -183,7 +184,7 @@ class Collectives:
         Returns
         -------
         object
-            The result, or a `Work`.
+            The result, or a `Work` if `is_async`.
 
         Raises
         ------
@@ -260,7 +261,7 @@ class Collectives:
             raise
 
     def start_message(self, post: Callable[[], MessageRequest], is_async: bool) -> Any:
-        """Begin to send or receive a message by ``post()``, and wait for it unless `is_async`.
+        """Call ``post()``, which begins a send or receive; wait for its end unless `is_async`.
 
         Returns
         -------
@@ -342,7 +343,7 @@ class Collectives:
                 self._run_joined(batch)
 
     def _run_joined(self, batch: Sequence[Request]) -> None:
-        """Run several allreduces as one, on a copy of their arrays."""
+        """Run several allreduces as one, on a joint copy of their arrays."""
         call = joined(batch)
         copy = self._reused("joined", call.count, call.dtype).array
         at = 0
@@ -413,7 +414,7 @@ class Collectives:
         task.succeed()
 
     def run_plan(self, plan: Plan, source: Array, output: Array) -> None:
-        """Run `plan`, of a collective that the engine has already entered, on host memory."""
+        """Run `plan` on host memory; `Engine.enter` has been called for the collective."""
         self._run_engine(plan, HostLanes(self._pool, source, output))
 
     def allgather_bytes(self, mine: bytes) -> list[bytes]:
@@ -431,9 +432,9 @@ class Collectives:
         return [row.tobytes() for row in rows]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array that all ranks reach directly; see `Communicator.empty`.
+        """Return an array that all ranks can access directly; see `Communicator.empty`.
 
-        Without shared memory, its memory is registered.
+        If the ranks share no memory, return an array in registered memory.
 
         Raises
         ------
@@ -467,7 +468,7 @@ class Collectives:
         ----------
         control : ControlPlane
         obstacle : str
-            Reason why this rank cannot share memory; empty: it may.
+            Reason why this rank cannot share memory; empty: it can.
 
         Raises
         ------
@@ -487,7 +488,8 @@ class Collectives:
     ) -> None:
         """Use memory that the ranks of each node share, from now on.
 
-        `teams` are the ranks of each node, equally many; everything else is as in `share_memory`.
+        `teams` has the ranks of each node, equally many per node, numbered as in the communicator.
+        See `share_memory` for all else.
         """
         self._two_level = connect_nodes(
             self._engine,
@@ -506,11 +508,11 @@ class Collectives:
         return self._local is not None or self._two_level is not None
 
     def count_chunks(self, nbytes: int, health: Health) -> int:
-        """Return the number of chunks of an allreduce in two levels; 0: it runs in one level."""
+        """Return the number of chunks of a two-level allreduce of `nbytes`; 0: it has one level."""
         return 0 if self._two_level is None else self._two_level.count_chunks(nbytes, health)
 
     def free_memory(self, timeout_s: float) -> bool:
-        """Free shared memory; return whether the running call, if any, ended in time."""
+        """Free shared memory; return False if a call still uses it after `timeout_s` seconds."""
         if not self.shares_memory:
             return True
         if not self._turn.acquire(timeout=timeout_s):
@@ -554,7 +556,7 @@ class Collectives:
         return calibrate(time_ns, lambda nbytes: self._plans.choose(nbytes, health))
 
     def _check(self, request: Request) -> None:
-        """Check op and schedule before the call is queued; later an error ends the communicator.
+        """Check op and schedule of a call to be queued: once queued, errors end the communicator.
 
         Raises
         ------
@@ -624,14 +626,14 @@ class Collectives:
     def _collect(
         self, call: CallSignature, source: Array, output: Array, parts: Parts | None = None
     ) -> None:
-        """Enter and run a collective from `source` to `output`, without copies around it."""
+        """Run a collective from `source` to `output`, without copies before or after it."""
         if self._local is not None and parts is None and self._local.collect(call, source, output):
             return
         select = partial(self._plans, call, parts=parts)
         self._run_engine(select, HostLanes(self._pool, source, output))
 
     def _run_converted(self, request: Request, op: kernels.ConvertedOp) -> None:
-        """Run a collective on the converted input, and round the result if it is wide."""
+        """Convert the input, run the collective on it, and round a float32 result if necessary."""
         source, output, call = request.source, request.output, request.signature
         assert isinstance(source, Buffer)
         code = _FLOAT32 if op.is_wide else call.dtype
@@ -681,8 +683,8 @@ class Collectives:
     def _concurrent(self) -> ConcurrentCalls:
         return ConcurrentCalls(
             f"rank {self._rank}: a call was made while another call is in progress, in another "
-            "thread, or in this thread below a signal handler: calls are allowed from one thread "
-            "at a time; create one communicator per thread"
+            "thread, or in this thread, where a signal handler interrupted it: calls are allowed "
+            "from one thread at a time; create one communicator per thread"
         )
 
 

@@ -1,6 +1,6 @@
 """Communicators of one job at one rank: their context ids, and the control messages of each.
 
-As in MPI, a *context id* tells the communicators of a job apart: links' channels and control
+As in MPI, a *context id* identifies a communicator of a job: the channels of links and the control
 messages carry it. The ranks of a new communicator choose the lowest id that is free at all of them.
 """
 
@@ -22,10 +22,10 @@ from r2ccl.runtime.desync_check import Calling
 
 
 class Closing(msgspec.Struct, frozen=True, tag="closing"):
-    """Control message of close(): to rank 0, the sender has closed; from rank 0, all ranks have.
+    """Control message of close(). To rank 0: the sender has closed; from rank 0: all ranks have.
 
-    Until all ranks have closed the communicator, each takes part in the health agreement, because a
-    slower rank may wait for it.
+    Until all ranks have closed the communicator, each of them takes part in its health agreement,
+    because a slower rank may wait for the agreement.
     """
 
 
@@ -56,7 +56,7 @@ class Context(NamedTuple):
     first_op : int
         Number of its first call.
     members : tuple of int
-        Rank in the job, by rank in the communicator.
+        Rank in the job of each rank of the communicator.
     """
 
     context_id: int
@@ -65,7 +65,7 @@ class Context(NamedTuple):
 
 
 class ContextPost:
-    """Sender of the control messages of one communicator, whose ranks its methods take.
+    """Sender of the control messages of one communicator, with ranks numbered as in it.
 
     Parameters
     ----------
@@ -83,25 +83,25 @@ class ContextPost:
         self._context = context
 
     def send(self, peer: int, message: object) -> None:
-        """Implement `Post.send`."""
+        """Send `message` to rank `peer` of the communicator; see `Post.send`."""
         assert isinstance(message, ContextMessage)
         context_id, first_op, members = self._context
         self._control.send(members[peer], InContext(context_id, first_op, message))
 
     def broadcast(self, message: object) -> None:
-        """Implement `Post.broadcast`."""
+        """Send `message` to all other ranks of the communicator."""
         for peer in range(len(self._context.members)):
             if peer != self._rank:
                 self.send(peer, message)
 
     def gossip(self, message: object, source: int = -1) -> None:
-        """Implement `Post.gossip`."""
+        """Send `message` to all neighbors in the communicator's overlay network but `source`."""
         for peer in sorted(self.neighbors - {source}):
             self.send(peer, message)
 
 
 class ContextEngine(Protocol):
-    """Communicator as `Contexts` uses it.
+    """Interface of a communicator's engine that `Contexts` uses.
 
     Attributes
     ----------
@@ -115,39 +115,40 @@ class ContextEngine(Protocol):
         ...
 
     def adopt(self, health: Health) -> None:
-        """Take over the health of the job."""
+        """Make the ranks agree on `health`, a new health of the job."""
         ...
 
 
 class Contexts:
     """Context ids in use at this rank, and the communicators that they stand for.
 
-    `offer` and `choose` may be called in any thread; the other methods only by the thread that owns
-    the data loop.
+    Any thread may call `offer`, `withdraw` and `choose`; only the thread that owns the data loop
+    may call the other methods.
     """
 
     def __init__(self) -> None:
         self._members: dict[int, ContextEngine] = {}
-        #: Messages for communicators that this rank has not made yet.
+        #: Messages for communicators that this rank has not made yet, with senders, by context id.
         self._early: dict[int, list[tuple[int, InContext]]] = {}
         self._lock = threading.Lock()
-        #: Communicators that this rank has closed, but not all of their ranks.
+        #: Number of communicators that this rank has closed, but not all of their ranks have.
         self.nclosing = 0
         self._free = (1 << _NIDS) - 2
         #: Lowest number of the first call of the next communicator.
         self._next_op = 1
-        #: Thread that makes a communicator with the ids last offered.
+        #: Thread that is making a communicator from the last offer; None if there is none.
         self._offerer: int | None = None
-        #: Ids of the communicators from which threads make new communicators.
+        #: Context id of the parent communicator, by thread that makes a communicator.
         self._parents: dict[int, int] = {}
 
     def offer(self, parent: int) -> bytes:
-        """Return the free ids and the lowest possible first call, for `choose` on all ranks.
+        """Return this rank's offer for a new communicator: free ids, and lowest first call.
 
-        The result is `NO_OFFER` if another thread is making a communicator, if a waiting thread has
-        a parent with a lower id, or if all ids are in use and one will become free soon. Because
-        lower parents come first, the threads of all ranks take turns in the same order. The caller
-        must call `withdraw` afterwards.
+        The ranks exchange their offers and pass them to `choose`. `parent` is the context id of the
+        communicator that the new one is made from. The result is `NO_OFFER` if another thread is
+        making a communicator, if a waiting thread has a parent with a lower id, or if all ids are
+        in use and one will become free soon. Because lower parents come first, the threads of all
+        ranks take turns in the same order. The caller must call `withdraw` afterwards.
         """
         with self._lock:
             self._parents[get_ident()] = parent
@@ -158,7 +159,7 @@ class Contexts:
             return self._free.to_bytes(_NIDS // 8, "little") + self._next_op.to_bytes(8, "little")
 
     def withdraw(self, *, is_last: bool) -> None:
-        """Withdraw this thread's offer, if any; without `is_last`, the thread keeps its turn."""
+        """Withdraw this thread's offer, if any; unless `is_last`, the thread will offer again."""
         with self._lock:
             if self._offerer == get_ident():
                 self._offerer = None
@@ -203,7 +204,7 @@ class Contexts:
                 member.on_message(peer, wrapped.message)
 
     def remove(self, member: ContextEngine, last_op: int) -> None:
-        """Remove a communicator that all ranks have closed, whose last call was `last_op`."""
+        """Remove a communicator that all its ranks have closed; its last call was `last_op`."""
         context_id, first_op, _ = member.context
         del self._members[context_id]
         self.nclosing -= 1
@@ -229,9 +230,9 @@ class Contexts:
             member.adopt(health)
 
 
-#: Number of context ids, and so the maximum number of open communicators of a rank.
+#: Number of context ids, which is the maximum number of open communicators of a rank.
 _NIDS = 2048
-#: Offer of a rank at which another thread makes a communicator.
+#: Offer of a rank that cannot take part yet; see `Contexts.offer`.
 NO_OFFER = bytes(_NIDS // 8 + 8)
 
 __all__ = [

@@ -6,8 +6,8 @@ call takes the loop over, advances the calls of all threads, and the former owne
 own call is done or the loop is free. At other times the control thread runs the loop, so that a
 rank that is busy in user code still handles failures, replays slices and confirms them. Events of
 the control thread are functions in an inbox. The control thread runs them at once if no thread owns
-the loop; otherwise it wakes the owner, which runs them. The owner also asks for the others whether
-their calls are done, because that may depend on what the loop changes.
+the loop; otherwise it wakes the owner, which runs them. Only the owner checks whether the calls of
+other threads are done, because the checks read what the loop changes.
 
 Invariants: every wait has a deadline. No wait ends, by result, error or Ctrl-C, while a peer could
 still write into the call's memory. If a call could not end properly, which a second Ctrl-C can
@@ -48,20 +48,22 @@ from r2ccl.transport.tcp.transport import TcpTransport
 
 _log = logging.getLogger(__name__)
 
-#: Sleep that lets another thread acquire the GIL.
+#: Duration in seconds of a sleep that lets another thread acquire the GIL.
 _GIVE_WAY_S = 50e-6
-#: Interval at which the control thread sends data of a finished call that sockets did not accept.
+#: Interval in seconds at which the control thread sends data of a finished call that sockets did
+#: not accept.
 _REST_S = 0.002
-#: Time that paths have to become quiet after an error. A transport destroys a queue pair that has
-#: not drained after one second.
+#: Time in seconds that paths have to go out of use after an error. A transport destroys a queue
+#: pair that has not drained after one second.
 _SETTLE_S = 2.0
-#: Maximum number of Ctrl-C that may interrupt the end of a failed call.
+#: Number of times that Ctrl-C may interrupt the cleanup of a failed call.
 _MOST_INTERRUPTS = 1_000
-#: Time that running calls have to end after the communicator was closed.
+#: Time in seconds that running calls have to end after the communicator was closed.
 _LAST_CALL_S = 10.0
-#: Interval of timer checks while a call waits; the default suspicion timeout is 25 times as long.
+#: Interval in seconds of timer checks while a call waits; the default suspicion timeout is 25 times
+#: as long.
 _TICK_S = 0.02
-#: Longest duration of `DataLoop.poll`, and time that it waits for the next event after one.
+#: Longest duration of `DataLoop.poll`, and its longest wait for one more event, in seconds.
 _POLL_S, _EVENT_S = 0.004, 0.0005
 
 
@@ -77,7 +79,7 @@ class BackgroundControl(ControlPort, Protocol):
     is_busy: bool
 
     def call_soon(self, fn: Callable[[], object]) -> None:
-        """Run `fn` in the control thread."""
+        """Run `fn` in the control thread soon; any thread may call this method."""
         ...
 
     def call_later(self, delay_s: float, fn: Callable[[], object]) -> None:
@@ -103,11 +105,11 @@ class Caller(Protocol):
     since_s : float
         Time at which that wait began, in seconds of the loop's clock; set by the data loop.
     is_calling : bool
-        A call has begun and not ended.
+        True while a call is in progress.
     has_raised : bool
-        A call has raised the error that ended the communicator.
+        True once a call has raised the error that ended the communicator.
     peers : frozenset of int
-        Ranks that the running call exchanges data with.
+        Ranks of the job that the running call exchanges data with.
     """
 
     waiting: Patience | None
@@ -121,7 +123,7 @@ class Caller(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise if the communicator has ended."""
+        """Raise the error of the communicator if it has ended."""
         ...
 
 
@@ -131,16 +133,16 @@ class _Follower:
     __slots__ = ("is_done", "is_over", "thread", "turn")
 
     def __init__(self, is_done: Callable[[], bool]) -> None:
-        #: Called by the owner of the loop only: it may read, and change, what the loop changes.
+        #: Only the owner of the loop calls it, because it may use what the loop changes.
         self.is_done = is_done
         self.is_over = False
         self.thread = get_ident()
-        #: Set if the thread's wait is over, or the loop may be free.
+        #: Set when the thread's wait is over, or the loop may be free.
         self.turn = threading.Event()
 
 
 class DataLoop:
-    """Data loop of one rank of a job, with the rule which thread runs it.
+    """Data loop of one rank of a job; one thread at a time owns it and runs it.
 
     Parameters
     ----------
@@ -174,11 +176,11 @@ class DataLoop:
         self._followers: list[_Follower] = []
         self._sleeping = False
         self._next_tick = 0.0
-        #: The control thread is sending the data that a finished call left.
+        #: True while the control thread is to send data that finished calls have left.
         self._is_sending_rest = False
-        #: The communicators have failed and no path is in use any more.
+        #: True once the communicators have failed and no path is in use any more.
         self.is_settled = False
-        #: The transport is freed; a control thread that ends late finds nothing to do.
+        #: True once the transport is freed: events of the control thread are dropped.
         self._is_closed = False
 
     @property
@@ -189,10 +191,10 @@ class DataLoop:
     # Ownership
 
     def acquire(self) -> None:
-        """Own the data loop; another thread's call that owns it stands aside.
+        """Become the owner of the data loop; if a call in another thread owns it, it stands aside.
 
-        Call it inside of ``try: ... finally: release()``, so that a Ctrl-C that arrives in between
-        leaves no loop owned.
+        Call it inside of ``try: ... finally: release()``, so that the loop is released even if
+        Ctrl-C interrupts this method.
 
         Raises
         ------
@@ -203,8 +205,9 @@ class DataLoop:
         if self.owner.acquire(blocking=False):
             if is_below:
                 raise ConcurrentCalls(
-                    f"rank {self.rank}: a signal handler called r2ccl below another call of its "
-                    "thread: set a flag in the handler, and call r2ccl later"
+                    f"rank {self.rank}: a signal handler called r2ccl after it interrupted "
+                    "another call of the same thread: set a flag in the handler, and call r2ccl "
+                    "later"
                 )
             return
         self._newcomers.append(None)
@@ -218,7 +221,7 @@ class DataLoop:
             self._newcomers.pop()
 
     def release(self) -> None:
-        """Give the data loop up, if this thread owns it; a thread that stands aside takes it."""
+        """Release the data loop if this thread owns it; wake the threads that stand aside."""
         try:
             self.owner.release()
         except RuntimeError:  # not owned
@@ -260,7 +263,7 @@ class DataLoop:
         self.serve()
 
     def serve(self) -> None:
-        """Run what is in the inbox; if a thread owns the data loop, wake that thread instead."""
+        """Run the events in the inbox; if a thread owns the data loop, wake it to run them."""
         while self.inbox:
             # A signal handler may run inside of the thread that owns the loop.
             if self.owner._is_owned():  # type: ignore[attr-defined]
@@ -339,9 +342,10 @@ class DataLoop:
         self._control.call_later(delay_s, fn)
 
     def poll(self, caller: Caller) -> None:
-        """Run the loop once, unless another thread runs it; a little longer if events arrive.
+        """Run the loop until it has no events, for some milliseconds at most.
 
-        For a call of `caller` that waits outside of the loop, so that messages advance meanwhile.
+        A call of `caller` that waits outside of the loop calls this, so that messages advance. If
+        another thread owns the loop, return at once.
 
         Raises
         ------
@@ -435,11 +439,11 @@ class DataLoop:
             self._control.is_busy = False
 
     def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
-        """Return the program of a communicator's call that compiled code runs now, if any."""
+        """Return the program of a communicator's call that compiled code runs now; None if none."""
         return None if self.compiled is None else self.compiled.program_of(calls)
 
     def serve_inbox(self) -> None:
-        """Handle the events of the control thread; the calling thread must own the loop."""
+        """Run the events in the inbox; the calling thread must own the loop."""
         self._drain()
         self.progress.advance()
 
@@ -583,7 +587,7 @@ class DataLoop:
 
 
 def _compiled_calls(context: RankContext, links: Links, progress: Progress) -> CompiledCalls | None:
-    """Return the compiled calls of a rank; None if they are not used.
+    """Return the compiled calls of a rank; None if all calls run in Python.
 
     Raises
     ------
@@ -616,7 +620,7 @@ def without_frames(error: R2cclError) -> R2cclError:
 
 
 def timed_out(patience: Patience) -> TransportTimeout:
-    """Return the error of a wait that has taken too long."""
+    """Return the error of a wait that has exceeded its timeout."""
     pending = patience.pending()
     awaited = {*pending.absent, *(wait.peer for wait in pending.waits)}
     return TransportTimeout(

@@ -1,11 +1,11 @@
-"""Desync check: finds the ranks that have not called the collective that this rank waits in.
+"""Desync check: finds the ranks that have not called the collective in which this rank waits.
 
 Slices carry the number of the sender's collective, but only to the ranks that exchange slices with
 it. The first rank whose call makes no progress therefore asks all ranks: its neighbors in the
 overlay network receive the number of its collective and pass it on. Each rank answers its neighbors
-with the number of the last collective that it has called, and again for each call until it has
-called the collective asked for. Answers are passed on to all ranks, several in one message. While
-calls make progress and are not late, no messages are sent.
+with the number of the last collective that it has called, and does so again after each call until
+it has called the collective asked for. Answers are passed on to all ranks, several in one message.
+While calls make progress and are not late, no messages are sent.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class DesyncCheck:
             self._ask(message.op, op)
 
     def called(self, op: int) -> None:
-        """Report in the next `spread` that this rank has called `op`, at most `asked_op`."""
+        """Record that this rank has called `op`, at most `asked_op`; `spread` will report it."""
         self._own = op
         self._unspread.add(self._rank)
 
     def answer(self, op: int) -> None:
-        """Report that this rank has called `op`, if a rank has asked and it has not reported it."""
+        """Call `called` if a rank has asked for `op` and this rank has not reported it yet."""
         if self._own < op <= self.asked_op:
             self.called(op)
 
@@ -105,9 +105,9 @@ class DesyncCheck:
             self._ask(op, op)
 
     def spread(self) -> None:
-        """Send the new reports to the neighbors that do not receive them from the rank itself.
+        """Send the new reports to the neighbors that do not receive them from the reporting rank.
 
-        Called from time to time, so that one message has several reports.
+        Call it from time to time, so that one message carries several reports.
         """
         news, self._unspread = self._unspread, set()
         if not news:
@@ -121,7 +121,7 @@ class DesyncCheck:
                 self._control.send(peer, Calling(self.asked_op, tuple(last)))
 
     def _ask(self, asked_op: int, op: int) -> None:
-        """Pass the question for `asked_op` on, with the last collective of this rank."""
+        """Ask all neighbors for `asked_op`; tell them `op`, this rank's last collective."""
         self.asked_op = asked_op
         self._own = op
         self._control.gossip(Calling(asked_op, ((self._rank, op),)))

@@ -28,15 +28,15 @@ class Ending:
     name : str
         Name of the thread.
     steps : sequence of callable
-        Each is called with the timeout of `begin`, in seconds, which need not be the only limit of
-        the step. An exception is logged, and the next step runs.
+        Each is called with the timeout of `begin`, in seconds; a step may have further limits. If a
+        step raises an exception, it is logged, and the next step runs.
     """
 
     def __init__(self, name: str, steps: Sequence[Callable[[float], None]]) -> None:
         self._steps = steps
         self._taken = [threading.Event() for _ in steps]
         self._timeout_s = 0.0
-        #: Held until the steps may begin; releasing a lock cannot be interrupted by Ctrl-C.
+        #: Lock held until the steps may begin: Ctrl-C cannot interrupt the release of a lock.
         self._gate = threading.Lock()
         self._gate.acquire()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -46,7 +46,7 @@ class Ending:
         self._thread.start()
 
     def begin(self, timeout_s: float) -> None:
-        """Start the steps with this timeout, above 0, unless they were started before."""
+        """Start the steps, and pass them `timeout_s`, above 0; do nothing if they were started."""
         if not self._timeout_s:
             self._timeout_s = timeout_s
         with contextlib.suppress(RuntimeError):  # the steps were started before

@@ -1,11 +1,12 @@
 """Engine: runs the calls of one communicator in the data loop that its job shares.
 
 The engine numbers the calls, enters each into the health agreement, connects the ranks of its plan
-and runs its lanes until all have ended. The communicators of a job have an engine each; they share
-the data loop, the paths, the control plane and the fate: an error ends all of them.
+and runs its lanes (one per channel) until all have ended. Each communicator of a job has an engine.
+They share the data loop, the paths and the control plane, and an error ends all of them.
 
-``rank`` and ``nranks`` are those of the communicator, and so are the ranks in the health. Messages,
-status and errors have the ranks of the job, which are the same in the job's first communicator.
+``rank``, ``nranks`` and the ranks in a health are numbered as in the communicator. The ranks in
+control messages, status and errors are numbered as in the job. In the job's first communicator,
+both numbers are equal.
 """
 
 from __future__ import annotations
@@ -66,32 +67,34 @@ from r2ccl.runtime.waits import Waits
 from r2ccl.transport.base import Registered
 from r2ccl.types import Nic
 
-#: Interval at which a thread that waits for the data loop checks whether the job has ended.
+#: Interval in seconds at which `Engine.exclude` checks whether the job has ended.
 _LOOK_S = 0.02
-#: Time for all rails to a new peer to come up; afterwards one path to the peer is enough.
+#: Time in seconds that all paths to a new peer have to come up; then one of them is enough.
 STANDBY_S = 0.5
 
 
 class LocalPath(Protocol):
-    """Calls of a communicator in shared memory, as its engine needs them."""
+    """Interface of a communicator's calls in shared memory that its engine uses."""
 
     @property
     def ncalls(self) -> int:
-        """Number of calls begun."""
+        """Number of calls begun that the data loop does not count."""
         ...
 
     def end(self) -> None:
-        """Make the running call and later ones find that the communicator has ended."""
+        """Wake the running call; it and later calls then raise the communicator's error."""
         ...
 
 
-#: Function that returns the plan of the next collective, given the health to plan with and the
-#: number of the last collective.
+#: Function that returns the plan of the next collective; its arguments are the health to plan with
+#: and the number of the last collective.
 SelectPlan = Callable[[Health, int], Plan]
 
 
 class Engine:
-    """Runner of the calls of one communicator; made by `of_job`, or by `derived` of another one.
+    """Runner of the calls of one communicator.
+
+    `of_job` makes the engine of a job's first communicator, `derived` those of others.
 
     Parameters
     ----------
@@ -114,7 +117,7 @@ class Engine:
     Attributes
     ----------
     rank, nranks : int
-        Of the communicator.
+        This rank in the communicator, and number of its ranks.
     context : Context
     waits : Waits
     waiting, since_s, is_calling, has_raised, peers
@@ -158,11 +161,11 @@ class Engine:
         self._agreement = agreement
         self._desync = desync
         self._post = post
-        #: Ranks that have closed the communicator, as its rank 0 knows.
+        #: Ranks that have closed the communicator; complete on its rank 0 only.
         self._closed: set[int] = set()
         self._calls = loop.links.calls_of(context.context_id)
         self._calls.skip_to(context.first_op - 1)
-        #: Number of calls that connected data paths before their first slice.
+        #: Number of calls that had to connect data paths before their first slice.
         self.nconnects = 0
         #: Calls in shared memory, and how many of them `_calls` has counted; see `_count_local`.
         self._local: LocalPath | None = None
@@ -200,13 +203,13 @@ class Engine:
     def derived(self, context: Context) -> Engine:
         """Return the engine of a new communicator, which shares the data loop.
 
-        It begins with the health of a network without failures, except for excluded rails. Its
-        rank 0 then starts an agreement of its ranks on the present health of the job.
+        Its first health is that of a network without failures, except for excluded rails. Its rank
+        0 then starts an agreement of its ranks on the present health of the job.
 
         Parameters
         ----------
         context : Context
-            With this rank among its members.
+            Identity of the new communicator; this rank is among its members.
         """
         rank = context.members.index(self._job.rank)
         health = self._job.whole_health().of_ranks(context.members)
@@ -255,7 +258,7 @@ class Engine:
         return tuple(self._migration.log.repairs.copy())
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return the last verdict on each path."""
+        """Return the last verdict on each path; empty if failures are not diagnosed."""
         diagnosis = self._failover.diagnosis
         return () if diagnosis is None else diagnosis.verdicts()
 
@@ -335,7 +338,7 @@ class Engine:
     def on_message(self, peer: int, message: object) -> None:
         """Handle a control message from `peer`, a rank of the job.
 
-        The engine of the job's first communicator receives the messages of all.
+        The engine of the job's first communicator receives the messages of all communicators.
         """
         if self.context.context_id:
             self._take(self.context.members.index(peer), message)
@@ -347,7 +350,7 @@ class Engine:
             self._loop.submit(self._failover.on_message, peer, message)
 
     def _take(self, peer: int, message: Any) -> None:
-        """Handle a control message of this communicator."""
+        """Handle a control message of this communicator from `peer`, a rank of it."""
         if isinstance(message, Calling):
             # The last call may run in shared memory, where its peers see whether this rank has
             # come; all calls before it have ended.
@@ -373,7 +376,7 @@ class Engine:
         self._loop.submit(self._loop.on_tick, now)
 
     def on_carrier(self, rail: int, is_up: bool) -> None:
-        """Handle a carrier change of the local NIC of `rail`."""
+        """Handle that the local NIC of `rail` has gained (`is_up`) or lost its carrier."""
         self._loop.submit(self._failover.on_carrier, rail, is_up)
 
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
@@ -401,24 +404,24 @@ class Engine:
         self._desync.spread()
 
     def adopt(self, health: Health) -> None:
-        """Take over the health of the job; rank 0 begins a round of the agreement for that."""
+        """If this is rank 0, begin a round of the agreement on `health`, the health of the job."""
         if self.rank == 0 and self._agreement is not None:
             self._agreement.adopt(health.of_ranks(self.context.members))
 
     # Called in the user's thread
 
     def start(self) -> None:
-        """Connect every path.
+        """Connect the paths to the first peers (`RankContext.first_peers`).
 
-        Return when all paths to the first peers are up or, after ``R2CC_CONNECT_TIMEOUT_S``, at
-        least one to each of them is up.
+        Return when all these paths are up or, after ``R2CC_CONNECT_TIMEOUT_S``, when at least one
+        path to each of these peers is up.
 
         Raises
         ------
         TransportTimeout
-            If a peer has no path within ``R2CC_INIT_TIMEOUT_S``.
+            If a peer has no path after ``R2CC_INIT_TIMEOUT_S``.
         R2cclError
-            If the communicator ended meanwhile.
+            If the communicator has ended.
         """
         loop = self._loop
         try:
@@ -505,7 +508,7 @@ class Engine:
         Raises
         ------
         R2cclError
-            If the collective failed; no peer can write into its memory afterwards.
+            If the collective failed; afterwards no peer can write into its memory.
         """
         loop, links, progress, calls = self._loop, self._links, self._progress, self._calls
         try:
@@ -580,12 +583,12 @@ class Engine:
     # Calls in shared memory
 
     def attach(self, local: LocalPath) -> None:
-        """Count the calls of `local` with those of this engine, and tell it when they end."""
+        """Count the calls of `local` as calls of this engine; call ``local.end()`` at its end."""
         self._local = local
         self.watch_end(local.end)
 
     def detach(self, local: LocalPath) -> None:
-        """Forget `local`, which is closed; its calls stay counted."""
+        """Undo `attach`: `local` is closed; its calls stay counted."""
         self._count_local()
         self._local = None
         self.unwatch_end(local.end)
@@ -597,11 +600,11 @@ class Engine:
             act()
 
     def unwatch_end(self, act: Callable[[], None]) -> None:
-        """Do not call `act` any more."""
+        """Undo `watch_end`: do not call `act` any more."""
         self._revocation.on_end.remove(act)
 
     def _count_local(self) -> None:
-        """Count the calls that were made in shared memory since the last call."""
+        """Count the calls in shared memory since the last call in the data loop."""
         if self._local is not None:
             ncalls = self._local.ncalls
             if ncalls != self._nlocal:
@@ -621,7 +624,7 @@ class Engine:
             self._loop.submit(self._loop.fail, error)
 
     def _connect(self, peers: frozenset[int]) -> None:
-        """Connect data paths to those of the ranks of a plan that have none; wait for them."""
+        """Connect data paths to those of `peers`, ranks of the job, without any; wait for them."""
         self.nconnects += 1
         self._failover.connect_peers(peers)
         enough_s = self._clock() + STANDBY_S
@@ -642,7 +645,7 @@ class Engine:
             self._failover.joined(peers)
 
     def call(self, fn: Callable[[], Any]) -> Any:
-        """Run ``fn()`` as the owner of the data loop.
+        """Call ``fn()`` as the owner of the data loop, and return its result.
 
         Ctrl-C during `fn` ends the communicator, because it may leave the transport's tables
         inconsistent.
@@ -660,7 +663,9 @@ class Engine:
             self._loop.release()
 
     def register(self, memory: npt.NDArray[np.uint8]) -> RegisteredMemory:
-        """Register host memory with the transport; Ctrl-C ends the communicator, as in `call`.
+        """Register host memory with the transport; return the registration.
+
+        Ctrl-C during this method ends the communicator, as in `call`.
 
         Raises
         ------
@@ -682,13 +687,14 @@ class Engine:
         return self._transport.register_device(address, nbytes)
 
     def exclude(self, ports: Iterable[tuple[int, int]], *, is_excluded: bool) -> None:
-        """Exclude rails, or end their exclusion, and wait until all ranks know; any thread.
+        """Exclude rails, or end their exclusion; wait until all ranks know. Any thread may call it.
 
         Parameters
         ----------
         ports : iterable of (int, int)
-            Rank, in the job, and rail of each.
+            Rank (in the job) and rail of each NIC.
         is_excluded : bool
+            True: exclude the rails; False: end their exclusion.
 
         Raises
         ------
@@ -697,7 +703,7 @@ class Engine:
         TransportTimeout
             If not all ranks know within ``R2CC_TIMEOUT_S``.
         CommunicatorRevoked
-            If the communicator has ended. The error that ended it is left to the call in progress.
+            If the communicator has ended. The call in progress raises the error that ended it.
         """
         agreement, answers = self._failover.agreement, SimpleQueue[str]()
         if agreement is None:
@@ -726,12 +732,12 @@ class Engine:
             )
 
     def leave(self) -> None:
-        """Wait until every slice of every rank is confirmed.
+        """Wait until the slices of all ranks are confirmed and all ranks have called this method.
 
         Raises
         ------
         TransportTimeout
-            If a peer does not confirm, or a rank does not call it, within
+            If a peer does not confirm a slice, or a rank does not call this method, within
             ``R2CC_INIT_TIMEOUT_S``.
         R2cclError
             If the communicator has ended.
@@ -759,7 +765,7 @@ class Engine:
     def remove(self) -> None:
         """Leave a communicator that `derived` made; no call and no message may be in progress.
 
-        It takes part in the health agreement until all its ranks have left it.
+        This rank takes part in its health agreement until all its ranks have left it.
 
         Raises
         ------
@@ -777,7 +783,10 @@ class Engine:
         self.call(leave)
 
     def _note_closed(self, peer: int) -> None:
-        """Forget the communicator once all its ranks have left it."""
+        """Record that `peer` has left the communicator; remove it once all its ranks have.
+
+        On ranks other than 0, `peer` is 0, which reports that all ranks have left.
+        """
         self._closed.add(peer)
         if self.rank == 0:
             if len(self._closed) < self.nranks:
@@ -796,7 +805,10 @@ class Engine:
             self.revoke(f"a collective failed: {error!r}")
 
     def revoke(self, why: str) -> None:
-        """End the communicator on all ranks; callable in any thread and in a signal handler."""
+        """End the communicator on all ranks, for the reason `why`.
+
+        May be called in any thread and in a signal handler.
+        """
         rank = self._job.rank
         message = Revoke("CommunicatorRevoked", why, rank)
         if self._revocation.error is None:
@@ -818,13 +830,13 @@ class Engine:
         return self._transport.descriptors()
 
     def close(self) -> None:
-        """Free the transport once the running calls, if any, have ended; else log an error."""
+        """Free the transport once all running calls have ended; see `DataLoop.close`."""
         self._loop.close()
 
     def check(self) -> None:
-        """Raise if the communicator has ended.
+        """Raise an error if the communicator has ended.
 
-        The first call raises a copy of the error that ended the communicator; later calls raise
+        The first call raises a copy of the error that ended it; later calls raise
         `CommunicatorRevoked`.
         """
         error = self._revocation.error
@@ -845,10 +857,10 @@ class Engine:
     # Descriptions of the current wait; called in any thread
 
     def pending(self) -> Pending:
-        """Describe what the blocked call waits for; callable in any thread, does not wait.
+        """Describe what the blocked call waits for. Any thread may call it; it does not wait.
 
-        Without a blocked collective: what a blocked message waits for or, in the job's first
-        communicator, a call on another one.
+        If no collective is blocked, describe a blocked message or, in the job's first communicator,
+        a blocked call on another communicator.
         """
         callers: Iterable[Caller] = (self, self.messenger)
         if not self.context.context_id:
@@ -860,7 +872,7 @@ class Engine:
         return self.waits.nothing()
 
     def _patience(self, pending: Callable[[], Pending]) -> Patience:
-        """Return the patience of a wait in init() or close(), which `pending` describes."""
+        """Return the `Patience` of a wait in init() or close() that `pending` describes."""
         return Patience(self.config.init_timeout_s, "R2CC_INIT_TIMEOUT_S", pending)
 
     def _pending_init(self) -> Pending:
@@ -876,9 +888,8 @@ class Engine:
 class RegisteredMemory:
     """Registration of host memory, as `Communicator.register` returns it.
 
-    A context manager; leaving it, or calling `close`, ends the registration. Keeps the memory alive
-    until then: a registration ends when its memory is freed, and the view of a ``bytearray`` or of
-    a tensor, which the transport watches, has no other owner.
+    A context manager: leaving it, or calling `close`, ends the registration. Until then, this
+    object keeps the memory alive.
     """
 
     def __init__(

@@ -10,9 +10,9 @@ was received in part can therefore be sent again without being added twice.
 
 The call's `Operands` hold its memory and its arithmetic. Operands in host memory (`HostCall`)
 compute at once. Operands in device memory defer the work to a stream
-(`r2ccl.gpu.device_reduction`), which runs it in order. A step that only computes may follow a step
-whose work is deferred and not done. A step whose memory the transport reads or writes must wait
-until that work is done.
+(`r2ccl.gpu.device_reduction`), which runs it in order. A step that only computes may begin while
+the work of the steps that it depends on is deferred. A step whose memory the transport reads or
+writes must wait until that work is done.
 
 Invariant: memory is overwritten only after every step that reads it is done. A send is done when
 its slices are released.
@@ -69,7 +69,7 @@ class Operands(Protocol):
         Parameters
         ----------
         step : Step
-            Any step except a send. It reads from element ``lo + step.shift`` on.
+            Any step except a send. It reads its source from element ``lo + step.shift`` on.
         lo, hi : int
         received : ndarray, buffer or None
             Landing place of a slice to be reduced, or payload of an eager slice. None if the slice
@@ -162,7 +162,7 @@ class HostCall:
 
 
 class LandingPool:
-    """Landing places for slices to be reduced, reused across calls.
+    """Pool of landing places for slices to be reduced, which are reused across calls.
 
     The pool grows to the largest number of places in use at once: `depth` per receiving link. The
     sizes of places are powers of two, so that calls of many different sizes share them.
@@ -193,9 +193,9 @@ class LandingPool:
         return self._allocate(size)
 
     def reserve(self, nbytes: int, nreplaced: int) -> npt.NDArray[np.uint8]:
-        """Return memory of at least `nbytes` for compiled calls, which the pool counts.
+        """Return memory of at least `nbytes` for compiled calls, and count it in the pool's size.
 
-        It replaces memory of `nreplaced` bytes, which the pool does not count any more.
+        The memory replaces earlier memory of `nreplaced` bytes, which is not counted any more.
         """
         size = 1 << (nbytes - 1).bit_length()
         self.nbytes += size - nreplaced
@@ -231,16 +231,17 @@ class _Inbound(_Cursor):
         self.k = 0
         #: Maximum number of receives posted ahead.
         self.depth = depth
-        #: Number of receives posted whose slices are not used yet.
+        #: Number of posted receives whose slices are not used yet.
         self.under_way = 0
         self.places: deque[Place] = deque()
         self.held: deque[tuple[int, Any]] = deque()
 
 
 class _Computing(NamedTuple):
-    """Deferred work, whose end completes ``nslices`` slices of op number ``op``.
+    """Deferred work number ``number``; when it is done, ``nslices`` slices of op ``op`` are done.
 
-    ``place`` is the landing place that the work reads, if any; ``cursor`` belongs to its link.
+    ``cursor`` is the position of the link that the slice came from; None for a local op. ``place``
+    is the landing place that the work reads; None if it reads none.
     """
 
     number: int
@@ -251,7 +252,7 @@ class _Computing(NamedTuple):
 
 
 class LaneRun:
-    """Execution of one channel of one call; a `Consumer` of slices."""
+    """Execution of the steps of one channel in one call; the `Consumer` of its slices."""
 
     __slots__ = (
         "_begun", "_call", "_computing", "_done", "_inbound", "_links", "_local", "_outbound",
@@ -265,16 +266,16 @@ class LaneRun:
         self._links = links
         self._pool = pool
         self._steps = lane.steps
-        #: Slices done, per op. A slice of a send is done when it is released.
+        #: Number of slices done, per op. A slice of a send is done when it is released.
         self._done = [0] * len(lane.steps)
         #: As `_done`, but a slice of a send counts when the transport no longer reads it.
         self._retired = [0] * len(lane.steps)
-        #: Slices whose work was deferred, per op. Work deferred later runs after it.
+        #: Number of slices whose work was deferred, per op. Work runs in the order of its deferral.
         self._begun = [0] * len(lane.steps)
         self._computing: deque[_Computing] = deque()
-        #: Slices used, per receiving op; equals the number of its next slice.
+        #: Number of slices used, per receiving op: the index of the next slice.
         self._used = [0] * len(lane.steps)
-        #: Slices of all ops that are not done.
+        #: Number of slices that are not done, of all ops.
         self.remaining = lane.nslices
         #: Channels of the links whose events this run handles.
         self.channels = lane.channels
@@ -296,7 +297,7 @@ class LaneRun:
     # Called by Links and Progress
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
-        """Use a slice at once if its op may run; otherwise hold it until `advance` can use it."""
+        """Use a slice that has arrived if its op may run; otherwise keep it for `advance`."""
         index = landing.index
         step = self._steps[index]
         cursor = self._receivers[step.peer]
@@ -346,9 +347,9 @@ class LaneRun:
                 moved |= self._run_local()
 
     def stalled(self) -> list[tuple[SendLink, bool]]:
-        """Return the links whose next slice is ready but waits for the peer.
+        """Return (link, is_eager) of each link whose next slice is ready but waits for the peer.
 
-        Each link comes with a flag: whether the slice is eager.
+        ``is_eager`` tells whether this slice is eager.
         """
         found = []
         for cursor in self._outbound:
@@ -389,7 +390,7 @@ class LaneRun:
     # Receiving
 
     def _ask(self, cursor: _Inbound) -> None:
-        """Post the next receives, as far as the depth and the dependencies allow."""
+        """Post the next receives of a link, as far as its depth and their dependencies allow."""
         while cursor.at < len(cursor.order):
             index = cursor.order[cursor.at]
             step = self._steps[index]
@@ -432,7 +433,7 @@ class LaneRun:
         return has_moved
 
     def _use(self, cursor: _Inbound, index: int, step: Step, data: Any) -> None:
-        """Reduce or copy the data of a slice; None: the data is in its destination already."""
+        """Reduce or copy `data`, the next slice of op `index`; None: it is in its destination."""
         k = self._used[index]
         self._used[index] = k + 1
         number = 0
@@ -496,13 +497,13 @@ class LaneRun:
 
 
 class HostLanes(msgspec.Struct):
-    """Memory of a collective on host memory; calling it makes the lanes of a plan.
+    """Operands of a collective in host memory; a call of the object makes the lanes of a plan.
 
     Attributes
     ----------
     pool : LandingPool
     source, output : ndarray
-        As for `HostCall`.
+        Input and output, as for `HostCall`.
     """
 
     pool: LandingPool

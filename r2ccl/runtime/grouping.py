@@ -19,12 +19,12 @@ from r2ccl.types import CallSignature, Collective
 
 
 class Group:
-    """Calls of one thread within ``with comm.group():``, which run at its end.
+    """Calls of one thread in a ``with comm.group():`` block, which run at the end of the block.
 
     Attributes
     ----------
     messages : list of Message
-        After the block: the messages that its `recv` calls took, in the order of the calls.
+        After the block: the messages that the `recv` calls in it took, in the order of the calls.
     """
 
     def __init__(self) -> None:
@@ -83,10 +83,10 @@ class Group:
 
 
 def _wait_for(begun: Sequence[MessageRequest]) -> list[Message | None]:
-    """Wait for all messages and return them, None for those that were sent.
+    """Wait for all messages; return the received ones, and None for each that was sent.
 
-    Raise the first `InvalidArgument` only after all waits, when no message uses its array any more.
-    Other errors end the communicator, and are raised at once.
+    The first `InvalidArgument` is raised only after all waits, when no message uses its array any
+    more. Other errors end the communicator, and are raised at once.
     """
     found, refusals = [], []
     for each in begun:
@@ -100,9 +100,10 @@ def _wait_for(begun: Sequence[MessageRequest]) -> list[Message | None]:
 
 
 def batches(requests: Sequence[Request]) -> list[list[Request]]:
-    """Divide requests into batches that one call each can run, ordered by first request.
+    """Divide requests into batches, each for one call, in the order of their first requests.
 
-    Small allreduces of one dtype and operation are joined. All ranks divide equal groups alike.
+    Small allreduces of one dtype and operation share a batch. All ranks must have equal groups, and
+    then make equal batches.
     """
     found: list[list[Request]] = []
     open_lists: dict[CallSignature, list[Request]] = {}
@@ -140,8 +141,8 @@ def _nbytes(requests: Sequence[Request]) -> int:
     return sum(each.source.nbytes for each in requests if isinstance(each.source, Buffer))
 
 
-#: Largest array that is copied to be joined with others, and most bytes of one joined call. Above,
-#: the copies cost more than the exchanges that they save.
+#: Maximum size in bytes of an array that is joined with others, and of one joined call. For larger
+#: ones, the copies cost more than the exchanges that they save.
 _SMALL_NBYTES, _MOST_NBYTES = 256 << 10, 4 << 20
 
 __all__ = ["Group", "batches", "joined"]

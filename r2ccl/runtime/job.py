@@ -1,8 +1,8 @@
 """Job: the resources that all communicators of a process share, and their cleanup.
 
 The communicator that `r2ccl.init` returns and those made from it share the control plane, the
-transport, the data loop and the monitor of carriers. An error in one of these communicators ends
-all.
+transport, the data loop and the monitor of the NICs' carriers. An error in one of these
+communicators ends all of them.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _S = TypeVar("_S", bound=Successor)
 
 
 class Job:
-    """One rank's part in a job.
+    """Resources of one rank in a job, shared by its communicators, and their cleanup.
 
     Parameters
     ----------
     control : ControlPlane
         Owned: closed with the job.
     transport : Transport
-        Owned.
+        Owned: closed with the job.
     config : Config
     rails : sequence of Nic
         Local NIC of each rail.
     sharing_obstacle : str
-        Reason why this rank does not use shared memory where ``R2CC_SHM=auto``; empty: it does.
+        Reason why this rank uses no shared memory if ``R2CC_SHM=auto``; empty: it does use it.
 
     Attributes
     ----------
@@ -65,9 +65,9 @@ class Job:
     pool : LandingPool
         Landing places of all communicators.
     is_forked : bool
-        This process is a fork of the process that started the job.
+        True if this process was forked from the process that started the job.
     is_left : bool
-        All ranks have left and have all their data, so no rank needs to be notified.
+        True once all ranks have left with all their data, so that none needs to be notified.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class Job:
     # Communicators
 
     def add(self, engine: Engine, make_device_calls: MakeDeviceCalls) -> Participant:
-        """Add a communicator, first that of all ranks, and return its `Participant`.
+        """Add a communicator and return its `Participant`; the first must be that of all ranks.
 
         Parameters
         ----------
         engine : Engine
-            Engine of the communicator: the job's, or an engine derived from it.
+            Engine of the communicator: `Job.engine`, or one derived from it.
         make_device_calls : callable
             A `MakeDeviceCalls`.
         """
@@ -175,18 +175,18 @@ class Job:
     # Life
 
     def connect(self) -> None:
-        """Start the control plane, connect the rails and, if needed, measure them.
+        """Start the control plane, connect the rails, measure them if needed, and share memory.
 
-        If it raises, the job has been aborted.
+        If this method raises, the job has been aborted.
 
         Raises
         ------
         TransportTimeout
-            If a peer has no path, or a rank does not connect, within ``R2CC_INIT_TIMEOUT_S``.
+            If a peer has no path, or a rank has not connected, after ``R2CC_INIT_TIMEOUT_S``.
         InvalidArgument
-            As for `dump_on_signal`, if ``R2CC_DUMP_SIGNAL`` is set.
+            As from `dump_on_signal`, if ``R2CC_DUMP_SIGNAL`` is set.
         R2cclError
-            If the job fails meanwhile.
+            If the job fails.
 
         Notes
         -----
@@ -201,7 +201,7 @@ class Job:
             raise
 
     def share_memory(self, participant: Participant) -> None:
-        """Let a communicator use shared memory; see `Participant.share_memory` for the errors.
+        """Let a communicator use shared memory, if possible; see `Participant.share_memory`.
 
         Notes
         -----
@@ -220,7 +220,9 @@ class Job:
         self.engine.start()
 
     def dump_on_signal(self, signum: int) -> None:
-        """Write the first communicator's `dump` to a file or stderr on every signal `signum`.
+        """Write `Communicator.dump` of the first communicator each time that `signum` arrives.
+
+        The output goes to ``R2CC_DUMP_FILE`` or, if that is empty, to stderr.
 
         Raises
         ------
@@ -234,7 +236,7 @@ class Job:
         self._signal_dump = SignalDump(signum, lambda: write_line(first.dump(), path))
 
     def close(self, participant: Participant) -> None:
-        """Close one communicator, or all if it is that of all ranks; see `Communicator.close`."""
+        """Close a communicator; if it is that of all ranks, close all: see `Communicator.close`."""
         is_first = participant is self._participants[0]
         is_blocking = self.is_blocking if is_first else participant.is_blocking
         if (is_blocking or self.is_below) and not self.is_forked:
@@ -261,7 +263,7 @@ class Job:
         first.require_seen()
 
     def _close_one(self, participant: Participant) -> None:
-        """Close a communicator made by `split`; the others of the job stay open."""
+        """Close a communicator made from the first one; the others of the job stay open."""
         participant.refuse(self.closed)
         try:
             participant.drain()
@@ -281,9 +283,9 @@ class Job:
         quorum: str,
         make: Callable[[ControlPlane, tuple[int, ...]], _S],
     ) -> _S:
-        """End the job, and return the communicator of the surviving ranks that `make` makes.
+        """End the job; return a communicator of the surviving ranks, which `make` makes.
 
-        See `Communicator.shrink` for the errors, and `regroup` for `make`.
+        See `Communicator.shrink` for `quorum` and the errors, and `regroup` for `make`.
         """
         if participant.is_closed:
             raise self.closed()
@@ -308,7 +310,10 @@ class Job:
         return successor
 
     def abort(self, why: str) -> None:
-        """End all communicators on every rank and free everything; return within a second."""
+        """End all communicators on all ranks, for the reason `why`, and free all resources.
+
+        Return within a second; a cleanup that takes longer continues in its thread.
+        """
         self.refuse(self.forked if self.is_forked else self.closed)
         if not self.is_left and not self.is_forked:
             self.engine.revoke(why)
@@ -324,7 +329,10 @@ class Job:
             raise
 
     def free(self, deadline_s: float) -> None:
-        """Start the cleanup unless it has started; wait at most `deadline_s` + `_BOUND_S`."""
+        """Start the cleanup unless it has started; wait for it, `deadline_s` + `_BOUND_S` at most.
+
+        `deadline_s`, in seconds, is also the timeout of the cleanup's steps.
+        """
         if self.is_forked:
             return
         if self._signal_dump is not None:
@@ -349,7 +357,7 @@ class Job:
         )
 
     def rejections(self) -> dict[str, int]:
-        """Return the number of connections and frames that this rank rejected, by reason."""
+        """Return the number of rejected connections and frames, by reason."""
         return dict(self.control.rejections())
 
     def _descriptors(self) -> list[int]:
@@ -392,22 +400,23 @@ class Job:
 
 
 def _excluded(rank: int, peers: Sequence[PeerInfo]) -> frozenset[tuple[int, int]]:
-    """Return each (rank, rail) declared failed, or excluded before a shrink.
+    """Return (rank, rail) of each NIC declared failed, or excluded before a shrink.
 
-    Rank 0 logs declared NICs that no rank has.
+    Rank 0 logs the declared NICs that no rank has.
     """
     ports, unknown = declared(peers)
     if unknown and rank == 0:
         known = dict.fromkeys(f"{info.hostname}:{nic}" for info in peers for nic in info.nics)
         _log.warning(
-            "R2CC_FAILED_NICS names %s, which no rank of this job uses; known are %s",
+            "R2CC_FAILED_NICS names %s, which no rank of this job uses; known are %s; correct the "
+            "setting unless other jobs need it",
             ", ".join(unknown), ", ".join(known),
         )  # fmt: skip
     return ports
 
 
 def _nodes_of(peers: Sequence[PeerInfo]) -> tuple[int, ...]:
-    """Return the node number of each rank; empty for a single node or one rank per node."""
+    """Return the node number of each rank; () if there is one node, or one rank per node."""
     numbers: dict[str, int] = {}
     nodes = tuple(numbers.setdefault(info.host, len(numbers)) for info in peers)
     return nodes if 1 < len(numbers) < len(nodes) else ()
@@ -417,9 +426,9 @@ def _nodes_of(peers: Sequence[PeerInfo]) -> tuple[int, ...]:
 _LEAVE_S = 5.0
 #: Timeout of the cleanup after `abort`, in seconds.
 _ABORT_S = 0.5
-#: Seconds that a running call has to end before the memory that it shares is freed.
+#: Time in seconds that a running call has to end before the shared memory is freed.
 _LAST_CALL_S = 10.0
-#: Seconds that `Job.free` waits beyond the timeout; the cleanup thread continues afterwards.
+#: Time in seconds that `Job.free` waits beyond its timeout; the cleanup then continues alone.
 _BOUND_S = 0.4
 
 __all__ = ["Job"]

@@ -1,9 +1,9 @@
 """Calls of one communicator in memory that its ranks share, if all of them are on one host.
 
-The signature of a call alone decides whether it takes this path. It is equal on all ranks, so all
-ranks take the same path. Blocking and asynchronous calls take it in the thread that runs the call.
-The calls are counted with those that the data loop runs, but do not enter it: a call that waits
-long for a peer asks the engine whether the communicator has ended, or time is up.
+The signature of a call alone decides whether the call runs in shared memory. It is equal on all
+ranks, so all ranks decide alike. A blocking call runs in the calling thread, an asynchronous one in
+the worker thread. Such calls are numbered together with those in the data loop, but do not use it.
+A call that waits long for a peer asks the engine whether the communicator has ended, or time is up.
 """
 
 from __future__ import annotations
@@ -43,28 +43,30 @@ _log = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
 #: Function of `r2ccl.runtime.arguments` that makes a request.
 Make = Callable[..., Request]
-#: Call, input, output and result of a call that is repeated.
+#: Prepared call, input, output and result of a call that is to be repeated.
 Found: TypeAlias = tuple["LocalCall", Array, Array, Array | None]
 
-#: Most communicators of a rank that share memory, of 0.8 MiB each; further ones use the data loop.
+#: Maximum number of communicators of a rank that share memory, which takes 0.8 MiB each; further
+#: ones use the network.
 MOST_GROUPS = 32
 _REASON_NBYTES = 200
 
 
 class Repeatable(NamedTuple):
-    """Call that was checked and run: one with such arguments needs no checks.
+    """Call that was checked and run. A call with the same arguments needs no checks.
 
     Attributes
     ----------
     call : LocalCall
-        For arrays of this form.
+        Prepared call, for arrays of the same form.
     rest : tuple
-        Arguments after the input and the output. They cannot change, and are numbers, tuples of
-        numbers, or None; the first has the type `kind`.
+        Arguments after the input and the output: numbers, tuples of numbers, or None, which cannot
+        change. The first has the type ``kind``.
     uses_input, uses_output, has_output : bool
-        Whether this rank uses the input and the output, and whether it was given an output.
+        This rank uses the input; it uses the output; the caller passed an output.
     shape, new_shape
-        Shapes of the input and, if it was allocated for the call, of the output.
+        Shapes of the input and of the output; the latter is None unless the output was allocated
+        for the call.
     """
 
     call: LocalCall
@@ -91,7 +93,7 @@ class LocalCalls:
         self._engine = engine
         self._group = group
         self._has_ended = False
-        #: Whether calls of a collective, dtype and op take this path.
+        #: Whether calls run in shared memory, by collective, dtype and op.
         self._taken: dict[tuple[int, int, int], bool] = {}
         #: The last call of each kind that can be repeated.
         self._last: dict[Make, Repeatable] = {}
@@ -110,13 +112,13 @@ class LocalCalls:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ranks of the job that the communicator has."""
+        """Rank in the job of each rank of the communicator."""
         return self._engine.context.members
 
     # Calls
 
     def takes(self, call: CallSignature) -> bool:
-        """Return whether a call takes this path, by its collective, dtype and op.
+        """Return whether calls with this collective, dtype and op run in shared memory.
 
         Raises
         ------
@@ -133,16 +135,17 @@ class LocalCalls:
         return found
 
     def run(self, request: Request) -> LocalCall | None:
-        """Run a call without a conversion if it takes this path; return what was run.
+        """Run `request`, which has no conversion, in shared memory; return the prepared call.
 
-        Any error ends the communicator.
+        Return None, and do nothing, if such calls do not run in shared memory. Any error ends the
+        communicator.
 
         Raises
         ------
         InvalidArgument
             If another rank makes a different call.
         CommunicatorRevoked
-            If the communicator was revoked because an earlier call here failed.
+            If an earlier call in shared memory has failed.
         R2cclError
             If the communicator ends during the call, or the call times out.
         """
@@ -161,7 +164,7 @@ class LocalCalls:
     def collect(self, call: CallSignature, source: Array, output: Array) -> bool:
         """Run a barrier, an allgather in place, or an allreduce of the arrays of a group.
 
-        Return whether the call takes this path; raises as `run`.
+        Return False, and do nothing, if the call does not run in shared memory. Errors: as `run`.
         """
         if not self.takes(call):
             return False
@@ -174,7 +177,7 @@ class LocalCalls:
     def allocate(
         self, nbytes: int, exchange: AllgatherBytes, in_turn: Callable[[Callable[[], None]], None]
     ) -> Array:
-        """Return bytes that all ranks reach; see `SymmetricMemory.allocate`."""
+        """Return memory of `nbytes` for access by all ranks; see `SymmetricMemory.allocate`."""
         return self._group.symmetric.allocate(nbytes, exchange, in_turn)
 
     def _guarded(self, run: Callable[..., object], *given: Any) -> None:
@@ -187,7 +190,7 @@ class LocalCalls:
             raise self._failed(exc) from None
 
     def _failed(self, error: BaseException) -> BaseException:
-        """End the communicator after an error within a call; return the error to raise."""
+        """End the communicator because of `error`; return the error that the call must raise."""
         from r2ccl.shm.group import CallsDiffer
 
         if isinstance(error, CallsDiffer):
@@ -234,7 +237,7 @@ class LocalCalls:
         )
 
     def find(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Found | None:
-        """Return what these arguments repeat, for `repeat`, unless they differ from the last call.
+        """Return the last call of `make`, for `repeat`; None if the arguments differ from it.
 
         An array that this rank does not use is replaced by an empty one.
         """
@@ -263,9 +266,9 @@ class LocalCalls:
         return call, x, out, out
 
     def repeat(self, found: Found) -> bool:
-        """Run what `find` returned, unless the arrays differ from those of the last call.
+        """Run the call that `find` returned, unless the form of an array differs.
 
-        Return whether it ran; the result is then the last value in `found`. Raises as `run`.
+        Return whether the call ran; the last value in `found` is then its result. Errors: as `run`.
         """
         if self._has_ended:
             self._refuse()
@@ -287,7 +290,7 @@ class LocalCalls:
         return [members[index] for index in self._group.absent()], members[self._group.awaited]
 
     def end(self) -> None:
-        """Make the running call and later ones find that the communicator has ended."""
+        """Wake the running call; it and later calls then raise the communicator's error."""
         self._has_ended = True
         self._group.wake()
 
@@ -363,7 +366,7 @@ def require_no_obstacle(rank: int, exchange: AllgatherBytes, obstacle: str) -> N
     Raises
     ------
     TransportError
-        If a rank cannot; on all ranks.
+        On all ranks, if one of them cannot.
     """
     try:
         from r2ccl.shm.group import preload
@@ -384,7 +387,7 @@ def _is_copied(request: Request) -> bool:
 
 
 def _parts_of(request: Request, rank: int) -> tuple[tuple[Range, ...], tuple[Range, ...]] | None:
-    """Return the parts that go to each rank, and come from each; None if their sizes are equal."""
+    """Return the parts to and from each rank; None if the signature determines them."""
     call, parts = request.signature, request.parts
     if parts is None or call.collective in _EQUAL:
         return None
@@ -404,7 +407,7 @@ def _parts_of(request: Request, rank: int) -> tuple[tuple[Range, ...], tuple[Ran
 
 
 def _only(rank: int, part: Range, n: int) -> tuple[Range, ...]:
-    """Return the parts if there is one for a single rank."""
+    """Return the parts of `n` ranks: `part` for `rank`, and an empty part for all others."""
     return tuple(part if each == rank else (0, 0) for each in range(n))
 
 

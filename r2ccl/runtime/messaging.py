@@ -1,4 +1,4 @@
-"""Start of the messages of one communicator: checks their arguments, then sends or receives."""
+"""Entry point of the messages of one communicator: checks arguments, sends and receives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MessageCalls:
     Parameters
     ----------
     collectives : Collectives
-        Collectives of the same communicator, whose groups also collect messages.
+        Collectives of the same communicator; their groups of calls also contain messages.
     messenger : Messenger
     nranks : int
     """
@@ -93,7 +93,10 @@ class MessageCalls:
     def _exchange(
         self, received: MessageRequest | None, send: Callable[[], object]
     ) -> Message | None:
-        """Call ``send()``, then wait for a receive that has begun."""
+        """Call ``send()``, then wait for the receive `received`; return its message.
+
+        If ``send()`` raises, the receive is withdrawn or waited for first.
+        """
         try:
             send()
         except BaseException:
@@ -105,7 +108,10 @@ class MessageCalls:
         return None if received is None else received.wait()
 
     def _finish(self, found: Outcome, x: Any, out: Any) -> Message | None:
-        """Return the message that a direct call took, after a wait if a peer is late."""
+        """Return the message that a direct call received; None for a send.
+
+        If the call is `Delayed`, wait for it. `x` and `out` are the arrays of the caller.
+        """
         if not isinstance(found, Delayed):
             assert not isinstance(found, NotRun)
             return found

@@ -1,6 +1,6 @@
-"""Participant: what runs the calls of one communicator at this rank.
+"""Participant: resources of one communicator at this rank.
 
-It owns the plan cache, the worker thread and the collectives of the communicator. Its job, which
+It owns the plan cache, the worker thread and the collectives of the communicator. The job, which
 owns the connections, closes it.
 """
 
@@ -53,7 +53,7 @@ class DeviceCalls(Protocol):
 
 
 class Participant:
-    """One communicator of a job, at this rank.
+    """Plan cache, worker thread and collectives of one communicator at this rank.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class Participant:
         return self._on_device.start(request, stream, is_async)
 
     def calibrate(self) -> None:
-        """Measure the network, if measured rates select the schedules.
+        """Measure latency and bandwidth of the network, if the choice of schedules needs them.
 
         Notes
         -----
@@ -139,7 +139,7 @@ class Participant:
         nshared : int
             Number of this process's communicators that share memory already.
         obstacle : str
-            Reason why this rank does not use it where ``R2CC_SHM=auto``; empty: it does.
+            Reason why this rank uses no shared memory if ``R2CC_SHM=auto``; empty: it does use it.
 
         Raises
         ------
@@ -203,7 +203,7 @@ class Participant:
     # State; any thread may read it, without waiting
 
     def explain(self, nbytes: int) -> Explanation:
-        """Compare the schedules that an allreduce of `nbytes` could run.
+        """Return a comparison of the schedules that an allreduce of `nbytes` could use.
 
         Raises
         ------
@@ -217,7 +217,10 @@ class Participant:
         return found._replace(nchunks=self.collectives.count_chunks(nbytes, health))
 
     def known_health(self) -> Known:
-        """Return the newest health that this rank has received, and the time of its arrival."""
+        """Return the newest health that this rank has received, and the time of its arrival.
+
+        With ``R2CC_MODE=failstop``: the health without failures, and 0.
+        """
         return self.engine.known_health() or Known(self.engine.whole_health, 0.0)
 
     def health(self) -> HealthReport:
@@ -282,7 +285,7 @@ class Participant:
         self.collectives.in_turn(self.engine.leave)
 
     def free_memory(self, timeout_s: float) -> None:
-        """Free shared memory once the running call, if any, has ended; else log an error."""
+        """Free shared memory; if a call still uses it after `timeout_s` seconds, log an error."""
         if not self.collectives.free_memory(timeout_s):
             _log.error(
                 "rank %d: a call still runs %g s after the communicator was closed: its shared "
@@ -292,6 +295,8 @@ class Participant:
 
     def end_calls(self, deadline_s: float) -> None:
         """End the asynchronous calls and free the devices.
+
+        If a call does not end within `deadline_s` seconds, log an error and free nothing.
 
         Raises
         ------
@@ -303,14 +308,14 @@ class Participant:
         if not self.worker.close(deadline_s):
             _log.error(
                 "rank %d: an asynchronous call did not end, so its memory was not freed; end the "
-                "process",
+                "process to free it",
                 self.engine.rank,
             )
             return
         self._on_device.close(deadline_s)
 
     def require_seen(self) -> None:
-        """Raise `CommunicatorRevoked` if an asynchronous call failed and no caller has seen it."""
+        """Raise `CommunicatorRevoked` if an asynchronous call failed and its error was not seen."""
         self.collectives.require_seen()
 
 

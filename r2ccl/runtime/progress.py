@@ -50,7 +50,7 @@ from r2ccl.types import (
 
 
 class Computer(Protocol):
-    """Executor of slice work, in order and asynchronously, outside the data loop."""
+    """Executor of the work on slices, asynchronous and in order, outside the data loop."""
 
     @property
     def computed(self) -> int:
@@ -63,7 +63,7 @@ class Computer(Protocol):
         ...
 
     def commit(self) -> None:
-        """Make all work begun so far visible to `poll`."""
+        """Make `poll` see the end of all work begun so far."""
         ...
 
     def poll(self) -> int:
@@ -78,12 +78,12 @@ class Computer(Protocol):
 
 
 class Recorder(Protocol):
-    """Part of a transport that a replayed call uses; it sends nothing.
+    """Interface of the object that replaces the transport during a replay; it sends nothing.
 
     Attributes
     ----------
     events : list of Event
-        Events that follow from what was passed to it.
+        Events that the posted slices cause at once; the data loop handles and removes them.
     """
 
     events: list[Event]
@@ -148,8 +148,8 @@ class Progress:
     def begin(self, calls: Calls[Consumer], computer: Computer | None = None) -> None:
         """Prepare the data loop for the call that `Links.begin` started.
 
-        Revoke the communicator if a peer has started a different call with this number. The caller
-        may omit this step if there is no `computer` and ``calls.ahead`` is empty.
+        If a peer has started a different call with this number, revoke the communicator. The caller
+        may omit this method if there is no `computer` and ``calls.ahead`` is empty.
 
         Parameters
         ----------
@@ -163,7 +163,7 @@ class Progress:
             self._compare(calls, peer, calls.op, seen, is_sent)
 
     def finish(self, calls: Calls[Consumer]) -> None:
-        """End the call; all its slices are delivered and released, or it has failed."""
+        """End the call, whose slices are all delivered and released, or which has failed."""
         calls.finish()
         self._computers.pop(calls, None)
 
@@ -203,7 +203,7 @@ class Progress:
         self._transport.flush()
 
     def replay(self, runs: Sequence[Consumer], events: Iterable[Event], recorder: Recorder) -> None:
-        """Pass events that compiled code has handled to the links and to the lanes of a call.
+        """Pass events that compiled code has handled to the links and the lanes of a call.
 
         Parameters
         ----------
@@ -242,7 +242,7 @@ class Progress:
         return any(computer.is_busy for computer in self._computers.values())
 
     def _take_computed(self) -> bool:
-        """Touch the consumers of calls whose deferred work progressed; return whether any did."""
+        """Schedule the consumers whose deferred work progressed; return whether any did."""
         has_computed = False
         for calls, computer in self._computers.items():
             before = computer.computed
@@ -310,10 +310,10 @@ class Progress:
             self._links.release(released)
 
     def _seen(self, key: PathKey, frame: Frame, *, is_sent: bool = False) -> Path | None:
-        """Count a sign of life of the path, and record the call that the peer is in.
+        """Record that `frame` arrived: a sign of life of the path, and the peer's current call.
 
-        `is_sent`: the frame concerns a slice to the peer. Return the path; None if the communicator
-        has ended, because the calls of the peer and of this rank differ.
+        `is_sent` tells that the frame concerns a slice to the peer. Return the path; None if the
+        communicator has ended, because the calls of the peer and of this rank differ.
         """
         links = self._links
         path = self._paths[key]
@@ -335,7 +335,8 @@ class Progress:
     ) -> None:
         """Revoke the communicator if the calls numbered `op` of a peer and this rank differ.
 
-        `signature` is the peer's, for slices from the peer or, if `is_sent`, to the peer.
+        `signature` is that of the peer, for slices from the peer or, if `is_sent`, to the peer. If
+        this rank has not started the call, keep the signature for `begin`.
         """
         if op > calls.op:
             calls.ahead.setdefault(op, {})[signature, peer, is_sent] = None
@@ -350,7 +351,7 @@ class Progress:
             self._revocation.revoke(self._difference(peer, op, mine, signature, is_sent))
 
     def _difference(self, peer: int, op: int, mine: int, theirs: int, is_sent: bool) -> Revoke:
-        """Return the error that describes how the calls of this rank and of `peer` differ."""
+        """Return the `Revoke` that describes how the calls of this rank and of `peer` differ."""
         own, other = CallSignature.unpack(mine), CallSignature.unpack(theirs)
         if own.collective in PAIRWISE and other == msgspec.structs.replace(own, count=other.count):
             source, target = (self.rank, peer) if is_sent else (peer, self.rank)
@@ -374,13 +375,13 @@ def _nbytes(link: RecvLink, seq: int) -> int:
 
 
 def _with_count_of(signature: int, other: int) -> int:
-    """Return a packed signature with the count of another."""
+    """Return packed `signature` with the count of packed signature `other`."""
     count = CallSignature.unpack(other).count
     return msgspec.structs.replace(CallSignature.unpack(signature), count=count).pack()
 
 
 def describe(signature: int) -> str:
-    """Return a packed call signature as text for a message."""
+    """Return a packed call signature as text, such as ``allreduce(count=8, ...)``."""
     call = CallSignature.unpack(signature)
     name = Collective(call.collective).name.lower()
     if call.collective == Collective.BARRIER:
@@ -399,7 +400,7 @@ def describe(signature: int) -> str:
 
 
 def difference(op: int, rank: int, peer: int, mine: int, theirs: int) -> InvalidArgument:
-    """Return the error that the calls numbered `op` of two ranks differ."""
+    """Return the error of two ranks whose calls `op` have different packed signatures."""
     return InvalidArgument(
         f"call {op} differs between ranks: rank {rank} called {describe(mine)}, "
         f"rank {peer} called {describe(theirs)}; "

@@ -1,7 +1,7 @@
 """Agreement of the ranks of a communicator on the communicators to make from it.
 
-`split`, `dup`, `create` and `create_among` are the methods of `Communicator` with these names, up
-to the agreement; they return the communicator to make.
+`split`, `dup`, `create` and `create_among` do the first part of the methods of `Communicator` with
+these names: the ranks agree on the new communicators, and the functions return their descriptions.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.participant import Participant
 from r2ccl.types import AllgatherBytes
 
-#: Whether the rank takes part, its color, its key.
+#: Entry of a rank: whether it takes part, its color, and its key.
 _ENTRY = struct.Struct("<?qq")
 _INT64 = range(-(1 << 63), 1 << 63)
-#: Longest pause before another attempt, while another thread makes a communicator.
+#: Maximum pause in seconds before another attempt, while another thread makes a communicator.
 _PAUSE_S = 0.002
 
 
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     ----------
     context : Context
     members : tuple of int
-        Rank in the parent communicator, by rank in the new one.
+        Rank in the parent communicator of each rank of the new one.
     """
 
     context: Context
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 def split(participant: Participant, color: int | None, key: int) -> Part | None:
     """Agree on one communicator per color, and return that of `color`; None if `color` is None.
 
-    Arguments and errors are those of `Communicator.split`, as in the functions below.
+    Arguments and errors are those of `Communicator.split`.
     """
     collectives, engine = participant.collectives, participant.engine
     collectives.require_free()
@@ -59,7 +59,7 @@ def dup(participant: Participant) -> Part:
 
 
 def create(participant: Participant, ranks: Sequence[int]) -> Part | None:
-    """Agree on a communicator of `ranks`, and return it; return None on other ranks."""
+    """Agree on a communicator of `ranks`, and return it; return None on all other ranks."""
     chosen = _different(ranks, participant.engine.nranks)
     own = participant.engine.rank
     return (
@@ -68,7 +68,10 @@ def create(participant: Participant, ranks: Sequence[int]) -> Part | None:
 
 
 def create_among(participant: Participant, ranks: Sequence[int], allgather: AllgatherBytes) -> Part:
-    """Return a communicator of `ranks`, which agree on it over their `allgather`."""
+    """Agree on a communicator of `ranks`, and return it; only these ranks may call it.
+
+    `allgather` gathers the bytes of `ranks`, in this order, on each of them.
+    """
     engine = participant.engine
     participant.collectives.require_free()
     chosen = _different(ranks, engine.nranks)
@@ -84,7 +87,7 @@ def create_among(participant: Participant, ranks: Sequence[int], allgather: Allg
 
 
 def _different(ranks: Sequence[int], nranks: int) -> list[int]:
-    """Return `ranks`; raise `InvalidArgument` unless they are ranks that all differ."""
+    """Return `ranks` as a list; raise `InvalidArgument` if one is invalid or occurs twice."""
     chosen = [rank_of(rank, nranks) for rank in ranks]
     if len(set(chosen)) < len(chosen):
         raise InvalidArgument(f"ranks={list(ranks)!r}; allowed are ranks that all differ")
@@ -106,13 +109,13 @@ def agree(
     engine : Engine
         Engine of the communicator to split.
     allgather : callable
-        Gathers the bytes of all its ranks, or of those in `among`, on each of them.
+        Gathers the bytes of all ranks of the communicator, or of those in `among`, on each of them.
     color : int or None
-        None: this rank takes part in no new communicator.
+        Ranks with the same color get one communicator; None: this rank gets none.
     key : int
-        Ranks are ordered by key, then by rank.
+        The ranks of a new communicator are ordered by key, then by rank.
     timeout_s : float
-        Time limit, in seconds, for other threads to finish making communicators.
+        Longest wait, in seconds, for other threads that are making communicators.
     among : sequence of int, optional
         Ranks that take part, in the order of the allgather. Default: all.
 
@@ -124,9 +127,9 @@ def agree(
     Raises
     ------
     InvalidArgument
-        If `color` or `key` do not fit 64 bits, or no context id is free.
+        If `color` or `key` is not an integer of 64 bits, or no context id is free.
     TransportTimeout
-        If other threads have not finished making communicators within `timeout_s`.
+        If other threads are still making communicators after `timeout_s`.
     R2cclError
         If the communicator has ended.
 

@@ -1,8 +1,9 @@
 """Status of a rank: its collectives in progress, paths and links, and the peers it waits for.
 
 The status can be read in any thread and in a signal handler. It is read without a lock, so that it
-is available while the data loop hangs. Each table is copied in one step, but related counters may
-differ by a slice. Times are readings of CLOCK_MONOTONIC in seconds, as in `Repair`.
+is available even while the data loop hangs. Each table is copied in one step, but counters that
+belong together may differ by one slice. Times are readings of CLOCK_MONOTONIC in seconds, as in
+`Repair`.
 
 Invariant: reading the status changes nothing.
 """
@@ -42,7 +43,7 @@ class Wait(msgspec.Struct, frozen=True):
     rail : int or None
         Rail on which the object should arrive; None: any rail.
     why : str
-        Last known obstacle; empty: not known.
+        Last known reason why it is missing; empty: not known.
     """
 
     peer: int
@@ -112,6 +113,7 @@ class PathEntry(msgspec.Struct, frozen=True):
     Attributes
     ----------
     peer, rail, epoch : int
+        The epoch is the number of times that the path was lost.
     state : str
         ``up``; ``fencing`` or ``fenced``: going down; ``down``: being reconnected, or excluded;
         ``closed``: the paths to the peer are idle and are connected when they are needed.
@@ -210,8 +212,8 @@ class RailHealth(msgspec.Struct, frozen=True):
     speed_mbps : int
         Nominal speed in Mbit/s; 0: unknown.
     state : str
-        ``excluded`` if the local NIC is excluded. Otherwise ``up`` or ``down`` if all paths are, or
-        ``degraded``; closed paths do not count.
+        ``excluded`` if the local NIC is excluded. Otherwise ``up`` if all paths are up, ``down`` if
+        none is, else ``degraded``. Closed paths do not count; a rail without other paths is ``up``.
     paths : tuple of PathEntry
         One path per rank that this rank connects data paths to.
     nrepairs : int
@@ -300,7 +302,7 @@ class AgreedHealth(msgspec.Struct, frozen=True):
 
 
 class HeldPath(msgspec.Struct, frozen=True):
-    """Failed path that is not used again before it has been good for ``hold_s`` seconds."""
+    """Failed path that is used again only after it has answered probes for ``hold_s`` s."""
 
     peer: int
     rail: int
@@ -313,8 +315,8 @@ class RankStatus(msgspec.Struct, frozen=True):
     ``now_s`` is the time of this reading. ``error`` is the error that ended the communicator, or
     empty. ``nconnects`` is the number of calls that connected data paths before their first slice.
     ``operations`` has the collective in progress, if any. ``health`` is None with
-    ``R2CC_MODE=failstop``. ``held`` has the failed paths that must stay good for some time before
-    they are used again. ``planning`` has the plans made since the health last changed.
+    ``R2CC_MODE=failstop``. ``held`` has the failed paths that must answer probes for some time
+    before they are used again. ``planning`` has the plans made since the health last changed.
     """
 
     rank: int
@@ -338,7 +340,7 @@ class RankStatus(msgspec.Struct, frozen=True):
 def waits_of_call(links: Links, context_id: int, runs: Iterable[LaneRun]) -> tuple[Wait, ...]:
     """Return the slices, landing places, slots and confirmations that a collective waits for.
 
-    ``context_id`` is that of its communicator.
+    `context_id` is that of its communicator, `runs` has its lanes.
     """
     found = []
     for (peer, channel), receiver in links.receivers.copy().items():
@@ -360,10 +362,10 @@ def waits_of_call(links: Links, context_id: int, runs: Iterable[LaneRun]) -> tup
 def waits_for_confirmation(
     links: Links, *, is_eager_too: bool, context_id: int | None = None
 ) -> tuple[Wait, ...]:
-    """Return one wait per link whose peer has not confirmed all slices.
+    """Return one `Wait` per link whose peer has not confirmed all slices.
 
-    Count eager slices only if `is_eager_too`: a call does not wait for their confirmation. Count
-    all communicators, or only that with `context_id`.
+    Eager slices count only if `is_eager_too`; a call does not wait for their confirmation. The
+    links are those of the communicator with `context_id`; None: of all communicators.
     """
     return tuple(
         Wait(peer, "confirmation", channel, link.confirmed)
@@ -396,7 +398,7 @@ def agreed(known: Known | None) -> AgreedHealth | None:
 
 
 def spelled(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
-    """Return each verdict as text, preceded by the path that it describes."""
+    """Return the text of each verdict, preceded by the path that it describes."""
     return tuple(f"rail {each.path.rail} to rank {each.path.peer}: {each}" for each in verdicts)
 
 
@@ -430,7 +432,7 @@ def rails(
 ) -> tuple[RailHealth, ...]:
     """Return the state of every rail of this rank.
 
-    ``nics[i]`` is the local NIC of rail i, `excluded` are the rails whose local NIC is excluded.
+    ``nics[i]`` is the local NIC of rail i; `excluded` has the rails whose local NIC is excluded.
     """
     found, repaired = [], Counter(repair.rail for repair in repairs)
     for rail, nic in enumerate(nics):
@@ -478,7 +480,7 @@ def _listed(items: list[str]) -> str:
 
 #: Maximum number of list entries in a text; the attributes of `Pending` hold all entries.
 _SHOWN = 8
-#: State of a path whose peer finds it idle, or that this rank finds idle.
+#: State of a path that this rank or the peer has closed because it was idle.
 _CLOSED = "closed"
 
 __all__ = [

@@ -74,15 +74,16 @@ class TwoLevelCalls:
     group : LocalGroup
         Ranks of this node.
     team : tuple of int
-        The same ranks, with their numbers in the job.
+        The same ranks, numbered as in the job.
     plans : TwoLevelPlans
+        Divisions of calls into chunks, and plans between the nodes.
     one_level : PlanCache
         Plans of the calls that run in one level.
     pool : LandingPool
     run_engine : RunEngine
     """
 
-    #: Number of calls that the data loop does not count: none, since each chunk is a call in it.
+    #: Number of calls that the data loop does not count: none, because each chunk is a call in it.
     ncalls = 0
 
     def __init__(
@@ -104,7 +105,7 @@ class TwoLevelCalls:
         self._pool = pool
         self._run_engine = run_engine
         self._worker = Worker(f"r2ccl-node-{engine.rank}", nullcontext(), self._on_error)
-        #: Whether there is a kernel, by dtype and op.
+        #: Whether there is a kernel for shared memory, by dtype and op.
         self._taken: dict[tuple[int, int], bool] = {}
         #: Identifier of the thread of the current call, and whether its first step has ended.
         self._caller = 0
@@ -116,9 +117,9 @@ class TwoLevelCalls:
     def run(self, call: CallSignature, source: Array, output: Array) -> bool:
         """Run an allreduce from `source` to `output`, which may be equal; return whether it ran.
 
-        Return False, and do nothing, for any other collective, an empty one, or one without a
-        kernel for its dtype and op. The allreduce runs in one level if that is faster, see
-        `TwoLevelPlans.divide`. Any error ends the communicator.
+        Return False, and do nothing, if `call` is another collective or is empty, or if there is no
+        kernel for its dtype and op. The allreduce runs in one level if that is faster (see
+        `TwoLevelPlans.divide`). Any error ends the communicator.
 
         Raises
         ------
@@ -181,7 +182,7 @@ class TwoLevelCalls:
             self._engine.fail_local(error)
 
     def end(self) -> None:
-        """Wake a waiting step, which then finds that the communicator has ended."""
+        """Wake a waiting step, which then raises the error of the communicator."""
         self._group.wake()
 
     def close(self, timeout_s: float) -> bool:
@@ -197,14 +198,16 @@ class TwoLevelCalls:
 
 
 class _Run:
-    """One call in two levels.
+    """One allreduce in two levels.
 
     Parameters
     ----------
     calls : TwoLevelCalls
     call : CallSignature
     source, output : ndarray
+        Input and output of this rank; may be the same memory.
     division : Division
+        Chunks of the call, and the parts of each.
     """
 
     def __init__(
@@ -229,7 +232,7 @@ class _Run:
         self._tasks: list[Task] = []
 
     def run(self, health: Health) -> None:
-        """Run the call, which `Engine.enter` has entered with `health`."""
+        """Run the call, for whose first chunk `Engine.enter` has returned `health`."""
         calls, chunks = self._calls, self._division.chunks
         last = len(chunks) - 1
         calls._caller, calls._has_begun = get_ident(), False
@@ -253,13 +256,13 @@ class _Run:
     # Steps
 
     def _scatter(self, chunk: Chunk) -> None:
-        """Reduce this rank's part of a chunk within the node."""
+        """Reduce this rank's part of a chunk from the inputs of the node's ranks."""
         own, parts = self._own(chunk), chunk.parts
         put = ((0, own[1] - own[0]),) * len(parts)
         self._local(Collective.REDUCE_SCATTER, chunk, (parts, put), self._source)
 
     def _gather(self, chunk: Chunk) -> None:
-        """Distribute this rank's part of a chunk within the node, and collect the others."""
+        """Copy this rank's part of a chunk to the node's ranks, and receive their parts."""
         lo, hi = self._own(chunk)
         sent = tuple(
             (0, hi - lo) if index == self._group.rank else (0, 0)
@@ -280,8 +283,7 @@ class _Run:
     def _between(self, chunk: Chunk, health: Health | None) -> None:
         """Reduce this rank's part of a chunk between the nodes.
 
-        `health` is the health with which the engine has entered this part of the call; None: it has
-        not entered it yet.
+        `health` is the result of `Engine.enter` for the chunk; None: it has not been called yet.
         """
         lo, hi = self._own(chunk)
         own = self._output[chunk.first + lo : chunk.first + hi]
@@ -318,7 +320,10 @@ class _Run:
         task.succeed()
 
     def _failed(self, error: BaseException) -> BaseException:
-        """End the communicator and the second thread's steps; return the error to raise."""
+        """End the communicator, and wait for the steps of the second thread.
+
+        Return the error that the call must raise.
+        """
         from r2ccl.shm.group import CallsDiffer
 
         engine, calls = self._engine, self._calls
@@ -342,11 +347,11 @@ class _Run:
 
 
 class _TeamExchange:
-    """Allgather of bytes among the ranks of a node, which is a part of an allgather of all ranks.
+    """Allgather of bytes among the ranks of a node, as part of an allgather among all ranks.
 
-    Nodes may need different numbers of exchanges: a node whose ranks cannot share memory stops
-    early. Each message tells whether its sender needs a further exchange; `finish` takes part in
-    the exchanges of the other nodes until none needs one.
+    Nodes may need different numbers of allgathers: a node whose ranks cannot share memory stops
+    early. Each message tells whether its sender needs another one; `finish` takes part in the
+    allgathers of the other nodes until none needs another.
 
     Parameters
     ----------
@@ -361,14 +366,14 @@ class _TeamExchange:
         self._team = team
 
     def __call__(self, mine: bytes) -> list[bytes]:
-        """Return the bytes of the ranks of the node, at most `_NBYTES` each."""
+        """Return the bytes `mine`, at most `_NBYTES`, of each rank of the node."""
         rows = self._allgather(_pack(_MORE, mine))
         return [_unpack(rows[rank]) for rank in self._team]
 
     def finish(self, problem: str) -> list[str]:
-        """Return the problem of each rank once no node needs another exchange; "" if it has none.
+        """Return the problem of each rank, "" if it has none, once no node needs an allgather.
 
-        `problem` is that of this rank, of which `_NBYTES` bytes are sent.
+        `problem` is that of this rank; at most `_NBYTES` bytes of it are sent.
         """
         while True:
             rows = self._allgather(_pack(_LAST, problem.encode()[:_NBYTES]))
@@ -462,10 +467,11 @@ def _unpack(row: bytes) -> bytes:
 
 
 _UINT8 = CODES[np.dtype(np.uint8)]
-#: Kinds of messages of `_TeamExchange`, and the largest one.
+#: Kinds of messages of `_TeamExchange`, and their maximum size in bytes.
 _MORE, _LAST = b"m", b"l"
 _NBYTES = 256
-#: Interval at which the calling thread looks for events while it waits for the second thread.
+#: Interval in seconds at which the calling thread runs the data loop while it waits for the second
+#: thread.
 _LOOK_S = 0.004
 
 __all__ = ["TwoLevelCalls", "connect"]

@@ -1,7 +1,7 @@
 """Waits of the calls of one communicator: their descriptions, and the wait in shared memory.
 
-Descriptions may be made in any thread, and while the data loop hangs. They number the ranks as the
-job does, not as the communicator.
+Any thread may make descriptions, even while the data loop hangs. They number the ranks as in the
+job, not as in the communicator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from r2ccl.runtime.executor import LaneRun
 from r2ccl.runtime.progress import describe, difference
 from r2ccl.runtime.status import Pending, Wait, waits_for_confirmation, waits_of_call
 
-#: Ranks of the job that have not made a call, and the rank that the call waits for.
+#: Ranks of the job that have not made a call, and the rank of the job that the call waits for.
 Missing: TypeAlias = tuple[list[int], int]
 
 
@@ -57,7 +57,7 @@ class Waits:
         self._desync = desync
         #: Number of the call in shared memory that waits for a late peer; 0: none does.
         self.local_op = 0
-        #: Whether ranks of other hosts take part in that call, but not in the wait.
+        #: True if ranks of other hosts take part in that call, but not in the wait.
         self.is_local_part = False
 
     def last_ops(self) -> dict[int, int]:
@@ -70,12 +70,12 @@ class Waits:
         return {members[peer]: max(op, seen.get(members[peer], 0)) for peer, op in said.items()}
 
     def nothing(self) -> Pending:
-        """Describe that no call is blocked."""
+        """Return the description of a rank without a blocked call."""
         now = self._clock()
         return Pending(self._rank, "", now, now)
 
     def for_paths(self, doing: str, peers: Iterable[int]) -> Pending:
-        """Describe the wait for paths to `peers`."""
+        """Describe the wait of call `doing` for paths to `peers`, ranks of the job."""
         alone = [peer for peer in sorted(peers) if not self._failover.migration.up(peer)]
         waits = [
             Wait(peer, "path", why="; ".join(self._failover.obstacles(peer))) for peer in alone
@@ -83,7 +83,7 @@ class Waits:
         return self._blocked(doing, waits=waits)
 
     def for_health(self, op: int, peers: Iterable[int]) -> Pending:
-        """Describe the wait of call `op` for an agreement with ranks of the communicator."""
+        """Describe the wait of call `op` for `peers` of the communicator to agree on the health."""
         members = self._context.members
         waits = [Wait(members[peer], "agreement on the health") for peer in peers]
         return self._blocked(f"call {op}, before it is planned", waits=waits)
@@ -132,9 +132,9 @@ class Waits:
         has_begun: bool = False,
         is_part: bool = False,
     ) -> None:
-        """Call `resume` until it returns True: the running call in shared memory has ended.
+        """Wait until the running call in shared memory has ended: until ``resume()`` is True.
 
-        Between its calls, this thread runs the data loop if no other one does.
+        Between the calls of `resume`, run the data loop unless another thread runs it.
 
         Parameters
         ----------
@@ -143,13 +143,15 @@ class Waits:
         signature : int
             Its packed signature.
         resume : callable
-            Waits some milliseconds for peers, without the GIL; returns whether the call has ended.
+            ``resume()`` waits some milliseconds for peers, without the GIL, and returns whether the
+            call has ended.
         missing : callable
-            Returns the ranks that have not made the call, and the rank that it waits for.
+            ``missing()`` returns the ranks that have not made the call, and the one that it waits
+            for.
         has_begun : bool
-            All ranks are known to have made the same call; this is a later step of it.
+            True in a later step of a call: all ranks are known to have made the same call.
         is_part : bool
-            Ranks of other hosts take part in the call, but not in this wait.
+            True if ranks of other hosts take part in the call, but not in this wait.
 
         Raises
         ------
@@ -188,10 +190,10 @@ class Waits:
         resume: Callable[[], bool],
         missing: Callable[[], Missing],
     ) -> None:
-        """Wait as `await_local` for a step of a call that runs beside another step.
+        """Wait for a step of a call, while another step of it runs in another thread.
 
-        The other step runs in the data loop, in another thread, which raises the error that ended
-        the communicator.
+        Parameters are those of `await_local`. The other thread runs the data loop, and raises the
+        error that ended the communicator.
 
         Raises
         ------

@@ -31,15 +31,15 @@ from r2ccl.transport.tcp.connection import Connection
 from r2ccl.transport.tcp.transport import TcpTransport
 
 _LOOP = "r2ccl.runtime.compiled.loop:make_loop"
-#: Maximum number of programs that are kept.
+#: Maximum number of plans whose programs are kept.
 _KEPT = 64
-#: Most memory for copies of eager slices and landing places. Settings with which all slices of
-#: large calls are eager exceed it; Python, which keeps fewer copies, runs these calls.
+#: Maximum size in bytes of the memory for copies of eager slices and landing places. A call that
+#: needs more runs in Python, which keeps fewer copies: a large call whose slices are all eager.
 _MOST_ARENA_NBYTES = 64 << 20
 
 
 class _Ended:
-    """`Consumer` of slices whose call has ended."""
+    """`Consumer` of eager slices whose call has ended; none of its methods is called."""
 
     is_bandwidth_sample = False
 
@@ -47,11 +47,15 @@ class _Ended:
 class CompiledCalls:
     """Compiled execution of the calls of one rank's communicators.
 
+    Only the thread that owns the data loop may call the methods.
+
     Parameters
     ----------
     links : Links
+        Links of this rank; a call updates their counts.
     progress : Progress
     transport : TcpTransport
+        Lends its connections to a running call.
     config : Config
     """
 
@@ -66,12 +70,12 @@ class CompiledCalls:
         self._loop: Callable[[int], int] = callable_of(_LOOP)
         #: Memory for landing places and copies of eager slices; all calls use it.
         self._arena = np.empty(0, np.uint8)
-        #: Connections of the running call.
+        #: Connections that the running call has borrowed from the transport.
         self._conns: list[Connection] = []
         self._running: tuple[CompiledProgram, Calls[Consumer]] | None = None
-        #: Number of events after which a call leaves compiled code, for tests; 0: no limit.
+        #: Number of events after which a call leaves compiled code; 0: no limit. For tests.
         self.limit = 0
-        #: Number of calls that ended in compiled code, and of those that left it.
+        #: Number of calls that ended in compiled code, and of those that the data loop finished.
         self.nfinished = 0
         self.nleft = 0
 
@@ -82,7 +86,7 @@ class CompiledCalls:
         calls: Calls[Consumer],
         repeat: Callable[[Callable[[], int]], int],
     ) -> Sequence[LaneRun] | None:
-        """Run a call that `Links.begin` has started.
+        """Run a call that `Links.begin` has started, until it ends or leaves compiled code.
 
         Parameters
         ----------
@@ -90,6 +94,7 @@ class CompiledCalls:
         lanes : HostLanes
             Memory of the call.
         calls : Calls
+            Calls of the communicator.
         repeat : callable
             ``repeat(loop)`` calls ``loop()`` again while it returns PAUSED and the data loop has
             nothing else to do; returns the last result.
@@ -98,7 +103,7 @@ class CompiledCalls:
         -------
         sequence of LaneRun or None
             Lanes that the data loop has to finish; empty if the call has ended. None if compiled
-            code cannot run the call, and has not begun it.
+            code cannot run the call; then nothing of it was done.
         """
         program = self._program_of(plan)
         if program is None:
@@ -118,7 +123,7 @@ class CompiledCalls:
         return runs
 
     def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
-        """Return the program of a communicator's call that compiled code runs now, if any."""
+        """Return the program of a communicator's call that compiled code runs now; None if none."""
         running = self._running
         return None if running is None or running[1] is not calls else running[0]
 
@@ -127,7 +132,10 @@ class CompiledCalls:
         self._programs.clear()
 
     def is_interrupted(self) -> bool:
-        """Return whether the transport must be polled during the running call."""
+        """Return whether the transport has events that do not concern the running call.
+
+        Earlier calls of the transport's `wake` have no effect afterwards.
+        """
         return self._transport.has_other_events(self._conns)
 
     def _end(
@@ -228,7 +236,7 @@ class CompiledCalls:
         return conns
 
     def _import(self, program: CompiledProgram, end: LinkPair) -> bool:
-        """Copy the counts of a pair of links; return False if earlier slices are in progress."""
+        """Copy the counts of a pair of links; return False if earlier slices prevent the call."""
         sender, receiver, words, row = end.sender, end.receiver, program.view, end.row
         if receiver.landings or receiver.posted != receiver.consumed:
             return False
@@ -244,9 +252,10 @@ class CompiledCalls:
         return not receiver.arrivals or self._import_arrivals(program, end)
 
     def _import_clears(self, program: CompiledProgram, end: LinkPair) -> bool:
-        """Copy the number of slices for which the peer has named landing places already.
+        """Copy how many slices already have landing places, which the peer has announced.
 
-        Return False if a place is on another path, has another size, or follows a missing one.
+        Return False if a landing place is on another path, has another size, or was announced
+        before that of an earlier slice.
         """
         sender, is_over = end.sender, False
         for ordinal in range(end.nsends):
@@ -263,7 +272,7 @@ class CompiledCalls:
         return True
 
     def _import_arrivals(self, program: CompiledProgram, end: LinkPair) -> bool:
-        """Copy the eager slices that arrived before the call; return False if one does not fit."""
+        """Copy the eager slices that arrived before the call; return False if a size is wrong."""
         arrived = program.arrived(end.number)
         for seq, payload in end.receiver.arrivals.items():
             ordinal = seq - end.receiver.posted
@@ -324,7 +333,7 @@ class CompiledCalls:
                     self._progress.confirmed(program.paths[conn].peer, channel, ack)
 
     def _measure(self, program: CompiledProgram) -> None:
-        """Pass the times at which cleared slices were posted and released to the measurement."""
+        """Report when cleared slices were posted and released to the bandwidth measurement."""
         balance = self._links.balance
         assert balance is not None
         rows = program.log[: program.view[at.NLOGGED]]
@@ -336,7 +345,7 @@ class CompiledCalls:
                 balance.confirmed(path.rail, time_ns * 1e-9, nbytes)
 
     def _keep(self, program: CompiledProgram, end: LinkPair, op: int) -> None:
-        """Keep copies of the eager slices of the call that await their confirmation."""
+        """Keep copies of the eager slices of call `op` that the peer has not confirmed yet."""
         sender, first = end.sender, end.sender.posted - end.nsends
         signature = program.signature(end.number, is_sent=True)
         sends = program.pairs[end.number].sends
@@ -349,12 +358,12 @@ class CompiledCalls:
 
 
 def preload() -> None:
-    """Load the compiled loop; compile it if this host has none yet.
+    """Load the compiled loop; compile it if this host does not have it yet.
 
     Raises
     ------
     ImportError, TransportError
-        As for `r2ccl.kernels.native.callable_of`.
+        As `r2ccl.kernels.native.callable_of`.
     """
     callable_of(_LOOP)
 

@@ -1,4 +1,4 @@
-"""The compiled loop of a call: `make_loop`."""
+"""Main loop of a call in compiled code: `make_loop`. For the tables, see `layout`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _POLLIN, _POLLOUT = 1, 4
 
 @inlined
 def advance(state: Any) -> None:
-    """Post sends, expect receives, and copy and reduce, until no step is possible."""
+    """Post sends and receives, and copy and reduce slices, until nothing more is possible."""
     has_moved = True
     while has_moved:
         has_moved = False
@@ -70,7 +70,10 @@ def advance(state: Any) -> None:
 
 @inlined
 def flush(state: Any) -> Any:
-    """Write what the sockets accept; return 1 if a slice was sent, 0 if not, -1 after a failure."""
+    """Write as much as the sockets accept.
+
+    Return 1 if a cleared slice was written completely, 0 if not, -1 if a connection failed.
+    """
     has_sent = 0
     for number in range(state[NCONNS]):
         conn = conn_of(state, number)
@@ -83,7 +86,7 @@ def flush(state: Any) -> Any:
 
 @inlined
 def has_unsent(state: Any) -> Any:
-    """Return whether a slice waits until its socket accepts more; the data loop sends it."""
+    """Return whether a slice is not written completely because its socket is full."""
     for number in range(state[NCONNS]):
         conn = conn_of(state, number)
         if conn[FRAGMENT_NBYTES] or conn[EAGER_TAKEN] < conn[EAGER_ADDED]:
@@ -95,7 +98,8 @@ def has_unsent(state: Any) -> Any:
 def read_all(state: Any) -> Any:
     """Read from each socket until it is empty or an event was logged.
 
-    Return EVENT, MORE if there was none, FOREIGN, or -2 if a connection failed.
+    Return EVENT if an event was logged, MORE if none was, FOREIGN for a frame that compiled code
+    does not handle, and -2 if a connection failed.
     """
     found = MORE
     for number in range(state[NCONNS]):
@@ -131,7 +135,10 @@ def read_all(state: Any) -> Any:
 
 @inlined
 def poll(state: Any, timeout_ns: Any) -> Any:
-    """Wait for sockets; return the number of ready ones, or -1 after a wake-up or a signal."""
+    """Wait for sockets, at most `timeout_ns`, and record which are ready.
+
+    Return the number of ready descriptors, or -1 after a wake-up, a signal or an error.
+    """
     polls, nconns = words_at(state[POLLS]), state[NCONNS]
     for number in range(nconns):
         conn = conn_of(state, number)
@@ -164,8 +171,8 @@ def make_loop() -> Callable[[int], int]:
     Returns
     -------
     callable
-        ``loop(address)`` runs the call whose state is at `address`; returns FINISHED, PAUSED, LEFT
-        or FAILED, see `layout`.
+        ``loop(address)`` runs the call whose state is at `address`, without the GIL, and returns
+        FINISHED, PAUSED, LEFT or FAILED, see `layout`.
     """
 
     def loop(address: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tables of a plan for compiled code, made once for all its calls: the class `CompiledProgram`."""
+"""Tables for the compiled calls of a plan, made once per plan: the class `CompiledProgram`."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from r2ccl.types import REDUCTIONS, USER_OP, CallSignature, PathKey, signed_word
 
 Words = npt.NDArray[np.int64]
 
-#: Kind of steps whose cleared slices arrive in the arena, and are reduced from there.
+#: Kind of the steps whose cleared slices arrive in the arena and are reduced from there.
 _PLACED = OpKind.RECV_REDUCE
 _ALIGNMENT = 64
 #: Idle time after which a call leaves compiled code, and longest time between two returns to
 #: Python, which then handles signals; in nanoseconds.
 _SLEEP_NS = 10_000_000
 _BUSY_NS = 5_000_000
-#: Spare rows of the log per pair, for confirmations of earlier slices. Compiled code leaves the
-#: call when they are used up; as many more rows take the events that it logs until then.
+#: Spare rows of the log per pair, for confirmations of earlier slices. When they are used up, the
+#: call leaves compiled code; the log has as many rows more for the events until then.
 _SPARE_ROWS = 64
 
 
 class Pair:
-    """Both links of one peer and channel, with the slices of a call on them.
+    """The two links of one peer and channel, with the slices of a call on them.
 
     Attributes
     ----------
     key : (int, int)
-        Peer and channel.
+        Peer (a rank of the job) and link channel.
     lane : int
         Number of the lane that uses the links.
     sends, receives : list of (int, int)
-        For each slice: index of its step in the lane, and its number within the step.
+        For each slice: index of its step in the lane, and index of the slice in the step.
     depth : int
-        Maximum number of landing places that the plan allows this rank to name ahead.
+        Maximum number of landing places that the plan allows this rank to announce ahead.
     """
 
     def __init__(self, key: tuple[int, int], lane: int) -> None:
@@ -60,12 +60,12 @@ class Pair:
 
 
 class LinkPair(NamedTuple):
-    """Links of a pair, and the route that they had at the last `CompiledProgram.bind`.
+    """Links of a `Pair`, and the route that they had at the last `CompiledProgram.bind`.
 
     Attributes
     ----------
     number : int
-        Number of the pair.
+        Index of the pair in `CompiledProgram.pairs`.
     row : int
         Index of the first word of the pair in `CompiledProgram.words`.
     nsends, nreceives : int
@@ -73,7 +73,7 @@ class LinkPair(NamedTuple):
     sender : SendLink
     receiver : RecvLink
     route : PathKey or None
-        Path that both links use; None before `bind`, or if there is none.
+        Path that both links use; None before the first `bind`.
     """
 
     number: int
@@ -93,18 +93,20 @@ class CompiledProgram:
     plan : Plan
         Plan for which `is_supported` returns True.
     wakeup : int
-        Descriptor that interrupts a call when it becomes readable. Borrowed.
+        Descriptor that interrupts a call when it becomes readable; borrowed.
     links : Links
     config : Config
 
     Attributes
     ----------
     words, initial : ndarray of int64
-        State and tables, and their values before a call.
+        State and tables of the running call, and their values before a call.
     view : memoryview
-        View of ``words``, whose words can be read in a third of the time.
+        View of ``words`` that reads single words three times as fast.
     pairs : list of Pair
+        Pairs of links that the plan uses.
     ends : list of LinkPair
+        The links of each of ``pairs``, in the same order.
     paths : tuple of PathKey
         Path of each connection, set by `bind`.
     traffic : dict of PathKey to list of int
@@ -112,7 +114,7 @@ class CompiledProgram:
     arena_nbytes : int
         Size of the memory for landing places and copies of eager slices.
     arena : ndarray of uint8
-        That memory, for the running call. Borrowed.
+        That memory, for the running call; borrowed.
     call : HostCall or None
         Operands of the running call, if it uses scratch memory.
     """
@@ -128,7 +130,8 @@ class CompiledProgram:
         self.arena_nbytes = 0
         self.arena: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.call: HostCall | None = None
-        #: By pair: offsets in the arena of eager slices sent, and of slices received; -1: none.
+        #: Offsets in the arena, by pair and slice, of copies of sent slices and of received slices;
+        #: -1: the slice is not in the arena.
         self.copies: list[list[int]] = []
         self.places: list[list[int]] = []
         call = CallSignature.unpack(plan.signature)
@@ -209,7 +212,10 @@ class CompiledProgram:
         return self._offsets[lane] + step
 
     def _step_tables(self, tables: _Tables, index: int, lane: Lane) -> list[tuple[int, int]]:
-        """Add tables of the boundaries and the dependencies of each step; return their indices."""
+        """Add a table of the boundaries and one of the dependencies of each step of a lane.
+
+        Return the indices of their first words, by step.
+        """
         first = self._offsets[index]
         return [
             (
@@ -238,7 +244,7 @@ class CompiledProgram:
         words[at.NAFTER] = len(step.after)
 
     def _pair_tables(self, tables: _Tables, number: int) -> tuple[int, ...]:
-        """Add the tables of a pair, and reserve its part of the arena; return their indices."""
+        """Reserve the part of a pair in the arena, and add its tables; return their first words."""
         pair = self.pairs[number]
         lane = self.layout.lanes[pair.lane]
         size = self.layout.slice_nbytes
@@ -304,11 +310,11 @@ class CompiledProgram:
 
     @property
     def remaining(self) -> int:
-        """Number of slices, of all steps, that are not done."""
+        """Number of slices that are not done, of all steps."""
         return self.view[at.REMAINING]
 
     def waits(self) -> list[tuple[int, int, int]]:
-        """Return peer, channel and number of the next slice of each link that has not arrived."""
+        """Return (peer, channel, number) of the slice that each link waits for, if any."""
         found = []
         for pair, link in zip(self.pairs, self.ends, strict=True):
             ordinal = self.view[link.row + at.DELIVERED]
@@ -319,7 +325,10 @@ class CompiledProgram:
     # Calls
 
     def bind(self) -> bool:
-        """Use the current routes of the links; return False if a pair has no common route."""
+        """Use the current routes of the links.
+
+        Return False, and change nothing, if the links of a pair have no route or different ones.
+        """
         routes = [end.sender.route for end in self.ends if end.sender.route is not None]
         if routes != [end.receiver.route for end in self.ends]:
             return False
@@ -343,57 +352,57 @@ class CompiledProgram:
         return True
 
     def pair(self, number: int) -> Words:
-        """Return the words of a pair."""
+        """Return a view of the words of a pair."""
         start = self.pairs_at + at.PAIR_NWORDS * number
         return self.words[start : start + at.PAIR_NWORDS]
 
     def conn(self, number: int) -> Words:
-        """Return the words of a connection."""
+        """Return a view of the words of a connection."""
         start = self.conns_at + at.CONN_NWORDS * number
         return self.words[start : start + at.CONN_NWORDS]
 
     def step(self, number: int) -> Words:
-        """Return the words of a step."""
+        """Return a view of the words of a step."""
         start = self._steps_at + at.STEP_NWORDS * number
         return self.words[start : start + at.STEP_NWORDS]
 
     def signature(self, number: int, *, is_sent: bool) -> int:
-        """Return the packed signature of the slices of a pair."""
+        """Return the packed signature of the slices that a pair sends (`is_sent`) or receives."""
         pairs = self.plan.pairs or {}
         return pairs.get((self.pairs[number].key[0], is_sent), self.plan.signature)
 
     def copy_of(self, number: int, ordinal: int) -> memoryview:
-        """Return a copy of the data of an eager slice that was posted."""
+        """Return a copy of the data of a posted eager slice of pair `number`."""
         start = self.copies[number][ordinal]
         nbytes = self.slice_nbytes(number, ordinal, is_sent=True)
         return memoryview(self.arena[start : start + nbytes].tobytes())
 
     def ring(self, address: int, start: int, end: int) -> list[tuple[int, int]]:
-        """Return pair and ordinal of the entries `start` to `end` of the table at `address`."""
+        """Return (pair, ordinal) of the entries from `start` to `end` of the queue at `address`."""
         index = (address - int(self._rings.ctypes.data)) // 8
         entries = self._rings.reshape(-1)[index + start : index + end].tolist()
         return [(entry >> 32, entry & 0xFFFFFFFF) for entry in entries]
 
     def arrived(self, number: int) -> Words:
-        """Return a view of the bytes that arrived of each slice of a pair; -1: it is complete."""
+        """Return a view of the number of bytes that arrived of each slice of a pair; -1: all."""
         start = self._arrived_at[number]
         return self.words[start : start + len(self.pairs[number].receives)]
 
     def slice_nbytes(self, number: int, ordinal: int, *, is_sent: bool) -> int:
-        """Return the size of a slice of a pair in bytes."""
+        """Return the size in bytes of a slice that a pair sends (`is_sent`) or receives."""
         pair = self.pairs[number]
         step, k = (pair.sends if is_sent else pair.receives)[ordinal]
         return _nbytes(self.layout.lanes[pair.lane].steps[step], k, self.layout.itemsize)
 
     def is_eager(self, number: int, ordinal: int, *, is_sent: bool) -> bool:
-        """Return whether a slice of a pair is sent eagerly."""
+        """Return whether a slice that a pair sends (`is_sent`) or receives is eager."""
         pair = self.pairs[number]
         step, _ = (pair.sends if is_sent else pair.receives)[ordinal]
         return self.layout.lanes[pair.lane].steps[step].is_eager
 
 
 def is_supported(plan: Plan) -> bool:
-    """Return whether compiled code can run a plan, whose reduction needs a compiled kernel."""
+    """Return whether compiled code can run a plan: its reduction, if any, has a compiled kernel."""
     call = CallSignature.unpack(plan.signature)
     if call.op >= USER_OP or plan.finish is not None:
         return False
@@ -401,14 +410,14 @@ def is_supported(plan: Plan) -> bool:
 
 
 class _Tables:
-    """Arrays of words, to be joined into one."""
+    """Arrays of words that become parts of one array."""
 
     def __init__(self) -> None:
         self._parts: list[Words] = []
         self._size = 0
 
     def add(self, words: Any) -> int:
-        """Add words; return the index of the first one."""
+        """Add words; return the index that the first one will have in the joined array."""
         start = self._size
         part = words if isinstance(words, np.ndarray) else np.array([*words], np.int64)
         self._parts.append(part)

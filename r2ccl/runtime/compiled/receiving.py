@@ -1,7 +1,7 @@
 """Frames and slices from peers, in compiled code.
 
-A frame that compiled code does not handle stays in the receive buffer, where the transport parses
-it after the call has left compiled code.
+A frame that compiled code does not handle stays in the receive buffer. After the call has left
+compiled code, the transport parses it.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ from r2ccl.runtime.compiled.system import count_unread, load32, load64, move_byt
 from r2ccl.runtime.compiled.tables import first_of, log_event, pair_of, size_of, step_of
 from r2ccl.shm.atomics import words_at
 
-#: Results of a step of reading: an event was logged; more bytes are needed; bytes were taken
-#: without an event; the frame is not for compiled code.
+#: Results of the functions: an event was logged; more bytes are needed; bytes were handled, but no
+#: event was logged; compiled code does not handle the frame.
 EVENT, MORE, TAKEN, FOREIGN = 1, 0, 2, -1
 
 
 @inlined
 def confirm(state: Any, pair: Any, ack: Any) -> None:
-    """Record that the peer consumed the slices below `ack`, which have been posted."""
+    """Record that the peer has consumed the slices of a pair with numbers below `ack`."""
     if ack > pair[CONFIRMED]:
         pair[CONFIRMED] = ack
         release(state, pair)
@@ -89,8 +89,9 @@ def confirm(state: Any, pair: Any, ack: Any) -> None:
 def parse(state: Any, number: Any, conn: Any) -> Any:
     """Parse the next frame of a connection; its header must be complete in the buffer.
 
-    Return EVENT, MORE, TAKEN or FOREIGN. If the frame belongs to a later call, set IS_STALLED,
-    leave the frame in the buffer and return MORE.
+    Return EVENT if an event was logged, TAKEN if the frame was handled without one, MORE if bytes
+    are missing, and FOREIGN if Python must handle the frame. If the frame belongs to a later call,
+    set IS_STALLED, leave the frame in the buffer and return MORE.
     """
     at = conn[BUFFER] + conn[PARSED]
     kind, channel, nbytes = load32(at) & 0xFF, load32(at + 4), load32(at + 8)
@@ -104,7 +105,7 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
             found = each
             break
     if kind == CONFIRM_FRAME:
-        # It may come on any connection of the peer.
+        # A confirmation may come on any connection of the peer.
         if found >= 0:
             pair = pair_of(state, found)
             if ack > pair[FIRST_SENT] + pair[POSTED]:
@@ -135,7 +136,7 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
             return FOREIGN
         for each in range(pair[CLEARED], ordinal):
             if not step_of(state, words_at(pair[SENDS])[each] >> 32)[IS_EAGER]:
-                return FOREIGN  # the landing place of that slice is named on another path
+                return FOREIGN  # the landing place of that slice was announced on another path
         if size_of(state, step, place & 0xFFFFFFFF) != nbytes:
             return FOREIGN
         confirm(state, pair, ack)
@@ -187,7 +188,7 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
 
 @inlined
 def end_fragment(state: Any, number: Any, conn: Any) -> Any:
-    """Handle the end of a fragment; return EVENT if its slice is complete, TAKEN otherwise."""
+    """Handle the end of a fragment; return EVENT if its slice is complete, otherwise TAKEN."""
     at, ordinal = conn[TARGET_PAIR], conn[TARGET_ORDINAL]
     conn[TARGET_PAIR] = -1
     pair = pair_of(state, at)
@@ -230,7 +231,10 @@ def confirm_early(state: Any, number: Any, conn: Any) -> None:
 
 @inlined
 def read_target(state: Any, number: Any, conn: Any) -> Any:
-    """Read into a landing place once; return EVENT, TAKEN, or a failure as `read_buffer` does."""
+    """Read into a landing place once; return EVENT if the slice is complete, otherwise TAKEN.
+
+    Return -2 if the peer closed the connection, -3 if the system call failed.
+    """
     confirm_early(state, number, conn)
     asked = min(conn[TARGET_LEFT], CALL_NBYTES)
     n = receive(conn[FD], conn[TARGET], asked)
@@ -247,7 +251,10 @@ def read_target(state: Any, number: Any, conn: Any) -> Any:
 
 @inlined
 def read_buffer(conn: Any) -> Any:
-    """Read into the buffer once; return TAKEN, -2 if the peer closed, -3 if the call failed."""
+    """Read into the receive buffer once; return TAKEN.
+
+    Return -2 if the peer closed the connection, -3 if the system call failed.
+    """
     rest = conn[FILLED] - conn[PARSED]
     if conn[PARSED]:
         move_bytes(conn[BUFFER], conn[BUFFER] + conn[PARSED], rest)

@@ -1,10 +1,11 @@
 """Continuation in Python of a call that compiled code has left.
 
-Compiled code logs the events of a call. `Replay.run` passes them to the links and lanes in the same
-order, with a transport that only records what they post, and skips the copies and reductions that
-are done. Links and lanes are then in the state that the data loop would have reached.
-`Replay.restore` passes to the connections the slices and frames that compiled code has read or
-written in part, and those that it has not begun.
+Compiled code logs the events of a call. `Replay.run` passes these events to the links and lanes in
+the same order. Meanwhile the transport is replaced by one that only records the posted slices and
+landing places, and copies and reductions that compiled code has done are skipped. Links and lanes
+are then in the state that the data loop would have reached. `Replay.restore` passes to the
+connections the slices and frames that compiled code has read or written in part, and those that it
+has not begun.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from r2ccl.types import PathKey
 
 
 class _Asked(NamedTuple):
-    """Landing place that a lane has named."""
+    """Landing place that a lane has announced."""
 
     path: PathKey
     frame: Frame
@@ -48,7 +49,10 @@ class _Posted(NamedTuple):
 
 
 class RecordingTransport:
-    """`Recorder` of the slices and landing places that lanes post again."""
+    """Transport that records slices and landing places which lanes post during a replay.
+
+    Implements `Recorder`.
+    """
 
     def __init__(self) -> None:
         self.posted: dict[tuple[PathKey, int, int], _Posted] = {}
@@ -59,7 +63,7 @@ class RecordingTransport:
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
-        """Record a slice."""
+        """Record a posted slice; an eager one (``token=None``) counts as sent at once."""
         self.posted[path, frame.channel, frame.seq] = _Posted(path, frame, view, token)
         if token is None:
             self.events.append(Sent(path, frame.channel, frame.seq))
@@ -72,11 +76,11 @@ class RecordingTransport:
         """Do nothing: compiled code has sent the confirmation, or the caller sends it later."""
 
     def flush(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is nothing to write."""
 
 
 class _Continued:
-    """`Operands` of a call that compiled code has done in part."""
+    """`Operands` of a call that compiled code has done in part; skips the slices that are done."""
 
     def __init__(self, program: CompiledProgram, lanes: HostLanes) -> None:
         call = program.call or lanes.call(program.plan)
@@ -90,7 +94,7 @@ class _Continued:
         }
 
     def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
-        """Implement `Operands.apply`, for slices that compiled code has not done."""
+        """Apply a step to elements `lo` to `hi` unless compiled code has done so; return 0."""
         if bisect_left(step.cuts, lo) >= self._done[id(step)]:
             self._apply(step, lo, hi, received)
         return 0
@@ -103,7 +107,7 @@ class Replay:
     ----------
     program : CompiledProgram
     conns : sequence of Connection
-        Connections of the program's paths.
+        Connections of the program's paths, in the same order.
     links : Links
     progress : Progress
     """
@@ -123,7 +127,10 @@ class Replay:
         self._numbers = {pair.key: number for number, pair in enumerate(program.pairs)}
 
     def run(self, lanes: HostLanes, calls: Calls[Consumer]) -> list[LaneRun]:
-        """Bring links and lanes to the state that compiled code has reached; return the lanes."""
+        """Bring links and lanes to the state that compiled code has reached.
+
+        Return the lanes, which the data loop then finishes.
+        """
         program, links = self._program, self._links
         call = _Continued(program, lanes)
         runs = [LaneRun(lane, call, links, lanes.pool) for lane in program.layout.lanes]
@@ -171,7 +178,7 @@ class Replay:
                 yield Arrived(path, frame, payload, monotonic(), is_confirmed)
 
     def measure(self) -> None:
-        """Report slices that compiled code has not posted to the measurement, as posted now."""
+        """Tell the bandwidth measurement that the slices that only `run` posted were posted now."""
         balance, now = self._links.balance, monotonic()
         assert balance is not None
         for path, frame, _, token in self._recorder.posted.values():
@@ -266,9 +273,10 @@ class Replay:
 
 
 def restore_bytes(conn: Connection, words: Sequence[int], start: int) -> None:
-    """Pass to a connection the bytes that compiled code has read and not parsed, or not written.
+    """Pass to a connection the bytes that compiled code has read and not parsed.
 
-    `words` contains the connection's words, from index `start` on.
+    Also pass the frames that it has staged and not written. `words` contains the words of the
+    connection, from index `start` on.
     """
     conn.parsed, conn.filled = words[start + at.PARSED], words[start + at.FILLED]
     left = words[start + at.NOW_NBYTES] - words[start + at.NOW_DONE]

@@ -1,7 +1,7 @@
 """Frames and slices to peers, in compiled code.
 
-Each connection writes units: staged small frames, followed by at most one fragment of a slice.
-Frames staged while a unit is being written follow it.
+Each connection writes *units*: staged small frames, followed by at most one fragment of a slice.
+Frames that are staged while a unit is being written belong to the next unit.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ from r2ccl.runtime.compiled.tables import (
 )
 from r2ccl.shm.atomics import words_at
 
-#: Value of `OpKind`.
+#: Value of `OpKind.RECV`.
 _RECV = 1
 
 
@@ -118,7 +118,10 @@ def has_room(conn: Any, nbytes: Any) -> Any:
 def stage(
     state: Any, conn: Any, pair: Any, kind: Any, nbytes: Any, seq: Any, signature: Any
 ) -> Any:
-    """Stage a header, which also confirms all consumed slices of its pair; return its address."""
+    """Stage a frame header, which also confirms the consumed slices of its pair.
+
+    Return its address.
+    """
     at = conn[NEXT] + conn[NEXT_NBYTES]
     put_header(at, kind, pair[CHANNEL], nbytes, seq, pair[CONSUMED], state[OP], signature)
     conn[NEXT_NBYTES] += HEADER_NBYTES
@@ -137,7 +140,7 @@ def stage_confirmation(conn: Any, pair: Any, ack: Any) -> None:
 
 @inlined
 def post_sends(state: Any, pair: Any) -> Any:
-    """Post the slices of a link that may be sent; return whether any was."""
+    """Post the slices of a pair that can be sent now; return whether any was posted."""
     has_moved = False
     sends, conn = words_at(pair[SENDS]), conn_of(state, pair[CONN])
     while pair[POSTED] < pair[NSENDS]:
@@ -178,7 +181,7 @@ def post_sends(state: Any, pair: Any) -> Any:
 
 @inlined
 def ask(state: Any, pair: Any) -> None:
-    """Expect the next slices of a link, and name landing places for those that are cleared."""
+    """Expect the next slices of a pair, and announce landing places for the cleared ones."""
     receives, conn = words_at(pair[RECEIVES]), conn_of(state, pair[CONN])
     while pair[ASKED] < pair[NRECEIVES]:
         ordinal = pair[ASKED]
@@ -210,7 +213,7 @@ def confirm_consumed(state: Any) -> None:
 
 @inlined
 def begin_unit(state: Any, conn: Any) -> Any:
-    """Prepare the next unit of a connection; return False if there is none."""
+    """Prepare the next unit of a connection; return False if there is nothing to write."""
     if conn[REST_NBYTES] == 0:
         entry = -1
         if conn[EAGER_TAKEN] < conn[EAGER_ADDED]:
@@ -249,7 +252,7 @@ def begin_unit(state: Any, conn: Any) -> Any:
 
 @inlined
 def write_some(state: Any, conn: Any) -> Any:
-    """Write a part of the unit; return 1 if all of it is written, 0 if not, -1 after a failure."""
+    """Write a part of the unit; return 1 if all of it is written, 0 if not, -1 on an error."""
     message = words_at(state[MESSAGE])
     parts = words_at(message[2])
     head = conn[NOW_NBYTES] - conn[NOW_DONE]
@@ -278,7 +281,10 @@ def write_some(state: Any, conn: Any) -> Any:
 
 @inlined
 def end_unit(state: Any, number: Any, conn: Any) -> Any:
-    """Report a cleared slice whose last fragment is written; return whether there was one."""
+    """Finish a unit; return whether it had the last fragment of a cleared slice.
+
+    Such a slice is logged as sent, and retired.
+    """
     if conn[SENDING_PAIR] < 0 or conn[REST_NBYTES]:
         return False
     at = conn[SENDING_PAIR]
@@ -293,7 +299,10 @@ def end_unit(state: Any, number: Any, conn: Any) -> Any:
 
 @inlined
 def write_conn(state: Any, number: Any, conn: Any) -> Any:
-    """Write what the socket accepts; return 1 if a slice was sent, 0 if not, -1 after a failure."""
+    """Write as much as the socket accepts.
+
+    Return 1 if a cleared slice was written completely, 0 if not, -1 if the connection failed.
+    """
     has_sent = 0
     while not conn[IS_FULL]:
         is_over = conn[NOW_DONE] == conn[NOW_NBYTES] and conn[FRAGMENT_NBYTES] == 0

@@ -1,6 +1,6 @@
 """Steps of a call in compiled code: dependencies, reductions, and the release of slices.
 
-The rules are those of `r2ccl.runtime.executor` and `r2ccl.failover.migration.link`.
+The rules are the same as in `r2ccl.runtime.executor` and `r2ccl.failover.migration.link`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _RECV, _RECV_REDUCE, _COPY = 1, 2, 3
 
 @inlined
 def is_ready(state: Any, step: Any, k: Any) -> Any:
-    """Return whether all steps that slice `k` of a step waits for are done."""
+    """Return whether all that slice `k` of a step depends on is done."""
     after = words_at(step[AFTER])
     for number in range(step[NAFTER]):
         other = step_of(state, after[number] >> 2)
@@ -78,7 +78,7 @@ def finish_slice(state: Any, step: Any) -> None:
 
 @inlined
 def combine(state: Any, step: Any, offset: Any, nbytes: Any, received: Any) -> None:
-    """Reduce received data and data of this rank into the destination of a step."""
+    """Reduce the data at address `received` with data of this rank into the step's destination."""
     operands = words_at(state[OPERANDS])
     mine = state[SPACES + step[SOURCE]] + offset + step[SHIFT] * state[ITEMSIZE]
     operands[0] = received if step[IS_LEFT] else mine
@@ -89,7 +89,7 @@ def combine(state: Any, step: Any, offset: Any, nbytes: Any, received: Any) -> N
 
 @inlined
 def use_slices(state: Any, pair: Any) -> Any:
-    """Deliver the slices that have arrived on a link, and copy or reduce those that are ready.
+    """Deliver the slices that have arrived on a pair, and copy or reduce those that are ready.
 
     Return whether a slice was copied, reduced, or received at its destination.
     """
@@ -124,7 +124,7 @@ def use_slices(state: Any, pair: Any) -> Any:
 
 @inlined
 def run_locals(state: Any) -> Any:
-    """Run the local steps whose dependencies are done; return whether one was run."""
+    """Run the local steps (copies and reductions) that are ready; return whether any was run."""
     has_moved = False
     numbers = words_at(state[LOCALS])
     for at in range(state[NLOCALS]):
@@ -151,7 +151,7 @@ def run_locals(state: Any) -> Any:
 
 @inlined
 def retire(state: Any, pair: Any, below: Any) -> None:
-    """Retire posted slices in order: eager ones, and cleared ones with ordinals below `below`.
+    """Retire posted slices in order, but no cleared slice from ordinal `below` on.
 
     The transport no longer reads the memory of a retired slice.
     """
@@ -168,7 +168,7 @@ def retire(state: Any, pair: Any, below: Any) -> None:
 
 @inlined
 def release(state: Any, pair: Any) -> None:
-    """Release the slices that are retired and, if the call is resilient, confirmed."""
+    """Release the slices that are retired and, if `Config.is_resilient`, confirmed by the peer."""
     sends = words_at(pair[SENDS])
     while pair[RELEASED] < pair[RETIRED]:
         if state[IS_RESILIENT] and pair[FIRST_SENT] + pair[RELEASED] >= pair[CONFIRMED]:

@@ -77,7 +77,10 @@ def move_bytes(typing_context: Any, target: Any, source: Any, nbytes: Any) -> An
 
 @intrinsic
 def receive(typing_context: Any, fd: Any, address: Any, nbytes: Any) -> Any:
-    """Read from a socket without waiting: recv(2). Return the number of bytes, or -1."""
+    """Read from a socket without waiting: recv(2).
+
+    Return the number of bytes read, 0 if the peer closed the connection, or -1.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = _libc(builder, "recv", _I64, [_I32, _I64, _I64, _I32])
@@ -89,7 +92,10 @@ def receive(typing_context: Any, fd: Any, address: Any, nbytes: Any) -> Any:
 
 @intrinsic
 def send_message(typing_context: Any, fd: Any, message: Any) -> Any:
-    """Write to a socket without waiting: sendmsg(2). Return the number of bytes, or -1."""
+    """Write a ``struct msghdr`` to a socket without waiting: sendmsg(2).
+
+    Return the number of bytes written, or -1.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = _libc(builder, "sendmsg", _I64, [_I32, _I64, _I32])
@@ -101,7 +107,10 @@ def send_message(typing_context: Any, fd: Any, message: Any) -> Any:
 
 @intrinsic
 def poll_until(typing_context: Any, polls: Any, count: Any, time: Any) -> Any:
-    """Wait for events of descriptors: ppoll(2). Return the number of those with events, or -1."""
+    """Wait for events of descriptors: ppoll(2) with the timeout at `time`.
+
+    Return the number of descriptors with events, 0 after the timeout, or -1.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = _libc(builder, "ppoll", _I32, [_I64] * 4)

@@ -1,4 +1,4 @@
-"""Compiled access to the tables of a call, and to its log."""
+"""Access of compiled code to the tables of a call, and to its log; see `layout`."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from r2ccl.shm.atomics import words_at
 
 @inlined
 def pair_of(state: Any, number: Any) -> Any:
-    """Return a pair as a pointer to its words."""
+    """Return a pointer to the words of a pair."""
     return words_at(state[PAIRS] + 8 * PAIR_NWORDS * number)
 
 
 @inlined
 def conn_of(state: Any, number: Any) -> Any:
-    """Return a connection as a pointer to its words."""
+    """Return a pointer to the words of a connection."""
     return words_at(state[CONNS] + 8 * CONN_NWORDS * number)
 
 
 @inlined
 def step_of(state: Any, number: Any) -> Any:
-    """Return a step as a pointer to its words."""
+    """Return a pointer to the words of a step."""
     return words_at(state[STEPS] + 8 * STEP_NWORDS * number)
 
 
 @inlined
 def first_of(state: Any, step: Any, k: Any) -> Any:
-    """Return the offset of slice `k` of a step in the memory that its cuts refer to, in bytes."""
+    """Return the offset in bytes of slice `k` of a step, without the step's `SHIFT`."""
     return words_at(step[CUTS])[k] * state[ITEMSIZE]
 
 
@@ -68,7 +68,7 @@ def now_ns(state: Any) -> Any:
 def log_event(
     state: Any, kind: Any, conn: Any, channel: Any, seq: Any, ack: Any, nbytes: Any, pair: Any
 ) -> None:
-    """Add a row to the log; the caller ensures that there is room."""
+    """Add an event to the log; the caller ensures that there is room."""
     row = words_at(state[LOG] + 8 * EVENT_NWORDS * state[NLOGGED])
     row[0] = kind
     row[1] = conn
@@ -82,7 +82,7 @@ def log_event(
 
 @inlined
 def log_time(state: Any, kind: Any, conn: Any, nbytes: Any) -> None:
-    """Add a row with the time at which a cleared slice was posted or released."""
+    """Log that a cleared slice was posted or released in this pass; `kind` tells which."""
     row = words_at(state[LOG] + 8 * EVENT_NWORDS * state[NLOGGED])
     log_event(state, kind, conn, 0, 0, 0, nbytes, 0)
     row[EVENT_NS] = state[PASS_NS]

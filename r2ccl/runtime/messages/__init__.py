@@ -1,1 +1,1 @@
-"""Messages between two ranks: send and receive with tags, in the order of MPI."""
+"""Messages between two ranks: send and receive with tags, in the order that MPI specifies."""

@@ -1,8 +1,9 @@
 """Exchange of messages over the links: envelopes, landing places, data.
 
-Each pair of ranks has one channel for *envelopes* and one per home rail for data; these channels
-have a context id of their own. Envelopes are eager slices. A long message is announced, and granted
-together with landing places::
+An *envelope* is an eager slice that carries a short message, announces or grants a long one, or
+reports messages as taken. Each pair of ranks has one channel for envelopes, and one per home rail
+for the data of long messages; these channels have a context id of their own. A long message is sent
+as follows::
 
     sender                                   receiver
     REQUEST(ident, tag, dtype, nbytes)  ->   finds the receive that takes it
@@ -12,8 +13,8 @@ together with landing places::
 Grants and landing places are posted in the same order, and a link keeps the order of its slices, so
 both ends agree on which slice belongs to which message.
 
-All methods are called by the owner of the data loop. Invariant: the memory of a message is neither
-read nor written once its request is done.
+Only the thread that owns the data loop may call the methods. Invariant: the memory of a message is
+neither read nor written once its request is done.
 """
 
 from __future__ import annotations
@@ -36,44 +37,47 @@ from r2ccl.types import MOST_UNTAKEN, EnvelopeKind
 _HEADER = struct.Struct("<BBxxIqQQ")
 _FIRST_OP_MASK = (1 << 32) - 1
 _LENGTH = struct.Struct("<Q")
-#: Number of bytes of short messages taken after which the receiver reports them.
+#: A rank reports to a sender the bytes of short messages taken each time this many were taken.
 _REPORT_EVERY = 1 << 18
-#: Data of a message is cut between channels at multiples of this.
+#: The data of a message is divided among the channels at multiples of this number of bytes.
 _ALIGN = 64
 
 
 class LinkSend(SendRequest):
-    """Message that is being sent over links; a `Consumer` of its slices."""
+    """Message that is being sent over links, and the `Consumer` of its slices."""
 
     is_bandwidth_sample = False
 
     def __init__(self, driver: MessageDriver, peer: int, view: memoryview, ident: int) -> None:
         super().__init__(peer, view, ident)
-        #: Slices that are not released yet; known once the receiver granted the message.
+        #: Number of slices that are not released yet; 0 until the receiver grants the message.
         self.nleft = 0
         self._driver = driver
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
-        """Raise InternalError: data channels of this direction carry no slices."""
-        raise InternalError(f"rank {self.peer} answered message {self.ident} with a slice")
+        """Raise InternalError: this rank posts no receives for a message that it sends."""
+        raise InternalError(
+            f"rank {self.peer} answered message {self.ident} of this rank with a slice of data: "
+            "please report this bug"
+        )
 
     def on_released(self, index: int) -> None:
-        """Count one more slice that is released."""
+        """Count one released slice; the message is sent when all are released."""
         self.nleft -= 1
         self.is_done = self.nleft == 0
         if self.is_done:
             self._driver.note_sent(self.peer)
 
     def on_retired(self, index: int) -> None:
-        """Do nothing."""
+        """Do nothing: the slice is counted when it is released."""
 
     def advance(self) -> None:
-        """Post the envelopes and slices for which there is room."""
+        """Post the envelopes and slices that wait, as far as their links have room."""
         self._driver.advance()
 
 
 class LinkReceive(ReceiveRequest):
-    """Receive over links; a `Consumer` of its slices."""
+    """Receive over links, and the `Consumer` of the slices of its message."""
 
     is_bandwidth_sample = False
 
@@ -81,49 +85,52 @@ class LinkReceive(ReceiveRequest):
         self, driver: MessageDriver, view: memoryview, dtype: int, source: int, tag: int
     ) -> None:
         super().__init__(view, dtype, source, tag)
-        #: Slices that have not arrived yet.
+        #: Number of slices that have not arrived yet; 0 until this rank grants the message.
         self.nleft = 0
         self._driver = driver
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
-        """Count one more slice, which is in its place."""
+        """Count a slice that has arrived in its landing place; the last one ends the receive."""
         self.nleft -= 1
         self.is_done = self.nleft == 0
         self._driver.on_data(self, landing)
 
     def on_released(self, index: int) -> None:
-        """Do nothing."""
+        """Do nothing: this request sends no slices."""
 
     def on_retired(self, index: int) -> None:
-        """Do nothing."""
+        """Do nothing: this request sends no slices."""
 
     def advance(self) -> None:
-        """Post the envelopes and slices for which there is room."""
+        """Post the envelopes and slices that wait, as far as their links have room."""
         self._driver.advance()
 
 
 class MessageDriver(MessageProtocol):
-    """Messages of one communicator over links; a `Consumer` of envelopes.
+    """Exchange of the messages of one communicator over links; the `Consumer` of its envelopes.
 
     Parameters
     ----------
     links : Links
     calls : Calls
-        Calls with the context id of the messages.
+        Calls with the context id of the communicator's messages.
     rank : int
         This rank in the communicator.
     members : sequence of int
-        Rank in the job, by rank in the communicator.
+        Rank in the job of each rank of the communicator.
     first_op : int
-        Number of the communicator's first call; tells apart communicators that used the same id.
+        Number of the communicator's first call, which every envelope carries: it distinguishes this
+        communicator from earlier ones with the same context id.
     nhomes : int
         Number of home rails.
     nwires : int
-        Number of rails whose bandwidths add up.
-    eager_nbytes, slice_nbytes, depth : int
-        Largest envelope, largest slice, and most landing places announced ahead per link.
+        Number of rails whose bandwidths add up; if it is 1, each message uses one data channel.
+    eager_nbytes, slice_nbytes : int
+        Maximum sizes of an envelope and of a slice, in bytes.
+    depth : int
+        Maximum number of landing places announced ahead per link.
     health : callable
-        Returns the newest known health.
+        ``health()`` returns the newest known health.
     """
 
     is_bandwidth_sample = False
@@ -161,10 +168,12 @@ class MessageDriver(MessageProtocol):
         self._envelopes: dict[int, deque[tuple[memoryview, SendRequest | None]]] = {}
         #: Slices to post, in the order of the grants, by link.
         self._outgoing: dict[SendLink, deque[tuple[LinkSend, memoryview]]] = {}
-        #: Landing places to name, in the order of the grants, by link, and how many are named.
+        #: Landing places to announce, in the order of the grants, and the number of those announced
+        #: whose slices have not arrived, by link.
         self._incoming: dict[RecvLink, deque[tuple[LinkReceive, memoryview]]] = {}
         self._named: dict[RecvLink, int] = {}
-        #: Bytes of short messages sent to, and taken by, each peer; taken from it, and reported.
+        #: Bytes of short messages, by peer: sent to it and taken by it; taken from it by this rank,
+        #: and the part of these that this rank has reported to it.
         self._sent: dict[int, int] = {}
         self._taken: dict[int, int] = {}
         self._took: dict[int, int] = {}
@@ -179,7 +188,7 @@ class MessageDriver(MessageProtocol):
                 links.deliver(link)  # what arrived before this driver was made
 
     def close(self) -> None:
-        """Stop handling messages."""
+        """Stop handling messages: envelopes and data that arrive later are not used."""
         self._calls.consumers = {}
         self._calls.busy.clear()
         self._calls.on_unposted = None
@@ -221,7 +230,7 @@ class MessageDriver(MessageProtocol):
         self.advance()
 
     def _post_envelope(self, link: RecvLink) -> None:
-        """Post a receive, with the peer as its index, for an envelope that has arrived."""
+        """Post the receive of an envelope that has arrived."""
         self._links.expect(link, self)
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
@@ -240,10 +249,10 @@ class MessageDriver(MessageProtocol):
             self._on_envelope(self._rank_of[peer], kind, dtype, tag, ident, nbytes, data)
 
     def on_released(self, index: int) -> None:
-        """Do nothing: envelopes are eager."""
+        """Do nothing: envelopes are eager, and this is called for cleared slices only."""
 
     def on_retired(self, index: int) -> None:
-        """Do nothing: envelopes are eager."""
+        """Do nothing: envelopes are eager, and this is called for cleared slices only."""
 
     def _note_taken(self, source: int, nbytes: int) -> None:
         peer = self._members[source]
@@ -253,11 +262,11 @@ class MessageDriver(MessageProtocol):
             self._put(source, EnvelopeKind.TAKEN, 0, 0, 0, took)
 
     def note_sent(self, peer: int) -> None:
-        """Count an announced message to `peer`, a rank of the job, that was sent."""
+        """Record that a long message to `peer`, a rank of the job, is sent completely."""
         self._note_busy(self._rank_of[peer], -1)
 
     def _note_busy(self, peer: int, change: int) -> None:
-        # Such messages need paths.
+        # Paths are not closed as idle while an announced message needs them.
         busy, of_job = self._calls.busy, self._members[peer]
         count = busy.pop(of_job, 0) + change
         if count > 0:
@@ -266,7 +275,11 @@ class MessageDriver(MessageProtocol):
     # Data
 
     def _cut(self, source: int, nbytes: int) -> list[int]:
-        """Return how many bytes of a message travel on each data channel."""
+        """Divide the bytes of a message from rank `source` among the data channels.
+
+        Return the number of bytes on each channel, in proportion to the bandwidth of its rail; one
+        number if the first channel carries them all.
+        """
         if self._nchannels == 1 or nbytes <= self._slice_nbytes:
             return [nbytes]
         health = self._health()
@@ -320,7 +333,7 @@ class MessageDriver(MessageProtocol):
         self.advance()
 
     def advance(self) -> None:
-        """Post the envelopes and slices for which there is room."""
+        """Post the envelopes and slices that wait, as far as their links have room."""
         links = self._links
         for peer, envelopes in self._envelopes.items():
             link = links.sender(peer, self._envelope_channel)
@@ -335,7 +348,7 @@ class MessageDriver(MessageProtocol):
                 links.send(link, piece, False, owner, 0)
 
     def on_data(self, request: LinkReceive, landing: Landing) -> None:
-        """Confirm a slice of `request`, which is in its place, and announce the next place."""
+        """Confirm a slice of `request` that has arrived, and announce the next landing place."""
         assert request.result is not None
         peer = self._members[request.result.source]
         if request.is_done:
@@ -347,7 +360,7 @@ class MessageDriver(MessageProtocol):
         self._name(link, landing.index)
 
     def _name(self, link: RecvLink, number: int) -> None:
-        """Announce places on data channel `number`, as far as the depth allows."""
+        """Announce landing places on data channel `number`, until `depth` are outstanding."""
         queue = self._incoming[link]
         while queue and self._named.get(link, 0) < self._depth:
             request, piece = queue.popleft()

@@ -1,9 +1,13 @@
-"""Messages of one communicator in memory that its ranks share: locks, waits, ends.
+"""Messages of one communicator in memory that its ranks share: threads, waits and errors.
 
-One thread at a time moves messages. A thread that waits for a message moves those of all threads.
-While none waits, the owner of the data loop moves them: at each tick, and more often while frames
-of this rank wait or data of long messages moves. A blocking call that meets no other open message
-runs in one compiled call (`r2ccl.shm.one_message`).
+One thread at a time moves messages; it holds a lock meanwhile, and is said to have its *turn*. A
+thread that waits for a message moves those of all threads. While none waits, the owner of the data
+loop moves them: at each tick, and more often while frames of this rank wait for room or the data of
+long messages moves.
+
+A *direct call* is a blocking send, receive or both that runs in one call of a compiled function
+(`r2ccl.shm.one_message`). It is possible if the communicator has no other unfinished message at
+this rank.
 
 Invariant: after an error, no message is moved any more.
 """
@@ -36,22 +40,22 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Interval, in seconds, at which a thread that waits for its turn wakes the one that has it.
+#: Interval in seconds at which a thread that waits for its turn wakes the thread that has it.
 _LOOK_S = 0.02
-#: Sleep, in seconds, that lets another thread take its turn.
+#: Duration in seconds of a sleep that lets another thread take its turn.
 _GIVE_WAY_S = 50e-6
-#: Interval, in seconds, at which the control thread moves messages of a rank that is in no call.
+#: Interval in seconds at which the control thread moves messages while this rank is in no call.
 _REST_S = 0.002
 #: Maximum number of prepared direct calls.
 _NPREPARED = 64
 #: Seconds that another thread has to end its turn after an error; a turn lasts some milliseconds.
 _LAST_TURN_S = 5.0
-#: Maximum number of Ctrl-C that may interrupt the end of a failed call.
+#: Number of times that Ctrl-C may interrupt the cleanup of a failed call.
 _MOST_INTERRUPTS = 1_000
 
 
 class LocalEngine(Protocol):
-    """Part of the communicator's engine that its messages use."""
+    """Interface of a communicator's engine that its messages use."""
 
     @property
     def error(self) -> R2cclError | None:
@@ -59,11 +63,11 @@ class LocalEngine(Protocol):
         ...
 
     def watch_end(self, act: Callable[[], None]) -> None:
-        """Call `act` when the communicator ends."""
+        """Call `act` when the communicator ends, in any thread; at once if it has ended."""
         ...
 
     def unwatch_end(self, act: Callable[[], None]) -> None:
-        """Do not call `act` any more."""
+        """Undo `watch_end`: do not call `act` any more."""
         ...
 
     def fail_local(self, error: BaseException) -> None:
@@ -72,33 +76,37 @@ class LocalEngine(Protocol):
 
 
 class NotRun:
-    """Type of `NOT_RUN`: no direct call ran, and the message needs a request."""
+    """Type of `NOT_RUN`: no direct call ran, so the caller has to make a request instead."""
 
 
 NOT_RUN = NotRun()
 
 
 class Delayed(NamedTuple):
-    """Requests that continue a direct call after a peer was late or sent another frame first."""
+    """Requests that continue a direct call whose peer was late, or sent another frame first.
+
+    None stands for a direction that the call does not have.
+    """
 
     sent: SendRequest | None
     received: ReceiveRequest | None
 
 
 class LocalEnd(NamedTuple):
-    """Send or receive of a direct call: buffer, rank of the peer in the communicator, tag."""
+    """Buffer, peer (its rank in the communicator) and tag of a send or receive of a direct call."""
 
     buffer: Buffer
     peer: int
     tag: int
 
 
-#: Result of a direct call: its message (None: it received none), or how it has to go on.
+#: Result of a direct call: the message that it received, or None if it only sent; `Delayed` if
+#: requests continue it; `NOT_RUN`.
 Outcome = Message | Delayed | NotRun | None
 
 
 class LocalMessages:
-    """`Way` of the messages of one communicator in shared memory.
+    """Carrier (`Way`) of the messages of one communicator in shared memory.
 
     Parameters
     ----------
@@ -107,8 +115,9 @@ class LocalMessages:
     loop : DataLoop
         Data loop of the job.
     driver : LocalDriver
-        Owned.
+        Exchange of the messages; no other object calls it.
     engine : LocalEngine
+        Ended by each error of a message.
     """
 
     def __init__(
@@ -137,23 +146,24 @@ class LocalMessages:
 
     @property
     def is_below(self) -> bool:
-        """True if the caller is a signal handler that interrupted this object."""
+        """True in a signal handler that interrupted a method of this object in the same thread."""
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def _acquire(self) -> None:
-        """Take the turn; call it inside of ``try: ... finally: self._release()``.
+        """Wait for this thread's turn; call it inside of ``try: ... finally: self._release()``.
 
         Raises
         ------
         ConcurrentCalls
-            If the caller is a signal handler that interrupted this object.
+            If the caller is a signal handler that interrupted a method of this object.
         """
         is_below = self.is_below
         if self._lock.acquire(blocking=False):
             if is_below:
                 raise ConcurrentCalls(
-                    f"rank {self._loop.rank}: a signal handler called r2ccl below another call of "
-                    "its thread: set a flag in the handler, and call r2ccl later"
+                    f"rank {self._loop.rank}: a signal handler called r2ccl after it interrupted "
+                    "another call of the same thread: set a flag in the handler, and call r2ccl "
+                    "later"
                 )
             return
         self._newcomers.append(None)
@@ -176,9 +186,10 @@ class LocalMessages:
         """Do nothing: all ranks share memory."""
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
-        """Run ``fn()`` alone, after messages have moved if `is_step`.
+        """Call ``fn()`` while no other thread moves messages; return its result.
 
-        An exception ends the communicator, except `ConcurrentCalls`.
+        If `is_step`, move messages first. An exception, except `ConcurrentCalls`, ends the
+        communicator.
         """
         try:
             try:
@@ -197,12 +208,13 @@ class LocalMessages:
         return found
 
     def wait(self, is_done: Callable[[], bool], patience: Patience) -> None:
-        """Move messages until ``is_done()``, and run the data loop if no other thread does.
+        """Move messages until ``is_done()``; also run the data loop unless another thread does.
 
         Raises
         ------
         TransportTimeout
-            If that takes longer than ``patience.timeout_s``; all communicators have ended.
+            If that takes longer than ``patience.timeout_s``; all communicators of the job have
+            ended.
         R2cclError
             If the communicators have ended.
         """
@@ -228,7 +240,7 @@ class LocalMessages:
         self._rest_later()
 
     def _step(self, is_done: Callable[[], bool]) -> bool:
-        """Move messages for some milliseconds unless ``is_done()``; return whether it is."""
+        """Return ``is_done()``; if it is False, first move messages for some milliseconds."""
         try:
             self._acquire()
             if is_done():
@@ -240,7 +252,7 @@ class LocalMessages:
             self._release()
 
     def poll(self) -> None:
-        """Move messages now, unless another thread does; called by the owner of the data loop."""
+        """Move messages once, unless another thread does; called by the owner of the data loop."""
         if self.is_below or not self._lock.acquire(blocking=False):
             self._is_quiet = False  # a direct call looks at the rings of its own peers only
             return
@@ -251,7 +263,7 @@ class LocalMessages:
             self._release()
 
     def _rest_later(self) -> None:
-        """Let the control thread move messages while this rank makes no calls."""
+        """Schedule the control thread to move messages while this rank is in no call."""
         if self.driver.has_work and not self._is_resting and not self._has_ended:
             self._is_resting = True
             self._loop.call_later(_REST_S, self._rest)
@@ -264,7 +276,10 @@ class LocalMessages:
     # Direct calls
 
     def repeat(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
-        """Run the direct call that `begin` prepared for `key`, if the arrays have the same form."""
+        """Run the direct call that `begin` prepared for `key`, with arrays of the same form.
+
+        Return NOT_RUN if there is none, or if the form of an array or another message prevents it.
+        """
         found = self._prepared.get(key)
         if found is None or type(x) is not np.ndarray or type(out) is not np.ndarray:
             return NOT_RUN
@@ -273,9 +288,20 @@ class LocalMessages:
     def begin(
         self, key: tuple[int, ...], sent: LocalEnd | None, received: LocalEnd | None
     ) -> Outcome:
-        """Run a direct call, and keep it, if its arrays are contiguous, for `repeat`.
+        """Run a direct call; if its arrays are contiguous, keep it for `repeat`.
 
-        `key` determines the peers and tags. Return NOT_RUN if another message is open.
+        Parameters
+        ----------
+        key : tuple of int
+            Peers and tags of the call, and which of them it has.
+        sent, received : LocalEnd or None
+            The send and the receive; None if the call has none.
+
+        Returns
+        -------
+        Message or Delayed or NotRun or None
+            NOT_RUN if another message is unfinished, or a peer is this rank or `ANY`; else see
+            `Outcome`.
         """
         from r2ccl.shm.rings import DirectCall
 
@@ -356,7 +382,10 @@ class LocalMessages:
         return error
 
     def _forget(self, timeout_s: float) -> bool:
-        """Drop all messages; return False if a thread does not end its turn in time."""
+        """Drop all messages.
+
+        Return False, and drop none, if another thread does not end its turn within `timeout_s`.
+        """
         try:
             if not self._lock.acquire(timeout=timeout_s):
                 return False
@@ -366,12 +395,15 @@ class LocalMessages:
             self._release()
 
     def end(self) -> None:
-        """Wake waits, so that they and later calls find that the communicator has ended."""
+        """Move no messages any more; wake waiting threads, which raise the communicator's error."""
         self._has_ended = True
         self.driver.rings.wake()
 
     def close(self, timeout_s: float) -> bool:
-        """Stop moving messages; return False if a thread does not end its turn in time."""
+        """Drop all messages and move none any more.
+
+        Return False if another thread does not end its turn within `timeout_s`; call again then.
+        """
         self._has_ended = True
         if not self._forget(timeout_s):
             return False

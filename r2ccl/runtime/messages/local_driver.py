@@ -1,10 +1,10 @@
 """Exchange of messages through rings in memory that the ranks of a host share.
 
-Envelopes and the data of long messages are frames, which compiled code moves. A sender puts the
-data of several messages in the order in which the receiver granted them. A frame for which a ring
-has no room waits in a queue.
+Compiled code moves envelopes and the data of long messages as frames of the rings. A sender puts
+the data of several messages into the ring in the order in which the receiver granted the messages.
+A frame for which a ring has no room waits in a queue.
 
-One thread at a time may call the methods.
+Only one thread at a time may call the methods.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from r2ccl.types import EnvelopeKind
 if TYPE_CHECKING:
     from r2ccl.shm.rings import DirectCall, Rings
 
-#: Header of an envelope over links, which the limit for short messages includes.
+#: Size in bytes of the header of an envelope over links. The limit for short messages includes it,
+#: so that the same messages are short in shared memory.
 _HEADER_NBYTES = 32
 #: Maximum number of events that one call of `advance` handles.
 _MOST_EVENTS = 1000
 
 
 class _Waiting(NamedTuple):
-    """Envelope that waits for room, and the request that is done once it is in the ring."""
+    """Envelope that waits for room in a ring; once it is there, `request`, if any, is done."""
 
     kind: int
     dtype: int
@@ -42,15 +43,18 @@ class _Waiting(NamedTuple):
 
 
 class LocalDriver(MessageProtocol):
-    """Messages of one communicator whose ranks share memory.
+    """Exchange of the messages of one communicator whose ranks share memory.
 
     Parameters
     ----------
     rings : Rings
+        Rings of this rank, used by this object only.
     rank : int
+        This rank in the communicator.
     members : sequence of int
+        Rank in the job of each rank of the communicator.
     eager_nbytes : int
-        Size of the largest short message, with a header, in bytes.
+        Maximum size of a short message with the header of its envelope, in bytes.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class LocalDriver(MessageProtocol):
         self.rings = rings
         self._most_short = eager_nbytes - _HEADER_NBYTES
         self._queues: dict[int, deque[_Waiting]] = {}
-        #: Granted messages whose data moves, in the order of the grants.
+        #: Granted messages whose data moves, by peer, in the order of the grants.
         self._outgoing: dict[int, deque[SendRequest]] = {}
         self._incoming: dict[int, deque[ReceiveRequest]] = {}
         self._nmoving = 0
@@ -73,12 +77,12 @@ class LocalDriver(MessageProtocol):
 
     @property
     def has_work(self) -> bool:
-        """True if frames of this rank, or data of long messages, move while it advances."""
+        """True if envelopes of this rank wait for room, or data of long messages is moving."""
         return bool(self._nmoving or self._nqueued)
 
     @property
     def is_quiet(self) -> bool:
-        """True if no message is open."""
+        """True if no message or receive is unfinished, and no message waits to be received."""
         return not (self.has_work or self._announced) and self.matching.is_empty
 
     def withdraw(self) -> None:
@@ -87,11 +91,11 @@ class LocalDriver(MessageProtocol):
         self.advance(False)
 
     def has_ring(self, peer: int) -> bool:
-        """Return whether `peer` is a rank other than this one, and not `ANY`."""
+        """Return whether there is a ring to `peer`: it is neither this rank nor `ANY`."""
         return peer not in (ANY, self._rank)
 
     def is_short(self, nbytes: int) -> bool:
-        """Return whether a message of `nbytes` can be sent in its envelope."""
+        """Return whether a message of `nbytes` is small enough to be sent in its envelope."""
         return not nbytes or (nbytes <= self._most_short and self.rings.fits(nbytes))
 
     def forget(self) -> None:
@@ -105,9 +109,9 @@ class LocalDriver(MessageProtocol):
     # Progress
 
     def advance(self, is_waiting: bool) -> bool:
-        """Move what can move, and handle envelopes; return whether anything happened.
+        """Move frames as far as possible, and handle envelopes; return whether any moved.
 
-        If `is_waiting`, first wait some milliseconds for something to move.
+        If `is_waiting` and nothing can move, wait some milliseconds for a frame.
         """
         has_moved = False
         for _ in range(_MOST_EVENTS):
@@ -213,7 +217,7 @@ class LocalDriver(MessageProtocol):
     # Direct calls that compiled code has not finished
 
     def take_over_send(self, call: DirectCall, view: memoryview, dtype: int) -> SendRequest:
-        """Return a request that continues the send of a direct call from its step on."""
+        """Return a request that sends `view`, from the step on that `call` has reached."""
         words = call.words
         to, step = int(words[layout.CALL_TO]), int(words[layout.SEND_STEP])
         if step == layout.TO_PUT:
@@ -228,7 +232,7 @@ class LocalDriver(MessageProtocol):
         return request
 
     def take_over_receive(self, call: DirectCall, view: memoryview, dtype: int) -> ReceiveRequest:
-        """Return a request that continues the receive of a direct call from its step on."""
+        """Return a request that receives into `view`, from the step on that `call` has reached."""
         words = call.words
         source, step = int(words[layout.CALL_SOURCE]), int(words[layout.RECV_STEP])
         tag = int(words[layout.CALL_RECV_TAG])
@@ -247,7 +251,7 @@ class LocalDriver(MessageProtocol):
 
 
 def message_of(call: DirectCall, dtype: int) -> Message:
-    """Return the message that a direct call has taken."""
+    """Return the message that a direct call received; `dtype` is the number of its dtype."""
     words = call.words
     count = int(words[layout.FOUND_NBYTES]) // dtype_of(dtype).itemsize
     return Message(int(words[layout.CALL_SOURCE]), int(words[layout.FOUND_TAG]), count)

@@ -1,8 +1,8 @@
 """Matching of messages with receives, by source and tag.
 
-As in MPI, messages of one source that a receive could take are taken in the order in which they
-were sent, and receives that could take the same message in the order in which they were posted. No
-I/O. Cost: linear in the number of unmatched messages or receives.
+The order is that of MPI: if a receive matches several messages of one source, it takes the one that
+was sent first; if several receives match a message, the one that was posted first takes it. No I/O.
+Cost: linear in the number of unmatched messages or receives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-#: Source or tag of a receive that takes any.
+#: As the source or tag of a receive: every source or tag matches.
 ANY = -1
 
 
@@ -22,7 +22,7 @@ class Message(msgspec.Struct, frozen=True):
     Attributes
     ----------
     source, tag : int
-        Rank of the sender, and tag of the message.
+        Rank of the sender in the communicator, and tag of the message.
     count : int
         Number of elements.
     """
@@ -35,8 +35,9 @@ class Message(msgspec.Struct, frozen=True):
 class Envelope(NamedTuple):
     """Description of a message that has arrived or was announced.
 
-    ``ident`` is the sender's number of the message. ``payload`` is its data if it is short; None if
-    the data follows once a receive has taken the message.
+    ``ident`` is the number that the sender gave to the message, ``dtype`` the number of its dtype.
+    ``payload`` has the data of a short message; None: the data follows once a receive has taken the
+    message.
     """
 
     source: int
@@ -53,7 +54,7 @@ class Taker(Protocol):
     Attributes
     ----------
     source, tag : int
-        Accepted source and tag; `ANY` accepts all.
+        Source and tag that match; `ANY` matches all.
     """
 
     source: int
@@ -61,14 +62,14 @@ class Taker(Protocol):
 
 
 class Matching:
-    """Unmatched messages and receives of one communicator at this rank."""
+    """Messages and receives of one communicator at this rank that have not been matched yet."""
 
     def __init__(self) -> None:
         self._envelopes: deque[Envelope] = deque()
         self._takers: deque[Any] = deque()
 
     def taker_of(self, envelope: Envelope) -> Any:
-        """Remove and return the receive that takes a message that just arrived, or None."""
+        """Remove and return the first receive that matches a new message; None if none matches."""
         for taker in self._takers:
             if _fits(taker, envelope):
                 self._takers.remove(taker)
@@ -76,7 +77,7 @@ class Matching:
         return None
 
     def keep(self, envelope: Envelope) -> None:
-        """Keep a message that just arrived, with a copy of its data, which was borrowed."""
+        """Keep a message that no receive has taken, with a copy of its data."""
         payload = envelope.payload
         kept = envelope if payload is None else envelope._replace(payload=bytes(payload))
         self._envelopes.append(kept)
@@ -86,40 +87,40 @@ class Matching:
         self._envelopes.remove(envelope)
 
     def post(self, taker: Taker) -> Envelope | None:
-        """Return the kept message that a new receive takes, or keep the receive and return None."""
+        """Return the kept message that a new receive takes; if none matches, keep the receive."""
         found = self.find(taker)
         if found is None:
             self._takers.append(taker)
         return found
 
     def find(self, taker: Taker) -> Envelope | None:
-        """Return the first kept message that a receive would take, or None."""
+        """Return the first kept message that matches a receive; None if none matches."""
         return next((each for each in self._envelopes if _fits(taker, each)), None)
 
     def cancel(self, taker: Taker) -> bool:
-        """Remove a receive; return False if it has taken a message."""
+        """Remove a kept receive; return False if it has already taken a message."""
         if taker not in self._takers:
             return False
         self._takers.remove(taker)
         return True
 
     def forget_takers(self) -> None:
-        """Remove all receives."""
+        """Remove all kept receives."""
         self._takers.clear()
 
     def clear(self) -> None:
-        """Remove all messages and receives."""
+        """Remove all kept messages and receives."""
         self._envelopes.clear()
         self._takers.clear()
 
     @property
     def is_empty(self) -> bool:
-        """True if no message and no receive waits."""
+        """True if no message and no receive is kept."""
         return not self._envelopes and not self._takers
 
     @property
     def kept_nbytes(self) -> int:
-        """Number of bytes of the kept messages."""
+        """Size in bytes of the data of the kept messages."""
         return sum(len(each.payload or b"") for each in self._envelopes)
 
 

@@ -1,4 +1,4 @@
-"""Messages of one communicator, as its threads use them: blocking and asynchronous."""
+"""Messages of one communicator, blocking and asynchronous, for use by any thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class MessageRequest:
     """Handle of a message that is being sent or received.
 
-    Keeps the array alive. An error of the message is raised by `wait`.
+    Keeps the array alive until `wait` returns. `wait` raises the error of a message that fails.
     """
 
     def __init__(
@@ -43,11 +43,17 @@ class MessageRequest:
         self._owner: object | None = owner
 
     def is_done(self) -> bool:
-        """Return at once whether the message is sent or received, or has failed."""
+        """Return, without blocking, whether `wait` would return or raise an error at once.
+
+        Raises
+        ------
+        R2cclError
+            If an error has ended the communicator.
+        """
         return self._messenger.test(self._request)
 
     def wait(self, timeout_s: float | None = None) -> Message | None:
-        """Block until the message is received, or is sent, so that its array may change.
+        """Block until the message is received or sent; its array may change afterwards.
 
         Parameters
         ----------
@@ -57,16 +63,18 @@ class MessageRequest:
         Returns
         -------
         Message or None
-            Source, tag and number of elements of a received message; None for a send.
+            Source, tag and number of elements of a received message; None for a send, and for a
+            receive that was withdrawn.
 
         Raises
         ------
         TransportTimeout
-            If the wait takes longer. With `timeout_s`, the request continues: wait again. Without,
-            the communicator has ended.
+            If the wait takes longer. If `timeout_s` was given, the request continues: call `wait`
+            again. Otherwise, the communicator has ended.
         InvalidArgument
-            If the message does not fit its receive. For a long or synchronous message, the send
-            raises this error too. A short message stays at the receiver for another receive.
+            If the message has more elements than the array of its receive, or another dtype. If it
+            is long or synchronous, the send raises this error too. A short message stays at the
+            receiver for another receive.
         R2cclError
             If the communicator has ended.
         """
@@ -77,7 +85,7 @@ class MessageRequest:
     def cancel(self) -> bool:
         """Withdraw a receive that has taken no message; return whether it was withdrawn.
 
-        `wait` then returns None.
+        A send cannot be withdrawn. After a withdrawal, `wait` returns None.
         """
         return self._messenger.cancel(self._request)
 
@@ -87,46 +95,50 @@ class Way(Protocol):
 
     @property
     def driver(self) -> MessageProtocol:
-        """Exchange of the messages; its methods run in `own` or `wait`."""
+        """Exchange of the messages; only functions passed to `own` or `wait` may call it."""
         ...
 
     @property
     def is_below(self) -> bool:
-        """True if the caller is a signal handler that interrupted this object."""
+        """True in a signal handler that interrupted a method of this object in the same thread."""
         ...
 
     def connect_to(self, peer: int) -> None:
-        """Connect the paths that messages to `peer`, a rank of the job, need."""
+        """Connect the paths that messages to `peer`, a rank of the job, need; wait for them."""
         ...
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
-        """Run ``fn()`` alone, after messages have advanced if `is_step`.
+        """Call ``fn()`` while no other thread uses the driver; return its result.
 
-        What ``fn()`` raises ends the communicator.
+        If `is_step`, advance messages first. An exception of ``fn()`` ends the communicator.
         """
         ...
 
     def wait(self, is_done: Callable[[], bool], patience: Patience) -> None:
-        """Advance messages until ``is_done()``."""
+        """Advance messages until ``is_done()``.
+
+        Raise TransportTimeout, which ends the communicator, after ``patience.timeout_s``.
+        """
         ...
 
 
 class Messenger:
-    """Messages of one communicator; a `Caller` of the data loop.
+    """Messages of one communicator, over links or in shared memory; a `Caller` of the data loop.
 
     Parameters
     ----------
     job : RankContext
         This rank in the job.
     loop : DataLoop
+        Data loop of the job.
     context : Context
         Identity of the communicator.
     engine : Caller
-        Calls of the same communicator, with which this object shares errors.
+        Calls of the same communicator; calls and messages end with the same error.
     connect : callable
         ``connect(peers)`` connects paths to ranks of the job, and waits for them.
     health : callable
-        Returns the newest known health of the communicator.
+        ``health()`` returns the newest known health of the communicator.
     """
 
     def __init__(
@@ -175,23 +187,26 @@ class Messenger:
         loop.callers[context_id] = self
 
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:
-        """End all waits, and refuse all calls, each with a new error from `refusal`; any thread."""
+        """End all waits and refuse all calls, each with a new error ``refusal()``.
+
+        Any thread may call this method.
+        """
         self._refusal = refusal
 
     @property
     def is_below(self) -> bool:
-        """True if the caller is a signal handler that interrupted a wait of its thread."""
+        """True in a signal handler that interrupted a method of this object in the same thread."""
         return self._waiter == get_ident() or self._way.is_below
 
     # Shared memory
 
     @property
     def local(self) -> LocalMessages | None:
-        """Messages in memory that the ranks share; None: they use the network."""
+        """Carrier of the messages in shared memory; None if they use the network."""
         return self._local
 
     def share_memory(self, rings: Rings, engine: LocalEngine) -> None:
-        """Send messages through memory that the ranks share, from now on."""
+        """From now on, exchange messages through `rings`, in memory that the ranks share."""
         driver = LocalDriver(
             rings,
             rank=self._rank,
@@ -201,14 +216,23 @@ class Messenger:
         self._local = self._way = LocalMessages(self, self._loop, driver, engine)
 
     def free_memory(self, timeout_s: float) -> bool:
-        """Stop using shared memory; return False if a call uses it for `timeout_s` or longer."""
+        """Send messages over the network again.
+
+        Return False if a call still uses the shared memory after `timeout_s`.
+        """
         if self._local is None or self._local.close(timeout_s):
             self._local, self._way = None, self._network
             return True
         return False
 
     def finish(self) -> None:
-        """Withdraw the receives that have taken no message, and wait for the others."""
+        """Withdraw the receives that have taken no message, and wait until the others are done.
+
+        Raises
+        ------
+        TransportTimeout
+            If that takes longer than ``R2CC_TIMEOUT_S``; the communicator has ended.
+        """
         driver = self._way.driver
 
         def is_done() -> bool:
@@ -224,7 +248,7 @@ class Messenger:
 
     @property
     def has_raised(self) -> bool:
-        """State of the communicator's `engine`, shared by its calls and its messages."""
+        """True if a call or message has raised the error that ended the communicator."""
         return self._engine.has_raised
 
     @has_raised.setter
@@ -232,16 +256,20 @@ class Messenger:
         self._engine.has_raised = value
 
     def tick(self, now: float) -> None:
-        """Do nothing."""
+        """Do nothing: messages have no periodic work."""
 
     def check(self) -> None:
-        """Raise if the communicator has ended."""
+        """Raise the error of the communicator if it has ended."""
         self._engine.check()
 
     # Requests; any thread
 
     def send(self, x: Buffer, to: int, tag: int, *, is_synchronous: bool = False) -> MessageRequest:
-        """Begin to send `x` to rank `to`; first connect paths to that rank if there are none."""
+        """Begin to send `x` to rank `to`; first connect paths to that rank if there are none.
+
+        `x` must not change until the request is done. If `is_synchronous`, that is not before a
+        receive has taken the message.
+        """
         driver = self._way.driver
 
         def post() -> SendRequest:
@@ -252,7 +280,7 @@ class Messenger:
         return MessageRequest(self, self._own(post), x.owner)
 
     def receive(self, out: Buffer, source: int, tag: int) -> MessageRequest:
-        """Begin to receive a message into `out`."""
+        """Begin to receive a message into `out`; `source` and `tag` may be `ANY`."""
         driver = self._way.driver
 
         def post() -> ReceiveRequest:
@@ -261,9 +289,9 @@ class Messenger:
         return MessageRequest(self, self._own(post), out.owner)
 
     def probe(self, source: int, tag: int, *, is_blocking: bool) -> Message | None:
-        """Return the first message that a receive would take; None if there is none yet.
+        """Return the message that a receive from `source` with `tag` would take, or None.
 
-        If `is_blocking`, wait until there is one.
+        If `is_blocking`, wait for a message, at most ``R2CC_TIMEOUT_S``.
         """
         find = partial(self._way.driver.probe, source, tag)
         found: Message | None = self._own(find, is_step=True)
@@ -279,13 +307,16 @@ class Messenger:
         return found
 
     def test(self, request: SendRequest | ReceiveRequest) -> bool:
-        """Return whether `request` is done; advance messages once if not."""
+        """Return whether `request` is done, or calls are refused; if not, advance messages once."""
         if request.is_done or self._refusal is not None:
             return True
         return bool(self._own(lambda: request.is_done, is_step=True))
 
     def cancel(self, request: SendRequest | ReceiveRequest) -> bool:
-        """Withdraw a receive that has taken no message; return whether it was withdrawn."""
+        """Withdraw a receive that has taken no message; return whether it was withdrawn.
+
+        A send is never withdrawn.
+        """
         if isinstance(request, SendRequest):
             return False
         return bool(self._own(partial(self._way.driver.cancel, request)))
@@ -318,7 +349,7 @@ class Messenger:
         return request.result
 
     def _describe(self, request: SendRequest | ReceiveRequest) -> tuple[int, str]:
-        """Return the peer of a request, in the job, or `ANY`, and the request as text."""
+        """Return the peer of a request (a rank of the job, or `ANY`) and its description."""
         if isinstance(request, SendRequest):
             return request.peer, f"send() to rank {request.peer}"
         peer = ANY if request.source == ANY else self._members[request.source]
@@ -329,12 +360,15 @@ class Messenger:
             raise self._refusal()
 
     def _own(self, fn: Callable[[], Any], *, is_step: bool = False) -> Any:
-        """Run ``fn()`` alone, after messages have advanced if `is_step`."""
+        """Call `Way.own` and return its result; if calls are refused, raise the refusal."""
         self._require_open()
         return self._way.own(fn, is_step=is_step)
 
     def _wait(self, is_done: Callable[[], bool], peer: int, doing: str, timeout_s: float) -> None:
-        """Advance messages until ``is_done()``; `peer` is a rank of the job, or `ANY`."""
+        """Advance messages until ``is_done()``.
+
+        `peer`, a rank of the job or `ANY`, and the text `doing` describe the wait.
+        """
         patience = Patience(timeout_s, "R2CC_TIMEOUT_S", partial(self._pending, peer, doing))
         self._waiter = get_ident()
         self.peers = frozenset() if peer in (ANY, self._job.rank) else frozenset((peer,))
@@ -350,7 +384,7 @@ class Messenger:
 
 
 def bytes_of(x: Buffer) -> memoryview:
-    """Return the memory of a buffer as bytes."""
+    """Return a view of the memory of a buffer as bytes."""
     return memoryview(x.array.view(np.uint8))  # type: ignore[arg-type]
 
 

@@ -10,15 +10,18 @@ from r2ccl.runtime.messages.driver import MessageDriver
 
 
 class NetworkMessages:
-    """`Way` of the messages of one communicator over links.
+    """Carrier (`Way`) of the messages of one communicator over links.
 
-    Only the owner of the data loop calls `driver`.
+    Only the thread that owns the data loop may call `driver`.
 
     Parameters
     ----------
     caller : Caller
+        The communicator's `Messenger`.
     loop : DataLoop
+        Data loop of the job.
     driver : MessageDriver
+        Exchange of the messages.
     connect : callable
         ``connect(peers)`` connects paths to ranks of the job, and waits for them.
     """
@@ -39,7 +42,7 @@ class NetworkMessages:
         self._connect = connect
 
     def connect_to(self, peer: int) -> None:
-        """Connect paths to `peer`, a rank of the job, unless there are some."""
+        """Connect paths to `peer`, a rank of the job, if there are none; wait for them."""
         loop = self._loop
         if peer == loop.rank or peer in loop.links.connected:
             return
@@ -52,7 +55,11 @@ class NetworkMessages:
             loop.release()
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
-        """Run ``fn()`` as the owner of the data loop, and send the slices that it posted."""
+        """Call ``fn()`` as the owner of the data loop, and return its result.
+
+        Then send the slices that it posted. If `is_step`, first run the data loop once. An
+        exception ends the communicator.
+        """
         progress = self._loop.progress
 
         def run() -> Any:
@@ -66,11 +73,14 @@ class NetworkMessages:
         return self._call(run)
 
     def wait(self, is_done: Callable[[], bool], patience: Patience) -> None:
-        """Run the data loop until ``is_done()``."""
+        """Run the data loop until ``is_done()``; see `DataLoop.wait`."""
         self._call(lambda: self._loop.wait(self._caller, is_done, patience))
 
     def _call(self, fn: Callable[[], Any]) -> Any:
-        """Run ``fn()`` as the owner of the data loop; an exception ends the communicator."""
+        """Call ``fn()`` as the owner of the data loop, and return its result.
+
+        An exception ends the communicator.
+        """
         loop, caller = self._loop, self._caller
         try:
             loop.acquire()

@@ -1,16 +1,16 @@
 """Exchange of messages over any carrier: envelopes, matching, refusals.
 
-A short message travels in its envelope; the receiver buffers it until a receive takes it. A long
-message is announced first::
+Each message has an envelope: a frame with its source, tag, dtype and size. A short message travels
+in its envelope; the peer buffers it until a receive takes it. A long message is announced first::
 
     sender                                   receiver
     REQUEST(ident, tag, dtype, nbytes)  ->   finds the receive that takes it
                                         <-   GRANT(ident)
     data                                ->   the receive is complete
 
-If the short messages to a receiver that no receive has taken exceed a limit in bytes, further short
-messages are announced too. This bounds the memory of the receiver. A synchronous message is always
-announced: the grant tells its sender that a receive has taken it.
+If the short messages to a peer that the peer's receives have not taken would exceed `MOST_UNTAKEN`
+bytes, further short messages to the peer are announced too. This bounds the memory of the peer. A
+synchronous message is always announced: the grant tells its sender that a receive has taken it.
 
 Invariant: the memory of a message is neither read nor written once its request is done.
 """
@@ -27,7 +27,11 @@ from r2ccl.types import EnvelopeKind
 
 
 class SendRequest:
-    """Message that is being sent to `peer`, a rank of the job."""
+    """Message that is being sent to `peer`, a rank of the job.
+
+    ``view`` is its data, ``ident`` its number at this rank, and ``error`` the reason if the peer
+    refused it.
+    """
 
     def __init__(self, peer: int, view: memoryview, ident: int) -> None:
         self.error: R2cclError | None = None
@@ -43,7 +47,11 @@ class SendRequest:
 
 
 class ReceiveRequest:
-    """Receive that waits for a message, or whose data is arriving."""
+    """Receive of a message from rank `source` with `tag`; both may be `ANY`.
+
+    ``view`` is the memory of the result, ``dtype`` the number of its dtype, and ``error`` the
+    reason if a message did not fit.
+    """
 
     def __init__(self, view: memoryview, dtype: int, source: int, tag: int) -> None:
         self.error: R2cclError | None = None
@@ -52,27 +60,29 @@ class ReceiveRequest:
         self.dtype = dtype
         self.source = source
         self.tag = tag
-        #: The message taken, and its size in bytes; None until then.
+        #: Message that the receive has taken, None before; and the size of that message in bytes.
         self.result: Message | None = None
         self.nbytes = 0
 
 
 class MessageProtocol(ABC):
-    """Messages of one communicator at this rank.
+    """Exchange of the messages of one communicator; subclasses implement the transfer.
+
+    Ranks are numbered as in the communicator, unless stated otherwise.
 
     Parameters
     ----------
     rank : int
-        This rank. All ranks are numbered as in the communicator, unless stated otherwise.
+        This rank.
     members : sequence of int
-        Rank in the job, by rank in the communicator.
+        Rank in the job of each rank of the communicator.
     """
 
     def __init__(self, rank: int, members: Sequence[int]) -> None:
         self._rank = rank
         self._members = members
         self.matching = Matching()
-        #: Announced messages by number, until they are granted or refused.
+        #: Messages that this rank has announced, by number, until they are granted or refused.
         self._announced: dict[int, SendRequest] = {}
 
     # Requests
@@ -80,9 +90,10 @@ class MessageProtocol(ABC):
     def send(
         self, view: memoryview, dtype: int, to: int, tag: int, *, is_synchronous: bool = False
     ) -> SendRequest:
-        """Begin to send the bytes `view` to rank `to`; they are borrowed until the request is done.
+        """Begin to send `view` to rank `to`; `view` is borrowed until the request is done.
 
-        With `is_synchronous`, the request is not done before a receive has taken the message.
+        `dtype` is the number of the dtype. If `is_synchronous`, the request is not done before a
+        receive has taken the message.
         """
         request = self._new_send(self._members[to], view)
         if to == self._rank:
@@ -99,7 +110,7 @@ class MessageProtocol(ABC):
         return request
 
     def receive(self, view: memoryview, dtype: int, source: int, tag: int) -> ReceiveRequest:
-        """Begin to receive a message into `view`, borrowed until the request is done."""
+        """Begin to receive a message into `view`, which is borrowed until the request is done."""
         request = self._new_receive(view, dtype, source, tag)
         envelope = self.matching.post(request)
         if envelope is not None and self._take(request, envelope):
@@ -107,7 +118,7 @@ class MessageProtocol(ABC):
         return request
 
     def cancel(self, request: ReceiveRequest) -> bool:
-        """Withdraw a receive, which is then done; return False if it has taken a message."""
+        """Withdraw a receive, which is then done; return False if it already has a message."""
         is_withdrawn = self.matching.cancel(request)
         request.is_done |= is_withdrawn
         return is_withdrawn
@@ -124,7 +135,7 @@ class MessageProtocol(ABC):
     @property
     @abstractmethod
     def nmoving(self) -> int:
-        """Number of granted messages whose data this rank still moves."""
+        """Number of granted messages whose data is arriving or, in shared memory, leaving."""
 
     # Envelopes
 
@@ -132,7 +143,7 @@ class MessageProtocol(ABC):
         self, source: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
         data: memoryview | bytes,
     ) -> None:  # fmt: skip
-        """Handle an envelope other than TAKEN; `data` is borrowed."""
+        """Handle an envelope from rank `source`, of any kind but TAKEN; `data` is borrowed."""
         if kind == EnvelopeKind.MESSAGE:
             self._arrived(Envelope(source, tag, dtype, nbytes, ident, data))
         elif kind == EnvelopeKind.REQUEST:
@@ -153,7 +164,10 @@ class MessageProtocol(ABC):
         self.matching.keep(envelope)
 
     def _take(self, request: ReceiveRequest, envelope: Envelope) -> bool:
-        """Give the message to `request`; return False if another receive may still take it."""
+        """Give the message to `request`, or end `request` with an error if it does not fit.
+
+        Return False if another receive may still take the message.
+        """
         source, _, dtype, nbytes, ident, payload = envelope
         if dtype != request.dtype or nbytes > len(request.view):
             self._refuse(request, envelope)
@@ -171,12 +185,12 @@ class MessageProtocol(ABC):
         return True
 
     def _refuse(self, request: ReceiveRequest, envelope: Envelope) -> None:
-        """End a receive that the message does not fit; refuse the message if it was announced."""
+        """End a receive that the message does not fit; if the message was announced, refuse it."""
         given = f"{len(request.view) // dtype_of(request.dtype).itemsize}"
         request.error = InvalidArgument(
             f"rank {envelope.source} sent {_described(envelope).count} elements of "
             f"{dtype_name(envelope.dtype)} with tag {envelope.tag}, but rank {self._rank} receives "
-            f"up to {given} of {dtype_name(request.dtype)}: make the buffers fit, or look with "
+            f"up to {given} of {dtype_name(request.dtype)}: make the buffers fit, or call "
             "probe() first"
         )
         request.is_done = True
@@ -189,22 +203,25 @@ class MessageProtocol(ABC):
 
     @abstractmethod
     def _new_send(self, peer: int, view: memoryview) -> SendRequest:
-        """Return a request with a new number; `peer` is a rank of the job."""
+        """Return a request to send `view`, with a new number; `peer` is a rank of the job."""
 
     @abstractmethod
     def _new_receive(self, view: memoryview, dtype: int, source: int, tag: int) -> ReceiveRequest:
-        """Return a request to receive."""
+        """Return a request to receive into `view`."""
 
     @abstractmethod
     def _admits(self, to: int, nbytes: int) -> bool:
-        """Return whether a message may be sent in its envelope now; if so, count it as sent."""
+        """Return whether a message of `nbytes` may now travel in its envelope.
+
+        If so, count the bytes as sent to rank `to`.
+        """
 
     @abstractmethod
     def _put(
         self, to: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
         payload: memoryview | bytes = b"", request: SendRequest | None = None,
     ) -> None:  # fmt: skip
-        """Send an envelope as soon as there is room; then `request`, if given, is done."""
+        """Send an envelope as soon as there is room for it; then `request`, if given, is done."""
 
     @abstractmethod
     def _grant(self, request: ReceiveRequest, envelope: Envelope) -> None:
@@ -216,11 +233,11 @@ class MessageProtocol(ABC):
 
     @abstractmethod
     def _note_taken(self, source: int, nbytes: int) -> None:
-        """Count a short message of another rank that a receive has taken."""
+        """Count the `nbytes` of a short message from rank `source` that a receive has taken."""
 
     @abstractmethod
     def _note_busy(self, peer: int, change: int) -> None:
-        """Add `change` to the number of announced messages to and from another rank."""
+        """Add `change` to the number of unfinished announced messages to and from rank `peer`."""
 
 
 def _described(envelope: Envelope) -> Message:
