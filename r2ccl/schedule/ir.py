@@ -1,4 +1,4 @@
-"""Intermediate representation: ops, the program of a rank, the schedule of a collective.
+"""Intermediate representation of schedules: ops, rank programs, schedules.
 
 These types describe operations and their dependencies; they do not verify them.
 `r2ccl.schedule.check.check` verifies that a schedule computes its collective.
@@ -86,8 +86,8 @@ class Op(msgspec.Struct, frozen=True, gc=False):
     is_proof : bool
         RECV only. True if the message cannot be sent before the peers of all SENDs in ``after``
         have received the messages of these SENDs. The message then implies their confirmation, so
-        the landing place may be announced as soon as their local requests are retired. The checker
-        verifies this.
+        the landing place may be announced as soon as the transport no longer reads the memory of
+        the SENDs. The checker verifies this.
     """
 
     kind: OpKind

@@ -405,7 +405,7 @@ class Agreement:
         if self.lost is not None:
             raise CommunicatorRevoked(
                 f"rank {self.rank}: rank {self.lost} is lost, so this communicator has ended; "
-                "continue with a communicator of the others (shrink())"
+                "call shrink() to continue with the surviving ranks"
             )
 
 
