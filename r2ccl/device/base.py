@@ -48,7 +48,7 @@ class Device(Protocol):
 
     @property
     def uuid(self) -> bytes:
-        """Identifier of the GPU, 16 bytes, the same in all processes and on all machines."""
+        """Identifier of the GPU, 16 bytes; equal in all processes, unique among all machines."""
         ...
 
     @property
@@ -183,7 +183,7 @@ class Device(Protocol):
         ...
 
     def destroy_stream(self, stream: Stream) -> None:
-        """Free `stream` once its work is done."""
+        """Destroy `stream`; its resources are freed once its work is done."""
         ...
 
     def is_capturing(self, stream: Stream) -> bool:
@@ -195,7 +195,7 @@ class Device(Protocol):
         ...
 
     def destroy_event(self, event: Event) -> None:
-        """Free `event` once it is done."""
+        """Destroy `event`; its resources are freed once it is done."""
         ...
 
     def record(self, event: Event, stream: Stream) -> None:

@@ -175,7 +175,7 @@ class PrimaryContext:
         self.call(_FREED_BY[kind], number)
 
     def wait_until(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """Poll `is_over` at growing intervals; return False if it is not true in `timeout_s`."""
+        """Poll `is_over` at growing intervals until it is true; False after `timeout_s` seconds."""
         start = self._clock()
         npolls = 0
         while not is_over():

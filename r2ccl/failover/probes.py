@@ -126,7 +126,7 @@ class Watch:
         return suspects
 
     def are_silent(self, paths: Iterable[PathKey]) -> bool:
-        """Return whether each of these watched paths has made no progress for `suspicion_s`."""
+        """Return whether all `paths` have made no progress for `suspicion_s`; True for no path."""
         return all(self._silent_s.get(path, 0.0) >= self._suspicion_s for path in paths)
 
 

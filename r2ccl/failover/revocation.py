@@ -77,7 +77,7 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
 
 
 class Spared(msgspec.Struct, frozen=True, tag="spared"):
-    """Control message: the loss of `rank` is no error for the sender, because it was leaving."""
+    """Control message: for its sender the loss of `rank` is no error, as `rank` was leaving."""
 
     rank: int
 
@@ -217,7 +217,7 @@ class Revocation:
             self._announce(self.reason)
 
     def spread(self) -> None:
-        """Pass on to each neighbor which ranks are leaving, as far as not passed on before.
+        """Tell each neighbor which ranks have been found to be leaving since the last call.
 
         Ranks that are neighbors of the receiver themselves are left out: they have told it. Called
         at every tick, so that one message names several ranks, and before this rank closes its

@@ -171,7 +171,7 @@ def _moves(arrays: ScheduleArrays) -> tuple[list[_Move], int]:
 
 
 def _lanes(moves: Sequence[_Move]) -> dict[tuple[int, int], list[_Place]]:
-    """Map each (rank, step) to its positions, in a possible order of execution."""
+    """Return the marks at each (rank, step), in a possible order of execution."""
     found: dict[tuple[int, int], list[_Place]] = {}
     for at, move in enumerate(moves):
         if move.landed < move.done:

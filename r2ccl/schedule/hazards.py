@@ -69,7 +69,7 @@ def check_hazards(
 
 
 class _Waits:
-    """Order of ops, as their dependencies and messages guarantee it."""
+    """Order between ops that their dependencies and messages guarantee."""
 
     def __init__(self, arrays: ScheduleArrays, other: Ints, moment: Ints) -> None:
         self._arrays = arrays

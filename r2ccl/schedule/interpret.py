@@ -43,7 +43,7 @@ def interpret(
     weights: Sequence[int] | None = None,
     parts: Sequence[Range] = (),
 ) -> list[Array]:
-    """Run `schedule` and return the output of every rank.
+    """Run `schedule` on NumPy arrays and return the output of every rank.
 
     Parameters
     ----------

@@ -114,7 +114,7 @@ class Op(msgspec.Struct, frozen=True, gc=False):
 class RankProgram(msgspec.Struct, frozen=True):
     """Ops of one rank in one collective: ``channels[c][i]`` is op ``i`` of channel ``c``.
 
-    The other fields are those of the schedule.
+    The other fields are those of the `Schedule`.
     """
 
     rank: int
@@ -226,7 +226,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         return self.collective not in APART
 
     def digest(self) -> int:
-        """Generate the programs of all ranks and return their CRC-32."""
+        """Return a checksum (CRC-32) of the programs of all ranks, which are generated for it."""
         found = 0
         for rank in range(self.nranks):
             found = zlib.crc32(msgspec.msgpack.encode(self.program(rank)), found)

@@ -152,7 +152,7 @@ class Balance:
         self._ended(1, now)
 
     def dropped(self, rail: int, now: float, nslices: int) -> None:
-        """Record that `nslices` slices in flight on `rail` will not be confirmed on this rail."""
+        """Record that `nslices` slices in flight on `rail` are lost: their path was fenced."""
         if rail not in self._meters:
             return
         self._meters[rail].dropped(nslices)
@@ -277,7 +277,7 @@ class Balance:
     def _whole(self, spell: _Spell) -> list[float]:
         """Return the rates of the rails of highest weight that were busy in `spell`.
 
-        Empty unless more than half of them were busy.
+        The list is empty unless more than half of these rails were busy.
         """
         highest = max(self.weights.values())
         most = sum(weight == highest for weight in self.weights.values()) / 2

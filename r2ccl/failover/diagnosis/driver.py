@@ -151,7 +151,7 @@ class Diagnosis:
         self._said_slow_s: dict[int, float] = {}
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return the last verdict on each path that has one; any thread."""
+        """Return the last verdict on each path that has one; any thread may call it."""
         return tuple(self._verdicts.copy().values())
 
     def slow_since(self, when_s: float) -> tuple[int, ...]:
@@ -418,7 +418,7 @@ class Diagnosis:
         return path is not None and path.state is PathState.UP
 
     def _bad(self) -> set[Port]:
-        """Return the excluded ports, and the ports that verdicts on paths that are down blame."""
+        """Return the excluded ports, and the ports that verdicts blame for paths that are down."""
         bad = {Port(*port) for port in self._excluded()}
         for key, verdict in self._verdicts.items():
             if verdict.kind is VerdictKind.LOCAL_NIC and not self._is_up(key):

@@ -248,7 +248,7 @@ class PathDiagnosis:
         return []
 
     def _judge(self) -> VerdictKind | None:
-        """Return the kind of verdict that the answers give so far; None: a round is needed."""
+        """Return the kind of verdict that the answers give so far; None: more probes are needed."""
         columns = arrange(self._readings, self._local, self._remote)
         if columns.direct:
             return VerdictKind.FLOW if self._causes or self._is_stuck else VerdictKind.PEER_SLOW

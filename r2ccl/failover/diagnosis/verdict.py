@@ -255,7 +255,7 @@ def working(readings: Iterable[Reading]) -> set[Port]:
 
 
 def place(kind: VerdictKind, me: int, path: PathKey, name: Naming) -> str:
-    """Return the name of the part that a verdict of `kind` on `path` of rank `me` blames."""
+    """Return the name of the part at fault if rank `me` makes a verdict of `kind` on `path`."""
     local, remote = name(me, path.rail), name(path.peer, path.rail)
     if kind is VerdictKind.LOCAL_NIC:
         return local
@@ -269,7 +269,7 @@ def place(kind: VerdictKind, me: int, path: PathKey, name: Naming) -> str:
 
 
 def describe(readings: Sequence[Reading], name: Naming) -> tuple[str, ...]:
-    """Describe each reading in words."""
+    """Return one text per reading: the two ports, the result and, if given, its detail."""
     words = {True: "answered", False: "no answer", None: "could not be probed"}
     return tuple(
         f"{name(*r.asker)} -> {name(*r.target)}: {words[r.is_answered]}"

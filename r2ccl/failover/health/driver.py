@@ -50,7 +50,9 @@ class Known(NamedTuple):
 
 
 class HealthAgreement:
-    """Health agreement of one rank, which sends its messages and reads the clock.
+    """Health agreement of one rank; it sends messages and reads the clock.
+
+    A *round* is one run of the agreement, which ends with a new health version.
 
     Parameters
     ----------

@@ -129,6 +129,8 @@ Action: TypeAlias = Send | HealthKnown | HealthAgreed | Late | ExclusionAnswered
 class Agreement:
     """State machine of one rank: takes events and returns actions, to be executed in order.
 
+    A *round* is one run of the agreement, which ends with a new health version.
+
     Parameters
     ----------
     rank : int

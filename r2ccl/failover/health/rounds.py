@@ -137,9 +137,10 @@ class Member:
     def start(self, op: int) -> Health:
         """Count collective `op` as started and return its health; see `Agreement.start`."""
         if op not in (self.started, self.started + 1) or not self.may_start(op):
+            bound = "" if self.limit is None else f", up to {self.limit} until the Commit"
             raise InternalError(
-                f"rank {self._rank}: collective {op} started after {self.started} "
-                f"(last collective that the promise allows: {self.limit})"
+                f"rank {self._rank}: collective {op} started after {self.started}: only that one "
+                f"or the next may start{bound}"
             )
         self.started = op
         while len(self._plans) > 1 and self._plans[1][0] <= op:
@@ -152,7 +153,7 @@ class Member:
         return self._plans[0][1] if self.limit is None and len(self._plans) == 1 else None
 
     def skip_to(self, op: int) -> None:
-        """Count all collectives up to `op` as started, with health `steady`; see `Agreement`."""
+        """Count all collectives up to `op` as started; see `Agreement.skip_to`."""
         if self.steady is None or op < self.started:
             raise InternalError(
                 f"rank {self._rank}: cannot count collectives up to {op} as started: the last one "
@@ -238,7 +239,7 @@ class Subtree:
         self.missing: frozenset[int] = frozenset()
 
     def begin(self, version: int) -> None:
-        """Collect the promises for `version`."""
+        """Begin to collect the promises for `version`; drop those for earlier versions."""
         self._version = version
         self._reached = 0
         self.missing = frozenset((self._rank, *self.children))
@@ -357,7 +358,7 @@ class Coordinator:
         return Prepare(merged)
 
     def end(self, now: float, promise: Promise) -> Commit:
-        """End the round with the promise of all ranks; return the message to send to all."""
+        """End the round, given the joint promise of all ranks; return the message for all ranks."""
         self._is_running = False
         self._rest_until = now + self._limits.rest_s
         return Commit(promise.version, promise.reached + self._limits.window + 1)

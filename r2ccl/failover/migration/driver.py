@@ -455,12 +455,12 @@ class Migration:
 
     def _say_repaired(self, path: Path, moved: dict[int, int]) -> None:
         rails = ", ".join(map(rail_name, sorted(set(moved.values()))))
+        outcome = f"moved channels {sorted(moved)} to {rails}" if rails else "no channels moved"
         # While all ranks leave, the ranks that finish first close their connections: no failure.
         _log.log(
             logging.INFO if self._revocation.is_leaving else logging.WARNING,
-            "rank %d: %s to rank %d is out of use (%s); channels %s now use %s",
-            self._rank, rail_name(path.key.rail), path.key.peer, path.cause, sorted(moved) or "-",
-            rails or "-",
+            "rank %d: %s to rank %d is out of use (%s); %s",
+            self._rank, rail_name(path.key.rail), path.key.peer, path.cause, outcome,
         )  # fmt: skip
 
     def _redial(self, path: Path) -> None:

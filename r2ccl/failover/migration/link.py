@@ -98,6 +98,9 @@ class Slice:
 class SendLink:
     """Sending end of a link.
 
+    A slice is *retired* when the transport no longer reads its memory, and *released* when, in
+    addition, the receiver has confirmed it: its memory may then be used again.
+
     Parameters
     ----------
     peer, channel : int
@@ -330,7 +333,11 @@ class Landing:
 
 
 class RecvLink:
-    """Receiving end of a link."""
+    """Receiving end of a link.
+
+    A slice is *received* when it and all earlier slices have arrived, *delivered* when it was
+    passed to its `Consumer`, and *consumed* when the consumer no longer needs it.
+    """
 
     __slots__ = (
         "acked", "arrivals", "channel", "consumed", "delivered", "duplicates", "landings",
