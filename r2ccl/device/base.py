@@ -3,14 +3,13 @@
 Work is enqueued on *streams*. Work on one stream runs in the order it was enqueued; work on two
 streams runs in any order unless an *event* orders it. The host may rely on the effects of work only
 after `is_done` returned True for an event recorded after that work. In the other direction, a
-stream can wait for a word in pinned memory until the host, or a stream of another process, writes
-it.
+stream can wait until the host, or a stream of another process, writes a word in pinned memory.
 
 Addresses are integers. Callers must not allocate memory, create streams or load kernels while a
-collective is in progress, because allocation may wait for the whole device.
+collective is in progress, because these calls may wait for all work of the device.
 
-Invariants: a call that the device cannot execute raises `TransportError`, whose ``status`` is the
-driver's name of the error if the driver refused; any thread may make any call.
+Invariants: a call that the device cannot execute raises `TransportError`; if the driver refused the
+call, ``status`` is the driver's name of the error. Any thread may make any call.
 
 References
 ----------
@@ -49,7 +48,7 @@ class Device(Protocol):
 
     @property
     def uuid(self) -> bytes:
-        """Identifier of the GPU, 16 bytes, the same in all processes and on all machines."""
+        """Identifier of the GPU, 16 bytes; equal in all processes, unique among all machines."""
         ...
 
     @property
@@ -82,7 +81,10 @@ class Device(Protocol):
         ...
 
     def current(self) -> AbstractContextManager[None]:
-        """Return a context in which calls of this thread cost less; it may be nested."""
+        """Return a context manager; inside its ``with`` block, calls of this thread cost less.
+
+        Blocks may be nested.
+        """
         ...
 
     # Memory
@@ -92,7 +94,7 @@ class Device(Protocol):
         ...
 
     def free(self, address: int) -> None:
-        """Free memory from `allocate`, after waiting for the work that uses it."""
+        """Free the memory that `allocate` returned, after waiting for the work that uses it."""
         ...
 
     def allocate_pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -103,7 +105,7 @@ class Device(Protocol):
         ...
 
     def free_pinned(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Free memory from `allocate_pinned`, after waiting for the work that uses it."""
+        """Free an array from `allocate_pinned`, after waiting for the work that uses it."""
         ...
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> int:
@@ -131,20 +133,25 @@ class Device(Protocol):
     def export(self, address: int) -> tuple[bytes, int]:
         """Return the IPC handle of the allocation that contains `address`, and the offset in it.
 
-        Another process on this machine passes the handle, 64 bytes, to `map`. Memory of the
-        stream-ordered pool, managed memory and memory of another process have no handle.
+        Another process on this machine passes the handle, 64 bytes, to `map`.
+
+        Raises
+        ------
+        TransportError
+            If the memory has no handle: memory of the stream-ordered pool, managed memory, or
+            memory of another process.
         """
         ...
 
     def map(self, handle: bytes) -> int:
-        """Map an allocation of another process and return its address.
+        """Map the allocation of another process that `handle` names, and return its address.
 
-        A handle must be unmapped before it is mapped again.
+        The mapping must be ended with `unmap` before the same handle is mapped again.
         """
         ...
 
     def unmap(self, address: int) -> None:
-        """Unmap memory from `map`, after waiting for the work that uses it."""
+        """End the mapping that `map` returned, after waiting for the work that uses it."""
         ...
 
     def buffer_id(self, address: int) -> int:
@@ -170,13 +177,13 @@ class Device(Protocol):
     def make_stream(self, *, waits: bool = False) -> Stream:
         """Create a stream that does not synchronize with the default stream.
 
-        Set `waits` if the stream will wait for words that the host writes. Such a stream does not
-        block the other streams created here when streams share hardware queues.
+        Set `waits` if the stream will wait for words that the host writes. When streams share
+        hardware queues, such a stream does not block the streams that were created without `waits`.
         """
         ...
 
     def destroy_stream(self, stream: Stream) -> None:
-        """Free `stream` once its work is done."""
+        """Destroy `stream`; its resources are freed once its work is done."""
         ...
 
     def is_capturing(self, stream: Stream) -> bool:
@@ -184,11 +191,11 @@ class Device(Protocol):
         ...
 
     def make_event(self) -> Event:
-        """Create an event; it counts as done until it is recorded."""
+        """Create an event, which counts as done until `record` is called for it."""
         ...
 
     def destroy_event(self, event: Event) -> None:
-        """Free `event` once it is done."""
+        """Destroy `event`; its resources are freed once it is done."""
         ...
 
     def record(self, event: Event, stream: Stream) -> None:
@@ -227,7 +234,11 @@ class Device(Protocol):
         ...
 
     def wait_word(self, stream: Stream, address: int, value: int) -> None:
-        """Make `stream` wait until the 32-bit word reaches `value`, compared modulo 2**32."""
+        """Make later work on `stream` wait until a 32-bit word reaches `value`.
+
+        Words are compared modulo 2**32: the word has reached `value` if ``word - value``, as a
+        signed 32-bit number, is 0 or more.
+        """
         ...
 
     def exchange_words(
@@ -236,7 +247,8 @@ class Device(Protocol):
         """Enqueue writes of `value` to 32-bit words, then waits until other words reach it.
 
         This is `write_word` for each address in `written`, then `wait_word` for each in `awaited`.
-        The tuples should be the same in many calls.
+        A device may keep prepared operations per pair of tuples, so pass the same tuples again and
+        again.
         """
         ...
 
@@ -263,7 +275,7 @@ class Device(Protocol):
         ...
 
     def load(self, ptx: bytes, entry: str) -> Kernel:
-        """Load the kernel `entry` from PTX; it stays loaded until `close`."""
+        """Load the kernel named `entry` from PTX code; it stays loaded until `close`."""
         ...
 
     def launch(

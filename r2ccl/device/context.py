@@ -1,4 +1,4 @@
-"""A GPU's primary context: driver calls in it, waits with a deadline, and a resource registry.
+"""Primary context of a GPU: driver calls in the context, timed waits, and a resource registry.
 
 CuPy, Numba, torch and the CUDA runtime use the primary context too, so they can use the streams and
 memory created here, and this library can use theirs.
@@ -175,7 +175,7 @@ class PrimaryContext:
         self.call(_FREED_BY[kind], number)
 
     def wait_until(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """Poll `is_over` at growing intervals; return whether it became true within `timeout_s`."""
+        """Poll `is_over` at growing intervals until it is true; False after `timeout_s` seconds."""
         start = self._clock()
         npolls = 0
         while not is_over():
@@ -188,8 +188,9 @@ class PrimaryContext:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Wait for all registered streams and events, free all resources, release the context.
+        """Wait for all registered streams and events, then free all resources and the context.
 
+        `timeout_s` is the longest time to wait for streams and events, in seconds.
         After a timeout, `close` can be called again. After success, it does nothing.
 
         Raises

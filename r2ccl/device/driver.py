@@ -52,7 +52,11 @@ _MOST_BATCHES = 64
 
 
 class _Batch(NamedTuple):
-    """Operations on words for one driver call, and their structs that contain the value."""
+    """Prepared operations on words for one driver call.
+
+    ``words`` has the structs in ``operations`` whose field ``value`` each call sets; hold ``lock``
+    meanwhile.
+    """
 
     operations: list[Any]
     words: list[Any]
@@ -262,17 +266,21 @@ class CudaDevice:
         attribute = self._cuda.pointer_attribute
         if attribute("IS_MANAGED", address):
             raise TransportError(
-                f"{self._name}: managed memory has no IPC handle: it migrates", status="NO_IPC"
+                f"{self._name}: managed memory has no IPC handle, because it migrates; use "
+                "cudaMalloc, or set R2CC_IPC=0",
+                status="NO_IPC",
             )
         if int(attribute("MEMPOOL_HANDLE", address)):
             raise TransportError(
-                f"{self._name}: memory of the stream-ordered pool has no IPC handle",
+                f"{self._name}: memory of the stream-ordered pool has no IPC handle; use "
+                "cudaMalloc, or set R2CC_IPC=0",
                 status="NO_IPC",
             )
         if not attribute("IS_LEGACY_CUDA_IPC_CAPABLE", address):
             raise TransportError(
                 f"{self._name}: the allocation has no IPC handle: it was mapped from pieces "
-                "(expandable segments), or belongs to another process",
+                "(expandable segments), or belongs to another process; use cudaMalloc, or set "
+                "R2CC_IPC=0",
                 status="NO_IPC",
             )
 
@@ -349,8 +357,9 @@ class CudaDevice:
     def is_capturing(self, stream: Stream) -> bool:
         """Implement `Device.is_capturing`.
 
-        The legacy default stream cannot be asked while another stream of the process captures in
-        the global mode; work on it would end that capture, so the answer is True.
+        While another stream of the process captures in the global mode, the driver refuses this
+        query for the legacy default stream. Work on that stream would invalidate the capture, so
+        the result is True.
         """
         api = self._cuda.api.CUstreamCaptureStatus
         try:

@@ -1,8 +1,8 @@
-"""Maps the PCI bus ID of a GPU to its ordinal in this process.
+"""Numbering of GPUs: finds the ordinal in this process of the GPU with a given PCI bus ID.
 
-Bus IDs are the same in all processes. Ordinals differ: CUDA_VISIBLE_DEVICES and MIG decide which
-GPUs have one. Functions of this module create no CUDA context. Invariant: bus IDs are in the
-notation of the Linux kernel, which `r2ccl.topology` uses too.
+The bus ID of a GPU is the same in all processes. Its ordinal may differ: CUDA_VISIBLE_DEVICES and
+MIG decide which GPUs have one. Functions of this module create no CUDA context. Invariant: bus IDs
+are in the notation of the Linux kernel, which `r2ccl.topology` uses too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def bus_id_of(cuda: Cuda, device: Any) -> str:
 
 
 def ordinal_of(bus_id: str) -> int | None:
-    """Return the ordinal of a GPU in this process.
+    """Return the ordinal that a GPU, given by its bus ID, has in this process.
 
     Parameters
     ----------

@@ -56,7 +56,9 @@ class RemoteWrites:
         return self._ordering < (_ALL_DEVICES if self._are_for_all else _OWNER)
 
     def share(self) -> None:
-        """Extend the ordering and the flush to the other GPUs of the process.
+        """Guarantee the order for all GPUs of the process, because they read the memory too.
+
+        From now on, `are_reordered` and `flush` consider all GPUs.
 
         Raises
         ------
@@ -73,7 +75,9 @@ class RemoteWrites:
         self._are_for_all = True
 
     def flush(self, context: PrimaryContext) -> None:
-        """Make completed NIC writes visible to later GPU work, if that needs a flush.
+        """Make completed NIC writes visible to GPU work that is enqueued later.
+
+        Do nothing if the GPU keeps the order.
 
         Parameters
         ----------

@@ -1,17 +1,19 @@
 """Connects RDMA paths and probes, whose ends exchange endpoint info over the control plane.
 
-The lower rank is the caller. It creates its endpoint and offers its info. The answerer, the higher
-rank, creates its own endpoint, joins it to the offered one and answers. The caller joins in turn,
-verifies both directions, reports that, and both ends take the path into use::
+The lower rank is the caller. It creates its endpoint and sends the endpoint's info as an offer. The
+answerer, the higher rank, creates its own endpoint, joins it to the offered one and answers with
+its info. The caller joins in turn, verifies that data passes in both directions, and reports the
+success. Then both ends take the path into use::
 
     caller    Offer(info) ->              join, hello ... Joined    EndpointReady ->    use
     answerer              join, Answer(info) ->                                      use
 
-After any failure the caller begins again with new endpoints, without limit, after a pause that
-doubles up to a cap; for a path, after a timeout, at once, because it has waited already. An
-answerer whose port is not ready tries to answer the same offer again until a newer one arrives.
-``attempt`` numbers the attempts, ``epoch`` the lives of a path. The control session, which carries
-the endpoint info, is authenticated, so the endpoints need no authentication.
+After any failure the caller begins again with new endpoints, any number of times. Before it does
+so, it pauses; the pause doubles up to a cap. After a timeout of a path there is no pause, because
+the caller has waited already. An answerer whose port is not ready tries to answer the same offer
+again until a newer one arrives. The messages of an attempt carry its number (``attempt``) and the
+path's ``epoch``. The control session, which carries the endpoint info, is authenticated, so the
+endpoints need no authentication.
 
 The connection of a probe serves only the rank that probes over it. That rank is therefore the
 caller, even if it is the higher rank, and need not report that the connection is ready::
@@ -19,11 +21,11 @@ caller, even if it is the higher rank, and need not report that the connection i
     prober    Offer(info) ->              join, hello ... Joined
     probed                join, Answer(info)
 
-The probed end stays unchanged until the next offer, which means that the prober's end is closed.
-Probes have low priority: at most one is called per tick, and none while paths are being repaired.
-A probe that cannot be connected (on a fabric that does not connect its two rails) is retried ever
-more rarely, but at least once a minute. It is retried at the next tick if a path to its peer on one
-of its two rails comes up.
+The probed end is kept until the next offer of the same probe arrives: the prober has then closed
+its end. Probes have low priority: per tick, at most one offer of a probe is sent, and none while
+paths are being repaired. If a probe cannot be connected (on a fabric that does not connect its two
+rails), the pauses between the attempts grow to one minute. The next attempt follows at once if a
+path to its peer on one of its two rails comes up.
 
 Invariant: this rank has at most one endpoint of each path, and one per role (prober, probed) of
 each probe, that is not in use yet. An endpoint that is not handed over is closed.
@@ -61,8 +63,9 @@ _TIMED_OUT = (
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
     """Control message: endpoint info of the caller, for a path or a probe.
 
-    ``rail`` is the receiver's rail. ``via`` is the sender's rail; -1 for a path, whose two rails
-    are the same.
+    ``rail`` is the receiver's rail. ``via`` is the sender's rail of a probe; -1: the message
+    concerns a path, whose two rails are the same. ``epoch`` is that of the path, or the number of
+    the probe's connection; ``attempt`` counts the attempts within it.
     """
 
     rail: int
@@ -73,7 +76,10 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """Control message: endpoint info of the answerer, joined to the offer; rails as in `Offer`."""
+    """Control message: endpoint info of the answerer; the other fields are those of `Offer`.
+
+    The answerer's endpoint is already joined to the one that was offered.
+    """
 
     rail: int
     epoch: int
@@ -83,7 +89,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class EndpointReady(msgspec.Struct, frozen=True, tag="ready"):
-    """Control message: the caller has verified the path and uses it."""
+    """Control message: the caller has verified and uses the path; the answerer may use it too."""
 
     rail: int
     epoch: int
@@ -91,7 +97,10 @@ class EndpointReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 def probe_keys(peers: Sequence[int], rails: Sequence[int]) -> list[ProbeKey]:
-    """Return the probes to connect: of each port of `peers`, from the same and the next rail.
+    """Return the probes that a rank connects: two per RDMA port of each peer.
+
+    One starts from this rank's port on the same rail, the other from its port on the next rail; if
+    there is only one RDMA rail, the second is left out.
 
     Parameters
     ----------
@@ -178,12 +187,18 @@ class Connector:
         self._failures: dict[PathKey, str] = {}
 
     def obstacles(self, peer: int) -> list[str]:
-        """Describe why paths to `peer` are not connected, one text per rail; any thread."""
+        """Describe why paths to `peer` are not connected, one text per failed rail.
+
+        Any thread may call it. Rails without a failed attempt are left out.
+        """
         failures = self._failures.copy()
         return [f"rail {key.rail}: {why}" for key, why in failures.items() if key.peer == peer]
 
     def begin(self, key: PathKey, epoch: int) -> None:
-        """Begin to connect path `key` in `epoch`: call, or wait for an offer."""
+        """Begin to connect path `key` in `epoch`: send an offer (lower rank) or wait for one.
+
+        An earlier attempt for the path is cancelled.
+        """
         self.cancel(key)
         attempt = self._attempts[key] = _Attempt(epoch)
         if self._rank < key.peer:
@@ -200,7 +215,7 @@ class Connector:
         self._attempts[key] = _Attempt(self._nlives)
 
     def cancel(self, key: PathKey | ProbeKey) -> None:
-        """Stop connecting `key`."""
+        """Stop connecting `key` and close its endpoint; do nothing if no attempt is under way."""
         if isinstance(key, PathKey):
             self._failures.pop(key, None)
         attempt = self._attempts.pop(key, None)
@@ -241,7 +256,7 @@ class Connector:
             attempt.hurry()
 
     def tick(self, now: float, is_calm: bool = True) -> None:
-        """Begin the calls and retry the answers that are due; those of probes only if `is_calm`.
+        """Send the offers and answers that are due; those of probes only if `is_calm`.
 
         Parameters
         ----------
@@ -277,13 +292,16 @@ class Connector:
                     attempt.offer = None
 
     def _probes(self) -> Iterator[tuple[ProbeKey, _Attempt]]:
-        """Yield the probes that this rank calls, with their attempts."""
+        """Yield the probes of which this rank is the caller, with their attempts."""
         for key, attempt in self._attempts.items():
             if isinstance(key, ProbeKey):
                 yield key, attempt
 
     def on_message(self, peer: int, message: Offer | Answer | EndpointReady) -> None:
-        """Handle a control message from `peer`; ignore a stale one."""
+        """Handle a control message from `peer`; ignore a stale one.
+
+        A message about a rail that does not exist is logged and ignored.
+        """
         rails = {message.rail}
         key: PathKey | ProbeKey = PathKey(peer, message.rail)
         if not isinstance(message, EndpointReady) and message.via != _NO_PROBE:
@@ -347,7 +365,10 @@ class Connector:
         self._send(key.peer, Offer(key.rail, attempt.epoch, attempt.number, info, _via(key)))
 
     def _on_asker(self, key: ProbeKey, offer: Offer) -> None:
-        """Answer an offer to probe this rank, now or at the next calm tick; drop an earlier one."""
+        """Answer the offer of a peer that probes this rank, at once or when repairs are done.
+
+        The endpoint of an earlier offer of the same probe is closed.
+        """
         previous = self._asked.get(key)
         if previous is not None:
             previous.drop()

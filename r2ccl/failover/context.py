@@ -26,7 +26,7 @@ class RankContext(NamedTuple):
     nwires : int
         Number of rails whose bandwidths add up.
     last_resorts : frozenset of int
-        Rails that are used only if no other path connects two ranks.
+        Rails that carry data between two ranks only if no other path connects them.
     nodes : sequence of int
         Number of the node of every rank, if some ranks share a node; else empty.
     hosts : sequence of str
@@ -76,7 +76,7 @@ class RankContext(NamedTuple):
 
     @property
     def homes(self) -> list[int]:
-        """Home rails: the RDMA rails, or without RDMA the TCP rails that are no last resorts."""
+        """Home rails: the RDMA rails or, if there are none, all TCP rails except last resorts."""
         sockets = (rail for rail in range(self.nrails) if rail not in self.last_resorts)
         return self.joined or list(sockets)
 
@@ -88,7 +88,7 @@ class RankContext(NamedTuple):
         return is_several and self.config.is_balanced
 
     def whole_health(self) -> Health:
-        """Return the health of a network in which only excluded rails are down, none is slow."""
+        """Return the initial health: excluded rails are down, all others have their full rate."""
         return Health.whole(self.nranks, self.nrails, self.config.digest(), self.excluded)
 
     @property

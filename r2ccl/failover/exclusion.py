@@ -1,10 +1,12 @@
-"""NICs that an operator declares failed: which rails of which ranks they are.
+"""Translation of NICs that an operator declares failed into rails of ranks.
 
-`R2CC_FAILED_NICS` names NICs by host, `Communicator.exclude` by rank. Both mean the NIC of a node,
-so all ranks of the node that use it are concerned. The number of a rail means the rail of one rank,
-or in ``R2CC_FAILED_NICS`` that rail of all ranks of the host.
+``R2CC_FAILED_NICS`` gives the node of a NIC by its host, `Communicator.exclude` by one of its
+ranks. A NIC given by name is excluded for all ranks of the node that use it. A NIC given by the
+number of a rail is excluded for all ranks of the host (``R2CC_FAILED_NICS``) or for the given rank
+only (`Communicator.exclude`).
 
-Pure functions of the `PeerInfo` of all ranks, which is equal on all ranks; so are the results.
+All functions are pure. Their argument, the `PeerInfo` of all ranks, is equal on all ranks, and
+therefore the results are too.
 """
 
 from __future__ import annotations
@@ -22,14 +24,19 @@ Port: TypeAlias = tuple[int, int]
 
 
 class Declared(NamedTuple):
-    """Rails that are excluded at the start, and the entries that name no NIC of this job."""
+    """Ports that are excluded at the start, and the entries that name no NIC of this job.
+
+    ``unknown`` has such entries of ``R2CC_FAILED_NICS`` as ``host:nic``.
+    """
 
     ports: frozenset[Port]
     unknown: tuple[str, ...]
 
 
 def declared(peers: Sequence[PeerInfo]) -> Declared:
-    """Return the rails that the ranks have declared failed, or had excluded before a shrink.
+    """Return the ports that are excluded at the start, from the announcements of all ranks.
+
+    These are the NICs in ``R2CC_FAILED_NICS``, and the rails that were excluded before a shrink.
 
     Parameters
     ----------
@@ -110,7 +117,11 @@ def _number(given: SupportsIndex) -> int:
 
 
 def is_declared(text: str, hostname: str, rail: int, name: str) -> bool:
-    """Return whether ``R2CC_FAILED_NICS=text`` names a rail of a host, by the name of the host."""
+    """Return whether ``R2CC_FAILED_NICS=text`` names a NIC of a host, by the name of the host.
+
+    The NIC may be given by its `name` or by the number of its `rail`. Entries that give the host by
+    its number do not count.
+    """
     return any(
         _is_host(hostname, host) and (nic == str(rail) or _is_nic(name, nic))
         for host, nic in parse_failures(text)
@@ -122,12 +133,12 @@ def _rails(info: PeerInfo, nic: str) -> list[int]:
 
 
 def _is_nic(name: str, nic: str) -> bool:
-    """Return whether `nic` is the name, or for a port (``mlx5_0:1``) the device (``mlx5_0``)."""
+    """Return whether `nic` is `name`, or the device (``mlx5_0``) of a port (``mlx5_0:1``)."""
     return nic in (name, name.partition(":")[0])
 
 
 def _is_host(hostname: str, host: str) -> bool:
-    """Return whether `host` is the host name, in full or up to its first dot."""
+    """Return whether `host` is `hostname`, in full or up to its first dot."""
     return host in (hostname, hostname.partition(".")[0])
 
 

@@ -3,7 +3,8 @@
 Events arrive from the transport, the control plane, the carrier monitor and the clock (`tick`). Not
 thread-safe; never blocks.
 
-Invariant: an error fences all paths, so no peer can write into the memory of a call that raised.
+Invariant: an error that ends the communicator fences all paths, so no peer can write into the
+memory of a call that raised.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ class Failover:
         return self.revocation.error is not None
 
     def start(self) -> None:
-        """Begin to connect the paths to all first peers; connections of probes are made later."""
+        """Begin to connect the paths to all first peers; probes are connected later."""
         self._join_by_s = self._clock() + self._config.connect_timeout_s
         for peer in self._links.peers:
             self._control.open_session(peer)
@@ -185,13 +186,14 @@ class Failover:
                 self._bypasses.admit(peer)
 
     def connect_peers(self, peers: frozenset[int]) -> None:
-        """Connect data paths to `peers`, and have them do the same.
+        """Begin to connect data paths to `peers`, and ask them to do the same.
 
-        Until `joined` ends the wait, paths that a peer closes meanwhile are connected again.
+        The caller then waits for the paths, and calls `joined` with the same ranks when it waits no
+        longer. Until then, paths that a peer closes as idle are connected again.
 
-        If more than ``R2CC_MAX_CONNECTIONS`` peers would then be connected, close the idle paths to
-        the surplus number of other ranks, least recently used first. Paths made by `start` are
-        never closed.
+        If more than ``R2CC_MAX_CONNECTIONS`` peers would be connected, close idle paths to as many
+        other ranks as exceed the limit, least recently used first. Paths made by `start` are never
+        closed.
         """
         self._joining.update(peers)
         self._make_room(peers)
@@ -199,7 +201,7 @@ class Failover:
             self.add_peer(peer)
 
     def joined(self, peers: frozenset[int]) -> None:
-        """End a call's wait for the paths to `peers`, which `connect_peers` began."""
+        """Record that a call waits no longer for the paths to `peers`; see `connect_peers`."""
         self._joining.subtract(peers)
         self._joining = +self._joining
 
@@ -220,7 +222,8 @@ class Failover:
         ----------
         peer : int
         is_own : bool
-            True if this rank needs the paths, and must tell `peer` to connect them too.
+            True if this rank needs the paths, so that `peer` must be told to connect them too;
+            False if `peer` has asked for them.
         """
         if peer in self._links.connected:
             return
@@ -245,11 +248,14 @@ class Failover:
         self.migration.fence_all()
 
     def obstacles(self, peer: int) -> list[str]:
-        """Describe why paths to `peer` are not connected, as far as known here; any thread."""
+        """Describe why paths to `peer` are not connected, as far as this rank knows.
+
+        Any thread may call this method.
+        """
         return [*self._control.obstacles(peer), *self._connector.obstacles(peer)]
 
     def set_nominal_rate(self, rate: int) -> None:
-        """Set the nominal bandwidth of a rail, in bytes per second."""
+        """Set the nominal bandwidth of each rail, in bytes per second; 0 means unknown."""
         if self._balance is not None:
             self._balance.set_nominal_rate(rate)
 
@@ -283,10 +289,11 @@ class Failover:
         self.probes.on_probed(event, is_over=self.is_over)
 
     def _port_down(self, rail: int, cause: str) -> None:
-        """Fail the paths of a local port to the peers that a call waits for, then the others.
+        """Fail the paths of a local port that is down, first those that a call waits for.
 
-        A job with many nodes has many idle paths. Their repair, and the agreement of all ranks,
-        would take processor time from the repair that a call waits for.
+        The others follow once no repair is in progress, at the latest after `_GIVE_WAY_S`. A job
+        with many nodes has many idle paths. Their repair, and the agreement of all ranks, would
+        take processor time from the repair that a call waits for.
         """
         for peer in sorted(self._links.awaited_peers() & self._links.peers):
             self.migration.fail(PathKey(peer, rail), cause)
@@ -295,16 +302,13 @@ class Failover:
         self._end_ports_down(now)
 
     def _end_ports_down(self, now: float) -> None:
-        """Fail the other paths of ports that are down.
-
-        Do so once no repair is in progress, or `_GIVE_WAY_S` after the port went down.
-        """
+        """Fail the remaining paths of ports that are down; see `_port_down` for the time."""
         for rail, (_, since_s) in list(self._ports_down.items()):
             if not self.migration.repairing or now >= since_s + _GIVE_WAY_S:
                 self._end_port_down(rail)
 
     def _end_port_down(self, rail: int) -> None:
-        """Fail the other paths of the port; report it to the diagnosis and the agreement."""
+        """Fail the remaining paths of the port; report it to the diagnosis and the agreement."""
         cause, _ = self._ports_down.pop(rail)
         for peer in self._links.peers:
             self.migration.fail(PathKey(peer, rail), cause)
@@ -313,7 +317,7 @@ class Failover:
         self._report_down(self._rank, rail)
 
     def _port_up(self, rail: int) -> None:
-        """Ask the lower rank of each failed path of a local port to probe the path soon."""
+        """Make the lower rank of each path of a local port that is not up probe the path soon."""
         self._ports_down.pop(rail, None)
         for peer in self._links.peers:
             key = PathKey(peer, rail)
@@ -379,11 +383,11 @@ class Failover:
     # Time
 
     def tick(self, now: float, peers: frozenset[int]) -> None:
-        """Do the periodic work; do nothing if the communicator has ended.
+        """Do the periodic work of all parts; do nothing if the communicator has ended.
 
         Detect silent paths, advance the connector, failback, diagnoses and the health agreement,
-        search bypasses, and end the communicator if one of `peers` has had no path for
-        ``config.no_rail_timeout_s``.
+        and search for bypasses. End the communicator with `NoHealthyRail` if no path to one of
+        `peers` has been up for ``config.no_rail_timeout_s``.
 
         Parameters
         ----------
@@ -444,14 +448,15 @@ class Failover:
                 yield key, path.activity, is_due
 
     def _is_silent(self, peer: int) -> bool:
-        """Return whether no path on a rail to `peer` makes progress."""
+        """Return whether no path to `peer` on a rail has made progress for the suspicion time."""
         up = self.migration.up(peer)
         return self._watch.are_silent(key for key in up if not key.is_bypass)
 
     def _seek(self, bypasses: Bypasses, peers: frozenset[int], now: float) -> None:
         """Begin at most `_MOST_SEEKS` rounds of the search for bypasses.
 
-        Peers that this rank exchanges no data with are included once `connect_timeout_s` is over.
+        Bypasses to peers that this rank exchanges no data with are sought only after
+        `connect_timeout_s`.
         """
         wanted = peers | self._links.awaited_peers()
         if now >= self._join_by_s:
@@ -489,7 +494,11 @@ class Failover:
     def _on_excluded(
         self, excluded: AbstractSet[tuple[int, int]], included: AbstractSet[tuple[int, int]]
     ) -> None:
-        """Take the paths of `excluded` rails out of use; probe those of `included` ones soon."""
+        """Take the paths of `excluded` rails out of use; probe those of `included` rails soon.
+
+        Both sets contain rails as (rank, rail): those newly excluded, and those not excluded any
+        more.
+        """
         self.excluded = (self.excluded | excluded) - included
         if self.is_over or self.agreement is None:
             return
@@ -534,7 +543,7 @@ class Failover:
             self.diagnosis.failed(key, epoch, cause, is_own=is_own)
 
     def _no_rail(self, peer: int, now: float) -> NoHealthyRail | None:
-        """Return the error that no path to `peer` is up, or None if one is."""
+        """Return the error `NoHealthyRail` for `peer`, or None if a path to it is up."""
         if self.migration.up(peer):
             return None
         on_rails = self._links.on_rails
@@ -563,9 +572,9 @@ class Failover:
             self._report_down(peer, rail)
 
     def _report_down(self, rank: int, rail: int) -> None:
-        """Report a failed port to the health agreement, unless one of its paths is up.
+        """Report a failed port to the health agreement, unless a path over the port is up.
 
-        Paths inside the node do not count.
+        Paths inside the node do not count, since they do not show that the port works.
         """
         if self.agreement is None or self.revocation.is_leaving or self.is_over:
             return

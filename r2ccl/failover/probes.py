@@ -16,7 +16,7 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class Probes:
-    """Probes of one rank: shares each probe between all callers that wait for it.
+    """Probes that one rank makes; simultaneous requests for the same probe share one result.
 
     Parameters
     ----------
@@ -38,9 +38,10 @@ class Probes:
         self._asking: dict[ProbeKey, list[Callable[[Probed], None]]] = {}
 
     def ask(self, key: ProbeKey, on_answer: Callable[[Probed], None]) -> None:
-        """Probe `key`; ``on_answer(probed)`` is called once, within the probe timeout.
+        """Probe `key`; later, within the probe timeout, ``on_answer(probed)`` is called once.
 
-        If a probe of `key` is in flight, its result counts for this call too.
+        If a probe of `key` is in flight, no second one is sent: its result counts for this call
+        too.
         """
         waiting = self._asking.setdefault(key, [])
         waiting.append(on_answer)
@@ -56,9 +57,15 @@ class Probes:
     def on_probed(self, event: Probed, *, is_over: bool = False) -> None:
         """Pass the result of a probe to all callers that wait for it.
 
-        An RDMA probe that was not answered has broken its connection: schedule a new connection. If
-        an RDMA probe between the two ports of one rail could not be made, retry its connection at
-        the next tick. With `is_over` (the communicator has ended), do neither.
+        An unanswered RDMA probe has broken its connection, so a new connection is scheduled. If an
+        RDMA probe between the two ports of one rail could not be made, its connection is retried at
+        the next tick.
+
+        Parameters
+        ----------
+        event : Probed
+        is_over : bool
+            True if the communicator has ended: no connection is made any more.
         """
         key = event.key
         if not is_over and self._transport.joins(key.rail):
@@ -82,7 +89,7 @@ class Watch:
     def __init__(self, suspicion_s: float) -> None:
         self._suspicion_s = suspicion_s
         self._seen: dict[PathKey, int] = {}
-        #: Seconds without progress of each path, and those at which it is suspected next.
+        #: Seconds without progress of each path, and the value at which it is suspected next.
         self._silent_s: dict[PathKey, float] = {}
         self._limit_s: dict[PathKey, float] = {}
         self._last: float | None = None
@@ -119,7 +126,7 @@ class Watch:
         return suspects
 
     def are_silent(self, paths: Iterable[PathKey]) -> bool:
-        """Return whether each of these watched paths has made no progress for `suspicion_s`."""
+        """Return whether all `paths` have made no progress for `suspicion_s`; True for no path."""
         return all(self._silent_s.get(path, 0.0) >= self._suspicion_s for path in paths)
 
 

@@ -4,7 +4,8 @@ As in ULFM, an error at one rank that cannot be repaired revokes the communicato
 an error with the same reason, and the communicator cannot be used again. A rank that calls
 `close()` sends `Leaving` first, so that its disconnection is not an error.
 
-Each rank passes each message on to its neighbors once, so all ranks receive it.
+Each rank passes each of these messages on once, to its neighbors in the overlay of the control
+plane (`r2ccl.bootstrap.overlay`), so all ranks receive it.
 
 Invariant: a rank keeps the first reason that it learns; later ones are ignored.
 """
@@ -32,8 +33,8 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
 
     ``kind`` is the name of the error's class, ``rank`` the rank that found or caused the error,
     ``peer`` the rank that the error concerns (-1: none in particular). ``text`` is the error's
-    message, or the cause of a `PeerLost`; what exceeds `_MAX_TEXT` characters is left out, so that
-    the message fits one frame.
+    message, or the cause of a `PeerLost`, cut to `_MAX_TEXT` characters so that the control message
+    fits one frame.
 
     The class of the receiver's error depends on ``kind``:
 
@@ -76,7 +77,7 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
 
 
 class Spared(msgspec.Struct, frozen=True, tag="spared"):
-    """Control message: `rank` is lost, but was leaving, so some rank continues without it."""
+    """Control message: for its sender the loss of `rank` is no error, as `rank` was leaving."""
 
     rank: int
 
@@ -146,10 +147,16 @@ class Revocation:
             self.end(error, message)
 
     def give_up(self, error: R2cclError, kind: str = "", peer: int = -1) -> None:
-        """End the communicator with `error`, which concerns `peer`.
+        """End the communicator on this rank with `error`; if `kind` is given, tell all ranks.
 
-        If `kind`, the error class for the other ranks, is given, revoke it on all ranks; otherwise
-        end it on this rank only.
+        Parameters
+        ----------
+        error : R2cclError
+            Error of this rank.
+        kind : str
+            ``Revoke.kind`` of the message to the other ranks; empty: send no message.
+        peer : int
+            Rank that the error concerns; -1: none in particular.
         """
         text = error.why if isinstance(error, PeerLost) else str(error)
         message = Revoke(kind or type(error).__name__, text, self._rank, peer)
@@ -166,11 +173,10 @@ class Revocation:
             self._fence_all()
 
     def spares(self, peer: int) -> bool:
-        """Return True if the loss of `peer` is no error for this rank; then send `Spared`.
+        """Return whether the loss of `peer` is no error for this rank; if so, send `Spared`.
 
-        It is no error if `peer` was leaving and has confirmed all slices of this rank. For a rank
-        that did not know this, or has unconfirmed slices, the loss is an error. That rank sends
-        its error to all ranks, because the ranks that are leaving wait for it.
+        The loss is no error if this rank knows that `peer` was leaving, and `peer` has confirmed
+        all slices of this rank.
         """
         if peer not in self.left or not self._links.is_drained_to(peer):
             return False
@@ -197,24 +203,25 @@ class Revocation:
     # Leaving
 
     def leave(self) -> None:
-        """Tell all ranks that this rank is leaving: all its slices are confirmed."""
+        """Tell all ranks that this rank is leaving; call it once all its slices are confirmed."""
         self.is_leaving = True
         self._announce(Leaving.of([self._rank]))
 
     def tell_why(self) -> None:
-        """Send the reason for which the communicator ended, if it has ended, on all sessions.
+        """Send the reason for which the communicator ended on all sessions; nothing if it has not.
 
-        Each rank sends it before it closes its sessions, because its `Goodbye` may arrive before
-        the revocation sent by another rank.
+        Each rank calls this before it closes its control sessions. Otherwise its `Goodbye` could
+        reach a peer before the `Revoke` of another rank, and the peer would report a wrong reason.
         """
         if self.reason is not None:
             self._announce(self.reason)
 
     def spread(self) -> None:
-        """Tell each neighbor which ranks are leaving, except ranks that tell it themselves.
+        """Tell each neighbor which ranks have been found to be leaving since the last call.
 
-        Called at every tick, so that one message names several ranks, and before this rank closes
-        its sessions.
+        Ranks that are neighbors of the receiver themselves are left out: they have told it. Called
+        at every tick, so that one message names several ranks, and before this rank closes its
+        control sessions.
         """
         news, self._unspread = self._unspread, set()
         if not news:
@@ -226,7 +233,7 @@ class Revocation:
                 self._control.send(peer, Leaving.of(unheard))
 
     def _announce(self, message: object) -> None:
-        """Send `message` to every rank that this rank has a session with."""
+        """Send `message` to all ranks that this rank has a control session with."""
         self._control.gossip(message)
         for peer in self._links.peers - self._control.neighbors:
             self._control.send(peer, message)
@@ -240,14 +247,14 @@ class Revocation:
         self._unspread |= news
 
     def on_goodbye(self, peer: int) -> None:
-        """Handle the disconnection of `peer`; revoke the communicator unless `peer` was leaving."""
+        """Handle the `Goodbye` of `peer`; revoke the communicator unless `peer` was leaving."""
         if peer not in self.left:
             self.revoke(Revoke("", _LEFT, peer))
 
     def on_spared(self, peer: int, rank: int) -> None:
-        """Record that some rank continues without `rank`, and pass the message of `peer` on.
+        """Handle `Spared` from `peer`: some rank continues without `rank`. Pass the message on.
 
-        If the communicator has ended at this rank, send the reason to the neighbors: the ranks
+        If the communicator has ended at this rank, also send the reason to the neighbors: the ranks
         that continue must learn that this rank does not.
         """
         if rank in self._spared:

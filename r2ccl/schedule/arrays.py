@@ -53,7 +53,7 @@ class ScheduleArrays(NamedTuple):
     after: npt.NDArray[np.int32]
 
     def waits(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return all dependencies as two arrays of indices into ``ops``: waiting op, awaited op."""
+        """Return all dependencies as two arrays of indices into ``ops``: waiting, awaited ops."""
         waiting = np.repeat(np.arange(self.ops.size), np.diff(self.offsets))
         return waiting, waiting - self.ops["index"][waiting] + self.after
 
@@ -63,7 +63,7 @@ class ScheduleArrays(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Ops of one rank and channel; the fields ``channel`` and ``rank`` are set by the caller."""
+    """Ops of one rank and channel; the caller sets the fields ``rank`` and ``channel``."""
 
     ops: npt.NDArray[np.void]
     counts: npt.NDArray[np.int64]

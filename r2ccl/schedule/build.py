@@ -20,9 +20,9 @@ _Place = tuple[Space, int]
 class ProgramBuilder:
     """Builder of the ops of one rank on one channel.
 
-    Ops read a chunk from INPUT until an op has written it to OUTPUT, and from OUTPUT afterwards.
-    The methods that add an op return its index; ``after`` names further ops that it waits for,
-    besides those derived from the memory it uses.
+    Where no space is given, an op reads a chunk from INPUT until an op has written it to OUTPUT,
+    and from OUTPUT afterwards. The methods that add an op return its index. ``after`` names further
+    ops that the new op waits for, besides those that follow from the memory it uses.
 
     Parameters
     ----------
@@ -65,7 +65,10 @@ class ProgramBuilder:
         space: Space = Space.OUTPUT,
         is_proof: bool = False,
     ) -> int:
-        """Add an op that receives a chunk of `peer` into `space`; see `Op.is_proof`."""
+        """Add an op that receives `chunk` from `peer` into `space`.
+
+        `is_proof` sets `Op.is_proof`; it is ignored if the op waits for no SEND.
+        """
         waits = _all(self._writing(space, chunk), after)
         # `is_proof` is about the SENDs that the op waits for: without one it is not set.
         proves = is_proof and any(self._ops[index].kind == OpKind.SEND for index in waits)
@@ -75,7 +78,10 @@ class ProgramBuilder:
     def recv_reduce(
         self, peer: int, chunk: int, *, after: Sequence[int] = (), is_final: bool = False
     ) -> int:
-        """Add an op that receives a chunk of `peer` and reduces it with this rank's `chunk`."""
+        """Add an op that receives `chunk` from `peer` and reduces it with this rank's `chunk`.
+
+        The result is written to OUTPUT. `is_final` sets `Op.is_final`.
+        """
         source = self.held(chunk)
         waits = _all(self._writing(Space.OUTPUT, chunk), after)
         op = Op(OpKind.RECV_REDUCE, peer, source, chunk, Space.OUTPUT, chunk, waits, is_final)

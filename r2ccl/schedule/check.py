@@ -50,8 +50,8 @@ def check(schedule: Schedule) -> None:
 
     Notes
     -----
-    *Cost*: one pass over the ops of all ranks and a sort, if ``after`` of every op names the ops it
-    conflicts with. An order that follows only from a chain of messages takes a graph search.
+    *Cost*: one pass over the ops of all ranks and a sort, if ``after`` of every op names the ops
+    that it conflicts with. Where an order follows only from a chain of messages, a graph search.
     """
     conditions = conditions_of(schedule)
     arrays = as_arrays(schedule)
@@ -64,7 +64,7 @@ def check(schedule: Schedule) -> None:
 
 
 def check_order(schedule: Schedule) -> None:
-    """Verify that a correct reduction combines the data of the ranks in rank order.
+    """Verify that `schedule`, a correct reduction, combines the data of the ranks in rank order.
 
     Raises
     ------

@@ -134,9 +134,9 @@ def layout(
     Raises
     ------
     InvalidArgument
-        As `cut`. Also if there is not one weight per channel, if `nparts` does not divide the
-        number of chunks of every channel, if `parts` does not have `nparts` ranges or, without
-        `parts`, if `nparts` does not divide `count`.
+        In the cases of `cut`. Also if there is not one weight per channel, if `nparts` does not
+        divide the number of chunks of every channel, if `parts` is given and does not have `nparts`
+        ranges, or if `parts` is not given and `nparts` does not divide `count`.
     """
     if len(weights) != len(nchunks):
         raise InvalidArgument(
@@ -146,7 +146,7 @@ def layout(
     if nparts < 1 or common % nparts or (len(parts) != nparts if parts else count % nparts):
         raise InvalidArgument(
             f"nparts={nparts}: give a number that divides {count} elements and {tuple(nchunks)} "
-            "chunks, and as many parts if any"
+            "chunks; if parts are given, there must be nparts of them"
         )
     parts = parts or consecutive([count // nparts] * nparts)
     alone = [1] + [0] * (len(nchunks) - 1)

@@ -62,7 +62,7 @@ class _Move(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A position on a lane: the landing of move number `move`, or its completion (`is_done`)."""
+    """Mark on a lane: the completion of move number `move`, or its landing if not `is_done`."""
 
     move: int
     is_done: bool
@@ -84,7 +84,7 @@ class _Frame(NamedTuple):
         return self.head + _ROW * (rank + 0.5)
 
     def is_numbered(self, channel: int) -> bool:
-        """Return True if the channel has several chunks, so that arrows need chunk numbers."""
+        """Return whether the channel has several chunks, so that its arrows need chunk numbers."""
         return self.schedule.nchunks[channel] > 1
 
 
@@ -98,7 +98,8 @@ def svg(schedule: Schedule, caption: str = "", max_panels: int = DEFAULT_PANELS)
     caption : str
         Extra line in the heading, such as the network the schedule was made for.
     max_panels : int
-        Maximum number of channels to show, from channel 0. The legend states how many are left out.
+        Maximum number of channels to show, from channel 0 on. The legend states how many are left
+        out.
 
     Returns
     -------
@@ -170,7 +171,7 @@ def _moves(arrays: ScheduleArrays) -> tuple[list[_Move], int]:
 
 
 def _lanes(moves: Sequence[_Move]) -> dict[tuple[int, int], list[_Place]]:
-    """Map each (rank, step) to its positions, in a possible order of execution."""
+    """Return the marks at each (rank, step), in a possible order of execution."""
     found: dict[tuple[int, int], list[_Place]] = {}
     for at, move in enumerate(moves):
         if move.landed < move.done:
@@ -244,7 +245,8 @@ def _ground(frame: _Frame, channel: int) -> Iterator[str]:
 def _free(begin: Point, end: Point, label: str, taken: Sequence[tuple[Point, float]]) -> Point:
     """Return a point for an arrow's label where it covers no other label.
 
-    Points near the tail come first: there a label cannot be mistaken for that of a crossing arrow.
+    Points near the tail are preferred: there a label cannot be mistaken for that of a crossing
+    arrow. If every point is covered, the point nearest to the tail is returned.
     """
     ways = range(_NUMBER_AT, max(int(shapes.distance(begin, end)) - 24, _NUMBER_AT + 1), 3)
     places = [shapes.along(begin, end, by) for by in ways]

@@ -112,7 +112,7 @@ def match(arrays: ScheduleArrays) -> Ints:
 
 
 def build_events(arrays: ScheduleArrays, other: Ints) -> Events:
-    """Build the event graph and sort it topologically.
+    """Build the event graph and sort it topologically; `other` is the result of `match`.
 
     Raises
     ------
@@ -165,7 +165,7 @@ def check_slices(arrays: ScheduleArrays, events: Events) -> None:
 
 
 def replay_order(arrays: ScheduleArrays, events: Events) -> tuple[Ints, Ints]:
-    """Return the ops grouped by (channel, chunk), each group in a possible order of execution.
+    """Return all ops, grouped by (channel, chunk), each group in a possible order of execution.
 
     Every op works on one chunk index, so the groups share no data.
 

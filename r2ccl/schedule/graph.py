@@ -105,7 +105,7 @@ def strong_components(nnodes: int, source: Ints, target: Ints) -> Ints:
 def find_cycle(nnodes: int, source: Ints, target: Ints) -> list[int]:
     """Return the nodes of one cycle, in edge order.
 
-    Every node at the start of an edge must also be at the end of an edge.
+    There must be at least one edge, and every node with an outgoing edge must have an incoming one.
     """
     before = np.zeros(nnodes, np.int64)
     before[target] = source

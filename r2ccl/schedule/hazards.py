@@ -6,8 +6,8 @@ does not prove that the peer has received the message, because a small SEND ends
 copied to an eager slot. These rules hold in every execution, so checking the conflicts in one
 possible order of the ops is sufficient.
 
-Conflicting ops work on the same chunk index, and each rule holds slice by slice or for all slices.
-The result for whole ops is therefore valid for every slice.
+Conflicting ops work on the same chunk index, and each rule holds either slice by slice or for all
+slices together. The result for whole ops is therefore valid for every slice.
 
 INPUT and OUTPUT count as the same memory, as in an in-place call, unless the collective is in
 `r2ccl.schedule.ir.APART`. A schedule without races in place has none out of place.
@@ -32,6 +32,7 @@ def check_hazards(
     """Verify that every read follows the last write, and every write follows all earlier uses.
 
     Also verify every `Op.is_proof`. With `can_be_in_place`, INPUT shares the memory of OUTPUT.
+    `other` is the result of `match`, `events` that of `build_events`.
 
     Raises
     ------
@@ -68,7 +69,7 @@ def check_hazards(
 
 
 class _Waits:
-    """Order of ops, as their dependencies and messages guarantee it."""
+    """Order between ops that their dependencies and messages guarantee."""
 
     def __init__(self, arrays: ScheduleArrays, other: Ints, moment: Ints) -> None:
         self._arrays = arrays
@@ -94,7 +95,7 @@ class _Waits:
         )
 
     def require_proof(self, op: int) -> None:
-        """Raise unless the message that `op` receives proves the arrival of the SENDs it awaits."""
+        """Raise unless the message that RECV `op` receives proves what `Op.is_proof` states."""
         for i in range(self._offsets[op], self._offsets[op + 1]):
             send = self._waited[i]
             if self._arrays.ops["kind"][send] != OpKind.SEND:

@@ -1,7 +1,7 @@
 """Reference interpreter: runs a schedule on NumPy arrays, all ranks in one thread.
 
-It runs the ops as `r2ccl.schedule.ir` defines them, on whole chunks. It is the oracle in tests of
-the executor. It does not use the checker, so tests can compare the two.
+It runs the ops as `r2ccl.schedule.ir` defines them, on whole chunks. Tests compare the results of
+the executor with its results. It does not use the checker, so tests can compare these two as well.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def interpret(
     weights: Sequence[int] | None = None,
     parts: Sequence[Range] = (),
 ) -> list[Array]:
-    """Run `schedule` and return the output of every rank.
+    """Run `schedule` on NumPy arrays and return the output of every rank.
 
     Parameters
     ----------
@@ -57,11 +57,12 @@ def interpret(
     in_place : bool
         If True, INPUT and OUTPUT are the same memory.
     finish : callable, optional
-        Function applied to the result of every op with `is_final`, such as the division of AVG.
+        ``finish(chunk)``: applied to the result of every op with `is_final`, such as the division
+        of AVG. Default: nothing is applied.
     weights : sequence of int, optional
         Share of each channel. Default: those of the schedule.
     parts : sequence of Range, optional
-        Elements of each part of every array. Default: equal parts.
+        Range of elements of each part, the same in every array. Default: equal parts.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Intermediate representation: ops, the program of a rank, the schedule of a collective.
+"""Intermediate representation of schedules: ops, rank programs, schedules.
 
 These types describe operations and their dependencies; they do not verify them.
 `r2ccl.schedule.check.check` verifies that a schedule computes its collective.
@@ -86,8 +86,8 @@ class Op(msgspec.Struct, frozen=True, gc=False):
     is_proof : bool
         RECV only. True if the message cannot be sent before the peers of all SENDs in ``after``
         have received the messages of these SENDs. The message then implies their confirmation, so
-        the landing place may be announced as soon as their local requests are retired. The checker
-        verifies this.
+        the landing place may be announced as soon as the transport no longer reads the memory of
+        the SENDs. The checker verifies this.
     """
 
     kind: OpKind
@@ -114,7 +114,7 @@ class Op(msgspec.Struct, frozen=True, gc=False):
 class RankProgram(msgspec.Struct, frozen=True):
     """Ops of one rank in one collective: ``channels[c][i]`` is op ``i`` of channel ``c``.
 
-    The other fields are those of the schedule.
+    The other fields are those of the `Schedule`.
     """
 
     rank: int
@@ -226,7 +226,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         return self.collective not in APART
 
     def digest(self) -> int:
-        """Generate the programs of all ranks and return their CRC-32."""
+        """Return a checksum (CRC-32) of the programs of all ranks, which are generated for it."""
         found = 0
         for rank in range(self.nranks):
             found = zlib.crc32(msgspec.msgpack.encode(self.program(rank)), found)

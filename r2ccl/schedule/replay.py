@@ -49,12 +49,13 @@ def replay(
 ) -> None:
     """Verify that the ops lead from the initial to the wanted contributions on every channel.
 
-    `conditions` has one entry per channel. `other` and `events` come from `r2ccl.schedule.events`.
+    `conditions` has one entry per channel. `other` is the result of `match`, `events` that of
+    `build_events`.
 
     Raises
     ------
     ScheduleError
-        If an op reads memory that was never written, or reduces a complete chunk; if a contribution
+        If an op reads memory that no op has written, or reduces a complete chunk; if a contribution
         is missing, is added twice, or does not belong in an output; if an ``is_final`` is wrong; if
         ranks reduce in different orders, or not in rank order although the collective requires it.
     """
@@ -131,7 +132,10 @@ class _Lane:
         held = self._memory.get(place)
         if held is None:
             raise error_at(
-                self._arrays, op, f"reads {Space(place[1]).name}, never written ({self._mode})"
+                self._arrays,
+                op,
+                f"reads {Space(place[1]).name}, which no earlier op has written ({self._mode}); "
+                "wait for the op that writes it",
             )
         return held
 
@@ -150,8 +154,8 @@ class _Lane:
             raise error_at(
                 self._arrays,
                 op,
-                "reduces ranks that do not follow those of the left operand, but the reduction "
-                f"must be in rank order ({self._mode})",
+                "reduces ranks that do not directly follow those of the left operand, but the "
+                f"reduction must be in rank order ({self._mode})",
             )
         pair = (left.expression, right.expression)
         number = self._expressions.setdefault(pair, len(self._expressions))
@@ -180,17 +184,17 @@ class _Lane:
                 continue
             held = self._memory.get((rank, Space.OUTPUT))
             if held is None:
-                raise self._wrong(rank, "never written")
+                raise self._wrong(rank, "no op has written it")
             if held.contributions != wanted:
                 raise self._wrong(rank, _difference(held.contributions, wanted))
             if self._conditions.is_reduction and not held.is_final:
-                raise self._wrong(rank, "never marked final, so AVG never divides it")
+                raise self._wrong(rank, "no op with is_final has written it, so AVG never divides")
             if expressions.setdefault(wanted, held.expression) != held.expression:
-                raise self._wrong(rank, "reduced in another order than on a lower rank")
+                raise self._wrong(rank, "it was reduced in another order than on a lower rank")
 
     def _wrong(self, rank: int, what: str) -> ScheduleError:
         return ScheduleError(
-            f"output chunk {self._chunk}, {self._mode}, at the end: {what}",
+            f"output chunk {self._chunk} is wrong at the end ({self._mode}): {what}",
             rank=rank,
             channel=self._channel,
         )

@@ -30,7 +30,7 @@ def colour(number: int) -> str:
 
 
 def arrow(begin: Point, end: Point, ink: str, *, gap: float = 0, weight: float = 0.25) -> str:
-    """Draw an arrow that ends `gap` pixels before `end`; `weight`, 0 to 1, sets its width."""
+    """Draw an arrow that ends `gap` pixels before `end`; `weight` (0 to 1) sets its width."""
     length = distance(begin, end)
     wide = 1.3 + 1.7 * weight
     head = 6 + 1.5 * wide
@@ -98,7 +98,7 @@ def text(
     is_centred: bool = False,
     is_bold: bool = False,
 ) -> str:
-    """Draw one line of text that starts at `at`, or is centred there."""
+    """Draw one line of text that starts at `at` or, with `is_centred`, is centred at `at`."""
     more = ' text-anchor="middle"' if is_centred else ""
     more += ' font-weight="bold"' if is_bold else ""
     return (

@@ -5,8 +5,9 @@ Theory of operation
 `r2ccl.failover.bandwidth.trains` measures the rate of one rail. Rates measured at different times
 cannot be compared: a process that stalls, at either end, slows all rails at that time, and its
 backlog looks like a burst afterwards. The rate of a rail is therefore compared only with the rates
-of other rails in the same short interval, called a *spell*. The reference is the median of the
-rails that count as whole (those with the highest weight) and were busy in the spell::
+of other rails in the same short interval, called a *spell*. A rail is *busy* while a train of it
+lasts. The reference is the median rate of those rails with the highest weight that were busy in the
+spell::
 
     spell       0     1     2     3     4
     rail 0     196   198    51   285
@@ -16,17 +17,18 @@ rails that count as whole (those with the highest weight) and were busy in the s
 Here the process stalled in spell 2 and caught up in spell 3. In spells 0 to 3, rail 2 has a quarter
 of the rate of rails 0 and 1. Spell 4 has no reference, because only rail 2 was busy.
 
-The estimate of a rail is the mean of its latest comparisons, weighted by busy time, over
-`_COMPARED_S` of busy time. A spell counts only if more than half of the rails with the highest
-weight were busy: when the fast rails have finished their part of a long operation, a slow rail
-would otherwise be compared with other slow rails.
+The estimate of a rail is the mean of its latest comparisons (rate over reference), weighted by
+busy time, over `_COMPARED_S` of busy time. A spell counts only if more than half of the rails with
+the highest weight were busy: when the fast rails have finished their part of a long operation, a
+slow rail would otherwise be compared with other slow rails.
 
 A weight changes only after the estimate has implied a different weight for `_SETTLE_S` of active
-time without interruption. A slow rail gets work in proportion to its rate, but always some. With a
-quarter of the work, a rail of a quarter of the rate is as busy as the others, so its trains show at
-once when the rail recovers. The estimate of a rail that carries too little to form trains rises
-with time (`Balance.estimates`), until the rail gets enough work to be measured again. Links keep
-the same number of slices in flight on all rails, so this number does not affect the comparison.
+time (time with a slice in flight on any rail) without interruption. A slow rail gets work in
+proportion to its rate, but always some. With a quarter of the work, a rail with a quarter of the
+rate is as busy as the others, so its trains show at once when the rail recovers. The estimate of a
+rail that carries too little to form trains rises with time (`Balance.estimates`), until the rail
+gets enough work to be measured again. Links keep the same number of slices in flight on all rails,
+so this number does not affect the comparison.
 
 A *weight* is the share of a rail in `r2ccl.failover.health.table`, in sixteenths of the rate of the
 best rail. Rails of unequal nominal rates therefore get unequal weights too. If all rails of a rank
@@ -150,7 +152,7 @@ class Balance:
         self._ended(1, now)
 
     def dropped(self, rail: int, now: float, nslices: int) -> None:
-        """Record that `nslices` slices in flight on `rail` will not be confirmed on this rail."""
+        """Record that `nslices` slices in flight on `rail` are lost: their path was fenced."""
         if rail not in self._meters:
             return
         self._meters[rail].dropped(nslices)
@@ -163,7 +165,10 @@ class Balance:
         return self._active_s + max(0.0, now - self._busy_since_s)
 
     def rates(self) -> dict[int, float]:
-        """Return the recent rate of each measured rail in bytes/s, for display only."""
+        """Return the recent rate of each rail in bytes/s, for display only.
+
+        Rails that have not been measured recently are left out.
+        """
         found = {}
         for rail in self._meters:
             nbytes = busy_s = 0.0
@@ -176,11 +181,11 @@ class Balance:
         return found
 
     def estimates(self, now: float) -> dict[int, float | None]:
-        """Return the rate of each rail over that of the rails of highest weight; None: not known.
+        """Return the rate of each rail as a multiple of the median of the rails of highest weight.
 
-        If a rail had no train for more than `_FRESH_S` of active time, its last estimate doubles
-        with every further `_FRESH_S`, at most to the estimate of the best rail. Only a rail that
-        gets work can be measured.
+        None means that the rate is not known. If a rail had no train for more than `_FRESH_S` of
+        active time, its last estimate doubles with every further `_FRESH_S`, at most to the
+        estimate of the best rail: it then gets work, without which it cannot be measured.
         """
         active_s = self.active_s(now)
         self._forget(active_s)
@@ -272,7 +277,7 @@ class Balance:
     def _whole(self, spell: _Spell) -> list[float]:
         """Return the rates of the rails of highest weight that were busy in `spell`.
 
-        Empty unless more than half of them were busy.
+        The list is empty unless more than half of these rails were busy.
         """
         highest = max(self.weights.values())
         most = sum(weight == highest for weight in self.weights.values()) / 2
@@ -295,9 +300,10 @@ def shares(
 
     A new weight is 1 to 14, or 16. A previous weight is kept while the rate differs from it by at
     most 3/16 of the weight or one sixteenth of the reference, whichever is more, so that noise does
-    not change weights. A rail within half a sixteenth of the reference always gets weight 16. A
-    rail of unknown rate keeps its previous weight, or gets weight 16, so that it gets work and can
-    be measured.
+    not change weights. A rail whose rate is at least 31/32 of the reference always gets weight 16.
+    A rail of unknown rate keeps its previous weight. Without a previous weight it gets weight 16,
+    so that it gets work and can be measured. The reference is `nominal` or, by default, the best
+    rate.
 
     Parameters
     ----------

@@ -46,7 +46,11 @@ _LEAST_NBYTES = 256 << 10
 
 
 class Train(NamedTuple):
-    """Bytes confirmed on a rail after a first confirmation, and seconds from it to the last one."""
+    """Measurement of a rail between two confirmations, while slices were always in flight.
+
+    ``nbytes`` counts the bytes confirmed after the first confirmation, up to and including the
+    last. ``length_s`` is the time between the two, in seconds.
+    """
 
     nbytes: int
     length_s: float
@@ -74,9 +78,9 @@ class Meter:
         self.under_way += 1
 
     def confirmed(self, now: float, nbytes: int) -> Train | None:
-        """Record that a slice of `nbytes` was confirmed; return the train now complete, or None.
+        """Record that a slice of `nbytes` was confirmed.
 
-        `now` is a clock reading in seconds.
+        Return the train that is complete now, or None. `now` is a clock reading in seconds.
 
         Raises
         ------

@@ -90,11 +90,12 @@ class Diagnosis:
     paths : mapping of PathKey to Path
         Paths on rails of this rank, without bypasses; read only.
     transport : Transport
-        Queried for its rails, the rails that it connects itself, and stuck paths.
+        Queried for its rails, for which of them are RDMA rails, and for stuck paths.
     control : Post
         Sends control messages.
     ask : callable
-        ``ask(key, on_answer)``: probe `key` from this rank and call ``on_answer(probed)``.
+        ``ask(key, on_answer)``: probe `key` from this rank and later call ``on_answer(probed)``
+        once.
     config : Config
     clock : Clock
     sequel : callable
@@ -106,8 +107,8 @@ class Diagnosis:
     port_map : PortMap, optional
         Default: no two ranks share a NIC.
     excluded : callable, optional
-        Returns rank and rail of the excluded rails, which are not used to probe others. Default:
-        there are none.
+        Returns the excluded rails as (rank, rail). They are not used as auxiliaries. Default: no
+        rail is excluded.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Diagnosis:
         self._said_slow_s: dict[int, float] = {}
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return the last verdict on each path that has one; any thread."""
+        """Return the last verdict on each path that has one; any thread may call it."""
         return tuple(self._verdicts.copy().values())
 
     def slow_since(self, when_s: float) -> tuple[int, ...]:
@@ -169,8 +170,8 @@ class Diagnosis:
     def failed(self, key: PathKey, epoch: int, cause: str, *, is_own: bool) -> None:
         """Handle the failure of path `key` in `epoch`, found by this end (`is_own`) or by the peer.
 
-        Add the cause to a diagnosis of that epoch, or queue the failure for a new diagnosis. Ignore
-        a cause of the peer that only repeats the announcement of this end.
+        Add `cause` (``STATUS: detail``) to a diagnosis of that epoch, or queue the failure for a
+        new diagnosis. Ignore a cause of the peer that only repeats the announcement of this end.
         """
         if cause.startswith(_ECHO):
             return
@@ -192,8 +193,8 @@ class Diagnosis:
     def port_down(self, rail: int, cause: str) -> None:
         """Handle the report that this rank's port of `rail` is down.
 
-        Add `cause`, ``STATUS: detail``, to the diagnoses of all paths on the rail that are not up,
-        whether these diagnoses run, have a verdict or are still to begin.
+        Add `cause` (``STATUS: detail``) to the diagnoses of all paths on the rail that are not up.
+        These may be diagnoses that run, that have a verdict, or that have not begun yet.
         """
         now = self._clock()
         for key in self._paths:
@@ -207,10 +208,10 @@ class Diagnosis:
                 self._go_on(case)
 
     def withdrawn(self, key: PathKey) -> None:
-        """Drop the diagnosis of path `key`, if any: it has not failed, but a port is excluded.
+        """Drop the diagnosis of path `key`, if any: the path has not failed, its port is excluded.
 
         A diagnosis may have begun because the peer learned of the exclusion first and closed the
-        connection, and this end saw only that.
+        connection, and this end saw only the closed connection.
         """
         self._news.pop(key, None)
         case = self._open.pop(key, None)
@@ -220,17 +221,22 @@ class Diagnosis:
     def suspect(self, key: PathKey) -> None:
         """Begin to diagnose a silent path that is in use.
 
-        Do nothing if `MAX_DIAGNOSES` run, or if a diagnosis of the path runs or is to begin. The
-        path is suspected again if the silence continues.
+        Do nothing if `MAX_DIAGNOSES` run, or if a diagnosis of the path runs or is queued. The path
+        is suspected again if the silence continues.
         """
         if key not in self._open and key not in self._news and len(self._open) < MAX_DIAGNOSES:
             self._begin(key, self._paths[key].epoch)
 
     def tick(self, now: float, *, is_calm: bool) -> None:
-        """End overdue rounds, and begin the diagnoses of failures while fewer than the maximum run.
+        """End overdue rounds, and begin queued diagnoses while fewer than `MAX_DIAGNOSES` run.
 
-        A failure waits while `is_calm` is False (repairs run), for at most `_GIVE_WAY_S`. `now` is
-        the time in seconds.
+        Parameters
+        ----------
+        now : float
+            Time in seconds.
+        is_calm : bool
+            True if no path is being repaired. Otherwise diagnoses stay queued, for at most
+            `_GIVE_WAY_S` each.
         """
         for case in list(self._open.values()):
             self._go_on(case, case.path_diagnosis.tick(now))
@@ -336,7 +342,7 @@ class Diagnosis:
         self._go_on(case, actions)
 
     def _go_on(self, case: _Case, actions: Sequence[Action] = (), *, is_told: bool = False) -> None:
-        """Publish a new verdict, or without a verdict carry out `actions`.
+        """Publish the verdict if it is new; if there is no verdict, carry out `actions`.
 
         `is_told` is True if the peer's finding gave the verdict.
         """
@@ -412,7 +418,7 @@ class Diagnosis:
         return path is not None and path.state is PathState.UP
 
     def _bad(self) -> set[Port]:
-        """Return excluded ports, and those that verdicts name as failed while no path is up."""
+        """Return the excluded ports, and the ports that verdicts blame for paths that are down."""
         bad = {Port(*port) for port in self._excluded()}
         for key, verdict in self._verdicts.items():
             if verdict.kind is VerdictKind.LOCAL_NIC and not self._is_up(key):

@@ -1,4 +1,4 @@
-"""Map of all ranks' ports: which of them share a NIC, and their names in messages."""
+"""Map of the ports of all ranks: which ports share a NIC, and their names in messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from r2ccl.types import Nic
 
 
 class PortMap(NamedTuple):
-    """Ports of all ranks, as one rank knows them.
+    """NICs and names of the ports of all ranks, as one rank knows them.
 
     ``nics(rail)`` returns a NIC identifier per rank; ranks with equal identifiers share a NIC.
     ``name(rank, rail)`` returns the name of a port for users, such as ``rank 2 rail 1 (n2 eth1)``.
@@ -33,8 +33,8 @@ def port_map_of(rank: int, peers: Sequence[PeerInfo], nics: Sequence[Nic]) -> Po
     peers : sequence of PeerInfo
         Announced information of every rank, by rank.
     nics : sequence of Nic
-        This rank's NICs, by rail. They give its own ports the name of the interface; ports of
-        other ranks are named by the address or the RDMA port.
+        This rank's NICs, by rail. A port of this rank is named after the interface of its NIC; a
+        port of another rank after its address or RDMA port.
     """
 
     def end(of: PeerInfo, rail: int) -> str:

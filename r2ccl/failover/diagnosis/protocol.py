@@ -10,25 +10,26 @@ Theory of operation
     round over   -> verdict, or round 2 with two more auxiliaries if the kind is PATH or RAIL
     round over   -> verdict
 
-A slow peer, by far the most frequent suspect, therefore costs one probe. A round ends with its last
-answer or at its deadline; probes without an answer by then count as not made. A round also ends as
-soon as the verdict is LINK, which further answers cannot change. An *auxiliary* is one of:
+A slow peer, by far the most frequent cause of a suspicion, therefore costs one probe. A round ends
+with its last answer or at its deadline; probes without an answer by then count as not made. A round
+also ends as soon as the verdict is LINK, which further answers cannot change. An *auxiliary* is one
+of:
 
-* a third rank on the same rail. A control message asks it to probe the remote port, while this rank
-  probes the third rank's port. It shares only the switch with the suspected ports, so it comes
-  first. If there are two third ranks, one also probes the other: an answer shows that both of their
-  ports and the switch work.
-* another rail of this rank and the peer, on a fabric that connects different rails. It needs no
-  third host and no message. But it shares both hosts with the suspected ports, and on a fabric that
-  does not connect rails the probe fails only after its timeout.
+* a third rank on the same rail. A control message asks the third rank to probe the remote port,
+  while this rank probes the third rank's port. A third rank shares only the switch with the
+  suspected ports, so third ranks come first. If there are two, one also probes the other: an answer
+  shows that both of their ports and the switch work.
+* another rail of this rank and the peer, on a fabric that connects different rails. This needs no
+  third host and no message. But the other rail shares both hosts with the suspected ports, and on a
+  fabric that does not connect rails the probe fails only after its timeout.
 
 The peer is also asked to probe this rank's port. Its reply shows that its process can be reached,
 whatever the result: the verdict is PEER (dead or cut off) only if there is no reply and no rail
 reaches the peer either.
 
 Times are passed in as clock readings. Invariants: at most two rounds; each probe is made once, and
-its answer used once; once there is a verdict, only a port that reports itself down changes it, or
-the peer's finding if the kind is PATH.
+its answer used once; a verdict is changed only by a port that reports itself down or, if its kind
+is PATH, by the peer's finding.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Ask(NamedTuple):
 
 
 class AskRank(NamedTuple):
-    """Action: request `rank`, by control message, to probe `key`."""
+    """Action: ask `rank`, by control message, to probe `key`."""
 
     rank: int
     key: ProbeKey
@@ -75,7 +76,7 @@ class ThirdRank(NamedTuple):
 
 
 class OtherRail(NamedTuple):
-    """Auxiliary: the ports of both ends of the path on another `rail`."""
+    """Auxiliary: the two ports that this rank and the peer have on another `rail`."""
 
     rail: int
 
@@ -106,7 +107,8 @@ class PathDiagnosis:
     name : callable
         ``name(rank, rail)``: name of a port for users.
     patience_s : float
-        Timeout of a round in seconds: that of a probe, plus a control message and its reply.
+        Timeout of a round in seconds: the timeout of a probe, plus the time for a control message
+        and its reply.
     """
 
     def __init__(
@@ -160,7 +162,7 @@ class PathDiagnosis:
         return self._ask([self._direct], now)
 
     def on_cause(self, now: float, cause: str, *, is_own: bool) -> None:
-        """Add hard evidence of a failure that arrived after `begin`.
+        """Add `cause`, evidence of a failure (``STATUS: detail``), that arrived after `begin`.
 
         A port that reports itself down gives, or revises, the verdict. Other evidence turns a
         suspicion into a failure, and is ignored once there is a verdict.
@@ -199,6 +201,7 @@ class PathDiagnosis:
         is_answered : bool or None
             None: the probe could not be made.
         detail : str
+            Text for people about the answer; may be empty.
         is_stuck : bool
             True if the transport reports that the path only retransmits.
         """
@@ -245,7 +248,7 @@ class PathDiagnosis:
         return []
 
     def _judge(self) -> VerdictKind | None:
-        """Return the kind of verdict that the answers give so far; None: a round is needed."""
+        """Return the kind of verdict that the answers give so far; None: more probes are needed."""
         columns = arrange(self._readings, self._local, self._remote)
         if columns.direct:
             return VerdictKind.FLOW if self._causes or self._is_stuck else VerdictKind.PEER_SLOW
@@ -334,11 +337,12 @@ def choose_auxiliaries(
 ) -> list[Auxiliary]:
     """Return the auxiliaries for a diagnosis by rank `me`, best first.
 
-    Auxiliaries whose path is up come first. Of several with a path that is up, or several without,
-    third ranks come before other rails. There is at most one third rank per NIC, and none on the
-    two NICs of the path: ranks of one host may share a NIC. Ranks are taken in increasing order
-    from ``me + 1`` on, so that different ranks ask different ones. Rails are taken by distance,
-    because probes that need a connection have one only from the same and the next rail.
+    Auxiliaries whose path is up come first. Within those with and those without such a path, third
+    ranks come before other rails. Ranks of one host may share a NIC, so at most one third rank per
+    NIC is used, and none on the two NICs of the path. Third ranks are ordered from ``me + 1``
+    upwards, so that different ranks ask different third ranks. Other rails are ordered by their
+    distance from the rail of the path, because RDMA probes are connected only from the same rail
+    and the next one.
 
     Parameters
     ----------

@@ -1,11 +1,12 @@
-"""Verdict: which part of a path failed, inferred from which ports still answer which.
+"""Verdict: which part of a path failed, inferred from the probes that ports answer.
 
 Theory of operation
 -------------------
 A path (peer, rail) joins two *ports*, this rank's and the peer's. A port stands for the NIC, its
 cable and the switch port that the cable is plugged into. A port that reports itself down is at
 fault. Otherwise ports are probed (`r2ccl.transport.base.Transport.probe`). The NIC or the kernel
-answers a probe, never the process. Probes between three points show which part is at fault::
+answers a probe, never the process. Probes between the local port, the remote port and an auxiliary
+third port (aux) show which part is at fault::
 
     local -> remote   aux -> remote   local -> aux   verdict
     ------------------------------------------------------------------------------------
@@ -14,14 +15,15 @@ answers a probe, never the process. Probes between three points show which part 
     fails             works           fails          the local NIC
     fails             works           works          the link between them
     fails             fails           fails          the rail (its switch); or both NICs, if two
-                                                     other ports reach each other: then this rank
-                                                     names its own NIC, and the peer likewise
+                                                     other ports reach each other: then each of
+                                                     the two ranks names its own NIC
     fails             not known       not known      the path: the part is not known
 
-An answer proves that both ports, and the network between them, work. An unanswered probe counts
-only if another answer shows that the third point of the probe works. Otherwise a failed auxiliary
-would put the blame on other ports. On a failed rail no port can be shown to work. There, unanswered
-probes count if a third rank neither reaches the remote port nor is reached from the local port.
+An answer proves that both ports, and the network between them, work. An unanswered probe between an
+end of the path and an auxiliary port counts only if another answer shows that the auxiliary port
+works. Otherwise a failed auxiliary would put the blame on other ports. On a failed rail no port can
+be shown to work. There, unanswered probes count if a third rank neither reaches the remote port nor
+is reached from the local port.
 
 LINK and PEER_SLOW therefore rest on answers, and are right whatever else has failed. LOCAL_NIC and
 REMOTE_NIC explain the unanswered probes by one failed part instead of several cut connections. RAIL
@@ -66,9 +68,10 @@ class Port(NamedTuple):
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """Result of the probe of `target` from `asker`.
+    """Result of the probe of port `target` from port `asker`.
 
-    ``is_answered`` and ``detail`` are those of `r2ccl.transport.base.Probed`.
+    ``is_answered`` (None: the probe could not be made) and ``detail`` have the meaning of those of
+    `r2ccl.transport.base.Probed`.
     """
 
     asker: Port
@@ -113,7 +116,10 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class ProbeRequest(msgspec.Struct, frozen=True, tag="probe_request"):
-    """Control message: asks the receiver to probe `key` from its port ``key.via``, and to reply."""
+    """Control message: asks the receiver to probe `key` from its port on rail ``key.via``.
+
+    The receiver answers with a `ProbeReply` that has the same ``number``.
+    """
 
     number: int
     key: ProbeKey
@@ -141,10 +147,11 @@ class Finding(msgspec.Struct, frozen=True, tag="finding"):
 
 
 class Columns(NamedTuple):
-    """Row of `TABLE`, or results of the probes. None matches any value; as a result, not known.
+    """Pattern of a row of `TABLE`, or the results of the probes of a path.
 
-    ``direct``: local reaches remote. ``to_remote``: a third port reaches remote. ``from_local``:
-    local reaches a third port. ``beside``: another port of the rail works.
+    ``direct``: the local port reaches the remote port. ``to_remote``: a third port reaches the
+    remote port. ``from_local``: the local port reaches a third port. ``beside``: a third port on
+    the rail works. In a pattern, None matches any value; in results, None means not known.
     """
 
     direct: bool | None
@@ -214,10 +221,11 @@ def judge(columns: Columns) -> VerdictKind:
 
 
 def arrange(readings: Iterable[Reading], local: Port, remote: Port) -> Columns:
-    """Return the table's columns for the probe results.
+    """Return the columns of `TABLE` that the probe results give.
 
-    Unanswered probes count only if another answer shows that their third point works. If no port of
-    the rail is known to work, they count if a third port is silent in both directions.
+    An unanswered probe to or from a third port counts only if another answer shows that this third
+    port works. If no port of the rail is known to work, unanswered probes count if a third port is
+    silent in both directions.
 
     Parameters
     ----------
@@ -247,7 +255,7 @@ def working(readings: Iterable[Reading]) -> set[Port]:
 
 
 def place(kind: VerdictKind, me: int, path: PathKey, name: Naming) -> str:
-    """Return the name of the part that `kind` puts at fault on `path` of rank `me`."""
+    """Return the name of the part at fault if rank `me` makes a verdict of `kind` on `path`."""
     local, remote = name(me, path.rail), name(path.peer, path.rail)
     if kind is VerdictKind.LOCAL_NIC:
         return local
@@ -261,7 +269,7 @@ def place(kind: VerdictKind, me: int, path: PathKey, name: Naming) -> str:
 
 
 def describe(readings: Sequence[Reading], name: Naming) -> tuple[str, ...]:
-    """Describe each reading in words."""
+    """Return one text per reading: the two ports, the result and, if given, its detail."""
     words = {True: "answered", False: "no answer", None: "could not be probed"}
     return tuple(
         f"{name(*r.asker)} -> {name(*r.target)}: {words[r.is_answered]}"
@@ -281,7 +289,7 @@ def _between(readings: Iterable[Reading], asker: Port, target: Port) -> bool | N
 def _denied(vouched: Iterable[bool]) -> bool | None:
     """Return False if any unanswered probe counts, else None (not known).
 
-    `vouched` has an item per unanswered probe: True if its third point is known to work.
+    `vouched` has an item per unanswered probe: True if its third port is known to work.
     """
     return False if any(vouched) else None
 

@@ -3,12 +3,13 @@
 The lower rank of a path decides; the higher rank only accepts the connection. The lower rank probes
 the ports of the path, over separate connections, at the times that
 `r2ccl.failover.failback.protocol` sets, and connects the path when the protocol allows it. If no
-path to a peer is up, all waiting paths to this peer are connected at the next tick, before they
-have proved reliable: an unreliable path is better than none. A path whose rail is excluded at
-either end is neither probed nor connected; it waits here until the exclusion ends.
+path to a peer is up, all paths to this peer that are in quarantine are connected at the next tick,
+before they have proved reliable: an unreliable path is better than none. A path whose rail is
+excluded at either end is neither probed nor connected; it stays in quarantine until the exclusion
+ends.
 
-Only one thread may use a `Failback` at a time, except `held`. Invariant: a path either waits here,
-is being fenced or connected, or is in use.
+Only one thread may use a `Failback` at a time; any thread may call `held`. Invariant: at the lower
+rank, a path is in quarantine, being fenced or connected, or in use.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class Failback:
-    """Failed paths that this rank, as the lower one, must bring back into use.
+    """Quarantine of failed paths that this rank, as the lower one, must bring back into use.
 
     Parameters
     ----------
@@ -66,7 +67,7 @@ class Failback:
         self._quarantine(key).failed(self._clock())
 
     def withdrawn(self, key: PathKey) -> None:
-        """Put the path `key`, which is down and did not fail, into quarantine."""
+        """Put the path `key`, which was taken out of use without a failure, into quarantine."""
         self._quarantine(key).withdrawn(self._clock())
 
     def _quarantine(self, key: PathKey) -> Quarantine:
@@ -77,7 +78,7 @@ class Failback:
         return found
 
     def opened(self, key: PathKey) -> None:
-        """Record that the path `key` is in use."""
+        """Record that the path `key` is in use: its quarantine, if any, ends."""
         self._waiting.pop(key, None)
         quarantine = self._quarantines.get(key)
         if quarantine is not None:
@@ -86,20 +87,26 @@ class Failback:
     def port_up(self, key: PathKey) -> None:
         """Probe the path `key` at the next tick, because one of its ports was down and came up.
 
-        The good probes so far do not count any more. Do nothing if the path does not wait here.
+        The good probes so far do not count any more. Do nothing if the path is not in quarantine.
         """
         quarantine = self._waiting.get(key)
         if quarantine is not None:
             quarantine.carrier_up(self._clock())
 
     def hurry(self, key: PathKey) -> None:
-        """Probe the path `key` at the next tick, because its probe's connection is ready again."""
+        """Probe the path `key` at the next tick, because its probe's connection is ready again.
+
+        Do nothing if the path is not in quarantine.
+        """
         quarantine = self._waiting.get(key)
         if quarantine is not None:
             quarantine.hurry(self._clock())
 
     def tick(self, now: float) -> None:
-        """Send the probes that are due, and connect the paths that may return."""
+        """Send the probes that are due, and begin to connect the paths that may return.
+
+        `now` is a clock reading in seconds.
+        """
         for key, quarantine in list(self._waiting.items()):
             if self._is_excluded(key):
                 continue
@@ -111,10 +118,10 @@ class Failback:
                 self._ask(ProbeKey(key.peer, key.rail, key.rail), partial(self._probed, key))
 
     def held(self) -> dict[PathKey, float]:
-        """Return the hold of each path that waits here and is not excluded; any thread.
+        """Return the hold of each path that is in quarantine and not excluded.
 
         The hold is the time, in seconds, for which all probes must be answered before the path may
-        return.
+        return. Any thread may call this method.
         """
         waiting = self._waiting.copy().items()
         return {key: each.hold_s for key, each in waiting if not self._is_excluded(key)}

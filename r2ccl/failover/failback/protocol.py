@@ -4,10 +4,10 @@ Theory of operation
 -------------------
 A path out of use is probed until it returns. A probe that is answered is *good*. The pause after a
 probe without an answer doubles with each such probe, up to a cap. An answer resets the pause, and
-so does a failure of the path in use. A port that comes up also resets the pause, and prevents its
-growth for a while; it resets the count of good probes too, because the path had been down. The path
-may return after `Policy.nprobes` good probes in a row, once all probes have been answered for the
-time of its *hold*.
+so does a failure of the path while in use. When a port of the path comes up, the pause is also
+reset and does not grow for a while; the count of good probes is reset too, because the path had
+been down. The path may return after `Policy.nprobes` good probes in a row, once all probes have
+been answered for the time of its *hold*.
 
 The hold grows with the number of *strikes*. Each failure while in use adds one strike; time in use
 without failure halves the number every `Policy.half_life_s`::
@@ -16,10 +16,10 @@ without failure halves the number every `Policy.half_life_s`::
 
 The first failure after a long healthy time therefore costs only the probes. A path that fails
 immediately after each return is held for 1, 3, 7, 15 units. A path that goes down in quarantine
-gets no strike, because it carried no traffic; its hold starts again. Nor does a path whose rail is
-excluded, because it did not fail. A path whose good periods are shorter than its hold stays in
-quarantine. This is route flap damping (RFC 2439) with the correction of RFC 7196: only failures of
-the path itself count, and only while it carried traffic.
+gets no strike, because it carried no traffic; its hold starts again. A path whose rail is excluded
+gets no strike either, because it did not fail. A path whose good periods are shorter than its hold
+stays in quarantine. This is route flap damping (RFC 2439) with the correction of RFC 7196: only
+failures of the path itself count, and only while it carried traffic.
 
 Why these values: three answers 0.1 s apart exclude a link that flaps while coming up, and cost
 0.2 s after the first answer. The cap of 1 s limits how long a restored path stays unnoticed if no
@@ -128,7 +128,7 @@ class Quarantine:
         self.is_in_use = False
         self._asked = False
         self._ngood = 0
-        # It may have grown: a path may return without a good probe.
+        # The pause may have grown: a path may return without a good probe.
         self._pause_s = policy.spacing_s
         self._next_s = now + policy.spacing_s
 
@@ -142,7 +142,7 @@ class Quarantine:
         self.hurry(now)
 
     def hurry(self, now: float) -> None:
-        """Make a probe due at once, reset the pause, and prevent its growth for a while."""
+        """Make a probe due at once, and reset the pause, which then does not grow for a while."""
         self._next_s = now
         self._pause_s = self._policy.spacing_s
         self._keen_until_s = now + _KEEN_NCAPS * self._policy.cap_s
@@ -182,7 +182,7 @@ class Quarantine:
         self._put_off(now)
 
     def unasked(self, now: float) -> None:
-        """Record a probe that could not be sent: it proves nothing and is due again later."""
+        """Record that a probe could not be sent, which proves nothing; retry after a pause."""
         if self.is_in_use:
             return
         self._asked = False

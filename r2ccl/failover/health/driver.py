@@ -36,9 +36,9 @@ from r2ccl.failover.health.table import WHOLE, Health, RailShare
 _log = logging.getLogger(__name__)
 
 
-#: Function that gets the rails, each as rank and rail, that are excluded now, and included again.
+#: Function of two sets of (rank, rail): the newly excluded rails, and those not excluded any more.
 OnExcluded: TypeAlias = Callable[[AbstractSet[tuple[int, int]], AbstractSet[tuple[int, int]]], None]
-#: Function that gets the refusal of a request, or an empty text once the request is in force.
+#: Function of the reason why a request is refused; empty: the request is in force.
 OnAnswer: TypeAlias = Callable[[str], None]
 
 
@@ -50,7 +50,9 @@ class Known(NamedTuple):
 
 
 class HealthAgreement:
-    """Health agreement of one rank, which sends its messages and reads the clock.
+    """Health agreement of one rank; it sends messages and reads the clock.
+
+    A *round* is one run of the agreement, which ends with a new health version.
 
     Parameters
     ----------
@@ -61,8 +63,9 @@ class HealthAgreement:
         Sends control messages.
     clock : Clock
     on_excluded : callable, optional
-        ``on_excluded(excluded, included)``: called with the rails, each as rank and rail, that a
-        new health excludes, and those that it excludes no more, before this rank agrees to it.
+        ``on_excluded(excluded, included)``: called with two sets of (rank, rail): the rails that a
+        new health excludes in addition, and those that it does not exclude any more. Called before
+        this rank agrees to that health. Default: do nothing.
     """
 
     def __init__(
@@ -87,8 +90,8 @@ class HealthAgreement:
         self._down = {(rank, rail) for rail in health.excluded_rails(rank)}
         self._weights: dict[tuple[int, int], int] = {}
         self._toward: dict[int, int] = {}
-        #: Callbacks of the requests that have no answer, by number, and of those that are in force
-        #: from a version on that is not agreed on.
+        #: Callbacks of the exclusion requests without an answer, by number; and of those granted
+        #: from a version on that is not agreed on yet, with that version.
         self._asked: dict[int, OnAnswer] = {}
         self._nasked = 0
         self._granted: list[tuple[int, OnAnswer]] = []
@@ -101,7 +104,10 @@ class HealthAgreement:
         self.last_started = 0
 
     def skip_to(self, op: int) -> None:
-        """Number the next collective `op` + 1; call it before the first collective and message."""
+        """Set the number of the next collective to `op` + 1.
+
+        Call it before the first collective and the first message.
+        """
         self.last_started = op
 
     def on_known(self, take: Callable[[Health], None]) -> None:
@@ -137,7 +143,7 @@ class HealthAgreement:
     # Reports of this rank
 
     def report_down(self, rank: int, rail: int) -> None:
-        """Report that `rail` of `rank` is down, unless this rank reported that before."""
+        """Report that `rail` of `rank` is down, unless this rank has reported it already."""
         if (rank, rail) not in self._down:
             self._down.add((rank, rail))
             self._report([(rank, rail)])
@@ -180,7 +186,10 @@ class HealthAgreement:
         return RailShare(*key, WHOLE)
 
     def adopt(self, health: Health) -> None:
-        """Take `health` as the report of each rank on its own rails; call it on rank 0 only."""
+        """Take the shares in `health` as each rank's report on its own rails; call it on rank 0.
+
+        The excluded rails of `health` are adopted too.
+        """
         self._event(lambda: self._agreement.adopt(self._clock(), health))
 
     # Excluded rails
@@ -221,7 +230,7 @@ class HealthAgreement:
             self._tell_granted()
 
     def _tell_granted(self) -> None:
-        """Answer the requests that are in force from the version agreed on."""
+        """Answer the granted requests whose version is agreed on by now."""
         told = [on_answer for version, on_answer in self._granted if version <= self._version]
         self._granted = [each for each in self._granted if each[0] > self._version]
         for on_answer in told:
@@ -248,7 +257,10 @@ class HealthAgreement:
         self._event(lambda: self._agreement.on_message(self._clock(), peer, message))
 
     def tick(self, now: float) -> None:
-        """Begin a postponed round if it is due; warn if the current round takes too long."""
+        """Begin a postponed round if it is due; warn if the current round takes too long.
+
+        `now` is a clock reading in seconds.
+        """
         self._event(lambda: self._agreement.tick(now))
 
     def peer_lost(self, peer: int) -> None:

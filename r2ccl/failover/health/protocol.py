@@ -129,6 +129,8 @@ Action: TypeAlias = Send | HealthKnown | HealthAgreed | Late | ExclusionAnswered
 class Agreement:
     """State machine of one rank: takes events and returns actions, to be executed in order.
 
+    A *round* is one run of the agreement, which ends with a new health version.
+
     Parameters
     ----------
     rank : int
@@ -176,14 +178,15 @@ class Agreement:
     def may_start(self, op: int) -> bool:
         """Return whether collective `op`, the next one, may start now.
 
-        If not, a message will allow it, unless a rank is lost.
+        If not, the `Commit` of the current round will allow it. After the loss of a rank, nothing
+        may start.
         """
         return self.lost is None and self._member.may_start(op)
 
     def start(self, op: int) -> Health:
         """Count collective `op` as started and return the health to plan it with.
 
-        A call that failed before any byte moved may start with the same number again.
+        A collective that failed before it sent any byte may be started again with the same number.
 
         Raises
         ------
@@ -217,8 +220,9 @@ class Agreement:
     def waits_for(self) -> tuple[int, ...]:
         """Return the ranks that this rank waits for in the current round; empty if none is running.
 
-        These are its children in the tree whose promise is missing (which may in turn wait for
-        theirs); if no promise is missing, the coordinator, whose `Commit` is.
+        These are its children in the tree whose promises are missing; such a child may itself wait
+        for its own children. If no promise is missing, this is the coordinator, whose `Commit` is
+        missing.
         """
         if self._member.limit is None:
             return ()
@@ -227,7 +231,7 @@ class Agreement:
     # Events
 
     def report(self, now: float, news: Sequence[RailShare]) -> list[Action]:
-        """Report the state of rails, of this rank or of a peer, to the coordinator.
+        """Report shares of rails, of this rank or of a peer, to the coordinator.
 
         Parameters
         ----------
@@ -251,10 +255,10 @@ class Agreement:
         return [Send(COORDINATOR, message)]
 
     def adopt(self, now: float, health: Health) -> list[Action]:
-        """Take the shares in `health` as each rank's report on its own rails; on rank 0 only.
+        """Take the shares in `health` as each rank's report on its own rails; call it on rank 0.
 
-        Communicators made from another one adopt its health and its excluded rails, so that one
-        report serves all.
+        A communicator that is made from another one adopts that one's health and excluded rails, so
+        that failures need not be detected and reported again in each.
         """
         if self.lost is not None:
             return []
@@ -383,7 +387,7 @@ class Agreement:
         return [Send(child, message) for child in self._subtree.children]
 
     def _look(self, now: float) -> list[Action]:
-        """Measure how long the current round takes, and return `Late` if too long.
+        """Measure how long the current round takes; return `Late` if it takes too long.
 
         A gap between two calls counts as at most a quarter of `late_s`: while this rank did not run
         its loop, it could not receive answers either.
@@ -403,7 +407,7 @@ class Agreement:
         if self.lost is not None:
             raise CommunicatorRevoked(
                 f"rank {self.rank}: rank {self.lost} is lost, so this communicator has ended; "
-                "continue with a communicator of the others (shrink())"
+                "call shrink() to continue with the surviving ranks"
             )
 
 

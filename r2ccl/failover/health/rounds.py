@@ -1,8 +1,8 @@
 """Rounds of the health agreement: the messages, and the state that they change.
 
 Each rank keeps a `Member`, and a `Subtree` that collects promises. Rank 0 also keeps a
-`Coordinator`.
-`r2ccl.failover.health.protocol` explains the protocol and proves that ranks never disagree.
+`Coordinator`. `r2ccl.failover.health.protocol` explains the protocol and proves that ranks never
+disagree.
 
 Invariant: a rank keeps its promise until the matching commit.
 """
@@ -22,8 +22,8 @@ from r2ccl.failover.health.table import Findings, Health, RailShare
 class Report(msgspec.Struct, frozen=True, tag="health.report"):
     """Control message: new shares of rails, of the sender or a peer, as the sender sees them.
 
-    `number` counts the reports of the sender. A report may overtake the one before it: the first
-    travels through other ranks, the second over a session that was opened meanwhile.
+    `number` counts the reports of the sender. A report may overtake the previous one, if the
+    previous one travels through other ranks and this one over a session opened in between.
     """
 
     news: tuple[RailShare, ...]
@@ -33,7 +33,8 @@ class Report(msgspec.Struct, frozen=True, tag="health.report"):
 class ExcludeRails(msgspec.Struct, frozen=True, tag="health.exclude"):
     """Control message: asks the coordinator to exclude rails, or to end their exclusion.
 
-    ``number`` identifies the request in the answer. ``ports`` has rank and rail of each rail.
+    ``number`` identifies the request in the answer. ``ports`` lists the rails as (rank, rail).
+    ``is_excluded`` is True to exclude them, False to end their exclusion.
     """
 
     number: int
@@ -42,9 +43,10 @@ class ExcludeRails(msgspec.Struct, frozen=True, tag="health.exclude"):
 
 
 class RailsExcluded(msgspec.Struct, frozen=True, tag="health.excluded"):
-    """Control message: answer to `ExcludeRails`.
+    """Control message: answer to the `ExcludeRails` with the same ``number``.
 
-    Without a ``refusal``, the request is in force from health ``version`` on.
+    ``refusal`` is the reason why nothing was changed; if it is empty, the request is in force from
+    health ``version`` on.
     """
 
     number: int
@@ -59,10 +61,10 @@ class Prepare(msgspec.Struct, frozen=True, tag="health.prepare"):
 
 
 class Promise(msgspec.Struct, frozen=True, tag="health.promise"):
-    """Control message: promise of all ranks in the sender's subtree, until the `Commit`.
+    """Control message: promise of all ranks in the sender's subtree, valid until the `Commit`.
 
-    Each of these ranks starts at most ``window`` collectives beyond the last one that it has
-    started. `reached` is the highest collective that any of these ranks has started.
+    Each of these ranks starts at most `AgreementLimits.window` collectives beyond the last one that
+    it had started when it promised. `reached` is the highest number of these last collectives.
     """
 
     version: int
@@ -135,9 +137,10 @@ class Member:
     def start(self, op: int) -> Health:
         """Count collective `op` as started and return its health; see `Agreement.start`."""
         if op not in (self.started, self.started + 1) or not self.may_start(op):
+            bound = "" if self.limit is None else f", up to {self.limit} until the Commit"
             raise InternalError(
-                f"rank {self._rank}: collective {op} started after {self.started} "
-                f"(last collective that the promise allows: {self.limit})"
+                f"rank {self._rank}: collective {op} started after {self.started}: only that one "
+                f"or the next may start{bound}"
             )
         self.started = op
         while len(self._plans) > 1 and self._plans[1][0] <= op:
@@ -150,7 +153,7 @@ class Member:
         return self._plans[0][1] if self.limit is None and len(self._plans) == 1 else None
 
     def skip_to(self, op: int) -> None:
-        """Count all collectives up to `op` as started, with health `steady`; see `Agreement`."""
+        """Count all collectives up to `op` as started; see `Agreement.skip_to`."""
         if self.steady is None or op < self.started:
             raise InternalError(
                 f"rank {self._rank}: cannot count collectives up to {op} as started: the last one "
@@ -221,7 +224,7 @@ class Subtree:
     ----------
     rank : int
     health : Health
-        Initial health, which has the number of ranks.
+        Initial health; defines the number of ranks.
     """
 
     __slots__ = ("_rank", "_reached", "_version", "children", "missing")
@@ -236,7 +239,7 @@ class Subtree:
         self.missing: frozenset[int] = frozenset()
 
     def begin(self, version: int) -> None:
-        """Collect the promises for `version`."""
+        """Begin to collect the promises for `version`; drop those for earlier versions."""
         self._version = version
         self._reached = 0
         self.missing = frozenset((self._rank, *self.children))
@@ -264,7 +267,7 @@ class Subtree:
 
 
 class Coordinator:
-    """Additional state of rank 0: the findings of all ranks."""
+    """State of rank 0 as coordinator: reports of all ranks, excluded rails, and current round."""
 
     __slots__ = (
         "_excluded", "_excluded_from", "_findings", "_has_news", "_is_running", "_limits",
@@ -285,7 +288,10 @@ class Coordinator:
         self._numbers: dict[tuple[int, int, int], int] = {}
 
     def unheard(self, reporter: int, report: Report) -> tuple[RailShare, ...]:
-        """Return the news in `report` on rails of which no later report of `reporter` arrived."""
+        """Return those news in `report` that no later report of `reporter` has replaced already.
+
+        The number of the report is stored per rail, so that older reports can be recognized.
+        """
         found = []
         for word in report.news:
             key = reporter, word.rank, word.rail
@@ -307,9 +313,10 @@ class Coordinator:
         self._has_news = True
 
     def exclude(self, request: ExcludeRails) -> RailsExcluded:
-        """Carry out a request with the next round and return the answer to it.
+        """Let the next round carry out `request`, or refuse it; return the answer.
 
-        Refuse an exclusion that leaves a rank without a rail, or two ranks without a common rail.
+        An exclusion that leaves a rank without a rail, or two ranks without a common rail, is
+        refused.
 
         Raises
         ------
@@ -326,7 +333,7 @@ class Coordinator:
         return RailsExcluded(request.number, self._excluded_from, refusal)
 
     def adopt_excluded(self, excluded: Iterable[tuple[int, int]]) -> None:
-        """Exclude exactly these rails from the next round on."""
+        """Exclude exactly these rails, each given as (rank, rail), from the next round on."""
         wanted = frozenset(excluded)
         if wanted != self._excluded:
             self._excluded, self._has_news = wanted, True
@@ -335,8 +342,8 @@ class Coordinator:
     def begin(self, now: float) -> Prepare | None:
         """Begin a round if news change the health, no round is running and the pause is over.
 
-        Return the message that begins the round, or None. If a later request undoes an earlier one,
-        the round is still run, because the answers name its version.
+        Return the message that begins the round, or None. A round is also run if a later request
+        undoes an earlier one: the answers to both name the version of that round.
         """
         if not self._has_news or self._is_running or now < self._rest_until:
             return None
@@ -351,14 +358,17 @@ class Coordinator:
         return Prepare(merged)
 
     def end(self, now: float, promise: Promise) -> Commit:
-        """End the round with the promise of all ranks; return the message to send to all."""
+        """End the round, given the joint promise of all ranks; return the message for all ranks."""
         self._is_running = False
         self._rest_until = now + self._limits.rest_s
         return Commit(promise.version, promise.reached + self._limits.window + 1)
 
 
 def _without_rail(before: Health, after: Health, ports: Iterable[tuple[int, int]]) -> str:
-    """Return why `ports` must not be excluded, or empty; this changes `before` to `after`."""
+    """Return the reason why `ports` must not be excluded; empty if they may be.
+
+    `before` is the health without their exclusion, `after` the health with it.
+    """
     for rank in sorted({rank for rank, _ in ports}):
         if not after.capacity(rank):
             return f"rank {rank} would have no rail left"

@@ -49,7 +49,7 @@ class RailShare(NamedTuple):
 class Health(msgspec.Struct, frozen=True):
     """Table from which all ranks plan a collective: the share of every rail, with a version.
 
-    A table takes one byte per rail of each rank on the wire: 8 KiB for 1,024 ranks with 8 rails.
+    On the wire, a table takes one byte per rank and rail: 8 KiB for 1,024 ranks with 8 rails.
 
     Parameters
     ----------
@@ -242,9 +242,10 @@ class Findings:
                 words[reporter] = word
 
     def merged(self, health: Health, excluded: Iterable[tuple[int, int]] | None = None) -> Health:
-        """Return the version after `health`, with all findings, or `health` if none is new.
+        """Return the version after `health`, with all findings, or `health` if nothing changes.
 
-        `excluded` are the excluded rails of that version; by default those of `health`.
+        `excluded` lists, as (rank, rail), the excluded rails of the new version; default: those of
+        `health`.
         """
         edges = {
             key: word

@@ -1,15 +1,16 @@
-"""Bypass: the path between two ranks without a common rail, and the search for a way it can take.
+"""Bypass: the path between two ranks without a common rail, and the search for its *way*.
 
-The lower rank dials when no home rail leads to the peer. It gives the control plane a list of ways:
-*cross ways*, between ports of different rails, and third ranks that may forward. The first way that
-works becomes the bypass. On a fabric where all NICs reach each other, a cross way works before a
-third rank is asked. A bypass that fails is fenced, and its slices are replayed, as for any other
-path. Each round of the search begins with different ways. The higher rank always accepts a bypass.
+A way is either a connection between ports of different rails (*cross way*), or one through a third
+rank that forwards. The lower rank dials when no path to the peer on a home rail is up. It gives the
+control plane a list of ways; the first way that works becomes the bypass. On a fabric where all
+NICs reach each other, a cross way works before a third rank is asked. A bypass that fails is
+fenced, and its slices are replayed, as for any other path. Each round of the search begins with
+different ways. The higher rank always accepts a bypass.
 
-If a TCP rail that is a last resort leads to the peer, only cross ways are tried, and only once:
-third ranks need not forward what can travel directly. If the home rails are RDMA rails, no bypass
-is searched while any TCP rail leads to the peer. No way begins at an excluded port of this rank or
-leads to an excluded port; from a third rank on, a bypass may take any port.
+If the path to the peer on a TCP rail that is a last resort is up, only cross ways are tried, and
+only in one round: third ranks need not forward data that can travel directly. If the home rails are
+RDMA rails, there is no search while a path to the peer on any TCP rail is up. No way begins at an
+excluded port of this rank or leads to an excluded port; a third rank may forward over any port.
 
 Not thread-safe.
 """
@@ -27,7 +28,7 @@ from r2ccl.types import BYPASS, BypassWay, PathKey
 
 #: Maximum number of ways of each kind (cross ways, third ranks) given to the control plane at once.
 MAX_WAYS = 32
-#: Time from the begin of a round, in which all its ways are tried, to the next one, in seconds.
+#: Time from the begin of a round, in which all its ways are tried, to the next round, in seconds.
 ROUND_S = 3.5
 #: Minimum pause before a failed bypass is dialed again, in seconds.
 PAUSE_S = 0.2
@@ -49,7 +50,8 @@ class Bypasses:
         ``full``: NICs of different rails reach each other, so no third rank is asked; ``rail``:
         they do not, so no cross way is tried; ``auto``: both are tried.
     share : callable
-        ``share(rank, rail)``: known share of its bandwidth that a port has left; 0: down.
+        ``share(rank, rail)``: share of its bandwidth that a port has left, as far as known; 0:
+        down.
     is_excluded : callable
         ``is_excluded(rank, rail)``: returns whether a port is excluded.
     control : ControlPort
@@ -95,7 +97,8 @@ class Bypasses:
     def connecting(self, peer: int) -> None:
         """Set when the next round may begin after the rails to `peer` began to connect.
 
-        After `PATIENCE_S`; at once if no home rail has a known share at both ports.
+        The round may begin after `PATIENCE_S`, or at once if every home rail is known to be down at
+        one of the two ranks.
         """
         if any(self._share(self._rank, at) and self._share(peer, at) for at in self._homes):
             self._due_s[peer] = self._clock() + PATIENCE_S
@@ -103,7 +106,8 @@ class Bypasses:
     def lost(self, key: PathKey) -> None:
         """Set when the next round may begin after the loss of path `key`.
 
-        At once after the loss of a path on a rail; after `PAUSE_S` if the bypass was lost.
+        The round may begin at once if a path on a rail was lost, and after `PAUSE_S` if the bypass
+        was lost.
         """
         if key.is_bypass:
             self._due_s[key.peer] = self._clock() + PAUSE_S
@@ -111,7 +115,7 @@ class Bypasses:
             self._due_s.pop(key.peer, None)
 
     def found(self, key: PathKey) -> None:
-        """End the search if `key`, which came up, is on a home rail."""
+        """End the search for a bypass if path `key`, which came up, is on a home rail."""
         if key.rail not in self._homes:
             return
         self._due_s.pop(key.peer, None)
@@ -119,11 +123,17 @@ class Bypasses:
             self._control.cancel_path(key.peer, BYPASS)
 
     def seek(self, peer: int) -> bool:
-        """Begin a round of the search for a way to `peer`, if one is due; return True if begun.
+        """Begin a round of the search for a way to `peer` if one is due.
 
-        No round is due at the higher rank of the pair, while a home rail is up or the bypass is not
-        down, or before the time of the previous round is over. For a last resort that is up, see
-        the module.
+        No round is due at the higher rank of the pair, while a path on a home rail is up or the
+        bypass is not down, or before the time of the previous round is over. While a path on a last
+        resort is up, at most one round is due; none if the home rails are RDMA rails.
+
+        Returns
+        -------
+        bool
+            True if ways were given to the control plane; False if no round is due, or there is no
+            way to try.
         """
         now = self._clock()
         if (
@@ -148,7 +158,7 @@ class Bypasses:
         return any(self._paths[PathKey(peer, rail)].state is PathState.UP for rail in rails)
 
     def _ways(self, peer: int, nrounds: int, *, with_forwarders: bool) -> list[BypassWay]:
-        """Return ways to `peer`, the most likely ones first, alternating between the kinds."""
+        """Return ways to `peer`, alternating between the two kinds, of each the likeliest first."""
         cross: list[BypassWay] = [] if self._fabric == "rail" else self._cross_ways(peer, nrounds)
         others: list[BypassWay] = []
         if with_forwarders and self._fabric != "full":
@@ -180,8 +190,9 @@ class Bypasses:
     def _forwarders(self, peer: int, nrounds: int) -> list[BypassWay]:
         """Return ways through third ranks, over every TCP rail that may lead to them.
 
-        Third ranks that share a working rail with `peer` come first. Different ranks are asked over
-        different rails, because a path may have failed without any rank having noticed.
+        Third ranks that share a working rail with `peer` come first. The rail to ask over differs
+        from one third rank to the next, because a rail may have failed without any rank having
+        noticed.
         """
         # Different pairs start at different ranks; a round starts after the ranks of the last one.
         first = self._rank + peer + 1 + nrounds * MAX_WAYS

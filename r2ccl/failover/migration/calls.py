@@ -1,8 +1,8 @@
-"""Calls of one communicator as its links need them: their numbers, signatures and consumers.
+"""Calls of one communicator as its links see them: their numbers, signatures and consumers.
 
-The communicators of a job share the links' paths but not the links: each communicator has a
-*context id*, as in MPI, and the channels of its links have that id in their upper bits. Calls are
-numbered per communicator, in the order in which all its ranks make them.
+The communicators of a job share the paths but not the links: each communicator has a *context id*,
+as in MPI, and the channel number of each of its links (*link channel*) has this id in its upper
+bits. Calls are numbered per communicator, in the order in which all its ranks make them.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class Calls(Generic[_C]):
     op : int
         Number of the current call, or of the last one.
     signature : int
-        Packed signature of the same call.
+        Packed signature of call ``op``.
     signatures : dict of int to int
-        Signatures of the last calls, by number.
+        Packed signatures of the last `HISTORY` calls, by number of the call.
     pairs : mapping of (int, bool) to int, or None
         Packed signature of the slices from a peer (False) or to a peer (True), if each pair of
         ranks has its own signature; None: ``signature`` is that of all slices.
     ahead : dict
-        Signatures received for calls that this rank has not started, by number of the call: the
-        signature, its sender, and whether the slices are sent to the sender. The keys of a dict,
-        not a set: their order is deterministic.
+        Signatures received for calls that this rank has not started, by number of the call. The
+        value is a dict whose keys are (signature, sender, whether the slices are sent to the
+        sender). It is not a set, so that its order is deterministic.
     seen : dict of int to int
-        Number of the last call that each peer's slices were seen in.
+        Number of the last call of which a frame has arrived from each peer.
     consumers : mapping
         `Consumer` of each channel of the current call.
     busy : dict of int to int
-        Number of messages per peer that need its paths although no slice is in flight.
+        Per peer, number of messages that need the paths to it although no slice is in flight.
     on_unposted : callable or None
-        Posts the receive of the next slice of a link, which has arrived. None: the slice waits for
-        its receive.
+        ``on_unposted(link)``: called if the next slice of ``link`` has arrived but has no posted
+        receive; posts the receive. None: the slice waits until its receive is posted.
     """
 
     __slots__ = (
@@ -65,20 +65,22 @@ class Calls(Generic[_C]):
         self.on_unposted: Callable[[Any], None] | None = None
 
     def finish(self) -> None:
-        """End the call, which is complete or has failed."""
+        """End the current call, which is complete or has failed."""
         self.consumers = {}
 
     def pass_over(self, ncalls: int) -> None:
-        """Count calls that did not use the links."""
+        """Count `ncalls` further calls, which did not use the links."""
         self.op += ncalls
         # `Links.begin` removes only the oldest signature, and there are gaps now.
         while self.signatures and next(iter(self.signatures)) <= self.op - HISTORY:
             del self.signatures[next(iter(self.signatures))]
 
     def skip_to(self, op: int) -> None:
-        """Number the next call `op` + 1, above all numbers that this context id had before.
+        """Set the number of the next call to `op` + 1, for a new communicator with this context id.
 
-        Calls above `op` are kept: a peer may use the new communicator before this rank has made it.
+        `op` must be at least the number of every call that the context id had before. Data received
+        for calls above `op` is kept: a peer may use the new communicator before this rank has made
+        it.
         """
         assert op >= self.op
         self.op = op
@@ -87,17 +89,17 @@ class Calls(Generic[_C]):
 
 
 def context_of(channel: int) -> int:
-    """Return the context id of a link channel."""
+    """Return the context id in the upper bits of a link channel."""
     return channel >> CONTEXT_SHIFT
 
 
 def message_context(context_id: int) -> int:
-    """Return the context id of the messages between two ranks of a communicator."""
+    """Return the context id of the messages (send and recv) of communicator `context_id`."""
     return context_id | _MESSAGES
 
 
 def is_of_messages(context_id: int) -> bool:
-    """Return whether a context id is one of messages between two ranks."""
+    """Return whether `context_id` is one that `message_context` returns."""
     return bool(context_id & _MESSAGES)
 
 
@@ -107,7 +109,7 @@ def first_channel(context_id: int) -> int:
 
 
 def local_channel(channel: int) -> int:
-    """Return the number of a link channel among those of its communicator."""
+    """Return the channel number within the communicator: the lower bits of a link channel."""
     return channel & ((1 << CONTEXT_SHIFT) - 1)
 
 

@@ -64,7 +64,8 @@ class Migration:
     bypasses : Bypasses or None
         Notified of each path that failed or is up. None: bypasses are not used.
     share : callable
-        ``share(rank, rail)``: known share of its bandwidth that a port has left, 0 (down) to 16.
+        ``share(rank, rail)``: share of its bandwidth that a port has left, as far as known: 0
+        (down) to 16.
     look_into : callable
         ``look_into(path, epoch, cause, is_own=...)``: diagnoses a path that failed. ``is_own`` is
         True if this end found the evidence, False if the peer announced it.
@@ -72,7 +73,8 @@ class Migration:
         ``on_up(path)``: called when a path comes up, which shows that both of its ports work.
     is_excluded : callable
         ``is_excluded(path)``: returns whether a port of the path is excluded. Such a path is not
-        connected, and fenced at once if the other end, which did not know, has connected it.
+        connected. If the other end connects it before it learns of the exclusion, it is fenced at
+        once.
     """
 
     def __init__(
@@ -114,19 +116,20 @@ class Migration:
         links.on_added(self.routes.begin)
         #: Peers to be connected again once all their paths, closed as idle, are fenced.
         self._reopening: set[int] = set()
-        #: Peers that no path leads to; and per peer, the time when its last path failed or came up.
+        #: Peers to which no path is up; and per peer, the time when the last path to it failed or
+        #: came up.
         self.cut_off = set(links.peers)
         self.cut_off_since = dict.fromkeys(links.peers, self._clock())
 
     @property
     def is_quiet(self) -> bool:
-        """True if no path is up or being fenced, so no peer can write to this rank's memory."""
+        """True if no path is up or being fenced; then no peer can write to this rank's memory."""
         busy = (PathState.UP, PathState.FENCING)
         return not any(path.state in busy for path in self._paths.values())
 
     @property
     def is_whole(self) -> bool:
-        """True if all paths on rails are up, except those excluded; bypasses do not count."""
+        """True if all paths on rails, except excluded ones, are up; bypasses do not count."""
         return all(
             path.state is PathState.UP or self._is_excluded(path.key)
             for path in self._links.on_rails.values()
@@ -140,7 +143,10 @@ class Migration:
             self.connect(path.key)
 
     def add_peer(self, peer: int) -> None:
-        """Create the paths to another rank and begin to connect them; accept a bypass from it."""
+        """Create the paths to `peer`, a new peer, and begin to connect them.
+
+        A bypass is accepted if the peer, as the lower rank, dials one.
+        """
         now = self._clock()
         self.cut_off.add(peer)
         self.cut_off_since[peer] = now
@@ -152,10 +158,11 @@ class Migration:
             self._bypasses.connecting(peer)
 
     def close_idle(self, peer: int) -> None:
-        """Ask `peer` to close its paths to this rank, because they are idle; this end follows.
+        """Ask `peer` to close the paths between it and this rank, because they are idle.
 
-        The steps are those after a failure, without diagnosis and failback. So a slice that the
-        peer has just sent is not lost: it is replayed once the paths are connected again.
+        The peer fences its ends, and this end follows. The steps are those after a failure, without
+        diagnosis and failback, so a slice that the peer has just sent is not lost: it is replayed
+        once the paths are connected again.
         """
         _log.info("rank %d: the paths to rank %d are idle and are closed", self._rank, peer)
         self._note_closed(peer)
@@ -178,7 +185,10 @@ class Migration:
         self._apply(path, step(path, PathEvent.CLOSED))
 
     def reopen(self, peer: int) -> None:
-        """Connect the idle paths to `peer` again, and have the peer do the same."""
+        """Connect the paths to `peer` that were closed as idle, and tell the peer to do the same.
+
+        This begins once all paths that are being closed are fenced at both ends.
+        """
         self._links.note_connected(peer)
         self.cut_off.add(peer)
         self.cut_off_since[peer] = self._clock()
@@ -199,7 +209,7 @@ class Migration:
             path.is_idle = path.state in (PathState.UP, PathState.DOWN)
 
     def _reopen_fenced(self, peer: int) -> None:
-        """Connect the paths to `peer` again, if this is wanted and both ends of all are fenced."""
+        """Connect the paths to `peer` again if `reopen` was called and all of them are fenced."""
         paths = self._on_rails(peer)
         is_closing = any(
             path.key in self.repairing or (path.is_idle and path.state is PathState.UP)
@@ -216,9 +226,10 @@ class Migration:
         return [self._paths[PathKey(peer, rail)] for rail in range(self._transport.nrails)]
 
     def is_connected(self, peer: int) -> bool:
-        """Return True if every rail to `peer` is up, except rails with a port known to be down.
+        """Return whether the connection to `peer` is complete.
 
-        At least one path to `peer`, which may be a bypass, must be up.
+        It is if at least one path to `peer` is up (a bypass counts), and every path on a rail is up
+        except those with a port that is known to be down.
         """
         return bool(self.up(peer)) and all(
             path.state is PathState.UP
@@ -271,10 +282,10 @@ class Migration:
             self._look_into(key, path.epoch, cause, is_own=True)
 
     def exclude(self, rank: int, rail: int) -> None:
-        """Take all paths of the excluded port of `rank` on `rail` out of use, without a diagnosis.
+        """Take all paths of the port of `rank` on `rail`, which is excluded, out of use.
 
-        Bypasses that begin or end at `rank` are fenced too, because this end does not know their
-        ports; the search then takes other ways.
+        They are not diagnosed. Bypasses that begin or end at `rank` are fenced too, because this
+        end does not know their ports; the next search avoids the excluded port.
         """
         for path in list(self._paths.values()):
             key = path.key
@@ -340,7 +351,7 @@ class Migration:
         ----------
         peer, rail, epoch : int
         endpoint : socket or Endpoint
-            Connection of the type that the rail's transport opens; owned by this method.
+            Connection of the type that the rail's transport opens. This method takes ownership.
         """
         path = self._paths[PathKey(peer, rail)]
         if (
@@ -380,7 +391,7 @@ class Migration:
             self._look_into(path.key, message.epoch, message.cause, is_own=False)
 
     def note_arrival(self, event: Arrived) -> None:
-        """Record the arrival of a slice in the repairs that wait for it."""
+        """Record the arrival of a slice in the records of the repairs that wait for it."""
         self.log.arrived(event.path, event.frame.channel, event.frame.seq, event.began_s)
 
     # Actions of the path table
@@ -444,12 +455,12 @@ class Migration:
 
     def _say_repaired(self, path: Path, moved: dict[int, int]) -> None:
         rails = ", ".join(map(rail_name, sorted(set(moved.values()))))
+        outcome = f"moved channels {sorted(moved)} to {rails}" if rails else "no channels moved"
         # While all ranks leave, the ranks that finish first close their connections: no failure.
         _log.log(
             logging.INFO if self._revocation.is_leaving else logging.WARNING,
-            "rank %d: %s to rank %d is out of use (%s); channels %s now use %s",
-            self._rank, rail_name(path.key.rail), path.key.peer, path.cause, sorted(moved) or "-",
-            rails or "-",
+            "rank %d: %s to rank %d is out of use (%s); %s",
+            self._rank, rail_name(path.key.rail), path.key.peer, path.cause, outcome,
         )  # fmt: skip
 
     def _redial(self, path: Path) -> None:
@@ -479,8 +490,8 @@ class Migration:
         """Begin to connect path `key`, which is down, in its current epoch; retry until it is up.
 
         The lower rank dials, the higher rank accepts. If the paths to the peer were closed as idle,
-        do this when they are needed again. If the path is excluded, the lower rank waits until it
-        is not.
+        nothing is done until `reopen` is called. If the path is excluded, the lower rank does not
+        dial before the exclusion ends.
         """
         peer, rail = key
         epoch = self._paths[key].epoch
@@ -499,7 +510,7 @@ class Migration:
             self._control.accept_path(peer, rail, epoch)
 
     def _use(self, path: Path) -> None:
-        """Use a path that came up, and return channels to their home rails, without a fence."""
+        """Use a path that came up, and return the channels to their home rails."""
         peer = path.key.peer
         self.cut_off.discard(peer)
         self.cut_off_since[peer] = path.since_s = self._clock()

@@ -45,10 +45,10 @@ from r2ccl.types import PathKey
 
 
 class LinkReport(msgspec.Struct, frozen=True, gc=False):
-    """Slices that the receiving end of one link holds when a path is fenced.
+    """Slices that the receiving end of the link of ``channel`` has when a path is fenced.
 
-    Slices below ``consumed`` are consumed, those below ``received`` have arrived. Slice
-    ``received`` is missing; ``early`` lists the slices above it that have arrived.
+    All slices with numbers below ``consumed`` are consumed, all below ``received`` have arrived.
+    Slice ``received`` is missing; ``early`` lists the slices above it that have arrived.
     """
 
     channel: int
@@ -69,8 +69,9 @@ class SliceState(enum.IntEnum):
 class Slice:
     """One posted slice.
 
-    ``view`` is the payload, ``op`` and ``signature`` the collective's number and packed signature.
-    ``owner`` is the `Consumer` that posted the slice, ``index`` the number of its send op.
+    ``view`` is the payload, ``op`` the number of the collective and ``signature`` its packed
+    signature. ``owner`` is the `Consumer` that posted the slice, ``index`` the number of its send
+    op.
     """
 
     __slots__ = (
@@ -97,9 +98,13 @@ class Slice:
 class SendLink:
     """Sending end of a link.
 
+    A slice is *retired* when the transport no longer reads its memory, and *released* when, in
+    addition, the receiver has confirmed it: its memory may then be used again.
+
     Parameters
     ----------
     peer, channel : int
+        Receiving rank, and channel of the link.
     slots : int
         An eager slice may be posted while fewer than this many slices are unconfirmed.
     is_confirmed : bool
@@ -130,7 +135,10 @@ class SendLink:
         self.clears: dict[int, tuple[PathKey, int, object]] = {}
 
     def can_post(self, is_eager: bool) -> bool:
-        """Return whether the next slice has a free slot (eager) or a landing place (cleared)."""
+        """Return whether the next slice may be posted.
+
+        An eager slice needs a free slot, a cleared slice a landing place.
+        """
         if is_eager:
             return self.posted - self.confirmed < self.slots
         return self.posted in self.clears
@@ -138,9 +146,10 @@ class SendLink:
     def post(
         self, view: memoryview, is_eager: bool, op: int, signature: int, owner: Any, index: int
     ) -> tuple[Slice, object]:
-        """Number the next slice; return it with the token of its landing place.
+        """Number the next slice; return it with the token of its landing place (None if eager).
 
-        The caller writes the slice now if its state is WRITING.
+        `can_post` must be True. The caller writes the slice now if its state is WRITING. The
+        parameters are the attributes of `Slice`.
         """
         seq = self.posted
         self.posted = seq + 1
@@ -164,7 +173,7 @@ class SendLink:
         Raises
         ------
         InternalError
-            If slice `seq` is released, eager, or held by the peer, and so needs no landing place.
+            If slice `seq` needs no landing place: it is released or eager, or the peer has it.
         """
         if seq >= self.posted:
             self.clears[seq] = (path, nbytes, token)
@@ -181,9 +190,9 @@ class SendLink:
         return item
 
     def retired(self, path: PathKey, seq: int) -> list[Slice]:
-        """Mark slice `seq` as no longer read by the transport on `path`.
+        """Record that the transport no longer reads slice `seq` for `path`.
 
-        Return the slices that this releases.
+        Return the slices that are released as a result.
         """
         item = self._find(seq)
         if item is not None and item.path == path and item.state == SliceState.WRITING:
@@ -226,7 +235,8 @@ class SendLink:
     def fenced(self, path: PathKey) -> list[Slice]:
         """Retire the slices in flight on `path`, and drop the landing places announced on it.
 
-        Call it once the local end of `path` is fenced. Return the slices that this releases.
+        Call it once the local end of `path` is fenced. Return the slices that are released as a
+        result.
         """
         for item in self.outstanding:
             if item.path == path and item.state == SliceState.WRITING:
@@ -238,8 +248,8 @@ class SendLink:
     def resume(self, path: PathKey, report: LinkReport) -> list[Slice]:
         """Apply the peer's report for `path`, fenced at both ends; return the slices released.
 
-        A lost slice becomes WAITING: an eager one until `waiting` returns it, a cleared one until
-        the receiver announces a new landing place.
+        A slice that was lost with the path becomes WAITING. An eager slice stays so until `waiting`
+        returns it, a cleared slice until the receiver announces a new landing place.
 
         Raises
         ------
@@ -263,9 +273,9 @@ class SendLink:
         return released + self._release()
 
     def waiting(self) -> list[Slice]:
-        """Assign the eager slices without a path to the route; return them, to be written now.
+        """Assign the eager slices without a path to the route and return them.
 
-        The route must not be None.
+        The caller writes them now. The route must not be None.
         """
         found = [
             item
@@ -296,9 +306,9 @@ class SendLink:
 class Landing:
     """Posted receive of one slice.
 
-    ``region`` is the landing place; None for an eager slice, whose payload arrives in a buffer.
-    ``op`` and ``signature`` are the collective's number and packed signature. ``owner`` is the
-    `Consumer` that posted the receive, ``index`` the number of its receive op.
+    ``region`` is the landing place; None for an eager slice, whose payload arrives in a buffer of
+    the transport. ``op`` is the number of the collective, ``signature`` its packed signature.
+    ``owner`` is the `Consumer` that posted the receive, ``index`` the number of its receive op.
     """
 
     __slots__ = (
@@ -323,7 +333,11 @@ class Landing:
 
 
 class RecvLink:
-    """Receiving end of a link."""
+    """Receiving end of a link.
+
+    A slice is *received* when it and all earlier slices have arrived, *delivered* when it was
+    passed to its `Consumer`, and *consumed* when the consumer no longer needs it.
+    """
 
     __slots__ = (
         "acked", "arrivals", "channel", "consumed", "delivered", "duplicates", "landings",
@@ -354,9 +368,10 @@ class RecvLink:
         self, region: memoryview | None, op: int, signature: int, owner: Any, index: int,
         is_last: bool = False,
     ) -> Landing:  # fmt: skip
-        """Post a receive of the next slice, into `region` if cleared.
+        """Post a receive of the next slice; the parameters are the attributes of `Landing`.
 
-        If ``path`` of the landing is not None, the caller announces the landing place on that path.
+        If ``path`` of the returned landing is not None, the caller announces the landing place on
+        that path.
         """
         seq = self.posted
         self.posted = seq + 1
@@ -367,12 +382,12 @@ class RecvLink:
         return landing
 
     def early_ack(self, landing: Landing) -> int:
-        """Return the count that the transport may confirm once the slice of `landing` is safe.
+        """Return the count that the transport may confirm as soon as it has the slice of `landing`.
 
         0 means that the transport must not confirm by itself. A confirmation covers all earlier
-        slices too, and only slices on one path keep their order. Every slice still expected must
-        therefore travel on the path of `landing`. A replayed slice overtakes the queued ones, so
-        its arrival does not prove that they arrived.
+        slices too, and only slices on one path keep their order. The count is therefore 0 unless
+        every slice still expected travels on the path of `landing`. It is also 0 for a slice that
+        is replayed: it overtakes queued slices, so its arrival does not prove that they arrived.
         """
         if not landing.is_last or landing.was_lost:
             return 0
@@ -380,7 +395,10 @@ class RecvLink:
         return landing.seq + 1 if is_alone else 0
 
     def arrived(self, seq: int, payload: memoryview | bytes | None) -> bool:
-        """Record slice `seq`; return False if it is a duplicate, which is dropped and counted."""
+        """Record the arrival of slice `seq`; return False if it is a duplicate, which is dropped.
+
+        `payload` is the data of an eager slice, None for a cleared one.
+        """
         if seq < self.received or seq in self.arrivals:
             self.duplicates += 1
             return False
@@ -390,7 +408,11 @@ class RecvLink:
         return True
 
     def take(self) -> tuple[Landing, memoryview | bytes | None] | None:
-        """Remove and return the next slice in order; None unless it is posted and has arrived."""
+        """Remove the next slice in order and return its receive and its payload.
+
+        Return None if the slice has not arrived or has no posted receive. The payload is None if
+        the data is in the landing place.
+        """
         seq = self.delivered
         if seq not in self.arrivals or seq not in self.landings:
             return None
@@ -415,13 +437,14 @@ class RecvLink:
     def report(self) -> LinkReport:
         """Return a report of the slices that have arrived.
 
-        Call it only after this rank's end of the lost path is fenced: no more can arrive over it.
+        Call it only after this rank's end of the lost path is fenced, when no further slice can
+        arrive over the path.
         """
         early = tuple(sorted(seq for seq in self.arrivals if seq >= self.received))
         return LinkReport(self.channel, self.consumed, self.received, early)
 
     def is_awaiting(self, path: PathKey) -> bool:
-        """Return whether the first missing slice has a receive and may have been lost on `path`."""
+        """Return whether a receive waits for the first missing slice, possibly lost on `path`."""
         landing = self.landings.get(self.received)
         return landing is not None and (landing.region is None or landing.path == path)
 
@@ -436,9 +459,10 @@ class RecvLink:
                 landing.was_lost = True
 
     def unnamed(self) -> list[Landing]:
-        """Assign the landing places without a path to the route; return them, to be announced now.
+        """Assign the landing places without a path to the route and return them.
 
-        Landing places whose slices have arrived are left out. The route must not be None.
+        The caller announces them now. Landing places whose slices have arrived are left out. The
+        route must not be None.
         """
         found = [
             landing

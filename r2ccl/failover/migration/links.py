@@ -1,8 +1,8 @@
 """Paths and links of one rank: posts slices, writes them to the transport, and releases them.
 
 The executor posts slices and landing places here, the data loop passes on slices that arrive, and
-migration resumes links on other paths. `Links` also has the `Calls` of every communicator, whose
-number and signature every frame carries, and passes the times of slices to the bandwidth
+migration resumes links on other paths. `Links` also keeps the `Calls` of every communicator (every
+frame carries the number and signature of its call), and passes the times of slices to the bandwidth
 measurement. Only the thread that owns the data loop may modify it.
 
 Invariant: a view given to the transport stays referenced by its link until the slice is released.
@@ -30,7 +30,7 @@ from r2ccl.types import BYPASS, PathKey
 
 
 class Consumer(Protocol):
-    """Part of a running collective that sends and receives slices."""
+    """Part of a running collective that sends and receives slices over `Links`."""
 
     #: True if the slices serve to measure the bandwidth of the rails.
     is_bandwidth_sample: bool
@@ -48,11 +48,11 @@ class Consumer(Protocol):
         ...
 
     def on_released(self, index: int) -> None:
-        """Handle the release of one more cleared slice of send op `index`."""
+        """Handle the release of one more cleared slice of send op `index`: its memory is free."""
         ...
 
     def on_retired(self, index: int) -> None:
-        """Handle the end of the transport's reads of one more cleared slice of send op `index`."""
+        """Handle that the transport no longer reads one more cleared slice of send op `index`."""
         ...
 
     def advance(self) -> None:
@@ -107,7 +107,7 @@ class Links:
         self._on_added: Callable[[int, int], None] | None = None
 
     def add_peer(self, peer: int) -> list[Path]:
-        """Create the paths to another rank, all down; return those on rails, without the bypass."""
+        """Create the paths to `peer`, all down; return those on rails, without the bypass."""
         self.peers.add(peer)
         self.note_connected(peer)
         added = [Path(PathKey(peer, rail)) for rail in self._rails]
@@ -119,20 +119,20 @@ class Links:
         return added
 
     def note_connected(self, peer: int) -> None:
-        """Count `peer` as connected, and as used now."""
+        """Add `peer` to `connected`, and record that its paths are used now."""
         self.connected.add(peer)
         self._wanted[peer] = self.ncalls
 
     def on_added(self, route: Callable[[int, int], None]) -> None:
-        """Register ``route(peer, channel)``, which is called after two links are created."""
+        """Register ``route(peer, channel)``, called whenever the two links of both are created."""
         self._on_added = route
 
     def sender(self, peer: int, channel: int) -> SendLink:
-        """Return the link to `peer` on `channel`, created on first use."""
+        """Return the sending end of the link to `peer` on `channel`; create it on first use."""
         return self.senders.get((peer, channel)) or self._add(peer, channel)[0]
 
     def receiver(self, peer: int, channel: int) -> RecvLink:
-        """Return the link from `peer` on `channel`, created on first use."""
+        """Return the receiving end of the link from `peer` on `channel`; create it on first use."""
         return self.receivers.get((peer, channel)) or self._add(peer, channel)[1]
 
     def _add(self, peer: int, channel: int) -> tuple[SendLink, RecvLink]:
@@ -145,7 +145,7 @@ class Links:
         return sender, receiver
 
     def calls_of(self, context_id: int) -> Calls[Consumer]:
-        """Return the calls of a communicator, created on first use.
+        """Return the calls of the communicator with `context_id`; create them on first use.
 
         A peer may use a new communicator before this rank has made it.
         """
@@ -157,7 +157,16 @@ class Links:
         signature: int,
         pairs: Mapping[tuple[int, bool], int] | None = None,
     ) -> None:
-        """Start the next call of a communicator, with its packed `signature`; see `Calls.pairs`."""
+        """Start the next call of the communicator of `calls`.
+
+        Parameters
+        ----------
+        calls : Calls
+        signature : int
+            Packed signature of the call.
+        pairs : mapping of (int, bool) to int, optional
+            Signatures per pair of ranks; see `Calls`.
+        """
         self.ncalls += 1
         op = calls.op = calls.op + 1
         calls.signature = signature
@@ -166,7 +175,7 @@ class Links:
         calls.signatures.pop(op - HISTORY, None)
 
     def forget(self) -> None:
-        """Drop all links and their slices; no path may be in use any more."""
+        """Drop all links and their slices; all paths must be fenced."""
         for calls in self.calls.values():
             calls.finish()
         self.touched.clear()
@@ -189,29 +198,32 @@ class Links:
         self.balance = balance
 
     def senders_to(self, peer: int) -> list[SendLink]:
-        """Return the links to `peer`."""
+        """Return the sending ends of all links to `peer`."""
         return [link for (to, _), link in self.senders.items() if to == peer]
 
     def receivers_from(self, peer: int) -> list[RecvLink]:
-        """Return the links from `peer`."""
+        """Return the receiving ends of all links from `peer`."""
         return [link for (of, _), link in self.receivers.items() if of == peer]
 
     def awaited_peers(self) -> set[int]:
         """Return the peers from which a slice or a confirmation is expected.
 
-        The peer may send it on any path, because each end chooses routes independently. Therefore
-        this end cannot know which path to the peer has failed.
+        The slice or confirmation may arrive on any path, because each end chooses its routes
+        independently. Therefore this end cannot know which path to the peer has failed.
         """
         awaited = {peer for (peer, _), link in self.senders.items() if link.outstanding}
         awaited.update(peer for (peer, _), link in self.receivers.items() if link.landings)
         return awaited
 
     def last_op_of(self, peer: int) -> int:
-        """Return the last collective of the job's first communicator that `peer` was seen in."""
+        """Return the number of the last collective of which a frame has arrived from `peer`.
+
+        Only collectives of the job's first communicator count; 0: no frame has arrived.
+        """
         return self.calls_of(0).seen.get(peer, 0)
 
     def eager_nbytes(self) -> int:
-        """Return the size in bytes of the unconfirmed eager slices; any thread may call it."""
+        """Return the bytes that unconfirmed eager slices occupy; any thread may call it."""
         return sum(
             len(item.view)
             for link in self.senders.copy().values()
@@ -220,10 +232,10 @@ class Links:
         )
 
     def idle_peers(self) -> list[int]:
-        """Return the connected peers without a slice under way, the least recently used first.
+        """Return the connected peers with whom no slice is under way, least recently used first.
 
-        Left out are peers with a message that waits for its receive, and those to which a path is
-        being repaired, or no path on a rail is up.
+        Peers are left out if a message from them waits for its receive, if no path to them on a
+        rail is up, if a path to them is being repaired, or if a bypass to them is up.
         """
         idle = self.connected.difference(*(calls.busy for calls in self.calls.values()))
         # By slices posted here: a peer that only confirms slices names no call.
@@ -264,8 +276,8 @@ class Links:
         ----------
         link : SendLink
         view : memoryview
-            Data of the slice, borrowed until the slice is released. For an eager slice, of which
-            the consumer is not notified, it must be a copy.
+            Data of the slice, borrowed until the slice is released. It must be a copy if the slice
+            is eager, because the consumer is not told when an eager slice is released.
         is_eager : bool
         consumer : Consumer
             Notified when a cleared slice is retired, and when it is released.
@@ -307,7 +319,7 @@ class Links:
             Receives the slice.
         index : int
         is_last : bool
-            True for the last receive on the link in this collective.
+            True for the last receive on the link in this call.
         """
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
         link.last_used = self.ncalls
@@ -319,7 +331,11 @@ class Links:
             self.deliver(link)
 
     def deliver(self, link: RecvLink) -> None:
-        """Deliver the slices that have arrived and have a posted receive, in order."""
+        """Pass the slices that have arrived and have a posted receive to their consumers, in order.
+
+        Slices of a call that has ended are dropped. For a slice without a posted receive,
+        `Calls.on_unposted` is called.
+        """
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
         while link.delivered in link.arrivals:
             taken = link.take()
@@ -334,7 +350,7 @@ class Links:
                 calls.on_unposted(link)
 
     def expect(self, link: RecvLink, consumer: Consumer) -> None:
-        """Post a receive, with the peer as its index, of an eager slice that has arrived."""
+        """Post a receive, whose index is the peer, of an eager slice that has already arrived."""
         link.last_used = self.ncalls
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
         link.post(None, calls.op, calls.signature, consumer, link.peer)
@@ -342,15 +358,16 @@ class Links:
     def consume(self, link: RecvLink, is_eager: bool) -> None:
         """Count the oldest delivered slice as consumed.
 
-        A cleared slice is confirmed at the next `Progress.advance`. Eager slices are confirmed
-        when they use half of the link's slots, by a later frame, or by `confirm_all`.
+        A cleared slice is confirmed when the data loop advances next (`Progress.advance`). An eager
+        slice is confirmed with the next frame to the peer, by `confirm_all`, or once
+        ``config.confirm_after`` slices of the link are consumed but not confirmed.
         """
         link.consume()
         if not is_eager or link.consumed - link.acked >= self._confirm_after:
             self.unconfirmed[link] = None
 
     def drop_messages(self) -> None:
-        """From now on, drop messages for closed communicators, so that no sender waits for them."""
+        """From now on, drop messages for closed communicators, so that senders do not wait."""
         for calls in self.calls.values():
             if is_of_messages(calls.context_id) and calls.on_unposted is None:
                 calls.on_unposted = self._drop
@@ -418,8 +435,8 @@ class Links:
     def resume(self, link: SendLink, path: PathKey, report: LinkReport) -> None:
         """Apply `report`, the peer's report on `link`, after the loss of `path`.
 
-        Release the slices that the report confirms; slices that it lacks wait to be sent again.
-        Both ends of `path` must be fenced.
+        Release the slices that the report confirms. Slices of `path` that are missing in the report
+        wait to be sent again. Both ends of `path` must be fenced.
         """
         under_way = [item for item in link.outstanding if item.path == path and not item.is_eager]
         self.release(link.resume(path, report))
@@ -430,7 +447,7 @@ class Links:
         self.touch_channel(link.channel)
 
     def release(self, slices: list[Slice]) -> None:
-        """Notify the owners of the cleared slices in `slices` that these are released."""
+        """Notify the consumers of the cleared slices in `slices` that these are released."""
         balance = self.balance
         for item in slices:
             if not item.is_eager:
@@ -440,7 +457,7 @@ class Links:
                     balance.confirmed(item.path.rail, self.polled_s, len(item.view))
 
     def note_retired(self, link: SendLink) -> None:
-        """Notify the owners of the cleared slices of `link` that have become retired."""
+        """Notify the consumers of the cleared slices of `link` that have newly been retired."""
         for item in link.newly_retired():
             if not item.is_eager:
                 item.owner.on_retired(item.index)

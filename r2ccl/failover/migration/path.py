@@ -1,4 +1,4 @@
-"""Path: one rail between two ranks, and the state machine that handles its failure.
+"""Path: the connection of two ranks over one rail, and the state machine for its failures.
 
 Theory of operation
 -------------------
@@ -21,12 +21,12 @@ under the number of the next epoch, which the handshake of the new connection in
     FENCED   ANNOUNCED -> DOWN     resume, redial   epoch + 1
     DOWN     OPENED    -> UP       use
     DOWN     ANNOUNCED -> DOWN     announce, resume, redial
-                                   the peer's end was open, this end was not (yet or any more)
+                                   only the peer's end of this epoch was open
     DOWN     CLOSED    -> FENCED   announce         idle; no connection of this epoch is used later
 
 An announcement that arrives while this end is FENCING is kept until the fence is done. The lower
-rank's announcement also proposes a new route for every channel without one. The higher rank uses
-each proposed path that is up at its end. Different routes at the two ends are harmless, because
+rank's announcement also proposes a new rail for every channel that has lost its path. The higher
+rank uses each proposed path that is up at its end. The two ends may use different paths, because
 slices are identified by number (`r2ccl.failover.migration.link`).
 
 Invariant: no action asks for the use of a path that is not UP.
@@ -54,7 +54,7 @@ class PathState(enum.Enum):
 
 
 class PathEvent(enum.Enum):
-    """Event that the table of a path handles."""
+    """Event in the state table of a path."""
 
     FAILED = "failed"
     ANNOUNCED = "announced"
@@ -64,7 +64,7 @@ class PathEvent(enum.Enum):
 
 
 class PathAction(enum.Enum):
-    """Action that the owner of the table carries out, in the order given."""
+    """Action in the state table of a path; the owner of the path carries it out."""
 
     FENCE = "fence"
     ANNOUNCE = "announce"
@@ -76,10 +76,10 @@ class PathAction(enum.Enum):
 class Announcement(msgspec.Struct, frozen=True, tag="announcement"):
     """Control message: the sender's end of a path is fenced; reports which slices it received.
 
-    ``cause`` is the evidence that the sender has, ``links`` has one report per link from the
-    receiver of the message to its sender. ``routes`` has the rail that the sender proposes for
-    each channel between the two ranks that has no route; it is empty in the higher rank's
-    announcement. ``is_idle``: the path did not fail, but was closed because it was idle.
+    ``cause`` is the sender's evidence of the failure (``STATUS: detail``). ``links`` has one report
+    per link from the receiver of the message to its sender. ``routes`` maps each channel without a
+    path to the rail that the sender proposes for it; it is empty in the higher rank's announcement.
+    ``is_idle`` is True if the path did not fail, but was closed because it was idle.
     """
 
     rail: int
@@ -95,7 +95,7 @@ class ConnectPaths(msgspec.Struct, frozen=True, tag="connect_paths"):
 
 
 class ClosePaths(msgspec.Struct, frozen=True, tag="close_paths"):
-    """Control message: asks for closing the paths to the sender, which finds them idle."""
+    """Control message: asks the receiver to close the paths to the sender, which are idle."""
 
 
 class Path:
@@ -162,7 +162,7 @@ def announced(path: Path, announcement: Announcement) -> tuple[PathAction, ...]:
     Raises
     ------
     InternalError
-        If the announcement is of an epoch that this end has not reached.
+        If the announcement's epoch is later than that of this end.
     """
     if announcement.epoch < path.epoch or path.announcement is not None:
         return ()

@@ -19,12 +19,15 @@ class Repair(msgspec.Struct):
     Attributes
     ----------
     peer, rail, epoch : int
-        Path that failed, and its epoch then.
+        Peer and rail of the path that failed, and the epoch that the failure ended.
     cause : str
         Evidence of the failure, in words.
-    failed_s, fenced_s, resumed_s : float
-        Times when this end learned of the failure, was fenced, and began to use other paths (both
-        ends were fenced then). 0: not yet.
+    failed_s : float
+        Time when this end learned of the failure.
+    fenced_s : float
+        Time when this end was fenced. 0: not yet.
+    resumed_s : float
+        Time when both ends were fenced and this end began to use other paths. 0: not yet.
     first_byte_s : float
         Time when the first byte of a slice that this end lacked at its fence arrived, over any
         path. 0: not yet, or no slice was missing.
@@ -64,11 +67,14 @@ class RepairLog:
         self._awaited: dict[PathKey, dict[int, int]] = {}
 
     def failed(self, key: PathKey, epoch: int, cause: str, now: float) -> None:
-        """Begin a record: `key` failed in `epoch`."""
+        """Add a record: path `key` failed in `epoch`, for the reason `cause`.
+
+        `now` is the time of the failure in seconds; in the other methods, that of the event.
+        """
         self.repairs.append(Repair(key.peer, key.rail, epoch, cause, now))
 
     def explained(self, key: PathKey, epoch: int, cause: str) -> None:
-        """Set the cause of the failure of `key` in `epoch`: the peer knows it better."""
+        """Replace the recorded cause of the failure of `key` in `epoch` by the peer's `cause`."""
         for repair in self._last(key):
             if repair.epoch == epoch:
                 repair.cause = cause
@@ -79,7 +85,10 @@ class RepairLog:
             repair.fenced_s = now
 
     def awaits(self, key: PathKey, received: dict[int, int]) -> None:
-        """Store, by channel, the first slice missing at the fence of `key`, if one is expected."""
+        """Store the number of the first slice that is missing after the fence of path `key`.
+
+        `received` has this number for each channel on which a slice is expected.
+        """
         self._awaited[key] = received
 
     def resumed(self, key: PathKey, moved: dict[int, int], now: float) -> None:
@@ -93,7 +102,10 @@ class RepairLog:
                 self.open.append(repair)
 
     def replayed(self, lost_on: PathKey | None, nbytes: int) -> None:
-        """Count `nbytes` of a slice lost on path `lost_on` as replayed; None: it was not lost."""
+        """Count `nbytes` of a slice that was lost on path `lost_on` as replayed.
+
+        Do nothing if `lost_on` is None: the slice is sent for the first time.
+        """
         if lost_on is not None:
             for repair in self._last(lost_on):
                 repair.nbytes_replayed += nbytes
@@ -117,7 +129,7 @@ class RepairLog:
                 repair.restored_s = now
 
     def sequel(self, key: PathKey, epoch: int) -> str:
-        """Describe the repair of `key` in `epoch`; return an empty string if it is not done."""
+        """Return a description of the repair of `key` in `epoch`; empty if it is not done."""
         for repair in self._last(key):
             if repair.epoch == epoch and repair.resumed_s:
                 took_ms = (repair.resumed_s - repair.failed_s) * 1e3
@@ -128,7 +140,7 @@ class RepairLog:
         return ""
 
     def _last(self, key: PathKey) -> list[Repair]:
-        """Return a list of the newest record of `key`; empty if the path has never failed."""
+        """Return a list with the newest record of `key`; empty if there is no record of it."""
         for repair in reversed(self.repairs):
             if (repair.peer, repair.rail) == key:
                 return [repair]

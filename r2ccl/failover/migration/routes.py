@@ -1,4 +1,4 @@
-"""Routing: assigns a path to each channel of a peer, and sends the slices that waited for one.
+"""Routing: assigns a path to each channel to a peer, and sends the slices that waited for a path.
 
 Each channel has a home rail. While the path to a peer on that rail is down, the channel uses
 another path. Such channels are spread over the remaining paths in proportion to the bandwidth of
@@ -33,9 +33,9 @@ class Routes:
         Home rails: channel c of a communicator has ``homes[c % len(homes)]``. Other rails are last
         resorts.
     share : callable
-        Relative bandwidth of a path, in the same unit for all paths; above 0.
+        ``share(path)``: relative bandwidth of a path, in the same unit for all paths; above 0.
     log : RepairLog
-        Counts replayed bytes.
+        Records the bytes that are replayed.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Routes:
         return self._paths[key].state is PathState.UP
 
     def go_home(self, peer: int) -> None:
-        """Move the channels to `peer` to their home rails, or else to new routes."""
+        """Move each channel to `peer` to its home rail or, if that is down, to another path."""
         for channel in self._channels(peer):
             self._set(peer, channel, self._home(peer, channel))
         self.reroute(peer)
@@ -80,14 +80,17 @@ class Routes:
                 self._set(peer, channel, None)
 
     def proposal(self, peer: int) -> dict[int, int]:
-        """Return a rail for every channel to `peer` without a route; assign no route."""
+        """Return the rail to propose for each channel to `peer` without a route.
+
+        No route is assigned yet.
+        """
         return {channel: key.rail for channel, key in self._choose(peer).items()}
 
     def reroute(self, peer: int, proposed: Mapping[int, int] | None = None) -> dict[int, int]:
-        """Assign a route to every channel to `peer` without one, and send what waited for it.
+        """Assign a route to every channel to `peer` without one; send what waited for a route.
 
-        This sends waiting eager slices, landing places to announce, and confirmations. If no path
-        to `peer` is up, assign and send nothing.
+        Eager slices, announcements of landing places, and confirmations may have waited. If no path
+        to `peer` is up, nothing is assigned and nothing is sent.
 
         Parameters
         ----------
@@ -166,9 +169,10 @@ class Routes:
         return [channel for to, channel in self._links.senders if to == peer]
 
 
-#: So small that a channel goes to a bypass only if no home rail is up, and to the last resort only
-#: if no bypass is up either. While the last resort is up, only bypasses between NICs of different
-#: rails are dialed; these NICs are usually faster than the network of the rendezvous.
+#: Weights of a bypass and of a last resort. They are so small that a channel goes to a bypass only
+#: if no home rail is up, and to the last resort only if no bypass is up either. While the last
+#: resort is up, only bypasses between NICs of different rails are dialed; these NICs are usually
+#: faster than the network of the rendezvous.
 _BYPASS_WEIGHT, _LAST_RESORT_WEIGHT = 1e-6, 1e-12
 
 __all__ = ["Routes"]

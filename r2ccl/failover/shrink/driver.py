@@ -4,14 +4,15 @@
 be used. This module connects the protocol to a clock and to the control plane of the old
 communicator, whose sessions between survivors remain open after its data plane has failed. A
 message from another rank may arrive before this rank knows of any failure, so an `EventQueue`
-receives the control messages from the start of the communicator. A successor that cannot be
-connected does not show that a rank is gone: only the old control planes report that. If they still
-reach all members, a member was only late, and the survivors make another attempt with it.
+receives the control messages from the start of the communicator. The new communicator is called
+the *successor*. A failure to connect the successor does not show that a rank is gone: only the old
+control planes report that. If they still reach all members, a member was only late, and the
+survivors make another attempt with the same members.
 
 The thread that calls `regroup` owns the `Shrinking` table and connects the successor. The control
 thread only queues events, and interrupts a connection attempt that can no longer succeed.
-Invariants: every wait ends by the deadline; `regroup` leaves only the successor that it returns
-open.
+Invariants: every wait ends by the deadline; when `regroup` ends, every successor that it does not
+return is closed.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Successor(Protocol):
         ...
 
     def abort(self, why: str) -> None:
-        """Close this rank's end in bounded time."""
+        """Close this rank's end in bounded time; `why` is the reason for messages."""
         ...
 
 
@@ -73,7 +74,7 @@ _S = TypeVar("_S", bound=Successor)
 
 
 class Building:
-    """Connection attempt of a successor, with the conditions that end the attempt.
+    """Attempt to connect a successor, with the conditions that end the attempt early.
 
     Parameters
     ----------
@@ -82,7 +83,7 @@ class Building:
     give_up_at : float
         Clock reading in seconds at which the attempt times out.
     revoke : callable
-        `Successor.revoke`.
+        ``revoke(why)``: `Successor.revoke` of the successor.
     """
 
     def __init__(
@@ -96,16 +97,16 @@ class Building:
     def is_upset_by(self, news: News) -> bool:
         """Return whether `news` makes this attempt pointless.
 
-        It does if a member is lost, or sends any message other than `Built` and therefore takes no
-        part in this attempt any more.
+        The attempt is pointless once a member is lost, or has sent any message other than `Built`:
+        that member takes no part in this attempt any more.
         """
         peer, what = news
         return peer in self._members and not isinstance(what, Built)
 
     def stop(self, why: str) -> None:
-        """Make `Successor.connect` raise, with the reason `why`; any thread.
+        """Make `Successor.connect` raise, with the reason `why`.
 
-        Only the first call has an effect.
+        Only the first call has an effect. Any thread may call it.
         """
         if not self.is_stopped:
             self.is_stopped = True
@@ -113,15 +114,15 @@ class Building:
 
 
 class EventQueue:
-    """Control handler that queues the events of shrink and passes the others to `handler`.
+    """Control handler that queues the events that shrink needs, and passes the others on.
 
     Parameters
     ----------
     rank : int
         This rank in the old communicator, for errors.
     handler : ControlHandler
-        Handler of all events but shrink messages: the engine. It also receives the losses and
-        `Goodbye` messages that are queued here.
+        Handler (the engine) that gets all events except the messages of shrink. Losses and
+        `Goodbye` messages are queued here and passed to it too.
     """
 
     def __init__(self, rank: int, handler: ControlHandler) -> None:
@@ -171,7 +172,10 @@ class EventQueue:
     # Called by any thread
 
     def end(self, why: str) -> None:
-        """Cancel shrink: this and later calls of `regroup` raise `CommunicatorRevoked`."""
+        """Cancel shrink for the reason `why`.
+
+        A running call of `regroup` and all later ones raise `CommunicatorRevoked`.
+        """
         with self._changed:
             self._end = self._end or why
             self._changed.notify_all()
@@ -197,9 +201,9 @@ class EventQueue:
 
     @contextlib.contextmanager
     def during(self, building: Building) -> Iterator[None]:
-        """Stop `building`, during the block, when an event makes it pointless.
+        """Return a context manager that stops `building` if an event makes it pointless.
 
-        Events that are already queued count too.
+        Events that arrive during the ``with`` block count, and those that are queued already.
         """
         with self._changed:
             self._building = building
@@ -234,10 +238,11 @@ def regroup(
         Control plane of the old communicator, still running. The data plane of the old
         communicator must not be used any more.
     make : callable
-        ``make(control, members)`` returns the successor. It takes the new control plane, which it
-        owns even if it raises, and the old ranks of the members.
+        ``make(control, members)`` returns the successor, not connected. ``control`` is the new
+        control plane, which belongs to the successor and to `make` even if it raises. ``members``
+        are the ranks of the members in the old communicator.
     excluded : sequence of int, optional
-        Rails of this rank that are excluded, also in the successor.
+        Rails of this rank that are excluded now and remain excluded in the successor.
 
     Returns
     -------
@@ -247,7 +252,7 @@ def regroup(
     Raises
     ------
     NoQuorum
-        If too few ranks survive, as far as this rank knows.
+        If the ranks that survive, as far as this rank knows, have no quorum.
     TransportTimeout
         If a rank did not call `shrink`, did not agree or could not be connected within
         ``config.init_timeout_s`` of the old communicator. The message names the ranks.
@@ -289,7 +294,7 @@ class _Regrouping(Generic[_S]):
         self._retry_at = math.inf
 
     def run(self) -> _S:
-        """Execute the steps of the table until the successor is ready or an error ends the loop."""
+        """Execute the steps of the table until the successor is ready, and return the successor."""
         while True:
             step = self._table.step
             if step is ShrinkStep.GO_ON:
@@ -313,7 +318,7 @@ class _Regrouping(Generic[_S]):
                 self._wait()
 
     def close(self) -> None:
-        """Close everything that is not returned, in bounded time."""
+        """Close what this attempt opened and did not return, in bounded time."""
         self._drop()
         if self._succession is not None:
             self._succession.close()

@@ -21,19 +21,20 @@ or attempt has grown. When every rank outside the set has sent the same set and 
                                             until that View is agreed: another rank may use it
 
 A rank that uses the new communicator sends no further View, and a larger set that counts this rank
-as alive cannot be agreed without its View. Either no rank alive uses the communicator that was
-agreed on, or all do: a rank that has built it receives ``Done`` from every rank that used it
-earlier, unless it has found that rank gone. A rank that dies too late to be excluded is the first
-failure of the new communicator, which can be shrunk again. No rank uses the new communicator before
-all members have built it, so a rank that failed to build is not left behind.
+as alive cannot be agreed without its View. Therefore either all ranks alive use the communicator
+that was agreed on, or none does: a rank that has built the communicator receives ``Done`` from
+every rank that used it earlier, unless it counts that rank as gone. If a rank dies too late to be
+excluded, its loss is the first failure of the new communicator, which can be shrunk again. No rank
+uses the new communicator before all members have built it, so a rank that failed to build is not
+left behind.
 
 A rank that receives a View in which it is listed as gone counts the sender as gone too, whether or
 not the sender was right. A stopped process that resumes, and the smaller side of a partition,
 therefore end without a quorum. Messages from a rank that is gone are ignored.
 
-There is no I/O and no clock here; `info` is opaque. Messages from one rank must arrive in order,
-and none after the loss of that rank. Invariant: if two ranks use a new communicator and each counts
-the other as a survivor, both have the same set and attempt.
+There is no I/O and no clock here; the bytes of `info` are not interpreted. Messages from one rank
+must arrive in order, and none after the loss of that rank. Invariant: if two ranks use a new
+communicator and each counts the other as a survivor, both have the same set and attempt.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from r2ccl.errors import InternalError, InvalidArgument
 def has_quorum(nranks: int, alive: Collection[int], quorum: str = "majority") -> bool:
     """Return whether the ranks `alive` of `nranks` may continue without the others.
 
-    The other ranks may be alive on the far side of a partition and make the same decision. With
-    "majority", at most one group may therefore continue: more than half of the ranks, or exactly
+    The other ranks may be alive on the far side of a network partition and make the same decision.
+    "majority" therefore lets at most one group continue: more than half of the ranks, or exactly
     half of them including rank 0.
 
     Parameters
@@ -82,8 +83,9 @@ def has_quorum(nranks: int, alive: Collection[int], quorum: str = "majority") ->
 class View(msgspec.Struct, frozen=True, tag="shrink.view"):
     """Control message: the sender is in ``shrink()`` and counts the ranks `gone` as gone.
 
-    `gone` is sorted, as in all messages. `attempt` is the number of repeated attempts. `info`
-    contains the sender's addresses for the new communicator, as an encoded `PeerInfo`.
+    `gone` is sorted, as in all messages. `attempt` is the number of repeated attempts to build,
+    from 0. `info` contains the sender's addresses for the new communicator, as an encoded
+    `PeerInfo`.
     """
 
     gone: tuple[int, ...]
@@ -99,9 +101,9 @@ class Built(msgspec.Struct, frozen=True, tag="shrink.built"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="shrink.done"):
-    """Control message: the sender uses the communicator of all ranks except `gone` from now on.
+    """Control message: from now on, the sender uses the communicator of all ranks except `gone`.
 
-    All its members have connected it.
+    All members of that communicator have connected it.
     """
 
     gone: tuple[int, ...]
@@ -134,7 +136,7 @@ class ShrinkStep(enum.Enum):
 
 
 class Shrinking:
-    """State machine of one rank: takes losses and messages, and decides the next step.
+    """State machine of one rank in shrink: takes losses and messages, and decides the next step.
 
     Parameters
     ----------
@@ -178,7 +180,7 @@ class Shrinking:
         self.gone.setdefault(peer, why)
 
     def heard(self, peer: int, message: Message) -> None:
-        """Handle a message from `peer`; ignore it if `peer` is gone."""
+        """Handle a message from `peer`; ignore it if `peer` counts as gone."""
         if peer in self.gone:
             return
         if isinstance(message, Built):
@@ -197,8 +199,8 @@ class Shrinking:
     def not_built(self) -> None:
         """Begin the next attempt, after a failure to connect that no loss explains.
 
-        Do nothing if the set or attempt has grown since the build began, or if this rank has built
-        successfully.
+        Do nothing if the set or the attempt has grown since this rank began to build, or if this
+        rank has built the communicator.
         """
         if self._begun == self._now() and self._held is None:
             self.attempt += 1
@@ -297,9 +299,10 @@ class Shrinking:
         return _Terms(tuple(sorted(self.gone)), self.attempt)
 
     def _may_go_on(self) -> bool:
-        """Return whether this rank has built, and all members have built or one uses the result.
+        """Return whether this rank may use the communicator that it has built.
 
-        A rank that was lost after this rank sent its last View still counts as a member.
+        It may if all other members have built the same communicator, or one of them uses it. A
+        rank that was lost after this rank sent its last View still counts as a member.
         """
         if self._held is None:
             return False

@@ -553,7 +553,7 @@ def test_an_allocation_is_exported_whole_with_the_place_in_it(
 @pytest.mark.parametrize(
     ("attribute", "value", "says"),
     [
-        ("IS_MANAGED", True, "^GPU 1: managed memory has no IPC handle: it migrates"),
+        ("IS_MANAGED", True, "^GPU 1: managed memory has no IPC handle, because it migrates"),
         ("MEMPOOL_HANDLE", 5, "^GPU 1: memory of the stream-ordered pool has no IPC handle"),
         ("IS_LEGACY_CUDA_IPC_CAPABLE", False, r"^GPU 1: .* from pieces \(expandable segments\)"),
     ],

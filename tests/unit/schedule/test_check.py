@@ -83,10 +83,10 @@ def test_an_error_says_where_and_what():
         ([send(0), reduce(0, is_final=True)], "does not wait for it"),
         ([send(0), recv(0, after=(0,))], "rank 1's data is missing"),
         ([send(0), reduce(0, after=(0,))], "completes the reduction without is_final"),
-        ([send(0), reduce(0, source=OUT, after=(0,), is_final=True)], "OUTPUT, never written"),
-        ([send(0, space=SCRATCH), reduce(0, after=(0,), is_final=True)], "SCRATCH, never written"),
+        ([send(0), reduce(0, source=OUT, after=(0,), is_final=True)], "reads OUTPUT, which no"),
+        ([send(0, space=SCRATCH), reduce(0, after=(0,), is_final=True)], "reads SCRATCH, which no"),
         ([send(0), reduce(0, target=IN, after=(0,), is_final=True)], "INPUT is read-only"),
-        ([send(0), reduce(0, target=SCRATCH, after=(0,), is_final=True)], "never written"),
+        ([send(0), reduce(0, target=SCRATCH, after=(0,), is_final=True)], "no op has written it"),
         ([send(0), reduce(0, after=(1,), is_final=True)], "after must name earlier ops"),
         ([send(0), reduce(0, after=(0, 0), is_final=True)], "after must be strictly ascending"),
         ([send(1), reduce(0, after=(0,), is_final=True)], "peer must be another rank"),
@@ -323,7 +323,7 @@ def test_some_collectives_are_never_in_place(collective, programs):
 
 
 def test_an_empty_program_leaves_the_output_unwritten():
-    with pytest.raises(ScheduleError, match="never written"):
+    with pytest.raises(ScheduleError, match="no op has written it"):
         check(by_hand([], []))
 
 
@@ -385,7 +385,7 @@ def test_each_channel_has_its_own_number_of_chunks():
     check(mixed)
     with pytest.raises(ScheduleError, match="src must be a chunk of the channel"):
         check(replace(mixed, nchunks=(1, 3)))
-    with pytest.raises(ScheduleError, match="never written"):
+    with pytest.raises(ScheduleError, match="no op has written it"):
         check(replace(mixed, nchunks=(3, 2)))
 
 

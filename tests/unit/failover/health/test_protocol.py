@@ -670,7 +670,7 @@ def test_after_a_loss_nothing_moves_and_it_says_so(lost: int) -> None:
     assert agreement.lost == lost
     assert not agreement.may_start(2)
     with pytest.raises(
-        CommunicatorRevoked, match=f"rank {lost} is lost.*communicator of the others"
+        CommunicatorRevoked, match=f"rank {lost} is lost.*continue with the surviving ranks"
     ):
         agreement.start(2)
     assert agreement.report(1.0, [NEWS]) == []
