@@ -19,7 +19,7 @@ _KILL_TIMEOUT_S = 5.0
 
 
 class Ended(NamedTuple):
-    """Standard output of a process that has ended, and its error; empty if it succeeded."""
+    """Outcome of a process that has ended: its standard output, and its error, empty if none."""
 
     said: str
     error: str
@@ -31,6 +31,7 @@ def run(code: str, *, timeout_s: float, is_inner: bool = False) -> Ended:
     Parameters
     ----------
     code : str
+        Source of the code.
     timeout_s : float
         Time in seconds after which the process is killed; unless `is_inner`, its children are
         killed too.

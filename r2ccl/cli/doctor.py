@@ -75,7 +75,7 @@ def gather() -> Facts:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the ``doctor`` command to those of ``r2ccl``; its namespace goes to `main`."""
+    """Add the ``doctor`` command to those of ``r2ccl``; its parsed arguments go to `main`."""
     parser = subparsers.add_parser(
         "doctor",
         help="show the rails and GPUs of this machine, and whether verbs can be used",

@@ -289,7 +289,7 @@ def _attributes(card: Card) -> str:
 def _by_gpu(said: Iterable[tuple[Card, str | None]], cards: Sequence[Card]) -> str:
     """Join texts about GPUs into one.
 
-    Equal texts are merged. A text that is the same for all of `cards` stands without their names.
+    Equal texts are merged. A text that is the same for all of `cards` appears without their names.
     """
     found: dict[str | None, list[Card]] = {}
     for card, text in said:

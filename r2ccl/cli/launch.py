@@ -35,7 +35,7 @@ _CHUNK_NBYTES = 64 << 10
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the ``launch`` command to those of ``r2ccl``; its arguments go to `run`."""
+    """Add the ``launch`` command to those of ``r2ccl``; its parsed arguments go to `run`."""
     parser = subparsers.add_parser(
         "launch",
         help="run a command as several ranks on this machine",

@@ -37,7 +37,7 @@ example:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the ``netlab`` command to those of ``r2ccl``; its namespace goes to `main`."""
+    """Add the ``netlab`` command to those of ``r2ccl``; its parsed arguments go to `main`."""
     parser = subparsers.add_parser(
         "netlab",
         help="run a program on a cluster of network namespaces, with faults",
@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
     The status is 0 if no rank failed; otherwise that of the failed rank with the lowest number, or
     128 + the signal number if a signal ended it. It is 124 after a timeout, 2 for a wrong command
     line, and 69 if this machine cannot build a lab or a fault could not be applied. With
-    ``--enter`` the command replaces this process.
+    ``--clean`` it is 0. With ``--enter`` the command replaces this process.
     """
     try:
         if args.clean:

@@ -28,7 +28,7 @@ example:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the ``rdmalab`` command to those of ``r2ccl``; its namespace goes to `main`."""
+    """Add the ``rdmalab`` command to those of ``r2ccl``; its parsed arguments go to `main`."""
     parser = subparsers.add_parser(
         "rdmalab",
         help="run a program on real ibverbs: Soft-RoCE in a virtual machine",

@@ -379,7 +379,10 @@ def check_paths_are_apart(bench: Bench) -> None:
 
 
 def check_break(bench: Bench) -> None:
-    """Check that each end of a broken path reports `Failed` once, and then ignores calls."""
+    """Check that each end of a broken path reports `Failed` once.
+
+    Until the fence, ``isend``, ``irecv`` and ``confirm`` on the path must do nothing.
+    """
     pair = JoinedPair(bench)
     pair.a.send(0, pattern(10))
     pair.until_count(pair.b, Arrived)

@@ -184,6 +184,7 @@ def fail_at(rank: int, rail: int, op: int, step: int = 0) -> FaultPlan:
     Parameters
     ----------
     rank, rail : int
+        The rank, and the number of the rail that it loses.
     op, step : int
         Number of the collective, and of the slice among those that `rank` sends in it; both count
         from 0.

@@ -97,7 +97,7 @@ class Board:
     are_hosts_one : bool
         True if all processes share one `Host`; see `FakeGpu`.
     clock : Clock
-        Seconds, for the deadlines of waits.
+        Returns the time in seconds, for the deadlines of waits.
     """
 
     def __init__(self, seed: int, *, are_hosts_one: bool, clock: Time) -> None:

@@ -52,7 +52,7 @@ class FakeGpu:
         Longest time in seconds of a wait caused by `queue_limit`, `is_blocking` or `is_serial`; the
         call then raises `WouldHang`.
     clock : Clock, optional
-        Seconds, for the deadlines of waits.
+        Returns the time in seconds, for the deadlines of waits.
     board : Board, optional
         Board of another card to share; see `beside`. By default the card makes its own, from
         `seed`, `are_hosts_one` and `clock`, which are otherwise ignored.

@@ -274,7 +274,9 @@ class AddressSpace:
         if span.owner != owner:
             raise Misuse.of(f"{owner} has not mapped {span}")
         if span.card not in cards and not span.is_host:
-            raise Misuse.of(f"{span} belongs to a GPU that this one does not `reach`")
+            raise Misuse.of(
+                f"{span} is memory of a GPU that this one cannot reach without a call of `reach`"
+            )
         if nbytes < 0 or address + nbytes > span.address + span.nbytes:
             raise Misuse.of(f"{nbytes} bytes at {address:#x} reach beyond {span}")
         return MemoryPiece(span, address - span.address, nbytes)

@@ -33,7 +33,7 @@ class WrongOrder(AssertionError):
 
 
 class Race(WrongOrder):
-    """Error raised for two unordered accesses to the same memory, one of them a write."""
+    """Error raised for two unordered accesses to the same bytes, at least one of them a write."""
 
     @classmethod
     def between(cls, first: str, second: str) -> Race:
@@ -45,12 +45,15 @@ class Race(WrongOrder):
 
 
 class StillInUse(WrongOrder):
-    """Error raised when a resource is freed while work on it may be in progress."""
+    """Error raised when a resource is freed while work that uses it may be in progress."""
 
     @classmethod
     def by(cls, what: str, user: str, why: str) -> StillInUse:
-        """Return the error for freeing call `what` during operation `user`, for reason `why`."""
-        return cls(f"in use: {what}\nwhile\n  {user}\n{why}")
+        """Return the error for the call `what`, which frees something that `user` still uses.
+
+        `why` is the end of the message, and says how it is used.
+        """
+        return cls(f"freed too early: {what}\nbut\n  {user}\n{why}")
 
 
 class WouldHang(WrongOrder):
@@ -149,7 +152,9 @@ class Shadow:
         self._segments: list[_Segment] = []
 
     def touch(self, start: int, nbytes: int, access: Access, stamp: Stamp, clock: Clock) -> None:
-        """Record the access `stamp` to `nbytes` bytes, 1 or more, by an actor with `clock`.
+        """Record that step `stamp` of an actor accesses `nbytes` bytes, 1 or more, from `start` on.
+
+        `clock` is the actor's clock at this step.
 
         Raises
         ------

@@ -218,7 +218,7 @@ class FakeProcess:
             return self._host.release()
 
     def hear(self, message: Clock) -> None:
-        """Learn what another process knew when it sent a message: the result of its `tell`."""
+        """Learn all that another process knew when its `tell` returned `message`."""
         with self._called("hear"):
             join(self._host.clock, message)
 

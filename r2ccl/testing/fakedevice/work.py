@@ -65,7 +65,7 @@ class Word:
         return _is_at_least(self._written[-1][0], value)
 
     def learn(self, clock: Clock, value: int) -> None:
-        """Join `clock` with the clock of the first writer of `value` or more.
+        """Merge into `clock` the clock of the first writer of `value` or more.
 
         A wait for `value` is ordered after this write.
         """

@@ -275,7 +275,7 @@ def _directory(name: str) -> Path:
 def _start_time(pid: int) -> int:
     """Return the start time of a process in clock ticks since boot; 0 if it does not exist.
 
-    Together with its pid this identifies a process until the next boot (proc(5), stat).
+    The pid and the start time identify a process until the next boot (proc(5), stat).
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

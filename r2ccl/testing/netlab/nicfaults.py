@@ -31,7 +31,10 @@ _NOWHERE = bytes.fromhex("0180c2000001")
 
 
 class Target(NamedTuple):
-    """Part of a lab's state that a fault changes; the last of several faults with it applies."""
+    """Part of a lab's state that a fault changes.
+
+    If several faults have the same target, the last one applies.
+    """
 
     action: Action
     node: int

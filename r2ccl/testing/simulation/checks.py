@@ -58,12 +58,18 @@ class Checker:
         key = (peer, rank, channel)
         expected = self.next_seq.get(key, 0)
         if landing.seq != expected:
-            raise Violation(f"link {key} delivered slice {landing.seq} instead of {expected}")
+            raise Violation(
+                f"rank {rank}: the link from rank {peer} of channel {channel} delivered slice "
+                f"{landing.seq} instead of {expected}"
+            )
         self.next_seq[key] = expected + 1
         found = landing.region if payload is None else payload
         assert found is not None
         if self.bytes_of(rank, found) != self.sent[(*key, landing.seq)]:
-            raise Violation(f"link {key} delivered wrong bytes as slice {landing.seq}")
+            raise Violation(
+                f"rank {rank}: the link from rank {peer} of channel {channel} delivered wrong "
+                f"bytes as slice {landing.seq}"
+            )
 
     def read(self, message: SimMessage) -> None:
         """Raise Violation if a NIC reads memory that was released; hook `SimNetwork.on_read`."""

@@ -1,9 +1,9 @@
 """Simulated control plane: the library's control sessions over connections that lose frames.
 
-`Session` and `Overlay` are the library's own. Only the dialing of paths and the carriers are
-simulated: the connections that carry the frames of a session. Each session has two carriers, which
-may lose, repeat, delay and reorder frames. Each message still arrives exactly once and in order,
-unless all frames are lost.
+`Session` and `Overlay` are the library's own. Only two parts are simulated: the dialing of paths,
+and the carriers, which are the connections that carry the frames of a session. Each session has two
+carriers, which may lose, repeat, delay and reorder frames. Each message still arrives exactly once
+and in order, unless all frames are lost.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ class SimControl:
     def _try_dial(
         self, key: PathKey, number: int, pause_s: float, wire: Wire, patience: float
     ) -> None:
-        """Deliver the handshake to the peer, which waits up to `patience` to accept its epoch."""
+        """Deliver the handshake to the peer, which may accept its epoch until time `patience`."""
         if not self._is_current(key, number):
             return
         epoch = self._dials[key][1]

@@ -197,7 +197,7 @@ class SimNetwork:
                 self._reset(end)
 
     def fail(self, end: End, status: str, detail: str) -> None:
-        """Report the failure of `end` to its transport, once.
+        """Report the failure of `end` to its transport, once, with the fields of a `Failed`.
 
         If no transport has opened `end` yet, the transport that opens it gets the report. Do
         nothing if `end` is being fenced or is fenced.
@@ -272,7 +272,7 @@ class SimNetwork:
         return key.rail != key.via or self.wire(rank, key.peer, key.rail).is_up
 
     def probe(self, rank: int, key: ProbeKey, on_result: Callable[[bool], None]) -> None:
-        """Probe a port; call ``on_result(True)`` at its answer, or with False at the probe timeout.
+        """Probe a port; call `on_result` with True when it answers, or False at the probe timeout.
 
         A port answers even if its process is stopped or dead. Call this only if `has_way` is True.
         """

@@ -118,7 +118,7 @@ class CutPath(msgspec.Struct, frozen=True):
         True if the messages in flight wait and continue after the repair; False if the connection
         is lost. See `r2ccl.testing.simulation.wire.Cut`.
     restore_us : int
-        Time until the path is repaired; 0 means never.
+        Time from the cut until the path is repaired; 0 means never.
     """
 
     at: int

@@ -61,14 +61,14 @@ class CheckedRelay(Relay):
             self._poison(slot)
 
     def take(self, nbytes: int) -> Slot | None:
-        """Return a free slot, or None as `Relay.take`; raise Violation if the slot was written."""
+        """Return a free slot as `Relay.take`; raise Violation if it was written while free."""
         slot = super().take(nbytes)
         if slot is not None and (self._fake.read(slot.address, self._nbytes) != _POISON).any():
             raise Violation("a free slot of a relay was written")
         return slot
 
     def collect(self) -> list[Slot]:
-        """Return the slots whose copies are done; in all but every `nth_look`-th call, none."""
+        """Return the slots whose copies are done in every `nth_look`-th call, otherwise none."""
         self._nlooks += 1
         return [] if self._nlooks % self._nth_look else super().collect()
 

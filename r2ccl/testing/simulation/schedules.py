@@ -51,7 +51,7 @@ def _severe(nranks: int) -> list[int]:
 
 
 def _turning_rings(nranks: int, nchannels: int) -> Schedule:
-    """Build rings that run in alternating directions."""
+    """Return an allreduce in rings that run in alternating directions."""
     orders = [tuple(range(nranks))[:: 1 - 2 * (at % 2)] for at in range(nchannels)]
     return ring.allreduce(nranks, nchannels, orders)
 
@@ -61,12 +61,12 @@ def _double_binary(nranks: int, nchannels: int) -> Schedule:
 
 
 def _chains(nranks: int, nchannels: int) -> list[tree.Parents]:
-    """Return chains from the last rank to the first."""
+    """Return one chain per channel, from the last rank to the first."""
     return [tree.chain(range(nranks)[::-1])] * nchannels
 
 
 def _flat(nranks: int, nchannels: int) -> list[tree.Parents]:
-    """Return binary trees with the last rank as the root of each."""
+    """Return one binary tree per channel, with the last rank as its root."""
     return [tree.turned(tree.double_binary(nranks)[0], nranks - 1)] * nchannels
 
 

@@ -1,8 +1,7 @@
 """Parts of a simulated network: virtual clock, messages, wires, connection ends, and cuts.
 
-The clock runs events. The other classes only hold state, which
-`r2ccl.testing.simulation.network` changes.
-Equal seeds and equal calls give equal orders of events.
+The clock runs events. The other classes only hold state, which `r2ccl.testing.simulation.network`
+changes. Equal seeds and equal calls give equal orders of events.
 """
 
 from __future__ import annotations
@@ -122,9 +121,9 @@ class Cut(msgspec.Struct, frozen=True):
 class SimMessage:
     """Message of a simulated network, sent from `end`.
 
-    `view` is the payload: the sender's memory, or for CLEAR the announced landing place. `region`
-    is the landing place of a cleared slice. `number` is the position among all messages of the run,
-    -1 until the message is sent.
+    `view` is the payload: the sender's memory, for CLEAR the announced landing place, None for
+    CONFIRM and CONTROL. `region` is the landing place of a cleared slice. `number` is the position
+    among all messages of the run, -1 until the message is sent.
     """
 
     __slots__ = (
