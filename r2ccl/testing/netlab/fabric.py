@@ -27,7 +27,7 @@ from r2ccl.testing.faults import RATE
 
 FABRICS = ("full", "rail")
 
-#: Limits of the addresses ``10.<rail + 1>.0.<node + 1>``, where node byte 254 is the spine.
+#: Limits, because addresses are ``10.<rail + 1>.0.<node + 1>``, and last byte 254 is the switch.
 MAX_NODES = 250
 MAX_RAILS = 100
 

@@ -57,10 +57,15 @@ class Timeline:
 class MessageKind(enum.Enum):
     """Kind of a message; all but CONTROL travel on a path."""
 
+    #: An eager slice.
     EAGER = "eager"
+    #: A cleared slice, written into its landing place.
     WRITE = "write"
+    #: The announcement of a landing place.
     CLEAR = "clear"
+    #: A confirmation of slices.
     CONFIRM = "confirm"
+    #: A frame of a control session.
     CONTROL = "control"
 
 
