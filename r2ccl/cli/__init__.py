@@ -1,7 +1,8 @@
 """Command ``r2ccl``: one module per subcommand, imported when the command line is parsed.
 
-The module of a subcommand has a function ``add_parser(subparsers)``, which sets ``run``: a callable
-that takes the parsed arguments and returns the exit status.
+The module of a subcommand has a function ``add_parser(subparsers)``. It adds the subcommand's
+parser, whose default ``run`` is a callable that takes the parsed arguments and returns the exit
+status.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ _COMMANDS = ("doctor", "launch", "netlab", "rdmalab")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status.
+    """Run the command line and return its exit status.
 
-    The status is 2 if the command raises an `R2cclError`, whose message is printed.
+    The status is 2 if the subcommand raises an `R2cclError`; its message is printed on standard
+    error.
 
     Parameters
     ----------

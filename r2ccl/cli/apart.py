@@ -1,4 +1,4 @@
-"""Execution of code that may crash or never return: in a separate process, with a timeout.
+"""Execution of Python code that may crash or never return, in a separate process with a timeout.
 
 Invariant: when `run` returns, the process has ended, unless it is stuck in the kernel and cannot be
 killed.
@@ -19,7 +19,7 @@ _KILL_TIMEOUT_S = 5.0
 
 
 class Ended(NamedTuple):
-    """Standard output of a process that has ended, and its error, empty if it succeeded."""
+    """Outcome of a process that has ended: its standard output, and its error, empty if none."""
 
     said: str
     error: str
@@ -31,8 +31,10 @@ def run(code: str, *, timeout_s: float, is_inner: bool = False) -> Ended:
     Parameters
     ----------
     code : str
+        Source of the code.
     timeout_s : float
-        Time in seconds after which the process is killed, with its children unless `is_inner`.
+        Time in seconds after which the process is killed; unless `is_inner`, its children are
+        killed too.
     is_inner : bool
         True if the caller itself runs in a process started by `run`. The new process then stays in
         the caller's process group and is killed with it.
@@ -40,9 +42,10 @@ def run(code: str, *, timeout_s: float, is_inner: bool = False) -> Ended:
     Returns
     -------
     Ended
-        Output and error. The output is what the process wrote before it ended, crashed or was
-        killed. The error is empty if the exit status is 0, else the last line of standard error or
-        a description of the end of the process.
+        Output and error. The output is the text that the process wrote to standard output before
+        it ended, crashed or was killed. The error is empty if the exit status is 0; otherwise it is
+        the last line of standard error, or says that the process did not answer in time or how it
+        ended.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", code],
@@ -78,7 +81,7 @@ def _kill(process: subprocess.Popen[bytes], is_inner: bool) -> None:
 
 
 def _rest(process: subprocess.Popen[bytes]) -> str:
-    """Reap a killed process; return all that it wrote."""
+    """Reap a killed process; return all that it wrote to standard output."""
     try:
         return _text(process.communicate(timeout=_KILL_TIMEOUT_S)[0])
     except subprocess.TimeoutExpired as exc:

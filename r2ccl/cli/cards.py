@@ -1,7 +1,7 @@
 """Facts about the GPUs of a machine, passed between processes as JSON.
 
-`r2ccl.cli.gpufacts` collects the facts, `r2ccl.cli.gpus` interprets them. Invariant: a test that
-failed and a test that was not run have different values.
+`r2ccl.cli.gpufacts` collects the facts, `r2ccl.cli.gpus` interprets them. Invariant: the value of a
+test that failed differs from that of a test that was not run.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from r2ccl.transport.verbs.dmabuf import DeviceMemoryRoute
 class Card(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a GPU that CUDA lists, and the results of the tests run on it.
 
-    ``memory_nbytes`` is the total memory. ``waits_on_memory`` is the attribute of
-    `r2ccl.device.Device`, ``has_dmabuf`` is DMA_BUF_SUPPORTED, and ``is_rdma_capable`` is
-    IS_GPU_DIRECT_RDMA_CAPABLE of an allocation.
+    ``ordinal`` is CUDA's number of the GPU in this process, ``capability`` its compute capability,
+    ``nsms`` its number of streaming multiprocessors, and ``memory_nbytes`` its total memory.
+    ``waits_on_memory`` is the attribute of `r2ccl.device.Device`. ``has_dmabuf`` is the driver's
+    attribute DMA_BUF_SUPPORTED, and ``is_rdma_capable`` its attribute IS_GPU_DIRECT_RDMA_CAPABLE of
+    an allocation.
 
-    Each ``_error`` is empty if the test succeeded and None if it was not run: ``open_error`` of
-    making a context, ``kernel_error`` of compiling and loading a kernel, ``ipc_error`` of mapping
-    an allocation in another process, ``dmabuf_error`` of exporting an allocation. ``nics`` has, for
-    each RDMA port, the method by which it registered an allocation; ``route`` is the method by
-    which all ports together registered it.
+    Each field that ends with ``_error`` is the error message of a test: empty if the test
+    succeeded, None if it was not run. The test of ``open_error`` makes a context, that of
+    ``kernel_error`` compiles and loads a kernel, that of ``ipc_error`` maps an allocation in
+    another process, and that of ``dmabuf_error`` exports an allocation as a dma-buf. ``nics`` has,
+    for each RDMA port tried, its label and the method by which it registered an allocation;
+    ``route`` is the method by which all ports together registered it, None if no port was tried.
     """
 
     ordinal: int
@@ -47,17 +50,18 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about CUDA and all GPUs of a machine.
 
     ``pci`` has the bus ids of NVIDIA's display controllers in sysfs. ``module`` describes the
-    driver's kernel module; empty if it is not loaded. ``has_peermem`` is true if nvidia_peermem is
+    driver's kernel module; empty if it is not loaded. ``has_peermem`` is True if nvidia_peermem is
     loaded. ``bindings`` is the version of the package cuda-bindings; empty if it is not installed.
-    ``driver`` is the CUDA version of libcuda, 12040 for 12.4; 0 without libcuda. ``error`` is the
-    message of a failed initialisation and ``status`` its status. ``visible`` is
-    CUDA_VISIBLE_DEVICES, None if it is not set.
+    ``driver`` is the CUDA version of libcuda, such as 12040 for 12.4; 0 if there is no libcuda. If
+    CUDA could not be initialised, ``error`` is the message and ``status`` the driver's name of the
+    error; otherwise both are empty. ``visible`` is CUDA_VISIBLE_DEVICES, None if it is not set.
 
-    ``compile_s`` is the time in seconds to compile a kernel. ``cache`` is the directory of compiled
-    kernels, ``cache_error`` the reason why it cannot be written, empty if it can. ``topology`` is
-    an argument of `r2ccl.topology.sysfs.read_machine`. ``doing`` names the step in progress when
-    the facts were last printed, empty after the last step; ``died`` tells how the process that
-    collects the facts failed, empty if it did not.
+    ``gpus`` are the GPUs that CUDA lists. ``compile_s`` is the time in seconds to compile a kernel.
+    ``cache`` is the directory of compiled kernels; ``cache_error`` is the reason why it cannot be
+    written, empty if it can. ``topology`` has the facts that `r2ccl.topology.sysfs.read_machine`
+    needs. ``doing`` names the step of the collection that was in progress when the facts were
+    printed; empty after the last step. ``died`` says how the process that collected the facts
+    failed; empty if it did not.
     """
 
     pci: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Diagnosis of verbs on a machine: each check is a pure function from `Facts` to a finding.
 
-`r2ccl.cli.doctor` reads the machine, so the facts of any machine can be examined anywhere.
-Invariant: a finding that is a warning or an error has a fix.
+`r2ccl.cli.doctor` collects the facts. The checks do not access the machine, so the facts of one
+machine can be examined on another. Invariant: a finding that is a warning or an error has a fix.
 """
 
 from __future__ import annotations
@@ -27,15 +27,20 @@ Level = Literal["ok", "skipped", "warning", "error"]
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """State of a machine that the checks of verbs and rails examine.
 
-    ``pyverbs_error`` is the last line of the error when pyverbs listed the devices; empty if it
-    succeeded. ``verbs_devices`` are the listed devices. ``is_distribution_pyverbs``: the
-    distribution's pyverbs is installed. ``is_pyverbs_fitting``: it is built for this Python.
-    ``has_rdma_class``: ``/sys/class/infiniband`` exists. ``rdma_modules`` are the loaded kernel
-    modules that provide RDMA devices or user access to them. ``uverbs`` has each
-    ``/dev/infiniband/uverbs*`` and the reason why it cannot be opened, empty if it can.
-    ``memlock_nbytes`` is the soft limit of locked memory, -1: unlimited. ``may_lock``: the limit
-    does not apply to this process. ``interfaces`` are the network interfaces, ``cards`` the names
-    of those that are physical devices. ``hostname`` is the name of the host.
+    ``platform`` is that of Python (``linux``), ``kernel`` the release of the kernel, and ``python``
+    the path and version of the interpreter. ``pyverbs_error`` is the error message of an attempt to
+    list the RDMA devices with pyverbs, empty if it succeeded; ``verbs_devices`` are the listed
+    devices. ``is_distribution_pyverbs`` is True if the distribution's pyverbs is installed, and
+    ``is_pyverbs_fitting`` if it is built for this Python.
+
+    ``has_rdma_class`` is True if ``/sys/class/infiniband`` exists. ``rdma_modules`` are the loaded
+    kernel modules that provide RDMA devices or user access to them. ``hcas`` are the RDMA ports
+    that the kernel has. ``uverbs`` has the path of each ``/dev/infiniband/uverbs*`` and the reason
+    why it cannot be opened, empty if it can.
+
+    ``memlock_nbytes`` is the soft limit of locked memory, -1 if there is none. ``may_lock`` is True
+    if the limit does not apply to this process. ``interfaces`` are the network interfaces, and
+    ``cards`` the names of those that are physical devices. ``hostname`` is the name of the host.
     """
 
     platform: str
@@ -59,8 +64,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 class DoctorFinding(msgspec.Struct, frozen=True):
     """Result of one check.
 
-    ``level`` is ``skipped`` if the check does not apply, or depends on another check that failed.
-    ``says`` is the result in words; ``fix`` is empty if nothing is wrong.
+    ``check`` is the name of the check. ``level`` is ``skipped`` if the check does not apply, or
+    depends on another check that failed. ``says`` is the result in words. ``fix`` says what to do;
+    it is empty if nothing is wrong.
     """
 
     check: str
@@ -70,7 +76,7 @@ class DoctorFinding(msgspec.Struct, frozen=True):
 
 
 def check_pyverbs(facts: Facts) -> DoctorFinding:
-    """Check that pyverbs can be imported; if not, find out why."""
+    """Check that pyverbs can be imported; if not, name the cause."""
     error = facts.pyverbs_error
     if not _is_import_failure(error):
         return DoctorFinding("pyverbs", "ok", f"imports in {facts.python}")
@@ -162,7 +168,7 @@ def check_devices(facts: Facts) -> DoctorFinding:
 
 
 def check_ports(facts: Facts) -> DoctorFinding:
-    """Check that all ports are ACTIVE: an error if none is, a warning if only some are."""
+    """Check that all ports are ACTIVE; it is an error if none is, a warning if only some are."""
     if not facts.hcas:
         return DoctorFinding("ports", "skipped", "there is no device")
     down = [hca for hca in facts.hcas if hca.state != "ACTIVE"]
@@ -180,7 +186,7 @@ def check_ports(facts: Facts) -> DoctorFinding:
 
 
 def check_gids(facts: Facts) -> DoctorFinding:
-    """Check that all ACTIVE ports have a GID that queue pairs can use."""
+    """Check that all ACTIVE ports have a GID from which queue pairs can send."""
     active = [hca for hca in facts.hcas if hca.state == "ACTIVE"]
     if not active:
         return DoctorFinding("gids", "skipped", "there is no ACTIVE port")
@@ -228,7 +234,7 @@ def check_permission(facts: Facts) -> DoctorFinding:
 
 
 def check_memlock(facts: Facts) -> DoctorFinding:
-    """Check that enough memory may be locked for registration with NICs."""
+    """Check that this process may lock enough memory to register buffers with NICs."""
     if facts.may_lock or facts.memlock_nbytes < 0:
         return DoctorFinding("memlock", "ok", "no limit")
     size = f"{facts.memlock_nbytes >> 10} KiB may be locked"
@@ -244,7 +250,7 @@ def check_memlock(facts: Facts) -> DoctorFinding:
 
 
 def check_listing(facts: Facts) -> DoctorFinding:
-    """Check that libibverbs lists all devices of the kernel."""
+    """Check that libibverbs lists all RDMA devices that the kernel has."""
     names = {hca.name for hca in facts.hcas}
     unlisted = sorted(names - set(facts.verbs_devices))
     if _is_import_failure(facts.pyverbs_error):
@@ -276,17 +282,17 @@ CHECKS: tuple[Callable[[Facts], DoctorFinding], ...] = (
 
 
 def examine(facts: Facts) -> tuple[DoctorFinding, ...]:
-    """Run all checks and return their findings."""
+    """Run all checks of verbs and return their findings, one per check."""
     return tuple(check(facts) for check in CHECKS)
 
 
 def is_usable(findings: tuple[DoctorFinding, ...]) -> bool:
-    """Return whether verbs can be used on at least one port: whether no finding is an error."""
+    """Return True if no finding is an error; verbs can then be used on at least one port."""
     return all(finding.level != "error" for finding in findings)
 
 
 def _is_import_failure(error: str) -> bool:
-    """Return whether `error` is a failed import of pyverbs.
+    """Return True if `error` says that pyverbs could not be imported; False if it is empty.
 
     The exceptions that pyverbs raises after its import have Pyverbs in the class name.
     """

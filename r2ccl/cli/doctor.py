@@ -1,9 +1,10 @@
 """``r2ccl doctor``: report on a machine's rails, GPUs, topology and verbs, with fixes for problems.
 
-`gather` and `r2ccl.cli.gpufacts` read the machine. `r2ccl.cli.rails`, `r2ccl.cli.gpus`,
-`r2ccl.cli.machine` (which NIC each GPU uses) and `r2ccl.cli.diagnosis` (verbs) interpret the facts.
-pyverbs and CUDA are tried in separate processes, because a pyverbs that does not match its library,
-or a broken driver, may crash; and importing pyverbs configures logging.
+`gather` and `r2ccl.cli.gpufacts` collect facts about the machine. `r2ccl.cli.rails`,
+`r2ccl.cli.gpus`, `r2ccl.cli.machine` (which NIC each GPU uses) and `r2ccl.cli.diagnosis` (verbs)
+interpret the facts. pyverbs and CUDA are tried in separate processes, because a pyverbs that does
+not match its library, or a broken driver, may crash, and because importing pyverbs configures
+logging.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _CAP_IPC_LOCK = 14
 
 
 def gather() -> Facts:
-    """Return the facts of this machine."""
+    """Return the facts about this machine that the checks of rails and verbs examine."""
     error, devices = _probe_pyverbs()
     return Facts(
         platform=sys.platform,
@@ -74,7 +75,7 @@ def gather() -> Facts:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the ``doctor`` command to those of ``r2ccl``; its namespace goes to `main`."""
+    """Add the ``doctor`` command to those of ``r2ccl``; its parsed arguments go to `main`."""
     parser = subparsers.add_parser(
         "doctor",
         help="show the rails and GPUs of this machine, and whether verbs can be used",
@@ -92,7 +93,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the parsed command; return 0 if verbs can be used or a file was requested, else 1.
+    """Run the parsed command; return 0 if verbs can be used or ``--topology-xml`` is set, else 1.
 
     Raises
     ------
@@ -123,7 +124,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def examine_sharing(config: Config) -> DoctorFinding:
-    """Find out whether ranks on this machine can share memory."""
+    """Return a finding that says whether ranks on this machine can share memory.
+
+    To find out, create a segment of shared memory and remove it.
+    """
     problem = ""
     try:
         from r2ccl.shm.machine import UNSUPPORTED
@@ -140,13 +144,13 @@ def examine_sharing(config: Config) -> DoctorFinding:
         able = f"could not be used: {problem}" if problem else "could be used"
         return DoctorFinding("shm", "skipped", f"{able}; R2CC_SHM=0 excludes it")
     if problem:
-        fix = "remove the reason, or set R2CC_SHM=0"
+        fix = "remove the cause, or set R2CC_SHM=0"
         return DoctorFinding("shm", "warning", f"shared memory cannot be used: {problem}", fix)
     return DoctorFinding("shm", "ok", "ranks of this host share memory, if one user runs them")
 
 
 def _write_topology(target: str) -> None:
-    """Write the topology file; print the reason to standard error if GPUs could not be read."""
+    """Write the topology file; if no GPU was found, print the reason on standard error."""
     cuda = read_cuda(is_tried=False)
     if cuda.died or not cuda.gpus:
         print(show(examine_gpus(cuda, Config())[0]), file=sys.stderr)
@@ -160,7 +164,7 @@ def show(finding: DoctorFinding) -> str:
 
 
 def _probe_pyverbs() -> tuple[str, tuple[str, ...]]:
-    """Return the error of pyverbs, empty if it works, and the devices that pyverbs lists."""
+    """Return the error of pyverbs, empty if it works, and the RDMA devices that it lists."""
     ended = apart.run(_PROBE, timeout_s=_PROBE_TIMEOUT_S)
     return ended.error, () if ended.error else tuple(ended.said.split())
 
@@ -199,7 +203,7 @@ def _rdma_modules() -> tuple[str, ...]:
 
 
 def _may_lock() -> bool:
-    """Return whether this process has CAP_IPC_LOCK, which exempts it from the memlock limit."""
+    """Return True if this process has CAP_IPC_LOCK, which exempts it from the memlock limit."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except FileNotFoundError:

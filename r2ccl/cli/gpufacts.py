@@ -2,7 +2,7 @@
 
 Code that calls the CUDA driver may crash or never return, and its process must not fork. That code
 is therefore in `r2ccl.cli.gpuprobe`, which runs in another process and must not be imported here.
-The last facts that the process printed before it ended are used.
+That process prints its facts before each step; `read_cuda` uses the last ones that it printed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from r2ccl.cli.apart import Ended, run
 from r2ccl.cli.cards import CudaFacts
 
-#: Making contexts on eight idle GPUs takes about 20 s.
+#: Seconds after which the process is killed. Making contexts on eight idle GPUs takes about 20 s.
 _PROBE_TIMEOUT_S = 120.0
 
 #: PCI vendor id of NVIDIA, and the class of display controllers.
@@ -33,9 +33,10 @@ def read_cuda(
     Parameters
     ----------
     nics : sequence of str
-        Labels of the RDMA ports to register device memory with; pyverbs must work.
+        Labels of the RDMA ports with which to register device memory, such as ``mlx5_0:1``. If
+        there are any, pyverbs must work.
     is_tried : bool
-        True: run tests on the GPUs. False: only read their properties.
+        If True, run tests on the GPUs; if False, only read their properties.
     sysfs, proc : Path
         Mount points of these file systems.
     """
@@ -52,9 +53,9 @@ def read_cuda(
 
 
 def last_told(ended: Ended) -> CudaFacts:
-    """Return the last facts that a process printed; ``died`` is the error of the process.
+    """Return the last facts that a process printed, with the error of the process in ``died``.
 
-    The process prints one `CudaFacts` per line; other lines are ignored.
+    Facts are lines with a `CudaFacts` as JSON; other lines are ignored.
     """
     facts = CudaFacts(doing="starting")
     for line in ended.said.splitlines():

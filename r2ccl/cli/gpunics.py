@@ -21,13 +21,13 @@ from r2ccl.transport.verbs.regions import MemoryRegion, Registrar, close_all
 
 
 def way_of(driver: CudaDriver, registrars: Sequence[Registrar], address: int) -> DeviceMemoryRoute:
-    """Register the allocation at `address` with NICs, deregister it, and return the method used.
+    """Register the allocation at `address` with all NICs, deregister it, and return the method.
 
     Returns
     -------
     DeviceMemoryRoute
-        Method by which the NICs registered the memory; ``staging``, with the reason, if they could
-        not.
+        Method by which the NICs registered the memory; ``staging``, with the reason, if one of them
+        could not.
     """
     memory = DeviceMemory(driver)
     try:
@@ -51,13 +51,13 @@ def export_error(driver: CudaDriver, address: int) -> str:
 
 
 def is_rdma_capable(driver: CudaDriver, address: int) -> bool:
-    """Return whether the driver reports the allocation as GPUDirect RDMA capable."""
+    """Return True if the driver reports the allocation at `address` as GPUDirect RDMA capable."""
     with driver.current(address):
         return driver.is_rdma_capable(address)
 
 
 def open_nics(stack: ExitStack, labels: Sequence[str]) -> dict[str, Registrar | str]:
-    """Open RDMA ports; `stack` closes them.
+    """Open the RDMA ports with these labels, such as ``mlx5_0:1``; `stack` closes them.
 
     Returns
     -------

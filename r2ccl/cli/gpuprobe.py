@@ -1,10 +1,10 @@
-"""Collection of GPU facts and tests of the operations of collectives, in a process of its own.
+"""Collection of facts about GPUs, and tests of the GPU operations that collectives need.
 
 Every call of the CUDA driver may crash or never return. The facts known so far are therefore
 printed before each step: one `CudaFacts` per line, as JSON. Import this module only in a process
-started for it.
+that was started for it.
 
-Invariant: everything that was opened is closed at the end, and no file remains.
+Invariant: at the end everything is closed that was opened, and no file remains.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ _NAME_NBYTES = 256
 _MAP_TIMEOUT_S = 40.0
 _FORM = Form(dtype_code=CODES[np.dtype(np.float32)], op=ReduceOp.SUM)
 
-#: Maps allocations of other processes, given as (GPU ordinal, IPC handle); returns the error of
-#: each, or empty.
+#: Function that maps allocations of another process, given as (GPU ordinal, IPC handle). It returns
+#: one error message per allocation, empty if the allocation could be mapped.
 Mapper = Callable[[Sequence[tuple[int, bytes]]], list[str]]
 
 
 class Journal:
-    """Facts known so far; prints them before each step."""
+    """Record of the facts known so far, which it prints before each step."""
 
     def __init__(self, facts: CudaFacts) -> None:
         self.facts = facts
 
     def begin(self, doing: str) -> None:
-        """Print the facts known so far, with `doing`, the next step; empty: all steps are done."""
+        """Print the facts known so far and the next step, `doing`; empty if no step is left."""
         self.learn(doing=doing)
         print(msgspec.json.encode(self.facts).decode(), flush=True)
 
     def learn(self, **known: Any) -> None:
-        """Add facts about the machine."""
+        """Set fields of `CudaFacts`, without printing them."""
         self.facts = msgspec.structs.replace(self.facts, **known)
 
     def learn_of(self, place: int, **known: Any) -> None:
-        """Add facts about the GPU at index `place`."""
+        """Set fields of the `Card` at index `place` of the facts, without printing them."""
         cards = list(self.facts.gpus)
         cards[place] = msgspec.structs.replace(cards[place], **known)
         self.learn(gpus=tuple(cards))
@@ -81,7 +81,7 @@ class Opened(NamedTuple):
 
 
 def survey(nics: Sequence[str], *, is_tried: bool) -> None:
-    """Collect and print all facts; see `r2ccl.cli.gpufacts.read_cuda` for the arguments."""
+    """Collect the facts and print them; see `r2ccl.cli.gpufacts.read_cuda` for the arguments."""
     journal = Journal(CudaFacts(visible=os.environ.get("CUDA_VISIBLE_DEVICES")))
     journal.begin("loading the CUDA driver")
     journal.learn(bindings=_bindings_version(), driver=_driver_version())
@@ -102,7 +102,7 @@ def survey(nics: Sequence[str], *, is_tried: bool) -> None:
 
 
 def describe(cuda: Cuda, source: GpuSource, ordinal: int) -> Card:
-    """Return the properties of a GPU."""
+    """Return the properties of the GPU number `ordinal`, without test results."""
     device = cuda.call("cuDeviceGet", ordinal)
     name: bytes = cuda.call("cuDeviceGetName", _NAME_NBYTES, device)
     return Card(
@@ -120,7 +120,7 @@ def describe(cuda: Cuda, source: GpuSource, ordinal: int) -> Card:
 
 
 def try_all(journal: Journal, nics: Sequence[str]) -> None:
-    """Run all tests on every GPU."""
+    """Run all tests on every GPU, and add the results to the journal."""
     with ExitStack() as stack:
         opened = open_gpus(journal, stack, CudaDevice)
         try_kernels(journal, opened, cache_directory(os.environ))
@@ -135,7 +135,10 @@ def try_all(journal: Journal, nics: Sequence[str]) -> None:
 def open_gpus(
     journal: Journal, stack: ExitStack, make: Callable[[int], Device]
 ) -> tuple[Opened, ...]:
-    """Make a context and an allocation on every GPU; `stack` closes the contexts."""
+    """Make a context and an allocation on every GPU; return the GPUs where this succeeded.
+
+    `stack` closes the contexts, which frees the allocations.
+    """
     opened = []
     for place, card in enumerate(journal.facts.gpus):
         journal.begin(f"opening GPU {card.ordinal}")
@@ -150,7 +153,11 @@ def open_gpus(
 
 
 def try_kernels(journal: Journal, opened: Sequence[Opened], directory: Path | None) -> None:
-    """Compile a kernel for each architecture without the cache, and load it on every GPU."""
+    """Compile a kernel for each architecture without the cache, and load it on every GPU.
+
+    `directory` is that of the kernel cache, None if the user has none. The test only checks that
+    files can be created in it.
+    """
     journal.learn(cache=str(directory or ""), cache_error=why_not_kept(directory))
     compiled: dict[tuple[int, int], Ptx] = {}
     for place, device, _ in opened:
@@ -168,7 +175,10 @@ def try_kernels(journal: Journal, opened: Sequence[Opened], directory: Path | No
 
 
 def why_not_kept(directory: Path | None) -> str:
-    """Return why the kernel cache cannot be written, or empty; leaves no file behind."""
+    """Return the reason why the kernel cache cannot be written, empty if it can.
+
+    The test creates a temporary file, which is removed again.
+    """
     if directory is None:
         return "this user has no home directory"
     there = next(each for each in (directory, *directory.parents) if os.path.exists(each))
@@ -180,7 +190,7 @@ def why_not_kept(directory: Path | None) -> str:
 
 
 def try_mapping(journal: Journal, opened: Sequence[Opened], map_all: Mapper) -> None:
-    """Map an allocation of every GPU in another process."""
+    """Test whether another process can map an allocation of every GPU."""
     exported = []
     for place, device, address in opened:
         journal.begin(f"exporting memory of GPU {device.ordinal} to another process")
@@ -197,7 +207,7 @@ def try_mapping(journal: Journal, opened: Sequence[Opened], map_all: Mapper) -> 
 
 
 def map_apart(handles: Sequence[tuple[int, bytes]]) -> list[str]:
-    """Map allocations in another process and return the errors; a `Mapper`."""
+    """Map allocations of this process in another process: the `Mapper` for real GPUs."""
     code = f"from r2ccl.cli.gpuprobe import map_all\nmap_all({list(handles)!r})"
     ended = run(code, timeout_s=_MAP_TIMEOUT_S, is_inner=True)
     if ended.error:
@@ -211,7 +221,7 @@ def map_all(handles: Sequence[tuple[int, bytes]]) -> None:
 
 
 def why_not_mapped(ordinal: int, handle: bytes, make: Callable[[int], Device]) -> str:
-    """Map and unmap an allocation of another process; return the error, or empty."""
+    """Map and unmap an allocation of another process; return the error, empty if there is none."""
     try:
         with ExitStack() as stack:
             device = make(ordinal)
@@ -223,7 +233,7 @@ def why_not_mapped(ordinal: int, handle: bytes, make: Callable[[int], Device]) -
 
 
 def try_exports(journal: Journal, opened: Sequence[Opened], driver: CudaDriver) -> None:
-    """Try to export an allocation of every GPU as a dma-buf."""
+    """Test whether an allocation of every GPU can be exported as a dma-buf."""
     for place, device, address in opened:
         journal.begin(f"exporting a dma-buf of GPU {device.ordinal}")
         try:
@@ -239,7 +249,10 @@ def try_registering(
     driver: CudaDriver,
     nics: dict[str, Registrar | str],
 ) -> None:
-    """Register an allocation of every GPU with each NIC, then with all NICs together."""
+    """Register an allocation of every GPU with each NIC, then with all NICs together.
+
+    `nics` has the registrar of each RDMA port by label, or the reason why it could not be opened.
+    """
     able = {label: nic for label, nic in nics.items() if not isinstance(nic, str)}
     refusals = {label: nic for label, nic in nics.items() if isinstance(nic, str)}
     for place, device, address in opened:
@@ -258,7 +271,7 @@ def _bindings_version() -> str:
 
 
 def _driver_version() -> int:
-    """Return the CUDA version of the driver, without initialising it; 0: no driver."""
+    """Return the CUDA version of the driver, without initialising it; 0 if there is none."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:

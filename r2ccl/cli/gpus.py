@@ -1,8 +1,8 @@
 """Diagnosis of a machine's GPUs for collectives on their memory.
 
-Each check is a pure function from `CudaFacts`, which `r2ccl.cli.gpufacts` collects, to a finding.
-Invariants: a machine without a GPU has one finding; a finding has a fix if and only if it is a
-warning or an error.
+Each check is a pure function that makes a finding from `CudaFacts`, which `r2ccl.cli.gpufacts`
+collects. Invariants: a machine without a GPU has one finding; a finding has a fix if and only if it
+is a warning or an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DIRECT = (
 )
 _NIC = "see the section verbs below, and dmesg"
 
-#: Fixes by status of the driver (CUDA Driver API, CUresult).
+#: Fix for each error that the driver reports, by its name in CUresult (CUDA Driver API).
 _FIXES = {
     "CUDA_ERROR_STUB_LIBRARY": "remove the toolkit's stubs directory from LD_LIBRARY_PATH",
     "CUDA_ERROR_DEVICE_UNAVAILABLE": (
@@ -83,7 +83,7 @@ def _check_end(facts: CudaFacts) -> DoctorFinding:
 
 
 def _absence(facts: CudaFacts) -> DoctorFinding:
-    """Explain why no GPU can be used; a warning if there are signs that one exists."""
+    """Explain why no GPU can be used; a warning if a GPU seems to exist, else ``skipped``."""
     is_broken = facts.status.startswith("CUDA_ERROR")
     is_installed = bool(facts.module or (facts.driver and not facts.bindings))
     is_there = bool(facts.pci) or is_installed or is_broken
@@ -141,8 +141,8 @@ def check_streams(cards: Sequence[Card]) -> DoctorFinding:
     return DoctorFinding(
         "streams",
         "error",
-        f"streams of {_named(lacking)} cannot wait on memory values: collectives refuse arrays "
-        "there",
+        f"streams of {_named(lacking)} cannot wait on memory values, without which collectives "
+        "refuse GPU arrays",
         "copy the arrays to the host, or use another GPU",
     )
 
@@ -182,7 +182,10 @@ def check_ipc(cards: Sequence[Card], config: Config) -> DoctorFinding:
 
 
 def check_dmabuf(cards: Sequence[Card]) -> DoctorFinding:
-    """Report the export of an allocation as a dma-buf; `check_nics` decides if it matters."""
+    """Report whether an allocation could be exported as a dma-buf.
+
+    A failure is no warning here: `check_nics` decides whether it matters.
+    """
     failed = [card for card in cards if card.dmabuf_error]
     if failed:
         outcomes = (
@@ -208,7 +211,7 @@ def check_peermem(facts: CudaFacts) -> DoctorFinding:
 
 
 def check_nics(cards: Sequence[Card]) -> DoctorFinding:
-    """Report the method by which each RDMA port in use registered device memory."""
+    """Report by which method each RDMA port that is a rail registered device memory."""
     found: dict[str, list[str]] = {}
     for label in dict.fromkeys(label for card in cards for label, _ in card.nics):
         routes = ((card, str(dict(card.nics)[label])) for card in cards if card.nics)
@@ -227,7 +230,7 @@ def check_nics(cards: Sequence[Card]) -> DoctorFinding:
 
 
 def check_one_host(cards: Sequence[Card], config: Config) -> DoctorFinding:
-    """Report how data moves between GPUs of ranks on one host."""
+    """Report how data moves between the GPUs of ranks on one host."""
     lacking = [card for card in cards if not card.waits_on_memory]
     if lacking:
         return DoctorFinding(
@@ -245,7 +248,7 @@ def check_one_host(cards: Sequence[Card], config: Config) -> DoctorFinding:
 
 
 def check_hosts(cards: Sequence[Card], config: Config) -> DoctorFinding:
-    """Report how data moves between GPUs of different hosts, and why not by a faster way."""
+    """Report how data moves between GPUs of different hosts and, if it is slow, why."""
     if not all(card.waits_on_memory for card in cards):
         return DoctorFinding("hosts", "skipped", "see one host")
     staged = f"through pinned host memory ({_staging_size(config)})"
@@ -284,7 +287,10 @@ def _attributes(card: Card) -> str:
 
 
 def _by_gpu(said: Iterable[tuple[Card, str | None]], cards: Sequence[Card]) -> str:
-    """Join texts about GPUs; a text that holds for all of `cards` appears once, without names."""
+    """Join texts about GPUs into one.
+
+    Equal texts are merged. A text that is the same for all of `cards` appears without their names.
+    """
     found: dict[str | None, list[Card]] = {}
     for card, text in said:
         found.setdefault(text, []).append(card)

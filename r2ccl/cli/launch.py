@@ -1,11 +1,12 @@
 """``r2ccl launch -n 4 -- python script.py``: run a command as n ranks on this machine.
 
 Every rank gets torchrun's environment variables plus R2CC_PORT and R2CC_SECRET. The launcher prints
-the ranks' output and error streams line by line on its standard output. Its exit status is that of
-the first rank that failed, 128 + the signal number for a rank that a signal ended. After a failure
-the other ranks have some time to exit by themselves and are then terminated; with ``--keep-going``
-they run on and can continue without the failed rank (``comm.shrink()``). SIGINT and SIGTERM are
-forwarded to the ranks, which then have the same time to exit; a signal during this time kills them.
+the ranks' standard output and standard error line by line on its own standard output. Its exit
+status is that of the first rank that failed, or 128 + the signal number if a signal ended that
+rank. After a failure the other ranks have some time to exit by themselves and are then terminated;
+with ``--keep-going`` they run on and can continue without the failed rank (``comm.shrink()``).
+SIGINT and SIGTERM are forwarded to the ranks, which then have the same time to exit; another SIGINT
+or SIGTERM during this time kills them.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from r2ccl.bootstrap.launch import LocalJob, describe_exit
 from r2ccl.bootstrap.orphans import end_with
 from r2ccl.errors import InvalidArgument
 
-#: Time for the other ranks to exit by themselves after a failure: they get PeerLost.
+#: Seconds in which the other ranks can exit by themselves after a failure; their calls raise
+#: PeerLost.
 _FAILURE_GRACE_S = 10.0
 _TERMINATION_GRACE_S = 5.0
 _CHUNK_NBYTES = 64 << 10
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the ``launch`` command to those of ``r2ccl``; its arguments go to `run`."""
+    """Add the ``launch`` command to those of ``r2ccl``; its parsed arguments go to `run`."""
     parser = subparsers.add_parser(
         "launch",
         help="run a command as several ranks on this machine",
@@ -61,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the parsed command; return the exit status.
+    """Run the parsed command; return the exit status, as the module's docstring describes it.
 
     Raises
     ------
@@ -85,13 +87,14 @@ def _parse_assignment(text: str) -> tuple[str, str]:
 
 
 class LinePrinter:
-    """Writes complete lines of several ranks to one stream, optionally prefixed with ``[rank]``.
+    """Printer that writes the complete lines of several ranks to one stream.
 
     Parameters
     ----------
     tag : {"auto", "always", "never"}
-        When to prefix lines; ``auto``: from the first line of a second rank on.
+        When to prefix lines with ``[rank]``; ``auto``: from the first line of a second rank on.
     out : binary file
+        The stream; it stays open.
     """
 
     def __init__(self, tag: str, out: BinaryIO) -> None:
@@ -101,13 +104,16 @@ class LinePrinter:
         self._unfinished: dict[tuple[int, str], bytes] = {}
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
-        """Add output of one stream of `rank`; write the lines that it completes."""
+        """Add output of `rank`; write the lines that it completes.
+
+        `stream` distinguishes the streams of a rank, so that their lines do not mix.
+        """
         *lines, rest = (self._unfinished.get((rank, stream), b"") + data).split(b"\n")
         self._unfinished[rank, stream] = rest
         self._write(rank, lines)
 
     def finish(self, rank: int, stream: str) -> None:
-        """Write the last line of a stream, if it has no line end."""
+        """End a stream of `rank`: write its last line even if it has no line end."""
         rest = self._unfinished.pop((rank, stream), b"")
         if rest:
             self._write(rank, [rest])
@@ -142,7 +148,11 @@ class _Launcher:
         self._is_ending = asyncio.Event()
 
     async def run(self) -> int:
-        """Start all ranks and wait for them; return the status of the first failure or signal."""
+        """Start all ranks and wait until all have ended.
+
+        Return the exit status of the first rank that failed, or 128 + the number of a signal that
+        the launcher got before; 0 if there was neither.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._forward, number)

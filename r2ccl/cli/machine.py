@@ -17,7 +17,7 @@ from r2ccl.topology.affinity import Affinity, NicRoute, host_routes
 from r2ccl.topology.machine import Machine
 from r2ccl.topology.nccl_xml import format_xml
 
-#: End of a remark of `r2ccl.topology.sysfs` about a problem that can be fixed.
+#: Last words of a remark of `r2ccl.topology.sysfs` about a problem that can be fixed.
 _RESEAT = "reseat the card"
 #: Most backup NICs shown per GPU.
 _MOST_BACKUPS = 3
@@ -26,13 +26,17 @@ _MOST_BACKUPS = 3
 def examine_machine(
     machine: Machine, links_from: str, cpus: Collection[int]
 ) -> tuple[DoctorFinding, ...]:
-    """Return findings about the machine's parts, the NIC that each GPU uses, and assumptions made.
+    """Return findings about a machine's parts, its routes from GPUs to NICs, and its problems.
+
+    The first finding counts the parts. Then there is one finding per GPU, with its NICs in order of
+    preference (without GPUs: one per NIC, nearest first), and one per remark in `machine`.
 
     Parameters
     ----------
     machine : Machine
     links_from : str
-        Source of the NVLinks, see `r2ccl.topology.gpus.GpuFacts`.
+        Source of the facts about NVLinks, see `r2ccl.topology.gpus.GpuFacts`; empty if there are
+        none.
     cpus : collection of int
         CPUs on which this process may run. Without GPUs, the NICs are ordered by their distance to
         these CPUs.
@@ -50,13 +54,13 @@ def examine_machine(
 
 
 def save_xml(machine: Machine, target: str) -> None:
-    """Write a machine atomically as an NCCL topology file.
+    """Write a description of `machine` atomically as an NCCL topology file.
 
     Parameters
     ----------
     machine : Machine
     target : str
-        Path of the file, which is replaced if it exists; ``-``: standard output.
+        Path of the file, which is replaced if it exists; ``-`` writes to standard output.
 
     Raises
     ------

@@ -37,7 +37,7 @@ example:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the ``netlab`` command to those of ``r2ccl``; its namespace goes to `main`."""
+    """Add the ``netlab`` command to those of ``r2ccl``; its parsed arguments go to `main`."""
     parser = subparsers.add_parser(
         "netlab",
         help="run a program on a cluster of network namespaces, with faults",
@@ -72,8 +72,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--enter",
         action="store_true",
-        help="do not build a lab: run the command once, for programs that build their own labs, "
-        "in a user namespace unless the user is root",
+        help="do not build a lab, but run the command once, with the privileges to build labs: as "
+        "root of a user namespace, unless this user can build them",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- program and its arguments")
     parser.set_defaults(run=main)
@@ -82,9 +82,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def main(args: argparse.Namespace) -> int:
     """Run the parsed command; return the exit status for the shell.
 
-    The status is that of the failed rank with the lowest number (128 + signal number for a signal),
-    124 after a timeout, 2 for a wrong command line, 69 if this machine cannot build a lab. With
-    ``--enter`` the command replaces this process.
+    The status is 0 if no rank failed; otherwise that of the failed rank with the lowest number, or
+    128 + the signal number if a signal ended it. It is 124 after a timeout, 2 for a wrong command
+    line, and 69 if this machine cannot build a lab or a fault could not be applied. With
+    ``--clean`` it is 0. With ``--enter`` the command replaces this process.
     """
     try:
         if args.clean:

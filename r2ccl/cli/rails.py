@@ -1,9 +1,10 @@
 """Report on the rails that r2ccl would use on a machine, and why other interfaces are not used.
 
-The module is a pure function of the facts of `r2ccl.cli.doctor`; `r2ccl.topology` chooses the
-rails. Invariants: the findings that are ``ok`` are, in order, the rails of a rank in a job on
-several hosts whose rendezvous uses no rail's interface; NICs that are declared failed are not among
-them. A warning or an error has a fix.
+The report depends only on the facts of `r2ccl.cli.doctor` and the settings; `r2ccl.topology`
+chooses the rails. Invariants: a finding that is ``ok`` is a rail, and these findings are in the
+order of the rails' numbers; a rail whose NIC is declared failed is ``skipped``; a warning or an
+error has a fix. The numbers are those of a job on several hosts whose rendezvous does not use an
+interface that is a rail.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from r2ccl.types import Nic
 
 
 def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
-    """Return one finding per interface and RDMA port: its rail, or why it is no rail.
+    """Return one finding per interface and RDMA port: its rail, or the reason why it is no rail.
 
-    Rails come first. If a setting selects no rail, return a single finding, the error.
+    Rails come first, remarks about all rails last. If no interface or port that the settings select
+    can be a rail, return a single finding, the error.
     """
     try:
         hcas = select_hcas(facts.hcas, config.hca) if not facts.pyverbs_error else ()
@@ -46,7 +48,7 @@ def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
 
 
 def _marked(finding: DoctorFinding, failed: Sequence[bool]) -> DoctorFinding:
-    """Return the finding of a rail, marked if the rail's NIC is declared failed."""
+    """Return `finding`, changed to ``skipped`` if it is a rail whose NIC is declared failed."""
     if finding.level != "ok" or not failed[_number(finding)]:
         return finding
     says = f"{finding.says}: R2CC_FAILED_NICS declares it failed, so no data path uses it"

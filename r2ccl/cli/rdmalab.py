@@ -28,7 +28,7 @@ example:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the ``rdmalab`` command to those of ``r2ccl``; its namespace goes to `main`."""
+    """Add the ``rdmalab`` command to those of ``r2ccl``; its parsed arguments go to `main`."""
     parser = subparsers.add_parser(
         "rdmalab",
         help="run a program on real ibverbs: Soft-RoCE in a virtual machine",
@@ -47,7 +47,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--kvm", action="store_true", help="use KVM instead of emulation")
     parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="directory for results; created")
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="directory for results; created if missing"
+    )
     parser.add_argument(
         "--prepare", action="store_true", help="only install missing packages, then exit"
     )
@@ -59,7 +61,8 @@ def main(args: argparse.Namespace) -> int:
     """Run the parsed command; return the exit status for the shell.
 
     The status is that of the program, 124 after a timeout, 2 for a wrong command line, 69 if this
-    machine cannot run a lab, 70 if the lab failed.
+    machine cannot run a lab, and 70 if the virtual machine failed. With ``--prepare`` it is 0 once
+    all requirements are installed.
     """
     try:
         command = _command(args)

@@ -35,8 +35,8 @@ class Bench(Protocol):
     patience_s : float
         Longest time in seconds that an expected event may take. Allow several probe timeouts.
     cross : bool or None
-        Expected answer when rank 0 probes rail 0 of rank 1 from its own rail 1; None if the
-        network does not connect different rails.
+        Expected `Probed.is_answered` when rank 0 probes rail 0 of rank 1 from its own rail 1: True,
+        or None if the network does not connect different rails.
     """
 
     transports: Sequence[Transport]
@@ -44,7 +44,7 @@ class Bench(Protocol):
     cross: bool | None
 
     def endpoints(self, rail: int) -> tuple[Any, Any]:
-        """Connect the ranks on `rail`; return the endpoints for ``open``, rank 0's first."""
+        """Connect the ranks on `rail`; return rank 0's and rank 1's endpoint for ``open``."""
         ...
 
     def run(self) -> None:
@@ -56,7 +56,7 @@ class Bench(Protocol):
         ...
 
     def join_probes(self) -> None:
-        """Establish the connections for probes of rank 0 to rank 1, if the transport has any."""
+        """Establish the connections for probes of rank 0 to rank 1, if the transport needs any."""
         ...
 
     def silence(self, rail: int) -> None:
@@ -69,7 +69,7 @@ class Bench(Protocol):
 
 
 class Side:
-    """One rank's end of one path, and all events its transport reported."""
+    """One rank's end of a path, and all events of its transport, also those of other paths."""
 
     def __init__(self, bench: Bench, rank: int, rail: int) -> None:
         self.transport = bench.transports[rank]
@@ -78,7 +78,7 @@ class Side:
         self.payloads: list[bytes] = []
 
     def poll(self) -> None:
-        """Poll the transport; keep its events, and copy payloads while they are borrowed."""
+        """Poll the transport without waiting; keep its events, and copies of eager payloads."""
         for event in self.transport.poll(0.0):
             if isinstance(event, Arrived) and event.payload is not None:
                 self.payloads.append(bytes(event.payload))
@@ -89,10 +89,10 @@ class Side:
         return [e for e in self.events if isinstance(e, kind) and e.path == self.path]
 
     def queue(self, seq: int, data: bytes | bytearray, token: object = None, **more: Any) -> None:
-        """Queue slice `seq` of channel 3 without flushing.
+        """Queue slice `seq` of channel 3, with the bytes of `data`, without flushing.
 
         `token` is that of a `Cleared` event; None sends the slice eagerly. `more` may contain
-        ``ack`` and ``is_replay``.
+        ``ack`` (default 0) and ``is_replay``, with their meaning in `Transport.isend`.
         """
         frame = Frame(3, seq, more.pop("ack", 0), 5, 77)
         self.transport.isend(self.path, frame, memoryview(data), token, **more)
@@ -103,7 +103,10 @@ class Side:
         self.transport.flush()
 
     def want(self, seq: int, region: bytearray, ack: int = 0) -> None:
-        """Announce `region` as landing place of slice `seq` of channel 3, and flush."""
+        """Announce `region` as landing place of slice `seq` of channel 3, and flush.
+
+        `ack` has its meaning in `Transport.irecv`.
+        """
         self.transport.irecv(self.path, Frame(3, seq, 2, 5, 77), memoryview(region), ack)
         self.transport.flush()
 
@@ -113,7 +116,14 @@ class Side:
 
 
 class JoinedPair:
-    """One connection of a bench and its two sides."""
+    """One connection of a bench, opened at both ends.
+
+    Attributes
+    ----------
+    bench : Bench
+    a, b : Side
+        The sides of rank 0 and rank 1.
+    """
 
     def __init__(self, bench: Bench, rail: int = 0) -> None:
         self.bench = bench
@@ -143,12 +153,18 @@ class JoinedPair:
             self.settle()
 
     def until_count(self, side: Side, kind: type[Any], count: int = 1) -> list[Any]:
-        """Wait until `side` has received `count` events of `kind`; return these events."""
+        """Wait until `side` has at least `count` events of `kind`; return all of them.
+
+        Raises
+        ------
+        AssertionError
+            If the wait exceeds ``Bench.patience_s``.
+        """
         self.until(lambda: len(side.of(kind)) >= count, f"{count} {kind.__name__} of {side.path}")
         return side.of(kind)
 
     def cleared(self, region: bytearray, seq: int = 0) -> object:
-        """Announce `region` for slice `seq` on side `b`; return the token that side `a` gets."""
+        """Announce `region` for slice `seq` from side `b`; return the token that side `a` gets."""
         before = len(self.a.of(Cleared))
         self.b.want(seq, region)
         return self.until_count(self.a, Cleared, before + 1)[-1].token
@@ -193,7 +209,10 @@ class Talker:
 
 
 def pattern(nbytes: int, salt: int = 0) -> bytearray:
-    """Return test bytes that differ from themselves shifted by any small offset."""
+    """Return `nbytes` test bytes, which depend on `salt`.
+
+    A shifted copy differs from the original, so data at a wrong offset is detected.
+    """
     return bytearray((i * 31 + (i >> 8) * 7 + salt) & 0xFF for i in range(nbytes))
 
 
@@ -210,7 +229,7 @@ def check_eager(bench: Bench) -> None:
 
 
 def check_cleared(bench: Bench) -> None:
-    """Check that a cleared slice of any size lands in its region."""
+    """Check that cleared slices of 1 byte to 1 MiB land in the region announced for them."""
     pair = JoinedPair(bench)
     for seq, nbytes in enumerate((1, 65, 4096, (1 << 20) + 3)):
         region = bytearray(nbytes)
@@ -225,7 +244,7 @@ def check_cleared(bench: Bench) -> None:
 
 
 def check_confirmations_ride_along(bench: Bench) -> None:
-    """Check that the ``ack`` of each eager or cleared frame reaches the peer."""
+    """Check that the ``ack`` in the frame of an eager or cleared slice reaches the peer."""
     pair = JoinedPair(bench)
     token = pair.cleared(bytearray(100))
     pair.a.send(0, pattern(100), token, ack=5)
@@ -342,7 +361,7 @@ def check_replay(bench: Bench) -> None:
 
 
 def check_paths_are_apart(bench: Bench) -> None:
-    """Check that two rails between the same ranks are independent, also when one is fenced."""
+    """Check that paths of the same ranks on two rails are independent, even if one is fenced."""
     first, second = JoinedPair(bench, 0), JoinedPair(bench, 1)
     # Both pairs use one transport per rank: a poll through either pair returns events of both.
     second.a.events, second.b.events = first.a.events, first.b.events
@@ -360,7 +379,10 @@ def check_paths_are_apart(bench: Bench) -> None:
 
 
 def check_break(bench: Bench) -> None:
-    """Check that each end reports `Failed` once; until the fence, calls on the path do nothing."""
+    """Check that each end of a broken path reports `Failed` once.
+
+    Until the fence, ``isend``, ``irecv`` and ``confirm`` on the path must do nothing.
+    """
     pair = JoinedPair(bench)
     pair.a.send(0, pattern(10))
     pair.until_count(pair.b, Arrived)
@@ -449,7 +471,7 @@ def check_reopen(bench: Bench) -> None:
 
 
 def check_wake(bench: Bench) -> None:
-    """Check that `wake` before `poll` makes `poll` return without sleeping."""
+    """Check that a `wake` before `poll` makes the `poll` return without waiting."""
     transport = bench.transports[0]
     transport.wake()
     began = time.monotonic()
@@ -471,7 +493,7 @@ def check_unknown_path(bench: Bench) -> None:
 
 
 def check_idle_path_is_not_stuck(bench: Bench) -> None:
-    """Check that a path is not stuck once all its data has moved."""
+    """Check that `is_stuck` is False once all data of the path has arrived."""
     pair = JoinedPair(bench)
     assert pair.a.transport.is_open(pair.a.path)
     pair.a.send(0, pattern(64))

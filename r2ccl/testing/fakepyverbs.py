@@ -3,14 +3,13 @@
 `installed` replaces pyverbs in ``sys.modules`` and reimports the modules that use it. So the
 unmodified `r2ccl.transport.verbs.transport` runs without an RDMA device and without pyverbs. All
 NICs of a `FakeFabric` reach each other. The fake implements the part of verbs that r2ccl uses:
-reliable queue pairs, RDMA writes with and without immediate data, flushes, and one completion
-queue per device.
+reliable queue pairs, RDMA writes with and without immediate data, flushed requests, and one
+completion queue per device.
 
-A write completes when it is posted; while a port on its way is mute it stays in flight. A queue
-pair that goes to ERR completes every request in flight, including unsignaled ones. A completion
-that does not fit into the completion queue is lost, and the device reports CQ_ERR (InfiniBand
-specification, volume 1, 10.8.2 and 11.6.3). A write reaches memory only if the remote queue pair is
-in RTR or RTS.
+A write is carried out when it is posted, but stays in flight while a port on its way is mute or the
+remote queue pair is not in RTR or RTS. A queue pair that goes to ERR completes every request in
+flight, including unsignaled ones. A completion that does not fit into the completion queue is lost,
+and the device reports CQ_ERR (InfiniBand specification, volume 1, 10.8.2 and 11.6.3).
 """
 
 from __future__ import annotations
@@ -90,11 +89,11 @@ class FakeFabric:
         return next(self._keys)
 
     def mute(self, name: str) -> None:
-        """Make the NIC's port mute: it neither sends nor accepts writes, which stay in flight."""
+        """Make the port of NIC `name` mute: writes from and to the NIC stay in flight."""
         self.contexts[name].is_mute = True
 
     def fail_port(self, name: str) -> None:
-        """Move every connected queue pair of the NIC to ERR."""
+        """Move every queue pair of NIC `name` that is in RTR or RTS to ERR."""
         for qp in list(self.qps.values()):
             if qp.context is self.contexts[name] and qp.state in (_RTR, _RTS):
                 qp.to_error()
@@ -112,11 +111,11 @@ class FakeContext:
         fabric.contexts[name] = self
 
     def query_device(self) -> Any:
-        """Return the limits of the device."""
+        """Return the limit of completion queue entries and the number of ports."""
         return SimpleNamespace(max_cqe=self.fabric.max_cqe, phys_port_cnt=self.fabric.nports)
 
     def query_port(self, port: int) -> Any:
-        """Return the attributes of an active port."""
+        """Return the attributes of an active Ethernet port, for every port number."""
         return SimpleNamespace(state=_ACTIVE, lid=0, active_mtu=_MTU_4096)
 
     def raise_event(self, number: int) -> None:
@@ -125,7 +124,7 @@ class FakeContext:
         os.eventfd_write(self.async_fd, 1)
 
     def get_async_event(self) -> Any:
-        """Remove and return the oldest asynchronous event."""
+        """Remove and return the oldest asynchronous event; call it only if there is one."""
         os.eventfd_read(self.async_fd)
         return SimpleNamespace(event_type=self.events.popleft(), ack=lambda: None)
 
@@ -314,7 +313,13 @@ class FakeQueuePair:
             self._complete(self._receives.popleft(), _FLUSHED, _RECEIVED)
 
     def post_recv(self, request: FakeRequest) -> None:
-        """Post a receive request; its memory is not used. In ERR it completes as flushed."""
+        """Post a receive request, which has no memory; in ERR it completes as flushed.
+
+        Raises
+        ------
+        FakePyverbsError
+            If ``max_recv_wr`` requests are posted already.
+        """
         if len(self._receives) == self._cap.max_recv_wr:
             raise FakePyverbsError("Failed to post recv. Errno: 12, Cannot allocate memory")
         self._receives.append(request.wr_id)
@@ -326,6 +331,11 @@ class FakeQueuePair:
 
         A write to a queue pair that is not in RTR or RTS stays in flight too. If this queue pair is
         in ERR, the write completes as flushed.
+
+        Raises
+        ------
+        FakePyverbsError
+            If ``max_send_wr`` requests are in flight already.
         """
         if len(self._sends) == self._cap.max_send_wr:
             raise FakePyverbsError("Failed to post send. Errno: 12, Cannot allocate memory")

@@ -1,10 +1,11 @@
-"""Fake of an open RDMA device: stand-ins for pyverbs objects and the C structs behind them.
+"""Fake of an open RDMA device: fake pyverbs objects and the C structs that they point to.
 
 The structs and the function table are in NumPy memory with libibverbs' layout; the caller supplies
-the addresses of the functions. The compiled path, which reads these structs and calls the table
-directly, can therefore be tested without a device and without pyverbs; `rates` measures its cost.
+the addresses of the functions. `r2ccl.transport.verbs.fastpath` (the compiled path) reads these
+structs and calls the functions of the table directly. With the fake it can be tested without a
+device and without pyverbs; `rates` measures its cost.
 
-The memory of a `FakeNic` is freed together with the `FakeNic`.
+The memory of the structs is freed together with their `FakeNic`.
 """
 
 from __future__ import annotations
@@ -56,11 +57,14 @@ class FakeNic:
         self.cq = _holder(self.records["cq"], cqe=_CQE)
 
     def address(self, name: str) -> int:
-        """Return the address of a struct of `records`."""
+        """Return the address of the struct ``records[name]``."""
         return self.records[name].ctypes.data
 
     def make_qp(self, number: int) -> Any:
-        """Return a fake pyverbs queue pair, RC and in INIT; its struct is ``records["qp"]``."""
+        """Return a fake pyverbs queue pair with this number, of type RC and in state INIT.
+
+        Its struct is ``records["qp"]``, which replaces that of the queue pair made before.
+        """
         cq = self.address("cq")
         self.records["qp"] = _record(
             QP, context=self.address("context"), pd=self.address("pd"), send_cq=cq, recv_cq=cq,
@@ -69,7 +73,7 @@ class FakeNic:
         return _holder(self.records["qp"], qp_num=number, qp_state=_IN_INIT, qp_type=_RC)
 
     def located(self) -> ProviderNic:
-        """Return the `ProviderNic` that locating this device must yield; `provider` is empty."""
+        """Return the `ProviderNic` that `locate_nic` must find, but with an empty `provider`."""
         table = self.records["context"][0]
         return ProviderNic(
             context=self.address("context"), pd=self.address("pd"), cq=self.address("cq"),
@@ -79,18 +83,18 @@ class FakeNic:
 
 
 class ProviderRates(msgspec.Struct, frozen=True):
-    """CPU seconds per call of the compiled path, without the provider's own time.
+    """CPU seconds of the operations of the compiled path, without the provider's own time.
 
     Attributes
     ----------
     empty_poll_s : float
         Per poll that finds no completion.
     completion_s : float
-        Per completion of a full batch, including the construction of its tuple.
+        Per completion in a poll that fills its batch, including the construction of its tuple.
     write_s : float
         Per posted RDMA write.
     receive_s : float
-        Per receive request of a chain.
+        Per receive request, if several are posted by one call.
     """
 
     empty_poll_s: float
@@ -100,7 +104,7 @@ class ProviderRates(msgspec.Struct, frozen=True):
 
 
 def rates(batch: int = 256, chain: int = 32, seconds: float = 0.2) -> ProviderRates:
-    """Measure the compiled path over provider functions that do almost nothing.
+    """Measure the CPU time of the compiled path with provider functions that do almost nothing.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """Fault plans, and the record of the faults that fired.
 
-A `FaultPlan` is built in Python or read from JSON. A job gets it by ``r2ccl.init(faults=plan)`` or
-by the environment. A netlab applies its faults to network interfaces and processes; without a
-netlab, each rank breaks its own connections.
+A `FaultPlan` is built in Python or read from JSON. A rank gets it as ``r2ccl.init(faults=plan)`` or
+through environment variables (see `wrap_by_env`). A netlab applies the faults to network interfaces
+and processes; without a netlab, each rank breaks its own connections.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FaultPlan:
     """List of faults for one run, with the record of those that fired.
 
     For a second run, make a fresh plan with ``FaultPlan(plan.faults)``. As a context manager, the
-    plan raises AssertionError on exit if a fault did not fire.
+    plan raises AssertionError on exit if a fault did not fire, unless the body raised an error.
 
     Parameters
     ----------
@@ -92,12 +92,12 @@ class FaultPlan:
         return msgspec.json.encode(self.faults)
 
     def check(self, *, nodes: int, rails: int, ranks_per_node: int = 1) -> None:
-        """Raise InvalidArgument if a fault names a node, rail or rank that does not exist."""
+        """Raise InvalidArgument if a lab of this size lacks a node, rail or rank of a fault."""
         for fault in self.faults:
             check_fits(fault, nodes=nodes, rails=rails, ranks_per_node=ranks_per_node)
 
     def check_needs_no_lab(self) -> None:
-        """Raise InvalidArgument if a fault has no `at_op`: only a lab applies faults at a time."""
+        """Raise InvalidArgument if a fault has `at_s`: only a lab can apply it."""
         for fault in self.faults:
             if fault.at_op is None:
                 raise InvalidArgument(
@@ -106,7 +106,7 @@ class FaultPlan:
                 )
 
     def resolved(self, ranks_per_node: int) -> FaultPlan:
-        """Return a fresh plan whose faults with `at_op` name the rank that triggers them."""
+        """Return a fresh plan in which each fault with `at_op` names its rank, see `Fault`."""
         return FaultPlan(
             fault
             if fault.at_op is None
@@ -115,7 +115,10 @@ class FaultPlan:
         )
 
     def claim(self, indices: Sequence[int]) -> None:
-        """Restrict `pending` to the faults at `indices`, which this process triggers."""
+        """Restrict `pending` and `assert_all_fired` to the faults that this process triggers.
+
+        `indices` are the positions of these faults in the plan.
+        """
         self._claimed = indices
 
     def record(self, index: int, time_s: float, applied_s: float) -> Firing:
@@ -138,7 +141,7 @@ class FaultPlan:
         return [self.faults[index] for index in self._claimed if index not in fired]
 
     def assert_all_fired(self) -> None:
-        """Raise AssertionError if faults have not fired; the message names them.
+        """Raise AssertionError if `pending` faults are left; the message names them.
 
         A fault with `at_op` does not fire if the run or that collective ends before `at_step`.
         """
@@ -162,12 +165,14 @@ class FaultPlan:
             self.assert_all_fired()
 
     def wrap(self, inner: Transport, rank: int) -> ReportingTransport:
-        """Return a wrapper of `inner` that applies the faults of `rank`; `r2ccl.init` calls it.
+        """Return a wrapper of `inner` that applies the faults that `rank` triggers.
+
+        `r2ccl.init` calls it. The wrapper owns `inner`.
 
         Raises
         ------
         InvalidArgument
-            If a fault of the plan has no `at_op`: only a lab applies faults at a time.
+            If a fault of the plan has `at_s`: only a lab can apply it.
         """
         self.check_needs_no_lab()
         return ReportingTransport(inner, lambda cut: FaultReporter(self, rank, cut))
@@ -179,8 +184,10 @@ def fail_at(rank: int, rail: int, op: int, step: int = 0) -> FaultPlan:
     Parameters
     ----------
     rank, rail : int
+        The rank, and the number of the rail that it loses.
     op, step : int
-        The collective, and the slice that `rank` sends in it; both count from 0.
+        Number of the collective, and of the slice among those that `rank` sends in it; both count
+        from 0.
 
     Returns
     -------
@@ -201,8 +208,8 @@ def wrap_by_env(inner: Transport, rank: int) -> ReportingTransport:
     """Return a wrapper of `inner` that applies the faults of the plan that the environment names.
 
     `r2ccl.init` calls it if ``R2CC_TRANSPORT_WRAPPER=r2ccl.testing.fault_plan:wrap_by_env`` is set.
-    Without ``R2CC_FAULT_PLAN`` there are no faults. `rank` is not used: the plan applies to the
-    rank in ``RANK``.
+    ``R2CC_FAULT_PLAN`` is the file of the plan; without it there are no faults. `rank` is not used:
+    the faults are those of the rank in ``RANK``.
 
     Raises
     ------
@@ -215,7 +222,7 @@ def wrap_by_env(inner: Transport, rank: int) -> ReportingTransport:
 def reporter_from_env(
     env: Mapping[str, str], *, apply: Callable[[Due], None] | None = None
 ) -> FaultReporter | None:
-    """Make the reporter for the plan that the environment names.
+    """Return the reporter of this process for the plan that the environment names.
 
     Parameters
     ----------
@@ -223,7 +230,7 @@ def reporter_from_env(
         ``R2CC_FAULT_PLAN`` is the plan's file, ``RANK`` the number of this process. If
         ``R2CC_FAULT_SOCKET`` is set, the lab that listens on this socket applies the faults.
     apply : callable, optional
-        Applies a fault if ``R2CC_FAULT_SOCKET`` is not set.
+        Applies a fault if ``R2CC_FAULT_SOCKET`` is not set, and is otherwise not used.
 
     Returns
     -------
@@ -233,8 +240,8 @@ def reporter_from_env(
     Raises
     ------
     InvalidArgument
-        If the plan cannot be read, or ``RANK`` is missing or not a number. Without a lab, also if
-        `apply` is missing or a fault of the plan has no `at_op`.
+        If the plan cannot be read, or ``RANK`` is missing or not a number. Without
+        ``R2CC_FAULT_SOCKET`` also if `apply` is None or a fault of the plan has `at_s`.
     """
     path = env.get("R2CC_FAULT_PLAN")
     if not path:

@@ -1,4 +1,4 @@
-"""Faults as values: an action, its target, and its trigger.
+"""Faults as values, each with an action, a target and a trigger.
 
 `Fault` validates its own fields on construction. `check_fits` also checks that its node, rail and
 rank exist in a lab.
@@ -74,8 +74,8 @@ class Fault(
     ----------
     action : Action
     node, rail : int, optional
-        The NIC; required for NIC faults. For ``restore``, an omitted field means all nodes or
-        all rails.
+        The NIC of this node on this rail; both are required for NIC faults except ``restore``, for
+        which an omitted field means all nodes or all rails.
     peer : int, optional
         The other node of an ``isolate``.
     rank : int, optional
@@ -87,7 +87,8 @@ class Fault(
         Trigger: the fault is applied before the triggering rank posts slice `at_step` of
         collective `at_op`. Both count from 0; `at_step` is 0 by default.
     duration_s : float, optional
-        The fault is undone after this many seconds. By default it stays.
+        The fault is undone after this many seconds; required for ``flap`` and ``stop``. Without it
+        the fault stays.
     rate : str, optional
         Rate of ``slow`` in tc's syntax, such as ``20mbit``.
     mean_s : float, optional
@@ -155,7 +156,7 @@ class Fault(
 
     @property
     def is_on_nic(self) -> bool:
-        """True if the target is one or more NICs, False if it is a process."""
+        """True if the fault acts on NICs, False if it acts on the process of a rank."""
         return self.action not in (Action.STOP, Action.KILL)
 
     @classmethod
@@ -181,7 +182,10 @@ class Fault(
         return _convert(fields, cls, f"fault {text!r}")
 
     def triggered_by(self, ranks_per_node: int = 1) -> int:
-        """Return the rank whose progress triggers a fault with `at_op`."""
+        """Return the rank whose progress triggers the fault if it has `at_op`.
+
+        It is `rank` if given, otherwise the first rank of `node`, or rank 0 without a `node`.
+        """
         if self.rank is not None:
             return self.rank
         return (self.node or 0) * ranks_per_node
@@ -199,17 +203,17 @@ class Fault(
 
 
 class Firing(msgspec.Struct, frozen=True, kw_only=True):
-    """Record that a fault was applied.
+    """Record of an applied fault.
 
     Attributes
     ----------
     index : int
-        Position of the fault in its plan.
+        Position of the fault in its plan; -1 if it was applied without a plan.
     fault : Fault
     time_s, applied_s : float
-        CLOCK_MONOTONIC seconds, comparable between processes of one machine: just before the
-        request to apply the fault, and just after its completion. The fault takes effect between
-        the two, so a latency measured from `time_s` is never too short.
+        Times just before the fault was requested and just after it was applied, in CLOCK_MONOTONIC
+        seconds, which are comparable between processes of one machine. The fault takes effect
+        between the two, so a latency measured from `time_s` is never too short.
     """
 
     index: int
@@ -219,7 +223,7 @@ class Firing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_fits(fault: Fault, *, nodes: int, rails: int, ranks_per_node: int = 1) -> None:
-    """Raise InvalidArgument if `fault` names a node, rail or rank that does not exist."""
+    """Raise InvalidArgument if a lab of this size lacks a node, rail or rank of `fault`."""
     limits = {
         "node": nodes,
         "peer": nodes,

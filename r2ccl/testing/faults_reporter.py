@@ -1,8 +1,8 @@
 """Rank side of a fault plan: triggers each fault at its collective and slice.
 
-The transport wrapper calls `FaultReporter.at` before it posts each slice. If a fault is due, the
-reporter has it applied and returns once it is in force, so the fault takes effect exactly at that
-slice. In a netlab, `LabClient` asks the lab for this over the Unix socket in
+`ReportingTransport` calls `FaultReporter.at` before it posts each slice. If a fault is due, `at`
+applies it and returns once it is in force, so the fault takes effect exactly at that slice. In a
+netlab the lab applies it: `LabClient` sends the request over the Unix socket in
 ``R2CC_FAULT_SOCKET``. With no fault left for this rank, `at` costs one comparison.
 """
 
@@ -31,7 +31,11 @@ _NEVER = (math.inf, math.inf)
 
 
 class Due(msgspec.Struct, frozen=True):
-    """Message of `rank` that fault `index` of the plan is due before slice `step` of `op`."""
+    """Message in which `rank` reports that a fault of its plan is due.
+
+    `index` is the position of `fault` in the plan. `rank` is about to send slice `step` of
+    collective `op`; both count from 0.
+    """
 
     rank: int
     op: int
@@ -41,13 +45,13 @@ class Due(msgspec.Struct, frozen=True):
 
 
 class Applied(msgspec.Struct, frozen=True):
-    """Answer of the lab: `error` is empty if the fault was applied, otherwise the reason."""
+    """Answer of the lab to a `Due`: `error` is empty if the fault was applied, else the reason."""
 
     error: str = ""
 
 
 class PlanRecord(Protocol):
-    """Interface of a fault plan that a reporter needs."""
+    """Part of the interface of `FaultPlan` that a reporter uses."""
 
     faults: tuple[Fault, ...]
 
@@ -61,17 +65,18 @@ class PlanRecord(Protocol):
 
 
 class FaultReporter:
-    """Trigger for those faults of a plan that depend on one rank's progress.
+    """Trigger for the faults of a plan that depend on the progress of one rank.
 
     Parameters
     ----------
     plan : PlanRecord
         The reporter uses only the faults with `at_op` that `rank` triggers, and records in the
-        plan when they fired. The lab applies faults with `at_s`.
+        plan when they fired. The lab applies faults with `at_s`. If nodes have several ranks, each
+        fault must name its `rank`, as in a plan from `FaultPlan.resolved`.
     rank : int
+        Number of this process.
     apply : callable of Due
-        Applies a fault. The fault must be in force when the call returns. Without a lab, it can
-        cut a loopback rail: ``lambda due: cut(due.fault.rail)``.
+        Applies a fault, such as a `LabClient`. The fault must be in force when the call returns.
     """
 
     def __init__(self, plan: PlanRecord, rank: int, apply: Callable[[Due], None]) -> None:
@@ -90,11 +95,13 @@ class FaultReporter:
 
     @property
     def is_done(self) -> bool:
-        """True if no fault is left for this rank."""
+        """True if this rank has triggered or passed all its faults."""
         return self._next is _NEVER
 
     def at(self, op: int, step: int) -> None:
         """Apply the faults that are due before this rank posts slice `step` of collective `op`.
+
+        A fault whose collective ended before its `at_step` is skipped and stays unfired.
 
         Parameters
         ----------
@@ -135,7 +142,7 @@ class LabClient:
     address : str
         Path of the lab's Unix socket.
     timeout_s : float
-        Longest time in seconds to wait for each step of an exchange.
+        Longest time in seconds to wait for each step: connecting, sending, and the answer.
     """
 
     def __init__(self, address: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:

@@ -1,7 +1,7 @@
-"""Transport contract for probes, as checks for any implementation.
+"""Transport contract for probes: checks of `Transport.probe` for any implementation.
 
-The checks take the same `Bench` as those of `r2ccl.testing.contract`, and each wait ends after at
-most ``Bench.patience_s``.
+The checks take the same `Bench` as those of `r2ccl.testing.contract`, and raise AssertionError if
+the transport breaks its promise. Each wait ends after at most ``Bench.patience_s``.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from r2ccl.testing.contract import Bench, JoinedPair, pattern
 from r2ccl.transport.base import Arrived, Failed, Fenced, Probed
 from r2ccl.types import ProbeKey
 
-#: Probes of rank 0 to rank 1 along rails 0 and 1, from a port to the peer's port of that rail.
+#: Probes of rank 0 to rank 1 on rails 0 and 1, each between the two ranks' ports of one rail.
 STRAIGHT = (ProbeKey(1, 0, 0), ProbeKey(1, 1, 1))
 
 
 def ask(bench: Bench, key: ProbeKey) -> Probed:
-    """Probe `key` from rank 0 and return the result.
+    """Probe `key` from rank 0, wait for the outcome, and return it.
 
     Only rank 0's transport is polled, so the answer cannot depend on the process of rank 1.
 
     Raises
     ------
     AssertionError
-        If no result is reported within ``Bench.patience_s``, or the result is malformed.
+        If no outcome is reported within ``Bench.patience_s``, or the event is malformed.
     """
     transport = bench.transports[0]
     transport.probe(key)
@@ -54,9 +54,9 @@ def check_probe_is_answered_for_an_idle_process(bench: Bench) -> None:
 
 
 def check_probe_of_a_port_that_is_gone(bench: Bench) -> None:
-    """Check that a port off the fabric answers no probe, while the peer's other port does.
+    """Check that probes of a disconnected port fail, while the peer's other port answers.
 
-    Further probes of the lost port must also return an answer.
+    A second probe of the disconnected port must fail in the same way.
     """
     bench.join_probes()
     gone, beside = STRAIGHT
@@ -70,7 +70,7 @@ def check_probe_of_a_port_that_is_gone(bench: Bench) -> None:
 
 
 def check_probe_survives_the_fence(bench: Bench) -> None:
-    """Check that a probe works although a path is fenced or broken."""
+    """Check that a probe is answered although a path is fenced or broken."""
     bench.join_probes()
     pair = JoinedPair(bench)
     for side in (pair.a, pair.b):
@@ -83,7 +83,7 @@ def check_probe_survives_the_fence(bench: Bench) -> None:
 
 
 def check_probes_disturb_nothing(bench: Bench) -> None:
-    """Check that probes do not disturb slices, and that one probe per key is in flight."""
+    """Check that probes do not disturb slices, and that a key has one probe in flight at most."""
     bench.join_probes()
     pair = JoinedPair(bench)
     regions = [bytearray(50_000) for _ in range(8)]
@@ -106,7 +106,7 @@ def check_probes_disturb_nothing(bench: Bench) -> None:
 
 
 def check_probe_of_what_is_not_there(bench: Bench) -> None:
-    """Check that a probe of a rail or rank that does not exist returns None and does not raise."""
+    """Check that the outcome is None, and no error, if the probed rail or rank does not exist."""
     bench.join_probes()
     for key in (ProbeKey(1, 7, 7), ProbeKey(1, 0, 7), ProbeKey(1, -1, -1), ProbeKey(5, 0, 0)):
         assert ask(bench, key).is_answered is None

@@ -1,7 +1,7 @@
-"""Location of operating system programs, and the Debian packages that provide them.
+"""Search for operating system programs, and the Debian packages that provide them.
 
 On Debian an ordinary user's PATH lacks the sbin folders, which hold ``tc``. Such a user can still
-run it, so the search includes the folders.
+run ``tc``, so the search includes these folders.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ def find_program(name: str) -> str | None:
 
 def describe_missing(names: Iterable[str]) -> str:
     """Describe which programs of `names` are missing and how to install them.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Programs that the labs start: ip, rdma, sh, tc, unshare.
 
     Returns
     -------

@@ -1,11 +1,11 @@
 """Transport wrapper that applies the faults of a plan at given slices.
 
 The library itself contains no test code: tests inject faults by wrapping its transport. In a netlab
-the lab applies each fault to the emulated NIC. Without a netlab, ``nic_down`` stops sending on this
-rank's connections of the rail and reports them as failed; the library then reconnects them. The
-fault's node must be the number of the rank that triggers it.
+the lab applies each fault to the emulated NIC. Without a netlab the only fault is ``nic_down``, and
+its node must be the number of the rank that triggers it: the wrapper stops sending on this rank's
+connections of the rail and reports them as failed; the library then reconnects them.
 
-Each call costs one more method call, and each slice a few comparisons.
+The wrapper adds one method call to each call, and a few comparisons to each slice sent.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class ReportingTransport:
     Parameters
     ----------
     inner : Transport
-        The transport that does the work.
+        The transport that does the work. Owned: `close` closes it.
     make_reporter : callable
-        Called once with a function that applies a fault to this rank's connections. Returns the
-        reporter, or None if there is no plan.
+        Called once with a function that applies a `Due` fault to this rank's connections. Returns
+        the reporter of the rank, or None if there is no plan.
     """
 
     def __init__(
@@ -65,7 +65,9 @@ class ReportingTransport:
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
-        """Report the slice, which may cut this path, then send the slice unless the path is cut.
+        """Report the slice, which applies the faults due before it, and send it.
+
+        A slice on a path that a fault has cut is not sent.
 
         Raises
         ------
@@ -83,7 +85,7 @@ class ReportingTransport:
             self._inner.isend(path, frame, view, token, is_replay)
 
     def begin(self, first_op: int) -> None:
-        """Start counting the user's collectives at number `first_op`."""
+        """Count collective `first_op` as the user's first; no fault is applied before it."""
         self._first_op = first_op
 
     def joins(self, rail: int) -> bool:
@@ -107,7 +109,7 @@ class ReportingTransport:
         return self._inner.register_device(address, nbytes)
 
     def open(self, path: PathKey, endpoint: Any) -> None:
-        """Forward to the inner transport, and remember the path as open."""
+        """Forward to the inner transport, and end the cut of the path by an earlier fault."""
         self._open.add(path)
         self._silent.discard(path)
         self._inner.open(path, endpoint)
@@ -133,7 +135,8 @@ class ReportingTransport:
     def poll(self, timeout_s: float) -> list[Event]:
         """Return the failures of cut paths, followed by the inner transport's events.
 
-        The inner transport's own `Failed` of a cut path is left out, as a path reports one only.
+        The inner transport's own `Failed` of a cut path is left out, because a path must report
+        `Failed` only once.
         """
         events = self._inner.poll(0.0 if self._injected else timeout_s)
         if self._silent:
@@ -150,7 +153,7 @@ class ReportingTransport:
         self._inner.wake()
 
     def fence(self, path: PathKey) -> None:
-        """Forward to the inner transport; afterwards the path may be opened again."""
+        """Forward to `Transport.fence` of the inner transport, also for a cut path."""
         self._open.discard(path)
         self._inner.fence(path)
 

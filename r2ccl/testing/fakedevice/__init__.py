@@ -1,9 +1,9 @@
 """Fake GPU in host memory: implements `Device` for tests, and raises on unordered accesses.
 
-A `FakeGpu` is the card. A `FakeDevice` is one process on it. Several devices, in threads or used in
-turn, act as several ranks on one GPU, which exchange handles of memory. A card made by
-`FakeGpu.beside` is a second GPU of the same machine. Work runs late and in an order drawn from a
-seed, and every access to memory is checked::
+A `FakeGpu` is the GPU, also called the card; a `FakeDevice` is one process on it. Several devices,
+in threads or used in turn, act as several ranks on one GPU, which exchange handles of memory. A
+card made by `FakeGpu.beside` is a second GPU of the same machine. Work runs late and in an order
+drawn from a seed, and every access to memory is checked::
 
     gpu = FakeGpu(seed)
     device = FakeDevice(gpu)
@@ -31,24 +31,29 @@ seed, and every access to memory is checked::
   beyond the end of an allocation, the host's address of pinned memory passed to the GPU, and
   handles of another process.
 
-**Detected in some runs**, if the host is early enough, although it declares nothing:
+**Detected in some runs**, if the host does not declare the access, but makes it before the work
+runs:
 
-- It writes to a pinned source or target of work that may be in progress.
-- It reads a pinned target: it finds poison there, so its result is wrong.
+- The host writes to a pinned source or target of work that may be in progress.
+- The host reads a pinned target of such work: it finds poison there, so its result is wrong.
 
 If the host writes to a word for which a stream waits, the fake detects the write at the next call
 of any process, and assumes that it came after everything the host did before that call.
 
 **Not detected:**
 
-- A host that reads a target after the work ran, but before the host could know that.
-- Accesses of the host between its write to a word and its next call.
+- An undeclared read of a target by the host after the work ran, but before the host could know
+  that.
+- A race of an access that the host makes after its write to a word and before its next call,
+  because the fake orders the access before the write.
 - A flush before the host knew of a NIC's write, if the data was already there.
-- Reliance on the ordering of the legacy default stream, which is like any other stream here.
+- Code that relies on the ordering of the legacy default stream, which is like any other stream
+  here.
 - Processes that rely on steps of others without being notified, unless ``are_hosts_one=False``.
-- Work delayed because its stream shares a hardware queue with another stream.
-- Driver calls that block those of other threads, as a call that waits for the device might.
-- Timing: the fake does not model how long work takes.
+- Delays of work whose stream shares a hardware queue with another stream.
+- Delays by driver calls that block those of other threads, as a call that waits for the device
+  might.
+- The duration of work, which the fake does not model.
 """
 
 from r2ccl.testing.fakedevice.device import FakeDevice

@@ -1,8 +1,8 @@
 """Scheduler of the fake GPU: streams, their queued operations, and the vector clocks of hosts.
 
-Operations run one at a time when a host polls (`Board.advance`) or a test asks for it
-(`Board.run`). A seed decides their order among those that streams, events and words allow. In this
-module processes are names and cards are numbers.
+Operations run one at a time, when a host polls (`Board.advance`) or waits (`Board.wait_until`), or
+a test asks for it (`Board.run`). A seed chooses one of the orders that streams, events and words
+allow. In this module a process is identified by its name and a card by its number.
 
 A run depends only on the seed and on the sequence of calls, so a test with one thread is
 reproducible.
@@ -39,7 +39,7 @@ _LOOK_AGAIN_S = 0.001
 
 
 class Host:
-    """Host side of a process, which has a vector clock like each stream."""
+    """CPU code of a process, as an actor with a vector clock (`r2ccl.testing.fakedevice.order`)."""
 
     def __init__(self, actor: int) -> None:
         self.actor = actor
@@ -57,7 +57,7 @@ class Host:
         return known
 
     def release(self) -> Clock:
-        """Return a copy of the host's clock, which excludes all later steps of the host."""
+        """Begin a new step of the host; return a copy of its clock before that step."""
         known = dict(self.clock)
         self.clock[self.actor] += 1
         return known
@@ -68,7 +68,7 @@ class Host:
 
 
 class FakeStream:
-    """Stream: a queue of operations that run in order."""
+    """Stream of process `owner` on a card: a queue of operations that run in order."""
 
     def __init__(self, actor: int, owner: str, card: int, handle: int, *, is_callers: bool) -> None:
         self.actor = actor
@@ -97,7 +97,7 @@ class Board:
     are_hosts_one : bool
         True if all processes share one `Host`; see `FakeGpu`.
     clock : Clock
-        Seconds, for the deadlines of waits.
+        Returns the time in seconds, for the deadlines of waits.
     """
 
     def __init__(self, seed: int, *, are_hosts_one: bool, clock: Time) -> None:
@@ -144,13 +144,13 @@ class Board:
             return self._hosts[name]
 
     def leave(self, name: str, card: int) -> None:
-        """Close a card for a process, whose name may be used again."""
+        """Close a card for a process, whose name may then open it again."""
         self._names.remove((card, name))
 
     def add_stream(
         self, owner: str, card: int, handle: int | None = None, *, is_callers: bool
     ) -> FakeStream:
-        """Make a stream; a new `handle` is chosen unless one is given."""
+        """Make a stream of process `owner` on `card`, with a new handle unless one is given."""
         made = FakeStream(
             self.new_actor(), owner, card, handle or self.new_handle(), is_callers=is_callers
         )
@@ -158,7 +158,7 @@ class Board:
         return made
 
     def remove_stream(self, stream: FakeStream) -> None:
-        """Remove a stream."""
+        """Remove a stream whose operations have all run."""
         self._streams.remove(stream)
 
     def new_handle(self) -> int:
@@ -180,8 +180,8 @@ class Board:
         Raises
         ------
         WrongOrder
-            If the call is wrong or an earlier one was. After the first error every call fails, so
-            that no other thread waits forever.
+            If this call is wrong or an earlier one was. After the first error every call raises
+            the same error, so that no other thread waits forever.
         """
         with self._changed:
             if self._failure is not None:
@@ -199,12 +199,12 @@ class Board:
     def wait_until(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Run operations until `is_over()` is true; return False after `timeout_s` seconds.
 
-        It must be called with the lock held (`entered`), and releases the lock while it sleeps.
+        Call it with the lock held (`entered`); it releases the lock while it sleeps.
 
         Raises
         ------
         WrongOrder
-            If an operation that it runs, or a call of another thread in the meantime, is wrong.
+            If an operation that runs, or a call of another thread in the meantime, is wrong.
         """
         deadline = self._time() + timeout_s
         while not is_over():
@@ -221,7 +221,7 @@ class Board:
         return True
 
     def _see_words(self) -> None:
-        """Detect words that hosts wrote, and order them after all that the hosts knew so far."""
+        """Detect writes of hosts to words; order them after all that the hosts knew so far."""
         for word in self._words:
             if word.piece.span.is_host and word.has_changed:
                 word.note(self._known_around(word.piece))
@@ -234,7 +234,7 @@ class Board:
         return known
 
     def word_at(self, piece: MemoryPiece) -> Word:
-        """Return the word at `piece`, made if it does not exist yet."""
+        """Return the word at `piece`; make it if it does not exist yet."""
         for word in self._words:
             if word.piece.overlaps(piece):
                 return word
@@ -243,7 +243,10 @@ class Board:
         return word
 
     def remove(self, span: Span, why: str) -> None:
-        """Remove memory, its exported handles, and its words unless other spans share them."""
+        """Remove a span, its exported handles, and its words unless other spans share them.
+
+        `why` describes the removal in the messages about later accesses to the span.
+        """
         self.space.remove(span, why)
         self.exports = {each: known for each, known in self.exports.items() if known is not span}
         for word in tuple(self._words):
@@ -257,12 +260,12 @@ class Board:
     # Work
 
     def enqueue(self, stream: FakeStream, operation: FakeOperation) -> None:
-        """Append an operation to a stream."""
+        """Append an operation to a stream, without running it."""
         stream.queue.append(operation)
         self._guards[operation] = Guard(operation)
 
     def run(self, limit: int | None = None) -> int:
-        """Run up to `limit` operations, or all that can run; return how many ran."""
+        """Run up to `limit` operations, or all that can run if it is None; return how many ran."""
         with self.entered():
             count = 0
             while (limit is None or count < limit) and self.step():
@@ -356,7 +359,10 @@ class Board:
     # Freeing
 
     def users(self, span: Span) -> list[FakeOperation]:
-        """Return the operations that have not run and use a span, or the memory it owns."""
+        """Return the operations that have not run and use a span, or memory that it owns.
+
+        An operation uses the memory of a span also if it reaches the memory through another span.
+        """
         return [
             each
             for each in self._pending()
@@ -365,7 +371,9 @@ class Board:
         ]
 
     def check_idle(self, span: Span, host: Host, doing: str) -> None:
-        """Check that a host knows that all work on a span is over.
+        """Check that a host knows that all work on a span is over, and nobody has mapped the span.
+
+        `doing` describes the call that frees the span, for the message.
 
         Raises
         ------
@@ -384,7 +392,7 @@ class Board:
                 )
 
     def learn_all(self, host: Host, card: int) -> None:
-        """Add the clocks of all streams of a card to a host's, as a wait for the device does."""
+        """Add the clocks of all streams of a card to that of a host that waited for the device."""
         for stream in self._streams:
             if stream.card == card:
                 join(host.clock, stream.clock)

@@ -1,8 +1,8 @@
 """`FakeDevice`: implementation of `Device` for one process, on a machine without a GPU.
 
-Every call checks its addresses and handles, and that freed resources are not in use. The fake
-cannot see direct accesses of the host to pinned memory, so the host declares them with `host_reads`
-and `host_writes`.
+Every call checks its addresses and handles, and that the resources it frees are not in use. The
+fake cannot see direct accesses of the host to pinned memory, so the host declares them with
+`host_reads` and `host_writes`.
 
 A call with undefined behaviour on a real GPU raises `WrongOrder`, which the library never catches.
 A call that the driver would refuse raises `TransportError` with the driver's status.
@@ -44,31 +44,34 @@ class FakeDevice(FakeProcess):
     Parameters
     ----------
     gpu : FakeGpu
+        The card, which this process opens.
     name : str
         Name of the process, unique among those that have the card open.
     ordinal : int
         Number of the GPU in its process.
     uuid : bytes, optional
-        By default the card's. With another uuid, the device looks like a second card that reaches
+        By default the card's. With another uuid, the device looks like a second card that accesses
         the same memory.
     is_strict : bool
         If True, freeing memory or destroying a stream or an event is an error unless the host knows
         that the work using it is over. If False, the call waits for the work, as the driver does.
     timeout_s : float
-        Longest time in seconds that such a wait, or `close`, may take.
+        Longest time in seconds that a wait for work that uses a freed resource, or `close`, may
+        take.
 
     Attributes
     ----------
     refusals : dict of str to str
-        Names of the methods that must fail, each with the driver's status; may be changed at any
-        time.
+        Names of the methods that must fail, each with the driver's status; the test may change it
+        at any time.
 
     Raises
     ------
     Misuse
         By every method, for an argument that a real driver would refuse, and after `close`.
     Race
-        By every method, if it accesses memory, or runs work that does, without the needed order.
+        By every method that accesses memory, or runs work that does, if another access to the same
+        bytes is not ordered with this one.
     TransportError
         By the methods in `refusals`.
 
@@ -335,7 +338,7 @@ class FakeDevice(FakeProcess):
     def exchange_words(
         self, stream: Stream, value: int, written: tuple[int, ...], awaited: tuple[int, ...]
     ) -> None:
-        """Implement `Device.exchange_words`; refuse it all before any of it is enqueued."""
+        """Implement `Device.exchange_words`; check all addresses before enqueuing anything."""
         with self._called("exchange_words"):
             for address in (*written, *awaited):
                 self._word(address)
@@ -393,7 +396,7 @@ class FakeDevice(FakeProcess):
         self._give(stream, Copy(*self._enqueued(what, stream), rows))
 
     def load(self, ptx: bytes, entry: str) -> Kernel:
-        """Implement `Device.load`; `ptx` must contain the entry name, `kernels` its fake."""
+        """Implement `Device.load`; `ptx` must contain `entry`, and `kernels` its fake kernel."""
         with self._managing("load"):
             if entry.encode() not in ptx:
                 raise refusal("load", "CUDA_ERROR_NOT_FOUND")
@@ -459,7 +462,7 @@ class FakeDevice(FakeProcess):
 
 
 def _as_passed(value: float, kind: type[Any]) -> Any:
-    """Return a kernel argument converted to its C type, into which an integer must fit."""
+    """Return a kernel argument converted to its C type; raise Misuse if an integer is too large."""
     passed = kind(value).value
     if isinstance(value, int) and (passed or 0) != value:
         raise Misuse.of(f"argument {value!r} does not fit {kind.__name__}")

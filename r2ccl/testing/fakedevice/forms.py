@@ -1,8 +1,8 @@
 """The library's reduction kernels for the fake GPU, computed by the host's NumPy kernels.
 
-A kernel whose arguments are the addresses of its operands declares the memory it touches. A kernel
-that reads these addresses from a table cannot, because the host may fill the table after the
-launch. Results have the same bits as those of `r2ccl.kernels.cuda`.
+A kernel whose arguments are the addresses of its operands declares the memory that it touches. A
+kernel that reads these addresses from a table cannot declare it, because the host may fill the
+table after the launch. Results have the same bits as those of `r2ccl.kernels.cuda`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ADDRESS_NBYTES = 8
 
 
 class FakeLauncher(Launcher):
-    """`Launcher` for a `FakeDevice`, with the same arguments and grids but without a compiler.
+    """`Launcher` for a `FakeDevice`: same arguments and grids, but kernels in Python.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class FakeLauncher(Launcher):
         self._prepared: dict[str, Kernel] = {}
 
     def prepare(self, form: Form) -> Kernel:
-        """Return the fake kernel of a form, loaded on the device."""
+        """Return the handle of a form's fake kernel; load it on the device at the first call."""
         shared = canonical(form)
         if shared.name not in self._prepared:
             self._fake.kernels.setdefault(shared.name, kernel_of(shared))
@@ -80,12 +80,12 @@ def _touches_of(form: Form) -> Touches:
 
 
 def combine(form: Form, sources: Sequence[Array], factor: float, nranks: int) -> Array:
-    """Return the combination of operands that a form describes.
+    """Combine operands as a form describes, and return the result.
 
     Parameters
     ----------
     form : Form
-        Canonical.
+        The form, which must be canonical.
     sources : sequence of ndarray
         Operands of the form's element type; they are not modified.
     factor : float
@@ -109,7 +109,7 @@ def combine(form: Form, sources: Sequence[Array], factor: float, nranks: int) ->
 
 
 def _scaled(operand: Array, factor: float) -> Array:
-    """Multiply in the operand's precision; multiply 16-bit floats in float32, then round."""
+    """Return the product in the operand's precision; multiply narrow floats in float32 first."""
     real = np.float64 if operand.real.dtype == np.float64 else np.float32
     is_complex = operand.dtype.kind == "c"
     parts = operand.view(real) if is_complex else operand.astype(real)

@@ -1,8 +1,8 @@
 """`FakeGpu`: one card, with its properties and its handling of writes by NICs.
 
 The `Board` of the card runs its work; several cards may share a board. A host sees a NIC's write as
-soon as it has polled the completion. On a card that reorders such writes, only work enqueued after
-a flush sees it.
+soon as it has polled the completion. On a card that reorders such writes, GPU work sees the write
+only if the work was enqueued after a flush.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class FakeGpu:
     seed : int
         Seed of the order in which work runs.
     are_hosts_one : bool
-        If True, each process immediately knows what any process knows. Use it if processes notify
+        If True, each process immediately knows what any process knows. Use True if processes notify
         each other in ways that the fake cannot see, such as a control connection. If False, a
-        process knows of others' steps only by `FakeDevice.tell` and `hear`.
+        process knows of the steps of other processes only by `FakeDevice.tell` and `hear`.
     uuid, bus_id : bytes and str, optional
-        By default made from the card's number.
+        Identifiers as in `Device`; by default made from the card's number.
     capability : tuple of int
         Compute capability: major and minor version.
     nsms : int
@@ -37,11 +37,11 @@ class FakeGpu:
     waits_on_memory : bool
         True if streams can set words and wait for them.
     reorders_remote_writes : bool
-        True if work may miss a NIC's write (`FakeDevice.nic_write`) that its host has not flushed,
-        as some drivers report of their GPUs.
+        True if GPU work may miss a NIC's write (`FakeDevice.nic_write`) until the host has flushed
+        it, as some drivers report of their GPUs.
     queue_limit : int
-        Number of operations that a stream holds before the next one waits for room, as the launch
-        queue of a real GPU does.
+        Number of operations that the queue of a stream holds. A call that enqueues another one
+        waits for room, as with the launch queue of a real GPU.
     is_blocking : bool
         True if every enqueuing call returns only when its operation is over, as with
         CUDA_LAUNCH_BLOCKING=1 and under some profilers.
@@ -49,9 +49,10 @@ class FakeGpu:
         True if calls that manage memory or load kernels wait for all work of their process. The
         driver does not say which of them do. Other threads can enqueue work in the meantime.
     patience_s : float
-        Time after which such waits count as endless, in seconds.
+        Longest time in seconds of a wait caused by `queue_limit`, `is_blocking` or `is_serial`; the
+        call then raises `WouldHang`.
     clock : Clock, optional
-        Seconds, for the deadlines of waits.
+        Returns the time in seconds, for the deadlines of waits.
     board : Board, optional
         Board of another card to share; see `beside`. By default the card makes its own, from
         `seed`, `are_hosts_one` and `clock`, which are otherwise ignored.
@@ -59,7 +60,7 @@ class FakeGpu:
     Attributes
     ----------
     kernels : dict of str to FakeKernel
-        Fake kernels by entry name.
+        Fake kernels by entry name, to be added before `FakeDevice.load`.
     """
 
     def __init__(
@@ -98,10 +99,10 @@ class FakeGpu:
         self._nics: dict[int, int] = {}
 
     def beside(self, **options: Any) -> FakeGpu:
-        """Return another card of the same machine; `options` are those of the class.
+        """Return another card of the same machine; `options` are parameters of the class.
 
-        `FakeDevice.reach` lets a device on either card use the other's memory. A process may open
-        both, with the same name.
+        A process that uses both cards has one `FakeDevice` on each, with the same name. After
+        `FakeDevice.reach`, work of one device can use memory of the other card.
         """
         return FakeGpu(board=self.board, **options)
 

@@ -1,9 +1,9 @@
 """Detection of host accesses to pinned memory that an operation may be using.
 
 An operation is exposed once the GPU could start it at any time. From then on its pinned sources
-must not change. Its pinned targets are filled with poison, so that a host which reads them too
+must not change, and its pinned targets are filled with poison, so that a host that reads them too
 early gets a wrong result. When the operation runs, sources and poison are checked for writes of the
-host. Memory is guarded only if no correctly ordered access can touch it.
+host. Memory is guarded only while no correctly ordered access can touch it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ POISON = 0xA5
 
 
 class Guard:
-    """Guarded memory of one exposed operation.
-
-    Parameters
-    ----------
-    operation : FakeOperation
-    """
+    """Guarded pinned memory of one operation; empty until the operation is exposed."""
 
     def __init__(self, operation: FakeOperation) -> None:
         self._operation = operation

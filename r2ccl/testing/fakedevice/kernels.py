@@ -1,7 +1,8 @@
 """Kernels of the fake GPU: Python functions in place of compiled code.
 
-A kernel accesses memory only through its `Grid`. If the kernel declared the memory it touches, the
-grid refuses other accesses; otherwise it records each access when it happens.
+A kernel accesses memory only through its `Grid`. If the kernel declares the memory that it touches
+(`FakeKernel.touches`), the grid refuses other accesses; otherwise the grid records each access when
+it happens.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class FakeKernel(msgspec.Struct, frozen=True):
         ``run(grid, *values)`` does the work of all blocks; `grid` is a `Grid`.
     touches : callable, optional
         ``touches(grid, *values)`` returns two lists of (address, nbytes) before the kernel runs:
-        the memory that it reads, and the memory that it writes completely. Without it, accesses are
-        checked only when they happen, and accesses of the host to pinned memory in the meantime are
-        detected only if the host declares them.
+        the memory that it reads, and the memory that it writes completely. Without `touches`, the
+        accesses of the kernel are checked only when they happen. Until then, an access of the host
+        to pinned memory that the kernel uses is detected only if the host declares it.
     """
 
     run: Run
@@ -47,8 +48,9 @@ class Grid:
     Attributes
     ----------
     nblocks : int
+        Number of blocks.
     nthreads : int
-        Threads per block.
+        Number of threads per block.
     """
 
     def __init__(
@@ -75,13 +77,20 @@ class Grid:
         return view
 
     def write(self, address: int, nbytes: int) -> Bytes:
-        """Return a writable view of `nbytes` bytes at an address of the GPU; raise as `read`."""
+        """Return a writable view of `nbytes` bytes at an address of the GPU.
+
+        Raises
+        ------
+        Misuse, Race
+            As `read`.
+        """
         return self._reach(Access.WRITE, address, nbytes).view
 
     def hold_against(self, declared: FakeOperation) -> None:
         """Refuse accesses to memory that the operation `declared` does not list.
 
-        The accesses that it lists are recorded when it starts.
+        The grid then records no accesses, because those that `declared` lists are recorded when the
+        operation starts.
         """
         self._declared = declared
 
@@ -128,7 +137,7 @@ class Launch(FakeOperation):
             grid.hold_against(self)
 
     def run(self, stamp: Stamp, clock: Clock) -> None:
-        """Run the kernel."""
+        """Run all blocks of the kernel."""
         with self._grid.running(stamp, clock):
             self._kernel.run(self._grid, *self._values)
 

@@ -4,8 +4,8 @@ Addresses of device memory are invalid for the host's CPU and never reused. Pinn
 fake allocates has the same address for host and GPU. Memory pinned later gets another address for
 the GPU, so that confusing the two is detected.
 
-Each byte has one `Shadow` and one position in it, the same for all processes, addresses and
-mappings of a shared file by which it can be reached.
+Each byte has one `Shadow` and one position in it, which do not depend on the process, the address
+or the mapping of a shared file through which the byte is accessed.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ class Span:
     owner : str
         Name of the process.
     card : int
-        Number of the card: the one that has the memory or, for host memory, for which it was made.
+        Number of the card that has the memory. For pinned and registered memory: the card whose
+        device made the span; for mapped memory: the card whose device mapped it.
     kind : MemoryKind
     address : int
-        Address for the GPU.
+        Address that work of the GPU uses.
     memory : ndarray of uint8
         The bytes.
     shadow : Shadow
@@ -116,7 +117,7 @@ class Span:
 
 
 class MemoryPiece(msgspec.Struct, frozen=True):
-    """Part of a span."""
+    """Part of a span: `nbytes` bytes from byte `offset` on."""
 
     span: Span
     offset: int
@@ -147,7 +148,7 @@ class MemoryPiece(msgspec.Struct, frozen=True):
         )
 
     def touch(self, access: Access, stamp: Stamp, clock: Clock) -> None:
-        """Record an access; see `Shadow.touch`."""
+        """Record an access in the shadow and the span; see `Shadow.touch`."""
         if self.nbytes:
             self.span.shadow.touch(self.position, self.nbytes, access, stamp, clock)
             self.span.uses[stamp.actor] = stamp
@@ -176,7 +177,7 @@ class AddressSpace:
     def allocate(
         self, owner: str, card: int, nbytes: int, kind: MemoryKind, *, is_callers: bool = False
     ) -> Span:
-        """Allocate memory of a card, filled with a nonzero pattern."""
+        """Allocate memory of a card for process `owner`, filled with a nonzero byte."""
         if nbytes < 1:
             raise Misuse.of(f"an allocation needs at least 1 byte, not {nbytes}")
         memory = np.full(nbytes, _UNWRITTEN, np.uint8)
@@ -195,7 +196,7 @@ class AddressSpace:
         return self._add(owner, card, MemoryKind.PINNED, address, memory, shadow, address)
 
     def pin(self, owner: str, card: int, memory: Bytes) -> Span:
-        """Pin host memory: give it an address for all GPUs of a process."""
+        """Pin whole pages of host memory: give them an address for all GPUs of process `owner`."""
         at = memory.ctypes.data
         if at % _PAGE or memory.nbytes % _PAGE or not memory.nbytes:
             raise Misuse.of(f"{memory.nbytes} bytes at {at:#x} to pin are not whole pages")
@@ -234,7 +235,10 @@ class AddressSpace:
         return span
 
     def remove(self, span: Span, why: str) -> None:
-        """Free a span; if no other span shares its memory, overwrite the memory."""
+        """Free a span; overwrite its memory if the span owns it and no other span shares it.
+
+        `why` describes the call that freed the span, for messages about later accesses.
+        """
         whole = MemoryPiece(span, 0, span.nbytes)
         self._spans.remove(span)
         self._gone.append((span.address, span.address + span.nbytes - 1, f"{span}, {why}"))
@@ -246,7 +250,7 @@ class AddressSpace:
                 span.memory.fill(_UNWRITTEN)
 
     def find(self, owner: str, cards: Container[int], address: int, nbytes: int) -> MemoryPiece:
-        """Return the memory at an address, as seen by work of a process.
+        """Return the memory that work of a process finds at an address.
 
         Parameters
         ----------
@@ -270,7 +274,9 @@ class AddressSpace:
         if span.owner != owner:
             raise Misuse.of(f"{owner} has not mapped {span}")
         if span.card not in cards and not span.is_host:
-            raise Misuse.of(f"{span} is memory of a GPU that this one cannot reach without `reach`")
+            raise Misuse.of(
+                f"{span} is memory of a GPU that this one cannot reach without a call of `reach`"
+            )
         if nbytes < 0 or address + nbytes > span.address + span.nbytes:
             raise Misuse.of(f"{nbytes} bytes at {address:#x} reach beyond {span}")
         return MemoryPiece(span, address - span.address, nbytes)
@@ -295,7 +301,7 @@ class AddressSpace:
         return None
 
     def of(self, owner: str) -> list[Span]:
-        """Return the spans of a process, newest first."""
+        """Return all spans of process `owner`, newest first."""
         found = [span for span in self._spans if span.owner == owner]
         return sorted(found, key=lambda span: -span.number)
 
@@ -323,7 +329,7 @@ def _backing(address: int) -> tuple[tuple[int, int], int]:
 
 
 def as_bytes(view: npt.NDArray[Any]) -> Bytes:
-    """Return a flat uint8 view of a contiguous array."""
+    """Return a flat uint8 view of a contiguous array; raise Misuse if it is not contiguous."""
     if not view.flags.c_contiguous:
         raise Misuse.of("the array is not contiguous: pass one range of memory, or a copy")
     return view.reshape(-1).view(np.uint8)

@@ -1,9 +1,10 @@
 """Ordering of memory accesses on the fake GPU by vector clocks, and the errors for violations.
 
-An actor is a stream, a host, or the NICs of a host. A clock (a vector clock) holds for each actor
-the number of its last known step; a stamp identifies one step. Of two accesses to a byte, at least
-one of them a write, the clock of the later one must know the stamp of the earlier one; otherwise
-`Race` is raised. The result does not depend on the order in which the fake ran them.
+An actor is a stream, a host (the CPU code of a process), or the NICs of a host. A clock (a vector
+clock) holds for each actor the number of its last known step; a stamp identifies one step. If two
+accesses touch the same byte and at least one of them is a write, the clock of the later access must
+cover the stamp of the earlier one; otherwise `Race` is raised. Two unordered accesses are detected
+whichever of them the fake ran first.
 
 References
 ----------
@@ -32,7 +33,7 @@ class WrongOrder(AssertionError):
 
 
 class Race(WrongOrder):
-    """Error raised for two unordered accesses to the same memory, one of them a write."""
+    """Error raised for two unordered accesses to the same bytes, at least one of them a write."""
 
     @classmethod
     def between(cls, first: str, second: str) -> Race:
@@ -44,16 +45,19 @@ class Race(WrongOrder):
 
 
 class StillInUse(WrongOrder):
-    """Error raised when a resource is freed while work on it may be in progress."""
+    """Error raised when a resource is freed while work that uses it may be in progress."""
 
     @classmethod
     def by(cls, what: str, user: str, why: str) -> StillInUse:
-        """Return the error for freeing call `what` during operation `user`, for reason `why`."""
-        return cls(f"in use: {what}\nwhile\n  {user}\n{why}")
+        """Return the error for the call `what`, which frees something that `user` still uses.
+
+        `why` is the end of the message, and says how it is used.
+        """
+        return cls(f"freed too early: {what}\nbut\n  {user}\n{why}")
 
 
 class WouldHang(WrongOrder):
-    """Error raised when a call waits for work that does not end, as a real driver would forever."""
+    """Error raised when a call waits for work that never runs; a real call would not return."""
 
     @classmethod
     def by(cls, what: str, waiting: str) -> WouldHang:
@@ -71,7 +75,10 @@ class Misuse(WrongOrder):
 
 
 class Access(enum.Enum):
-    """Kind of an access to memory; streams' accesses to words do not race with each other."""
+    """Kind of an access to memory.
+
+    WAIT and SET are accesses of streams to a word, which do not race with each other.
+    """
 
     READ = "reads"
     WRITE = "writes"
@@ -89,14 +96,14 @@ _AFTER = {
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """Identity of one step of an actor, with a description for messages."""
+    """Identity of one step of an actor: step `time` of `actor`, described by `what`."""
 
     actor: int
     time: int
     what: str
 
     def is_known(self, clock: Clock) -> bool:
-        """Return True if an actor with `clock` is ordered after this step."""
+        """Return True if `clock` covers this step: its actor is ordered after the step."""
         return clock.get(self.actor, 0) >= self.time
 
 
@@ -145,7 +152,9 @@ class Shadow:
         self._segments: list[_Segment] = []
 
     def touch(self, start: int, nbytes: int, access: Access, stamp: Stamp, clock: Clock) -> None:
-        """Record an access to at least one byte by an actor with `clock`.
+        """Record that step `stamp` of an actor accesses `nbytes` bytes, 1 or more, from `start` on.
+
+        `clock` is the actor's clock at this step.
 
         Raises
         ------
@@ -163,13 +172,13 @@ class Shadow:
             segment.steps.setdefault(access, {})[stamp.actor] = stamp
 
     def forget(self, start: int, nbytes: int) -> None:
-        """Forget all accesses to memory that is freed."""
+        """Forget all accesses to a range of bytes, because its memory is freed."""
         gone = self._carve(start, start + nbytes)
         first = self._segments.index(gone[0])
         del self._segments[first : first + len(gone)]
 
     def _carve(self, start: int, end: int) -> list[_Segment]:
-        """Return the segments of exactly this range; split and add segments as needed."""
+        """Return the segments that together cover this range; split and add segments as needed."""
         first = bisect.bisect_right(self._segments, start, key=lambda segment: segment.end)
         last = bisect.bisect_left(self._segments, end, key=lambda segment: segment.start)
         inside = self._segments[first:last]

@@ -1,8 +1,8 @@
-"""`FakeProcess`: base class of `FakeDevice` with the methods that only a fake has.
+"""`FakeProcess`: base class of `FakeDevice` with the methods that `Device` does not have.
 
-With these a test declares accesses of the host to pinned memory, and emulates memory and streams of
-the library's caller, messages between processes, and writes of NICs. Each call of a process runs
-with the board's lock held (`Board.entered`).
+With these methods a test declares accesses of the host to pinned memory, and emulates memory and
+streams of the library's caller, messages between processes, and writes of NICs. Each call of a
+process runs with the board's lock held (`Board.entered`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class FakeProcess:
 
     @contextmanager
     def _managing(self, method: str) -> Iterator[None]:
-        """Enter a call that manages memory; on a serial GPU, wait for all work of the process."""
+        """Enter a call that manages memory or loads a kernel.
+
+        On a GPU with ``is_serial``, wait for all work of the process first.
+        """
         with self._called(method):
             if self._gpu.is_serial:
                 self._wait(lambda: not self._unfinished(), method, self._unfinished)
@@ -70,12 +73,14 @@ class FakeProcess:
         return next(iter(self._board.pending(self._name, self._card)), "")
 
     def _wait(self, is_over: Callable[[], bool], what: str, why: Callable[[], str]) -> None:
-        """Wait inside of a driver call.
+        """Wait inside a driver call until `is_over()` is true.
+
+        `what` describes the call, and ``why()`` the operation that does not run, for the message.
 
         Raises
         ------
         WouldHang
-            If the wait does not end.
+            If the wait takes longer than ``FakeGpu.patience_s``.
         """
         if not self._board.wait_until(is_over, self._gpu.patience_s):
             raise WouldHang.by(f"{what} of {self._name}", why())
@@ -83,7 +88,7 @@ class FakeProcess:
     def _enqueue(self, stream: FakeStream, operation: FakeOperation) -> None:
         """Append an operation to a stream, once its launch queue has room."""
         if stream.handle in self._capturing:
-            raise Misuse.of(f"{operation.what}, which captures a graph")
+            raise Misuse.of(f"{operation.what}, whose stream captures a graph")
         limit = self._gpu.queue_limit
         queue = stream.queue
         if len(queue) >= limit:
@@ -118,7 +123,7 @@ class FakeProcess:
         self._board.remove(span, doing)
 
     def _settle(self, is_over: Callable[[], bool]) -> None:
-        """Wait until `is_over()` is true, as the driver does, unless the device is strict."""
+        """Wait until `is_over()` is true or time is up; do nothing if the device is strict."""
         if not self._is_strict and self._board.wait_until(is_over, self._timeout_s):
             self._board.learn_all(self._host, self._card)
 
@@ -142,19 +147,25 @@ class FakeProcess:
             among[key] = self._board.add_stream(self._name, self._card, handle, is_callers=True)
         return among[key]
 
-    # Methods that only a fake has
+    # Methods that `Device` does not have
 
     def caller_stream(self) -> Stream:
-        """Make a stream of the library's caller, for which `close` does not wait."""
+        """Make a stream that belongs to the library's caller: `close` does not wait for it."""
         with self._called("caller_stream"):
             return self._new_stream(is_callers=True)
 
     def capture(self, stream: Stream, *, is_capturing: bool = True) -> None:
-        """Let a stream begin or end to capture a graph; work on it is `Misuse` in between."""
+        """Begin, or end, the capture of a graph by a stream.
+
+        During the capture, calls that enqueue work on the stream raise `Misuse`.
+        """
         (self._capturing.add if is_capturing else self._capturing.discard)(stream)
 
     def caller_memory(self, nbytes: int, kind: MemoryKind = MemoryKind.DEVICE) -> int:
-        """Allocate device, pooled or managed memory of the library's caller; return its address."""
+        """Allocate device, pooled or managed memory for the library's caller; return its address.
+
+        The memory is freed by `free_caller_memory`, not by `close`.
+        """
         with self._called("caller_memory"):
             if kind.is_host or kind is MemoryKind.MAPPED:
                 raise Misuse.of(f"a caller cannot allocate {kind.value} on a device")
@@ -169,7 +180,7 @@ class FakeProcess:
         Raises
         ------
         StillInUse
-            If work of this process on it may be in progress.
+            If work of this process on the memory may be in progress.
         """
         with self._called("free_caller_memory"):
             span = self._find(address, 0).span
@@ -202,24 +213,24 @@ class FakeProcess:
         return place
 
     def tell(self) -> Clock:
-        """Return the host's clock, for `hear` in a process to which it sends a message."""
+        """Return the host's clock, to be passed to `hear` in a process that gets a message."""
         with self._called("tell"):
             return self._host.release()
 
     def hear(self, message: Clock) -> None:
-        """Merge the clock that another process returned from `tell`."""
+        """Learn all that another process knew when its `tell` returned `message`."""
         with self._called("hear"):
             join(self._host.clock, message)
 
     def read(self, address: int, nbytes: int) -> Bytes:
-        """Return a copy of `nbytes` bytes at an address of the GPU, as the host reads them now."""
+        """Return a copy of `nbytes` bytes at an address of the GPU, as a declared host read."""
         with self._called("read"):
             place = self._find(address, nbytes)
             self._touch(Access.READ, place)
             return place.view.copy()
 
     def write(self, address: int, data: npt.NDArray[Any]) -> None:
-        """Write the contiguous array `data` at an address of the GPU, as the host does now."""
+        """Write the contiguous array `data` to an address of the GPU, as a declared host write."""
         with self._called("write"):
             memory = as_bytes(data)
             place = self._find(address, memory.size)
@@ -227,10 +238,17 @@ class FakeProcess:
             place.view[:] = memory
 
     def nic_write(self, address: int, data: npt.NDArray[Any]) -> None:
-        """Write the contiguous array `data` as a NIC whose completion the host has polled.
+        """Write the contiguous array `data` as a NIC, and poll the completion of the write.
 
-        On a card that reorders such writes, work enqueued before `flush_remote_writes` may miss the
+        On a card that reorders NIC writes, work enqueued before `flush_remote_writes` may miss the
         write; the host and NICs see it at once.
+
+        Raises
+        ------
+        Misuse
+            If the address is invalid, or in the memory of another GPU.
+        Race
+            If work that uses the memory is not ordered with the write.
         """
         with self._called("nic_write"):
             memory = as_bytes(data)

@@ -1,9 +1,9 @@
 """Operations that are enqueued to streams of the fake GPU; the `Board` runs them.
 
 A wait is ready once the record of its event has run or its word has reached the value; all other
-operations are always ready. The board runs only the first operation of each stream. Before an
-operation moves bytes, the accesses that it declares are recorded in the `Shadow` of the memory,
-with the clock of its stream. Kernel launches are in `r2ccl.testing.fakedevice.kernels`.
+operations are always ready. The board runs an operation only when it is the first of its stream.
+Before an operation moves bytes, the accesses that it declares are recorded in the `Shadow` of the
+memory, with the clock of its stream. Kernel launches are in `r2ccl.testing.fakedevice.kernels`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Word:
         return self.value != self._written[-1][0]
 
     def note(self, clock: Clock) -> None:
-        """Record the value in memory as written by an actor with `clock`."""
+        """Record the value that is in memory now as written by an actor with `clock`."""
         value = self.value
         if not _is_at_least(value, self._written[-1][0]):
             self._written.clear()  # it decreased: later waits refer to this and later values
@@ -61,11 +61,11 @@ class Word:
         self.note(clock)
 
     def has_reached(self, value: int) -> bool:
-        """Return True if the word was recorded as at least `value`, modulo 2**32."""
+        """Return True if the newest recorded value is at least `value`, compared modulo 2**32."""
         return _is_at_least(self._written[-1][0], value)
 
     def learn(self, clock: Clock, value: int) -> None:
-        """Join `clock` with the clock of the first writer of `value` or more.
+        """Merge into `clock` the clock of the first writer of `value` or more.
 
         A wait for `value` is ordered after this write.
         """
@@ -82,13 +82,13 @@ class FakeOperation:
     Parameters
     ----------
     what : str
-        Description with the place where it was enqueued, for messages.
+        Description for messages, with the place in the code that enqueued the operation.
     clock : Clock
-        Clock of the host when it was enqueued.
+        Clock of the host when it enqueued the operation.
     reads, writes : sequence of MemoryPiece
-        Memory that it reads and writes.
+        Memory that the operation reads and writes.
     words : sequence of MemoryPiece
-        Words that it sets or waits for.
+        Words that the operation sets or waits for.
     """
 
     #: True if its accesses are known only when it runs. Until then later operations of the stream
@@ -122,7 +122,7 @@ class FakeOperation:
         return self.is_ready()
 
     def learn(self, clock: Clock) -> None:
-        """Join the stream's clock with the clocks of all that the operation waited for."""
+        """Merge into `clock`, the stream's, the clocks of all that the operation waited for."""
         join(clock, self.clock)
 
     def touch(self, stamp: Stamp, clock: Clock) -> None:
@@ -155,13 +155,13 @@ class Copy(FakeOperation):
 
 
 class Record(FakeOperation):
-    """Record of an event: it is over once all earlier work of the stream is."""
+    """Record of an event: it runs once all earlier work of the stream is over."""
 
     #: Stamp of its step in the stream; None until it has run.
     stamp: Stamp | None = None
 
     def run(self, stamp: Stamp, clock: Clock) -> None:
-        """Keep the stream's clock for those that wait for the event."""
+        """Keep the stream's clock, to order those that wait for the event after this work."""
         self.clock = dict(clock)
         self.stamp = stamp
 
@@ -182,7 +182,7 @@ class WaitForRecord(FakeOperation):
         return self._record.is_over or self._record.is_exposed
 
     def learn(self, clock: Clock) -> None:
-        """Join the stream's clock with the clock of the record."""
+        """Merge the clock of the record into `clock`, the stream's."""
         super().learn(clock)
         join(clock, self._record.clock)
 
@@ -219,7 +219,7 @@ class WaitForWord(FakeOperation):
         return self._word.has_reached(self._value)
 
     def learn(self, clock: Clock) -> None:
-        """Join the stream's clock with that of the word's writer."""
+        """Merge the clock of the word's writer into `clock`, the stream's."""
         super().learn(clock)
         self._word.learn(clock, self._value)
 

@@ -2,8 +2,8 @@
 
 Each node is a network namespace, each rail's switch a bridge, each NIC with its cable a shaped veth
 pair. `Lab` builds the cluster, runs programs on it and injects the faults of a `FaultPlan`.
-iproute2 builds the network, with one batch process of ``ip`` and one of ``tc`` per namespace.
-Faults use netlink; only ``slow``, and bringing a NIC up again, use iproute2.
+iproute2 builds the network, with one batch process of ``ip`` and one of ``tc`` per namespace. NIC
+faults are applied and undone by netlink; only ``slow``, and bringing a NIC up again, use iproute2.
 """
 
 from r2ccl.testing.netlab.fabric import LabShape

@@ -1,4 +1,4 @@
-"""Driver thread of a lab: fires faults at their time or when a rank reports that it reached them.
+"""Driver thread of a lab: applies faults at their time, or when a rank reports that one is due.
 
 Timed faults of a plan, ends of faults and flaps are scheduled with `Driver.call_later`. Ranks
 report over a Unix socket. Each report gets an answer, with an error if the fault could not be
@@ -29,7 +29,7 @@ from r2ccl.testing.netlab.namespaces import LabError
 _JOIN_TIMEOUT_S = 10.0
 
 #: Seconds to wait for the report of a rank that has connected. A rank sends it at once; the limit
-#: keeps one that hangs from blocking the thread.
+#: keeps a rank that hangs from blocking the thread.
 _REPORT_TIMEOUT_S = 1.0
 
 #: Ranks that may report at the same time.
@@ -51,8 +51,9 @@ class PlanRun:
     directory : Path
         Private directory for the socket and the plan's file.
     ranks_per_node : int
+        Number of ranks on each node of the lab.
     apply : callable
-        Applies a `Fault` and returns its `Firing`.
+        Applies a `Fault` and returns its `Firing`; the run calls it in the driver's thread.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class PlanRun:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables with which a rank finds the plan and the socket."""
+        """Environment variables of the ranks, which name the plan's file and the socket."""
         return {
             "R2CC_TRANSPORT_WRAPPER": "r2ccl.testing.fault_plan:wrap_by_env",
             "R2CC_FAULT_PLAN": str(self._file),
@@ -89,7 +90,10 @@ class PlanRun:
             self.plan.record(index, firing.time_s, firing.applied_s)
 
     def answer(self) -> None:
-        """Accept one rank's report, apply the fault it names, and send the answer."""
+        """Accept one rank's report, apply the fault that it names, and send the answer.
+
+        If the fault cannot be applied, the answer contains the error, and the error is raised.
+        """
         connection, _ = self.listener.accept()
         with connection:
             connection.settimeout(_REPORT_TIMEOUT_S)
@@ -141,14 +145,26 @@ class Driver:
         self._wake_write.send(b"\0")
 
     def begin(self, run: PlanRun) -> None:
-        """Schedule a plan's timed faults, counted from now, and listen to its ranks."""
+        """Schedule a plan's timed faults, counted from now, and listen to its ranks.
+
+        Raises
+        ------
+        LabError
+            If the driver's thread does not answer in time.
+        """
         self._in_thread(lambda: self._selector.register(run.listener, selectors.EVENT_READ, run))
         for index, fault in enumerate(run.plan.faults):
             if fault.at_s is not None:
                 self.call_later(fault.at_s, functools.partial(run.fire, index))
 
     def end(self, run: PlanRun) -> None:
-        """Stop listening to the ranks; faults that are still pending do not fire."""
+        """End `run`: stop listening to its ranks; faults that are still pending do not fire.
+
+        Raises
+        ------
+        LabError
+            If the driver's thread does not answer in time.
+        """
 
         def stop() -> None:
             if run.listener in self._selector.get_map():
@@ -167,7 +183,10 @@ class Driver:
 
         self.call_later(0.0, call)
         if not done.wait(_JOIN_TIMEOUT_S):
-            raise LabError(f"the lab's driver thread did not answer within {_JOIN_TIMEOUT_S} s")
+            raise LabError(
+                f"the lab's driver thread did not answer within {_JOIN_TIMEOUT_S} s: the machine "
+                "is overloaded, or a fault hangs; start the lab again"
+            )
 
     def close(self) -> None:
         """Stop the thread and drop all scheduled callables."""

@@ -1,4 +1,4 @@
-"""Names and addresses of a lab's cluster, and the iproute2 lines that build it.
+"""Names and addresses of a lab's cluster, and the iproute2 lines that build the cluster.
 
 This module does no I/O: it makes text from a `LabShape`. The two ends of a veth always have
 different interface indices, because only then does the kernel report a lost carrier at once
@@ -27,7 +27,7 @@ from r2ccl.testing.faults import RATE
 
 FABRICS = ("full", "rail")
 
-#: Limits of the addresses ``10.<rail + 1>.0.<node + 1>``, where node byte 254 is the spine.
+#: Limits, because addresses are ``10.<rail + 1>.0.<node + 1>``, and last byte 254 is the switch.
 MAX_NODES = 250
 MAX_RAILS = 100
 
@@ -43,25 +43,29 @@ class LabShape(msgspec.Struct, frozen=True, kw_only=True):
     Parameters
     ----------
     nodes : int
+        Number of nodes.
     rails : int
-        NICs per node.
+        Number of NICs per node, one on each rail.
     rate : str
-        Rate of each NIC in each direction, in tc's syntax.
+        Rate of each NIC in each direction, in tc's syntax, such as ``200mbit``.
     fabric : {"full", "rail"}
         ``full``: any NIC reaches any NIC. ``rail``: only NICs of the same rail reach each other.
     mtu : int
         MTU of every NIC in bytes.
     burst : str
-        Bucket size of tbf. Use at least 64 KiB, the size of the segments that TCP passes to the
-        NIC: with a smaller bucket the kernel splits them in software, which takes all CPU time.
+        Bucket size of tbf, in tc's syntax, such as ``256kb``. Use at least 64 KiB, the size of the
+        segments that TCP passes to the NIC: with a smaller bucket the kernel splits the segments in
+        software, which takes all CPU time.
     latency : str
-        Longest time a packet may wait in a NIC's queue, and so the longest delay that a busy NIC
-        adds. A queue holds at least 128 KiB, two such segments: below that TCP stalls.
+        Longest time a packet may wait in a NIC's queue, such as ``5ms``; it is also the longest
+        delay that a busy NIC adds. A queue holds at least 128 KiB, two segments of 64 KiB, because
+        with less TCP stalls.
     buffer : str
-        Longest time a packet may wait in the queue of a switch port. It is longer than `latency`
-        because several nodes send to one port at once, and switches have the memory for that.
+        Longest time a packet may wait in the queue of a switch port, such as ``20ms``. By default
+        it is longer than `latency`, because several nodes send to one port at once, and real
+        switches have memory for that.
     ranks_per_node : int
-        Processes that `Lab.run` starts on each node.
+        Number of processes that `Lab.run` starts on each node.
 
     Raises
     ------
@@ -134,7 +138,7 @@ def port_name(node: int, rail: int) -> str:
 
 
 def port_index(node: int, rail: int) -> int:
-    """Return the interface index of a switch port, which no NIC has."""
+    """Return the interface index of a switch port; it differs from those of all NICs."""
     return 1024 + node * 128 + rail
 
 
@@ -179,7 +183,7 @@ def switch_lines(shape: LabShape, namespaces: list[str]) -> Iterator[str]:
     ----------
     shape : LabShape
     namespaces : list of str
-        Namespace of each node.
+        Name of the network namespace of each node.
     """
     yield "link set lo up"
     yield f"link add {_MANAGEMENT_BRIDGE} type bridge mcast_snooping 0"
@@ -213,7 +217,7 @@ def switch_lines(shape: LabShape, namespaces: list[str]) -> Iterator[str]:
 
 
 def node_lines(shape: LabShape, node: int) -> Iterator[str]:
-    """Yield the ``ip -batch`` lines for a node: addresses, and a routing table per rail."""
+    """Yield the ``ip -batch`` lines for a node: its addresses, and one routing table per rail."""
     yield "link set lo up"
     yield f"addr add {shape.management_address(node)}/24 dev {MANAGEMENT_NIC}"
     yield f"link set {MANAGEMENT_NIC} up"
@@ -228,9 +232,10 @@ def node_lines(shape: LabShape, node: int) -> Iterator[str]:
 
 
 def rail_routes(shape: LabShape, node: int, rail: int) -> Iterator[str]:
-    """Yield the ``ip -batch`` lines for the routes that a NIC loses when it goes down.
+    """Yield the ``ip -batch`` lines for the routes of a node's NIC on `rail`.
 
-    The kernel does not restore these routes when the NIC comes up again.
+    The NIC loses these routes when it goes down, and the kernel does not restore them when it comes
+    up again.
     """
     source = shape.address(node, rail)
     device = f"dev {nic_name(rail)} src {source} table {_table(rail)}"
@@ -240,17 +245,18 @@ def rail_routes(shape: LabShape, node: int, rail: int) -> Iterator[str]:
 
 
 def nic_shaper(shape: LabShape, rail: int, *, rate: str = "", verb: str = "add") -> str:
-    """Return the ``tc -batch`` line that shapes a NIC's outgoing traffic.
+    """Return the ``tc -batch`` line that shapes the outgoing traffic of a NIC.
 
-    `rate` is in tc's syntax; empty means the lab's rate.
+    `rate` is in tc's syntax; empty means the lab's rate. `verb` is ``add``, or ``change`` if the
+    traffic is shaped already.
     """
     return _shaper(shape, nic_name(rail), rate or shape.rate, verb, shape.latency)
 
 
 def port_shaper(shape: LabShape, node: int, rail: int, *, rate: str = "", verb: str = "add") -> str:
-    """Return the ``tc -batch`` line that shapes the switch's traffic to a node's NIC.
+    """Return the ``tc -batch`` line that shapes the switch's traffic to a node's NIC on `rail`.
 
-    `rate` is in tc's syntax; empty means the lab's rate.
+    `rate` and `verb` are as for `nic_shaper`.
     """
     return _shaper(shape, port_name(node, rail), rate or shape.rate, verb, shape.buffer)
 

@@ -1,8 +1,8 @@
 """Injector of faults into the NICs and ranks of a lab.
 
-It applies a fault at once, and schedules the end of the fault and the changes of a flap with the
-driver. Calls of `Injector.apply` and changes of NICs are serialised, so no other fault changes a
-NIC between the two times of a `Firing`.
+The injector applies a fault at once. The driver's thread undoes it after `duration_s`, and sets the
+NIC of a flap up and down. A lock serialises all these changes, so that no other fault changes a NIC
+between the two times of a `Firing`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ class Injector:
     Parameters
     ----------
     shape : LabShape
+        Size of the lab, which faults must fit.
     nics : NicFaults
+        Applies and undoes NIC faults; only the injector may use it.
     driver : Driver
-        Schedules the end of a fault and the next change of a flap.
+        Runs the end of a fault and the next change of a flap in its thread.
     find_job : callable
-        Returns the running job, or None.
+        Returns the running job, or None if no job runs.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Injector:
         self._lock = threading.Lock()
 
     def apply(self, fault: Fault) -> Firing:
-        """Apply a fault now; see `Lab.apply`."""
+        """Apply a fault now; see `Lab.apply`. Any thread may call this."""
         shape = self._shape
         check_fits(fault, nodes=shape.nodes, rails=shape.rails, ranks_per_node=shape.ranks_per_node)
         with self._lock:

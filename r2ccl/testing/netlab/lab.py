@@ -50,19 +50,20 @@ class Lab:
     Parameters
     ----------
     **shape
-        The fields of `LabShape`: ``nodes``, ``rails``, ``rate``, ``fabric``, ``mtu``, ``burst``,
-        ``latency``, ``buffer``, ``ranks_per_node``.
+        Fields of `LabShape`, all optional: ``nodes``, ``rails``, ``rate``, ``fabric``, ``mtu``,
+        ``burst``, ``latency``, ``buffer``, ``ranks_per_node``.
 
     Raises
     ------
     InvalidArgument
         If a field is out of range or malformed.
     LabError
-        If the machine forbids building the lab or lacks a program.
+        If this machine or this user's privileges do not allow the lab, or a program is missing.
 
     Attributes
     ----------
     shape : LabShape
+        Size and properties of the lab.
     congestion_control : str
         TCP congestion control of the nodes, as the kernel names it.
 
@@ -131,13 +132,19 @@ class Lab:
     def inside(self, node: int, function: Callable[[], _T]) -> _T:
         """Call `function` in a thread inside a node and return its result.
 
-        Sockets that the function creates remain in that node. An exception of the function is
-        raised again here.
+        Sockets that the function creates belong to that node for their whole life. An exception of
+        the function is raised here.
         """
         return inside(self._nodes[node], function)
 
     def close(self) -> None:
-        """End the running job and remove the lab; a second call does nothing."""
+        """End the running job and remove the lab; a second call does nothing.
+
+        Raises
+        ------
+        LabError
+            If the namespaces are not removed in time.
+        """
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -162,7 +169,7 @@ class Lab:
     ) -> list[RankResult]:
         """Run a program as `ranks_per_node` ranks on every node and wait for all of them.
 
-        Faults without `duration_s` stay in force after the run; `restore` undoes them.
+        Faults without a `duration_s` stay in force after the run; `restore` undoes them.
 
         Parameters
         ----------
@@ -171,14 +178,14 @@ class Lab:
             ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``, ``MASTER_ADDR``,
             ``MASTER_PORT`` and the ``R2CC_*`` settings of the rank's node in its environment.
         env : mapping, optional
-            Variables that override those of this process and of the lab.
+            Environment variables that override those of this process and of the lab.
         plan : FaultPlan, optional
             Faults to inject; afterwards `plan.fired` records which fired, and when.
         timeout_s : float
-            Seconds after which ranks that still run are ended.
+            Seconds after which ranks that still run are ended; their results have `is_timed_out`.
         sink : callable, optional
             Called with each line of output, prefixed with its node and, if nodes have several
-            ranks, its rank. By default lines are printed.
+            ranks, its rank. By default lines are printed on standard output.
 
         Returns
         -------
@@ -188,7 +195,7 @@ class Lab:
         Raises
         ------
         InvalidArgument
-            If the plan does not fit the lab or was used before, or a job is running.
+            If the plan does not fit the lab or faults of it have fired before, or a job is running.
         LabError
             If a fault could not be applied or undone. It is raised after all ranks have ended, and
             their results are lost.
@@ -208,8 +215,9 @@ class Lab:
     ) -> LabJob:
         """Start a program as `run` does, but with pipes to each rank's stdin and stdout.
 
-        Timed faults count from the start of the last rank. A lab runs one job at a time: close it
-        before starting the next. `raise_errors` raises the errors of faults.
+        The call returns when all ranks are started; faults with `at_s` count from then. A lab runs
+        one job at a time: close the returned job before starting the next. Call `raise_errors` to
+        learn of faults that could not be applied.
 
         Raises
         ------
@@ -221,6 +229,8 @@ class Lab:
     def apply(self, fault: Fault) -> Firing:
         """Apply a fault now and ignore its trigger; its `duration_s` counts from this call.
 
+        The fault is in force when the call returns.
+
         Returns
         -------
         Firing
@@ -229,8 +239,8 @@ class Lab:
         Raises
         ------
         InvalidArgument
-            If the fault names a node, rail or rank that does not exist, or is to stop or kill a
-            rank while no job runs.
+            If the fault names a node, rail or rank that does not exist, or stops or kills a rank
+            while no job runs.
         LabError
             If the kernel refuses the change.
         """
@@ -246,13 +256,14 @@ class Lab:
     def counters(self) -> dict[tuple[int, int], tuple[int, int]]:
         """Return the number of bytes that each NIC has sent and received.
 
-        The bytes are counted at the switch port and include link headers, one per segment of up to
-        64 KiB that TCP passes to the NIC. The call is fast enough for tens of samples per second.
+        The bytes are counted at the switch port, from the start of the lab. They include link
+        headers, one per segment of up to 64 KiB that TCP passes to the NIC. The call is fast enough
+        for tens of samples per second.
 
         Returns
         -------
         dict
-            ``(node, rail)`` to ``(tx_bytes, rx_bytes)``.
+            Maps ``(node, rail)`` to ``(tx_bytes, rx_bytes)`` of the NIC.
         """
         found = {}
         for line in _read_whole(self._counters).decode().splitlines()[2:]:
@@ -328,10 +339,7 @@ class Lab:
 
 
 def _choose_congestion_control() -> str:
-    """Set the first of `_CONGESTION_CONTROL` that the calling thread's namespace allows.
-
-    Returns its name.
-    """
+    """Set the first of `_CONGESTION_CONTROL` that this namespace allows; return its name."""
     refusals = []
     for name in _CONGESTION_CONTROL:
         try:

@@ -63,7 +63,17 @@ class NamespaceSet:
     Raises
     ------
     LabError
-        If this process may not create namespaces, or iproute2 is missing.
+        If this process may not create namespaces, iproute2 is missing, or the remains of a set
+        whose owner has died are not removed in time.
+
+    Attributes
+    ----------
+    name : str
+        Name of the set, with which the names of its namespaces begin.
+    namespaces : dict of str to str
+        Name of each namespace by its part.
+    directory : Path
+        Private directory of the set, which only this user can read.
     """
 
     def __init__(self, parts: Sequence[str]) -> None:
@@ -110,8 +120,8 @@ class NamespaceSet:
 def clean() -> list[str]:
     """Remove the namespaces and directories of sets whose owner has died; return the sets' names.
 
-    An owner that this process cannot see in /proc counts as dead. So processes that share ``/run``
-    must also share a PID namespace.
+    An owner that this process does not see in /proc counts as dead, so processes that share
+    ``/run`` must also share a PID namespace.
 
     Raises
     ------
@@ -131,7 +141,7 @@ def clean() -> list[str]:
 
 
 def inside(namespace: str, function: Callable[[], _T]) -> _T:
-    """Call `function` in a thread inside `namespace` and return its result.
+    """Call `function` in a new thread inside `namespace`; return its result or raise its exception.
 
     A socket belongs for its whole life to the namespace of the thread that created it. So one
     process can hold sockets in several namespaces.
@@ -153,10 +163,12 @@ def inside(namespace: str, function: Callable[[], _T]) -> _T:
 def write_sysctls(values: dict[str, str]) -> None:
     """Write kernel settings in the calling thread's network namespace.
 
+    `values` maps paths under ``/proc/sys`` to values.
+
     Raises
     ------
     LabError
-        If the kernel refuses one of them.
+        If the kernel refuses a setting; earlier ones stay in force.
     """
     for key, value in values.items():
         try:
@@ -166,14 +178,15 @@ def write_sysctls(values: dict[str, str]) -> None:
 
 
 def run_batch(command: list[str], lines: Iterable[str]) -> None:
-    """Feed `lines` to ``ip`` or ``tc`` in batch mode.
+    """Run `lines` as commands of ``ip`` or ``tc`` in batch mode.
 
-    `command` is the program and its options, without ``-batch``.
+    `command` is the program and its options, without ``-batch``; each line is one command, without
+    the name of the program.
 
     Raises
     ------
     LabError
-        If the tool is missing, takes too long or refuses a line. The message quotes the tool.
+        If the program is missing, takes too long or refuses a line. The message quotes its error.
     """
     text = "\n".join(lines)
     argv = [find_program(command[0]) or command[0], *command[1:], "-batch", "-"]
@@ -262,7 +275,7 @@ def _directory(name: str) -> Path:
 def _start_time(pid: int) -> int:
     """Return the start time of a process in clock ticks since boot; 0 if it does not exist.
 
-    Together with its pid this identifies a process until the next boot (proc(5), stat).
+    The pid and the start time identify a process until the next boot (proc(5), stat).
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

@@ -1,9 +1,9 @@
-"""Faults of the NICs of a running lab: applying and undoing them.
+"""Faults of the NICs of a running lab: `NicFaults` applies and undoes them.
 
-Faults that cut a NIC use netlink sockets held open in each namespace, so that they take effect
-without delay. Bringing a NIC up again, which also needs its routes, and changing a rate use
-iproute2. If faults overlap, `NicFaults.undo` of one leaves the NIC in the state that the others
-alone would have caused.
+Faults that cut a NIC use netlink sockets that are kept open in each namespace, so that the faults
+take effect without delay. Changes of a rate use iproute2, and so does bringing a NIC up again,
+which also restores its routes. If faults overlap and `NicFaults.undo` undoes one, the NIC is in
+the state that the other faults alone would have caused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _NOWHERE = bytes.fromhex("0180c2000001")
 
 
 class Target(NamedTuple):
-    """State of the lab that a fault changes; of several faults with one target the last applies."""
+    """Part of a lab's state that a fault changes.
+
+    If several faults have the same target, the last one applies.
+    """
 
     action: Action
     node: int
@@ -40,7 +43,7 @@ class Target(NamedTuple):
 
 
 class FaultHold:
-    """Applied fault, compared by identity so that two equal faults are undone separately."""
+    """Applied fault; compared by identity, so that two equal faults are undone separately."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
@@ -57,9 +60,9 @@ class NicFaults:
     ----------
     shape : LabShape
     switch : str
-        Namespace of the switch.
+        Name of the switch's network namespace.
     nodes : list of str
-        Namespace of each node.
+        Name of the network namespace of each node.
     """
 
     def __init__(self, shape: LabShape, switch: str, nodes: list[str]) -> None:
@@ -93,7 +96,9 @@ class NicFaults:
             each.close()
 
     def apply(self, fault: Fault) -> FaultHold:
-        """Apply a fault, which is in force when the call returns.
+        """Apply a NIC fault; it is in force when the call returns.
+
+        The result identifies the fault for the other methods.
 
         Raises
         ------
@@ -106,7 +111,7 @@ class NicFaults:
         return hold
 
     def is_held(self, hold: FaultHold) -> bool:
-        """Return True if a fault was not undone, even if a later one overrides it."""
+        """Return True if a fault has not been undone, even if a later one overrides it."""
         return hold in self._holds.get(hold.target, ())
 
     def undo(self, hold: FaultHold) -> None:
@@ -128,15 +133,26 @@ class NicFaults:
         holds.remove(hold)
 
     def restore(self, node: int | None = None, rail: int | None = None) -> None:
-        """Undo all faults of a NIC, of a node, of a rail or, with no argument, of all NICs."""
+        """Undo all faults of a NIC, of a node, of a rail or, with no argument, of all NICs.
+
+        Raises
+        ------
+        LabError
+            If the kernel refuses a change.
+        """
         for hold in [each for holds in self._holds.values() for each in reversed(holds)]:
             if node in (None, hold.fault.node, hold.fault.peer) and rail in (None, hold.fault.rail):
                 self.undo(hold)
 
     def set_flapping(self, hold: FaultHold, *, is_up: bool) -> None:
-        """Set a flapping NIC up or down without ending its flap.
+        """Set a flapping NIC up or down without ending its flap, which must not have been undone.
 
         Do nothing if a later fault of the same target overrides the flap.
+
+        Raises
+        ------
+        LabError
+            If the kernel refuses the change.
         """
         if self._holds[hold.target][-1] is hold:
             self._change(self._undo if is_up else self._do, hold)
@@ -219,7 +235,7 @@ def _target(fault: Fault) -> Target:
 
 
 def _directions(fault: Fault) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (sender, receiver) of both directions between the nodes of an ``isolate``."""
+    """Return the nodes (sender, receiver) of both directions that an ``isolate`` cuts."""
     assert fault.node is not None
     assert fault.peer is not None
     return (fault.node, fault.peer), (fault.peer, fault.node)

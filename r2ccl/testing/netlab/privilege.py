@@ -1,7 +1,7 @@
-"""Privileges for building a lab: the check for them, and the restart in a user namespace.
+"""Privileges to build a lab: the check for them, and the restart in a user namespace.
 
-The check removes everything it builds. A process is restarted in a user namespace only after a
-probe process built a working lab in one.
+The check removes everything that it builds. `ensure_privileged` restarts the process in a user
+namespace only after another process, the probe process, has built a working lab in one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _PROBE_TIMEOUT_S = 30.0
 def unavailable_reason() -> str | None:
     """Return the reason why this process cannot build a lab; None if it can.
 
-    It builds the smallest lab, runs a program in it and removes it. This tests namespaces, veth,
-    bridge, tbf and ``ip netns exec``.
+    If this process is root, it builds the smallest lab, runs a program in it and removes it, to
+    test namespaces, veth, bridge, tbf and ``ip netns exec``.
     """
     if not sys.platform.startswith("linux"):
         return f"netlab needs Linux network namespaces; this is {sys.platform}"
@@ -60,10 +60,10 @@ def unavailable_reason() -> str | None:
 def ensure_privileged() -> None:
     """Restart the running command in a user namespace if a lab needs that.
 
-    Returns if this process can build a lab, or was restarted already. Otherwise it replaces the
-    process by the same command line, run as root of its own user, network and mount namespaces,
-    once a probe process has built a lab there. Call it before creating threads, child processes or
-    open files that the restart would lose.
+    Return if this process can build a lab, or was restarted already. Otherwise replace the process
+    by one with the same command line, which runs as root of new user, network and mount namespaces,
+    after a probe process has built a lab in such namespaces. Call this function before creating
+    threads, child processes or open files that the restart would lose.
 
     Raises
     ------

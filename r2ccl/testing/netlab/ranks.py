@@ -1,6 +1,6 @@
-"""Processes of one job in a lab: starting them in their node, reading their output, ending them.
+"""Processes of one job in a lab: `spawn` starts them, `LabJob` reads their output and ends them.
 
-`LabJob.close` leaves no rank alive. Background processes that a rank left behind end with the lab.
+After `LabJob.close` no rank runs. Background processes that a rank left behind end with the lab.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     rank, node : int
+        Number of the rank, and of its node.
     returncode : int
-        Negative signal number if a signal ended the rank, as in `subprocess`.
+        Exit status; the negative signal number if a signal ended the rank, as in `subprocess`.
     is_timed_out : bool
         True if the rank was ended because it ran longer than the time limit.
     output : str
-        Stdout and stderr of the rank until it ended; empty if the caller reads the pipes itself.
+        Stdout and stderr of the rank, as `LabJob.stream` read them; empty from `LabJob.wait`.
     """
 
     rank: int
@@ -80,7 +81,7 @@ class LabJob:
     Parameters
     ----------
     on_close : callable
-        Called once, after all ranks have ended.
+        Called once by `close`, after all ranks have ended.
 
     Attributes
     ----------
@@ -100,17 +101,23 @@ class LabJob:
     def wait(self, timeout_s: float) -> list[RankResult]:
         """Wait for all ranks, end those that run longer than `timeout_s`, and return their results.
 
-        The results are in order of rank. Afterwards the job is closed, and so are the pipes. If the
-        ranks have pipes, the caller must read them: a rank blocks when its stdout is full.
+        The results are in order of rank. Afterwards the job and its pipes are closed. If the ranks
+        have pipes, another thread must read them, because a rank blocks when its stdout is full.
         """
         return self._watch(timeout_s, None)
 
     def stream(self, timeout_s: float, sink: Callable[[int, str], None]) -> list[RankResult]:
-        """Wait as `wait` does, and call ``sink(rank, line)`` for each line of output on arrival."""
+        """Wait as `wait` does, and call ``sink(rank, line)`` for each line of output.
+
+        The calling thread reads the ranks' pipes and calls `sink` as soon as a line arrives.
+        """
         return self._watch(timeout_s, sink)
 
     def close(self) -> None:
-        """End the ranks that still run by SIGTERM, then SIGKILL; a second call does nothing."""
+        """End the ranks that still run by SIGTERM, then SIGKILL, and close their pipes.
+
+        A second call does nothing.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -247,10 +254,10 @@ class _LineReader:
 def spawn(
     namespace: str, argv: Sequence[str], env: Mapping[str, str], *, is_interactive: bool
 ) -> subprocess.Popen[bytes]:
-    """Start a program in a namespace; the returned pid is that of the program itself.
+    """Start a program in a namespace; the pid of the result is that of the program itself.
 
-    If `is_interactive`, it has pipes for stdin and stdout, otherwise one pipe for both stdout and
-    stderr.
+    If `is_interactive`, the program has pipes for stdin and stdout, and the stderr of this process.
+    Otherwise it has one pipe for both stdout and stderr, and an empty stdin.
     """
     return subprocess.Popen(
         [find_program("ip") or "ip", "netns", "exec", namespace, *argv],

@@ -1,6 +1,6 @@
 """rdmalab: real ibverbs on Soft-RoCE devices, in a virtual machine with an RDMA-capable kernel.
 
-QEMU boots a distribution's kernel on the host's own root file system (with virtme-ng), so all
+With virtme-ng, QEMU boots a distribution's kernel on the host's own root file system, so all
 software installed on the host is available in the machine. The CPU is emulated unless KVM is
 requested. In the machine, NICs and cables are veth pairs, and rdma_rxe makes an RDMA device of each
 NIC. A node is only a set of devices, because rdma_rxe 6.1 does not support network namespaces.

@@ -1,4 +1,4 @@
-"""Setup inside the virtual machine: loads kernel modules, makes interfaces and RDMA devices.
+"""Setup of a lab inside its virtual machine: kernel modules, interfaces and RDMA devices.
 
 Run ``python -m r2ccl.testing.rdmalab.guest --nodes 2 --nics 3`` as root, under a kernel with
 rdma_rxe. Afterwards every port is ACTIVE and has its IPv4 address as a GID. A second run changes
@@ -35,7 +35,7 @@ _POLL_S = 0.05
 
 
 def set_up(shape: MachineShape) -> None:
-    """Make those of the lab's devices that do not exist yet, and wait until they are usable.
+    """Make the devices of the lab that do not exist yet, and wait until all are usable.
 
     Raises
     ------
@@ -55,7 +55,10 @@ def set_up(shape: MachineShape) -> None:
 
 
 def missing_ports(shape: MachineShape, hcas: Iterable[Hca]) -> list[str]:
-    """Return one line for each of the lab's devices that is not usable yet, with the reason."""
+    """Return one line for each device of the lab that is not usable yet, with the reason.
+
+    `hcas` are the RDMA ports that the kernel has now.
+    """
     found = {each.name: each for each in hcas}
     missing = []
     for node, rail in shape.places():

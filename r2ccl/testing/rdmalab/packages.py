@@ -1,8 +1,8 @@
 """Requirements of rdmalab on this machine: distribution packages, virtme-ng and pyverbs.
 
 `missing` checks them without changing anything. `prepare` installs those that are missing, and
-prints a line before each change. For a requirement that it cannot install, it reports the command
-that would.
+reports each change before making it. If it cannot install a requirement, it raises an error that
+names the command to run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 from r2ccl.testing.programs import find_program
 from r2ccl.testing.rdmalab.shape import RdmaLabError
 
-#: Location of the pyverbs of Debian and its derivatives.
+#: Directory in which Debian and its derivatives install pyverbs.
 DISTRIBUTION_PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
 
 #: The distribution's Python interpreter, for which `DISTRIBUTION_PYVERBS` is built.
@@ -33,8 +33,8 @@ QEMU = "qemu-system-x86_64"
 
 _RXE = "kernel/drivers/infiniband/sw/rxe/rdma_rxe.ko*"
 
-#: Seconds. The packages are about 100 MB, and installing a kernel makes an initial RAM disk; that
-#: took 51 s on two cores without the download.
+#: Longest time in seconds of one command of an installer. The packages are about 100 MB, and
+#: installing a kernel makes an initial RAM disk; that took 51 s on two cores without the download.
 _INSTALL_TIMEOUT_S = 900.0
 
 
@@ -87,7 +87,7 @@ def unavailable_reason() -> str | None:
 
 
 def lack_of(lacks: Sequence[Need]) -> str:
-    """Describe the missing requirements and how to install them."""
+    """Return a text that names the requirements `lacks` and says how to install them."""
     how = []
     if packages := _packages(lacks):
         how.append(f"as root: apt-get install --no-install-recommends {packages}")
@@ -99,9 +99,9 @@ def lack_of(lacks: Sequence[Need]) -> str:
 def prepare(say: Callable[[str], None]) -> None:
     """Install the missing requirements that this process can install.
 
-    Distribution packages are installed by apt-get if the process is root, virtme-ng by pip if it
-    runs in a virtual environment. The distribution's pyverbs is linked into the virtual environment
-    if it is built for the running version of Python.
+    apt-get installs distribution packages if the process is root, and pip installs virtme-ng if
+    the process runs in a virtual environment. The distribution's pyverbs is linked into the virtual
+    environment if it is built for the running version of Python.
 
     Parameters
     ----------
@@ -130,9 +130,10 @@ def prepare(say: Callable[[str], None]) -> None:
 
 
 def find_kernel(root: Path = Path("/")) -> Path | None:
-    """Return the newest readable kernel image in ``boot`` that has an rdma_rxe module, or None.
+    """Return the newest readable kernel image in ``boot`` that has an rdma_rxe module.
 
-    `root` is the directory that contains ``boot`` and ``lib``.
+    `root` is the directory that contains ``boot`` and ``lib``. None means that there is no such
+    image.
     """
     versions = [module.parents[5].name for module in root.glob(f"lib/modules/*/{_RXE}")]
     images = [root / "boot" / f"vmlinuz-{version}" for version in versions]
@@ -141,10 +142,10 @@ def find_kernel(root: Path = Path("/")) -> Path | None:
 
 
 def virtme() -> list[str] | None:
-    """Return the command of virtme-ng's runner; None if it is not installed.
+    """Return the command that starts virtme-ng's runner; None if it is not installed.
 
-    The runner is used instead of ``vng``, which mounts a RAM disk over ``/tmp``, where results
-    would be lost, and passes its arguments through a shell.
+    The command ``vng`` is not used, because it mounts a RAM disk over ``/tmp``, where results would
+    be lost, and passes its arguments through a shell.
     """
     if _can_import("virtme"):
         return [sys.executable, "-m", "virtme.commands.run"]
@@ -155,8 +156,8 @@ def virtme() -> list[str] | None:
 def fits(pyverbs: Path) -> bool:
     """Return True if the pyverbs in this directory is built for the running interpreter.
 
-    Its modules are compiled for one minor version of Python, which their file names contain
-    (PEP 3149).
+    The modules of pyverbs are compiled for one minor version of Python, which their file names
+    contain (PEP 3149).
     """
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     return (pyverbs / f"device{suffix}").exists()

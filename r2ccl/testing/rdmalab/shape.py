@@ -1,4 +1,4 @@
-"""Names and addresses of a lab's devices, and the input lines for ip and rdma that make them.
+"""Names and addresses of a lab's devices, and the ``ip`` and ``rdma`` lines that make them.
 
 This module does no I/O: it makes text from a `MachineShape`.
 
@@ -22,13 +22,15 @@ import msgspec
 
 from r2ccl.errors import InvalidArgument, R2cclError
 
-#: Environment variables of a program in the lab. `MARK` is 1 in a lab and not set elsewhere.
+#: Environment variables of a program in the lab. `MARK` is 1 in a lab and not set elsewhere; the
+#: next two have the fields of the `MachineShape`; `REPORT` is the directory for results.
 MARK = "R2CC_RDMALAB"
 _NODES = "R2CC_RDMALAB_NODES"
 _NICS = "R2CC_RDMALAB_NICS"
 REPORT = "R2CC_RDMALAB_REPORT"
 
-#: Limits: each device takes kernel memory and time of the emulated CPU, and addresses are bounded.
+#: Limits, because each device takes kernel memory and time of the emulated CPU, and the numbers of
+#: node and rail are parts of an IPv4 address.
 MAX_NODES = 16
 MAX_NICS = 16
 
@@ -48,13 +50,14 @@ class RdmaLabError(R2cclError):
 
 
 class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Size of a lab.
+    """Size of a lab: the number of its nodes and of their RDMA devices.
 
     Parameters
     ----------
     nodes : int
+        Number of nodes, 1 to 16.
     nics : int
-        RDMA devices per node.
+        Number of RDMA devices per node, 1 to 16; each is on a rail of its own.
 
     Raises
     ------
@@ -73,7 +76,10 @@ class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self | None:
-        """Return the shape of the lab in which this program runs; None outside a lab."""
+        """Return the shape of the lab to which a program with this environment belongs.
+
+        None means that the program does not run in a lab.
+        """
         if environment.get(MARK) != "1":
             return None
         return cls(nodes=int(environment[_NODES]), nics=int(environment[_NICS]))
@@ -83,11 +89,11 @@ class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
         return {MARK: "1", _NODES: str(self.nodes), _NICS: str(self.nics)}
 
     def netdev(self, node: int, rail: int) -> str:
-        """Return the name of a node's network interface."""
+        """Return the name of a node's network interface on `rail`."""
         return f"n{node}r{rail}"
 
     def device(self, node: int, rail: int) -> str:
-        """Return the name of a node's RDMA device."""
+        """Return the name of a node's RDMA device on `rail`."""
         return f"rxe_{self.netdev(node, rail)}"
 
     def devices(self, node: int) -> tuple[str, ...]:
@@ -95,7 +101,7 @@ class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(self.device(node, rail) for rail in range(self.nics))
 
     def address(self, node: int, rail: int) -> str:
-        """Return the IPv4 address of an interface; its prefix length is 24."""
+        """Return the IPv4 address of a node's interface on `rail`; its prefix length is 24."""
         return f"10.{50 + rail}.0.{node + 1}"
 
     def places(self) -> Iterator[tuple[int, int]]:
@@ -104,9 +110,10 @@ class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def link_lines(shape: MachineShape, present: Collection[str]) -> Iterator[str]:
-    """Yield the ``ip -batch`` lines that make interfaces and bridges, except those `present`.
+    """Yield the ``ip -batch`` lines that make the interfaces and bridges.
 
-    `address_lines` assigns their addresses.
+    Interfaces and bridges whose names are in `present` exist already and are not made.
+    `address_lines` assigns the addresses.
     """
     for rail in range(shape.nics):
         if shape.nodes == 2:
@@ -133,7 +140,7 @@ def address_lines(shape: MachineShape) -> Iterator[str]:
 
 
 def device_lines(shape: MachineShape, present: Collection[str]) -> Iterator[str]:
-    """Yield the ``rdma -b`` lines that make the RDMA devices, except those in `present`."""
+    """Yield the ``rdma -b`` lines that make the RDMA devices whose names are not in `present`."""
     for node, rail in shape.places():
         name = shape.device(node, rail)
         if name not in present:
@@ -141,7 +148,7 @@ def device_lines(shape: MachineShape, present: Collection[str]) -> Iterator[str]
 
 
 def sysctls(shape: MachineShape) -> dict[str, str]:
-    """Return the settings under ``/proc/sys`` that let a machine's NICs send to each other."""
+    """Return the settings, by path under ``/proc/sys``, that let a machine's NICs communicate."""
     netdevs = [shape.netdev(node, rail) for node, rail in shape.places()]
     return {
         f"net/ipv4/conf/{netdev}/{key}": value

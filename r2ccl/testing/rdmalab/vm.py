@@ -1,8 +1,8 @@
-"""Virtual machine of a lab: boots it, runs one command, returns its output and exit status.
+"""Virtual machine of a lab: `run` boots it, runs one command in it, and powers it off.
 
 The machine's root file system is the host's, and writable: files that the command writes stay on
-the host, and it has the permissions of the host user. All processes of the machine end with `run`,
-also if the process that called `run` is killed.
+the host, and the command has the permissions of the host user there. All processes of the machine
+end with `run`, also if the process that called `run` is killed.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ class VirtualMachine(msgspec.Struct, frozen=True, kw_only=True):
     Parameters
     ----------
     cpus : int
+        Number of CPUs, 1 to 255.
     memory : str
-        In QEMU's syntax: ``4G``, ``512M``.
+        Size of the memory in QEMU's syntax: ``4G``, ``512M``.
     is_kvm : bool
-        Use KVM instead of an emulated CPU. It is faster, but may hang under a hypervisor that
-        offers ``/dev/kvm`` without nested virtualization.
+        Use KVM instead of an emulated CPU. KVM is faster, but the machine may hang under a
+        hypervisor that offers ``/dev/kvm`` without nested virtualization.
 
     Raises
     ------
@@ -82,14 +83,14 @@ class VirtualMachine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VmResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a run.
+    """Result of `run`.
 
     Attributes
     ----------
     status : int
-        Exit status of the command as a shell reports it; 124 after a timeout.
+        Exit status of the command as a shell reports it; 124 if `is_timed_out`.
     is_timed_out : bool
-        True if the time limit ended the machine.
+        True if the time limit ended the machine before the command ended.
     boot_s : float
         Seconds from the kernel's start until the command started, by the machine's clock.
     total_s : float
@@ -122,8 +123,10 @@ def run(
     shape : MachineShape
         The devices to make before the command starts.
     machine : VirtualMachine, optional
+        Size of the machine. Default: ``VirtualMachine()``.
     timeout_s : float
-        Time limit in seconds for the whole run, including the boot.
+        Time limit in seconds for the whole run, including the boot. If it passes while the command
+        runs, the machine is killed and the result has `is_timed_out`.
     report : Path, optional
         Directory for the command's results, created if it does not exist. The command finds its
         path in ``R2CC_RDMALAB_REPORT``. Files written elsewhere are kept as well.
@@ -136,8 +139,9 @@ def run(
     Raises
     ------
     RdmaLabError
-        If a requirement is missing, the machine does not boot or ends early, the devices cannot be
-        made, or the machine does not share a directory that the run needs.
+        If a requirement is missing, the machine does not boot or ends before the command, the time
+        limit passes before the command starts, the devices cannot be made, or the machine does not
+        share a directory that the run needs.
     """
     reason = unavailable_reason()
     if reason is not None:
@@ -200,7 +204,7 @@ def _check_shared(path: Path) -> None:
 def _pass_on(
     process: subprocess.Popen[bytes], deadline: float, sink: Callable[[bytes], None]
 ) -> bool:
-    """Pass the output on until the machine is off; return False if `deadline` passes first."""
+    """Pass output to `sink` until the machine is off; return False if `deadline` passes first."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)

@@ -1,8 +1,8 @@
 """Deterministic simulator: many ranks in one thread, on a virtual clock and a simulated network.
 
-The ranks run the library's own links, migration and executor. `simulate` runs a `Workload` under a
-`FailurePlan` and a seed. It is public, so that new schedules, changes of the failover tables and
-harsher networks can be tested against any failure.
+The ranks run the library's own links, migration and executor. `simulate` runs a `Workload` with the
+faults of a `FailurePlan`, in an order of events that a seed chooses. The simulator is public, so
+that new schedules, changes of the failover and harsher networks can be tested with any failure.
 """
 
 from r2ccl.testing.simulation.checks import Violation

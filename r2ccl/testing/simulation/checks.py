@@ -1,7 +1,8 @@
-"""Checks at every event of a simulation, and poisoned memory that makes wrong accesses visible.
+"""Checks during a simulation, and poisoned memory that makes wrong accesses visible.
 
 Each check raises `Violation`. `CheckedLinks`, `CheckedRun` and `CheckedPool` are subclasses of the
-library's own classes that check or report to a `Checker`, and otherwise behave the same.
+library's own classes that check slices themselves or report them to a `Checker`; otherwise they
+behave like their base classes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _POISON = 0xA5
 
 
 class Violation(AssertionError):
-    """Error raised when the library broke one of its promises in a simulation."""
+    """Error raised when the library breaks one of its promises in a simulation."""
 
 
 class Checker:
@@ -57,15 +58,21 @@ class Checker:
         key = (peer, rank, channel)
         expected = self.next_seq.get(key, 0)
         if landing.seq != expected:
-            raise Violation(f"link {key} delivered slice {landing.seq} instead of {expected}")
+            raise Violation(
+                f"rank {rank}: the link from rank {peer} of channel {channel} delivered slice "
+                f"{landing.seq} instead of {expected}"
+            )
         self.next_seq[key] = expected + 1
         found = landing.region if payload is None else payload
         assert found is not None
         if self.bytes_of(rank, found) != self.sent[(*key, landing.seq)]:
-            raise Violation(f"link {key} delivered wrong bytes as slice {landing.seq}")
+            raise Violation(
+                f"rank {rank}: the link from rank {peer} of channel {channel} delivered wrong "
+                f"bytes as slice {landing.seq}"
+            )
 
     def read(self, message: SimMessage) -> None:
-        """Raise Violation if a NIC reads memory that was released; set as `SimNetwork.on_read`."""
+        """Raise Violation if a NIC reads memory that was released; hook `SimNetwork.on_read`."""
         is_own_memory = message.kind is MessageKind.WRITE and not message.is_copied
         if is_own_memory and id(message.view) in self.released:
             frame = message.frame
@@ -75,16 +82,23 @@ class Checker:
             )
 
     def planned(self, rank: int, op: int, health: Health, nevents: int) -> None:
-        """Raise Violation if two ranks plan one collective with different healths.
+        """Record with which health a rank plans a collective.
 
         Parameters
         ----------
         rank : int
+            The rank.
         op : int
             Number of the collective.
         health : Health
+            The health.
         nevents : int
-            Events so far.
+            Number of events of the simulation so far.
+
+        Raises
+        ------
+        Violation
+            If another rank planned this collective with another health.
         """
         self.began.setdefault(op, nevents)
         first = self.plans.setdefault(op, health)
@@ -99,7 +113,10 @@ class Checker:
             raise Violation(f"rank {rank}: call {call} returned a wrong result")
 
     def retire(self, what: str, *arrays: Array) -> None:
-        """Poison memory that was given back to its caller and must not be written any more."""
+        """Poison memory that was given back to its caller: nothing may write to it any more.
+
+        `what` names the owner of the memory, for `check_retired`.
+        """
         for array in arrays:
             raw = array.view(np.uint8)
             raw[:] = _POISON
@@ -148,7 +165,7 @@ class CheckedRun(LaneRun):
         self._shown = links
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
-        """Report a received slice to the checker and use it."""
+        """Report a received slice to the checker, and process it as `LaneRun` does."""
         peer = self._steps[landing.index].peer
         channel = self._receivers[peer].link.channel
         self._shown.delivered(peer, channel, landing, payload)
@@ -163,7 +180,7 @@ class CheckedPool(LandingPool):
         self._rank = rank
 
     def take(self, nbytes: int) -> Place:
-        """Return a free place; raise Violation if it was written since it was given back."""
+        """Return a free landing place; raise Violation if it was written while it was free."""
         place = super().take(nbytes)
         assert isinstance(place, np.ndarray)
         if place.base is not None and not np.all(place == _POISON):

@@ -1,9 +1,9 @@
 """Simulated control plane: the library's control sessions over connections that lose frames.
 
-`Session` and `Overlay` are the library's own. Only the connections that carry a session's frames,
-called carriers, and the dialing of paths are simulated. Each session has two carriers, which may
-lose, repeat, delay and reorder frames. Each message still arrives exactly once and in order, unless
-all frames are lost.
+`Session` and `Overlay` are the library's own. Only two parts are simulated: the dialing of paths,
+and the carriers, which are the connections that carry the frames of a session. Each session has two
+carriers, which may lose, repeat, delay and reorder frames. Each message still arrives exactly once
+and in order, unless all frames are lost.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from r2ccl.types import BYPASS, BypassWay, PathKey
 #: Heartbeats per peer timeout, as in the real control plane.
 _BEATS_PER_TIMEOUT = 5
 _CARRIERS = (0, 1)
-#: Seconds a dialed connection waits for the peer to accept its epoch.
+#: Longest time in seconds that a dialed connection waits for the peer to accept its epoch.
 _EARLY_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 _CONNECT_TIMEOUT_S = 2.0
-#: Seconds before the next way of a bypass is tried.
+#: Seconds after which the next way of a bypass is tried, if one is not up.
 _STAGGER_S = 0.02
 #: Seconds before the kernel retransmits an unanswered connection request (SYN).
 _SYN_AGAIN_S = 1.0
@@ -50,7 +50,17 @@ class ControlHost(Protocol):
         ...
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
-        """Handle the loss of `peer`, which is dead, silent, or given up by another rank."""
+        """Handle the loss of `peer`, which is dead, silent, or given up by another rank.
+
+        Parameters
+        ----------
+        peer : int
+            The lost rank.
+        why : str
+            Reason, for messages.
+        last_heard_s : float or None
+            Seconds since the last sign of life from `peer`; None if no rank knows it.
+        """
         ...
 
 
@@ -62,8 +72,11 @@ class SimControl:
     network : SimNetwork
         Its `route` hook gets every frame, as a message of `MessageKind.CONTROL`.
     host : ControlHost
+        The rank, which gets the events.
     codec : Codec
+        Encodes and decodes messages.
     peer_timeout_s : float
+        Seconds of silence after which a peer counts as lost.
     """
 
     def __init__(
@@ -101,7 +114,10 @@ class SimControl:
             self.open_session(peer)
 
     def open_session(self, peer: int) -> None:
-        """Start a session with `peer`, which does the same when the first frame arrives."""
+        """Start a session with `peer`, which starts its end when the first frame arrives.
+
+        Do nothing if there is a session with `peer`, or `peer` is lost.
+        """
         if peer in self._sessions or self._overlay.is_closed(peer):
             return
         now = self._timeline.now
@@ -114,7 +130,7 @@ class SimControl:
     # Messages
 
     def send(self, peer: int, message: object) -> None:
-        """Queue `message` for delivery to `peer`."""
+        """Send `message` to `peer` over their session or, if there is none, through other ranks."""
         body = self._codec.encode(message)
         if peer in self._sessions:
             self._post(peer, body)
@@ -122,22 +138,23 @@ class SimControl:
             self._route(Routed(self._host.rank, peer, self._overlay.max_hops, body))
 
     def gossip(self, message: object, source: int = -1) -> None:
-        """Queue `message` for delivery to every neighbor but `source`."""
+        """Send `message` to every neighbor that is not lost, except `source`."""
         body = self._codec.encode(message)
         for peer in self._overlay.open_neighbors():
             if peer != source:
                 self._post(peer, body)
 
     def broadcast(self, message: object) -> None:
-        """Queue `message` for delivery to every other rank."""
+        """Send `message` to every other rank; neighbors pass it on."""
         rank = self._host.rank
         number = self._nflooded[rank] = self._nflooded.get(rank, 0) + 1
         self.gossip(Flooded(rank, number, self._codec.encode(message)))
 
     def tick(self, excused_s: float) -> None:
-        """Declare peers lost that were silent for longer than the peer timeout or are cut off.
+        """Report the peers that are lost: silent for longer than the peer timeout, or cut off.
 
-        `excused_s` is how long this process did not run, which does not count as silence.
+        A peer is cut off if all ranks that have a session with it are lost. `excused_s` is the time
+        in seconds for which this process did not run, which does not count as silence.
         """
         now = self._timeline.now
         for peer, session in list(self._sessions.items()):
@@ -248,7 +265,7 @@ class SimControl:
     def _lose(
         self, peer: int, why: str, last_heard_s: float | None, witness: int | None = None
     ) -> bool:
-        """Report the loss of `peer` to it and to the host; return False if it was lost before."""
+        """Report the loss of `peer` to `peer` and the host; return False if it was lost before."""
         if self._overlay.is_closed(peer):
             return False
         if peer in self._sessions:
@@ -267,18 +284,18 @@ class SimControl:
         self._expected[PathKey(peer, rail)] = epoch
 
     def dial_path(self, peer: int, rail: int, epoch: int) -> None:
-        """Dial a path repeatedly until it connects or another dial replaces this one."""
+        """Dial a path repeatedly until it connects, or the dial is cancelled or replaced."""
         self._start_dial(PathKey(peer, rail), epoch)
 
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
-        """Dial a bypass over the first of `ways` that is up; give up if it fails or none is up."""
+        """Dial a bypass by the first of `ways` that is up; give up if this fails or none is up."""
         key = PathKey(peer, BYPASS)
         self._ndials += 1
         self._dials[key] = (self._ndials, epoch)
         self._try_ways(key, self._ndials, tuple(ways))
 
     def cancel_path(self, peer: int, rail: int) -> None:
-        """Cancel `accept_path`, and `dial_path` or `dial_bypass`, of a path."""
+        """Cancel `accept_path`, `dial_path` and `dial_bypass` of a path."""
         self._dials.pop(PathKey(peer, rail), None)
         self._expected.pop(PathKey(peer, rail), None)
 
@@ -289,12 +306,12 @@ class SimControl:
                 self._start_dial(key, epoch)
 
     def is_connecting(self, peer: int, rail: int, epoch: int) -> bool:
-        """Return True if this rank dials or accepts the path in exactly this `epoch`."""
+        """Return True if this rank is dialing or accepts the path with exactly this `epoch`."""
         key = PathKey(peer, rail)
         return epoch in (self._dials.get(key, (0, -1))[1], self._expected.get(key))
 
     def obstacles(self, peer: int) -> list[str]:
-        """Return no obstacles: only the test itself keeps paths from connecting."""
+        """Return no reasons why paths to `peer` are not connected: only faults prevent that."""
         return []
 
     def _try_ways(self, key: PathKey, number: int, ways: tuple[BypassWay, ...]) -> None:
@@ -344,7 +361,7 @@ class SimControl:
     def _try_dial(
         self, key: PathKey, number: int, pause_s: float, wire: Wire, patience: float
     ) -> None:
-        """Deliver the handshake to the peer, which waits up to `patience` to accept its epoch."""
+        """Deliver the handshake to the peer, which may accept its epoch until time `patience`."""
         if not self._is_current(key, number):
             return
         epoch = self._dials[key][1]
@@ -368,7 +385,11 @@ class SimControl:
         return is_running and self._expected.get(PathKey(peer, rail)) == epoch
 
     def let_in(self, peer: int, rail: int, epoch: int, end: End) -> None:
-        """Pass a connection to the rank; further connections of this epoch are accepted too."""
+        """Pass a connection from `peer` to the rank.
+
+        The rank goes on accepting connections with this epoch, until `accept_path` or `cancel_path`
+        is called.
+        """
         self._host.on_path(peer, rail, epoch, end)
 
     def _answered(self, key: PathKey, number: int, pause_s: float, wire: Wire, end: End) -> None:
@@ -387,7 +408,7 @@ class SimControl:
 
 
 class _ControlEnd:
-    """Sender and receiver of a control frame, for the `route` hook."""
+    """Sender and receiver of a control frame, in place of an `End`, for the `route` hook."""
 
     __slots__ = ("path", "rank")
 

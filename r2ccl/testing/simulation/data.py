@@ -2,8 +2,9 @@
 
 Because a floating-point sum depends on the order of the additions, the expected results come from
 `r2ccl.schedule.interpret`, which runs the schedule op by op with NumPy's arithmetic. They are
-compared with a reduction in rank order, within the rounding error. The module does not reduce with
-`r2ccl.kernels`, whose results it checks. Equal arguments give equal data.
+checked against a reduction in rank order, within the rounding error. This module does not use
+`r2ccl.kernels` to reduce, because it checks the results of those kernels. Equal arguments give
+equal data.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from r2ccl.types import ReduceOp
 
 Array = npt.NDArray[Any]
 
-#: Number of each element type, by name.
+#: Code of each element type (a key of `DTYPES`), by name.
 CODES: dict[str, int] = {dtype_name(code): code for code in DTYPES}
 #: All valid pairs of element type (by name) and operation.
 PAIRS: tuple[tuple[str, ReduceOp], ...] = tuple(
@@ -57,11 +58,12 @@ _EPS = {"bfloat16": 2.0**-7, "float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2}
 
 @functools.lru_cache(maxsize=4096)
 def draw(dtype: str, count: int, call: int, rank: int) -> Array:
-    """Draw random input data of one rank for one call.
+    """Return random input data of one rank for one call; do not write to the array.
 
     Integers cover the whole range of their type, and some are 0. The magnitudes of floats vary so
     much that sums in different orders mostly round differently, but a product of up to seven does
-    not overflow. Many pairs have equal values; the array has their `raw_dtype`.
+    not overflow. Pairs (for MINLOC and MAXLOC) often have equal values; an array of pairs has their
+    `raw_dtype`.
     """
     kind = DTYPES[CODES[dtype]]
     random = np.random.default_rng((count, call, rank))
@@ -82,12 +84,18 @@ def draw(dtype: str, count: int, call: int, rank: int) -> Array:
 
 
 def parts_of(schedule: Schedule, count: int, sizes: Sequence[int]) -> tuple[Range, ...]:
-    """Return the elements of each part: of `sizes` elements, or if there are none, equal parts."""
+    """Return the range of elements of each part: consecutive parts with these `sizes`.
+
+    If `sizes` is empty, the parts of the schedule share `count` elements equally.
+    """
     return consecutive(sizes or [count // schedule.nparts] * schedule.nparts)
 
 
 def part(schedule: Schedule, rank: int, count: int, sizes: Sequence[int] = ()) -> slice:
-    """Return the slice of a rank's output, in elements, that the schedule defines."""
+    """Return the slice of a rank's output, in elements, that the collective defines.
+
+    The rest of the output may have any content.
+    """
     if schedule.collective in ("reduce_scatter", "scatter"):
         return slice(*parts_of(schedule, count, sizes)[rank])
     if schedule.collective == "exscan":
@@ -110,7 +118,8 @@ def expected(
     Raises
     ------
     AssertionError
-        If the interpreted schedule differs from NumPy's result by more than the rounding error.
+        If the result of the interpreted schedule differs from a reduction in rank order by more
+        than the rounding error.
     """
     inputs = [draw(dtype, count, call, rank) for rank in range(schedule.nranks)]
     finish = functools.partial(_mean, nranks=schedule.nranks) if op is ReduceOp.AVG else None
@@ -162,7 +171,7 @@ def _mean(total: Array, nranks: int) -> Array:
 
 
 def _nreduced(schedule: Schedule, rank: int) -> int:
-    """Return how many ranks, from rank 0 on, contribute to the result of `rank`."""
+    """Return the number of ranks, from rank 0 on, that contribute to the result of `rank`."""
     return {"scan": rank + 1, "exscan": rank}.get(schedule.collective, schedule.nranks)
 
 

@@ -1,9 +1,9 @@
 """Simulated ranks whose collectives use the memory of fake GPUs, reached directly by NICs.
 
-A `GpuNetwork` moves slices between the `FakeDevice`s of the ranks. The fake treats each access of a
-NIC as one of the host, and raises an error for unordered accesses: for example if a slice is sent
-before the host knows that the kernel that makes it is done, or a landing place is announced while a
-kernel reads it. Kernels run late, in any order that streams and events allow.
+A `GpuNetwork` moves slices between the `FakeDevice`s of the ranks. The fake device treats each
+access of a NIC as one of the host, and raises an error for unordered accesses: for example if a
+slice is sent before the host knows that the kernel that computes it is done, or a landing place is
+announced while a kernel reads it. Kernels run late, in any order that streams and events allow.
 
 Use it with ``simulate(..., network_type=GpuNetwork, rank_type=GpuRank)``. Equal workloads, plans
 and seeds give equal runs.
@@ -49,7 +49,7 @@ class GpuNetwork(SimNetwork):
         return self.devices[rank].read(address_of(view), len(view)).tobytes()
 
     def move(self, message: SimMessage, start: int, end: int) -> None:
-        """Move bytes of a cleared slice between host or device memories."""
+        """Move bytes `start` to `end` of a cleared slice between host or device memories."""
         assert message.region is not None
         assert message.view is not None
         data = self.bytes_of(message.end.rank, message.view[start:end])
@@ -89,7 +89,7 @@ class GpuPool(LandingPool):
         return place
 
     def give(self, place: Place) -> None:
-        """Poison a place and put it back; the fake raises Race if a kernel may still read it."""
+        """Poison a place and put it back; the device raises Race if a kernel may still use it."""
         self._poison(place)
         super().give(place)
 
@@ -111,7 +111,7 @@ class GpuRank(SimRank):
         self._like = np.empty(0)
 
     def operands(self, task: SimTask) -> Operands:
-        """Allocate and fill the GPU memory of the next call."""
+        """Allocate and fill the GPU memory of the next call, which `retire` frees."""
         source, output = self._work.memory(self.ncalls, self.rank, task.schedule)
         self._like = output
         first = self._put(source)
@@ -135,7 +135,7 @@ class GpuRank(SimRank):
         return self.device.read(self._spaces[1], self._like.nbytes).view(self._like.dtype)
 
     def retire(self, what: str) -> None:
-        """Free the call's memory; the fake raises an error if it may still be in use."""
+        """Free the call's memory; the device raises StillInUse if work on it may be in progress."""
         if self.revocation.error is not None:
             # As in `GpuDirectBackend`. The wait ends, because no kernel waits for another rank.
             self.reductions.drain(_PATIENCE_S)

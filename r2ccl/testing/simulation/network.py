@@ -2,10 +2,10 @@
 
 It models RDMA instead of sockets, because RDMA is the harder case. A cleared slice is a one-sided
 write: the network moves it in two halves from the sender's memory into the landing place, without
-either process taking part. The sender's view is read when a half lands, so memory that was released
-too early shows as wrong bytes. A path that breaks between the halves leaves a torn slice. A write
-in flight when a path is cut may land long afterwards (`Cut.late_s`), unless the receiver has fenced
-its end. Fencing takes time.
+either process taking part. The network reads each half when it lands, so a sender that overwrites
+its memory too early sends wrong bytes. If a path breaks between the halves, only one half lands. A
+write in flight when a path is cut may land long afterwards (`Cut.late_s`), unless the receiver has
+fenced its end. Fencing takes time.
 
 All events are scheduled on a `Timeline`. The state of wires, connections and messages is in
 `r2ccl.testing.simulation.wire`; `r2ccl.testing.simulation.transport` implements `Transport` on top.
@@ -45,7 +45,7 @@ class SimNetwork:
     latency_s : float
         Minimum one-way delay in seconds.
     overhead_s : float
-        Seconds that a message of any size occupies the wire, in addition to its transfer time.
+        Seconds for which each message occupies the wire, in addition to its transfer time.
     bandwidth : float
         Bytes per second.
     jitter : float
@@ -95,8 +95,8 @@ class SimNetwork:
         self.reaches_devices = False
         #: Hook that decides the fate of every message, including control messages.
         self.route: Callable[[SimMessage], Fate] = lambda message: DELIVER
-        #: Hook called when bytes of a sender's view arrive, and when a cleared slice is
-        #: acknowledged: until then a NIC may read the view.
+        #: Hook called when bytes of a sender's view land, and when a cleared slice is acknowledged,
+        #: because a NIC may read the view until then.
         self.on_read: Callable[[SimMessage], None] = lambda message: None
         self.trace: list[tuple[Any, ...]] = []
         self.nmessages = 0
@@ -118,7 +118,7 @@ class SimNetwork:
         return self.wires[min(a, b), max(a, b), rail]
 
     def bypass(self, rank: int, peer: int, way: BypassWay) -> Wire | None:
-        """Make and return a wire from `rank` to `peer` by `way`; None if that is impossible now."""
+        """Return a new wire from `rank` to `peer` by `way`; None if the way is not up now."""
         pair = (min(rank, peer), max(rank, peer))
         if way.to == peer:
             ports = frozenset({(rank, way.via), (peer, way.rail)})
@@ -160,7 +160,7 @@ class SimNetwork:
     # Cuts and repairs
 
     def cut(self, wire: Wire, cut: Cut) -> None:
-        """Break `wire` as `cut` describes; nothing that is sent later arrives before `restore`.
+        """Break `wire` as `cut` describes: later messages do not arrive before `restore`.
 
         Do nothing if the wire is broken already.
         """
@@ -197,9 +197,9 @@ class SimNetwork:
                 self._reset(end)
 
     def fail(self, end: End, status: str, detail: str) -> None:
-        """Report the failure of `end` to its transport, once.
+        """Report the failure of `end` to its transport, once, with the fields of a `Failed`.
 
-        If the transport has not taken `end` into use yet, it gets the report when it does. Do
+        If no transport has opened `end` yet, the transport that opens it gets the report. Do
         nothing if `end` is being fenced or is fenced.
         """
         if end.state is EndState.NEW:
@@ -246,8 +246,8 @@ class SimNetwork:
     def set_port(self, rank: int, rail: int, is_up: bool) -> None:
         """Disconnect a port from the fabric, or reconnect it.
 
-        This affects probes, new bypasses and, when the port goes down, existing bypasses. The
-        caller must cut or restore the port's wires.
+        This affects probes and new bypasses, and a port that goes down breaks its bypasses. The
+        caller must cut or restore the other wires of the port.
         """
         self._down.discard((rank, rail))
         if not is_up:
@@ -259,7 +259,7 @@ class SimNetwork:
     # Probes
 
     def has_way(self, rank: int, key: ProbeKey) -> bool:
-        """Return True if the network has the rank and ports that `key` names, and connects them."""
+        """Return True if the network connects the ports of a probe of `rank` along `key`."""
         if key.rail != key.via and not self.is_full:
             return False
         is_peer = 0 <= key.peer < self.nranks and key.peer != rank
@@ -272,10 +272,9 @@ class SimNetwork:
         return key.rail != key.via or self.wire(rank, key.peer, key.rail).is_up
 
     def probe(self, rank: int, key: ProbeKey, on_result: Callable[[bool], None]) -> None:
-        """Probe a port; call `on_result` with True at its answer, or False at the probe timeout.
+        """Probe a port; call `on_result` with True when it answers, or False at the probe timeout.
 
-        A port answers even if its process is stopped or dead. Call this only if `has_way`
-        returned True.
+        A port answers even if its process is stopped or dead. Call this only if `has_way` is True.
         """
         if self.is_way_up(rank, key):
             delay_s = 2 * self.delay()
@@ -286,7 +285,7 @@ class SimNetwork:
     def _probed(
         self, rank: int, key: ProbeKey, spent_s: float, on_result: Callable[[bool], None]
     ) -> None:
-        """Complete a probe when its answer arrives; it fails if the way broke since it was sent."""
+        """Complete a probe when its answer is due; it fails if the way broke meanwhile."""
         if self.is_way_up(rank, key):
             on_result(True)
         else:
@@ -301,8 +300,9 @@ class SimNetwork:
     def fence(self, end: End, on_drained: Callable[[], None]) -> None:
         """Fence `end`, and call `on_drained` once no write of the connection can reach its memory.
 
-        Cleared slices that `end` sent and that are in flight are copied, and no longer depend on
-        its memory. If `end` is being fenced or is fenced, do nothing, and never call `on_drained`.
+        Cleared slices that `end` has in flight are copied, so that they no longer depend on the
+        sender's memory. If `end` is being fenced or is fenced, do nothing, and never call
+        `on_drained`.
         """
         if end.state >= EndState.DRAINING:
             return
@@ -327,7 +327,10 @@ class SimNetwork:
     # Moving messages
 
     def pump(self, end: End) -> None:
-        """Put the next queued message of `end` on the wire; cleared slices go after all others."""
+        """Send the next flushed message of `end`; cleared slices are sent after all others.
+
+        `end` sends one message at a time: when it has left, the next one follows.
+        """
         queue = end.small or end.bulk
         end.is_busy = bool(queue) and end.state is EndState.LIVE
         if not end.is_busy:
@@ -382,11 +385,14 @@ class SimNetwork:
             self.take(other, piece)
 
     def refuse(self, end: End, piece: WirePiece) -> None:
-        """Discard a piece that arrived at a closed end; the sender's end fails as in `_reset`."""
+        """Discard a piece that arrived at a closed end; the sender's end then fails.
+
+        See `_reset` for the time of the failure.
+        """
         self._reset(end.other)
 
     def take(self, end: End, piece: WirePiece) -> None:
-        """Process a piece at the end where it arrived: write it to memory or report its event."""
+        """Process a piece that arrived at `end`: write it to memory, or report its event."""
         message = piece.message
         assert end.transport is not None
         if message.kind is MessageKind.WRITE:
@@ -402,7 +408,10 @@ class SimNetwork:
         end.transport.report(self._event(end, message, is_confirmed))
 
     def _confirm_early(self, end: End, frame: Frame) -> bool:
-        """Confirm a landed slice before its owner learns of it, if ``irecv`` allowed that."""
+        """Confirm a slice that landed before its rank polls it, if ``irecv`` allowed that.
+
+        Return True if the slice was confirmed.
+        """
         ack = end.early.pop((frame.channel, frame.seq), 0)
         if not ack or end.state is not EndState.LIVE:
             return False
@@ -432,7 +441,7 @@ class SimNetwork:
         message.region[start:end] = message.view[start:end]
 
     def copy_of(self, message: SimMessage) -> memoryview:
-        """Return a copy of a slice in flight; override it for device memory."""
+        """Return a copy of the bytes of a slice in flight; override it for device memory."""
         assert message.view is not None
         return memoryview(bytes(message.view))
 

@@ -1,8 +1,8 @@
-"""Workloads and failure plans of the simulator, as values that print and shrink well.
+"""Workloads and failure plans of the simulator, as values for property tests.
 
 A `Workload`, a `FailurePlan` and a seed determine a run, event for event. A fault happens before
 event number ``at`` of the timeline. All numbers are integers, so that a property test can shrink
-them; times are in milliseconds (``_ms``) or microseconds (``_us``).
+them; times are in milliseconds (``ms`` in the name) or microseconds (``us``).
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ class CallSpec(msgspec.Struct, frozen=True):
     count : int
         Number of elements.
     algorithm : str
-        Name in `r2ccl.testing.simulation.SCHEDULES`, whose schedule does not depend on the health.
-        With `is_planned`, a name in `r2ccl.config.ALGOS`.
+        Name of the schedule in `r2ccl.testing.simulation.SCHEDULES`, which determines the
+        collective. With `is_planned`, a name in `r2ccl.config.ALGOS`.
     channels : int
-        Channels of the schedule; ignored with `is_planned`.
+        Number of channels of the schedule; ignored with `is_planned`.
     is_in_place : bool
         True if input and output are the same array.
     dtype : str
         Name of the element type, as `r2ccl.dtypes.dtype_name` returns it.
     op : ReduceOp
+        Reduction; ignored by collectives that do not reduce.
     is_planned : bool
-        True if the planner makes an allreduce for the health agreed on.
+        True if the call is an allreduce whose schedule the planner makes, for the health on which
+        the ranks agree. False if `algorithm` names a fixed schedule.
     sizes : tuple of int
-        Elements of each part of the buffer, together `count`. Default: equal parts.
+        Numbers of elements of the parts of the buffer, together `count`. Default: equal parts.
     """
 
     count: int
@@ -57,23 +59,25 @@ class Workload(msgspec.Struct, frozen=True):
     slice_nbytes, eager_nbytes, eager_slots, landing_depth : int
         Settings of `r2ccl.config.Config` by the same names.
     busy_ms : tuple of int
-        How long each rank computes before each of its calls; repeated if shorter than the number of
-        ranks.
+        Time for which each rank computes before each of its calls; repeated if shorter than the
+        number of ranks. Empty: no rank computes.
     no_rail_timeout_ms : int
         Setting `no_rail_timeout_s`, in milliseconds.
     is_loud : bool
-        See `r2ccl.testing.simulation.network.SimNetwork`.
+        True if closing one end of a connection notifies the other end, as with TCP; False if it
+        does not, as with queue pairs.
     fabric : str
         ``full``: ports of different rails reach each other. ``rail``: they do not. ``none``: they
         do not, and no bypass is used.
     is_lazy : bool
         True if no data path is connected before a call needs it.
     max_connections : int
-        Number of ranks above which a rank closes idle paths to others; 0: no limit.
+        Setting `max_connections`: a rank that would be connected to more ranks closes idle paths;
+        0: no limit.
     slow : tuple of RailShare
         Rails that were measured as slow before the first call; plans take them into account.
     excluded : tuple of (int, int)
-        Rank and rail of the rails that are excluded from the start.
+        (rank, rail) of the NICs that are excluded from the start.
     """
 
     nranks: int = 3
@@ -103,15 +107,18 @@ class CutPath(msgspec.Struct, frozen=True):
     a, b, rail : int
         The two ranks and the rail.
     told : tuple of int
-        Ranks that are notified after one latency.
+        Ranks that are notified of the cut, after one network latency. The other ranks must detect
+        it.
     keep : int
-        Pieces in flight in each direction that still land, `late_us` after the cut. A piece is half
-        of a cleared slice, or another message.
+        Number of pieces in flight in each direction that still land. A piece is half of a cleared
+        slice, or another message.
     late_us : int
+        Time from the cut until these pieces land.
     is_stall : bool
-        True if lost messages continue after the repair; see `r2ccl.testing.simulation.wire.Cut`.
+        True if the messages in flight wait and continue after the repair; False if the connection
+        is lost. See `r2ccl.testing.simulation.wire.Cut`.
     restore_us : int
-        Time until the path is repaired; 0 means never.
+        Time from the cut until the path is repaired; 0 means never.
     """
 
     at: int
@@ -142,7 +149,10 @@ class NicDown(msgspec.Struct, frozen=True):
 
 
 class Exclude(msgspec.Struct, frozen=True):
-    """No fault, but an order: rank `by` excludes a rail of `rank`, or includes it again."""
+    """Order, not a fault: rank `by` excludes a rail of `rank`.
+
+    If `is_excluded` is False, it includes the rail again.
+    """
 
     at: int
     rank: int
@@ -152,7 +162,7 @@ class Exclude(msgspec.Struct, frozen=True):
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """Fault: a process is stopped (SIGSTOP) for `ms`; its kernel and NICs continue to run."""
+    """Fault: the process of `rank` is stopped (SIGSTOP) for `ms`; kernel and NICs run on."""
 
     at: int
     rank: int
@@ -160,23 +170,24 @@ class Stop(msgspec.Struct, frozen=True):
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """Fault: a process dies."""
+    """Fault: the process of `rank` dies, and its connections are closed."""
 
     at: int
     rank: int
 
 
 class Lose(msgspec.Struct, frozen=True):
-    """Fault: a message is lost; unless it is a control frame, its connection breaks.
+    """Fault: message `number` is lost; unless it is a control frame, its connection breaks.
 
-    `number` counts all messages of the run in the order in which they are sent, from 0.
+    The messages of a run, including control frames, are numbered from 0 in the order in which they
+    are sent.
     """
 
     number: int
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Fault: message `number`, counted as in `Lose`, is delayed by `ms`.
+    """Fault: message `number`, numbered as in `Lose`, is delayed by `ms`.
 
     Unless it is a control frame, all later messages on its path are delayed too.
     """
@@ -186,7 +197,10 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Noise(msgspec.Struct, frozen=True):
-    """Percentages of control frames that are lost, repeated, and delayed by up to `late_ms`."""
+    """Percentages of the control frames that are lost, repeated or delayed at random.
+
+    A delayed frame, and the copy of a repeated one, arrives up to `late_ms` later.
+    """
 
     lose: int = 0
     repeat: int = 0

@@ -1,8 +1,8 @@
-"""Simulated rank: the library's `Progress`, `Failover` and `LaneRun`, driven as by its engine.
+"""Simulated rank, which runs the library's `Progress`, `Failover` and `LaneRun`.
 
-As in `r2ccl.runtime.engine`, the rank runs the data loop during a call; otherwise the control
-plane's tick runs it. A single thread replaces the engine's lock and threads. A `Checker` observes
-all slices and the memory of all calls.
+As in `r2ccl.runtime.engine`, a call runs the data loop while it waits; otherwise the control
+plane's tick runs the data loop. A single thread replaces the engine's lock and threads. A `Checker`
+observes all slices and the memory of all calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from r2ccl.transport.base import Transport
 
 _BUSY_TICK_S = 0.02
 _IDLE_TICK_S = 0.1
-#: Seconds; a tick that is later than this means that the process was stopped.
+#: A tick that is late by more than this time in seconds means that the process was stopped.
 _STALL_S = 0.05
 #: Longest time in seconds from an event to the turn of the data loop that handles it.
 _TURN_S = 10e-6
@@ -59,13 +59,13 @@ class RankPhase(enum.Enum):
 
     CONNECTING = "connecting"
     COMPUTING = "computing"
-    #: The next call waits for the ranks to agree on the health to plan it with.
+    #: The next call waits until the ranks agree on the health with which to plan it.
     ENTERING = "entering"
     #: Paths that the call needs are being connected.
     JOINING = "joining"
     CALLING = "calling"
     LEAVING = "leaving"
-    #: An error occurred; the call ends once no peer can write into its memory.
+    #: An error occurred; the call ends once no peer can write to its memory.
     FENCING = "fencing"
     DONE = "done"
 
@@ -93,11 +93,23 @@ class SimRank:
     Parameters
     ----------
     rank : int
+        Number of this rank.
     network : SimNetwork
+        Network of the job, shared by all ranks.
     config : Config
+        Settings of the job.
     work : SimWork
         The calls of the job.
     checker : Checker
+        Checker of the run, shared by all ranks.
+
+    Attributes
+    ----------
+    phase : RankPhase
+    error : R2cclError or None
+        Error that ended the rank's last call.
+    ncalls : int
+        Number of calls that the rank has completed.
     """
 
     def __init__(
@@ -109,7 +121,8 @@ class SimRank:
         self.phase = RankPhase.CONNECTING
         self.error: R2cclError | None = None
         self.ncalls = 0
-        #: Answers to this rank's orders to exclude or include rails; empty texts: carried out.
+        #: Answers to this rank's orders to exclude or include rails: the reason of a refusal, or an
+        #: empty text if the order is in force.
         self.answers: list[str] = []
         self._network = network
         self._timeline = network.timeline
@@ -157,16 +170,20 @@ class SimRank:
         self._arrays: tuple[Array, ...] = ()
 
     def make_transport(self) -> Transport:
-        """Return a new transport for the rank's links."""
+        """Return a new transport for this rank; a subclass may override it."""
         return SimTransport(self._network, self.rank, self._wake)
 
     @property
     def must_look(self) -> bool:
-        """True if work is in progress whose end causes no event, so that the loop must poll."""
+        """True if the data loop must poll, because the end of some work causes no event."""
         return self.progress.is_computing
 
     def start(self) -> None:
-        """Start to connect; the calls follow once all paths are connected."""
+        """Start to connect the paths; the calls follow by themselves.
+
+        The first call begins once all paths are connected, or after the connect timeout if each
+        peer has a path.
+        """
         self.failover.start()
         self._deadline = self._timeline.now + self._config.init_timeout_s
         self._tick_after(_BUSY_TICK_S)
@@ -182,7 +199,10 @@ class SimRank:
         return self.failover.agreement.known.health
 
     def stop(self, duration_s: float) -> None:
-        """Stop the process for `duration_s` seconds, as by SIGSTOP and SIGCONT."""
+        """Stop the process for `duration_s` seconds, as SIGSTOP and SIGCONT do.
+
+        Do nothing if the process is stopped already, or dead.
+        """
         if not self.is_stopped and not self.is_dead:
             self.is_stopped = True
             self._timeline.after(duration_s, self._go_on)
@@ -219,7 +239,7 @@ class SimRank:
             self.submit(self.failover.on_carrier, rail, is_up)
 
     def exclude(self, rank: int, rail: int, *, is_excluded: bool) -> None:
-        """Ask all ranks to exclude a rail of `rank`, or to include it again, without waiting.
+        """Order all ranks to exclude a rail of `rank`, or to include it again, without waiting.
 
         The answer is appended to `answers`: a refusal, or an empty text once all ranks agree.
         """
@@ -229,7 +249,7 @@ class SimRank:
         self.submit(order, ((rank, rail),), self.on_answer)
 
     def on_answer(self, refusal: str) -> None:
-        """Keep the answer to an order: it is in force, or refused."""
+        """Append the answer to an order to `answers`; an empty `refusal`: the order is in force."""
         self.answers.append(refusal)
 
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
@@ -387,7 +407,7 @@ class SimRank:
     # Memory of a call
 
     def operands(self, task: SimTask) -> Operands:
-        """Allocate and fill the memory of the next call."""
+        """Allocate and fill the memory of the next call, and return it with the call's plan."""
         source, output = self._work.memory(self.ncalls, self.rank, task.schedule)
         call = HostCall(task.layout, source, output, *self._work.arithmetic(task))
         self._arrays = call.spaces
@@ -398,7 +418,10 @@ class SimRank:
         return self._arrays[1]
 
     def retire(self, what: str) -> None:
-        """Retire the call's memory, which must not be written any more."""
+        """Give the call's memory back to its caller: nothing may write to it any more.
+
+        `what` names the call in the message of a `Violation`.
+        """
         self._checker.retire(what, *self._arrays)
 
     def _return(self) -> None:
@@ -420,7 +443,7 @@ class SimRank:
                 self.phase = RankPhase.DONE
 
     def _give_up(self) -> None:
-        """End the call with an error once no peer can write into its memory any more."""
+        """End the call with an error, once no peer can write to its memory any more."""
         if self.phase is RankPhase.DONE:
             return
         self.phase = RankPhase.FENCING

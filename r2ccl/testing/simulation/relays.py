@@ -1,5 +1,6 @@
 """Simulated ranks whose slices pass through a PXN relay on some rails.
 
+A PXN relay copies slices between the user's memory and slots in the memory of a GPU near the NIC.
 Each rank relays on every second rail, so some paths are relayed at both ends, some at one end, some
 at none. There are few slots, so some slices travel directly. Free slots are poisoned to detect
 writes into them. The copies run late, as work of the fake GPU.
@@ -44,7 +45,8 @@ class SimPart(SimTransport):
 class CheckedRelay(Relay):
     """`Relay` on a fake GPU that detects writes into free slots.
 
-    Only every `nth_look`-th call of `collect` returns finished copies, as in a busy data loop.
+    Only every `nth_look`-th call of `collect` returns finished copies, as if the data loop were
+    busy. The slots, `nslots` of `slot_nbytes` bytes each, are allocated on `device`.
     """
 
     def __init__(
@@ -59,14 +61,14 @@ class CheckedRelay(Relay):
             self._poison(slot)
 
     def take(self, nbytes: int) -> Slot | None:
-        """Return a free slot, or None; raise Violation if it was written while it was free."""
+        """Return a free slot as `Relay.take`; raise Violation if it was written while free."""
         slot = super().take(nbytes)
         if slot is not None and (self._fake.read(slot.address, self._nbytes) != _POISON).any():
             raise Violation("a free slot of a relay was written")
         return slot
 
     def collect(self) -> list[Slot]:
-        """Return the slots whose copies are done, in every `nth_look`-th call."""
+        """Return the slots whose copies are done in every `nth_look`-th call, otherwise none."""
         self._nlooks += 1
         return [] if self._nlooks % self._nth_look else super().collect()
 
@@ -87,6 +89,7 @@ class CheckedRelay(Relay):
 class RelayRank(GpuRank):
     """`GpuRank` that relays on the even rails if its rank is even, else on the odd rails."""
 
+    #: Size in bytes and number of the relay's slots, and `nth_look` of `CheckedRelay`.
     slot_nbytes = 16
     nslots = 2
     nth_look = 1
@@ -104,7 +107,7 @@ class RelayRank(GpuRank):
 
     @property
     def must_look(self) -> bool:
-        """True if GPU work or relay copies are in progress, whose end causes no event."""
+        """True if the data loop must poll, because GPU work or relay copies are in progress."""
         return super().must_look or self.pxn.is_busy
 
 

@@ -1,7 +1,7 @@
-"""`simulate`: runs a job on simulated ranks, with all faults of a plan.
+"""`simulate`, which runs a job on simulated ranks, with the faults of a plan.
 
 A run uses one thread and a virtual clock that jumps to the next event. The number of events is
-limited, so each run ends, with a `SimOutcome` or a `Violation`.
+limited, so each run ends: with a `SimOutcome`, or with a `Violation`.
 """
 
 from __future__ import annotations
@@ -59,22 +59,23 @@ class SimOutcome(msgspec.Struct, frozen=True):
     ncalls : tuple of int
         Number of calls that each rank completed.
     nevents, nmessages : int
+        Number of events of the timeline, and of messages sent, including control frames.
     time_s : float
         Virtual time at the end of the run, in seconds.
     trace : list of tuple
-        Actions of the network and the ranks, each with its virtual time in seconds.
+        Actions of the network and the ranks; each tuple begins with the virtual time in seconds.
     repairs : int
-        Number of path failures, counted at both ends.
+        Number of repairs of failed paths, counted at each end.
     nbypasses : int
         Number of bypass connections made.
     verdicts : tuple of tuple of Verdict
         Each rank's newest verdict on each of its paths.
     known : tuple of Health
-        The newest health that each rank knows.
+        Newest health that each rank knows.
     plans : dict of int to Health
-        Health with which each collective was planned, by collective number.
+        Health with which each collective was planned, by collective number, from 1.
     began : dict of int to int
-        Number of events before the first rank began each collective, by collective number.
+        Number of events before the first rank planned each collective, by collective number.
     """
 
     errors: tuple[R2cclError | None, ...]
@@ -96,7 +97,7 @@ class SimOutcome(msgspec.Struct, frozen=True):
         return not any(self.errors) and len(set(self.ncalls)) == 1
 
     def digest(self) -> str:
-        """Return a hash of the trace, as hexadecimal digits."""
+        """Return a hash of the trace, 16 hexadecimal digits; equal runs have equal hashes."""
         return hashlib.sha256(repr(self.trace).encode()).hexdigest()[:16]
 
 
@@ -115,19 +116,19 @@ def simulate(
     ----------
     workload : Workload
     plan : FailurePlan, optional
-        By default nothing fails.
+        Faults and noise. By default nothing fails.
     seed : int
         Seed of the order of simultaneous events, of latencies and of noise.
     network_type, rank_type : type
-        Classes of the network and of the ranks.
+        Classes of the network and of the ranks, for example `gpus.GpuNetwork` and `gpus.GpuRank`.
     max_events : int
-        Number of events after which a run counts as hung.
+        Number of events after which a run counts as making no progress.
 
     Raises
     ------
     Violation
-        If the library broke a promise or the run makes no progress. The message has the seed, the
-        workload, the plan and the end of the trace.
+        If the library breaks a promise or the run makes no progress. The message contains the seed,
+        the workload, the plan and the end of the trace.
     """
     world = World(workload, plan or FailurePlan(), seed, network_type, rank_type)
     return world.run(max_events)

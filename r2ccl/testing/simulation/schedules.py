@@ -1,6 +1,6 @@
-"""Schedules that a simulated job can run: one or more forms of each algorithm of `r2ccl.algos`.
+"""Schedules that a simulated job can run: one or more variants of each algorithm in `r2ccl.algos`.
 
-In the schedules for unequal ranks, rank 0 has the least bandwidth. Equal arguments give equal
+In the schedules for ranks of unequal bandwidth, rank 0 has the least. Equal arguments give equal
 schedules.
 """
 
@@ -30,27 +30,28 @@ from r2ccl.algos import (
 from r2ccl.algos.packed_trees import Reach
 from r2ccl.schedule.ir import Schedule
 
-#: Function ``make(nranks, nchannels)`` for at least two ranks; some use more or fewer channels.
+#: Function ``make(nranks, nchannels)`` that returns a schedule for at least two ranks. Some
+#: functions use more or fewer channels than `nchannels`.
 Maker = Callable[[int, int], Schedule]
 
 
 def _uneven(nranks: int) -> range:
-    """Return bandwidths that increase with the rank."""
+    """Return relative bandwidths of the ranks, which increase with the rank."""
     return range(2, nranks + 2)
 
 
 def _mild(nranks: int) -> list[int]:
-    """Return bandwidths of which only rank 0's is reduced, so little that it can still relay."""
+    """Return relative bandwidths: 15 for rank 0, which can still relay data, 16 for the others."""
     return [15] + [16] * (nranks - 1)
 
 
 def _severe(nranks: int) -> list[int]:
-    """Return bandwidths of which only rank 0's is reduced, to half."""
+    """Return relative bandwidths: 1 for rank 0, 2 for the others."""
     return [1] + [2] * (nranks - 1)
 
 
 def _turning_rings(nranks: int, nchannels: int) -> Schedule:
-    """Build rings that run in alternating directions."""
+    """Return an allreduce in rings that run in alternating directions."""
     orders = [tuple(range(nranks))[:: 1 - 2 * (at % 2)] for at in range(nchannels)]
     return ring.allreduce(nranks, nchannels, orders)
 
@@ -60,17 +61,20 @@ def _double_binary(nranks: int, nchannels: int) -> Schedule:
 
 
 def _chains(nranks: int, nchannels: int) -> list[tree.Parents]:
-    """Return chains from the last rank to the first."""
+    """Return one chain per channel, from the last rank to the first."""
     return [tree.chain(range(nranks)[::-1])] * nchannels
 
 
 def _flat(nranks: int, nchannels: int) -> list[tree.Parents]:
-    """Return binary trees with the last rank as the root of each."""
+    """Return one binary tree per channel, with the last rank as its root."""
     return [tree.turned(tree.double_binary(nranks)[0], nranks - 1)] * nchannels
 
 
 def _reach(nranks: int) -> Reach:
-    """Return a reach in which ranks 0 and 1 are apart, if there are at least four ranks."""
+    """Return a function that says which ranks reach each other.
+
+    All do, except ranks 0 and 1 if there are at least four ranks.
+    """
     return lambda a, b: nranks < 4 or {a, b} != {0, 1}
 
 
@@ -83,7 +87,7 @@ def _spanning(nranks: int) -> tree.Parents:
 
 
 def _teams(nranks: int) -> list[range]:
-    """Group the ranks into nodes of two; the last node may have only one."""
+    """Return the ranks of each node: two per node, in the last node perhaps one."""
     return [range(first, min(first + 2, nranks)) for first in range(0, nranks, 2)]
 
 
@@ -97,8 +101,8 @@ def _trees_of_nodes(nranks: int, nchannels: int) -> Schedule:
     return hierarchy.wrap(packed_trees.allreduce(_uneven(len(teams)), nchannels), teams)
 
 
-#: Schedules whose channels all do the same; `r2ccl.planning.placement.place` chooses their rails
-#: and weights.
+#: Schedules whose channels all have the same ops and equal shares of the buffer;
+#: `r2ccl.planning.placement.place` chooses their rails and weights.
 RINGS: dict[str, Maker] = {
     "ring": ring.allreduce,
     "ring/allgather": ring.allgather,
@@ -143,7 +147,7 @@ UNEVEN: dict[str, Maker] = {
     "hierarchy/packed_trees": _trees_of_nodes,
 }
 
-#: All schedules, by the name that `CallSpec.algorithm` gives.
+#: All schedules, by their names in `CallSpec.algorithm`.
 SCHEDULES: dict[str, Maker] = RINGS | UNEVEN
 
 __all__ = ["RINGS", "SCHEDULES", "UNEVEN", "Maker"]

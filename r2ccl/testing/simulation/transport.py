@@ -1,6 +1,6 @@
 """`Transport` over a `SimNetwork`, with one-sided writes.
 
-The first poll after an event reports it. Events are reported in order, and none of a path after its
+A poll returns all events since the poll before it, in order. No event of a path follows its
 `Fenced`.
 """
 
@@ -25,15 +25,15 @@ class SimTransport(PreconnectedTransport):
     network : SimNetwork
     rank : int
     on_event : callable
-        Called when a new event waits for the next `poll`, and by `wake`.
+        Called by `wake`, and whenever a new event waits for the next `poll`.
 
     Notes
     -----
-    ``poll`` never sleeps. To detect mistakes of the caller, each poll overwrites the payloads of
-    the poll before it. From the poll after the one that returned a path's `Fenced`, ``isend``,
-    ``irecv`` and ``confirm`` on the path raise InternalError until it is opened again. So do
-    ``open`` of a path that is not fenced, and ``isend`` of a slice that does not have the size of
-    its landing place.
+    ``poll`` never sleeps. To detect mistakes of the caller, each poll overwrites the payloads that
+    the previous poll returned, and these calls raise InternalError: ``isend``, ``irecv`` and
+    ``confirm`` on a path whose `Fenced` was returned by an earlier poll than the last, until the
+    path is opened again; ``open`` of a path that is not fenced; ``isend`` of a cleared slice whose
+    size differs from its landing place.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class SimTransport(PreconnectedTransport):
         return super().register_device(address, nbytes)
 
     def is_open(self, path: PathKey) -> bool:
-        """Return True if `path` is open and has not failed or been fenced."""
+        """Return True if `path` is open and has neither failed nor been fenced."""
         end = self._ends.get(path)
         return end is not None and end.state is EndState.LIVE
 
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: Any, is_replay: bool = False
     ) -> None:
-        """Queue a slice; `token` is the landing place of a cleared slice, None for an eager one."""
+        """Queue a slice for `flush`; `token` is its landing place, None for an eager slice."""
         end = self._live(path)
         if end is None:
             return
@@ -106,7 +106,7 @@ class SimTransport(PreconnectedTransport):
         self._queue(end, message, is_replay)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
-        """Queue the message that announces `region` as landing place of slice ``frame.seq``."""
+        """Announce `region` as landing place of slice ``frame.seq``, at the next `flush`."""
         end = self._live(path)
         if end is not None:
             if ack:
@@ -114,7 +114,7 @@ class SimTransport(PreconnectedTransport):
             self._queue(end, SimMessage(MessageKind.CLEAR, end, frame, region), False)
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
-        """Queue the confirmation of the peer's slices of `channel` below `ack`."""
+        """Confirm the peer's slices of `channel` with numbers below `ack`, at the next `flush`."""
         end = self._live(path)
         if end is not None:
             frame = Frame(channel, 0, ack, 0, 0)
@@ -136,7 +136,7 @@ class SimTransport(PreconnectedTransport):
                 self._network.pump(end)
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Return the events since the last poll, without sleeping."""
+        """Return the events since the last poll, without sleeping, whatever `timeout_s` is."""
         for payload in self._lent:
             payload[:] = b"\xee" * len(payload)
         self._lent.clear()
@@ -152,18 +152,18 @@ class SimTransport(PreconnectedTransport):
         return events
 
     def wake(self) -> None:
-        """Schedule a turn of the rank's data loop."""
+        """Call `on_event`, with which the rank schedules a turn of its data loop."""
         self._on_event()
 
     def fence(self, path: PathKey) -> None:
-        """Start to fence the local end of `path`; `Fenced` follows."""
+        """Start to fence the local end of `path`; `Fenced` follows once it is drained."""
         end = self._ends.get(path)
         if end is not None:
             self._network.note("fence", self._rank, path)
             self._network.fence(end, lambda: self._on_drained(path, end))
 
     def memory_use(self) -> MemoryUse:
-        """Return no memory."""
+        """Return zeros: the network of the simulation needs no memory of its own."""
         return MemoryUse()
 
     def has_unsent(self) -> bool:
@@ -176,7 +176,7 @@ class SimTransport(PreconnectedTransport):
         return end is not None and bool(end.unacked) and (end.is_broken or not end.wire.is_up)
 
     def probe(self, key: ProbeKey) -> None:
-        """Probe a port over the network; report at once if the network has no such way."""
+        """Probe a port; report None at once if the network does not connect the two ports."""
         if key in self._probing:
             return
         if not self._network.has_way(self._rank, key):
@@ -200,7 +200,7 @@ class SimTransport(PreconnectedTransport):
         self._on_event()
 
     def lend(self, view: memoryview) -> memoryview:
-        """Return a copy of a payload, which is valid until the poll after the one returning it."""
+        """Return a copy of a payload; the poll after the one that returns it overwrites it."""
         return memoryview(bytearray(view))
 
     def _on_probed(self, key: ProbeKey, is_answered: bool) -> None:

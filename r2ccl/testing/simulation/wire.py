@@ -1,7 +1,7 @@
 """Parts of a simulated network: virtual clock, messages, wires, connection ends, and cuts.
 
-Apart from the clock these classes only hold state; `r2ccl.testing.simulation.network` changes it.
-Equal seeds and equal calls give equal orders of events.
+The clock runs events. The other classes only hold state, which `r2ccl.testing.simulation.network`
+changes. Equal seeds and equal calls give equal orders of events.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from r2ccl.types import PathKey
 class Timeline:
     """Virtual clock with a queue of scheduled events.
 
-    A call of the object returns the time, as `r2ccl.clock.Clock` requires. The seed decides the
-    order of events scheduled for the same time.
+    Calling the object returns the virtual time in seconds, as `r2ccl.clock.Clock` requires. The
+    seed decides the order of events that are scheduled for the same time.
     """
 
     def __init__(self, seed: int) -> None:
@@ -57,18 +57,25 @@ class Timeline:
 class MessageKind(enum.Enum):
     """Kind of a message; all but CONTROL travel on a path."""
 
+    #: An eager slice.
     EAGER = "eager"
+    #: A cleared slice, written into its landing place.
     WRITE = "write"
+    #: The announcement of a landing place.
     CLEAR = "clear"
+    #: A confirmation of slices.
     CONFIRM = "confirm"
+    #: A frame of a control session.
     CONTROL = "control"
 
 
 class Act(enum.Enum):
     """Action of the network on a message.
 
-    A path is reliable and ordered, so DROP breaks its connection, and DELAY also delays all later
-    messages. CUT breaks the wire. DUPLICATE is only for control messages.
+    A path is reliable and ordered. For a message of a path, DROP therefore breaks the connection,
+    and DELAY also delays all later messages. CUT breaks the wire before the message arrives.
+    A control message is lost with DROP or CUT; only a control message may be delivered twice, with
+    DUPLICATE.
     """
 
     DELIVER = "deliver"
@@ -79,9 +86,9 @@ class Act(enum.Enum):
 
 
 class Fate(msgspec.Struct, frozen=True):
-    """Fate of a message, returned by the `route` hook.
+    """Fate of a message, which the hook `SimNetwork.route` decides.
 
-    `delay_s` is added to the latency of the message (DELAY) or of its copy (DUPLICATE).
+    `delay_s` is added to the latency in seconds of the message (DELAY) or its copy (DUPLICATE).
     """
 
     act: Act
@@ -97,16 +104,17 @@ class Cut(msgspec.Struct, frozen=True):
     Parameters
     ----------
     told : tuple of int
-        Ranks whose end reports `Failed` after one latency; other ranks must detect the failure.
+        Ranks whose end reports `Failed` after one network latency; the other ranks must detect the
+        failure.
     keep : int
         Number of pieces in flight in each direction that still arrive. A piece is half of a cleared
         slice, or another message. Later pieces do not arrive, so an odd number can tear a slice.
     late_s : float
         Seconds from the cut to the arrival of these pieces.
     is_stall : bool
-        True if lost messages wait and continue after a repair, as with TCP. False if the connection
-        is dead, as with verbs; an end with unacknowledged messages then reports the failure after
-        the retry time.
+        True if the messages in flight wait and continue after a repair, as with TCP. False if the
+        connection is lost, as with verbs; an end with unacknowledged messages then reports the
+        failure after `SimNetwork.retry_s`.
     """
 
     told: tuple[int, ...] = ()
@@ -116,7 +124,12 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 class SimMessage:
-    """Message of a simulated network; `number` is its position among all messages."""
+    """Message of a simulated network, sent from `end`.
+
+    `view` is the payload: the sender's memory, for CLEAR the announced landing place, None for
+    CONFIRM and CONTROL. `region` is the landing place of a cleared slice. `number` is the position
+    among all messages of the run, -1 until the message is sent.
+    """
 
     __slots__ = (
         "began_s", "end", "frame", "is_copied", "kind", "nbytes", "number", "region", "view",
@@ -143,7 +156,7 @@ class WirePiece:
     def __init__(self, message: SimMessage, is_last: bool) -> None:
         self.message = message
         self.is_last = is_last
-        #: True if this piece will not arrive; a new piece may replace it.
+        #: True if a cut lost this piece: its scheduled arrival is ignored.
         self.is_lost = False
 
 
@@ -151,11 +164,11 @@ class EndOwner(Protocol):
     """Transport that owns a connection end."""
 
     def report(self, event: Event) -> None:
-        """Add an event for the transport's next poll."""
+        """Add an event that the transport's next poll returns."""
         ...
 
     def lend(self, view: memoryview) -> memoryview:
-        """Return a copy of an eager payload in the transport's memory."""
+        """Return a copy of an eager payload, in memory of the transport."""
         ...
 
 
@@ -163,18 +176,18 @@ class EndState(enum.IntEnum):
     """State of one end of a connection."""
 
     NEW = 0  #: connected, but not taken into use by its transport
-    LIVE = 1
+    LIVE = 1  #: opened by its transport
     FAILED = 2  #: failure reported to its owner; arriving messages are still processed
     DRAINING = 3  #: fence in progress
-    FENCED = 4
+    FENCED = 4  #: fence complete: arriving messages are discarded
 
 
 class Wire:
     """Wire between two ranks on one rail; after a failure a new connection uses the same wire.
 
-    Each bypass has a wire of its own. It either passes through a third rank over the two wires
+    Each bypass has its own wire, which either passes through a third rank over the two wires
     `legs`, or crosses rails between the two `ports`, each a (rank, rail). The wire of a bypass
-    breaks with any of these wires or ports, and is never repaired.
+    breaks if one of these wires or ports breaks, and is never repaired.
     """
 
     __slots__ = ("ends", "is_up", "legs", "pair", "ports", "rail")
@@ -216,13 +229,13 @@ class End:
         self.is_broken = False
         #: True if the connection failed before its transport took this end into use.
         self.is_dead = False
-        #: True once this end's failure after the retry time is scheduled.
+        #: True once it is scheduled that this end fails after the retry time.
         self.is_starving = False
         #: True while a message occupies the wire.
         self.is_busy = False
         #: Earliest time at which the next message may arrive at the other end, to keep the order.
         self.clear_at = 0.0
-        #: Messages that were not flushed, each with its `is_replay`.
+        #: Messages that wait for `flush`, each with its `is_replay`.
         self.queued: list[tuple[SimMessage, bool]] = []
         #: Flushed messages that wait for the wire: cleared slices in `bulk`, all others in `small`.
         self.small: deque[SimMessage] = deque()
@@ -241,7 +254,7 @@ class End:
         self.early: dict[tuple[int, int], int] = {}
 
     def close(self) -> None:
-        """Abandon an end that was never taken into use."""
+        """Close an end that no transport has opened; the other end is notified as by a fence."""
         self._abandon(self)
 
 

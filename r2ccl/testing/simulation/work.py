@@ -31,7 +31,7 @@ from r2ccl.types import CallSignature, Collective
 
 
 class SimTask(NamedTuple):
-    """Plan of one rank for one call."""
+    """Plan of one rank for one call: its schedule, its signature, and this rank's slices."""
 
     schedule: Schedule
     signature: CallSignature
@@ -60,22 +60,22 @@ class SimWork:
             Position in the workload's calls.
         rank : int
         homes : sequence of int
-            Home rails.
+            Numbers of the home rails.
         health : Health
-            The health agreed on for this call.
+            The health on which the ranks agreed for this call.
         """
         spec = self.calls[call]
         make = _planned if spec.is_planned else _chosen
         return make(spec, rank, tuple(homes), self._seen(health), self.config)
 
     def arithmetic(self, task: SimTask) -> tuple[kernels.Reducer, kernels.Divider | None]:
-        """Return the function that reduces slices, and for a mean the one that divides the sum."""
+        """Return the function that reduces slices, and for AVG the one that divides, else None."""
         return kernels.arithmetic(task.signature, self.workload.nranks)
 
     def memory(self, call: int, rank: int, schedule: Schedule) -> tuple[Array, Array]:
-        """Return new input and output arrays of a call; one array for both if it is in place.
+        """Return the input array of `rank` for a call, filled, and a new output array.
 
-        If the call's `schedule` cannot be in place, the arrays are different.
+        Both are the same array if the call is in place and its `schedule` allows that.
         """
         spec = self.calls[call]
         source = data.draw(spec.dtype, spec.count, call, rank).copy()
@@ -83,19 +83,19 @@ class SimWork:
         return source, source if is_in_place else np.empty_like(source)
 
     def result(self, call: int, rank: int, task: SimTask, output: Array) -> tuple[bytes, bytes]:
-        """Return the bytes that `rank` has in its part of the output, and the expected bytes."""
+        """Return the bytes that `rank` has in the defined part of `output`, and those expected."""
         spec = self.calls[call]
         found = output[data.part(task.schedule, rank, spec.count, spec.sizes)].tobytes()
         wanted = data.expected(task.schedule, spec.dtype, spec.count, call, spec.op, spec.sizes)
         return found, wanted[rank]
 
     def busy_s(self, rank: int) -> float:
-        """Return the seconds that `rank` computes before each call."""
+        """Return the time in seconds for which `rank` computes before each call."""
         busy = self.workload.busy_ms
         return busy[rank % len(busy)] / 1e3 if busy else 0.0
 
     def _seen(self, health: Health) -> Health:
-        """Return `health` reduced by the workload's slow rails."""
+        """Return `health` with the shares of the workload's slow rails reduced to theirs."""
         slow = self.workload.slow
         worst = [each._replace(share=min(each.share, health.share(*each[:2]))) for each in slow]
         return health.changed(worst) if worst else health
@@ -105,7 +105,7 @@ class SimWork:
 def _chosen(
     spec: CallSpec, rank: int, homes: tuple[int, ...], health: Health, config: Config
 ) -> SimTask:
-    """Place the schedule that the call names, which does not depend on the health."""
+    """Plan a call with the schedule that it names; `health` only affects the placement."""
     schedule = _schedule(spec.algorithm, health.nranks, spec.channels)
     if spec.algorithm in RINGS:
         placement = place(schedule.nchannels, homes, health)
@@ -133,7 +133,7 @@ def _chosen(
 def _planned(
     spec: CallSpec, rank: int, homes: tuple[int, ...], health: Health, config: Config
 ) -> SimTask:
-    """Let the planner make the call's schedule for `health`."""
+    """Plan an allreduce with the schedule that the planner makes for `health`."""
     config = msgspec.structs.replace(config, algo=spec.algorithm)
     fabric = Fabric(homes, health.nrails)
     code = data.CODES[spec.dtype]
