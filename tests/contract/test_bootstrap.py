@@ -323,7 +323,7 @@ def test_a_message_that_is_too_long_is_refused_in_the_call(
     long = Text("x" * MAX_FRAME_NBYTES)
     plane = job.planes[0]
     for send in (lambda: plane.send(1, long), lambda: plane.broadcast(long)):
-        with pytest.raises(InvalidArgument, match=r"control message Text of .* at most"):
+        with pytest.raises(InvalidArgument, match=r"control message Text has .* at most"):
             send()
     plane.send(1, Text("after"))
     job.seen[1].wait_for(lambda: job.seen[1].messages == [(0, Text("after"))])
