@@ -120,7 +120,7 @@ class Secret:
 
 
 class Purpose(enum.IntEnum):
-    """Purpose of a connection."""
+    """Purpose of a connection, which its dialer claims."""
 
     CONTROL = 1
     DATA = 2

@@ -226,12 +226,12 @@ class Branch:
             await self._miss_parent(exc)
 
     async def _reach_parent(self, secret: Secret, address: wire.Address) -> socket.socket:
-        """Connect to the parent, which has listened since before its `Hello`; retry until it works.
+        """Connect to the parent; retry until it works.
 
         Raises
         ------
         ConnectionRefusedError
-            If the parent has ended.
+            If the parent has ended: it listens since before it sent its `Hello`.
         """
         claim = Claim(Purpose.RENDEZVOUS, self._communicator_id, self._rank, self._parent)
         pause = _FIRST_PAUSE_S

@@ -594,7 +594,7 @@ class ControlPlane:
     def _check(self, peer: int) -> None:
         if peer not in self._everyone:
             raise InvalidArgument(
-                f"rank {self.rank}: peer {peer} was given; it must be a rank of 0 to "
+                f"rank {self.rank}: peer {peer} was given; it must be a rank from 0 to "
                 f"{self.nranks - 1} other than {self.rank}"
             )
 

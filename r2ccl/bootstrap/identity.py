@@ -84,7 +84,10 @@ def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identi
     if given:
         missing = sorted(set(_ENV_VARIABLES) - set(given))
         if missing:
-            raise InvalidArgument(f"{given} are set but {missing} are not; {_WAYS}")
+            raise InvalidArgument(
+                f"the rank of this process is not defined completely (set: {', '.join(given)}; "
+                f"missing: {', '.join(missing)}); {_WAYS}"
+            )
         return _from_env(config, env)
     if launchers.is_launched(env):
         return _from_mpi(config, _comm_world(env))
@@ -183,7 +186,9 @@ def _outbound_address() -> str:
 def _from_env(config: Config, env: Mapping[str, str]) -> Identity:
     rank, nranks = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     if not 0 <= rank < nranks:
-        raise InvalidArgument(f"RANK={rank} with WORLD_SIZE={nranks}; allowed is 0 ... nranks - 1")
+        raise InvalidArgument(
+            f"RANK={rank} with WORLD_SIZE={nranks}; allowed is 0 to WORLD_SIZE - 1"
+        )
     address = env["MASTER_ADDR"]
     port = config.port or _number(env, "MASTER_PORT", instead="R2CC_PORT") + 1
     if not 0 < port < 65536:

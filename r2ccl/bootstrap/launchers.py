@@ -90,8 +90,8 @@ def require_company(nranks: int, library: str, env: Mapping[str, str]) -> None:
     quoted = "; ".join(claim.told for claim in odd)
     if len(odd) < len(claims(env)):
         logger.warning(
-            "this job has one rank, but an MPI launcher reports more (%s); if those ranks are to "
-            "form one job, start them only with the launcher of mpi4py's MPI (%s)",
+            "this job has one rank, but an MPI launcher reports more (%s); if those ranks "
+            "belong to one job, start them only with the launcher of mpi4py's MPI (%s)",
             quoted, library,
         )  # fmt: skip
         return

@@ -22,7 +22,7 @@ MAX_MESSAGE_NBYTES = MAX_BODY_NBYTES - 128
 
 
 class PeerInfo(msgspec.Struct, frozen=True):
-    """Host, process and addresses of one rank; equal on all ranks.
+    """Host, process and addresses of one rank; all ranks have equal copies.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
     failed_nics : str
         NICs that this rank declares failed (``R2CC_FAILED_NICS``).
     excluded : tuple of int
-        Rails of this rank that are excluded already; only after a shrink.
+        Rails of this rank that were excluded before; empty except after a shrink.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
 
     @property
     def nics(self) -> tuple[str, ...]:
-        """Name of the NIC of each rail."""
+        """Names of the NICs of all rails, in the order of the rails."""
         return (*self.interfaces, *self.hcas)
 
     @property

@@ -142,7 +142,7 @@ class Paths:
     def dial(self, key: PathKey, epoch: int, on_failed: Callable[[str], None] | None) -> None:
         """Dial path `key` until it succeeds or `cancel` is called; replaces an earlier dial.
 
-        `on_failed` is called with the reason after each failed attempt; None if nobody needs it.
+        `on_failed`, unless None, is called with the reason after each failed attempt.
         """
         self._stop_dial(key)
         entry = _Dial(epoch, on_failed)

@@ -171,9 +171,9 @@ class _Member:
             pause = min(2 * pause, _MAX_PAUSE_S)
         raise TransportTimeout(
             f"rank {self._hello.rank}: rank 0 was not reached at {self._where()} within "
-            f"{self._timeout_s:g} s (last attempt: {self._last_failure}): check that it is running "
-            "and that MASTER_ADDR, the port and the secret are the same on all ranks, or raise "
-            "R2CC_INIT_TIMEOUT_S to wait longer",
+            f"{self._timeout_s:g} s (last attempt: {self._last_failure}): check that rank 0 is "
+            "running and that MASTER_ADDR, the port and the secret are the same on all ranks, or "
+            "raise R2CC_INIT_TIMEOUT_S to wait longer",
             rank=self._hello.rank,
             peer=0,
         )

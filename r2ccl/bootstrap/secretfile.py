@@ -26,7 +26,7 @@ class SecretSource(Protocol):
     """Source of the secret of a job."""
 
     def current(self) -> Secret | None:
-        """Return the secret, or None if it is not available yet; call again later then."""
+        """Return the secret; None if it is not available yet, and must be asked for again."""
 
     def publish(self) -> None:
         """Make the secret available to the other ranks; rank 0 calls it when it owns the port."""

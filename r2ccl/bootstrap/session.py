@@ -71,7 +71,7 @@ class SessionFrame(NamedTuple):
     body: bytes
 
     def pack(self) -> bytes:
-        """Return the wire form, which begins with its length."""
+        """Return the encoded frame, which begins with its length."""
         kind = _DATA if self.seq else _HEARTBEAT
         nbytes = _HEADER.size + len(self.body)
         return _HEADER.pack(nbytes, PROTOCOL_VERSION, kind, self.seq, self.ack) + self.body

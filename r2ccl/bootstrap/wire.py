@@ -394,7 +394,7 @@ class MessageReader:
 
 
 def limit_silence(sock: socket.socket, timeout_s: float) -> None:
-    """Make the kernel close a TCP connection if the remote kernel is silent for `timeout_s` s.
+    """Make the kernel close a connection whose remote kernel is silent for `timeout_s` seconds.
 
     On an idle connection the kernel sends a keepalive every second, which the remote kernel answers
     even if its process is stopped. If the remote process does not read for `timeout_s` while its

@@ -21,8 +21,8 @@ with ``isend`` on the same path; the payload lands in the region itself.
 
 Invariants:
 
-- After `Fenced` no byte of the old path reaches memory named on that path, and the transport no
-  longer reads any ``isend`` view of that path.
+- After `Fenced` no byte of the old path reaches a landing place that was announced on it, and the
+  transport no longer reads any view that ``isend`` was given on it.
 - A slice that the transport confirmed on its own is in the receiver's kernel and still reaches its
   landing place, even if the path is fenced.
 - Cleared slices of one path arrive in the order of their ``isend`` calls, and so do eager slices.
@@ -49,7 +49,7 @@ from r2ccl.types import PathKey, ProbeKey
 class Frame(msgspec.Struct, gc=False):
     """Header of a slice, or of the announcement of a landing place for it.
 
-    ``seq`` is the number of the slice on its link, which ``channel`` and the two ranks determine.
+    ``channel`` and the two ranks determine the link; ``seq`` is the number of the slice on it.
     ``ack`` is a confirmation for the link in the opposite direction: the sender of this header has
     consumed every slice of that link with a number below ``ack``. ``op`` is the number of the
     collective within the communicator; ``signature`` is its packed `CallSignature`, which must be
@@ -163,7 +163,7 @@ class RailChanged(msgspec.Struct, gc=False):
 
 
 class Fenced(msgspec.Struct, gc=False):
-    """Event: a call of ``fence`` is complete.
+    """Event: the fence of ``path`` is complete.
 
     From now on no byte of the old path reaches memory, and the transport reads no view that
     ``isend`` was given on the path.
@@ -441,7 +441,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Close every path and free all resources. No method but `wake` may be called after it."""
+        """Close every path and free all resources; `wake` may still be called afterwards."""
         ...
 
 

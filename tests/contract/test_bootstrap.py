@@ -306,7 +306,7 @@ def test_what_was_asked_before_start_happens_then() -> None:
 @pytest.mark.parametrize("peer", [0, 2, -1])
 def test_a_wrong_peer_is_refused(start_job: Callable[..., Job], peer: int) -> None:
     job = start_job(2)
-    with pytest.raises(InvalidArgument, match="must be a rank of 0 to"):
+    with pytest.raises(InvalidArgument, match="must be a rank from 0 to"):
         job.planes[0].send(peer, Text("x"))
 
 

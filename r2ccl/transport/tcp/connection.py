@@ -91,7 +91,7 @@ class Connection:
         self.target: memoryview | None = None
         self.frame: Frame | None = None
         self.place: NamedPlace | None = None
-        #: Landing places named on the path, by channel and number of the slice.
+        #: Landing places announced on the path, by channel and number of the slice.
         self.places: dict[tuple[int, int], NamedPlace] = {}
         #: Send queues in order of priority: small frames, replays, other cleared slices.
         self.small: deque[bytes | memoryview] = deque()
@@ -107,7 +107,10 @@ class Connection:
         self.is_dirty = False
 
     def ask(self, frame: Frame, region: memoryview, ack: int) -> None:
-        """Queue a clear-to-send frame that announces `region` for slice ``frame.seq``."""
+        """Queue a clear-to-send frame that announces `region` for slice ``frame.seq``.
+
+        `ack` is the parameter of `Transport.irecv`.
+        """
         self.places[frame.channel, frame.seq] = NamedPlace(region, ack)
         self.small.append(pack(CLEAR, frame, len(region)))
 

@@ -296,9 +296,8 @@ class RdmaDevice:
     def is_of_other_port(self, is_up: bool) -> bool:
         """Return True if a port event is of another port of the NIC, not of this one.
 
-        pyverbs does not give the port of an event. So this port is assumed to be the one if it is
-        now in the state that the event reports, if the NIC has one port, or if it cannot be
-        queried.
+        pyverbs does not give the port of an event. So the event is taken to be of this port if the
+        port is now in the reported state or cannot be queried, or if the NIC has only one port.
 
         Parameters
         ----------
@@ -314,7 +313,7 @@ class RdmaDevice:
             return False
 
     def refresh(self) -> None:
-        """Determine index and GID of the port again if it had an event, which may change them.
+        """Determine GID and GID index of the port again if an event may have changed them.
 
         Raises
         ------
@@ -434,7 +433,7 @@ def room(name: str) -> int:
 
 @contextmanager
 def _openable(name: str) -> Iterator[None]:
-    """Raise a TransportError that names the NIC in place of a `PyverbsError` while it is opened."""
+    """Replace a `PyverbsError` in the block by a `TransportError` that names the NIC."""
     try:
         yield
     except PyverbsError as exc:

@@ -76,12 +76,12 @@ class DmabufRegistrar(Protocol):
 
 
 class DeviceMemoryRoute(msgspec.Struct, frozen=True):
-    """Method by which NICs reach a device allocation.
+    """Method by which NICs access a device allocation.
 
     Parameters
     ----------
     method : str
-        ``"dmabuf"`` or ``"peermem"``; ``"staging"`` if the NICs cannot reach the allocation.
+        ``"dmabuf"`` or ``"peermem"``; ``"staging"`` if the NICs cannot access the allocation.
     reasons : tuple of str
         Why each method that is tried before this one failed.
     """
@@ -212,7 +212,9 @@ class DeviceMemory:
     def register(
         self, registrars: Sequence[Registrar], allocation: Allocation
     ) -> tuple[MemoryRegion, ...]:
-        """Register `allocation` with every NIC, by the best method that works on all of them.
+        """Register `allocation` with every NIC, by the first method that works on all of them.
+
+        The methods are dma-buf and nvidia_peermem, in this order.
 
         Raises
         ------

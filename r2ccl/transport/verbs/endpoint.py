@@ -39,10 +39,10 @@ class EndpointState(enum.Enum):
 
 
 class LandingPlace:
-    """Announced landing place.
+    """Landing place that was announced to the peer.
 
-    Its slice will have the header ``frame`` and belongs into ``region``. The NIC writes it to
-    ``reach``: to ``region`` itself, or to a staging buffer.
+    ``frame`` is the header of the expected slice, ``region`` its destination. ``reach`` is the
+    memory that the NIC writes: ``region`` itself, or a staging buffer that is copied to it.
     """
 
     __slots__ = ("frame", "reach", "region")

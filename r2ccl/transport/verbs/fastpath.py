@@ -170,7 +170,7 @@ def _post(function: int, qp: int, wr: int, bad_wr: int) -> int:
 
 
 class Poller:
-    """Poller of one completion queue by compiled code.
+    """Poller of one completion queue, in compiled code.
 
     Parameters
     ----------
@@ -202,7 +202,7 @@ class Poller:
 
 
 class Poster:
-    """Poster of requests to one queue pair by compiled code.
+    """Poster of requests to one queue pair, in compiled code.
 
     Parameters
     ----------
@@ -239,7 +239,7 @@ class Poster:
         self._receives["next"][:-1] = following
 
     def number_receives(self, wr_id: int) -> None:
-        """Set the wr_id of all receive requests posted from now on; it is 0 before."""
+        """Set the wr_id of all receive requests posted from now on; the initial value is 0."""
         self._receives["wr_id"] = wr_id
 
     def write(

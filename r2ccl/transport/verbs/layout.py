@@ -33,7 +33,7 @@ Fields = dict[str, int]
 
 
 def _layout(nbytes: int, **fields: tuple[int, str]) -> np.dtype[Any]:
-    """Return the type of a record of `nbytes` bytes with fields name = (offset, format)."""
+    """Return the dtype of a record of `nbytes` bytes with fields given as name=(offset, format)."""
     return np.dtype(
         {
             "names": list(fields),

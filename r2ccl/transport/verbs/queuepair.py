@@ -246,7 +246,7 @@ class QueuePair:
         self._remote = remote
 
     def hello(self) -> None:
-        """Post an RDMA write of 0 bytes; its completion proves the connection in both directions.
+        """Post an RDMA write of 0 bytes; if it succeeds, the connection works in both directions.
 
         Raises
         ------
@@ -268,9 +268,9 @@ class QueuePair:
         return self.posted - self.retired < NSENDS - 1
 
     def write_message(self, header: bytearray, payload: bytes | memoryview) -> bool:
-        """Post a message, whose memory may be changed afterwards.
+        """Copy a message and post its write to the peer's ring.
 
-        Return False and post nothing if the send queue or the peer's ring has no room.
+        Return False and do nothing if the send queue or the ring has no room.
 
         Raises
         ------

@@ -381,8 +381,8 @@ class RegistrationCache:
                 raise TransportError(
                     f"cannot register {allocation.nbytes} bytes: {self.stats.nbytes} bytes are "
                     f"registered and in use, and R2CC_REGISTRATION_LIMIT_NBYTES allows "
-                    f"{self._limit_nbytes}: raise it and, if needed, the limit of locked memory "
-                    f"({locked_memory_limit()}), or close registrations that are no longer needed",
+                    f"{self._limit_nbytes}: raise this limit and, if needed, the limit of locked "
+                    f"memory ({locked_memory_limit()}), or close registrations that are not needed",
                     status="REGISTRATION_LIMIT",
                 )
 

@@ -125,7 +125,7 @@ class Staging:
     def release(self, reach: Reach) -> None:
         """Unpin the memory of `reach`; no work request may use it any more.
 
-        Its staging buffer, if any, is used again.
+        Its staging buffer, if any, may be used for another slice.
         """
         reach.registration.unpin()
         if reach.buffer is not None:

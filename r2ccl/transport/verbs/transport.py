@@ -548,7 +548,7 @@ class VerbsTransport:
                 self._fail(
                     end,
                     "EBADMSG",
-                    f"a slice arrived for landing place {value}, which was not named",
+                    f"a slice arrived for landing place {value}, which was not announced",
                 )
                 return
             end.numbers.append(value)
