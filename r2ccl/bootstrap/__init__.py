@@ -1,4 +1,4 @@
-"""Rendezvous, authentication and the control plane: how ranks find, trust and reach each other.
+"""Rendezvous, authentication and control plane: how ranks find and authenticate each other.
 
 The data plane calls `connect` and uses the `r2ccl.bootstrap.control.ControlPlane` that it returns.
 Users call `r2ccl.bootstrap.launch.launch`. Outside this package only transports open connections to

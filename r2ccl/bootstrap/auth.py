@@ -49,7 +49,10 @@ ANSWER_NBYTES = _MAC_NBYTES
 
 
 class HandshakeRejected(R2cclError):
-    """Failed or refused handshake; `reason` is a short, fixed text that can key a counter."""
+    """Error: a handshake failed, or the other side refused the connection.
+
+    ``reason`` is a short, fixed text, by which rejections are counted.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -117,7 +120,7 @@ class Secret:
 
 
 class Purpose(enum.IntEnum):
-    """Purpose of a connection."""
+    """Purpose of a connection, which its dialer claims."""
 
     CONTROL = 1
     DATA = 2
@@ -129,12 +132,12 @@ class Purpose(enum.IntEnum):
 
 
 class Claim(NamedTuple):
-    """Dialer's description of its connection; can be trusted once its proof is verified.
+    """Dialer's description of its connection, which can be trusted after `Acceptor.verify`.
 
     ``src`` and ``dst`` are the ranks of dialer and acceptor. ``rail`` and ``epoch`` identify the
-    path of a DATA connection; ``beyond`` is the rank to which a FORWARD connection is forwarded.
-    They are 0 otherwise. ``communicator`` is the communicator's id of 16 bytes, zeros until the
-    rendezvous has chosen it.
+    path of a DATA connection, and are 0 for other purposes. ``beyond`` is the rank to which a
+    FORWARD connection is forwarded, else 0. ``communicator`` is the communicator's id of 16 bytes;
+    all are zero until the rendezvous has chosen it.
     """
 
     purpose: Purpose
@@ -146,14 +149,14 @@ class Claim(NamedTuple):
     beyond: int = 0
 
     def pack(self) -> bytes:
-        """Return the wire form, which has a fixed size."""
+        """Return the encoded claim, which has a fixed size."""
         return _CLAIM.pack(
             self.purpose, self.src, self.dst, self.rail, self.epoch, self.beyond, self.communicator
         )
 
     @classmethod
     def unpack(cls, packed: bytes) -> Claim:
-        """Return the claim that `pack` packed. Only for bytes whose proof was verified.
+        """Return the claim that `pack` encoded; call it only after the proof was verified.
 
         Raises
         ------
@@ -171,7 +174,8 @@ class Claim(NamedTuple):
 class Dialer:
     """Connecting side of a handshake.
 
-    Send `opening`, pass the answer to `prove`, send its result, pass the answer to `confirm`.
+    Send `opening`; pass the acceptor's opening to `prove` and send the result; pass the acceptor's
+    answer to `confirm`.
 
     Parameters
     ----------
@@ -197,7 +201,7 @@ class Dialer:
         return self._opening
 
     def prove(self, opening: bytes) -> bytes:
-        """Return the claim and its proof, the reply to the acceptor's `opening`.
+        """Return the claim and its proof, to be sent in reply to the acceptor's `opening`.
 
         Raises
         ------
@@ -211,7 +215,7 @@ class Dialer:
         return self._claim + proof
 
     def confirm(self, answer: bytes) -> None:
-        """Check the acceptor's proof; the connection may be used afterwards.
+        """Check the acceptor's `answer`; the connection may be used if this does not raise.
 
         Raises
         ------
@@ -227,8 +231,8 @@ class Dialer:
 class Acceptor:
     """Listening side of a handshake.
 
-    Pass the first message to `challenge`, send its result, pass the reply to `verify`, send
-    `answer`.
+    Pass the dialer's opening to `challenge` and send the result; pass the dialer's claim and proof
+    to `verify`; send `answer` to accept the connection.
 
     Parameters
     ----------
@@ -249,7 +253,7 @@ class Acceptor:
         self._answer = b""
 
     def challenge(self, opening: bytes) -> bytes:
-        """Return this side's opening, the reply to the dialer's.
+        """Return this side's opening, to be sent in reply to the dialer's `opening`.
 
         Raises
         ------
@@ -261,7 +265,7 @@ class Acceptor:
         return self._opening
 
     def verify(self, message: bytes) -> Claim:
-        """Check the dialer's proof and return its claim, which is read only after the check.
+        """Check the proof in the dialer's second message, then decode and return its claim.
 
         Raises
         ------
@@ -278,7 +282,7 @@ class Acceptor:
         return Claim.unpack(claim)
 
     def answer(self) -> bytes:
-        """Return the last message: this side's proof, sent only to accept the connection."""
+        """Return the last message, this side's proof; sending it accepts the connection."""
         if not self._answer:
             raise InternalError("answer() before verify()")
         return self._answer

@@ -24,10 +24,10 @@ class Post(Protocol):
     neighbors: frozenset[int]
 
     def send(self, peer: int, message: object) -> None:
-        """Queue `message` for `peer`; over a session it arrives exactly once, in the order sent.
+        """Queue `message` for `peer`.
 
-        Without a session with `peer` it passes through other ranks, and is lost if one of them is
-        lost meanwhile.
+        If this rank has a session with `peer`, the message arrives exactly once, in the order sent.
+        Otherwise it passes through other ranks, and is lost if one of them is lost meanwhile.
         """
         ...
 
@@ -36,12 +36,15 @@ class Post(Protocol):
         ...
 
     def gossip(self, message: object, source: int = -1) -> None:
-        """Queue `message` for every neighbor in the overlay network except `source`."""
+        """Queue `message` for every rank in ``neighbors`` except `source`; -1 excludes none."""
         ...
 
 
 class ControlPort(Post, Protocol):
-    """Control plane that also connects paths; new connections go to the handler's ``on_path``."""
+    """Control plane that also connects paths.
+
+    Each new connection is passed to `ControlHandler.on_path`.
+    """
 
     def open_session(self, peer: int) -> None:
         """Connect a session with `peer`, over which messages to it are sent from now on.
@@ -51,11 +54,14 @@ class ControlPort(Post, Protocol):
         ...
 
     def accept_path(self, peer: int, rail: int, epoch: int) -> None:
-        """Accept one data connection with exactly this (peer, rail, epoch); for the higher rank."""
+        """Accept one data connection with exactly this (peer, rail, epoch).
+
+        To be called by the higher of the two ranks.
+        """
         ...
 
     def dial_path(self, peer: int, rail: int, epoch: int) -> None:
-        """Connect the path to `peer` on `rail`; for the lower rank.
+        """Connect the path to `peer` on `rail`; to be called by the lower of the two ranks.
 
         Retries until it succeeds or `cancel_path` is called.
         """
@@ -64,7 +70,7 @@ class ControlPort(Post, Protocol):
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
         """Connect to `peer`, as its path of rail `BYPASS`, by the first of `ways` that works.
 
-        For the lower rank. Each way is tried once.
+        To be called by the lower of the two ranks. Each way is tried once.
         """
         ...
 
@@ -73,11 +79,14 @@ class ControlPort(Post, Protocol):
         ...
 
     def kick(self, rail: int) -> None:
-        """Dial the pending paths of `rail` now, without waiting for their next retry."""
+        """Try to connect the pending paths of `rail` now, without waiting for their next retry."""
         ...
 
     def obstacles(self, peer: int) -> list[str]:
-        """Return the reasons known here why paths to `peer` are not connected; any thread."""
+        """Return the reasons known to this rank why paths to `peer` are not connected.
+
+        Any thread may call this.
+        """
         ...
 
 

@@ -1,9 +1,10 @@
 """Second round of the rendezvous on a rank other than 0: its parent and its children in the tree.
 
 The tree is the binomial tree of `r2ccl.bootstrap.overlay`. A rank sends the addresses of its part
-of the tree to its parent, receives the addresses of all ranks from it, and sends these to its
-children. So rank 0 exchanges addresses with log2(n) ranks only. Each rank's connection to rank 0
-stays open meanwhile: rank 0 notices by it that a rank ends, and reports errors over it.
+of the tree to its parent, receives the addresses of all ranks from its parent, and sends these to
+its children. So rank 0 exchanges addresses with log2(n) ranks only. Each rank's connection to rank
+0 stays open meanwhile: its end shows rank 0 that the rank has ended, and rank 0 reports errors over
+it.
 
 Runs in the control thread. Invariant: bytes of a child are decoded only after both ends have proved
 that they know the secret, and the claim names this communicator, this rank and a child of it.
@@ -40,7 +41,7 @@ _MAX_PAUSE_S = 0.5
 
 
 class Branch:
-    """Connections of a rank to its parent and its children until it has the addresses of all ranks.
+    """Connections of a rank to its parent and its children in the tree, during the rendezvous.
 
     Parameters
     ----------
@@ -124,7 +125,10 @@ class Branch:
         return expect(Table, body).peers()
 
     def account(self) -> str:
-        """Return what this rank waits for, as a clause; empty if it is rank 0 or the table."""
+        """Return what this rank waits for, as a clause for an error message.
+
+        Empty if it waits for rank 0 only, or for the addresses of all ranks.
+        """
         if self._awaited and self._communicator_id:
             return f"waits for the addresses of ranks {sorted(self._awaited)}"
         if self._obstacle and not self._has_passed_up:
@@ -151,7 +155,7 @@ class Branch:
     def _on_leader_end(self, exc: OSError) -> None:
         """Handle the end of the connection to rank 0, which has failed or has finished.
 
-        It finishes only once it has the addresses of this rank and has sent its children the table.
+        Rank 0 finishes only when it has this rank's addresses and has sent its children the table.
         """
         self._is_leader_gone = True
         if self._parent == 0 or not self._has_passed_up:
@@ -191,7 +195,7 @@ class Branch:
     async def _tell_children(self, body: bytes) -> None:
         """Send `body` to all children within `_SEND_S`.
 
-        A child that it does not reach fails when this rank closes the connection.
+        A child that does not receive `body` fails when this rank closes the connection.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SEND_S):
@@ -200,7 +204,10 @@ class Branch:
     # -- parent -----------------------------------------------------------------------------
 
     async def _climb(self, own: PeerInfo, secret: Secret, address: wire.Address) -> None:
-        """Send the addresses of this part of the tree up, and wait for those of all ranks."""
+        """Send the addresses of this part of the tree to the parent; wait for those of all ranks.
+
+        The children send their parts first.
+        """
         if self._awaited:
             await self._is_collected.wait()
         if self._fault:
@@ -219,12 +226,12 @@ class Branch:
             await self._miss_parent(exc)
 
     async def _reach_parent(self, secret: Secret, address: wire.Address) -> socket.socket:
-        """Connect to the parent, which has listened since before its `Hello`.
+        """Connect to the parent; retry until it works.
 
         Raises
         ------
         ConnectionRefusedError
-            If the parent has ended.
+            If the parent has ended: it listens since before it sent its `Hello`.
         """
         claim = Claim(Purpose.RENDEZVOUS, self._communicator_id, self._rank, self._parent)
         pause = _FIRST_PAUSE_S

@@ -99,9 +99,9 @@ async def dial(
     ways: Sequence[BypassWay],
     room: asyncio.Semaphore,
 ) -> socket.socket:
-    """Connect to ``key.peer`` by the first of `ways` that works; return the socket.
+    """Connect to ``key.peer`` by the first of `ways` that works; return the authenticated socket.
 
-    Each attempt holds the semaphore `room`, which bounds the attempts of this rank.
+    `room` bounds the number of attempts that this rank makes at a time, for all bypasses together.
 
     Raises
     ------
@@ -127,7 +127,7 @@ async def dial(
 
 
 class Forwarder:
-    """Forwards connections between other ranks.
+    """Forwarder of bypasses: copies bytes between connections of two other ranks.
 
     Parameters
     ----------

@@ -60,21 +60,22 @@ class ControlHandler(Protocol):
     """
 
     def on_message(self, peer: int, message: object) -> None:
-        """Handle a message from `peer`: each once and, over a session, in the order sent.
+        """Handle a message from `peer`; each arrives once and, over a session, in the order sent.
 
         `message` has one of the registered types, or is `Goodbye` when a peer that this rank has a
         session with closes normally.
         """
 
     def on_path(self, peer: int, rail: int, epoch: int, sock: socket.socket) -> None:
-        """Take ownership of a data socket: connected, authenticated, non-blocking, TCP_NODELAY.
+        """Take ownership of the socket of a new path.
 
-        Called on both ends, once per successful `accept_path`, `dial_path` or `dial_bypass`. The
-        handshake was read completely; the first byte to read is from the peer's transport.
+        It is connected, authenticated and non-blocking, with TCP_NODELAY; the first byte to read is
+        from the peer's transport. Called at both ends, once per successful `accept_path`,
+        `dial_path` or `dial_bypass`.
         """
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
-        """Handle the loss of `peer`: called once per peer, and the last callback about that peer.
+        """Handle the loss of `peer`; called at most once per peer, as the last callback about it.
 
         Parameters
         ----------
@@ -82,8 +83,8 @@ class ControlHandler(Protocol):
         why : str
             Evidence of the loss.
         last_heard_s : float or None
-            Seconds from the last sign of life of `peer` to the loss, at the rank that found the
-            loss. None if all ranks that have a session with `peer` are lost.
+            Seconds between the last sign of life of `peer` and the finding of its loss, at the rank
+            that found it. None if all ranks that have a session with `peer` are lost.
         """
 
     def on_tick(self, now: float) -> None:
@@ -97,8 +98,8 @@ class ControlPlane:
     """Control sessions, messages to all other ranks, data sockets, and liveness of peers.
 
     Made by `r2ccl.bootstrap.connect`. All methods except `close` may be called from any thread and
-    return without blocking. Calls before `start` take effect at `start`. Callbacks (`on_failed`,
-    `fn`) run in the control thread.
+    return without blocking. Calls before `start` take effect at `start`. The callbacks that methods
+    take (`on_failed`, `fn`) run in the control thread.
 
     Parameters
     ----------
@@ -203,7 +204,13 @@ class ControlPlane:
     # -- life -------------------------------------------------------------------------------
 
     def start(self, handler: ControlHandler) -> None:
-        """Connect sessions, accept connections and start the ticks. Call once."""
+        """Connect the sessions, accept connections, and call `handler` from now on. Call it once.
+
+        Raises
+        ------
+        InternalError
+            If it was called before.
+        """
         if self._handler is not None:
             raise InternalError(f"rank {self.rank}: the control plane was started before")
         self._handler = handler
@@ -218,8 +225,8 @@ class ControlPlane:
         Parameters
         ----------
         deadline_s : float
-            Longest wait for the peers, in seconds. 0: send no Goodbye; the peers then report this
-            rank as lost.
+            Longest wait for the acknowledgments, in seconds. 0: send no Goodbye; the peers then
+            report this rank as lost.
         """
         with self._close_lock:
             if self._is_closing:
@@ -231,7 +238,7 @@ class ControlPlane:
                 self._loop.close(_STOP_S)
 
     def descriptors(self) -> list[int]:
-        """Return the descriptors in use; no other thread may run, as in the child of a fork."""
+        """Return the open file descriptors; only a forked child may call this."""
         held = (sock.fileno() for sock in self._probe_sockets)
         return [*self._loop.descriptors(), *self._listener.descriptors(), *held]
 
@@ -259,7 +266,8 @@ class ControlPlane:
             except TimeoutError:
                 silent = [r for r, peer in self._sessions.items() if not peer.is_settled.is_set()]
                 logger.warning(
-                    "rank %d: ranks %s did not acknowledge close() within %.1f s",
+                    "rank %d: ranks %s did not acknowledge close() within %.1f s; they may report "
+                    "this rank as lost",
                     self.rank,
                     silent,
                     deadline_s,
@@ -288,10 +296,10 @@ class ControlPlane:
     # -- messages ---------------------------------------------------------------------------
 
     def send(self, peer: int, message: object) -> None:
-        """Queue `message` for `peer`; it is encoded before this returns and may be changed after.
+        """Queue `message` for `peer`; `message` is encoded now and may be changed afterwards.
 
-        Without a session with `peer`, the message passes through neighbors. A message to a peer
-        that is lost or has left, or after `close`, is dropped.
+        If this rank has no session with `peer`, the message passes through other ranks. It is
+        dropped if `peer` is lost or has left, or if `close` was called.
 
         Raises
         ------
@@ -303,7 +311,7 @@ class ControlPlane:
         self._do(functools.partial(self._send, peer, self._codec.encode(message)))
 
     def gossip(self, message: object, source: int = -1) -> None:
-        """Queue `message` for every neighbor except `source`.
+        """Queue `message` for every rank in ``neighbors`` except `source`; -1 excludes none.
 
         If each rank that learns something new this way passes it on, all ranks learn it.
         """
@@ -317,20 +325,24 @@ class ControlPlane:
         self._do(functools.partial(self._broadcast, self._codec.encode(message)))
 
     def tell_contacts(self, message: object) -> None:
-        """Queue `message` for every rank, except neighbors, that this rank has a session with.
+        """Queue `message` for every rank with which this rank has a session, except neighbors.
 
-        After a `broadcast` of the last message before `close`: over such a session `Goodbye` may
-        arrive before the broadcast does, and the broadcasts of a rank that has left are dropped.
+        Call it after the last `broadcast` before `close`, with the same message. Otherwise
+        `Goodbye` may reach these ranks, over the session, before the broadcast does, and ranks drop
+        broadcasts of a rank that has left.
         """
         self._do(functools.partial(self._tell_contacts, self._codec.encode(message)))
 
     def open_session(self, peer: int) -> None:
-        """Connect a session with `peer`, which must do the same: the lower rank dials."""
+        """Connect a session with `peer`, which must call this, too; the lower rank dials.
+
+        Does nothing if there is a session already.
+        """
         self._check(peer)
         self._do(functools.partial(self._open_session, peer))
 
     def last_heard(self, peer: int) -> float | None:
-        """Return the time (`r2ccl.clock.monotonic`) of the last sign of life from `peer`.
+        """Return the time of the last sign of life from `peer`, by the control plane's clock.
 
         None if this rank has no session with `peer`.
         """
@@ -345,10 +357,11 @@ class ControlPlane:
     # -- paths ------------------------------------------------------------------------------
 
     def accept_path(self, peer: int, rail: int, epoch: int) -> None:
-        """Accept one data connection with exactly this (peer, rail, epoch); for the higher rank.
+        """Accept one data connection with exactly this (peer, rail, epoch).
 
-        Replaces an earlier `accept_path` of the same (peer, rail). A connection that arrives up to
-        1 s before this call waits for it; a connection of an older epoch is rejected.
+        To be called by the higher of the two ranks. Replaces an earlier `accept_path` of the same
+        (peer, rail). A connection that arrives up to 1 s before this call waits for it; a
+        connection of an older epoch is rejected.
         """
         key = self._path_key(peer, rail)
         self._do(lambda: self._paths.accept(key, epoch))
@@ -356,11 +369,12 @@ class ControlPlane:
     def dial_path(
         self, peer: int, rail: int, epoch: int, on_failed: Callable[[str], None] | None = None
     ) -> None:
-        """Connect to `peer` on `rail`, from ``nics[rail].address``; for the lower rank.
+        """Connect the path to `peer` on `rail`, from ``nics[rail].address``.
 
-        Retries until it succeeds (`ControlHandler.on_path`) or is cancelled, with a pause of 0.05 s
-        that doubles up to 1 s. Replaces an earlier dial of the same (peer, rail). `on_failed` is
-        called with the reason after each failed attempt.
+        To be called by the lower of the two ranks. Retries until it succeeds
+        (`ControlHandler.on_path`) or is cancelled, with a pause of 0.05 s that doubles up to 1 s.
+        Replaces an earlier dial of the same (peer, rail). `on_failed` is called with the reason
+        after each failed attempt.
         """
         key = self._path_key(peer, rail)
         guarded = None if on_failed is None else functools.partial(self._guard, on_failed)
@@ -369,7 +383,8 @@ class ControlPlane:
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
         """Connect to `peer`, as its path of rail `BYPASS`, by the first of `ways` that works.
 
-        Tries each way once. Replaces an earlier `dial_bypass` of the same peer.
+        To be called by the lower of the two ranks. Tries each way once; if none works, that is only
+        logged. Replaces an earlier `dial_bypass` of the same peer.
         """
         self._check(peer)
         self._do(
@@ -386,14 +401,17 @@ class ControlPlane:
         self._do(lambda: self._paths.cancel(key))
 
     def kick(self, rail: int) -> None:
-        """Dial the pending paths of `rail` now, because the local NIC has its carrier back."""
+        """Try to connect the pending paths of `rail` now, without waiting for their next retry.
+
+        Useful when the local NIC has regained its link.
+        """
         self._do(lambda: self._paths.kick(rail))
 
     def obstacles(self, peer: int) -> list[str]:
-        """Return the reasons known here why paths to `peer` are not connected; any thread.
+        """Return the reasons known to this rank why paths to `peer` are not connected.
 
-        If `peer` is the one that dials, the only reasons known here are the connections that this
-        rank rejected, whoever opened them.
+        If `peer` is the rank that dials, this rank knows only the connections that it rejected,
+        from whatever host they came. Any thread may call this.
         """
         found = self._paths.obstacles(peer)
         turned_away = self._rejections.summary() if peer < self.rank else ""
@@ -439,7 +457,7 @@ class ControlPlane:
         self._pass_on(peer, message)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        """Report a peer that this rank found lost to the handler and to all other ranks."""
+        """Report the loss of `peer`, which this rank found, to the handler and all other ranks."""
         if self._lose(peer, why, last_heard_s):
             news = PeerDown(peer, why, self.rank, last_heard_s)
             self._gossip(self._codec.encode(news), -1)
@@ -457,10 +475,10 @@ class ControlPlane:
     def _lose(
         self, peer: int, why: str, last_heard_s: float | None, witness: int | None = None
     ) -> bool:
-        """Report the loss of `peer` to the handler; return True if other ranks are to be told.
+        """Report the loss of `peer` to the handler; return True if other ranks must be told.
 
-        False: `peer` is lost or has left already, or this rank closes. `witness` is the rank that
-        found the loss; None: this rank.
+        Return False if `peer` is lost or has left already, or this rank is closing. `witness` is
+        the rank that found the loss; None means this rank.
         """
         if self._overlay.is_closed(peer):
             return False
@@ -576,7 +594,7 @@ class ControlPlane:
     def _check(self, peer: int) -> None:
         if peer not in self._everyone:
             raise InvalidArgument(
-                f"rank {self.rank}: peer {peer} was given; it must be a rank of 0 to "
+                f"rank {self.rank}: peer {peer} was given; it must be a rank from 0 to "
                 f"{self.nranks - 1} other than {self.rank}"
             )
 

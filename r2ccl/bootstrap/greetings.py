@@ -1,4 +1,4 @@
-"""Messages of the rendezvous and their wire form."""
+"""Messages of the rendezvous (`r2ccl.bootstrap.rendezvous`), and their encoding."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from r2ccl.errors import InvalidArgument, PeerLost, R2cclError, TransportTimeout
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """First message of every rank to rank 0.
 
-    ``host`` is the result of `host_id`, ``digest`` that of `Config.digest`. ``address`` is where
-    the rank's children in the tree connect; empty and 0 if it has none.
+    ``host`` is the result of `host_id`, ``digest`` that of `Config.digest`. ``address`` is the
+    address and port at which the rank's children in the tree connect; ``("", 0)`` if it has none.
     """
 
     rank: int
@@ -31,7 +31,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """Answer of rank 0 once all ranks have sent `Hello`.
 
-    ``parent`` is the address of the receiver's parent in the tree; unused if the parent is rank 0.
+    ``parent`` is the address and port of the receiver's parent in the tree. It is not used if the
+    parent is rank 0, because the receiver has a connection to rank 0.
     """
 
     communicator_id: bytes
@@ -48,7 +49,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 class Table(msgspec.Struct, frozen=True, tag="table"):
     """Last message, from each rank to its children: the addresses of all ranks.
 
-    ``packed`` is compressed, to a quarter of its size.
+    ``packed`` is the compressed encoding, a quarter of the plain one in size.
     """
 
     packed: bytes
@@ -74,10 +75,10 @@ class Table(msgspec.Struct, frozen=True, tag="table"):
 
 
 class MeetingFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """Failure of the rendezvous; every rank raises an error with this text.
+    """Failure of the rendezvous; every rank raises an error with ``text``.
 
     ``is_timeout`` is True if ranks did not arrive in time. If the cause is a rank that exited,
-    ``lost`` is that rank and ``host`` its host, if known; otherwise ``lost`` is -1.
+    ``lost`` is that rank and ``host`` its host, or empty if unknown; otherwise ``lost`` is -1.
     """
 
     text: str
@@ -86,7 +87,10 @@ class MeetingFailed(msgspec.Struct, frozen=True, tag="failed"):
     host: str = ""
 
     def error(self, rank: int, account: str = "") -> R2cclError:
-        """Return the error for `rank` to raise; `account` is what `rank` itself waited for."""
+        """Return the error that `rank` must raise.
+
+        `account` is a clause that tells what `rank` itself waited for; empty adds nothing.
+        """
         if self.lost >= 0:
             return PeerLost(
                 rank=rank, peer=self.lost, last_heard_s=0.0, why=self.text, host=self.host,
@@ -107,7 +111,10 @@ _T = TypeVar("_T")
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """Result of a rendezvous."""
+    """Result of a rendezvous: id and secret of the communicator, and addresses of all ranks.
+
+    ``peers`` is in rank order; all ranks in it have the same number of rails.
+    """
 
     communicator_id: bytes
     secret: Secret
@@ -120,12 +127,12 @@ Prepare = Callable[[bool, str], PeerInfo]
 
 
 def encode(greeting: Greeting) -> bytes:
-    """Return the wire form of a message."""
+    """Return a message in encoded form, for `decode`."""
     return msgspec.msgpack.encode(greeting)
 
 
 def decode(body: bytes) -> Greeting:
-    """Return the message that `encode` encoded.
+    """Return the message that is encoded in `body`.
 
     Raises
     ------
@@ -146,7 +153,7 @@ def _undecodable(exc: Exception) -> InvalidArgument:
 
 
 def expect(kind: type[_T], body: bytes) -> _T:
-    """Decode `body` and check that it is a message of type `kind`.
+    """Return the message that is encoded in `body`, which must be of type `kind`.
 
     Raises
     ------

@@ -44,8 +44,8 @@ _WAYS = (
 class Identity(msgspec.Struct):
     """Rank, job size, rendezvous address and secret of this process.
 
-    ``address`` and ``port`` are those of rank 0. ``listener`` is rank 0's socket there, if it is
-    already open; the holder of the identity owns it.
+    ``address`` and ``port`` are where rank 0 listens during the rendezvous. ``listener`` is rank
+    0's socket for this if it is already open, else None; the holder of the identity owns it.
     """
 
     rank: int
@@ -72,8 +72,8 @@ def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identi
     ------
     InvalidArgument
         If the rank of this process is not defined, its definition is incomplete, the MPI launcher
-        and mpi4py differ in the number of ranks, rank 0 cannot open its rendezvous (only with MPI),
-        or there is no usable secret.
+        and mpi4py differ in the number of ranks, rank 0 cannot listen (only with MPI), or there is
+        no usable secret.
     """
     if comm is not None:
         mpi = sys.modules.get("mpi4py.MPI")
@@ -84,7 +84,10 @@ def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identi
     if given:
         missing = sorted(set(_ENV_VARIABLES) - set(given))
         if missing:
-            raise InvalidArgument(f"{given} are set but {missing} are not; {_WAYS}")
+            raise InvalidArgument(
+                f"the rank of this process is not defined completely (set: {', '.join(given)}; "
+                f"missing: {', '.join(missing)}); {_WAYS}"
+            )
         return _from_env(config, env)
     if launchers.is_launched(env):
         return _from_mpi(config, _comm_world(env))
@@ -92,7 +95,10 @@ def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identi
 
 
 def host_id() -> str:
-    """Return host name, boot id and network namespace: equal for ranks that share a loopback."""
+    """Return host name, boot id and network namespace, as one text.
+
+    It is equal for ranks that share a network stack, and so a loopback interface.
+    """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = os.stat("/proc/self/ns/net").st_ino
     return f"{socket.gethostname()}/{boot_id}/{namespace}"
@@ -137,7 +143,7 @@ def _from_mpi(config: Config, comm: Any) -> Identity:
             address, port = listener.getsockname()[:2]
             offer = (address, port, secret)
         except (OSError, InvalidArgument) as exc:
-            offer = f"rank 0 cannot open its rendezvous: {exc}"  # the other ranks wait in bcast
+            offer = f"rank 0 cannot listen for the other ranks: {exc}"  # they wait in bcast
     offer = comm.bcast(offer, root=0)
     if isinstance(offer, str):
         raise InvalidArgument(offer)
@@ -146,7 +152,8 @@ def _from_mpi(config: Config, comm: Any) -> Identity:
     if bool(secret) == (given is not None):
         raise InvalidArgument(
             f"rank {rank}: rank 0 {'does not have' if secret else 'has'} R2CC_SECRET or "
-            f"R2CC_SECRET_FILE, this rank {'has' if secret else 'does not'}: set it on every rank"
+            f"R2CC_SECRET_FILE, this rank {'has' if secret else 'does not'}: set the same secret "
+            "on every rank, or on none"
         )
     source = given or GivenSecret(Secret.from_hex(secret))
     return Identity(rank, nranks, address, port, source, listener)
@@ -179,7 +186,9 @@ def _outbound_address() -> str:
 def _from_env(config: Config, env: Mapping[str, str]) -> Identity:
     rank, nranks = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     if not 0 <= rank < nranks:
-        raise InvalidArgument(f"RANK={rank} with WORLD_SIZE={nranks}; allowed is 0 ... nranks - 1")
+        raise InvalidArgument(
+            f"RANK={rank} with WORLD_SIZE={nranks}; allowed is 0 to WORLD_SIZE - 1"
+        )
     address = env["MASTER_ADDR"]
     port = config.port or _number(env, "MASTER_PORT", instead="R2CC_PORT") + 1
     if not 0 < port < 65536:
@@ -214,7 +223,8 @@ def _inherited_listener(env: Mapping[str, str]) -> socket.socket | None:
             raise OSError(errno.EINVAL, "not a listening socket")
     except OSError as exc:
         raise InvalidArgument(
-            f"{LISTEN_FD_VARIABLE}={fd}: {exc.strerror}; only the launcher should set it"
+            f"{LISTEN_FD_VARIABLE}={fd} is no listening socket that can be used ({exc.strerror}): "
+            "unset the variable, which only a launcher of r2ccl may set"
         ) from exc
     return listener
 
@@ -248,7 +258,7 @@ def _given_secret(config: Config) -> GivenSecret | None:
 
 
 def _is_own_address(rank: int, host: str) -> bool:
-    """Return whether `host` is an address of this host; True if it cannot be resolved yet."""
+    """Return True if `host` is an address of this host, or cannot be resolved yet."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     except UnicodeError as exc:

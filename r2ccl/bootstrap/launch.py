@@ -61,13 +61,14 @@ class LocalJob:
         self.close()
 
     def close(self) -> None:
-        """Close the rendezvous socket in this process; call it after all ranks were started."""
+        """Close the rendezvous socket in this process; call it when all ranks were started."""
         self.listener.close()
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the environment variables of `rank`, which contain the secret.
 
-        `LISTEN_FD_VARIABLE` is missing, because only the starter of rank 0 knows the descriptor.
+        Rank 0 also needs `LISTEN_FD_VARIABLE`, which the process that starts rank 0 must set to the
+        descriptor of ``listener`` there.
         """
         return {
             "RANK": str(rank),
@@ -122,7 +123,10 @@ def launch(
     try:
         pickled = pickle.dumps(fn)
     except (pickle.PicklingError, AttributeError, TypeError) as exc:
-        raise InvalidArgument(f"{fn!r} cannot be sent to another process: {exc}") from exc
+        raise InvalidArgument(
+            f"launch: {fn!r} cannot be sent to another process ({exc}): define the function at the "
+            "top level of a module, and pass only arguments that can be pickled"
+        ) from exc
     with LocalJob(nranks) as job:
         started = _Ranks(job, pickled, env or {})
     deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
@@ -204,7 +208,10 @@ class _Ranks:
         self._server.send(None)
 
     def join(self, timeout_s: float, rank: int | None = None) -> None:
-        """Wait at most `timeout_s` until `rank`, by default every rank, has exited."""
+        """Wait until `rank` has exited, or every rank if it is None; at most `timeout_s` seconds.
+
+        Also returns if the server was killed.
+        """
         until_s = time.monotonic() + timeout_s
         awaited = self.ranks if rank is None else [self.ranks[rank]]
         while any(each.exit_status is None for each in awaited):
@@ -217,11 +224,10 @@ class _Ranks:
             self.ranks[ended].exit_status = status
 
     def end(self, grace_s: float) -> None:
-        """Wait `grace_s` seconds for the ranks to exit; then end those still alive by signals.
+        """Wait at most `grace_s` seconds for the ranks to exit, then end the others by signals.
 
-        They get SIGTERM and, after `_TERMINATION_GRACE_S`, SIGKILL.
-
-        After a failure, the remaining ranks have the grace period to notice the lost peer.
+        They get SIGTERM and, after `_TERMINATION_GRACE_S`, SIGKILL. The grace period lets ranks
+        report the loss of a peer after a failure.
         """
         self.join(grace_s)
         for signum in (signal.SIGTERM, signal.SIGKILL):
@@ -288,7 +294,10 @@ def _outcome(rank: int, started: _Ranks) -> Any:
 
 
 def describe_exit(status: int | None) -> str:
-    """Describe an exit status: ``exit status 1``, or ``signal SIGKILL`` for -9."""
+    """Return an exit status as text: ``exit status 1``, or ``signal SIGKILL`` for -9.
+
+    None means that the process is still running.
+    """
     if status is None:
         return "still running"
     if status < 0:

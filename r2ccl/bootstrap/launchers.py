@@ -27,9 +27,10 @@ _VARIABLES = {
 
 
 class LauncherClaim(msgspec.Struct, frozen=True):
-    """Rank and number of ranks in a launcher's variables; -1: not set, or not a number.
+    """Rank and number of ranks that a launcher has set in the environment.
 
-    ``told`` quotes the variables for messages.
+    -1 means that a variable is not set or is not a number. ``told`` quotes the variables, for
+    messages.
     """
 
     rank: int
@@ -37,22 +38,22 @@ class LauncherClaim(msgspec.Struct, frozen=True):
     told: str
 
     def fits(self, nranks: int) -> bool:
-        """Return whether a ``COMM_WORLD`` of `nranks` ranks is consistent with these variables."""
+        """Return True if a ``COMM_WORLD`` of `nranks` ranks is consistent with these variables."""
         return nranks == self.nranks or (self.nranks < 0 and self.rank < nranks)
 
 
 def is_launched(env: Mapping[str, str]) -> bool:
-    """Return whether an MPI launcher started this process, as its variables show."""
+    """Return True if `env` has the variables of a process that an MPI launcher started."""
     return any(name in env for name in _VARIABLES)
 
 
 def claims(env: Mapping[str, str]) -> list[LauncherClaim]:
     """Return the rank and job size of each launcher in `env`; several if launchers are nested.
 
-    Claims without a number of ranks are returned only if none has one. A rank that is not below its
-    number of ranks mixes the variables of two launchers and is ignored. PMIx is ignored if Open
-    MPI's variables are set: Open MPI sets PMIx's rank, too, and under Slurm the job step then
-    counts hosts.
+    Claims without a number of ranks are returned only if none has one. A claim whose rank is not
+    below its number of ranks has the variables of two launchers, and is ignored. PMIx is ignored if
+    Open MPI's variables are set: Open MPI also sets PMIx's rank, and the size of the job step under
+    Slurm is then the number of hosts, not of ranks.
     """
     found = []
     for rank, nranks in _VARIABLES.items():
@@ -89,8 +90,8 @@ def require_company(nranks: int, library: str, env: Mapping[str, str]) -> None:
     quoted = "; ".join(claim.told for claim in odd)
     if len(odd) < len(claims(env)):
         logger.warning(
-            "this job has one rank, but an MPI launcher reports more (%s); if those ranks are to "
-            "form one job, start them only with the launcher of mpi4py's MPI (%s)",
+            "this job has one rank, but an MPI launcher reports more (%s); if those ranks "
+            "belong to one job, start them only with the launcher of mpi4py's MPI (%s)",
             quoted, library,
         )  # fmt: skip
         return

@@ -65,7 +65,7 @@ _RESOLVE_PAUSE_S = 0.5
 
 
 class _Member:
-    """Connection of another rank at rank 0."""
+    """Connection of another rank to rank 0."""
 
     __slots__ = ("rank", "reader", "sock")
 
@@ -252,14 +252,14 @@ class Leader:
         member.reader.stop()
 
     def _on_end(self, member: _Member, exc: OSError) -> None:
-        """Record an error: the member closed its connection."""
+        """Record as an error that a member ended its connection during the rendezvous."""
         if member.rank < 0:
             self._rejections.add("no Hello", exc)
             return
         self._lose(member.rank, f"its connection to rank 0 ended: {exc}")
 
     def _lose(self, rank: int, why: str) -> None:
-        """Record that `rank` exited, unless its failure is known."""
+        """Record that `rank` exited, unless its failure is known already."""
         if rank in self._failed:
             return
         hello = self._hellos[rank]
@@ -267,7 +267,7 @@ class Leader:
         self._give_up(rank)
         self._fault(
             f"rank {rank} (pid {hello.pid} on {_name(hello)}) left during init ({why}): "
-            "see its own log"
+            "look at the log of that rank"
         )
 
     def _give_up(self, rank: int) -> None:
@@ -298,7 +298,10 @@ class Leader:
             raise InvalidArgument("; ".join(self._faults))
 
     async def _await_others(self, is_complete: Callable[[], bool]) -> None:
-        """Wait briefly after an error, to send it to ranks that are late, or to collect theirs."""
+        """Wait until `is_complete`, for at most `_FAULT_GRACE_S`, after an error.
+
+        Ranks that arrive meanwhile receive the error too, and errors of other ranks are collected.
+        """
         try:
             async with asyncio.timeout(_FAULT_GRACE_S):
                 while not is_complete():
@@ -337,10 +340,10 @@ class Leader:
         await self._send((member.sock, body) for member in self._members)
 
     async def _send(self, messages: Iterable[tuple[socket.socket, bytes]]) -> None:
-        """Send `messages` to members within `VERDICT_MARGIN_S`.
+        """Send each message over its socket, within `VERDICT_MARGIN_S` for all together.
 
-        A member that it does not reach fails by its own timeout, or when rank 0 closes the
-        connection.
+        A member that does not receive its message fails by its own timeout, or when rank 0 closes
+        the connection.
         """
         try:
             async with asyncio.timeout(VERDICT_MARGIN_S):

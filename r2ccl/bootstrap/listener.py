@@ -1,7 +1,7 @@
-"""Accept connections, authenticate them and hand over their sockets.
+"""Listener that authenticates connections and hands over their sockets.
 
-Runs the accepting side of `r2ccl.bootstrap.auth`. The *gate* of a `Listener` decides whether an
-authenticated connection is accepted, and who takes it over.
+Runs the accepting side of `r2ccl.bootstrap.auth`. The *gate* of a `Listener` is a function that
+decides whether an authenticated connection is accepted, and who takes over its socket.
 
 Invariant: a socket leaves this module only after both sides have proved the secret. Until then its
 bytes, its time and the number of such sockets are bounded, and bytes of strangers are compared but
@@ -54,7 +54,7 @@ class Rejections:
     Parameters
     ----------
     rank : int
-        Rank named in the log lines.
+        This rank, for the log.
     clock : Clock
     """
 
@@ -65,7 +65,15 @@ class Rejections:
         self._logged_at: dict[str, float] = {}
 
     def add(self, reason: str, who: object) -> None:
-        """Count a rejection of `who` for `reason`, a short, fixed text."""
+        """Count a rejection, and log it unless the same reason was logged in the last 5 s.
+
+        Parameters
+        ----------
+        reason : str
+            Short, fixed text.
+        who : object
+            Who was rejected, or the error, as text for the log.
+        """
         self.counts[reason] += 1
         now = self._clock()
         if now - self._logged_at.get(reason, float("-inf")) < _LOG_INTERVAL_S:
@@ -80,29 +88,39 @@ class Rejections:
         )
 
     def summary(self) -> str:
-        """Return the reasons and their counts as text; empty if there are none. Any thread."""
+        """Return the reasons and their counts as text; empty if there are none.
+
+        Any thread may call this.
+        """
         return ", ".join(f"{reason} ({n} times)" for reason, n in dict(self.counts).items())
 
 
 def cannot_listen(rank: int, address: str, what: str, exc: OSError) -> InvalidArgument:
-    """Return the error of `rank`, which cannot listen at `address` for connections of `what`."""
+    """Return the error of `rank`, which cannot listen at `address`.
+
+    `what` tells the purpose of the address: the name of a NIC, or ``control``, or ``rendezvous``.
+    """
     return InvalidArgument(
-        f"rank {rank}: cannot listen at {address} ({what}): "
-        f"{describe_os_error(exc)}; see R2CC_SOCKET_IFNAME and R2CC_CONTROL_ADDRESS"
+        f"rank {rank}: cannot listen at {address} ({what}): {describe_os_error(exc)}; choose other "
+        "interfaces with R2CC_SOCKET_IFNAME, or another address with R2CC_CONTROL_ADDRESS"
     )
 
 
 class Unneeded(Exception):
-    """Raised by a gate for an authenticated connection no longer needed; not logged or counted."""
+    """Refusal by a gate of an authenticated connection that is no longer needed.
+
+    It is neither logged nor counted as a rejection.
+    """
 
 
 #: Function that takes over the socket of an authenticated connection; runs in the loop and must not
 #: block.
 Handover = Callable[[socket.socket], None]
 #: Function that decides about a connection, given its proved claim and the index of the listening
-#: socket. Returns the function that takes over the socket. If the connection is not expected yet,
-#: returns a coroutine that waits briefly until it is, and then returns that function. Gate and
-#: coroutine raise HandshakeRejected to refuse the connection, Unneeded if it is superseded.
+#: socket. It returns the function that takes over the socket. If the connection is not expected
+#: yet, it returns a coroutine that waits briefly until it is, and then returns that function. Gate
+#: and coroutine raise HandshakeRejected to refuse the connection, Unneeded if another one replaced
+#: it.
 Gate = Callable[[Claim, int], Handover | Coroutine[Any, Any, Handover]]
 
 
@@ -154,7 +172,7 @@ class _Handshake:
 
 
 class Listener:
-    """Accepts connections on several sockets, authenticates them and hands over their sockets.
+    """Listening sockets whose connections are authenticated and then handed over.
 
     Parameters
     ----------
@@ -162,7 +180,9 @@ class Listener:
         Listening, non-blocking sockets. Owned: closed by `close`.
     secret : Secret
     gate : Gate
+        Decides whether an authenticated connection is accepted, and who takes over its socket.
     rejections : Rejections
+        Counts rejected connections.
     timeout_s : float
         Longest time of one handshake in seconds, without the wait of the gate.
     max_pending : int
@@ -204,7 +224,7 @@ class Listener:
         return self._given_readers or asyncio.get_running_loop()
 
     def start(self) -> None:
-        """Start accepting connections; call in the loop."""
+        """Start accepting connections; must be called in the event loop."""
         for index in range(len(self._sockets)):
             self._resume(index)
 

@@ -21,9 +21,9 @@ _T = TypeVar("_T")
 
 
 class ControlLoop:
-    """Daemon thread with its own event loop, started by the constructor.
+    """Thread with its own event loop, started by the constructor.
 
-    As a daemon thread, it cannot block the exit of the interpreter if the user forgets to close.
+    It is a daemon thread, so that the interpreter can exit if the user does not call `close`.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class ControlLoop:
         self._thread.start()
 
     def is_current(self) -> bool:
-        """Return whether the caller runs in the control thread."""
+        """Return True if the caller runs in the control thread."""
         return threading.get_ident() == self._thread.ident
 
     def descriptors(self) -> list[int]:
@@ -50,9 +50,9 @@ class ControlLoop:
         return [self._selector.fileno(), *(key.fd for key in watched)]
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run `work` in the loop and wait for its result.
+        """Run `work` in the loop, wait for it, and return its result or raise its exception.
 
-        An exception in the caller meanwhile, such as Ctrl-C, cancels `work`.
+        If the wait is interrupted, for example by Ctrl-C, `work` is cancelled.
 
         Raises
         ------

@@ -22,7 +22,7 @@ MAX_MESSAGE_NBYTES = MAX_BODY_NBYTES - 128
 
 
 class PeerInfo(msgspec.Struct, frozen=True):
-    """Host, process and addresses of one rank; equal on all ranks.
+    """Host, process and addresses of one rank; all ranks have equal copies.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
     failed_nics : str
         NICs that this rank declares failed (``R2CC_FAILED_NICS``).
     excluded : tuple of int
-        Rails of this rank that are excluded already; only after a shrink.
+        Rails of this rank that were excluded before; empty except after a shrink.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
 
     @property
     def nics(self) -> tuple[str, ...]:
-        """Name of the NIC of each rail."""
+        """Names of the NICs of all rails, in the order of the rails."""
         return (*self.interfaces, *self.hcas)
 
     @property
@@ -76,17 +76,19 @@ class PeerInfo(msgspec.Struct, frozen=True):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="boot.goodbye"):
-    """Message of a rank that closes normally: the end of its connections is no loss.
+    """Message of a rank that closes normally, so that the end of its connections is no loss.
 
-    It is also passed to ``on_message``, so that a call that still waits for this peer can end.
+    It is also passed to `ControlHandler.on_message`, so that a call that still waits for this peer
+    can end.
     """
 
 
 class PeerDown(msgspec.Struct, frozen=True, tag="boot.peer_down"):
-    """Message that `rank` is lost, as rank `witness` found; each receiver passes it on.
+    """Message that rank ``witness`` found ``rank`` lost; each receiver passes it on.
 
-    ``last_heard_s`` is the time in seconds from the last sign of life that `witness` received to
-    its finding. A rank that receives a message about itself was given up.
+    ``why`` is the evidence. ``last_heard_s`` is the time in seconds between the last sign of life
+    that ``witness`` received and its finding. A rank that receives this message about itself has
+    been given up by the sender.
     """
 
     rank: int
@@ -96,9 +98,9 @@ class PeerDown(msgspec.Struct, frozen=True, tag="boot.peer_down"):
 
 
 class Flooded(msgspec.Struct, frozen=True, tag="boot.flooded"):
-    """Message of `source` to all ranks, passed on by each rank that receives it for the first time.
+    """Broadcast of ``source``, passed on by each rank that receives it for the first time.
 
-    ``number`` counts these messages of `source`, from 1; ``body`` is the encoded message.
+    ``number`` counts the broadcasts of ``source``, from 1; ``body`` is the encoded message.
     """
 
     source: int
@@ -107,9 +109,10 @@ class Flooded(msgspec.Struct, frozen=True, tag="boot.flooded"):
 
 
 class Routed(msgspec.Struct, frozen=True, tag="boot.routed"):
-    """Message from `source` to `destination`, passed on by ranks that have sessions.
+    """Message from ``source`` to ``destination``, passed on by ranks between them.
 
-    ``body`` is the encoded message, ``nhops`` the number of sessions that it may still pass.
+    ``body`` is the encoded message, ``nhops`` the number of sessions over which it may still be
+    sent.
     """
 
     source: int
@@ -119,13 +122,13 @@ class Routed(msgspec.Struct, frozen=True, tag="boot.routed"):
 
 
 class Codec:
-    """Encoder and decoder of messages: those of bootstrap and the registered types.
+    """Encoder and decoder of control messages: those of bootstrap and the registered types.
 
     Parameters
     ----------
     message_types : type or union of types
-        A tagged `msgspec.Struct`, or a union ``A | B | C`` of them with different tags. Kept as an
-        attribute for the codec of the communicator that `shrink` makes.
+        Types to register: a tagged `msgspec.Struct`, or a union ``A | B | C`` of them with
+        different tags. Also an attribute, from which `shrink` makes the next communicator's codec.
     """
 
     def __init__(self, message_types: Any) -> None:
@@ -152,13 +155,13 @@ class Codec:
         body = msgspec.msgpack.encode(message)
         if len(body) > MAX_MESSAGE_NBYTES and not isinstance(message, Flooded | Routed):
             raise InvalidArgument(
-                f"a control message {type(message).__name__} of {len(body)} bytes; at most "
+                f"control message {type(message).__name__} has {len(body)} bytes; at most "
                 f"{MAX_MESSAGE_NBYTES} are allowed"
             )
         return body
 
     def decode(self, body: bytes) -> object:
-        """Return the message that `encode` encoded.
+        """Return the message that is encoded in `body`.
 
         Raises
         ------

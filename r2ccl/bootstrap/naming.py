@@ -24,7 +24,7 @@ _NAMES = {getattr(socket, name): name for name in dir(socket) if name.startswith
 
 
 class LeaderName:
-    """Address of rank 0 as the user gave it, and its resolution.
+    """The value of ``MASTER_ADDR``, and its resolution to a numeric address.
 
     Parameters
     ----------
@@ -42,14 +42,14 @@ class LeaderName:
         self._is_logged = False
 
     async def find(self) -> str:
-        """Return the first numeric address.
+        """Resolve the name once; return its first numeric address.
 
         Raises
         ------
         InvalidArgument
             If the name is malformed, or its resolution fails permanently.
         OSError
-            If the name has no address now; the first such error is logged.
+            If the name has no address now, but may have one later. The first such error is logged.
         """
         try:
             return await wire.resolve(self._name, self._port)
@@ -73,12 +73,12 @@ class LeaderName:
 
 
 def is_passing(exc: OSError) -> bool:
-    """Return whether a later retry of the resolution may succeed."""
+    """Return True if a resolution that failed with `exc` may succeed when it is tried again."""
     return not (isinstance(exc, socket.gaierror) and exc.errno in _FINAL)
 
 
 def unresolvable(rank: int, name: str, exc: OSError | UnicodeError) -> InvalidArgument:
-    """Return the error for a MASTER_ADDR that cannot be resolved."""
+    """Return the error of `rank` for a MASTER_ADDR `name` whose resolution failed with `exc`."""
     return InvalidArgument(
         f"rank {rank}: MASTER_ADDR={name!r} cannot be resolved ({describe(exc)}): set it to the "
         "address of rank 0's host, or to a name for which `getent hosts` gives one on every host"

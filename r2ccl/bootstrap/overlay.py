@@ -1,12 +1,12 @@
 """Overlay network of the control plane: the sessions of a rank, and routes to the other ranks.
 
-With a session between every two ranks, the connections of a rank would grow with the number of
-ranks. In the overlay, a rank has sessions with its *neighbors*, the ranks at distances 1, 2, 4, ...
+If every two ranks had a session, the connections of a rank would grow with the number of ranks. In
+the overlay, a rank has sessions with its *neighbors* only, the ranks at distances 1, 2, 4, ...
 in both directions around the ring of ranks: about 2 log2(n) of them. A message to any other rank
-passes through at most log2(n) sessions while no rank is lost. News for all ranks is passed on by
-every rank to its neighbors, so it arrives as long as the ranks that are alive are connected: the
-failure of some ranks delays no news and needs no repair. A binomial tree with the root 0, all of
-whose edges join neighbors, collects answers from all ranks with one message per rank.
+passes through at most log2(n) sessions while no rank is lost. A message for all ranks is passed on
+by every rank to its neighbors, so it arrives as long as the ranks that are alive are connected: the
+failure of some ranks delays no such message and needs no repair. A binomial tree with root 0, whose
+edges all join neighbors, collects answers from all ranks with one message per rank.
 
 There is no I/O here. Invariant: ranks with the same set of lost ranks compute the same results.
 """
@@ -19,9 +19,9 @@ from r2ccl.errors import InvalidArgument
 
 
 def neighbors(rank: int, nranks: int) -> frozenset[int]:
-    """Return the neighbors of `rank`; the relation is symmetric.
+    """Return the neighbors of `rank`: the ranks at distances 1, 2, 4, ... in both directions.
 
-    Up to five ranks are all neighbors of each other.
+    The relation is symmetric. If there are at most five ranks, all are neighbors of each other.
 
     Raises
     ------
@@ -34,18 +34,18 @@ def neighbors(rank: int, nranks: int) -> frozenset[int]:
 
 
 def are_neighbors(a: int, b: int, nranks: int) -> bool:
-    """Return whether the ranks `a` and `b`, which differ, are neighbors."""
+    """Return True if the ranks `a` and `b`, which must differ, are neighbors."""
     up, down = (a - b) % nranks, (b - a) % nranks
     return up & (up - 1) == 0 or down & (down - 1) == 0
 
 
 def without_session(ranks: Iterable[int], peer: int, nranks: int) -> list[int]:
-    """Return those of `ranks` that are neither `peer` nor a neighbor of it."""
+    """Return the members of `ranks` that are neither `peer` nor a neighbor of `peer`."""
     return [rank for rank in ranks if rank != peer and not are_neighbors(rank, peer, nranks)]
 
 
 def parent(rank: int) -> int:
-    """Return the parent of `rank`, which is not 0, in the binomial tree."""
+    """Return the parent of `rank` in the binomial tree; `rank` must not be 0, the root."""
     return rank & (rank - 1)
 
 
@@ -88,7 +88,7 @@ class Overlay:
         self._is_checked = True
 
     def is_closed(self, rank: int) -> bool:
-        """Return whether `rank` is lost or has left."""
+        """Return True if `rank` is lost or has left."""
         return rank in self._lost or rank in self._left
 
     def leave(self, rank: int) -> None:
@@ -107,7 +107,7 @@ class Overlay:
     def next_hop(self, destination: int) -> int | None:
         """Return the neighbor to which to pass a message for `destination`.
 
-        None: the ranks known to be lost or to have left separate this rank from `destination`.
+        Return None if a rank on every route is lost or has left.
         """
         if not self._lost and not self._left:
             return min(self.neighbors, key=lambda rank: self._distance(rank, destination))
@@ -116,11 +116,11 @@ class Overlay:
         return min(ready, key=lambda rank: steps[rank], default=None)
 
     def cut_off(self) -> list[int]:
-        """Return the ranks that are not lost but can be reached only through lost ranks.
+        """Return the ranks that are not known to be lost, but have no route without lost ranks.
 
-        Empty if `lose` was not called since the last call. If the network is partitioned, this rank
-        detects only the loss of ranks that it has sessions with; the ranks returned here are lost
-        with them.
+        After a partition of the network, this rank itself detects only the loss of its neighbors on
+        the other side. The caller must treat the ranks returned here as lost, too. The list is
+        empty if `lose` was not called since the last call.
         """
         if self._is_checked:
             return []
@@ -133,7 +133,10 @@ class Overlay:
         return min((a - b) % self._nranks, (b - a) % self._nranks)
 
     def _reached(self, start: set[int], closed: set[int]) -> dict[int, int]:
-        """Return the number of sessions from `start` to each rank that open ranks connect to it."""
+        """Return the ranks that can be reached from `start` without passing through `closed`.
+
+        The values are the numbers of sessions on the shortest routes.
+        """
         steps = dict.fromkeys(start, 0)
         border = list(start)
         while border:

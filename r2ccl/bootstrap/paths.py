@@ -1,9 +1,9 @@
 """Connection of data sockets, one per (peer, rail, epoch).
 
-The lower rank dials a rail until it succeeds, since a rail may come back after hours. It dials a
-bypass once, by the first way that works (`r2ccl.bootstrap.bypass`). The higher rank accepts exactly
-the (peer, rail, epoch) that it expects. The data plane decides when a path gets a new socket. Runs
-in the control thread.
+The lower of two ranks dials a rail until it succeeds, since a rail may come back after hours. It
+tries each way of a bypass once, and uses the first that works (`r2ccl.bootstrap.bypass`). The
+higher rank accepts exactly the (peer, rail, epoch) that it expects. The data plane decides when a
+path gets a new socket. Runs in the control thread.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 #: Long enough for one retransmission of a SYN, which Linux sends after 1 s.
 _CONNECT_TIMEOUT_S = 2.0
-#: Maximum number of dials of a rank that connect and authenticate at a time on one rail. If ranks
-#: that share a machine started all at once, none would end in time.
+#: Maximum number of connections of one rail that a rank dials and authenticates at a time. If ranks
+#: that share a machine started all at once, no handshake would end in time.
 _MAX_HANDSHAKES = 4
 
 OnPath = Callable[[int, int, int, socket.socket], None]
@@ -54,7 +54,7 @@ class Paths:
         One per rank.
     setting : Setting
     on_path : callable
-        Takes (peer, rail, epoch, sock) and takes ownership of the socket.
+        Called with (peer, rail, epoch, sock) for each new connection; owns the socket.
     """
 
     def __init__(self, peers: Sequence[PeerInfo], setting: Setting, on_path: OnPath) -> None:
@@ -75,12 +75,25 @@ class Paths:
     # -- accepting --------------------------------------------------------------------------
 
     def accept(self, key: PathKey, epoch: int) -> None:
-        """Expect a connection for path `key` with exactly this epoch."""
+        """Accept one connection for path `key` with exactly this epoch, until `cancel`."""
         self._expected[key] = epoch
         self._announce_change()
 
     def admit(self, claim: Claim, listener: int) -> Handover | Coroutine[Any, Any, Handover]:
-        """Admit an authenticated DATA connection once it is expected; part of the `Gate`.
+        """Decide about an authenticated DATA connection, as a `Gate`.
+
+        Parameters
+        ----------
+        claim : Claim
+        listener : int
+            Index of the listening socket: the rail on which the connection arrived, or above all
+            rails for a control listener.
+
+        Returns
+        -------
+        Handover or coroutine
+            Function that takes over the socket. If the connection is not expected yet, a coroutine
+            that waits for this and then returns the function.
 
         Raises
         ------
@@ -127,14 +140,20 @@ class Paths:
     # -- dialing ----------------------------------------------------------------------------
 
     def dial(self, key: PathKey, epoch: int, on_failed: Callable[[str], None] | None) -> None:
-        """Dial path `key` until it succeeds or `cancel` is called; replaces an earlier dial."""
+        """Dial path `key` until it succeeds or `cancel` is called; replaces an earlier dial.
+
+        `on_failed`, unless None, is called with the reason after each failed attempt.
+        """
         self._stop_dial(key)
         entry = _Dial(epoch, on_failed)
         self._dials[key] = entry
         self._start_dial(key, entry)
 
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
-        """Dial a bypass to `peer` by `ways`, each once; replaces an earlier dial."""
+        """Try each of `ways` to `peer` once; the first that works becomes the bypass.
+
+        Replaces an earlier dial. If no way works, that is only logged.
+        """
         key = PathKey(peer, BYPASS)
         self._stop_dial(key)
         entry = self._dials[key] = _Dial(epoch, None)
@@ -142,7 +161,7 @@ class Paths:
         entry.task = asyncio.get_running_loop().create_task(work)
 
     def kick(self, rail: int) -> None:
-        """Restart every pending dial of `rail` now, without the rest of its pause."""
+        """Try every pending dial of `rail` again now, without waiting for the end of its pause."""
         for key, entry in list(self._dials.items()):
             if key.rail == rail and entry.task is not None:
                 entry.task.cancel()
@@ -154,7 +173,10 @@ class Paths:
         self._expected.pop(key, None)
 
     def obstacles(self, peer: int) -> list[str]:
-        """Return the last errors of pending dials to `peer`, and advice; any thread."""
+        """Return the last error of each pending dial to `peer`, and then advice for the user.
+
+        Any thread may call this. Empty if there is no pending dial that failed.
+        """
         found = {key.rail: text for key, text in self._failures.copy().items() if key.peer == peer}
         causes = [f"rail {rail}: {why}" for rail, (why, _) in found.items()]
         # Usually all rails have the same advice: give it once.

@@ -1,9 +1,9 @@
 """Control session with one other rank: its connections, and detection that the rank is lost.
 
-A *carrier* is a TCP connection of the session. The lower rank dials one carrier to the peer's
-control address and, if rails have other addresses, one over a rail, so that the loss of either
-network delays no message by more than the session's resend timer. A carrier that ends or is silent
-for too long is replaced; the addresses are tried in turn.
+A *carrier* is a TCP connection of the session. The lower of the two ranks dials one carrier to the
+peer's control address and, if rails have other addresses, one over a rail, so that the loss of
+either network delays no message by more than the session's resend timer. A carrier that ends or is
+silent for too long is replaced; the addresses are tried in turn.
 
 A peer is *lost* when a connection to one of its listening addresses is refused (ECONNREFUSED: its
 process is gone) while all carriers are silent; when its session has been silent for
@@ -81,7 +81,10 @@ class PeerOwner(Protocol):
         """Handle a message from `peer`, including `Goodbye`."""
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        """Handle the loss of `peer`, found here `last_heard_s` seconds after its last frame."""
+        """Handle the loss of `peer`, which this rank found for the reason `why`.
+
+        `last_heard_s` is the time since the last frame from `peer`, in seconds.
+        """
 
 
 class Carrier(asyncio.Protocol):
@@ -92,9 +95,9 @@ class Carrier(asyncio.Protocol):
     number : int
         Identifies the carrier in its session.
     on_data : callable
-        Takes the carrier and the bytes received.
+        Called with the carrier and received bytes.
     on_end : callable
-        Takes the carrier; called once.
+        Called with the carrier, once, when the connection has ended.
     """
 
     def __init__(
@@ -144,7 +147,7 @@ class Carrier(asyncio.Protocol):
             self._transport.abort()
 
     def hang_up(self) -> None:
-        """Close now; bytes in the kernel's buffer are still sent, others are discarded."""
+        """Close the connection now; only bytes that the kernel has buffered are still sent."""
         if self._transport is not None and self._transport.get_write_buffer_size() == 0:
             self._transport.close()
         else:
@@ -152,13 +155,15 @@ class Carrier(asyncio.Protocol):
 
 
 class Peer:
-    """Control session with rank ``info.rank`` and its carriers.
+    """Control session with one other rank, and the TCP connections (carriers) that it uses.
 
     Parameters
     ----------
     info : PeerInfo
+        The other rank and its addresses.
     setting : Setting
     owner : PeerOwner
+        Receives the messages of the other rank and the report of its loss.
     """
 
     def __init__(self, info: PeerInfo, setting: Setting, owner: PeerOwner) -> None:
@@ -186,7 +191,7 @@ class Peer:
     # -- for the control plane --------------------------------------------------------------
 
     def start(self) -> None:
-        """Start dialing the peer or, on the higher rank, watching for its loss."""
+        """Start dialing the peer; on the higher of the two ranks, start watching for its loss."""
         self._session.excuse(self._session.silence_s(self._setting.clock()))
         if self._setting.rank > self.rank:
             self._is_dark.set()
@@ -212,7 +217,10 @@ class Peer:
             self.send(self._setting.codec.encode(Goodbye()))
 
     def adopt(self, sock: socket.socket) -> None:
-        """Use an authenticated connection that the peer dialed as a carrier."""
+        """Use an authenticated connection, which the peer dialed, as a carrier of the session.
+
+        Takes ownership of `sock`, and closes it if the peer has left or is lost.
+        """
         if self.state is PeerState.OPEN:
             task = self._spawn(self._adopt_quietly(sock))
             task.add_done_callback(lambda done: sock.close() if done.cancelled() else None)
@@ -220,7 +228,11 @@ class Peer:
             sock.close()
 
     def tick(self, now: float, stalled_s: float) -> None:
-        """Check the peer for silence; `stalled_s` is the time that this process did not run."""
+        """Report the peer as lost if it has been silent for too long; to be called often.
+
+        `now` is the time of the clock in `Setting`. `stalled_s` is the time in seconds, since the
+        last call, in which this process did not run; it does not count as silence.
+        """
         if self.state is not PeerState.OPEN:
             return
         if stalled_s > 0:
@@ -232,15 +244,19 @@ class Peer:
             self.lose(f"silent for {silence:.1f} s{why}")
 
     def lose(self, why: str) -> None:
-        """End the session and report the peer as lost; do nothing if it has left or is lost."""
+        """End the session and report the peer as lost because of `why`.
+
+        Do nothing if the peer has left or is lost already.
+        """
         if self.state is PeerState.OPEN:
             self.drop(why, self._setting.rank)
             self._owner.on_peer_lost(self.rank, why, self.silence_s)
 
     def drop(self, why: str, witness: int) -> None:
-        """End the session, unless it has ended, because rank `witness` found the peer lost.
+        """End the session because rank `witness` found the peer lost; do nothing if it has ended.
 
-        The peer is sent a `PeerDown` about itself: if it is alive, it learns that it was given up.
+        The peer is sent a `PeerDown` about itself, so that it learns, if it is alive, that it was
+        given up.
         """
         if self.state is not PeerState.OPEN:
             return
@@ -258,12 +274,15 @@ class Peer:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the last frame from the peer."""
+        """Seconds since the last frame from the peer; without one, since the session was made."""
         return self._setting.clock() - self._session.last_heard
 
     @property
     def last_heard(self) -> float:
-        """Time of the last frame from the peer, by the clock in `Setting`."""
+        """Time of the last frame from the peer, in seconds of the clock in `Setting`.
+
+        If there was no frame, the time at which the session was made.
+        """
         return self._session.last_heard
 
     # -- carriers ---------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Server process of `r2ccl.launch`: imports the library once, then forks the ranks.
 
-Importing NumPy and the library takes far longer than a fork, and the ranks of one machine share its
-cores. The server starts no threads and imports no user code: each rank imports the main script and
-the function after the fork.
+Importing NumPy and the library in every rank would take far longer than forks do, since the ranks
+of one machine share its cores. The server starts no threads and imports no user code: each rank
+imports the main script and the function after the fork.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from r2ccl.errors import R2cclError
 
 #: Modules that every rank needs; the server imports them before it forks.
 _PRELOADED = ("numpy", "r2ccl", "r2ccl.factory")
-#: Modules whose compiled code it loads before that, unless the variable is 0.
+#: Modules whose compiled code the server loads before it forks, unless the variable is 0.
 _COMPILED = {"R2CC_SHM": "r2ccl.shm.group", "R2CC_COMPILED": "r2ccl.runtime.compiled.call"}
 
 
@@ -112,7 +112,7 @@ def serve(descriptor: int, launcher: int) -> None:
 
 
 def _preload(name: str) -> None:
-    """Load the compiled code of a module. If it fails, the ranks say why."""
+    """Load the compiled code of a module; on failure do nothing, since each rank reports it."""
     with suppress(ImportError, OSError, R2cclError):
         importlib.import_module(name).preload()
 
@@ -147,7 +147,10 @@ def _run_rank(rank: int, request: RankRequest, server: int) -> None:
 
 
 def _import_main(preparation: dict[str, Any]) -> None:
-    """Import the main script; `_inheriting` makes it raise if it starts processes meanwhile."""
+    """Import the main script of the launcher.
+
+    `_inheriting` makes multiprocessing raise an error if the script starts processes meanwhile.
+    """
     process: Any = multiprocessing.current_process()
     process._inheriting = True
     try:

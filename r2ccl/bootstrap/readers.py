@@ -1,8 +1,8 @@
 """Set of sockets that the event loop watches as one descriptor: the class `ReaderSet`.
 
-To begin or end watching a descriptor takes asyncio about 20 Python calls, and it runs each callback
-in a separate context. During the rendezvous, rank 0 watches one connection per rank, so it adds
-these to a separate epoll descriptor, and the event loop watches that.
+asyncio makes about 20 Python calls to begin or end watching a descriptor, and runs each callback in
+a separate context. During the rendezvous, rank 0 watches one connection per rank. So it adds these
+to a separate epoll descriptor, and the event loop watches that descriptor.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from typing import Any, Protocol
 
 
 class ReadLoop(Protocol):
-    """Methods of `asyncio.AbstractEventLoop` that `ReaderSet` has, too."""
+    """Methods that `asyncio.AbstractEventLoop` and `ReaderSet` have in common."""
 
     def add_reader(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
         """Call `callback` with `args` whenever `fd` is readable."""
 
     def remove_reader(self, fd: int) -> bool:
-        """Stop watching `fd`; return whether it was watched."""
+        """Stop watching `fd`; return True if it was watched."""
 
 
 class ReaderSet:
-    """Watched descriptors, in the running event loop; borrowed.
+    """Set of watched descriptors, made in the event loop that is to call the callbacks.
 
-    A callback is called again as long as its descriptor has unread data, even after it raised.
+    The descriptors are borrowed. A callback is called again as long as its descriptor has unread
+    data, even after it raised.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class ReaderSet:
         self._calls[fd] = partial(callback, *args)
 
     def remove_reader(self, fd: int) -> bool:
-        """Stop watching `fd`, which must be open; return whether it was watched."""
+        """Stop watching `fd`, which must still be open; return True if it was watched."""
         if self._calls.pop(fd, None) is None:
             return False
         self._epoll.unregister(fd)

@@ -65,17 +65,22 @@ async def meet(
 ) -> Meeting:
     """Run the rendezvous and return its result.
 
+    *Collective*: every rank of the job must call it.
+
     Parameters
     ----------
     identity : Identity
     hello : Hello
+        First message to rank 0, without the address for children in the tree.
     prepare : callable
-        Opens this rank's listeners; called once, when all ranks have arrived.
+        Opens this rank's listeners (`Prepare`); called once, when all ranks have arrived.
     rejections : Rejections
+        Counts rejected connections.
     timeout_s : float
         Limit for the arrival of all ranks, in seconds.
     control_address : str, optional
-        Address at which other ranks reach this one; by default the one that reaches rank 0.
+        Address at which other ranks reach this one; by default the local address of its connection
+        to rank 0.
 
     Raises
     ------
@@ -114,7 +119,7 @@ class _Member:
         self._leader = LeaderName(identity.rank, identity.address, identity.port)
 
     async def run(self) -> Meeting:
-        """Join the rendezvous of rank 0 and return its result; close the connection."""
+        """Join the rendezvous at rank 0, return its result and close all connections."""
         sock, secret = await self._reach_leader()
         branch = Branch(self._hello.rank, self._hello.nranks, sock, self._rejections)
         try:
@@ -124,8 +129,8 @@ class _Member:
             waits = f"; this rank {account}" if (account := branch.account()) else ""
             raise TransportTimeout(
                 f"rank {self._hello.rank}: rank 0 at {self._where()} accepted this rank but then "
-                f"sent nothing for {self._timeout_s + VERDICT_MARGIN_S:g} s{waits}: look at its "
-                "log",
+                f"sent nothing for {self._timeout_s + VERDICT_MARGIN_S:g} s{waits}: look at the "
+                "log of rank 0",
                 rank=self._hello.rank,
                 peer=0,
             ) from None
@@ -166,9 +171,9 @@ class _Member:
             pause = min(2 * pause, _MAX_PAUSE_S)
         raise TransportTimeout(
             f"rank {self._hello.rank}: rank 0 was not reached at {self._where()} within "
-            f"{self._timeout_s:g} s (last attempt: {self._last_failure}): check that it is running "
-            "and that MASTER_ADDR, the port and the secret are the same on all ranks, or raise "
-            "R2CC_INIT_TIMEOUT_S to wait longer",
+            f"{self._timeout_s:g} s (last attempt: {self._last_failure}): check that rank 0 is "
+            "running and that MASTER_ADDR, the port and the secret are the same on all ranks, or "
+            "raise R2CC_INIT_TIMEOUT_S to wait longer",
             rank=self._hello.rank,
             peer=0,
         )

@@ -26,13 +26,13 @@ class SecretSource(Protocol):
     """Source of the secret of a job."""
 
     def current(self) -> Secret | None:
-        """Return the secret, or None if it is not available yet."""
+        """Return the secret; None if it is not available yet, and must be asked for again."""
 
     def publish(self) -> None:
-        """Give the secret to the other ranks; called on rank 0 once it owns the port."""
+        """Make the secret available to the other ranks; rank 0 calls it when it owns the port."""
 
     def retract(self) -> None:
-        """Remove the file that `publish` wrote."""
+        """Remove what `publish` made available; rank 0 calls it after the rendezvous."""
 
 
 class GivenSecret:
@@ -78,7 +78,9 @@ class RuntimeFileSecret:
         self._secret = Secret(secrets.token_bytes(SECRET_NBYTES)) if is_leader else None
 
     def current(self) -> Secret | None:
-        """Return the generated secret on rank 0, elsewhere the file's; None if there is no file.
+        """Return the secret: on rank 0 the generated one, elsewhere that in the file.
+
+        Return None if there is no file yet.
 
         Raises
         ------
@@ -97,7 +99,7 @@ class RuntimeFileSecret:
             raise _untrusted(file, f"cannot be opened ({exc.strerror})") from exc
 
     def publish(self) -> None:
-        """Write the file atomically.
+        """Write the file atomically; only rank 0 may call this.
 
         Raises
         ------

@@ -49,7 +49,10 @@ MAX_BODY_NBYTES = MAX_FRAME_NBYTES - _HEADER.size
 
 
 class FrameError(R2cclError):
-    """Malformed or unexpected frame; `reason` is a short, fixed text that can key a counter."""
+    """Error: a frame is malformed or unexpected.
+
+    ``reason`` is a short, fixed text, by which such frames are counted.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -59,7 +62,8 @@ class FrameError(R2cclError):
 class SessionFrame(NamedTuple):
     """Frame with a message (``seq`` from 1 on), or heartbeat (``seq`` 0, empty ``body``).
 
-    ``ack`` is the number of the last message that the sender of the frame has received in sequence.
+    ``ack`` acknowledges messages of the other direction: all with numbers up to ``ack`` have been
+    received.
     """
 
     seq: int
@@ -67,14 +71,14 @@ class SessionFrame(NamedTuple):
     body: bytes
 
     def pack(self) -> bytes:
-        """Return the wire form, which begins with its length."""
+        """Return the encoded frame, which begins with its length."""
         kind = _DATA if self.seq else _HEARTBEAT
         nbytes = _HEADER.size + len(self.body)
         return _HEADER.pack(nbytes, PROTOCOL_VERSION, kind, self.seq, self.ack) + self.body
 
 
 class FrameReader:
-    """Splits a byte stream into frames; buffers at most one incomplete frame between calls."""
+    """Splitter of a byte stream into frames; keeps at most one incomplete frame between calls."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -119,11 +123,19 @@ def _check_header(nbytes: int, version: int, kind: int, seq: int) -> None:
 class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Timers in seconds and bounds of a `Session`.
 
-    ``heartbeat_s``: interval of heartbeats on an idle carrier. ``ack_s``: longest time that an
-    acknowledgement waits for a frame that can carry it. ``resend_s``: first resend timeout; it
-    doubles up to ``resend_max_s``. ``window``: maximum number of unacknowledged messages in flight.
-    ``early_nbytes``: memory for messages that arrived early; those that do not fit are dropped, and
-    the sender resends them.
+    Parameters
+    ----------
+    heartbeat_s : float
+        Interval of heartbeats on an idle carrier.
+    ack_s : float
+        Longest time that an acknowledgement waits for a frame that can carry it.
+    resend_s, resend_max_s : float
+        First resend timeout, and the maximum up to which it doubles.
+    window : int
+        Maximum number of messages that are sent and not acknowledged.
+    early_nbytes : int
+        Memory for messages that arrived before their predecessors. Messages that do not fit are
+        dropped; the sender resends them.
     """
 
     heartbeat_s: float = 1.0
@@ -145,7 +157,10 @@ class _Carrier:
 
 
 class Session:
-    """One end of a control session.
+    """One end of a control session, without I/O.
+
+    The owner reports received frames by `receive` and sends the frames that `poll` returns, over
+    connections (*carriers*) that it identifies by numbers.
 
     Parameters
     ----------
@@ -186,26 +201,29 @@ class Session:
         """
         if len(body) > MAX_BODY_NBYTES:
             raise InvalidArgument(
-                f"a control message body of {len(body)} bytes; at most {MAX_BODY_NBYTES} are "
-                "allowed"
+                f"the body of a control message has {len(body)} bytes; at most {MAX_BODY_NBYTES} "
+                "are allowed"
             )
         self._posted += 1
         self._unacked.append(body)
 
     def carrier_up(self, carrier: int, now: float) -> None:
-        """Add `carrier`, a number that no current carrier has."""
+        """Add a carrier with number `carrier`, which no current carrier has."""
         if carrier in self._carriers:
             raise InternalError(f"carrier {carrier} is up already")
         self._carriers[carrier] = _Carrier(now)
 
     def carrier_down(self, carrier: int) -> None:
-        """Remove `carrier`; unacknowledged messages are resent on the others."""
+        """Remove the carrier with number `carrier`, if there is one.
+
+        Unacknowledged messages are resent on the others.
+        """
         if self._carriers.pop(carrier, None) is not None:
             for other in self._carriers.values():
                 other.is_behind = True
 
     def receive(self, carrier: int, frame: SessionFrame, now: float) -> list[bytes]:
-        """Handle a frame from `carrier`; return the messages that can now be delivered, in order.
+        """Handle a frame that arrived on `carrier`; return the messages to deliver now, in order.
 
         Raises
         ------
@@ -227,7 +245,7 @@ class Session:
         self._ack_at = float("-inf")
 
     def excuse(self, gap_s: float) -> None:
-        """Exclude `gap_s` seconds, in which this process did not run, from the silence."""
+        """Exclude `gap_s` seconds, in which this process did not run, from the current silence."""
         self._excused_s += gap_s
 
     # -- state and output -------------------------------------------------------------------
@@ -251,7 +269,10 @@ class Session:
         return max(0.0, now - self._carriers[carrier].heard_at - self._excused_s)
 
     def deadline(self) -> float:
-        """Return the time of the next necessary `poll`; infinity: only after an event."""
+        """Return the time at which `poll` must be called next; minus infinity means now.
+
+        Infinity: not before another call has changed the session.
+        """
         if not self._carriers:
             return float("inf")
         if self._sent < self._window_end() or any(c.is_behind for c in self._carriers.values()):
@@ -260,9 +281,10 @@ class Session:
         return min(self._resend_at, self._ack_at, beat)
 
     def poll(self, now: float) -> list[tuple[int, bytes]]:
-        """Return the frames to send now, as (carrier, packed frame).
+        """Return the frames to send now, as (number of the carrier, encoded frame).
 
-        The caller may drop a frame that a carrier cannot accept: the resend timer repeats it.
+        The caller may drop a frame that the carrier does not accept now, because unacknowledged
+        messages are sent again.
         """
         if not self._carriers:
             return []

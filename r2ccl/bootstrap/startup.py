@@ -1,7 +1,7 @@
 """Entry point of bootstrap: `connect` makes the control plane of a job from its settings.
 
-It determines this process's identity, runs the rendezvous and opens the listeners. The caller
-chooses the NICs that become rails, through a callback.
+`connect` determines this process's rank, address of rank 0 and secret, runs the rendezvous and
+opens the listeners. The caller chooses the NICs that become rails, through a callback.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def connect(
     comm: Any | None = None,
     env: Mapping[str, str] | None = None,
 ) -> ControlPlane:
-    """Meet the other ranks of the job and return a control plane, not yet started.
+    """Run the rendezvous with the other ranks of the job; return a control plane, not yet started.
 
-    *Collective*: all ranks must call it, with equal ``config.digest()``. The caller then calls
-    ``start(handler)`` on the result.
+    *Collective*: all ranks must call it, with equal ``config.digest()``. The caller must then call
+    `ControlPlane.start` on the result.
 
     Parameters
     ----------
@@ -53,8 +53,9 @@ def connect(
         Tagged `msgspec.Struct` types that the data plane sends, ``A | B | C``.
     nics_for : callable
         Takes (nranks, is_on_one_host, control_address) and returns at least one `Nic`; the one at
-        index i becomes the local end of rail i. All ranks use as many rails as the rank with the
-        fewest. Runs in the control thread and must not block for long.
+        index i becomes the local end of rail i. If the ranks return different numbers, all use as
+        many rails as the rank with the fewest. Runs in the control thread, unless there is only one
+        rank, and must not block for long.
     hcas_for : callable, optional
         Returns the names of the RDMA ports that this rank could use; called after `nics_for`. All
         ranks use as many as the rank with the fewest.
@@ -195,7 +196,10 @@ class _Listeners:
     def take(
         self, agreed: PeerInfo
     ) -> tuple[tuple[Nic, ...], list[socket.socket], list[socket.socket]]:
-        """Return NICs, listeners and probe sockets of the rails in `agreed`; close the others."""
+        """Return NICs, listeners and probe sockets of the rails in `agreed`; close the others.
+
+        The control listener follows the listeners of the rails. The caller owns the sockets.
+        """
         parts = zip(self.nics, self._rails, self._probes, strict=True)
         by_address = {_address(sock): (nic, sock, probes) for nic, sock, probes in parts}
         used = [by_address.pop(address) for address in agreed.rails]

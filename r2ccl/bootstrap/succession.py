@@ -2,10 +2,10 @@
 
 There is no rendezvous and no leader that could fail. Each rank opens the listeners of the next
 communicator and sends their addresses, as a `PeerInfo`, over the old sessions. After the survivors
-have agreed on the members, each makes the same table of addresses from them. The new secret and
-communicator id are derived from the old ones, the members and the attempt, and are never sent. A
-rank that was excluded but still has the old secret therefore cannot authenticate to the new
-communicator, nor can a rank that is still at an earlier attempt. MPI is not used.
+have agreed on the members, each makes the same table of addresses from these messages. The new
+secret and communicator id are derived from the old ones, the members and the number of the attempt,
+and are never sent. A rank that is no member but still has the old secret therefore does not
+authenticate by mistake, nor does a rank that is still at an earlier attempt. MPI is not used.
 
 If this host has lost the address of a rail, the `PeerInfo` lists the rail with port 0. The members
 use the rails that all of them can open. Invariant: every socket opened here is handed over or
@@ -44,7 +44,7 @@ class Succession:
     old : ControlPlane
         Control plane of the current communicator.
     excluded : sequence of int, optional
-        Rails of this rank that are excluded, and stay so.
+        Rails of this rank that the user has excluded; they stay excluded.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class Succession:
             Value of `Succession.peer_info` that each member sent, by its old rank; equal on all
             members. This rank's own entry is not read.
         attempt : int
-            Number of this attempt of the same members, equal on all members.
+            Number of failed attempts before this one; equal on all members.
 
         Raises
         ------
@@ -156,7 +156,8 @@ def derive(
 ) -> tuple[Secret, bytes]:
     """Return the secret and id of the next communicator, which has the ranks `members`.
 
-    Both are HMACs with the old secret as key, so neither reveals the old secret or the other.
+    `attempt` tells repeated attempts of the same members apart. Both results are HMACs with the old
+    secret as key, so neither reveals the old secret or the other result.
     """
     who = communicator_id + struct.pack(f"!I{len(members)}I", attempt, *members)
     identity = secret.sign(_ID_LABEL + who)[:COMMUNICATOR_ID_NBYTES]

@@ -32,7 +32,7 @@ Address = tuple[str, int]
 HANDSHAKE_TIMEOUT_S = 5.0
 #: Backlog of listening sockets: connections that the kernel completes before they are accepted.
 BACKLOG = 1024
-#: Length prefix of `send_message`, in bytes without the prefix.
+#: Length prefix of `send_message`: number of bytes that follow it.
 _LENGTH = struct.Struct("!I")
 #: Maximum size of a message, enough for a `Table` of about 200,000 ranks, or a `Ready` of 50,000.
 _MAX_MESSAGE_NBYTES = 16 << 20
@@ -42,11 +42,11 @@ _READ_NBYTES = 16 << 10
 
 
 class Visitor(Exception):
-    """Raised when the stream ends, or is reset, before the first byte of the expected data."""
+    """Error: the stream ended, or was reset, before the first byte of the expected data."""
 
 
 class HandshakeTimeout(TimeoutError):
-    """Raised if a connection was made, but not authenticated within `limit_s` seconds."""
+    """Error: a connection was made, but not authenticated within ``limit_s`` seconds."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"the connection was not authenticated within {limit_s:g} s")
@@ -98,7 +98,7 @@ async def dial(
 def explain_failure(
     exc: OSError | HandshakeRejected, target: Address, timeout_s: float
 ) -> tuple[str, str]:
-    """Return why a dial of `target` failed, and advice, which may be empty.
+    """Return why a dial of `target` failed, and advice for the user, which may be empty.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ def explain_failure(
 
 
 def describe_failure(exc: OSError | HandshakeRejected, target: Address, timeout_s: float) -> str:
-    """Return the result of `explain_failure` as one text."""
+    """Return the cause and the advice of `explain_failure` as one text."""
     return "; ".join(filter(None, explain_failure(exc, target, timeout_s)))
 
 
@@ -145,7 +145,7 @@ async def reach(target: Address, source: str = "") -> socket.socket:
 
 
 async def prove(sock: socket.socket, secret: Secret, claim: Claim) -> None:
-    """Authenticate over `sock` with `claim`; close `sock` on failure.
+    """Authenticate the connection `sock` as its dialer, with `claim`; close `sock` on failure.
 
     Raises
     ------
@@ -234,7 +234,7 @@ def reserve_port(host: str) -> socket.socket:
 
 
 async def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
-    """Read exactly `nbytes` bytes.
+    """Read exactly `nbytes` bytes from `sock` and return them.
 
     Raises
     ------
@@ -261,7 +261,7 @@ async def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
 
 
 async def resolve(host: str, port: int) -> str:
-    """Return the first numeric address of `host`.
+    """Return the first numeric address of `host`, which may be numeric already.
 
     Raises
     ------
@@ -334,17 +334,17 @@ def _unpack_length(prefix: bytes | bytearray) -> int:
 
 
 class MessageReader:
-    """Receives messages by callbacks, which cost less than a waiting task per connection.
+    """Receiver of messages by callbacks, which cost less than a waiting task per connection.
 
     Parameters
     ----------
     sock : socket.socket
         Borrowed until `stop`.
     on_message : callable
-        Takes a message that `send_message` sent.
+        Called with each message, as `send_message` was given it.
     on_end : callable
-        Takes the error if the stream ends or breaks, or a message is above 16 MiB; called at most
-        once, and last.
+        Called with an OSError if the stream ends or fails, or a message is longer than 16 MiB; at
+        most once, as the last call.
     readers : ReadLoop, optional
         Watches the socket; by default the running loop.
     """
@@ -365,7 +365,7 @@ class MessageReader:
         self._readers.add_reader(sock.fileno(), self._read)
 
     def stop(self) -> None:
-        """Receive nothing more; call before the socket is closed. Idempotent."""
+        """Stop receiving; must be called before the socket is closed. Idempotent."""
         if not self._is_stopped:
             self._is_stopped = True
             self._readers.remove_reader(self._sock.fileno())
@@ -407,7 +407,7 @@ def limit_silence(sock: socket.socket, timeout_s: float) -> None:
 
 
 def close_hard(sock: socket.socket) -> None:
-    """Close with a reset, so that neither side keeps the connection's state (TIME_WAIT)."""
+    """Close a connection with a reset, so that neither side keeps its state (TIME_WAIT)."""
     with contextlib.suppress(OSError):  # not connected: no linger needed
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     sock.close()

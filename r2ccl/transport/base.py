@@ -21,8 +21,8 @@ with ``isend`` on the same path; the payload lands in the region itself.
 
 Invariants:
 
-- After `Fenced` no byte of the old path reaches memory named on that path, and the transport no
-  longer reads any ``isend`` view of that path.
+- After `Fenced` no byte of the old path reaches a landing place that was announced on it, and the
+  transport no longer reads any view that ``isend`` was given on it.
 - A slice that the transport confirmed on its own is in the receiver's kernel and still reaches its
   landing place, even if the path is fenced.
 - Cleared slices of one path arrive in the order of their ``isend`` calls, and so do eager slices.
@@ -47,15 +47,16 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class Frame(msgspec.Struct, gc=False):
-    """Header fields of a slice, the same for every transport.
+    """Header of a slice, or of the announcement of a landing place for it.
 
-    Over verbs, a cleared slice is written without a header: its `Arrived` repeats the frame that
-    the receiver passed to ``irecv``, with ``ack`` 0.
+    ``channel`` and the two ranks determine the link; ``seq`` is the number of the slice on it.
+    ``ack`` is a confirmation for the link in the opposite direction: the sender of this header has
+    consumed every slice of that link with a number below ``ack``. ``op`` is the number of the
+    collective within the communicator; ``signature`` is its packed `CallSignature`, which must be
+    equal on all ranks.
 
-    ``channel`` and ``seq`` identify the slice on its directed link. ``ack`` confirms the opposite
-    link of the same channel: every slice with a number below ``ack`` was consumed. ``op`` is the
-    number of the collective within the communicator; ``signature`` is its packed `CallSignature`,
-    which must be equal on all ranks.
+    Over verbs, a cleared slice travels without a header: its `Arrived` contains the frame that the
+    receiver passed to ``irecv``, with ``ack`` set to 0.
     """
 
     channel: int
@@ -83,7 +84,10 @@ class Arrived(msgspec.Struct, gc=False):
 
 
 class Cleared(msgspec.Struct, gc=False):
-    """Event: the peer announced a landing place of ``nbytes``; answer with ``isend(token=...)``."""
+    """Event: the peer announced a landing place of ``nbytes`` bytes for slice ``frame.seq``.
+
+    Send the slice on the same path, by ``isend`` with this ``token``.
+    """
 
     path: PathKey
     frame: Frame
@@ -100,10 +104,10 @@ class Confirmed(msgspec.Struct, gc=False):
 
 
 class Sent(msgspec.Struct, gc=False):
-    """Event: the transport no longer reads the view of this cleared slice.
+    """Event: progress of slice ``seq`` of ``channel``, which ``isend`` was given.
 
-    For an eager slice it means only that the slice is queued: the view must stay unchanged until
-    the peer has confirmed the slice, or the path is fenced.
+    For a cleared slice: the transport no longer reads its view. For an eager slice: the slice is
+    queued, and its view must stay unchanged until the peer has confirmed it or the path is fenced.
     """
 
     path: PathKey
@@ -112,7 +116,11 @@ class Sent(msgspec.Struct, gc=False):
 
 
 class Failed(msgspec.Struct, gc=False):
-    """Event: the path failed. ``status`` is the cause's name, ``detail`` a text for people."""
+    """Event: the path failed and can only be fenced now.
+
+    ``status`` is the name of the error, such as ``ECONNRESET`` or ``RETRY_EXC_ERR``; ``detail``
+    explains it to the user.
+    """
 
     path: PathKey
     status: str
@@ -120,7 +128,10 @@ class Failed(msgspec.Struct, gc=False):
 
 
 class Joined(msgspec.Struct, gc=False):
-    """Event: the verification of `endpoint` ended; ``error`` is empty if it succeeded."""
+    """Event: the test of a new connection ended, which `Endpoint.join` began at the caller.
+
+    ``endpoint`` is this rank's end. ``error`` tells why the test failed; empty if it succeeded.
+    """
 
     key: PathKey | ProbeKey
     endpoint: Endpoint
@@ -131,8 +142,8 @@ class Probed(msgspec.Struct, gc=False):
     """Event: the outcome of a probe.
 
     ``is_answered`` is True if the peer's NIC or kernel answered; False if it did not answer within
-    the probe timeout or the local NIC could not send; None if the probe could not be made and so
-    proves nothing. ``detail`` is a text for people.
+    the probe timeout or the local NIC could not send; None if the outcome proves nothing, see
+    `Transport.probe`. ``detail`` explains the outcome to the user.
     """
 
     key: ProbeKey
@@ -141,9 +152,9 @@ class Probed(msgspec.Struct, gc=False):
 
 
 class RailChanged(msgspec.Struct, gc=False):
-    """Event: the device reported that the local port of ``rail`` went up or down.
+    """Event: the local port of ``rail`` went up, or went down or became unusable (not ``is_up``).
 
-    ``why`` is the device's reason; empty if it gave none.
+    ``why`` is the reason that the device gave; empty if it gave none.
     """
 
     rail: int
@@ -152,7 +163,11 @@ class RailChanged(msgspec.Struct, gc=False):
 
 
 class Fenced(msgspec.Struct, gc=False):
-    """Event: the local end of the path is out of use and drained; see the module's invariants."""
+    """Event: the fence of ``path`` is complete.
+
+    From now on no byte of the old path reaches memory, and the transport reads no view that
+    ``isend`` was given on the path.
+    """
 
     path: PathKey
 
@@ -161,11 +176,14 @@ Event = Arrived | Cleared | Confirmed | Sent | Failed | Fenced | Joined | RailCh
 
 
 class Endpoint(Protocol):
-    """One end of a path's or a probe's connection, connected by an exchange of endpoint info."""
+    """One end of the connection of a path or of a probe, made by `Transport.offer`.
+
+    The two ranks exchange `info` over the control plane; each passes the peer's to `join`.
+    """
 
     @property
     def info(self) -> bytes:
-        """Encoded endpoint info, which the peer passes to `join`; the control plane carries it.
+        """Encoded address and settings of this end (endpoint info), for the peer's `join`.
 
         Raises
         ------
@@ -182,19 +200,19 @@ class Endpoint(Protocol):
         info : bytes
             The peer's `Endpoint.info`.
         is_caller : bool
-            True at the end that tests the connection and reports `Joined`. The other end must
-            have joined before the caller does.
+            True at one of the two ends: it tests the connection and reports the result as `Joined`.
+            The other end must have joined before.
 
         Raises
         ------
         TransportError
-            If the endpoint info cannot be decoded, the device refuses to connect, or the peer's
-            link-layer address is not resolved yet (status ``NO_NEIGHBOUR``): try again later.
+            If `info` cannot be decoded, the device refuses to connect, or the link-layer address of
+            the peer is not resolved yet (status ``NO_NEIGHBOUR``: call `join` again later).
         """
         ...
 
     def close(self) -> None:
-        """Discard this end; whatever it has in flight is abandoned."""
+        """Close this end; data in flight on it may be lost."""
         ...
 
 
@@ -202,22 +220,25 @@ class Registered(Protocol):
     """Memory that is registered with a transport."""
 
     def close(self) -> None:
-        """End this use of the registration; memory of slices in flight stays registered."""
+        """End this use of the registration.
+
+        The transport may keep the memory registered, and does so while its slices are in flight.
+        """
         ...
 
 
 class MemoryUse(NamedTuple):
-    """Memory of one transport in bytes.
+    """Memory that one transport uses, in bytes.
 
     Attributes
     ----------
     ring_nbytes : int
-        Message rings of the open paths.
+        Message rings of the open paths (verbs).
     staging_nbytes : int
-        Buffers for slices of memory that is not registered.
+        Registered buffers through which slices of unregistered memory are copied.
     registered_nbytes : int
-        Memory registered with NICs, each byte counted once: the user's, and staging buffers and
-        landing places, but not rings.
+        Memory registered with NICs, each byte counted once, not once per NIC: the user's arrays,
+        staging buffers and landing places, but not the rings.
     """
 
     ring_nbytes: int = 0
@@ -240,31 +261,37 @@ class Transport(Protocol):
 
         False means that the control plane connects sockets and passes them to `open`.
 
-        If True, the probes of the rail use separate connections, which are joined like paths. The
-        rank that probes joins with ``is_caller``; its end is in use from its `Joined` on, the
-        peer's end as soon as it has joined.
+        If True, the probes of the rail use separate connections, which are made in the same way.
+        The rank that probes passes ``is_caller=True`` to `Endpoint.join`, and `probe` uses its end
+        from the `Joined` on. The end of the probed rank answers as soon as its ``join`` returned.
         """
         ...
 
     def offer(self, key: PathKey | ProbeKey) -> Endpoint:
-        """Make this rank's end of a path or of a probe's connection, on a rail that `joins`.
+        """Make this rank's end of a new connection, for a path or for probes.
 
-        The end of a probe's connection is on this rank's port of rail ``key.via``, at the rank
-        that probes and at the rank that is probed.
+        The end for a `ProbeKey` is on this rank's port of rail ``key.via``, both at the rank that
+        probes and at the rank that is probed.
 
         Raises
         ------
         TransportError
             If the device cannot make an end now, for example because its port is down.
         InternalError
-            If the rail does not use `offer`.
+            If `joins` is False for the rail.
         """
         ...
 
     def open(self, path: PathKey, endpoint: Any) -> None:
-        """Begin to use `endpoint`, which is connected and authenticated, as `path`.
+        """Begin to use a connection as `path`.
 
-        The transport owns `endpoint` from now on. A path that was used before must be fenced.
+        Parameters
+        ----------
+        path : PathKey
+            If the path was open before, it must have been fenced.
+        endpoint : socket.socket or Endpoint
+            A connected, authenticated socket, or an `Endpoint` that has joined, depending on
+            `joins`. The transport owns it from now on.
         """
         ...
 
@@ -274,7 +301,7 @@ class Transport(Protocol):
         Raises
         ------
         TransportError
-            As `register`.
+            If the memory must be registered and cannot be, as in `register`.
         """
         ...
 
@@ -284,7 +311,7 @@ class Transport(Protocol):
         Raises
         ------
         TransportError
-            If the device refuses, or the limit of registered memory would be exceeded.
+            If a device refuses, or R2CC_REGISTRATION_LIMIT_NBYTES would be exceeded.
         InvalidArgument
             If `memory` is empty and the transport needs registration.
         """
@@ -293,16 +320,18 @@ class Transport(Protocol):
     def register_device(self, address: int, nbytes: int) -> Registered:
         """Register device memory so that its slices travel on every rail, until `Registered.close`.
 
-        While it is registered, ``isend`` and ``irecv`` accept views of it (`r2ccl.device.views`);
-        only NICs read and write the bytes. The caller must know that the device has finished
-        writing a slice before it sends the slice. Data that arrived is visible to device work that
-        is enqueued after the event was polled; on a device that reorders NIC writes, only after
+        While it is registered, ``isend`` and ``irecv`` accept views of it (`r2ccl.device.views`),
+        and only NICs read and write the bytes. Before the caller sends a slice, the device must
+        have finished writing it. A slice that arrived is visible to device work that is enqueued
+        after ``poll`` returned its `Arrived`; on a device that reorders NIC writes, only after
         `Device.flush_remote_writes`.
 
         Parameters
         ----------
         address : int
+            Device address of the first byte.
         nbytes : int
+            Size of the memory, in bytes.
 
         Raises
         ------
@@ -324,21 +353,21 @@ class Transport(Protocol):
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
-        """Queue a slice for sending on `path`.
-
-        `view` is borrowed until `Sent` or `Fenced`; that of an eager slice until the peer has
-        confirmed the slice, or `Fenced`. Does nothing if the path is not open.
+        """Queue a slice for sending on `path`; do nothing if the path is not open.
 
         Parameters
         ----------
         path : PathKey
         frame : Frame
+            Header of the slice. Its ``ack`` is sent too, so it needs no separate `confirm`.
         view : memoryview
-            The bytes of the slice.
+            The bytes of the slice. A cleared slice's are borrowed until `Sent` or `Fenced`, an
+            eager slice's until the peer has confirmed the slice, or `Fenced`.
         token : object
             ``Cleared.token`` of the landing place; None sends the slice eagerly.
         is_replay : bool
-            True lets a cleared slice overtake those that are queued, even other replays.
+            True sends a cleared slice before those queued earlier that are not replays. It may
+            overtake other replays too.
         """
         ...
 
@@ -347,9 +376,10 @@ class Transport(Protocol):
 
         `region` is borrowed until `Arrived` or `Fenced`. Does nothing if the path is not open.
 
-        With `ack` above 0, the transport may confirm the peer's slices below `ack` as soon as
-        this slice is certain to land whatever happens to the path. The peer then does not wait
-        until the slice has been read. A transport that cannot know this never confirms on its own.
+        With `ack` above 0, the transport may confirm the peer's slices with numbers below `ack` as
+        soon as it is certain that slice ``frame.seq`` will land even if the path fails; the peer
+        then need not wait until the slice has been read. A transport that cannot be certain of this
+        ignores `ack`.
         """
         ...
 
@@ -361,11 +391,18 @@ class Transport(Protocol):
         ...
 
     def flush(self) -> None:
-        """Send what is queued, as far as sockets and send queues have room now."""
+        """Send queued slices, announcements and confirmations, without waiting for room.
+
+        What the sockets and send queues do not accept now stays queued for a later `poll`.
+        """
         ...
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Return new events; if there are none, wait for one up to `timeout_s` seconds."""
+        """Return new events; if there are none, wait for one up to `timeout_s` seconds.
+
+        The list is empty after a timeout or `wake`. Payloads of `Arrived` events are borrowed until
+        the next call.
+        """
         ...
 
     def wake(self) -> None:
@@ -373,9 +410,9 @@ class Transport(Protocol):
         ...
 
     def fence(self, path: PathKey) -> None:
-        """Take the local end of `path` out of use; `Fenced` is reported once the end is drained.
+        """Take the local end of `path` out of use; `poll` reports `Fenced` when that is complete.
 
-        Call it once for each `open`, also if the path has failed.
+        Call it exactly once after each `open`, also if the path has failed.
         """
         ...
 
@@ -392,19 +429,19 @@ class Transport(Protocol):
 
         A call has no effect while a probe of the same key is in flight.
 
-        The outcome is None ("could not be made") if the probe proves nothing, for example because
-        the rail does not exist. Some fabrics do not connect ports on different rails. The outcome
-        of an unanswered probe between different rails is therefore None, not False, until a probe
-        of the same key has been answered once.
+        ``Probed.is_answered`` is None if the probe could not be made and so proves nothing, for
+        example because the rail does not exist. It is also None if a probe between different rails
+        is not answered and none of the same key was ever answered, because some fabrics do not
+        connect ports of different rails at all.
         """
         ...
 
     def descriptors(self) -> list[int]:
-        """Return the open file descriptors; call it only while nothing else runs (after a fork)."""
+        """Return the transport's open file descriptors; only a forked child may call this."""
         ...
 
     def close(self) -> None:
-        """Close every path and free all resources."""
+        """Close every path and free all resources; `wake` may still be called afterwards."""
         ...
 
 
@@ -412,7 +449,10 @@ class WrappedTransport(Transport, Protocol):
     """Transport that wraps another one."""
 
     def begin(self, first_op: int) -> None:
-        """Handle the end of `init`: collectives from number `first_op` on are the user's."""
+        """Note that `r2ccl.init` is complete.
+
+        Collectives with numbers below `first_op` belong to ``init``, all others to the user.
+        """
         ...
 
 

@@ -2,8 +2,8 @@
 
 A link can migrate between rails of different transports as it can between rails of one. The rails
 are numbered consecutively: the first part's rails come first, then the second part's. Every rail
-belongs to exactly one part, and calls and events of a path pass unchanged to and from that part.
-Bypasses belong to the first part.
+belongs to exactly one part, which gets the calls of its paths and reports their events. Bypasses
+belong to the first part.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from r2ccl.types import BYPASS, PathKey, ProbeKey
 
 
 class TransportPart(Transport, Protocol):
-    """Transport that can be waited for together with others."""
+    """Transport whose descriptor can be waited for together with those of other transports."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while the armed transport has events to report."""
+        """Return a descriptor that becomes readable when an event occurs after `arm`."""
         ...
 
     def arm(self) -> None:
-        """Make the descriptor become readable at the next event.
+        """Make the descriptor of `fileno` become readable at the next event.
 
-        An event may have come before the call: poll once more before waiting on the descriptor.
+        Call `poll` once more before waiting on it: an event may have occurred before this call.
         """
         ...
 
     def limit_s(self, timeout_s: float) -> float:
-        """Return `timeout_s`, or less if the transport must be polled before that, in seconds."""
+        """Return the time until `poll` must be called, at most `timeout_s`, in seconds."""
         ...
 
 
@@ -89,20 +89,20 @@ class MixedTransport:
         self._by_rail[path.rail].open(path, endpoint)
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return memory of the last part: what RDMA accepts, sockets accept too."""
+        """Return `nbytes` bytes allocated by the last part; the other parts accept any memory."""
         return self._parts[-1].allocate(nbytes)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Registered:
-        """Register `memory` with the last part: sockets need no registration."""
+        """Register `memory` with the last part; the other parts need no registration."""
         return self._parts[-1].register(memory)
 
     def register_device(self, address: int, nbytes: int) -> Registered:
-        """Register device memory with every part that has rails, or with none.
+        """Register device memory with every part that has rails.
 
         Raises
         ------
         TransportError
-            If a part cannot reach the memory.
+            If a part cannot reach the memory; it is then registered with none.
         """
         made: list[Registered] = []
         try:
@@ -175,7 +175,11 @@ class MixedTransport:
         return self._by_rail[path.rail].is_stuck(path)
 
     def probe(self, key: ProbeKey) -> None:
-        """Start a probe; its outcome is None if a rail is missing or the rails are of two parts."""
+        """Start a probe.
+
+        ``Probed.is_answered`` is None if a rail does not exist or the two rails are of different
+        parts.
+        """
         rails = range(self.nrails)
         if key.rail not in rails or key.via not in rails:
             self._refused.append(Probed(key, None, f"no such rail: there are {self.nrails}"))
@@ -192,7 +196,7 @@ class MixedTransport:
         return own + [fd for part in self._parts for fd in part.descriptors()]
 
     def close(self) -> None:
-        """Close every part, even if closing another part raises. Idempotent."""
+        """Close every part, even if closing another one raises. Idempotent."""
         with ExitStack() as steps:  # callbacks run last to first
             steps.callback(self._close_descriptors)
             for part in reversed(self._parts):

@@ -14,14 +14,17 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class Unregistered:
-    """`Registered` of a transport that needs no registration."""
+    """Registration with a transport that needs none (implements `Registered`)."""
 
     def close(self) -> None:
         """Do nothing: nothing was registered."""
 
 
 class PreconnectedTransport:
-    """Base class with the methods of `Transport` about endpoint info and registered memory."""
+    """Base class of transports over sockets, which need neither endpoints nor registered memory.
+
+    Implements the methods of `Transport` for both.
+    """
 
     def joins(self, rail: int) -> bool:
         """Return False: the control plane makes the connections."""
@@ -35,7 +38,7 @@ class PreconnectedTransport:
         )
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return ordinary memory: slices can land in any memory."""
+        """Return `nbytes` bytes of ordinary memory: slices can land in any memory."""
         return np.empty(nbytes, np.uint8)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Unregistered:

@@ -21,12 +21,12 @@ class Wakeup:
         self.number = self._file.fileno()
 
     def wake(self) -> None:
-        """Make the descriptor readable. Does nothing after `close`: no thread waits on it then."""
+        """Make the descriptor readable; do nothing after `close`."""
         with contextlib.suppress(ValueError):
             self._file.write(_ONE)
 
     def clear(self) -> None:
-        """Reset the descriptor to not readable."""
+        """Make the descriptor unreadable until the next `wake`."""
         self._file.read(len(_ONE))
 
     def close(self) -> None:

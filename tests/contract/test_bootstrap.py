@@ -306,7 +306,7 @@ def test_what_was_asked_before_start_happens_then() -> None:
 @pytest.mark.parametrize("peer", [0, 2, -1])
 def test_a_wrong_peer_is_refused(start_job: Callable[..., Job], peer: int) -> None:
     job = start_job(2)
-    with pytest.raises(InvalidArgument, match="must be a rank of 0 to"):
+    with pytest.raises(InvalidArgument, match="must be a rank from 0 to"):
         job.planes[0].send(peer, Text("x"))
 
 
@@ -323,7 +323,7 @@ def test_a_message_that_is_too_long_is_refused_in_the_call(
     long = Text("x" * MAX_FRAME_NBYTES)
     plane = job.planes[0]
     for send in (lambda: plane.send(1, long), lambda: plane.broadcast(long)):
-        with pytest.raises(InvalidArgument, match=r"control message Text of .* at most"):
+        with pytest.raises(InvalidArgument, match=r"control message Text has .* at most"):
             send()
     plane.send(1, Text("after"))
     job.seen[1].wait_for(lambda: job.seen[1].messages == [(0, Text("after"))])

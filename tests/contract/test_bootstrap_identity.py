@@ -323,7 +323,7 @@ def test_a_secret_that_only_one_rank_was_given_is_refused(who: int) -> None:
     given = [Config(secret="ab" * SECRET_NBYTES if rank == who else "") for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         begun = [pool.submit(identify, given[rank], comm.as_seen_by(rank), {}) for rank in range(2)]
-    with pytest.raises(InvalidArgument, match="set it on every rank"):
+    with pytest.raises(InvalidArgument, match="set the same secret on every rank"):
         begun[1].result()
     listener = begun[0].result().listener
     assert listener is not None
@@ -448,5 +448,5 @@ def test_all_ranks_hear_why_rank_0_cannot_listen() -> None:
             pool.submit(identify, Config(port=port), comm.as_seen_by(rank), {}) for rank in range(2)
         ]
         for future in futures:
-            with pytest.raises(InvalidArgument, match="rank 0 cannot open its rendezvous"):
+            with pytest.raises(InvalidArgument, match="rank 0 cannot listen for the other ranks"):
                 future.result(10)

@@ -34,17 +34,21 @@ class QueuedSlice:
 
 
 class NamedPlace:
-    """Landing place that the peer was told; ``rest`` is the part that no fragment has begun."""
+    """Landing place that was announced to the peer.
+
+    ``rest`` is the part behind the last fragment whose header has been read.
+    """
 
     __slots__ = ("ack", "began_s", "is_confirmed", "rest")
 
     def __init__(self, region: memoryview, ack: int) -> None:
         self.rest = region
-        #: Time at which the first fragment began, in seconds of the monotonic clock; 0 before.
+        #: Time of the transport's clock at which the first fragment began, in seconds; 0 before.
         self.began_s = 0.0
-        #: Confirmation that may be sent before the slice is read; 0 if none, or if it was sent.
+        #: `ack` of `Transport.irecv`: the confirmation that may be sent before the slice is read;
+        #: 0 if none, or if it was sent.
         self.ack = ack
-        #: Whether that confirmation was sent.
+        #: True if that confirmation was sent.
         self.is_confirmed = False
 
 
@@ -59,7 +63,7 @@ class Connection:
     buffer_nbytes : int
         Size of the receive buffer.
     is_loopback : bool
-        Send each slice as one fragment.
+        True if both ranks are on this machine; each slice is then sent as one fragment.
     """
 
     __slots__ = (
@@ -87,7 +91,7 @@ class Connection:
         self.target: memoryview | None = None
         self.frame: Frame | None = None
         self.place: NamedPlace | None = None
-        #: Landing places named on the path, by channel and number of the slice.
+        #: Landing places announced on the path, by channel and number of the slice.
         self.places: dict[tuple[int, int], NamedPlace] = {}
         #: Send queues in order of priority: small frames, replays, other cleared slices.
         self.small: deque[bytes | memoryview] = deque()
@@ -97,19 +101,25 @@ class Connection:
         self.sending: deque[bytes | memoryview] = deque()
         #: Frame of the slice to report as `Sent` once ``sending`` is empty.
         self.sent: Frame | None = None
-        #: Whether the socket is full, and the transport waits until it accepts data.
+        #: True while the socket is full and the transport waits until it accepts data.
         self.is_waiting = False
-        #: Whether the next `flush` of the transport writes to the socket.
+        #: True if the next `flush` of the transport writes to the socket.
         self.is_dirty = False
 
     def ask(self, frame: Frame, region: memoryview, ack: int) -> None:
-        """Queue a clear-to-send frame that announces `region` for slice ``frame.seq``."""
+        """Queue a clear-to-send frame that announces `region` for slice ``frame.seq``.
+
+        `ack` is the parameter of `Transport.irecv`.
+        """
         self.places[frame.channel, frame.seq] = NamedPlace(region, ack)
         self.small.append(pack(CLEAR, frame, len(region)))
 
 
 def pack(kind: int, frame: Frame, nbytes: int) -> bytes:
-    """Return the header of a frame of `kind`; a CLEAR frame gives the size of a landing place."""
+    """Return the encoded header of a DATA, CLEAR or CONFIRM frame.
+
+    `nbytes` is the size of the payload (DATA), or of the landing place (CLEAR).
+    """
     return HEADER.pack(kind, frame.channel, nbytes, frame.seq, frame.ack, frame.op, frame.signature)
 
 
@@ -119,7 +129,7 @@ def buffer_nbytes(eager_nbytes: int) -> int:
 
 
 def pack_data(frame: Frame, nbytes: int) -> bytes:
-    """Return the header of a slice, or of a fragment of one."""
+    """Return the encoded header of a slice, or of a fragment of a slice, of `nbytes` bytes."""
     return pack(DATA, frame, nbytes)
 
 

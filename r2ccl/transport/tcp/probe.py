@@ -7,8 +7,8 @@ of the local rail: by the address alone, the kernel would send from the NIC in t
 subnet, which may be the failed one.
 
 A connect that fails because this machine has no descriptor, port or memory left proves nothing
-about the rail. If that happened to a connect of a probe and no other was answered, the outcome of
-the probe is None.
+about the rail. If this happens to one of a probe's connects and no other is answered, the outcome
+of the probe is None.
 
 Invariant: a probe that was started is reported once, unless the prober is closed first, and leaves
 no connection behind.
@@ -48,22 +48,22 @@ class _Probe:
         self.key = key
         self.socks: dict[int, socket.socket] = {}
         self.nsent = 0
-        #: The clock's time of the next connect or, after the last connect, of the timeout.
+        #: Time of the clock for the next connect or, after the last connect, for the timeout.
         self.due_s = 0.0
         #: Error text of the last connect that failed.
         self.detail = ""
-        #: Local cause why a connect could not be made; empty if all could.
+        #: Why this machine could not make one of the connects; empty if it made all.
         self.unmade = ""
 
 
 class TcpProber:
-    """Makes the TCP probes of one transport.
+    """TCP probes of one transport: connects to ports of peers on which nobody listens.
 
     Parameters
     ----------
     epoll : select.epoll
-        Set in which the connects' sockets are registered; its owner passes ready descriptors to
-        `on_ready`.
+        Set in which the sockets of probes are registered. Borrowed; the owner passes ready
+        descriptors to `on_ready`.
     sources : mapping of int to Nic
         Local NIC of each rail.
     targets : mapping of PathKey to (str, int)
@@ -123,11 +123,11 @@ class TcpProber:
             self._judge(probe, code)
 
     def advance(self) -> list[Probed]:
-        """Make the connects that are due, end probes that timed out; return the finished probes.
+        """Make the connects that are due and end probes that timed out; return the finished probes.
 
-        Call it after `on_ready`, so that answers that already arrived count. Each connect has at
-        least a third of the timeout, however late this method is called: a process that was stopped
-        must not mistake its own pause for silence of the peer.
+        Call it after `on_ready`, so that answers that already arrived count. However late it is
+        called, each connect has at least a third of the timeout for its answer. So a process that
+        was stopped for a while does not conclude that its peers are silent.
         """
         now = self._clock()
         for probe in list(self._probes.values()):
@@ -140,7 +140,7 @@ class TcpProber:
         return done
 
     def limit_s(self, timeout_s: float) -> float:
-        """Return `timeout_s`, or less if `advance` must be called before that, in seconds."""
+        """Return the time until `advance` must be called, at most `timeout_s`, in seconds."""
         if self._done:
             return 0.0
         if not self._probes:
@@ -193,7 +193,10 @@ class TcpProber:
         return errno.EINPROGRESS, True
 
     def _not_made(self, probe: _Probe, code: int) -> None:
-        """Record that this machine lacked a resource for a connect; later connects still happen."""
+        """Record that this machine could not make a connect (errno `code`), and log it once.
+
+        The probe goes on with its next connect.
+        """
         probe.unmade = describe_errno(code)
         if code in self._unmade:
             return
@@ -205,7 +208,10 @@ class TcpProber:
         )  # fmt: skip
 
     def _judge(self, probe: _Probe, code: int) -> None:
-        """Handle the outcome of one connect: an answer or the last error ends the probe."""
+        """Handle the outcome of one connect: end the probe if it is an answer or the last error.
+
+        `code` is the errno of the connect; 0 if it succeeded.
+        """
         if code in (0, errno.ECONNREFUSED):
             self._answered.add(probe.key)
             self._end(probe, True, "connected" if code == 0 else "refused")

@@ -9,8 +9,8 @@ at fragment boundaries, so they do not wait behind bulk data.
 Sockets arrive connected and authenticated from `r2ccl.bootstrap` and carry only these frames. A
 malformed frame fails the path.
 
-Invariants: TCP_NOTSENT_LOWAT bounds the unsent bytes in the kernel, so a replay reaches the wire
-soon. Only this process writes to a landing place, so closing the socket is a fence.
+Invariants: TCP_NOTSENT_LOWAT bounds the unsent bytes in the kernel, so a replay waits for few other
+bytes. Only this process writes to a landing place, so closing the socket is a fence.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class TcpTransport(PreconnectedTransport):
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
-        """Queue a slice; a replay is sent ahead of the cleared slices queued before it."""
+        """Queue a slice; a replay is sent before all cleared slices that are not replays."""
         conn = self._by_path.get(path)
         if conn is None:
             return
@@ -195,7 +195,10 @@ class TcpTransport(PreconnectedTransport):
                     self._write(conn)
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Read and write ready sockets; return events; wait for one up to `timeout_s` s."""
+        """Read and write ready sockets and return events; wait up to `timeout_s` seconds for one.
+
+        The list is empty after a timeout, `wake`, or sockets that were ready but gave no event.
+        """
         if self._prober.is_busy:
             timeout_s = self._prober.limit_s(timeout_s)
         if self._unparsed:
@@ -229,11 +232,16 @@ class TcpTransport(PreconnectedTransport):
         return self._wakeup.number
 
     def lend(self, paths: Sequence[PathKey]) -> list[Connection] | None:
-        """Lend the connections of `paths` to a borrower that reads and writes until `take_back`.
+        """Lend the connections of `paths` to compiled code, which reads and writes their sockets.
 
-        Return None if one of them is in use or not open, or events are waiting for `poll`. The
-        borrower may change the fields of the connections. Meanwhile, only `wake` and
-        `has_other_events` may be called.
+        The borrower may change the fields of the connections. Until `take_back` was called for each
+        of them, only `wake` and `has_other_events` may be called.
+
+        Returns
+        -------
+        list of Connection or None
+            In the order of `paths`. None, and nothing is lent, if a connection is not open or has
+            something queued or half read, or if events are waiting for `poll`.
         """
         if self._events:
             return None
@@ -250,10 +258,10 @@ class TcpTransport(PreconnectedTransport):
         return conns
 
     def take_back(self, conn: Connection, error: int | None = None) -> None:
-        """End the loan of a connection; its fields describe its state.
+        """End the loan of `conn`, whose fields must describe what the borrower left unfinished.
 
-        `error` is the errno with which a system call failed, or 0 if the peer closed the
-        connection; the path then fails.
+        `error` is the errno of the borrower's failed system call, or 0 if the peer closed the
+        connection; in both cases the path fails. None: there was no error.
         """
         if error is not None:
             status = errno_name(OSError(error, "")) if error else "EOF"
@@ -266,10 +274,10 @@ class TcpTransport(PreconnectedTransport):
             self._mark(conn)
 
     def has_other_events(self, lent: Collection[Connection]) -> bool:
-        """Return whether `poll` has to be called while connections are lent.
+        """Return True if `poll` must be called although the connections `lent` are lent.
 
-        It has to be if another socket is ready or a probe is in flight. Earlier calls of `wake`
-        have no effect afterwards.
+        This is so if another socket is ready or a probe is in flight. A `wake` before this call
+        does not make a later `poll` return.
         """
         fds = [conn.fd for conn in lent]
         ready = [fd for fd, _ in self._epoll.poll(0)]
@@ -279,14 +287,14 @@ class TcpTransport(PreconnectedTransport):
         return is_other or self._prober.is_busy
 
     def _parse_rest(self) -> None:
-        """Parse the frames that a borrower has read and not parsed."""
+        """Parse the frames that a borrower read into the connections' buffers and did not parse."""
         unparsed, self._unparsed = self._unparsed, set()
         for conn in unparsed:
             if self._by_path.get(conn.path) is conn:
                 self._parse_all(conn)
 
     def limit_s(self, timeout_s: float) -> float:
-        """Return `timeout_s`, or less if a step of a probe is due before that, in seconds."""
+        """Return the time until `poll` must be called, at most `timeout_s`, in seconds."""
         return self._prober.limit_s(timeout_s)
 
     def fileno(self) -> int:
@@ -301,18 +309,18 @@ class TcpTransport(PreconnectedTransport):
         self._wakeup.wake()
 
     def fence(self, path: PathKey) -> None:
-        """Close the socket of `path`; the next `poll` reports `Fenced`, even without a socket.
+        """Close the socket of `path`; the next `poll` reports `Fenced`, even if none was open.
 
         Raises
         ------
         InternalError
-            As `close`.
+            If the kernel lost bytes that it had reported as received.
         """
         self._discard(path)
         self._events.append(Fenced(path))
 
     def memory_use(self) -> MemoryUse:
-        """Return no memory: slices are read into and written from the memory of their owners."""
+        """Return zeros: the transport reads and writes slices in the memory of their owners."""
         return MemoryUse()
 
     def has_unsent(self) -> bool:
@@ -334,7 +342,7 @@ class TcpTransport(PreconnectedTransport):
         return bool(unacked and retransmits >= 2)
 
     def probe(self, key: ProbeKey) -> None:
-        """Start a probe: connects on separate sockets (`TcpProber`)."""
+        """Start a probe of a port by connects on separate sockets, see `TcpProber`."""
         self._prober.probe(key)
 
     def descriptors(self) -> list[int]:
@@ -347,7 +355,7 @@ class TcpTransport(PreconnectedTransport):
     def close(self) -> None:
         """Close every socket. Idempotent.
 
-        Every step runs even if an earlier one raised.
+        If an error occurs for one socket, the others are closed all the same.
 
         Raises
         ------
@@ -491,9 +499,13 @@ class TcpTransport(PreconnectedTransport):
     def _confirm_early(self, conn: Connection, place: NamedPlace, missing: int) -> bool:
         """Confirm the current slice if the local kernel already holds all its missing bytes.
 
-        The sender then need not wait until they are copied here. These bytes cannot get lost:
-        `_discard` reads them before it closes the socket, even after a reset by the peer.
-        Returns False if sending the confirmation failed the path.
+        The sender then need not wait until the bytes are copied to the landing place. They cannot
+        be lost: `_discard` reads them before it closes the socket, even after a reset by the peer.
+
+        Returns
+        -------
+        bool
+            False if the path failed while the confirmation was sent.
         """
         fcntl.ioctl(conn.fd, termios.FIONREAD, self._unread)
         if self._unread[0] >= missing:
@@ -506,7 +518,7 @@ class TcpTransport(PreconnectedTransport):
         return self._by_path.get(conn.path) is conn
 
     def _read_buffer(self, conn: Connection) -> None:
-        """Receive into the buffer once and parse it; events of eager slices borrow the buffer."""
+        """Receive into the buffer once and parse it; events of eager slices borrow its memory."""
         if conn.parsed:
             rest = conn.filled - conn.parsed
             if rest:
@@ -623,7 +635,7 @@ class TcpTransport(PreconnectedTransport):
         return False
 
     def _write_some(self, conn: Connection) -> bool:
-        """Make one system call; return False if the socket accepted less than it was given."""
+        """Write from ``sending`` by one system call; return False if the socket took only part."""
         sending = conn.sending
         if len(sending) == 1:
             given = sending[0][:_CALL_NBYTES]

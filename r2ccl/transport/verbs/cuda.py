@@ -19,7 +19,10 @@ class CudaDriver(Protocol):
     """Interface of the CUDA driver; a failed call raises `TransportError` with CUDA's status."""
 
     def current(self, address: int) -> AbstractContextManager[None]:
-        """Make the context of the allocation at `address` current on this thread, in a ``with``."""
+        """Return a context manager that makes a CUDA context current on the calling thread.
+
+        It is the context of the allocation at `address`.
+        """
         ...
 
     def is_pooled(self, address: int) -> bool:
@@ -27,15 +30,18 @@ class CudaDriver(Protocol):
         ...
 
     def is_managed(self, address: int) -> bool:
-        """Return True if the memory is managed and so can migrate (``cudaMallocManaged``)."""
+        """Return True if the memory is managed (``cudaMallocManaged``) and so can migrate."""
         ...
 
     def is_rdma_capable(self, address: int) -> bool:
-        """Return the pointer attribute IS_GPU_DIRECT_RDMA_CAPABLE."""
+        """Return True if NICs can access the memory (attribute IS_GPU_DIRECT_RDMA_CAPABLE)."""
         ...
 
     def is_dmabuf_supported(self, address: int) -> bool:
-        """Return the attribute DMA_BUF_SUPPORTED of the device that has the memory."""
+        """Return True if the GPU can export its memory as a dma-buf (attribute DMA_BUF_SUPPORTED).
+
+        The GPU is the one that has the memory at `address`.
+        """
         ...
 
     def address_range(self, address: int) -> tuple[int, int]:
@@ -43,7 +49,7 @@ class CudaDriver(Protocol):
         ...
 
     def buffer_id(self, address: int) -> int:
-        """Return the pointer attribute BUFFER_ID: unique in the process, never reused."""
+        """Return the allocation's number (pointer attribute BUFFER_ID), unique and never reused."""
         ...
 
     def set_sync_memops(self, address: int) -> None:
@@ -71,7 +77,10 @@ class BindingsDriver:
 
     @contextmanager
     def current(self, address: int) -> Iterator[None]:
-        """Make the allocation's context current; use the device's primary one if it has none."""
+        """Implement `CudaDriver.current`.
+
+        Use the primary context of the device if the allocation has none.
+        """
         context = self._pointer("CONTEXT", address)
         device = None
         if not int(context):

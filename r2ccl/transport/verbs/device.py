@@ -61,7 +61,7 @@ with _quiet_root_logger():
 _ACCESS = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
 #: Default number of peers per device, for benches, tests and the doctor.
 _NPEERS = 32
-#: Most completions taken from the queue by one call.
+#: Maximum number of completions taken from the queue by one call.
 BATCH = 256
 
 
@@ -88,7 +88,7 @@ _AnyInfo = TypeVar("_AnyInfo", bound=EndpointInfo)
 
 
 class NeighbourTable(Protocol):
-    """Kernel's neighbour table (ARP, NDP) of one interface."""
+    """Neighbour table (ARP, NDP) of one interface in the kernel."""
 
     def knows(self, source: str, destination: str) -> bool:
         """Return True if the link-layer address of `destination` is known; else request it.
@@ -116,17 +116,18 @@ class RdmaDevice:
         Kernel's name of the NIC, such as ``mlx5_0``.
     port : int
     find_gid : callable
-        Returns index and GID by which peers address the port. It is called again after the port
-        had an event.
+        Returns index and text form of the GID by which peers address the port. Called by the
+        constructor, and by `refresh` after the port had an event.
     neighbours : NeighbourTable, optional
         Neighbour table of the port's interface. Owned. None on InfiniBand, where the subnet
         manager resolves addresses.
     fastpath : str
-        ``"1"``: compiled code polls and posts; pyverbs does if libibverbs is not as expected.
-        ``"0"``: pyverbs does. ``"auto"``: as ``"1"``, but pyverbs on software NICs, where the
-        kernel's work per request is so large that loading Numba (0.7 s) does not pay.
+        What polls and posts. ``"1"``: compiled code, or pyverbs if libibverbs is not as expected.
+        ``"0"``: pyverbs. ``"auto"``: as ``"1"``, but pyverbs on software NICs, where the kernel's
+        work per request is so large that loading Numba (0.7 s) does not pay.
     npeers : int
-        Most ranks that queue pairs of this device connect to; sizes the completion queue.
+        Maximum number of ranks that this device connects to; determines the size of the
+        completion queue.
 
     Raises
     ------
@@ -215,13 +216,13 @@ class RdmaDevice:
         return Poller(self._nic, BATCH)
 
     def poster(self, qp: Any, nothing: tuple[int, int, int], nreceives: int) -> Poster | None:
-        """Return a `Poster` for a new queue pair; None if pyverbs must post to it.
+        """Return a `Poster` for a new queue pair; None if pyverbs must post its requests.
 
         Parameters
         ----------
         qp : pyverbs.qp.QP
         nothing, nreceives
-            As in `Poster`.
+            Parameters of `Poster`.
         """
         if self._nic is None:
             return None
@@ -270,14 +271,17 @@ class RdmaDevice:
             raise self.refusal("announce completions", exc) from exc
 
     def disarm(self) -> None:
-        """Consume the notification that made the channel's descriptor readable."""
+        """Consume the notification that made the channel's descriptor readable.
+
+        Blocks if the descriptor is not readable.
+        """
         self.channel.get_cq_event(self.cq)
         self.cq.ack_events(1)
 
     def port_events(self) -> list[int]:
-        """Return the types of the device's pending async events, and acknowledge the events.
+        """Acknowledge the device's pending async events; return their types (``ibv_event_type``).
 
-        They may be of another port of the NIC; see `is_of_other_port`.
+        An event may be of another port of the NIC; see `is_of_other_port`.
         """
         found = []
         poll = select.poll()  # `select.select` accepts no descriptor above 1023
@@ -290,10 +294,15 @@ class RdmaDevice:
         return found
 
     def is_of_other_port(self, is_up: bool) -> bool:
-        """Return True if an event "port up" or "port down" is of another port of the NIC.
+        """Return True if a port event is of another port of the NIC, not of this one.
 
-        pyverbs does not tell the port of an event, so the state of this port is compared with the
-        event. A NIC with one port, or one that cannot be queried, has no event of another port.
+        pyverbs does not give the port of an event. So the event is taken to be of this port if the
+        port is now in the reported state or cannot be queried, or if the NIC has only one port.
+
+        Parameters
+        ----------
+        is_up : bool
+            True for the event PORT_ACTIVE, False for PORT_ERR.
         """
         if self._nports == 1:
             return False
@@ -304,7 +313,7 @@ class RdmaDevice:
             return False
 
     def refresh(self) -> None:
-        """Find the GID again if the port had an event: a flap may move or remove it.
+        """Determine GID and GID index of the port again if an event may have changed them.
 
         Raises
         ------
@@ -325,7 +334,7 @@ class RdmaDevice:
         self._is_stale = False
 
     def query(self) -> Any:
-        """Return the current port attributes of verbs: ``state``, ``lid``, ``active_mtu`` ...
+        """Return the port's current attributes, such as ``state``, ``lid`` and ``active_mtu``.
 
         Raises
         ------
@@ -348,14 +357,14 @@ class RdmaDevice:
         return bool(self.query().state == e.IBV_PORT_ACTIVE)
 
     def read_endpoint_info(self, info: bytes, kind: type[_AnyInfo]) -> _AnyInfo:
-        """Decode a peer's endpoint info; raise if connecting to the peer would block.
+        """Decode a peer's endpoint info of type `kind`; raise if connecting to it would block.
 
         Raises
         ------
         TransportError
-            If the endpoint info cannot be decoded; or if the kernel does not know the peer's
-            link-layer address yet, which it now resolves, or refuses to look it up (status
-            ``NO_NEIGHBOUR``).
+            Status ``ENDPOINT_INFO``: `info` cannot be decoded. Status ``NO_NEIGHBOUR``: the kernel
+            does not know the peer's link-layer address yet and now resolves it, so a later call
+            may succeed; or it refuses to look the address up.
         """
         try:
             remote = msgspec.msgpack.decode(info, type=kind)
@@ -389,7 +398,15 @@ class RdmaDevice:
         return AHAttr(dlid=remote.lid, is_global=1, gr=route, port_num=self.port)
 
     def refusal(self, what: str, exc: Exception) -> TransportError:
-        """Return a `TransportError` for a device that refused to do `what`."""
+        """Return the error for an operation that the device refused.
+
+        Parameters
+        ----------
+        what : str
+            The operation, as a verb phrase such as "make a queue pair".
+        exc : Exception
+            The error of pyverbs or of the compiled code.
+        """
         return TransportError(f"{self.name} refused to {what}: {exc}", status="DEVICE")
 
     def close(self) -> None:
@@ -399,7 +416,7 @@ class RdmaDevice:
 
 
 def room(name: str) -> int:
-    """Return the largest number of peers that the completion queue of a NIC can serve.
+    """Return the maximum number of peers that the completion queue of NIC `name` can serve.
 
     Raises
     ------
@@ -416,7 +433,7 @@ def room(name: str) -> int:
 
 @contextmanager
 def _openable(name: str) -> Iterator[None]:
-    """Translate a driver error while the NIC is opened into one that names the NIC."""
+    """Replace a `PyverbsError` in the block by a `TransportError` that names the NIC."""
     try:
         yield
     except PyverbsError as exc:

@@ -2,8 +2,8 @@
 
 Theory of operation
 -------------------
-There are three methods, best first. The first method that works on *every* NIC is used, because a
-slice must be able to migrate to another rail without moving in memory:
+The first of these methods that works on *every* NIC is used, because a slice must be able to
+migrate to another rail without moving in memory:
 
 =========  =====================================================================================
 dmabuf     the allocation is exported as a dma-buf, whose descriptor every NIC registers
@@ -56,7 +56,7 @@ _NO_DIRECT_WAY = "NO_DIRECT_WAY"
 
 @runtime_checkable
 class DmabufRegistrar(Protocol):
-    """`Registrar` whose NIC can also register dma-buf descriptors."""
+    """NIC that can register host memory, like a `Registrar`, and dma-bufs."""
 
     @property
     def name(self) -> str:
@@ -68,19 +68,22 @@ class DmabufRegistrar(Protocol):
         ...
 
     def register_dmabuf(self, fd: int, offset: int, nbytes: int) -> MemoryRegion:
-        """Register `nbytes` bytes of dma-buf `fd` from `offset`, which is their I/O address too."""
+        """Register `nbytes` bytes of dma-buf `fd` from `offset` on.
+
+        The NIC's I/O address of the first byte is `offset`.
+        """
         ...
 
 
 class DeviceMemoryRoute(msgspec.Struct, frozen=True):
-    """Method by which NICs reach a device allocation.
+    """Method by which NICs access a device allocation.
 
     Parameters
     ----------
     method : str
-        ``"dmabuf"`` or ``"peermem"``; ``"staging"`` if the NICs cannot reach the allocation.
+        ``"dmabuf"`` or ``"peermem"``; ``"staging"`` if the NICs cannot access the allocation.
     reasons : tuple of str
-        One text per better method: why it failed.
+        Why each method that is tried before this one failed.
     """
 
     method: str
@@ -91,7 +94,7 @@ class DeviceMemoryRoute(msgspec.Struct, frozen=True):
 
 
 class DeviceRegion(msgspec.Struct):
-    """`MemoryRegion` of device memory, with the method by which it was registered."""
+    """Registered device memory, with the method of its registration (implements `MemoryRegion`)."""
 
     lkey: int
     rkey: int
@@ -105,7 +108,7 @@ class DeviceRegion(msgspec.Struct):
 
 
 class VerbsRegion(msgspec.Struct):
-    """`MemoryRegion` over a memory region of pyverbs (``mr``)."""
+    """Registered memory, as a memory region ``mr`` of pyverbs (implements `MemoryRegion`)."""
 
     lkey: int
     rkey: int
@@ -118,7 +121,9 @@ class VerbsRegion(msgspec.Struct):
 
 
 class PdRegistrar:
-    """`DmabufRegistrar` over a protection domain of pyverbs.
+    """NIC that registers memory in a protection domain of pyverbs.
+
+    Implements `DmabufRegistrar`.
 
     Parameters
     ----------
@@ -146,13 +151,15 @@ class PdRegistrar:
         return VerbsRegion(mr.lkey, mr.rkey, 0, mr)
 
     def register_dmabuf(self, fd: int, offset: int, nbytes: int) -> VerbsRegion:
-        """Register `nbytes` bytes of dma-buf `fd` from `offset`, which is their I/O address too."""
+        """Implement `DmabufRegistrar.register_dmabuf`."""
         mr = _pyverbs_mr().DmaBufMR(self._pd, nbytes, self._access, dmabuf=fd, offset=offset)
         return VerbsRegion(mr.lkey, mr.rkey, 0, mr)
 
 
 class DeviceMemory:
-    """`Memory` of CUDA devices; needs a `RegistrationCache` separate from the host's.
+    """Memory of CUDA devices (implements `Memory`).
+
+    It needs a `RegistrationCache` of its own, separate from that of host memory.
 
     Parameters
     ----------
@@ -166,14 +173,17 @@ class DeviceMemory:
         self._refused: dict[int, tuple[int, str]] = {}
 
     def locate(self, address: int, nbytes: int, owner: Any) -> Allocation:
-        """Return the CUDA allocation around `address`, identified by its buffer id, not `owner`.
+        """Return the CUDA allocation that contains `nbytes` bytes at `address`.
+
+        Its identity is CUDA's buffer id; `owner` is not used.
 
         Raises
         ------
         InvalidArgument
             If the `nbytes` bytes do not lie in one allocation.
         TransportError
-            If the memory can move, or the driver does not know it.
+            If the memory is managed or from the stream-ordered pool, so that it can move, or if the
+            driver does not know it.
         """
         with self._driver.current(address):
             if self._driver.is_managed(address):
@@ -202,7 +212,9 @@ class DeviceMemory:
     def register(
         self, registrars: Sequence[Registrar], allocation: Allocation
     ) -> tuple[MemoryRegion, ...]:
-        """Register `allocation` with every NIC, by the best method that works on all of them.
+        """Register `allocation` with every NIC, by the first method that works on all of them.
+
+        The methods are dma-buf and nvidia_peermem, in this order.
 
         Raises
         ------
@@ -248,7 +260,7 @@ class DeviceMemory:
     def _by_dmabuf(
         self, registrars: Sequence[Registrar], allocation: Allocation
     ) -> tuple[tuple[MemoryRegion, ...], int]:
-        """Return the regions and their ``iova_base``."""
+        """Register `allocation` as a dma-buf; return the regions and their ``iova_base``."""
         able = [each for each in registrars if isinstance(each, DmabufRegistrar)]
         if len(able) < len(registrars):
             names = ", ".join(each.name for each in registrars if each not in able)
@@ -270,7 +282,7 @@ class DeviceMemory:
 
 
 class _DescriptorTaker:
-    """`Registrar` that registers a part of a dma-buf and ignores the address it is given."""
+    """NIC that registers a part of a dma-buf, whatever address it is given."""
 
     def __init__(self, nic: DmabufRegistrar, fd: int, offset: int) -> None:
         self.name = nic.name
@@ -285,7 +297,10 @@ class _DescriptorTaker:
 def _by_pointer(
     registrars: Sequence[Registrar], allocation: Allocation
 ) -> tuple[tuple[MemoryRegion, ...], int]:
-    """Register the device pointer; without nvidia_peermem the kernel returns EFAULT."""
+    """Register `allocation` by its device pointer; return the regions and their ``iova_base``, 0.
+
+    If nvidia_peermem is not loaded, the kernel returns EFAULT.
+    """
     try:
         return register_everywhere(registrars, allocation.base, allocation.nbytes), 0
     except TransportError as exc:

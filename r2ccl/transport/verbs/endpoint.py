@@ -26,7 +26,11 @@ _CREDIT_PART = 4
 
 
 class EndpointState(enum.Enum):
-    """State of an end of a path: JOINING until it is opened, DRAINING from its fence on."""
+    """State of an end of a path.
+
+    JOINING until the transport opens it, then LIVE; FAILED after an error, until it is fenced;
+    DRAINING from its fence on.
+    """
 
     JOINING = "joining"
     LIVE = "live"
@@ -35,7 +39,11 @@ class EndpointState(enum.Enum):
 
 
 class LandingPlace:
-    """Landing place: frame of the expected slice, its region, and the memory the NIC writes."""
+    """Landing place that was announced to the peer.
+
+    ``frame`` is the header of the expected slice, ``region`` its destination. ``reach`` is the
+    memory that the NIC writes: ``region`` itself, or a staging buffer that is copied to it.
+    """
 
     __slots__ = ("frame", "reach", "region")
 
@@ -57,7 +65,9 @@ class Outgoing:
 
 
 class VerbsEndpoint:
-    """`Endpoint` of a path: one queue pair with its send queues and requests in flight.
+    """End of a path: a queue pair with its send queues and requests in flight.
+
+    Implements `Endpoint`.
 
     Parameters
     ----------
@@ -65,9 +75,9 @@ class VerbsEndpoint:
     nic : int
         Index of the NIC within its transport.
     qp : QueuePair
-        Owned until ``discard``, which resets it for reuse or closes it.
+        Owned until ``discard`` is called.
     discard : callable
-        Called by `close` to return the end to its transport.
+        Called by `close` with this end, to return the queue pair to the transport.
     """
 
     def __init__(
@@ -109,13 +119,16 @@ class VerbsEndpoint:
         self._discard = discard
 
     def join(self, info: bytes, is_caller: bool) -> None:
-        """Connect to the end that `info` describes; the caller also sends a hello as a test."""
+        """Connect to the end that `info` describes, as `Endpoint.join` does.
+
+        The caller tests the connection by an RDMA write of 0 bytes.
+        """
         self.qp.join(info)
         if is_caller:
             self.qp.hello()
 
     def close(self) -> None:
-        """Return this end to its transport, which resets or destroys the queue pair."""
+        """Return the queue pair to the transport, which resets it for reuse or destroys it."""
         self._discard(self)
 
     @property
@@ -124,7 +137,10 @@ class VerbsEndpoint:
         return bool(self.small or self.bulk or self.unnamed)
 
     def lend(self, nbytes: int) -> bool:
-        """Count a message as lent until the next poll; return True if it is the first one."""
+        """Count a message of `nbytes` ring bytes as lent: events borrow it until the next poll.
+
+        Return True if no other message was lent.
+        """
         self.lent += 1
         self._lent_nbytes += nbytes
         return self.lent == 1
@@ -142,17 +158,20 @@ class VerbsEndpoint:
 
     @property
     def is_credit_due(self) -> bool:
-        """True if a credit must be sent now, without waiting for a message to carry it."""
+        """True if consumed messages must be acknowledged now, by a credit without a message."""
         is_many = self.consumed - self._told >= _CREDIT_EVERY
         return is_many or self._untold_nbytes * _CREDIT_PART >= len(self.qp.inbox)
 
     def forget_waiting(self) -> None:
-        """Empty the send queues."""
+        """Discard the messages, announcements and slices that wait in the send queues."""
         for queue in (self.small, self.unnamed, self.bulk):
             queue.clear()
 
     def take_back(self) -> Iterator[Reach]:
-        """Forget all requests in flight and yield their memory; the queue pair must be stopped."""
+        """Forget all requests in flight and yield their memory, for the caller to release.
+
+        The queue pair must have been reset or destroyed.
+        """
         for place in self.places.values():
             yield place.reach
         for _, reach in self.writing.values():

@@ -1,4 +1,4 @@
-"""Polling and posting by compiled code, which holds no GIL and makes no object per request.
+"""Polling and posting by compiled code, which releases the GIL and makes no object per request.
 
 In C, ``ibv_poll_cq``, ``ibv_post_send`` and ``ibv_post_recv`` are inline functions that call
 through the function table of the context. Numba compiles the same calls here, and fills the records
@@ -9,13 +9,13 @@ Importing this module imports Numba and loads three functions from its cache on 
 more when they are compiled for the first time), so `r2ccl.transport.verbs.device` imports it only
 when it uses them.
 
-CPU time in µs on an EPYC, over a provider that does nothing (`r2ccl.testing.fakeverbs.rates`), with
-that of pyverbs in brackets: one completion 0.14 (1.6), an empty poll 0.24 (0.23), one receive
-request in a chain of 32 0.02 (0.05), a write 0.5 (0.26). A write is slower, because Numba unpacks
-nine arguments, but the provider then runs without the GIL.
+CPU time in µs on an EPYC, with a provider that does nothing (`r2ccl.testing.fakeverbs.rates`);
+pyverbs in parentheses: a completion 0.14 (1.6), an empty poll 0.24 (0.23), a receive request 0.02
+(0.05) in a chain of 32, a write 0.5 (0.26). A write is slower, because Numba unpacks nine
+arguments, but the provider then runs without the GIL.
 
-Invariant: addresses are used only while the pyverbs objects that hold them are open, by one thread
-at a time; compiled functions do not keep them.
+Invariant: addresses are used only while the pyverbs objects that hold the structs are open, and by
+one thread at a time; compiled functions do not keep addresses between calls.
 """
 
 from __future__ import annotations
@@ -109,7 +109,10 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 @register_jitable  # type: ignore[untyped-decorator, unused-ignore]
 def _repeats(wcs: Any, count: int, at: int) -> bool:
-    """Return True if one of the first `count` entries is a flush like that of entry `at`."""
+    """Return True if one of the first `count` entries is a flush of the same request as `at`.
+
+    That is, it has the same wr_id and queue pair number.
+    """
     for i in range(count):
         is_same = wcs[i].wr_id == wcs[at].wr_id and wcs[i].qp_num == wcs[at].qp_num
         if is_same and wcs[i].status == _FLUSHED:
@@ -119,7 +122,10 @@ def _repeats(wcs: Any, count: int, at: int) -> bool:
 
 @_compiled(types.int64(_U64))
 def _poll(queue_at: int) -> int:
-    """Fill the queue's records; return their count, or a negative result of the first poll_cq."""
+    """Poll completions into the records of the `_QUEUE` at address `queue_at`; return their number.
+
+    Return the result of poll_cq instead if its first call returns a negative one.
+    """
     queue = carray(_pointer(queue_at), (1,), _QUEUE)[0]
     wcs = carray(_pointer(queue.wcs), (queue.capacity,), WC)
     kept = 0
@@ -142,7 +148,7 @@ def _write(
     send_at: int, wr_id: int, flags: int, imm_data: int, address: int, nbytes: int, lkey: int,
     remote_address: int, rkey: int,
 ) -> int:  # fmt: skip
-    """Fill in the request and post it; return an errno, 0 if the provider accepted it."""
+    """Fill in and post the `_SEND` record at `send_at`; return an errno, 0 if it was accepted."""
     send = carray(_pointer(send_at), (1,), _SEND)[0]
     send.wr.wr_id = wr_id
     send.wr.send_flags = flags
@@ -159,18 +165,18 @@ def _write(
 
 @_compiled(types.int32(_U64, _U64, _U64, _U64))
 def _post(function: int, qp: int, wr: int, bad_wr: int) -> int:
-    """Post a chain of requests unchanged; return an errno, 0 if the provider accepted all."""
+    """Post the chain of receive requests at `wr`; return an errno, 0 if all were accepted."""
     return _call_post(function, qp, wr, bad_wr)  # type: ignore[no-any-return]
 
 
 class Poller:
-    """Polls one completion queue by compiled code.
+    """Poller of one completion queue, in compiled code.
 
     Parameters
     ----------
     nic : ProviderNic
     capacity : int
-        Most completions that one call of `poll` returns.
+        Maximum number of completions that one call of `poll` returns.
     """
 
     def __init__(self, nic: ProviderNic, capacity: int) -> None:
@@ -179,11 +185,10 @@ class Poller:
         self._at = self._queue.ctypes.data
 
     def poll(self) -> list[tuple[int, int, int, int, int, int]]:
-        """Take completions from the queue, as tuples in the order of `layout.WC`.
+        """Take completions from the queue, as tuples with the fields of `layout.WC` in order.
 
-        If several flushed requests have the same wr_id and queue pair, only the first is
-        returned: a queue pair that failed flushes dozens of receive requests that carry no other
-        information.
+        If several flushed requests have the same wr_id and queue pair, a call returns only the
+        first: a queue pair that failed flushes dozens of receive requests, which are all alike.
 
         Raises
         ------
@@ -197,7 +202,7 @@ class Poller:
 
 
 class Poster:
-    """Posts requests to one queue pair by compiled code.
+    """Poster of requests to one queue pair, in compiled code.
 
     Parameters
     ----------
@@ -208,7 +213,7 @@ class Poster:
         Address, size in bytes and lkey of the scatter-gather entry of all receive requests. They
         receive no data, so the size is 0.
     nreceives : int
-        Most receive requests in one chain.
+        Maximum number of receive requests that one call of post_recv posts as a chain.
     """
 
     def __init__(
@@ -234,7 +239,7 @@ class Poster:
         self._receives["next"][:-1] = following
 
     def number_receives(self, wr_id: int) -> None:
-        """Set the wr_id of all receive requests posted from now on; initially 0."""
+        """Set the wr_id of all receive requests posted from now on; the initial value is 0."""
         self._receives["wr_id"] = wr_id
 
     def write(

@@ -33,7 +33,7 @@ Fields = dict[str, int]
 
 
 def _layout(nbytes: int, **fields: tuple[int, str]) -> np.dtype[Any]:
-    """Return the type of a record of `nbytes` bytes with fields name = (offset, format)."""
+    """Return the dtype of a record of `nbytes` bytes with fields given as name=(offset, format)."""
     return np.dtype(
         {
             "names": list(fields),
@@ -76,7 +76,8 @@ _WORD = struct.Struct("N")
 class ProviderNic(msgspec.Struct, frozen=True):
     """Addresses of the libibverbs structs and provider functions of an open device.
 
-    ``provider`` is the path of the shared library with the functions; empty if they are in no file.
+    ``provider`` is the path of the shared library that contains the functions; empty if their code
+    is not mapped from a file.
     """
 
     context: int
@@ -97,7 +98,7 @@ class ProviderNic(msgspec.Struct, frozen=True):
 
 
 def locate_nic(context: Any, pd: Any, cq: Any, *, async_fd: int, channel_fd: int) -> ProviderNic:
-    """Return the addresses of the structs that three pyverbs objects hold.
+    """Return the addresses of the libibverbs structs of three pyverbs objects.
 
     Parameters
     ----------
@@ -109,7 +110,7 @@ def locate_nic(context: Any, pd: Any, cq: Any, *, async_fd: int, channel_fd: int
     Raises
     ------
     TransportError
-        If a struct is not as expected (status ``LAYOUT``); the message says which and how.
+        If a struct is not as expected (status ``LAYOUT``); the message names the difference.
     """
     with _own_memory() as memory:
         context_at, table = memory.behind(
@@ -137,7 +138,7 @@ def locate_qp(nic: ProviderNic, qp: Any) -> int:
     Raises
     ------
     TransportError
-        If the struct is not as expected (status ``LAYOUT``); the message says how.
+        If the struct is not as expected (status ``LAYOUT``); the message names the difference.
     """
     with _own_memory() as memory:
         address, found = memory.behind(qp, "ibv_qp", QP, context=nic.context)
@@ -155,7 +156,10 @@ class _OwnMemory:
         self._fd = fd
 
     def read(self, address: int, layout: np.dtype[Any]) -> Fields | None:
-        """Return the fields of the record at `address`; None if not all of it is mapped."""
+        """Return the fields of the record at `address`.
+
+        None if `address` is not aligned to 8 bytes, or the record is not mapped completely.
+        """
         data = self._bytes(address, layout.itemsize)
         if data is None:
             return None
@@ -165,12 +169,23 @@ class _OwnMemory:
     def behind(
         self, holder: Any, what: str, layout: np.dtype[Any], **known: int
     ) -> tuple[int, Fields]:
-        """Return address and fields of the one struct that `holder` points to and `known` matches.
+        """Return address and fields of the struct that `holder` points to.
+
+        Parameters
+        ----------
+        holder : object
+            Object of pyverbs.
+        what : str
+            Name of the struct, for the message.
+        layout : numpy.dtype
+            Layout of the struct.
+        **known : int
+            Expected values of some fields, which tell the struct from others.
 
         Raises
         ------
         TransportError
-            If no struct matches, or more than one.
+            If no pointer, or more than one, leads to a struct with these values.
         """
         data = self._bytes(id(holder), type(holder).__basicsize__) or b""
         words = {word for (word,) in _WORD.iter_unpack(data[: len(data) // 8 * 8])}
@@ -182,7 +197,8 @@ class _OwnMemory:
         ]
         if len(matching) != 1:
             raise _mismatch(
-                f"{len(matching)} pointers of a {type(holder).__name__} are to {what} with {known}"
+                f"a pyverbs {type(holder).__name__} has {len(matching)} pointers, not 1, to a "
+                f"{what} with {known}"
             )
         return matching[0]
 
@@ -198,7 +214,7 @@ class _OwnMemory:
 
 @contextmanager
 def _own_memory() -> Iterator[_OwnMemory]:
-    """Open ``/proc/self/mem``; translate errors of it and of pyverbs into TransportError."""
+    """Open ``/proc/self/mem``; raise TransportError instead of an OSError or AttributeError."""
     if _WORD.size != 8:
         raise _mismatch(f"pointers have {_WORD.size} bytes, not 8")
     try:

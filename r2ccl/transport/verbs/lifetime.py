@@ -59,12 +59,14 @@ class Allocation(msgspec.Struct, frozen=True):
 def allocation_of(address: int, nbytes: int, owner: Any) -> Allocation:
     """Return the host allocation that contains `nbytes` bytes at `address`.
 
+    If `owner` is a NumPy array or view, that is the whole memory of the array that the view is
+    based on; for any other object, exactly the `nbytes` bytes.
+
     Parameters
     ----------
     address, nbytes : int
     owner : object
-        Object that keeps the memory alive. For a NumPy array or view the allocation is the whole
-        array at its root, for any other object exactly the `nbytes` bytes.
+        Object that keeps the memory alive.
 
     Raises
     ------
@@ -96,12 +98,15 @@ def allocation_of(address: int, nbytes: int, owner: Any) -> Allocation:
 
 
 class Lifetime:
-    """Weak reference to an owner that is watched, or strong reference to one that is held.
+    """Reference to the owner of memory.
+
+    It is weak (the owner is *watched*) if the owner accepts weak references and keeps its memory
+    until it dies, else strong (the owner is *held*).
 
     Parameters
     ----------
     owner : object
-        None: there is nothing to watch or hold.
+        Object that keeps the memory alive; None if there is none.
     on_death : callable
         Called once when a watched owner dies, in any thread and possibly in the middle of other
         code, so it must neither block nor take a lock.
@@ -133,14 +138,17 @@ class Lifetime:
         return self.owner() is owner or (isinstance(held, memoryview) and held.obj is owner)
 
     def owner(self) -> Any:
-        """Return the owner, or its held buffer export; None if there is none or it is dead."""
+        """Return the owner, or the export of its buffer if that is held instead.
+
+        None if there is no owner or it has died.
+        """
         if self._finalizer is None:
             return self._held
         alive = self._finalizer.peek()
         return None if alive is None else alive[0]
 
     def end(self) -> None:
-        """Stop watching the owner, and release it if it is held."""
+        """Drop the reference: stop watching the owner, or release it if it is held."""
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = None

@@ -1,9 +1,9 @@
 """Message format of the verbs transport: a header, followed by the payload of an eager slice.
 
-Messages carry clear-to-send, confirmations and eager slices, and credits with them. A header is
-written when its message is queued, but the message may then wait for room in the peer's ring while
-the peer waits for credits from this end. So the credit is stamped into the header only when the
-message is sent.
+A message is a clear-to-send, a confirmation or an eager slice. Each also carries a credit: the
+number of messages that its sender has consumed. The header is written when the message is queued,
+but the message may then wait for room in the peer's ring while the peer waits for credits from this
+end. So the credit is written into the header only when the message is sent (`stamp`).
 
 Invariant: header and payload of a message that `VerbsMessage.read` returns lie inside the ring.
 """
@@ -25,7 +25,7 @@ EAGER, CLEAR, CONFIRM = 1, 2, 3
 _KINDS = frozenset((EAGER, CLEAR, CONFIRM))
 _CREDIT_MASK = 0xFFFFFFFF
 
-#: A landing place named by the peer: number, I/O address and rkey.
+#: Landing place that the peer announced: number, I/O address and rkey.
 Token = tuple[int, int, int]
 
 
@@ -47,7 +47,11 @@ class VerbsMessage(NamedTuple):
 
     @classmethod
     def read(cls, ring: memoryview, offset: int, max_payload_nbytes: int) -> VerbsMessage | None:
-        """Return the message at `offset` of `ring`; None if it is malformed."""
+        """Return the header of the message at `offset` of `ring`.
+
+        Return None if it is malformed, reaches beyond the ring, or belongs to an eager slice of
+        more than `max_payload_nbytes` bytes.
+        """
         if offset + HEADER_NBYTES > len(ring):
             return None
         (kind, channel, nbytes, seq, ack, op, signature, credit, number, address,
@@ -62,7 +66,10 @@ class VerbsMessage(NamedTuple):
 
 
 def write(kind: int, frame: Frame, nbytes: int, token: Token) -> bytearray:
-    """Return a new header, without the credit (`stamp`); fields as in `VerbsMessage`."""
+    """Return a new encoded header with credit 0, which `stamp` replaces.
+
+    The parameters are the fields of `VerbsMessage`.
+    """
     number, address, rkey = token
     header = bytearray(HEADER_NBYTES)
     _HEADER.pack_into(

@@ -41,9 +41,9 @@ from pyverbs.wr import SGE, SendWR  # isort: skip
 
 #: Times the NIC sends a probe before it gives up: two lost packets do not prove that a rail failed.
 _NTRIES = 3
-#: Seconds in which an unanswered probe decides the next ones of the same ports. The queue pairs of
-#: these ports fail at different times, within about 1 s (their own retries, with the defaults);
-#: each failure starts probes, and diagnosis may repeat them once.
+#: For this time, in seconds, an unanswered probe decides later probes of the same two ports. The
+#: queue pairs between these ports fail at different times, within about 1 s with the default
+#: retries; each failure starts probes, and diagnosis may repeat them once.
 _SILENCE_S = 5.0
 #: Unit of a queue pair's timeout: attribute ``timeout`` t means this many seconds times 2^t.
 _TIMEOUT_UNIT_S = 4.096e-6
@@ -51,12 +51,12 @@ _MAX_TIMEOUT = 31
 
 
 class ProbeEnd:
-    """`Endpoint` of a probe's connection.
+    """End of a connection for probes (implements `Endpoint`).
 
     Parameters
     ----------
     key : ProbeKey
-        The end is on this rank's port of rail ``via``, whichever rank probes.
+        The end is on this rank's port of rail ``via``, at the rank that probes and at the peer.
     nic : int
         Index of that port's NIC within its transport.
     device : RdmaDevice
@@ -64,7 +64,7 @@ class ProbeEnd:
     timeout : int
         ``timeout`` attribute of the queue pair: 4.096 us times 2^timeout.
     on_made, discard : callable
-        Called with this end when it has made its queue pair, and when it is closed.
+        Called with this end: `on_made` when it has made its queue pair, `discard` by `close`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ProbeEnd:
 
     @property
     def info(self) -> bytes:
-        """Encoded endpoint info; the queue pair is made now if there is none.
+        """Encoded endpoint info, for the peer's `join`. The first access makes the queue pair.
 
         Raises
         ------
@@ -109,7 +109,13 @@ class ProbeEnd:
         )
 
     def join(self, info: bytes, is_caller: bool) -> None:
-        """Connect to the end that `info` describes; the caller also sends the first probe."""
+        """Connect to the end that `info` describes; the caller also sends the first probe.
+
+        Raises
+        ------
+        TransportError
+            As for `Endpoint.join`.
+        """
         remote = self._device.read_endpoint_info(info, EndpointInfo)
         qp = self._made()
         try:
@@ -123,7 +129,7 @@ class ProbeEnd:
             self.ask()
 
     def ask(self) -> None:
-        """Post an RDMA write of 0 bytes; its completion means that the peer's NIC answered.
+        """Post an RDMA write of 0 bytes; if it completes without error, the peer's NIC answered.
 
         Raises
         ------
@@ -186,7 +192,7 @@ class ProbeEnd:
 
 
 class VerbsProber:
-    """Makes the probes of one verbs transport.
+    """Probes of one verbs transport, and their connections.
 
     Parameters
     ----------
@@ -228,7 +234,7 @@ class VerbsProber:
         return bool(self._asked or self._events)
 
     def offer(self, key: ProbeKey, nic: int) -> ProbeEnd:
-        """Return a new end of the connection of `key`, on the NIC of index `nic`."""
+        """Return a new end of a connection for probes of `key`, on the NIC with index `nic`."""
         return ProbeEnd(
             key, nic, self._devices[nic], self._domains[nic], self._timeout,
             self._enter, self._discard,
@@ -251,7 +257,15 @@ class VerbsProber:
     def on_completion(
         self, nic: int, qp_num: int, number: int, status: int, vendor_err: int
     ) -> None:
-        """Handle the completion of a probe's write; ignore those of discarded queue pairs."""
+        """Handle the completion of a probe's write; ignore it if its queue pair was discarded.
+
+        Parameters
+        ----------
+        nic : int
+            Index of the NIC that reported the completion.
+        qp_num, number, status, vendor_err : int
+            Fields of the work completion; `number` is the wr_id.
+        """
         end = self._ends[nic].get(qp_num)
         if end is None or end.number != number:
             return
@@ -278,7 +292,7 @@ class VerbsProber:
         return events
 
     def limit_s(self, timeout_s: float) -> float:
-        """Return `timeout_s`, or less if `advance` must be called before that, in seconds."""
+        """Return the time until `advance` must be called, at most `timeout_s`, in seconds."""
         if self._events:
             return 0.0
         if not self._asked:
@@ -322,7 +336,10 @@ class VerbsProber:
         return Probed(key, False if age_s < _SILENCE_S else None, said)
 
     def _finish(self, key: ProbeKey, is_answered: bool, detail: str) -> None:
-        """Report a probe; discard its end if it failed: the queue pair is in ERR, or soon is."""
+        """Report the outcome of a probe; discard its end if it failed.
+
+        The queue pair of a failed probe is in state ERR or will soon be, so it cannot be used.
+        """
         del self._asked[key]
         self._events.append(Probed(key, is_answered, detail))
         if not is_answered:
@@ -338,15 +355,18 @@ def _make_domain(device: RdmaDevice) -> PD:
 
 
 def queue_pair_timeout(timeout_s: float) -> int:
-    """Return the largest queue pair timeout with which all tries take at most `timeout_s`.
-
-    The result t means 4.096 us times 2^t (ibv_modify_qp(3)). It is at least 1, because 0 means
-    to wait forever.
+    """Return the ``timeout`` attribute with which all tries of a probe take at most `timeout_s`.
 
     Parameters
     ----------
     timeout_s : float
         Time for all tries, in seconds.
+
+    Returns
+    -------
+    int
+        The largest such t; each try takes 4.096 us times 2^t (ibv_modify_qp(3)). At least 1,
+        because 0 means to wait forever.
     """
     a_try = timeout_s / _NTRIES / _TIMEOUT_UNIT_S
     return max(1, min(_MAX_TIMEOUT, math.floor(math.log2(a_try))))

@@ -11,9 +11,9 @@ Invariant: `completions` covers all requests that `r2ccl.transport.verbs.queuepa
 
 from __future__ import annotations
 
-#: Per path and direction: most unconsumed messages, most landing places named at once, and credits
-#: in flight. They are few because each needs a receive request, and a fence waits until all receive
-#: requests are flushed.
+#: Maximum number, per path and direction, of unconsumed messages, of announced landing places, and
+#: of credits in flight. They are few because each needs a receive request, and a fence waits until
+#: all receive requests are flushed.
 NMESSAGES = 16
 NLANDINGS = 16
 _NCREDITS = 8
@@ -25,7 +25,7 @@ NSENDS = 192
 _NPROBES = 4
 
 NCOMPLETIONS = NSENDS + NRECEIVES + 1 + _NPROBES
-"""Most completions per NIC that the queue pairs to one peer can leave in the queue."""
+"""Completion queue entries that a NIC needs per peer: the requests that can be in flight to it."""
 
 
 def completions(npeers: int) -> int:

@@ -48,7 +48,7 @@ from pyverbs.pyverbs_error import PyverbsError  # isort: skip
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # isort: skip
 from pyverbs.wr import SGE, RecvWR, SendWR  # isort: skip
 
-#: At least one in this many send requests is signaled, that is, produces a completion.
+#: At least every 16th send request is signaled, that is, produces a completion.
 _SIGNAL_EVERY = 16
 #: Wait time after receiver-not-ready, in verbs' encoding (12: 0.64 ms); it should never occur.
 _MIN_RNR_TIMER = 12
@@ -80,7 +80,11 @@ _TAGS = frozenset(Tag)
 
 
 class RequestKind(enum.IntEnum):
-    """Kind of a request, in the top bits of its wr_id; credits and receives are `MESSAGE`."""
+    """Kind of a request, in the top bits of its wr_id.
+
+    ``MESSAGE`` includes credits and receive requests. ``MARKER`` is the last request of a queue,
+    posted by `QueuePair.flush`; ``HELLO`` is the test of a new connection by `QueuePair.hello`.
+    """
 
     MESSAGE = 0
     SLICE = 1
@@ -99,14 +103,17 @@ class PathEndpointInfo(EndpointInfo, frozen=True, array_like=True):
 class QueuePair:
     """Queue pair of one end of a path, with its message ring.
 
+    It serves one connection after another. Each connection is a *life*, which the constructor or
+    `renew` begins and `reset` ends.
+
     Parameters
     ----------
     device : RdmaDevice
     ring_nbytes : int
         Size of the message ring of each direction, in bytes.
     timeout, retry_cnt : int
-        Attributes of the queue pair: a packet is sent again after 4.096 us times 2^timeout, at
-        most `retry_cnt` times.
+        Attributes of the queue pair: an unacknowledged packet is sent again after 4.096 us times
+        2^timeout, at most `retry_cnt` times.
 
     Raises
     ------
@@ -145,7 +152,7 @@ class QueuePair:
         self.number: int = self._qp.qp_num
 
     def renew(self) -> None:
-        """Begin another life after `reset`; then `info` has new values.
+        """Prepare the queue pair for another connection after `reset`; `info` has new values then.
 
         Raises
         ------
@@ -239,7 +246,7 @@ class QueuePair:
         self._remote = remote
 
     def hello(self) -> None:
-        """Post an RDMA write of 0 bytes; its completion proves the connection in both directions.
+        """Post an RDMA write of 0 bytes; if it succeeds, the connection works in both directions.
 
         Raises
         ------
@@ -254,11 +261,16 @@ class QueuePair:
     # Sending
 
     def has_room(self) -> bool:
-        """Return True if another send request may be posted; one entry is kept for the marker."""
+        """Return True if another send request may be posted.
+
+        One entry of the queue stays free for the marker of `flush`.
+        """
         return self.posted - self.retired < NSENDS - 1
 
     def write_message(self, header: bytearray, payload: bytes | memoryview) -> bool:
-        """Post a message; return False, posting nothing, if send queue or ring have no room.
+        """Copy a message and post its write to the peer's ring.
+
+        Return False and do nothing if the send queue or the ring has no room.
 
         Raises
         ------
@@ -301,7 +313,8 @@ class QueuePair:
         Returns
         -------
         int
-            Count of the request; `retire` returns the same count when it has completed.
+            Number of send requests posted in this life, including this one. `retire` returns the
+            same number when the request has completed.
 
         Raises
         ------
@@ -312,7 +325,9 @@ class QueuePair:
         return self.posted
 
     def write_credit(self, count: int) -> bool:
-        """Post a credit of `count` consumed messages; return False if the send queue has no room.
+        """Tell the peer that `count` of its messages were consumed in this life, by a credit.
+
+        Return False and post nothing if the send queue has no room.
 
         Raises
         ------
@@ -340,7 +355,7 @@ class QueuePair:
         self._ring.credit(count)
 
     def receive(self, count: int) -> None:
-        """Post `count` receive requests, in place of completed ones.
+        """Post `count` receive requests to replace completed ones.
 
         Raises
         ------
@@ -353,9 +368,9 @@ class QueuePair:
             raise self._device.refusal("post a receive request", exc) from exc
 
     def untag(self, imm_data: int) -> tuple[Tag, int] | None:
-        """Return tag and value of immediate data; None if its mark or tag is wrong.
+        """Return tag and value of immediate data, which is in network byte order.
 
-        `imm_data` is in network byte order.
+        Return None if it is from an earlier connection or its tag is unknown.
         """
         imm = socket.ntohl(imm_data)
         if imm // COUNT_MODULUS % (1 << _MARK_BITS) != self._mark or imm >> 30 not in _TAGS:
@@ -368,13 +383,14 @@ class QueuePair:
         return RequestKind(number >> _WORK_SHIFT)
 
     def owns(self, number: int) -> bool:
-        """Return True if the request with wr_id `number` is of the current life."""
+        """Return True if the request with wr_id `number` was posted in the current life."""
         return number >> _COUNT_BITS & _LIFE_MASK == self._life
 
     def retire(self, number: int) -> tuple[RequestKind, int]:
-        """Handle a completed send request; return its kind and count.
+        """Handle the completion of the send request with wr_id `number`; return its kind and count.
 
-        All requests posted before it are retired too: a send queue completes in order.
+        The count is the number of send requests posted in this life up to this one. They have all
+        completed, because a send queue completes in order.
         """
         count = number & _COUNT_MASK
         self.retired = max(self.retired, count)
@@ -383,9 +399,9 @@ class QueuePair:
     # Ending
 
     def flush(self) -> None:
-        """Take the queue pair to ERR, with a marker as the last request of each queue.
+        """Take the queue pair to state ERR, with a marker as the last request of each queue.
 
-        A queue completes its marker after all its other requests.
+        When both markers have completed, no other request is in flight.
 
         Raises
         ------
@@ -406,9 +422,9 @@ class QueuePair:
             raise self._device.refusal("flush a queue pair", exc) from exc
 
     def reset(self) -> None:
-        """Stop the queue pair: no peer writes to this rank's memory through it afterwards.
+        """Take the queue pair to state RESET and end its life; `renew` begins the next one.
 
-        `renew` makes it usable again.
+        No peer can write to this rank's memory through it until then.
 
         Raises
         ------
@@ -421,7 +437,7 @@ class QueuePair:
             raise self._device.refusal("reset a queue pair", exc) from exc
 
     def close(self) -> None:
-        """Destroy the queue pair: no peer writes to this rank's memory through it afterwards."""
+        """Destroy the queue pair; no peer can write to this rank's memory through it afterwards."""
         self._close_queue()
         self._region.close()
 

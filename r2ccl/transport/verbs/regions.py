@@ -23,12 +23,12 @@ class MemoryRegion(Protocol):
 
     @property
     def lkey(self) -> int:
-        """Key for work requests of this rank."""
+        """Local key: this rank's work requests use it to access the memory."""
         ...
 
     @property
     def rkey(self) -> int:
-        """Key for RDMA writes of peers."""
+        """Remote key: RDMA writes of peers use it to access the memory."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class MemoryRegion(Protocol):
 
 
 class Registrar(Protocol):
-    """Registers memory with one NIC."""
+    """NIC that can register memory."""
 
     @property
     def name(self) -> str:
@@ -58,9 +58,10 @@ class Registrar(Protocol):
         Raises
         ------
         TransportError
-            If the NIC refuses, with a message that names the NIC; callers pass it on unchanged.
+            If the NIC refuses; the message names the NIC, and callers must not change it.
         Exception
-            If the NIC refuses, with an ``errno`` or ``error_code``, which `refusal` translates.
+            If the NIC refuses, with the attribute ``errno`` or ``error_code``: callers must
+            translate it by `refusal`.
         """
         ...
 
@@ -81,7 +82,7 @@ class Memory(Protocol):
         ...
 
     def identity(self, address: int) -> int:
-        """Return the identity of the current allocation at `address` (`Allocation.identity`)."""
+        """Return the number of the current allocation at `address`, see `Allocation.identity`."""
         ...
 
     def register(
@@ -98,10 +99,10 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """`Memory` of the host; its allocations end with their owners."""
+    """Host memory (implements `Memory`); an allocation ends when the object that owns it dies."""
 
     def locate(self, address: int, nbytes: int, owner: Any) -> Allocation:
-        """Return the allocation that `allocation_of` finds from `owner`."""
+        """Return the allocation of `owner` that contains the bytes, as `allocation_of` does."""
         return allocation_of(address, nbytes, owner)
 
     def identity(self, address: int) -> int:
@@ -111,7 +112,7 @@ class HostMemory:
     def register(
         self, registrars: Sequence[Registrar], allocation: Allocation
     ) -> tuple[MemoryRegion, ...]:
-        """Register `allocation` by `register_everywhere`."""
+        """Register `allocation` with every NIC or with none, as `register_everywhere` does."""
         return register_everywhere(registrars, allocation.base, allocation.nbytes)
 
 
@@ -123,8 +124,8 @@ def register_everywhere(
     Raises
     ------
     TransportError
-        If a NIC refuses; the message names the NIC and says what to do, ``status`` is the errno's
-        name.
+        If a NIC refuses; the message names the NIC and says what to do. ``status`` is the name of
+        the errno.
 
     Notes
     -----
@@ -162,7 +163,7 @@ def refusal(nic: str, nbytes: int, exc: Exception) -> TransportError | None:
     Returns
     -------
     TransportError or None
-        ``status`` is the errno's name. None if the exception has no error number.
+        ``status`` is the name of the errno. None if the exception has no error number.
     """
     number = getattr(exc, "errno", None) or getattr(exc, "error_code", None)
     if not isinstance(number, int):
@@ -200,7 +201,7 @@ def locked_memory_limit() -> str:
     return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
 
 
-#: Names of the verbs documentation where Python's `errno.errorcode` has another (ENOTSUP).
+#: Errno names of the verbs documentation, where `errno.errorcode` has a different name (ENOTSUP).
 _NAMES = {errno.EOPNOTSUPP: "EOPNOTSUPP"}
 
 #: Usual cause of each error of ibv_reg_mr (from its manual page and the kernel's

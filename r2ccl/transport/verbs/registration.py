@@ -7,16 +7,18 @@ array. So the whole allocation is registered, with every NIC at once (a slice th
 another rail needs no new registration), and stays registered for the next collective on the array.
 
 *Index.* Registrations are sorted by base address. No registration contains another: a new one
-replaces those that it contains or that contain it. So they are sorted by end as well. Of all
-registrations that begin at or before an address, the last one extends furthest, and `find` needs
-one bisection.
+replaces those that it contains or that contain it. So they are sorted by end as well: the last
+registration that begins at or before an address extends further than all before it, and `find`
+needs one bisection.
 
-*End.* A registration ends in one of five ways, whichever comes first:
+*End.* A registration ends in one of six ways, whichever comes first:
 
 ====================  =======================================================================
 its owner is freed    `find` stops returning it at once, in whatever thread the owner died; the
                       NICs deregister it in `RegistrationCache.drain`
 its identity changed  `find` compares the identity with the driver's (device memory only)
+its last user closed  only if it holds its owner (`r2ccl.transport.verbs.lifetime`): the cache
+                      must not keep memory alive
 it is replaced        a new registration contains it or lies inside it; `find` stops returning it
                       at once, and it ends when it has neither users nor pins
 it is evicted         space is needed; the least recently used registration without users and
@@ -25,10 +27,9 @@ the cache is closed   the NICs have stopped; users and pins are ignored
 ====================  =======================================================================
 
 *Users and pins.* `RegistrationCache.register` adds a user and `Registration.close` removes one; a
-registration without users stays cached until it ends in one of these ways. A registration that
-holds its owner (`r2ccl.transport.verbs.lifetime`) ends with its last user, because the cache must
-not keep memory alive. A pin stands for work in flight: it keeps the registration and the owner
-alive, so that no work request writes to memory that was freed and allocated for something else.
+registration without users stays cached until it ends in one of these ways. A pin stands for work in
+flight: it keeps the registration and the owner alive, so that no work request writes to memory that
+was freed and allocated for something else.
 
 Only one thread at a time may use the cache, but owners may die in any thread. Invariants: a pinned
 registration is registered with every NIC until the cache is closed; `find` never returns freed
@@ -63,15 +64,15 @@ class RegistrationStats(msgspec.Struct):
     Parameters
     ----------
     hits, misses : int
-        Calls of `RegistrationCache.find` that found a registration, and that found none.
+        Calls of `RegistrationCache.find` that returned a registration, and that returned None.
     registered : int
-        Registrations made.
+        Registrations made, including those that have ended.
     evictions : int
         Registrations ended to make space for others.
     expired : int
         Registrations ended because their memory was freed.
     nbytes : int
-        Bytes registered now, counted once, not once per NIC.
+        Bytes registered now, each counted once, not once per NIC.
     """
 
     hits: int = 0
@@ -83,7 +84,11 @@ class RegistrationStats(msgspec.Struct):
 
 
 class Registration:
-    """Allocation that is registered with every NIC; made by `RegistrationCache.register`."""
+    """Allocation that is registered with every NIC; made by `RegistrationCache.register`.
+
+    Its *users* are the calls of ``register`` without a matching `close`. Its *pins* stand for work
+    requests in flight; a pinned registration does not end before the cache is closed.
+    """
 
     __slots__ = (
         "_cache", "_lifetime", "_owner", "_pins", "_regions", "_users", "base", "end", "identity",
@@ -100,6 +105,7 @@ class Registration:
         self.is_expired = False
         #: True while `RegistrationCache.find` can return it.
         self.is_indexed = False
+        #: Number of the cache's lookup that last returned it; the lowest is evicted first.
         self.last_used = 0
         self._cache = cache
         self._regions = regions
@@ -126,11 +132,14 @@ class Registration:
 
     @property
     def is_owner_held(self) -> bool:
-        """True if the registration keeps its owner alive, and so ends with its last user."""
+        """True if the registration keeps its memory's owner alive, and so ends with its last user.
+
+        False if it watches the owner with a weak reference.
+        """
         return self._lifetime.is_held
 
     def keys(self, nic: int) -> MemoryRegion:
-        """Return the memory region, which has the keys, of the NIC with index `nic`.
+        """Return the memory region, with lkey and rkey, that the NIC with index `nic` registered.
 
         Raises
         ------
@@ -142,7 +151,7 @@ class Registration:
         return self._regions[nic]
 
     def pin(self) -> None:
-        """Keep the registration and its owner alive until `unpin`, for work in flight.
+        """Keep the registration and its memory's owner alive until `unpin`, for work in flight.
 
         Raises
         ------
@@ -172,7 +181,7 @@ class Registration:
             self._cache._settle(self)
 
     def share(self) -> Registration:
-        """Add a user, which must call `close`; return the registration itself."""
+        """Add a user, who must call `close`; return the registration itself."""
         self._users += 1
         return self
 
@@ -190,7 +199,7 @@ class Registration:
         self._cache._settle(self)
 
     def is_of(self, allocation: Allocation) -> bool:
-        """Return True if the registration covers `allocation` and will end when that is freed."""
+        """Return True if the registration covers `allocation`, with the same owner and identity."""
         return (
             self.base <= allocation.base
             and allocation.base + allocation.nbytes <= self.end
@@ -211,8 +220,8 @@ class RegistrationCache:
     registrars : sequence of Registrar
         One per NIC, in the order of the indices of `Registration.keys`. Borrowed.
     limit_nbytes : int
-        Most bytes to keep registered, counted once. The kernel counts them against the limit of
-        locked memory once per NIC.
+        Maximum number of registered bytes, each counted once, although the kernel counts it against
+        the limit of locked memory once per NIC.
     memory : Memory, optional
         Kind of memory; host memory by default.
 
@@ -238,7 +247,7 @@ class RegistrationCache:
         #: Registrations sorted by base and by end; `_bases` has their bases, for the bisection.
         self._index: list[Registration] = []
         self._bases: list[int] = []
-        #: Registrations that `find` no longer returns but that still have users or pins.
+        #: Registrations that `find` no longer returns, but which still have users or pins.
         self._leaving: list[Registration] = []
         #: Registrations whose owner died. Owners die in any thread, but appending is atomic.
         self._dead: deque[Registration] = deque()
@@ -246,7 +255,10 @@ class RegistrationCache:
         self._is_closed = False
 
     def beside(self, memory: Memory) -> RegistrationCache:
-        """Return a new cache for another kind of memory, with the same NICs and limit."""
+        """Return a new cache for another kind of memory, with the same NICs.
+
+        Each of the two caches may register up to the limit.
+        """
         return RegistrationCache(self._registrars, self._limit_nbytes, memory=memory)
 
     def find(self, address: int, nbytes: int) -> Registration | None:
@@ -283,22 +295,23 @@ class RegistrationCache:
         ----------
         address, nbytes : int
         owner : object
-            Object that keeps the memory alive; None for device memory. It is watched with a weak
-            reference. An owner that could free its memory earlier, or accepts no weak reference, is
-            held until the last user has closed the registration (`Registration.is_owner_held`).
+            Object that keeps the memory alive; None for device memory. The cache has a weak
+            reference to it, and ends the registration when it dies. An owner that can free its
+            memory earlier, or accepts no weak reference, is kept alive instead, until the last user
+            has closed the registration (`Registration.is_owner_held`).
 
         Returns
         -------
         Registration
-            The caller must `Registration.close` it when it no longer needs it.
+            The caller must call `Registration.close` when it no longer needs the memory registered.
 
         Raises
         ------
         InvalidArgument
             If the owner does not own these bytes, or they are not part of one device allocation.
         TransportError
-            If a NIC refuses (the message names it), the memory cannot be registered at all, or the
-            limit would be exceeded. Nothing is registered then.
+            If a NIC refuses (the message names it), memory of this kind cannot be registered, or
+            the limit would be exceeded. No NIC registers the memory then.
         InternalError
             If the cache is closed.
         """
@@ -326,8 +339,8 @@ class RegistrationCache:
     def close(self) -> None:
         """End every registration, even with users or pins; the NICs must have stopped.
 
-        Pins may be left over: Ctrl-C can come between a pin and the work it is for. A registration
-        that Ctrl-C left in no list is deregistered when its protection domains are closed.
+        Pins can remain after Ctrl-C, which can come between a pin and its work request. A
+        registration that Ctrl-C left in no list ends when its protection domains are closed.
         """
         self._is_closed = True
         for kept in (self._index, self._leaving):
@@ -368,8 +381,8 @@ class RegistrationCache:
                 raise TransportError(
                     f"cannot register {allocation.nbytes} bytes: {self.stats.nbytes} bytes are "
                     f"registered and in use, and R2CC_REGISTRATION_LIMIT_NBYTES allows "
-                    f"{self._limit_nbytes}: raise it and, if needed, the limit of locked memory "
-                    f"({locked_memory_limit()}), or close registrations that are no longer needed",
+                    f"{self._limit_nbytes}: raise this limit and, if needed, the limit of locked "
+                    f"memory ({locked_memory_limit()}), or close registrations that are not needed",
                     status="REGISTRATION_LIMIT",
                 )
 
@@ -388,14 +401,14 @@ class RegistrationCache:
         end = allocation.base + allocation.nbytes
         while at < len(self._index) and self._index[at].end <= end:
             self._retire(self._index[at])
-        # Those that contain it have another owner, so they may end before it does.
+        # A registration that contains it has another owner, so it may end first.
         at = bisect_right(self._bases, allocation.base) - 1
         while at >= 0 and self._index[at].end >= end:
             self._retire(self._index[at])
             at -= 1
 
     def _retire(self, registration: Registration) -> None:
-        """Remove a registration from the index; `_settle` ends it once nothing needs it."""
+        """Remove a registration from the index, and end it as soon as nothing needs it."""
         if registration.is_indexed:
             self._unindex(registration)
             self._leaving.append(registration)
@@ -413,7 +426,10 @@ class RegistrationCache:
             self._retire(registration)
 
     def _settle(self, registration: Registration) -> None:
-        """End a registration if nothing needs it any more."""
+        """End a registration if it has no pins, and its memory was freed or nothing keeps it.
+
+        Users keep it; so does the index, unless the registration holds its owner.
+        """
         if not registration.is_open or registration._pins:
             return
         is_kept = registration.is_indexed and not registration.is_owner_held
@@ -437,7 +453,7 @@ class RegistrationCache:
 
     def _owner_died(self, registration: Registration) -> None:
         # Runs in any thread, possibly inside the garbage collector, so it takes no lock and cannot
-        # fail. The queue comes first: whoever sees the flag finds the registration in the queue.
+        # fail. The queue comes first: code that sees the flag finds the registration in the queue.
         self._dead.append(registration)
         registration.is_expired = True
 

@@ -22,7 +22,7 @@ class SendRing:
     nbytes : int
         Size of the ring, a multiple of ``align``.
     nmessages : int
-        Most unconsumed messages; less than half of `COUNT_MODULUS`.
+        Maximum number of unconsumed messages; less than half of `COUNT_MODULUS`.
     align : int
         Every message begins at a multiple of this offset.
     """
@@ -38,7 +38,9 @@ class SendRing:
         self._ends: deque[int] = deque()
 
     def take(self, nbytes: int) -> int | None:
-        """Return the offset for a message of `nbytes`, or None if credits are needed first.
+        """Reserve space for a message of `nbytes` bytes; return its offset in the ring.
+
+        Return None if the ring has no room until the reader has consumed earlier messages.
 
         Raises
         ------
@@ -63,7 +65,9 @@ class SendRing:
         return offset
 
     def credit(self, count: int) -> None:
-        """Free the space of consumed messages; `count` is the reader's, modulo `COUNT_MODULUS`.
+        """Free the space of the first `count` messages, which the reader has consumed.
+
+        `count` includes all messages since the beginning, modulo `COUNT_MODULUS`.
 
         Raises
         ------

@@ -26,13 +26,13 @@ _MIN_BUFFER_BITS = 12
 
 
 class Reach(NamedTuple):
-    """I/O address and keys of a slice's memory for one NIC, pinned until `Staging.release`."""
+    """I/O address and keys by which one NIC accesses a slice; pinned until `Staging.release`."""
 
     address: int
     lkey: int
     rkey: int
     registration: Registration
-    #: Staging buffer that the NIC uses in place of the slice's memory; None if it uses that.
+    #: Staging buffer that the NIC accesses; None if it accesses the slice's own memory.
     buffer: Array | None
 
 
@@ -70,11 +70,11 @@ class Staging:
         return made[:nbytes]
 
     def register(self, memory: Array) -> Registration:
-        """Register host memory with every NIC; the caller closes the result."""
+        """Register host memory with every NIC; the caller must close the result."""
         return self._registrations.register(memory.ctypes.data, memory.nbytes, memory)
 
     def register_device(self, address: int, nbytes: int) -> Registration:
-        """Register device memory with every NIC; the caller closes the result."""
+        """Register device memory with every NIC; the caller must close the result."""
         if self._on_device is None:
             self._on_device = self._registrations.beside(DeviceMemory(self._open_cuda()))
         found = self._on_device.find(address, nbytes)
@@ -83,7 +83,10 @@ class Staging:
         return self._on_device.register(address, nbytes, None)
 
     def reach(self, view: memoryview, nic: int) -> Reach:
-        """Pin the memory of `view`, or a buffer of its size, for the NIC with index `nic`.
+        """Return memory by which the NIC with index `nic` can send or receive the slice `view`.
+
+        It is the memory of `view` if that is registered, else a staging buffer, which the caller
+        must copy from or to. It is pinned until `release`.
 
         Raises
         ------
@@ -120,17 +123,20 @@ class Staging:
         return Reach(address + keys.iova_base, keys.lkey, keys.rkey, found, None)
 
     def release(self, reach: Reach) -> None:
-        """Unpin `reach` and reuse its buffer; no work request may use it any more."""
+        """Unpin the memory of `reach`; no work request may use it any more.
+
+        Its staging buffer, if any, may be used for another slice.
+        """
         reach.registration.unpin()
         if reach.buffer is not None:
             self._buffers.setdefault(reach.buffer.nbytes, []).append(reach.buffer)
 
     def drain(self) -> None:
-        """Deregister freed host memory; lookups detect freed device memory."""
+        """Deregister host memory that was freed. Freed device memory is found by later lookups."""
         self._registrations.drain()
 
     def close(self) -> None:
-        """Deregister everything; the NICs must have stopped."""
+        """Deregister all memory; the NICs must have stopped."""
         if self._on_device is not None:
             self._on_device.close()
         self._registrations.close()

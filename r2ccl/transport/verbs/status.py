@@ -167,18 +167,24 @@ EVENTS: dict[int, AsyncEvent] = {
 
 
 def status_name(status: int) -> str:
-    """Return verbs' name of a work completion status, for example ``RETRY_EXC_ERR`` for 12."""
+    """Return the name of a work completion status, for example ``RETRY_EXC_ERR`` for 12.
+
+    The name of an unknown number contains the number.
+    """
     known = STATUSES.get(status)
     return known.name if known else f"UNKNOWN_STATUS_{status}"
 
 
 def is_completion_status(name: str) -> bool:
-    """Return True if `name` is verbs' name of a failed work request's status."""
+    """Return True if `name` is the name of a work completion status other than SUCCESS."""
     return any(status.name == name for number, status in STATUSES.items() if number)
 
 
 def event_name(event: int) -> str:
-    """Return verbs' name of an asynchronous event, for example ``PORT_ERR`` for 10."""
+    """Return the name of an asynchronous event, for example ``PORT_ERR`` for 10.
+
+    The name of an unknown number contains the number.
+    """
     known = EVENTS.get(event)
     return known.name if known else f"UNKNOWN_EVENT_{event}"
 

@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 #: Number of eager messages of the largest size that fit in a ring.
 _RING_MESSAGES = 8
-#: A queue pair whose markers have not completed after this time is destroyed.
+#: A fence destroys the queue pair if its two markers have not completed after this time.
 _DRAIN_TIMEOUT_S = 1.0
 #: Async events that change the state of a port, and whether the port is up then.
 _PORT_EVENTS = {"PORT_ERR": False, "PORT_ACTIVE": True}
@@ -82,8 +82,8 @@ class VerbsTransport:
     eager_nbytes : int
         Largest eager payload.
     timeout, retry_cnt : int
-        Attributes of every queue pair of a path: a packet is sent again after 4.096 us times
-        2^timeout, at most `retry_cnt` times.
+        Attributes of every queue pair of a path: an unacknowledged packet is sent again after
+        4.096 us times 2^timeout, at most `retry_cnt` times.
     probe_timeout_s : float
         Time in which a probe must be answered, in seconds.
     first_rail : int
@@ -120,7 +120,7 @@ class VerbsTransport:
         self._prober = VerbsProber(devices, probe_timeout_s, clock)
         self._by_number: list[dict[int, VerbsEndpoint]] = [{} for _ in devices]
         self._by_path: dict[PathKey, VerbsEndpoint] = {}
-        #: NICs that lost completions or cannot report any, so the state of requests is unknown.
+        #: NICs that lost completions or cannot report any: their rails are down for good.
         self._broken: set[int] = set()
         self._spare: list[list[QueuePair]] = [[] for _ in devices]
         #: Batches of completions taken off each NIC's queue by `fence`, oldest first.
@@ -151,13 +151,13 @@ class VerbsTransport:
     def offer(self, key: ProbeKey) -> ProbeEnd: ...
 
     def offer(self, key: PathKey | ProbeKey) -> VerbsEndpoint | ProbeEnd:
-        """Make an end of a connection.
+        """Make this rank's end of a new connection, for a path or for probes.
 
         Raises
         ------
         TransportError
-            If the port is down or has no GID, or if its NIC has lost completions, can no longer be
-            polled, or refuses.
+            If the port is down or has no GID, or if the NIC refuses, has lost completions, or can
+            no longer be polled.
         """
         rail = key.via if isinstance(key, ProbeKey) else key.rail
         nic = rail - self._first_rail
@@ -183,7 +183,10 @@ class VerbsTransport:
         return endpoint
 
     def open(self, path: PathKey, endpoint: VerbsEndpoint) -> None:
-        """Begin to use a joined endpoint as `path`."""
+        """Begin to use `endpoint`, which has joined, as `path`.
+
+        The next `poll` reports what arrived on it before this call.
+        """
         endpoint.state = EndpointState.LIVE
         self._by_path[path] = endpoint
         held, endpoint.held = endpoint.held, []
@@ -194,10 +197,10 @@ class VerbsTransport:
         return self._live(path) is not None
 
     def fence(self, path: PathKey) -> None:
-        """Flush the queue pair of `path`; `Fenced` is reported once both markers completed.
+        """Stop the queue pair of `path`; `poll` reports `Fenced` when all its requests completed.
 
-        After `_DRAIN_TIMEOUT_S`, or if the device refuses, `Fenced` is reported once the queue pair
-        is destroyed.
+        If that takes more than `_DRAIN_TIMEOUT_S`, or the device refuses, the queue pair is
+        destroyed and then reported as fenced.
         """
         endpoint = self._by_path.pop(path, None)
         if endpoint is None:
@@ -220,15 +223,15 @@ class VerbsTransport:
         return MemoryUse(rings, self._staging.nbytes, self._staging.registered_nbytes)
 
     def has_unsent(self) -> bool:
-        """Return False: no data waits for socket buffers here."""
+        """Return False: this transport has no socket buffers that data could wait for."""
         return False
 
     def is_stuck(self, path: PathKey) -> bool:
-        """Return False: a queue pair whose retries run out fails by itself."""
+        """Return False: a queue pair that delays data fails by itself when its retries run out."""
         return False
 
     def probe(self, key: ProbeKey) -> None:
-        """Start a probe: an RDMA write of 0 bytes on a separate queue pair (`VerbsProber`)."""
+        """Start a probe by an RDMA write of 0 bytes on a separate queue pair, see `VerbsProber`."""
         self._prober.probe(key)
 
     def descriptors(self) -> list[int]:
@@ -241,8 +244,8 @@ class VerbsTransport:
     def close(self) -> None:
         """Destroy every queue pair, then close the devices. Idempotent.
 
-        Every step runs even if an earlier one raised, and runs again if Ctrl-C interrupted an
-        earlier call. Otherwise a device could stay open after its communicator is closed.
+        If one step raises, the others run all the same; if Ctrl-C interrupts the call, the next
+        call repeats all steps. So no device stays open after its communicator is closed.
         """
         # First, so that nothing is posted to a destroyed queue pair.
         self._by_path.clear()
@@ -274,7 +277,7 @@ class VerbsTransport:
         self, path: PathKey, frame: Frame, view: memoryview, token: Any,
         is_replay: bool = False,
     ) -> None:  # fmt: skip
-        """Queue a slice; a replay is sent ahead of the cleared slices queued before it."""
+        """Queue a slice; a replay is sent before all queued cleared slices."""
         end = self._live(path)
         if end is None:
             return
@@ -292,9 +295,9 @@ class VerbsTransport:
         self._mark(end)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
-        """Queue `region` as landing place of slice ``frame.seq``; `ack` is ignored.
+        """Queue the announcement of `region` as the landing place of slice ``frame.seq``.
 
-        This transport never confirms a slice by itself.
+        `ack` is ignored: this transport never confirms a slice on its own.
         """
         end = self._live(path)
         if end is not None:
@@ -310,7 +313,7 @@ class VerbsTransport:
             self._mark(end)
 
     def flush(self) -> None:
-        """Post queued messages and slices, as far as send queues and rings have room."""
+        """Post queued messages and slices, as far as the send queues and peers' rings have room."""
         dirty, self._dirty = self._dirty, []
         for end in dirty:
             end.is_dirty = False
@@ -325,11 +328,14 @@ class VerbsTransport:
         return self._staging.allocate(nbytes)
 
     def register(self, memory: Array) -> Registration:
-        """Register host memory with every NIC."""
+        """Register host memory with every NIC, until `Registration.close`."""
         return self._staging.register(memory)
 
     def register_device(self, address: int, nbytes: int) -> Registration:
-        """Register device memory with every NIC, by dma-buf or nvidia_peermem."""
+        """Register device memory with every NIC until `Registration.close`.
+
+        The NICs access it by dma-buf or nvidia_peermem.
+        """
         return self._staging.register_device(address, nbytes)
 
     def _post(self, end: VerbsEndpoint) -> None:
@@ -349,7 +355,10 @@ class VerbsTransport:
             end.told()
 
     def _name(self, end: VerbsEndpoint, frame: Frame, region: memoryview) -> None:
-        """Queue a clear-to-send for a slice: to `region` if it is registered, else to a buffer."""
+        """Queue a clear-to-send for a slice.
+
+        The slice lands in `region` if that is registered, else in a staging buffer.
+        """
         number = end.numbers.popleft()
         reach = self._staging.reach(region, end.nic)
         # Frame of the slice when it arrives; ack is 0, as a slice carries no confirmation.
@@ -401,13 +410,16 @@ class VerbsTransport:
         self._wakeup.wake()
 
     def limit_s(self, timeout_s: float) -> float:
-        """Return `timeout_s`, or less during a fence or a probe, in seconds."""
+        """Return the time until `poll` must be called, at most `timeout_s`, in seconds."""
         if self._draining:
             timeout_s = min(timeout_s, _DRAIN_TIMEOUT_S / 10)
         return self._prober.limit_s(timeout_s)
 
     def arm(self) -> None:
-        """Make `fileno` become readable at the next completion; poll once more before waiting."""
+        """Make the descriptor of `fileno` become readable at the next completion.
+
+        Call `poll` once more before waiting on it: a completion may have come before this call.
+        """
         for nic, device in enumerate(self._devices):
             if nic not in self._broken:
                 try:
@@ -416,11 +428,14 @@ class VerbsTransport:
                     self._lose_completions(nic, str(exc))
 
     def fileno(self) -> int:
-        """Return the descriptor of the epoll set of all devices' events."""
+        """Return the descriptor of an epoll set, readable when an event occurs after `arm`."""
         return self._epoll.fileno()
 
     def _listen(self, timeout_s: float) -> bool:
-        """Wait for events of the descriptors and handle them; return True if there were any."""
+        """Wait until a descriptor is ready; return True if one was.
+
+        Notifications of completions are consumed, async events handled.
+        """
         ready = self._epoll.poll(timeout_s)
         for fd, _ in ready:
             if fd == self._wakeup.number:
@@ -434,7 +449,7 @@ class VerbsTransport:
         return bool(ready)
 
     def _return_lent(self) -> None:
-        """Count messages that were lent until this poll as consumed."""
+        """Count as consumed the messages whose ring memory the last poll's events borrowed."""
         lending, self._lending = self._lending, []
         for end in lending:
             end.consume_lent()
@@ -442,7 +457,7 @@ class VerbsTransport:
                 self._mark(end)
 
     def _set_aside(self, nic: int) -> None:
-        """Take completions off the queue and keep them until the next poll handles them."""
+        """Take completions off the NIC's queue and keep them until the next poll handles them."""
         while batch := self._completions(nic):
             self._aside[nic].append(batch)
 
@@ -457,7 +472,7 @@ class VerbsTransport:
                 batch = self._completions(nic) if is_full else []
 
     def _completions(self, nic: int) -> list[Completion]:
-        """Take completions off the queue; if the device refuses, take its rail out of use."""
+        """Take completions off the NIC's queue; if the device refuses, report its rail as down."""
         try:
             return self._devices[nic].completions()
         except TransportError as exc:
@@ -465,16 +480,16 @@ class VerbsTransport:
             return []
 
     def _lose_completions(self, nic: int, why: str) -> None:
-        """Report once that the rail of a NIC is down for good."""
+        """Report once that the rail of a NIC is down for good; `why` is the cause."""
         if nic not in self._broken:
             self._broken.add(nic)
             self._events.append(RailChanged(self._first_rail + nic, False, why))
 
     def _take_batch(self, nic: int, batch: list[Completion]) -> bool:
-        """Handle completions; return True if any failed.
+        """Handle completions; return True if any of them failed.
 
-        A batch omits repeated flushes, so after a failure a short batch does not mean that the
-        queue is empty.
+        A batch omits repeated flush errors. So if one failed, the queue may have more completions
+        even though the batch has fewer than `BATCH`.
         """
         has_failed = False
         ends = self._by_number[nic]
@@ -533,7 +548,7 @@ class VerbsTransport:
                 self._fail(
                     end,
                     "EBADMSG",
-                    f"a slice arrived for landing place {value}, which was not named",
+                    f"a slice arrived for landing place {value}, which was not announced",
                 )
                 return
             end.numbers.append(value)
@@ -597,7 +612,7 @@ class VerbsTransport:
             self._events.append(Failed(end.path, status, detail))
 
     def _reap(self) -> None:
-        """Destroy queue pairs whose markers did not complete in time."""
+        """Destroy the fenced queue pairs whose requests did not complete in time."""
         now = self._clock()
         for end in [end for end in self._draining if now >= end.give_up_s]:
             if end.give_up_s:  # 0: the device refused the flush, which `fence` has logged
@@ -611,7 +626,7 @@ class VerbsTransport:
             self._fenced(end)
 
     def _drained(self, end: VerbsEndpoint) -> None:
-        """Finish a fence whose two markers completed: no request is in flight any more."""
+        """Finish a fence: both markers completed, so no request is in flight any more."""
         self._discard(end)
         self._fenced(end)
 
@@ -620,7 +635,7 @@ class VerbsTransport:
         self._events.append(Fenced(end.path))
 
     def _take(self, nic: int, path: PathKey) -> QueuePair:
-        """Return a queue pair for `path` at the start of a life: a renewed spare, or a new one."""
+        """Return an unconnected queue pair for `path`: a spare that is renewed, or a new one."""
         while self._spare[nic]:
             qp = self._spare[nic].pop()
             try:
@@ -636,7 +651,10 @@ class VerbsTransport:
         )  # fmt: skip
 
     def _discard(self, end: VerbsEndpoint) -> None:
-        """Reset an end's queue pair for reuse, and release the memory of requests in flight."""
+        """Reset an end's queue pair for reuse and release the memory of its requests in flight.
+
+        A queue pair that cannot be reset is destroyed. A second call for an end does nothing.
+        """
         if self._by_number[end.nic].get(end.qp.number) is not end:
             return
         try:
