@@ -147,8 +147,8 @@ def reduction(op: Any, datatype: Any) -> tuple[ReduceOp | UserOp, np.dtype[Any]]
     if datatype.handle not in _DATATYPES:
         raise MpiError(
             f"datatype {datatype.name or 'without a name'} in a reduction: allowed are the "
-            "predefined integer, floating-point, complex, logical and pair datatypes of MPI that have "
-            "an equivalent dtype in r2ccl; to let MPI itself reduce, call the method of comm.mpi",
+            "predefined integer, floating-point, complex, logical and pair datatypes of MPI that "
+            "have a dtype in r2ccl; to let MPI itself reduce, call the method of comm.mpi",
             MPI.ERR_OP,
         )
     dtype, allowed = _DATATYPES[datatype.handle]

@@ -107,8 +107,8 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     Notes
     -----
     Collectives run in the order of the calls. A collective with ``async_op=True``, or with a
-    shorter timeout than the communicator's, runs in another thread. Methods raise the errors of r2ccl
-    as `torch.distributed.DistBackendError`.
+    shorter timeout than the communicator's, runs in another thread. Methods raise the errors of
+    r2ccl as `torch.distributed.DistBackendError`.
     """
 
     supports_splitting = True
