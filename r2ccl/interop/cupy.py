@@ -283,7 +283,8 @@ def _meet_over_mpi(n_devices: int, rank: int) -> Communicator:
     if sorted(ranks) != [(each, size) for each in range(size)]:
         raise InvalidArgument(
             f"MPI's {size} ranks gave (rank, n_devices) = {ranks}; each must give a different "
-            "rank, and n_devices must be the number of MPI's ranks: start n_devices with mpiexec"
+            "rank, and n_devices must be the number of MPI's ranks: start n_devices processes "
+            "with mpiexec"
         )
     ordered = world.Split(0, rank)
     made = init(ordered)

@@ -7,9 +7,9 @@
 A port is a node's end of a rail. `load` is the part of the data D that the busiest port carries,
 divided by the share of its bandwidth that the port has left. It includes slices that detour from a
 failed port. `mean` is the average load of all ports. A pipeline must be filled and drained: in a
-chain of n ranks, this takes the time of n - 1 slices at the busiest port; in a tree, the time of as
-many slices as the tree is high at the average port, minus the overlap of trees that take turns at a
-port (`_fill_of_trees`). alpha and beta are measured (`r2ccl.planning.calibration`).
+chain of n ranks, this takes the time of n - 1 slices at the busiest port; in a tree of height h,
+the time of h slices at the average port, minus the overlap of trees that take turns at a port
+(`_fill_of_trees`). alpha and beta are measured (`r2ccl.planning.calibration`).
 
 Invariant: the model uses only integers and fractions, so all ranks predict the same times.
 """

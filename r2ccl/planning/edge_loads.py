@@ -128,7 +128,7 @@ def flows_of_cycle(order: Sequence[int], nchannels: int, load: Fraction) -> Flow
 
 
 def flows_of_rooted_trees(trees: Sequence[Sequence[int]], *, is_down: bool) -> Flows:
-    """Return the flows of `tree.broadcast` (down) or `tree.reduce` over `trees`."""
+    """Return the flows of `tree.broadcast` (if `is_down`) or `tree.reduce` over `trees`."""
     flows = []
     for channel, parents in enumerate(trees):
         for rank, parent in enumerate(parents):

@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
 
 class Planning(msgspec.Struct, frozen=True):
-    """Statistics of the plans made for one version of the health, which delay their calls.
+    """Number and times of the plans made for one version of the health; each delays a call.
 
     Attributes
     ----------
@@ -84,7 +84,7 @@ Place = Callable[[Layout], Layout]
 
 
 def in_job(members: Sequence[int], first_channel: int) -> Place:
-    """Return the mapping for a communicator with these `members` and lowest link channel."""
+    """Return the `Place` of a communicator: its ranks in the job, and its lowest link channel."""
     return lambda layout: renumbered(layout, members, lambda number: first_channel + number)
 
 

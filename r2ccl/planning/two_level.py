@@ -55,7 +55,7 @@ class Chunk(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Division of a call into chunks; ``is_at_home``: groups run at home, else everywhere."""
+    """Division of a call into chunks; groups run at home if ``is_at_home``, else everywhere."""
 
     chunks: tuple[Chunk, ...]
     is_at_home: bool
@@ -193,7 +193,7 @@ class TwoLevelPlans:
         ]
 
     def _fastest(self, nbytes: int, health: Health, rows: Sequence[Sequence[int]]) -> bool | None:
-        """Return True if groups at home are fastest, False if everywhere; None if one level is.
+        """Return whether groups are faster at home than everywhere; None if one level is fastest.
 
         Only the times between the nodes are compared: within a node, two levels use shared memory,
         which is always faster than one level.

@@ -63,7 +63,10 @@ def gather(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
 
 
 def gatherv(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
-    """Gather `sendbuf`, of any size, of every rank in `recvbuf` of `root`, like Gatherv."""
+    """Gather `sendbuf` of every rank in `recvbuf` of rank `root`; the sizes may differ.
+
+    Like mpi4py's Gatherv.
+    """
     root = root_of(comm, root)
     run = partial(comm.communicator.gatherv, root=root)
     if comm.rank != root:
@@ -80,7 +83,10 @@ def allgather(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
 
 
 def allgatherv(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
-    """Gather `sendbuf`, of any size, of every rank in `recvbuf` of all, like Allgatherv."""
+    """Gather `sendbuf` of every rank in `recvbuf` of every rank; the sizes may differ.
+
+    Like mpi4py's Allgatherv.
+    """
     into = vector(recvbuf, writable=True, nblocks=comm.size)
     run = partial(comm.communicator.allgatherv, counts=into.counts, displs=into.displs)
     return _gathering(comm, sendbuf, into, run)
@@ -96,7 +102,10 @@ def scatter(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
 
 
 def scatterv(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
-    """Send block r, of any size, of `sendbuf` of rank `root` to rank r, like Scatterv."""
+    """Send block r of `sendbuf` of rank `root` to rank r; the sizes may differ.
+
+    Like mpi4py's Scatterv.
+    """
     root = root_of(comm, root)
     run = partial(comm.communicator.scatterv, root=root)
     if comm.rank != root:
@@ -107,7 +116,7 @@ def scatterv(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
 
 
 def alltoall(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
-    """Send block r of `sendbuf` to rank r; its block arrives in block r of `recvbuf`.
+    """Send block r of `sendbuf` to rank r, and receive block r of `recvbuf` from rank r.
 
     Like mpi4py's Alltoall; the blocks have equal sizes.
     """
@@ -120,7 +129,7 @@ def alltoall(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
 
 
 def alltoallv(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
-    """Send block r of `sendbuf` to rank r; its block arrives in block r of `recvbuf`.
+    """Send block r of `sendbuf` to rank r, and receive block r of `recvbuf` from rank r.
 
     Like mpi4py's Alltoallv; the blocks may have any size.
     """
@@ -128,7 +137,7 @@ def alltoallv(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
 
 
 def alltoallw(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
-    """Send block r of `sendbuf` to rank r; its block arrives in block r of `recvbuf`.
+    """Send block r of `sendbuf` to rank r, and receive block r of `recvbuf` from rank r.
 
     Like mpi4py's Alltoallw; the blocks may have any size and datatype.
     """

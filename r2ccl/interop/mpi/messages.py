@@ -154,7 +154,7 @@ def ssend(comm: Any, buf: Any, dest: int, tag: int = 0) -> MessageCall:
 
 
 def bsend(comm: Any, buf: Any, dest: int, tag: int = 0) -> MessageCall:
-    """Send a copy of `buf` to rank `dest` without waiting for it, like mpi4py's Bsend."""
+    """Send a copy of `buf` to rank `dest`; the call is done at once, like mpi4py's Bsend."""
     if dest == MPI.PROC_NULL:
         return send(comm, buf, dest, tag)
     sent = message(buf, writable=False)
@@ -264,7 +264,7 @@ def from_nowhere(tag: Any) -> MessageCall:
 
 
 def unpack_first(into: BufferSpec, out: Any, nbytes: int) -> None:
-    """Copy the first `nbytes` of `out` to the elements of `into`; keep the others."""
+    """Copy the first `nbytes` of `out` to the elements of `into`; keep its other elements."""
     if nbytes < out.size and not into.is_contiguous:
         before = np.empty_like(out)
         into.pack(before)

@@ -40,7 +40,7 @@ def ssend(comm: Any, obj: Any, dest: int, tag: int = 0) -> MessageCall:
 
 
 def bsend(comm: Any, obj: Any, dest: int, tag: int = 0) -> MessageCall:
-    """Send an object to rank `dest` without waiting for it, like mpi4py's bsend."""
+    """Send an object to rank `dest`; the call is done at once, like mpi4py's bsend."""
     if dest == MPI.PROC_NULL:
         return send(comm, obj, dest, tag)
     return buffered(comm, message(pickled(obj), writable=False), dest, tag)
@@ -82,7 +82,10 @@ def sendrecv(
     source: int = MPI.ANY_SOURCE,
     recvtag: int = MPI.ANY_TAG,
 ) -> CallOutcome:
-    """Send an object and receive one at the same time, like mpi4py's sendrecv."""
+    """Send an object and receive one at the same time, like mpi4py's sendrecv.
+
+    The `obj` of the result is the object received.
+    """
     wanted_of(comm, source, recvtag)
     call = send(comm, sendobj, dest, sendtag)
     sent = call.begin()

@@ -91,7 +91,7 @@ def scan(comm: Any, sendobj: Any, op: Any = MPI.SUM) -> Any:
 
 
 def exscan(comm: Any, sendobj: Any, op: Any = MPI.SUM) -> Any:
-    """Return the reduction of the objects of all lower ranks; None on rank 0, like exscan."""
+    """Return the reduction of all lower ranks' objects, like mpi4py's exscan; None on rank 0."""
     below = allgather(comm, sendobj)[: comm.rank]
     return fold(op, below) if below else None
 

@@ -50,7 +50,7 @@ def reduce(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int =
 
 
 def reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call:
-    """Reduce `sendbuf` over all ranks; rank r gets block r in `recvbuf`.
+    """Reduce `sendbuf` over all ranks; rank r receives block r of the result in `recvbuf`.
 
     Like mpi4py's Reduce_scatter_block.
     """
@@ -68,10 +68,10 @@ def reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SU
 def reduce_scatter(
     comm: Any, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Any = MPI.SUM
 ) -> Call:
-    """Reduce `sendbuf` over all ranks; rank r gets the next ``recvcounts[r]`` elements.
+    """Reduce `sendbuf` over all ranks; rank r receives block r of the result in `recvbuf`.
 
-    Like mpi4py's Reduce_scatter. Without `recvcounts`, the ranks first exchange the counts of their
-    `recvbuf`.
+    Like mpi4py's Reduce_scatter. Block r has ``recvcounts[r]`` elements. Without `recvcounts`, the
+    ranks first exchange the counts of their `recvbuf`.
     """
     received = message(recvbuf, writable=True)
     in_place = is_in_place(sendbuf)

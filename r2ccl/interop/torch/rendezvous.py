@@ -151,7 +151,7 @@ class TorchConnections:
 def timeout_of(communicator: Communicator, opts: Any) -> timedelta:
     """Return the timeout of the calls of a group: that of r2ccl, or a shorter one in `opts`.
 
-    If R2CC_TIMEOUT_S is set, it is that of r2ccl. So it is if `opts` has torch's default timeout,
+    It is always that of r2ccl if R2CC_TIMEOUT_S is set, or if `opts` has torch's default timeout,
     which ``new_group`` passes if the program gives none.
     """
     limit, given = timedelta(seconds=communicator.config.timeout_s), opts.timeout

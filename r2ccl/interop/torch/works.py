@@ -35,7 +35,10 @@ def seconds(timeout: timedelta | None, default_s: float) -> float:
 
 
 class _AnyWork(dist.Work):  # type: ignore[misc]
-    """Base of both handles; ``_join(timeout_s)`` waits, and returns whether the call has ended."""
+    """Base of `CollectiveWork` and `MessageWork`.
+
+    ``_join(timeout_s)`` waits up to `timeout_s` seconds and returns whether the call has ended.
+    """
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call has finished; return True.
