@@ -962,10 +962,11 @@ class Communicator:
         return made
 
     def exclude(self, rank: int, nic: str | int) -> None:
-        """Take a NIC out of use, for example before its cable is pulled; results do not change.
+        """Take a NIC out of use, for example before its cable is pulled.
 
-        Slices in flight on its paths move to other rails, as after a failure. Later calls are
-        planned without the NIC, and its paths are not connected again before `include`.
+        Slices in flight on its paths move to other rails, and the result of the running call does
+        not change, as after a failure. Later calls are planned without the NIC, and its paths are
+        not connected again before `include`.
 
         Parameters
         ----------
