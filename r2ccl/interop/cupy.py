@@ -80,7 +80,7 @@ def init_process_group(
         If `rank` is not in 0 to ``n_devices - 1``, `backend` is unknown, or `rank` and `n_devices`
         do not agree with the launcher or MPI; and for the reasons given in `r2ccl.init`.
     TransportTimeout
-        If not every rank arrives within ``R2CC_INIT_TIMEOUT_S``.
+        If a rank does not connect within ``R2CC_INIT_TIMEOUT_S``.
     PeerLost
         If a rank exits during `init_process_group`.
     TransportError
@@ -98,9 +98,10 @@ def init_process_group(
     ``R2CC_SECRET``, or a ``R2CC_SECRET_FILE`` made with ``openssl rand -hex 32 > FILE; chmod 600
     FILE``, because this function, like CuPy's, has no argument for the secret.
 
-    While ranks meet at a `host`, the environment variables ``RANK``, ``WORLD_SIZE``,
-    ``MASTER_ADDR`` and ``LOCAL_WORLD_SIZE`` of the process are set temporarily: no other thread may
-    start a process or a communicator at that time.
+    If the ranks are connected neither over MPI nor by the addresses of a launcher, this function
+    temporarily sets the environment variables ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
+    ``LOCAL_WORLD_SIZE`` of the process. Until it returns, no other thread may start a process or
+    create a communicator.
     """
     if not 0 <= rank < n_devices:
         raise InvalidArgument(

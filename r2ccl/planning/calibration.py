@@ -22,8 +22,8 @@ def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -
     ----------
     time_ns : callable
         ``time_ns(nbytes, n)`` runs ``max(2, n)`` consecutive allreduces of `nbytes` each and
-        returns the time of the fastest in ns, excluding the first one, which finds cold TCP windows
-        and full token buckets. Returns the same value on all ranks.
+        returns the time of the fastest in ns, excluding the first one, in which TCP windows are
+        still small and token buckets full. It must return the same value on all ranks.
     of : callable
         ``of(nbytes)`` returns the `Choice` of an allreduce of `nbytes`.
 
@@ -68,7 +68,7 @@ _NSMALL = 10
 _FIRST_NBYTES = 1 << 20
 #: Sufficient duration of the large allreduce, in ns: longer than one wait of a process for the CPU.
 _ENOUGH_NS = 50_000_000
-#: Allreduces per measurement of the bandwidth, and most repetitions of the measurement.
+#: Number of allreduces per measurement of the bandwidth, and maximum number of repetitions.
 _NLARGE = 4
 _NTRIES = 3
 #: Size of the largest allreduce measured, in bytes; limits the memory. Fast networks need it.

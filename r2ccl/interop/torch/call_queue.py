@@ -62,7 +62,7 @@ class QueuedCall:
         return True
 
     def run(self) -> None:
-        """Run the function, and keep an exception that it raises in `error`."""
+        """Run the function; if it raises an exception, store the exception in `error`."""
         assert self._fn is not None
         try:
             self._fn()

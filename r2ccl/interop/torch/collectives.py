@@ -150,7 +150,7 @@ def allgather_coalesced(
 
 
 def reduce_scatter(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
-    """Reduce the list `inputs` over all ranks; rank r receives tensor r of the result."""
+    """Reduce the list `inputs` over all ranks; `outputs` of rank r receives tensor r."""
     output, parts = one(outputs), _list(inputs)
     _require_parts("input", parts, comm.nranks)
     _require_alike("input", parts[comm.rank], output)
@@ -257,9 +257,9 @@ def _list(lists: Any) -> list[Tensor]:
 
 @contextmanager
 def _outputs_in_order(comm: Communicator, outputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Give memory in order for the results, and copy the results to `outputs` at the end.
+    """Yield contiguous memory for the results; at the end of the block, copy it to `outputs`.
 
-    If there are several outputs, the calls in the context run as a group.
+    If there are several outputs, the calls in the block run as a group.
     """
     copies = [_ordered_output(output) for output in outputs]
     with comm.group() if len(copies) > 1 else nullcontext():
