@@ -1,7 +1,6 @@
 """Communicator: collectives among a group of ranks, status of the group, and orderly shutdown.
 
-The methods contain no logic: each passes its call to the module of `r2ccl.runtime` that carries it
-out.
+The methods contain no logic: each passes its call to a module of `r2ccl.runtime`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from r2ccl.runtime.participant import MakeDeviceCalls
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import AllgatherBytes, ReduceOp
 
-#: Source, or tag, of a receive that takes any.
+#: Source, or tag, of a receive that accepts messages from any rank, or with any tag.
 ANY_SOURCE = ANY_TAG = ANY
 
 
@@ -102,8 +101,8 @@ class Communicator:
     CommunicatorRevoked
         If the communicator was revoked before, or another rank revokes it during the call.
     ConcurrentCalls
-        If this call is blocking, and another blocking call runs in another thread or was
-        interrupted by this signal handler.
+        If this call is blocking while another blocking call runs, either in another thread or in
+        this one, interrupted by the signal handler that makes this call.
 
     After a failure
     ---------------
@@ -150,7 +149,7 @@ class Communicator:
         TransportTimeout
             If a peer has no path, or a rank does not call it, within ``R2CC_INIT_TIMEOUT_S``.
         R2cclError
-            If the communicator fails meanwhile.
+            If the communicator fails in the meantime.
 
         Notes
         -----
@@ -210,8 +209,8 @@ class Communicator:
         CommunicatorRevoked
             If the communicator was revoked before, or another rank revokes it during the call.
         ConcurrentCalls
-            If this call is blocking, and another blocking call runs in another thread or was
-            interrupted by this signal handler.
+            If this call is blocking while another blocking call runs, either in another thread or
+            in this one, interrupted by the signal handler that makes this call.
 
         Notes
         -----
@@ -227,7 +226,7 @@ class Communicator:
     def allgather(
         self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False
     ) -> Any:
-        """Gather the `x` of every rank on every rank.
+        """Gather `x` of every rank on every rank.
 
         Parameters
         ----------
@@ -587,7 +586,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce `x` over the ranks up to and including each rank, in rank order.
+        """Reduce `x` over ranks 0 to this rank, inclusive, in rank order.
 
         Parameters
         ----------
@@ -614,7 +613,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce `x` over the ranks below each rank, in rank order.
+        """Reduce `x` over all ranks below this rank, in rank order.
 
         Parameters
         ----------
@@ -624,7 +623,7 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        as for `scan`, and one exchange more. Without `out`, the data is copied once, to memory that
+        as for `scan`, plus one exchange. Without `out`, the data is copied once, to memory that
         is reused across calls.
         """
         return self._collectives.start(stream, async_op, arguments.scan, x, out, op, True)
@@ -665,7 +664,7 @@ class Communicator:
         return self._collectives.start(stream, async_op, arguments.run_schedule, *given)
 
     def barrier(self) -> None:
-        """Wait until all ranks have called `barrier`, and until earlier asynchronous calls ended.
+        """Wait until all ranks have called `barrier`, and earlier asynchronous calls have ended.
 
         Notes
         -----
@@ -679,15 +678,16 @@ class Communicator:
 
         All ranks must open groups with the same collectives, in the same order. Small allreduces of
         one dtype and operation run as one, so that 100 of them need the exchanges of one. Messages
-        begin before the collectives, so that any pattern of `send` and `recv` can be written down
-        without a deadlock. Arrays may be read after the block, and must not change within it; no
-        call may use the result of another.
+        begin before the collectives, so that no order of `send` and `recv` in the block can
+        deadlock. The arrays of the calls must not be modified within the block, results are
+        complete after it, and no call may use the result of another.
 
         Returns
         -------
         context manager
-            Gives a `Group`, whose ``messages`` are those that its `recv` calls took. The end of the
-            block raises the errors of the calls. If the block itself raises, nothing runs.
+            Its value is a `Group`, whose ``messages`` has the messages that the `recv` calls took.
+            The end of the block raises the errors of the calls. If the block itself raises, no call
+            runs.
 
         Raises
         ------
@@ -715,6 +715,11 @@ class Communicator:
         async_op : bool
             Return a `MessageRequest` at once.
 
+        Returns
+        -------
+        MessageRequest or None
+            None if the call is blocking, or within a `group`.
+
         Raises
         ------
         InvalidArgument
@@ -737,9 +742,9 @@ class Communicator:
         Parameters
         ----------
         out : array_like in host memory
-            C-contiguous and writable, of the dtype that is sent, and at least as large.
+            C-contiguous and writable, of the dtype that is sent, with at least as many elements.
         source, tag : int
-            Accepted ones; by default any.
+            Sending rank and tag that the message must have; by default any.
         async_op : bool
             Return a `MessageRequest` at once; its ``wait()`` returns the `Message`.
 
@@ -776,8 +781,8 @@ class Communicator:
     ) -> Message | None:
         """Send `x` to rank `to`, and receive a message into `out`, at the same time.
 
-        See `send` and `recv` for arguments and errors. A ring of ranks that call it does not block,
-        whatever the sizes. `x` and `out` must not overlap.
+        See `send` and `recv` for arguments, result and errors. A ring of ranks in which each calls
+        `sendrecv` does not deadlock, whatever the sizes. `x` and `out` must not overlap.
         """
         return self._messages.sendrecv(x, to, out, source, tag=tag, recv_tag=recv_tag)
 
@@ -786,8 +791,8 @@ class Communicator:
     ) -> Message | None:
         """Return the message that `recv` with these arguments would take, without taking it.
 
-        See `recv` for arguments and errors. Unless `is_blocking`, return None if there is no such
-        message yet.
+        See `recv` for arguments and errors. If there is no such message yet, wait for one or,
+        unless `is_blocking`, return None.
         """
         return self._messages.probe(source, tag, is_blocking=is_blocking)
 
@@ -798,20 +803,20 @@ class Communicator:
         *,
         like: Any = None,
     ) -> npt.NDArray[Any]:
-        """Allocate an array that all ranks reach in shared memory: collectives on it copy less.
+        """Allocate an array that all ranks can access in shared memory, so that less is copied.
 
-        Use it, or parts of it, as input, and for `allreduce` also as output. It is an ordinary
-        NumPy array; ``torch.from_numpy`` and DLPack can share its memory. Collectives of other
-        communicators treat it as any other array.
+        Collectives copy less data if their input, or the output of an `allreduce`, is this array or
+        a part of it. It is an ordinary NumPy array; ``torch.from_numpy`` and DLPack can share its
+        memory. Collectives of other communicators treat it as any other array.
 
         Parameters
         ----------
         shape : int or sequence of int
             Equal on all ranks, as is the size of `dtype`.
         dtype : dtype, optional
-            One that collectives support. Default: that of `like`, else float64.
+            A dtype that collectives support. Default: that of `like`, else float64.
         like : array_like in host memory, optional
-            Has the shape and, by default, the dtype; instead of `shape`.
+            Array whose shape, and by default dtype, is used; to be given instead of `shape`.
 
         Returns
         -------
@@ -822,11 +827,11 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If an argument is not as described, or the ranks ask for different sizes: on all of
-            them, and the communicator stays usable.
+            If an argument is not as described, or the ranks request different sizes (then raised on
+            all ranks). The communicator stays usable.
         TransportError
-            If memory or descriptors are exhausted on any rank: on all of them, before the memory is
-            used, and the communicator stays usable. Without shared memory, as `register`.
+            If memory or descriptors are exhausted on any rank; raised on all ranks, and the
+            communicator stays usable. Without shared memory, as for `register`.
 
         Notes
         -----
@@ -835,7 +840,7 @@ class Communicator:
         after all ranks have dropped their arrays in it, or when the communicator has ended. Without
         memory that all ranks share, as on several hosts, the array is registered as by `register`.
         A forked child shares its contents.
-        *After failure*: `allreduce` leaves zeros in an output that peers reach.
+        *After failure*: an output in this memory contains zeros after a failed `allreduce`.
         """
         return self._collectives.empty(*arguments.form_of(shape, dtype, like))
 
@@ -854,8 +859,8 @@ class Communicator:
         Returns
         -------
         RegisteredMemory
-            A context manager; leaving it, or calling ``close()``, ends the registration. So does
-            dropping it, unless a NumPy array that owns the memory is still in use.
+            A context manager; leaving it, or calling ``close()``, ends the registration. Dropping
+            the object ends it too, unless a NumPy array that owns the memory is still in use.
 
         Raises
         ------
@@ -880,20 +885,22 @@ class Communicator:
         Parameters
         ----------
         color : int or None
-            None: this rank takes part in no new communicator.
+            Any integer of 64 bits. None: this rank takes part in no new communicator.
         key : int
-            The new ranks are ordered by key, then by the ranks in this communicator.
+            The ranks of the new communicator are ordered by `key`, then by their ranks in this one.
 
         Returns
         -------
         Communicator or None
-            None if `color` is None. ``members`` of the new communicator are its ranks' numbers in
-            this one. Close it with ``close()``, or with the communicator of the whole job.
+            None if `color` is None. ``members`` of the new communicator has the rank of each of its
+            ranks in this one. It is closed by its ``close()``, or with the communicator that `init`
+            returned.
 
         Raises
         ------
         InvalidArgument
-            If `color` or `key` is no integer of 64 bits, or a rank has too many communicators open.
+            If `color` or `key` is not an integer of 64 bits, or a rank has too many communicators
+            open.
 
         Notes
         -----
@@ -921,15 +928,15 @@ class Communicator:
         return None if part is None else self._made_of(part)
 
     def create_among(self, ranks: Sequence[int], allgather: AllgatherBytes) -> Communicator:
-        """Return a new communicator of `ranks`, in this order; only these call it; see `split`.
+        """Return a new communicator of `ranks`, in this order; only these ranks call; see `split`.
 
         Parameters
         ----------
         ranks : sequence of int
             Different ranks of this communicator, among them this one; the same on all of them.
         allgather : callable
-            ``allgather(data)`` returns the bytes that each of `ranks` passed, in their order. Used
-            a few times during the call, because the other ranks of this communicator do not call.
+            ``allgather(data)`` returns the bytes that each of `ranks` passed, in their order. It is
+            called a few times, because this communicator cannot exchange data among `ranks` alone.
 
         Raises
         ------
@@ -943,7 +950,7 @@ class Communicator:
         return self._made_of(splitting.create_among(self._participant, ranks, allgather))
 
     def _made_of(self, part: splitting.Part) -> Communicator:
-        """Return the communicator that the ranks have agreed on."""
+        """Return the communicator for `part`, on which the ranks have agreed."""
         made = Communicator(
             self._job,
             self._engine.derived(part.context),
@@ -955,10 +962,11 @@ class Communicator:
         return made
 
     def exclude(self, rank: int, nic: str | int) -> None:
-        """Take a NIC out of use, as before its cable is pulled; results do not change.
+        """Take a NIC out of use, for example before its cable is pulled.
 
-        Slices under way on its paths move to other rails, as after a failure. Later calls are
-        planned without the NIC, and its paths are not connected again before `include`.
+        Slices in flight on its paths move to other rails, and the result of the running call does
+        not change, as after a failure. Later calls are planned without the NIC, and its paths are
+        not connected again before `include`.
 
         Parameters
         ----------
@@ -966,8 +974,8 @@ class Communicator:
             A rank on the node of the NIC.
         nic : str or int
             Name of the NIC, as `health` shows it: an interface (``eth2``) or an RDMA port
-            (``mlx5_0:1``, or ``mlx5_0`` for all its ports). All ranks of the node that use it are
-            concerned. Or the number of a rail, of `rank` only.
+            (``mlx5_0:1``, or ``mlx5_0`` for all its ports); all ranks of the node that use it stop
+            using it. Or the number of a rail; only `rank` stops using it.
 
         Raises
         ------
@@ -979,21 +987,21 @@ class Communicator:
         CommunicatorRevoked
             If the communicator has ended.
         ConcurrentCalls
-            If this is a signal handler that interrupted a blocking call.
+            If this is called in a signal handler that interrupted a blocking call.
 
         Notes
         -----
-        *Local*; also while a call runs in another thread. When it returns, every rank has stopped
-        using the NIC for data. The control plane may still use the NIC, and does without it once it
-        fails. *Cost*: one round of the health agreement, for which it waits.
+        *Local*; callable also while a call runs in another thread. When it returns, every rank has
+        stopped using the NIC for data. The control plane may still use the NIC until it fails.
+        *Cost*: waits for one round of the health agreement.
         """
         self._participant.exclude(rank, nic, is_excluded=True)
 
     def include(self, rank: int, nic: str | int) -> None:
         """End the exclusion of a NIC by `exclude` or ``R2CC_FAILED_NICS``.
 
-        Its paths are probed, and carry data again once the probes have succeeded. If the NIC is not
-        excluded, nothing changes. See `exclude` for arguments and errors. *Local*.
+        The paths of the NIC are probed, and carry data again once the probes have succeeded. If the
+        NIC is not excluded, nothing changes. See `exclude` for arguments and errors. *Local*.
         """
         self._participant.exclude(rank, nic, is_excluded=False)
 
@@ -1014,7 +1022,7 @@ class Communicator:
 
     @property
     def ncalls(self) -> int:
-        """Number of collectives begun so far, including the measurements of `r2ccl.init`."""
+        """Number of collectives started so far, including the measurements of `r2ccl.init`."""
         return self._engine.op
 
     def repairs(self) -> tuple[Repair, ...]:
@@ -1028,13 +1036,13 @@ class Communicator:
     def health(self) -> status.HealthReport:
         """Return the state of this rank's rails and of their paths to other ranks.
 
-        Ranks that this rank has exchanged no data with may be missing. ``str()`` of the report is
-        for people.
+        Ranks with which this rank has exchanged no data may be missing. ``str()`` of the report is
+        a text for people.
         """
         return self._participant.health()
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return the last verdict of this rank on each path; ``str()`` of a verdict is for people.
+        """Return the last verdict of this rank on each path; ``str()`` of a verdict is a text.
 
         Empty with ``R2CC_MODE=failstop``, which does not diagnose failures.
         """
@@ -1043,9 +1051,9 @@ class Communicator:
     def known_health(self) -> Known:
         """Return the newest health that this rank has received, and the time of its arrival.
 
-        The health covers the rails of all ranks. All ranks plan with it from the same collective
-        on, which they may not have agreed on yet. The time is a reading of CLOCK_MONOTONIC in
-        seconds. In version 0, all rails have their full bandwidth; with ``R2CC_MODE=failstop``
+        The health covers the rails of all ranks. All ranks start to plan with it at the same
+        collective, on which they may not have agreed yet. The time is a reading of CLOCK_MONOTONIC
+        in seconds. In version 0, all rails have their full bandwidth; with ``R2CC_MODE=failstop``
         there is no other version, and the time is 0.
         """
         return self._participant.known_health()
@@ -1053,7 +1061,7 @@ class Communicator:
     def pending(self) -> status.Pending:
         """Return the ranks, slices and other objects that the blocked call of this rank waits for.
 
-        ``str()`` of the result is for people. This rank learns that a peer has called the
+        ``str()`` of the result is a text for people. This rank learns that a peer has called the
         collective from the peer's slices or from its answer to the desync check. A call starts the
         desync check after ``R2CC_SUSPICION_TIMEOUT_S`` without progress, or after half of
         ``R2CC_TIMEOUT_S``.
@@ -1091,7 +1099,7 @@ class Communicator:
         return self._job.rejections()
 
     def close(self) -> None:
-        """Wait until every rank has received all its data, then leave. Idempotent.
+        """Wait until every rank has received all its data, then release all resources. Idempotent.
 
         Waits for asynchronous calls. Acts as `abort` if a blocking collective runs in another
         thread, or any blocking call was interrupted by the signal handler that calls `close`.
@@ -1102,7 +1110,7 @@ class Communicator:
             If asynchronous calls did not end, or some rank did not confirm its data or call
             `close`, each within ``R2CC_INIT_TIMEOUT_S``; the message names the ranks.
         NoHealthyRail, PeerLost, CommunicatorRevoked
-            If the communicator failed meanwhile.
+            If the communicator failed during `close`.
         CommunicatorRevoked
             If an asynchronous call failed and no call has raised its error yet.
 
@@ -1177,8 +1185,8 @@ class Communicator:
         TransportError
             If no rail can be opened again on all surviving ranks.
         CommunicatorRevoked
-            If this communicator was closed before, or is closed meanwhile in another thread or in
-            a signal handler.
+            If this communicator was closed before, or is closed during `shrink` in another thread
+            or in a signal handler.
 
         Notes
         -----

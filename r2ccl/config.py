@@ -27,8 +27,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Reaction to failures. failstop: a broken path ends the call. migrate: its slices move to
     #: other paths. balance: also, the work is divided by the bandwidth the rails have left. r2cc:
-    #: also, R2CC-AllReduce may run. auto: any schedule may run. The numbers 0 to 3 of the published
-    #: system are aliases of the first four.
+    #: also, R2CC-AllReduce may run. auto: any schedule may run. The numbers 0 to 3, as in the
+    #: published R2CCL, are aliases of the first four.
     mode: str = "auto"
     #: Slices of ops up to this size are copied and sent at once, without clear-to-send.
     eager_nbytes: int = 64 << 10
@@ -36,7 +36,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     eager_slots: int = 16
     #: Maximum size of a slice, the unit of pipelining, confirmation and replay.
     slice_nbytes: int = 1 << 20
-    #: Maximum number of landing places that a receiver names in advance on one link.
+    #: Maximum number of slices ahead for which a receiver announces landing places on one link.
     landing_depth: int = 2
     #: Maximum number of channels of a large collective; 0: derived from the number of rails.
     channels: int = 0
@@ -83,7 +83,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: used, or an error if that is not possible; 0: not used; auto: used if it is possible, unless
     #: `algo` selects a schedule, or faults are injected into the network (testing).
     shm: str = "auto"
-    #: Whether calls over TCP run in compiled code: 0, 1, or auto for wherever it can be loaded.
+    #: Use of compiled code for calls over TCP. 1: used, or an error if that is not possible; 0: not
+    #: used; auto: used if it can be loaded.
     compiled: str = "auto"
     #: A path without an event for this long, while its peer has to send or confirm, is probed.
     suspicion_timeout_s: float = 0.5
@@ -93,7 +94,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     failback_probes: int = 3
     #: Interval between probes of a failed path; doubled after each probe that is not answered.
     failback_interval_s: float = 0.1
-    #: Upper bound of this interval.
+    #: Upper bound of the doubled `failback_interval_s`.
     failback_cap_s: float = 1.0
     #: Maximum time that a repeatedly failing path must stay good before it is used again; 0: only
     #: the probes decide.
@@ -181,12 +182,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def confirm_after(self) -> int:
-        """Number of consumed eager slices at which the receiver of a link confirms them."""
+        """Number of consumed eager slices after which the receiver of a link confirms them."""
         return max(1, self.eager_slots // 2)
 
     @property
     def inbox_nbytes(self) -> int:
-        """Largest eager slice that can arrive: announcements of messages are always eager."""
+        """Size of the largest eager frame that can arrive, in bytes.
+
+        It is at least 1024, because announcements of messages are eager whatever `eager_nbytes` is.
+        """
         return max(self.eager_nbytes, 1024)
 
     @property
@@ -196,7 +200,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_balanced(self) -> bool:
-        """True if plans divide work by rail health; else they treat all rails as healthy."""
+        """True if plans divide work by rail health; False if they treat all rails as healthy."""
         return self.mode not in ("failstop", "migrate")
 
     @property
@@ -211,14 +215,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], **overrides: Any) -> Config:
-        """Make a `Config` of the variables in `env`; `overrides` take precedence.
+        """Return a `Config` with the values of the variables in `env` and of `overrides`.
 
         Parameters
         ----------
         env : mapping
             Environment variables as text.
         **overrides
-            Fields by name, with values of the field's type; NumPy numbers are converted.
+            Fields by name, which take precedence over variables. Values have the type of the field;
+            NumPy numbers are converted.
 
         Raises
         ------
@@ -320,12 +325,12 @@ def parse_failures(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def _published_failures(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return ``failed_nics`` of the variables by which the published system declares failures.
+    """Return ``failed_nics`` from R2CC_FAILED_HCA and R2CC_FAILED_NODE of the published R2CCL.
 
     Raises
     ------
     InvalidArgument
-        If a NIC is a number, which would have another meaning here.
+        If a NIC is a number, which would have another meaning in ``failed_nics``.
     """
     names = env.get("R2CC_FAILED_HCA", "").replace(",", " ").split()
     if any(name.isdigit() for name in names):

@@ -71,13 +71,13 @@ def pair_dtype(value: Any) -> np.dtype[Any]:
     -------
     dtype
         Fields ``"value"`` and ``"index"`` (int32), in the layout of a C struct, as MPI_FLOAT_INT
-        and its like. An array of another structured dtype with this layout is
+        has it. An array of another structured dtype with this layout is converted by
         ``.view(pair_dtype(...))``.
 
     Raises
     ------
     InvalidArgument
-        If there are no pairs of this type.
+        If `value` is not one of these types.
     """
     wanted = np.dtype(value)
     for dtype in _PAIRS.values():
@@ -89,10 +89,10 @@ def pair_dtype(value: Any) -> np.dtype[Any]:
 
 
 def raw_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of the bytes of one element.
+    """Return an opaque dtype (``np.void``) of the size of `dtype`.
 
-    NumPy copies only the fields of a structured element, not the bytes between them; viewed with
-    the raw dtype, it copies all bytes.
+    NumPy copies only the fields of a structured element, not the bytes between them. Of an array
+    viewed with the raw dtype, it copies all bytes.
     """
     return np.dtype((np.void, dtype.itemsize))
 

@@ -5,8 +5,8 @@ their edge, with ``raise ... from exc``. The functions that describe an ``errno`
 resource is exhausted; they open no file descriptor, so they work when none is left.
 
 Convention: the message of an error names the rank that raises it and, if involved, the peer and the
-rail; that of an `InvalidArgument` about one argument names the argument instead of the rank. It
-ends with what the reader can do next.
+rail. The message of an `InvalidArgument` about one argument names the argument instead of the rank.
+Messages end with what the reader can do next.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class TransportError(R2cclError):
     ----------
     message : str
     rank, peer, rail : int or None
+        Rank that raises the error, and peer and rail of the path; None: not known, or not involved.
     status : str
-        Decoded status: an errno name, a work completion status, ``"CARRIER_DOWN"`` ...
+        Decoded status: an errno name, a work completion status, ``"CARRIER_DOWN"`` ... Empty: none.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class NoHealthyRail(R2cclError):
     ----------
     rank, peer : int
     since_s : float
-        Seconds since the last path was lost.
+        Time for which there has been no path, in seconds.
     causes : dict of int to str
         Evidence of each path's failure, by rail.
     """
@@ -142,9 +143,9 @@ class PeerLost(R2cclError):
     host : str
         Host of `peer`; empty: not known.
     last_op : int or None
-        Number of the last collective `peer` was seen in; 0: none, None: not known.
+        Number of the last collective in which `peer` was seen; 0: none, None: not known.
     is_met : bool
-        False if `peer` was lost during `r2ccl.init`, so there is no communicator. The message then
+        False if `peer` was lost during `r2ccl.init`. There is no communicator then, so the message
         does not suggest `shrink`.
     """
 
@@ -184,7 +185,7 @@ class PeerLost(R2cclError):
 
 
 class NoQuorum(R2cclError):
-    """Lack of a quorum for ``shrink()``: the unreachable ranks may be alive and continue alone.
+    """Lack of a quorum for ``shrink()``: the unreachable ranks may still run as a group.
 
     Parameters
     ----------
@@ -222,7 +223,7 @@ class CommunicatorRevoked(R2cclError):
 
 
 class ConcurrentCalls(R2cclError):
-    """Blocking call made while another one runs, in another thread or below a signal handler.
+    """Blocking call made while another one runs, in another thread or interrupted by a signal.
 
     The second call is rejected before it starts; the first one continues. While asynchronous calls
     are running, blocking calls are queued instead.
@@ -230,11 +231,11 @@ class ConcurrentCalls(R2cclError):
 
 
 class InternalError(R2cclError):
-    """Violated invariant of r2ccl, a defect: please report it with the message."""
+    """Violation of an invariant, which is a defect of r2ccl: please report it with the message."""
 
 
 def describe_os_error(exc: BaseException) -> str:
-    """Return a description with advice: ``EMFILE: Too many open files; raise `ulimit -n` ...``.
+    """Return the name and text of an error, with advice: ``EMFILE: Too many open files; ...``.
 
     An exception without an error number is described by its text or, without a text, by its type.
     """
@@ -266,7 +267,7 @@ def is_exhaustion(code: int | None) -> bool:
 
 
 def exhaustion_advice(code: int) -> str:
-    """Return advice for an error number that means an exhausted resource; empty for others."""
+    """Return advice for the error number of an exhausted resource; empty for other numbers."""
     if code not in _ADVICE:
         return ""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

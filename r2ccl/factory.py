@@ -1,4 +1,4 @@
-"""`init`: meets the other ranks and assembles a `Communicator` from its parts."""
+"""`init`: connects this process to the other ranks and assembles a `Communicator`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ MESSAGES: Any = (
 def init(
     comm: Any = None, *, faults: TransportWrapper | None = None, **settings: Any
 ) -> Communicator:
-    """Meet the other ranks, connect every rail and return the communicator.
+    """Connect this process to all other ranks over every rail; return the communicator.
 
     Parameters
     ----------
@@ -78,8 +78,8 @@ def init(
         (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...), as set by `r2ccl launch` and torchrun, or
         ``MPI.COMM_WORLD`` if an MPI launcher started the process.
     faults : r2ccl.testing.FaultPlan, optional
-        Faults to inject (testing), or another object that wraps the transport. Default: the
-        function that ``R2CC_TRANSPORT_WRAPPER`` names, if any.
+        Faults to inject (testing), or another object whose ``wrap`` wraps the transport. Default:
+        the function that ``R2CC_TRANSPORT_WRAPPER`` names, if any.
     **settings
         Fields of `Config`; they take precedence over their ``R2CC_*`` variables.
 
@@ -96,8 +96,8 @@ def init(
         address or port cannot be used, or ``R2CC_DUMP_SIGNAL`` is set and this is not the main
         thread.
     TransportTimeout
-        If not every rank arrives, or a peer has no path, within ``R2CC_INIT_TIMEOUT_S``; the
-        message names the missing ranks.
+        If a rank does not call `init`, or there is no path to a peer, within
+        ``R2CC_INIT_TIMEOUT_S``; the message names the missing ranks.
     PeerLost
         If a rank exits during `init`.
     TransportError
@@ -157,14 +157,14 @@ def init(
 
 @contextmanager
 def _exhaustion_explained(who: str) -> Iterator[None]:
-    """Translate operating system errors that mean an exhausted resource to `TransportError`."""
+    """Translate OSErrors of exhausted resources to `TransportError`; `who` is a rank or process."""
     try:
         yield
     except OSError as exc:
         if not is_exhaustion(exc.errno):
             raise
         raise TransportError(
-            f"{who}: init() cannot open what it needs: {describe_os_error(exc)}",
+            f"{who}: init() ran out of an operating system resource: {describe_os_error(exc)}",
             status=errno_name(exc),
         ) from exc
 
@@ -178,7 +178,7 @@ def _assemble(
 ) -> Communicator:
     """Make a communicator, not yet connected, for `init` or `Communicator.shrink`.
 
-    Takes ownership of `control`, even if it raises.
+    The communicator owns `control`; if this function raises, it has closed `control`.
     """
     opened: Transport | None = None
     try:
@@ -213,8 +213,8 @@ def _open_transport(
 ) -> tuple[Transport, PxnTransport | None]:
     """Open the TCP transport and, if every rank has RDMA ports, the verbs transport beside it.
 
-    Returns the transport to use and its part that can use PXN routes through the memory of other
-    GPUs, or None without RDMA or CUDA.
+    Returns the transport to use, and the part of it that can use PXN routes (through the memory of
+    other GPUs), or None without RDMA or CUDA.
     """
     tcp = TcpTransport(
         control.rank,
@@ -252,7 +252,7 @@ def _open_transport(
 
 
 def _set_log_level(config: Config) -> None:
-    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; add a stderr handler if none is there."""
+    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; add a stderr handler if it has no handler."""
     level = DEBUG_LEVELS[config.debug.upper()]
     logger = logging.getLogger("r2ccl")
     if level:
@@ -262,7 +262,7 @@ def _set_log_level(config: Config) -> None:
 
 
 def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca, ...]:
-    """Choose the RDMA ports of this rank; on a single host none, unless R2CC_HCA is set."""
+    """Return the RDMA ports of this rank; on a single host none, unless R2CC_HCA is set."""
     if config.hca == "none" or (is_one_host and not config.hca):
         return ()
     chosen = select_hcas(list_hcas(), config.hca)
@@ -273,8 +273,8 @@ def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca
                 "distribution's package (Debian: python3-pyverbs)"
             )
         _log.warning(
-            "RDMA NICs were found, but pyverbs is not installed: TCP is used; to use RDMA, install "
-            "the distribution's package (Debian: python3-pyverbs)"
+            "RDMA NICs were found, but pyverbs is not installed, so data travels over TCP; to use "
+            "RDMA, install the distribution's package (Debian: python3-pyverbs)"
         )
         return ()
     if NameFilter(config.hca, variable="R2CC_HCA").is_selection:
@@ -283,15 +283,15 @@ def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca
 
 
 def _has_room(hca: Hca, nranks: int) -> bool:
-    """Return whether the completion queues of `hca` suffice for `nranks` ranks; warn if not."""
+    """Return whether completion queues of `hca` can serve `nranks` ranks; log if they cannot."""
     from r2ccl.transport.verbs.device import room
 
     npeers = room(hca.name)
     if npeers >= nranks - 1:
         return True
     _log.warning(
-        "%s is not used: its completion queues suffice for %d ranks, but the job has %d; set "
-        "R2CC_HCA=none to use no RDMA port and silence this warning",
+        "RDMA port %s is not used: its completion queues can serve %d ranks, but the job has %d; "
+        "set R2CC_HCA=none to use no RDMA port and silence this warning",
         hca.label, npeers + 1, nranks,
     )  # fmt: skip
     return False

@@ -14,7 +14,7 @@ class ReduceOp(enum.IntEnum):
 
     AVG is the sum divided by ``nranks`` (NCCL's definition). LAND, LOR and LXOR give 0 or 1 (False
     or True); any number but 0 is true. MINLOC and MAXLOC reduce pairs of a value and an index
-    (`r2ccl.pair_dtype`); of equal values, the lowest index is the result.
+    (`r2ccl.pair_dtype`); if values are equal, the result has the lowest index.
     """
 
     SUM = 0
@@ -32,17 +32,19 @@ class ReduceOp(enum.IntEnum):
     MAXLOC = 12
 
 
-#: Number of a commutative operation of the user in a call signature.
+#: Number, in a call signature, of a commutative operation of the user.
 USER_OP = 14
-#: Number of an operation of the user that must combine the ranks' data in rank order.
+#: Number, in a call signature, of an operation of the user that is not commutative, so that the
+#: ranks' data must be combined in rank order.
 ORDERED_OP = 15
 
 
 class EnvelopeKind(enum.IntEnum):
-    """Parts of the exchange of a message, and their numbers on the wire.
+    """Kinds of the frames by which a message is sent, and their numbers on the wire.
 
-    REQUEST announces a message; GRANT and REFUSE answer it; DATA is in shared memory only, TAKEN on
-    links only.
+    MESSAGE contains a short message. REQUEST announces a long one. GRANT or REFUSE answers it;
+    after a GRANT, the data follows as DATA in shared memory, or as slices of a link. TAKEN, on
+    links only, tells a sender how many bytes of its messages the peer's receives have taken.
     """
 
     MESSAGE = 1
@@ -53,7 +55,7 @@ class EnvelopeKind(enum.IntEnum):
     DATA = 6
 
 
-#: Maximum number of bytes of short messages to one peer that no receive has taken.
+#: Maximum total size of short messages to one peer that no receive has taken yet, in bytes.
 MOST_UNTAKEN = 1 << 20
 
 
@@ -97,9 +99,9 @@ ROOTED = frozenset(
         Collective.SCATTERV,
     )
 )
-#: Collectives of which every rank has or gets one part of the larger buffer.
+#: Collectives in which every rank contributes, or receives, one part of the larger buffer.
 PARTED = frozenset((Collective.ALLGATHER, Collective.REDUCE_SCATTER))
-#: Collectives whose parts can differ in size, of which a rank knows only those it sends or gets.
+#: Collectives whose parts can differ in size; a rank knows only the sizes that it sends or gets.
 PAIRWISE = frozenset((Collective.GATHERV, Collective.SCATTERV, Collective.ALLTOALLV))
 #: Collectives in which every part travels from its source to its destination directly.
 DIRECT = PAIRWISE | {Collective.GATHER, Collective.SCATTER, Collective.ALLTOALL}
@@ -111,7 +113,7 @@ PREFIXES = frozenset((Collective.SCAN, Collective.EXSCAN))
 AllgatherBytes: TypeAlias = Callable[[bytes], Sequence[bytes]]
 
 
-#: Rail number of a bypass: the path of two ranks that have no rail in common.
+#: Rail number of a bypass: a path between two ranks that have no rail in common.
 BYPASS = 0xFFFF
 
 
@@ -145,7 +147,7 @@ def rail_name(rail: int) -> str:
 
 
 class PathKey(NamedTuple):
-    """Identifies the path from this rank to ``peer`` over one rail: the unit that fails.
+    """Key of the path from this rank to ``peer`` over one rail; a path is the unit that fails.
 
     Rail number `BYPASS` stands for a bypass, which uses no common rail: see `BypassWay`.
     """
@@ -172,7 +174,7 @@ class BypassWay(NamedTuple):
 
 
 class ProbeKey(NamedTuple):
-    """Probe of the port of `peer` on rail `rail`, sent from this rank's port on rail `via`.
+    """Key of a probe of `peer`'s port on rail `rail`, sent from this rank's port on rail `via`.
 
     With ``via == rail`` the two ports are the ends of a path. Otherwise this rank's port on rail
     `via` is an auxiliary port.
@@ -184,7 +186,7 @@ class ProbeKey(NamedTuple):
 
 
 def signed_word(word: int) -> int:
-    """Return an unsigned word of 64 bits as the signed one with the same bits."""
+    """Return the signed 64-bit integer with the same bits as the unsigned `word`."""
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
@@ -193,10 +195,10 @@ class CallSignature(msgspec.Struct, frozen=True):
 
     ``count`` is the number of elements of the whole buffer, all ranks' parts together; for a
     collective in `PAIRWISE` it is 0 or, in a slice, the number of elements that the sender of the
-    slice sends to its receiver in the call. ``op`` is SUM and ``root`` 0 for collectives without
-    them. For an allreduce that runs a schedule of the caller, and for a collective in `PARTED`
-    whose parts differ in size, ``root`` is derived from a digest: see `with_digest`. ``user`` is
-    the digest of an operation of the user, else 0.
+    slice sends to its receiver in the call. Collectives that do not reduce have ``op`` SUM, those
+    without a root have ``root`` 0. For an allreduce that runs a schedule of the caller, and for a
+    collective in `PARTED` whose parts differ in size, ``root`` is derived from a digest: see
+    `with_digest`. ``user`` is the digest of an operation of the user, else 0.
     """
 
     collective: int
@@ -207,14 +209,14 @@ class CallSignature(msgspec.Struct, frozen=True):
     user: int = 0
 
     def with_digest(self, digest: int) -> CallSignature:
-        """Return the signature with the digest of the caller's schedule, or of the counts."""
+        """Return the signature with `digest` of a schedule or of counts as its root."""
         return msgspec.structs.replace(self, root=1 + digest % _ROOT_MASK)
 
     def pack(self) -> int:
         """Return the 64-bit form: 4 bits collective, 6 dtype, 4 op, 12 root, 38 count (elements).
 
-        With an operation of the user, its digest has the upper 12 of the count's bits. Larger
-        numbers are cut to their lower bits, which distinguish calls well enough.
+        With an operation of the user, the upper 12 of the 38 bits contain its digest. Of numbers
+        with more bits, only the lower bits are packed; they distinguish calls well enough.
         """
         head = (self.collective << 10) | (self.dtype << 4) | self.op
         count = self.count & _COUNT_MASK
@@ -224,7 +226,7 @@ class CallSignature(msgspec.Struct, frozen=True):
 
     @classmethod
     def unpack(cls, packed: int) -> CallSignature:
-        """Return the signature that `pack` packed; its numbers have their lower bits only."""
+        """Return the signature that `pack` packed; its numbers have only the packed bits."""
         op = (packed >> 50) & 0xF
         is_user = op >= USER_OP
         return cls(

@@ -2,11 +2,11 @@
 
 `cupy` has the interface of ``cupyx.distributed``, `mpi` that of ``mpi4py.MPI``, and `torch` is a
 backend of ``torch.distributed``. They translate names, arguments and defaults, and call a
-communicator. They use only the public interface of r2ccl. `mpi` imports mpi4py, which runs what
-r2ccl does not, and `torch` imports torch; `cupy` does not import CuPy.
+communicator. They use only the public interface of r2ccl. `mpi` imports mpi4py, which runs the
+functions that r2ccl lacks; `torch` imports torch; `cupy` does not import CuPy.
 
-Invariant: a function that r2ccl cannot provide is missing, is refused by its name, or is in a list
-of those that run on the other library.
+Invariant: a function of the other library that r2ccl cannot provide is either missing here, raises
+an error that names it, or is listed in the docs as one that the other library itself runs.
 """
 
 from __future__ import annotations

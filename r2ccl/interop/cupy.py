@@ -7,9 +7,10 @@ A program for CuPy changes one import::
     comm = init_process_group(2, rank)
     comm.all_reduce(x, out)
 
-It has all collectives, barrier and stop. It has no send, recv or send_recv, because `Communicator`
-sends messages from host memory only. Arrays may be CuPy's or NumPy's, of any dtype that r2ccl
-supports. They must be C-contiguous; others raise `InvalidArgument`.
+The `Backend` that it returns has all collectives, ``barrier`` and ``stop``. It has no ``send``,
+``recv`` or ``send_recv``, because `Communicator` sends messages from host memory only. Arrays may
+be CuPy's or NumPy's, of any dtype that r2ccl supports. They must be C-contiguous; others raise
+`InvalidArgument`.
 
 This module does not import CuPy.
 
@@ -50,7 +51,7 @@ def init_process_group(
     port: int | None = None,
     use_mpi: bool = False,
 ) -> Backend:
-    """Meet the other ranks like ``cupyx.distributed.init_process_group``; return the backend.
+    """Connect the ranks, as ``cupyx.distributed.init_process_group`` does; return the backend.
 
     Parameters
     ----------
@@ -59,13 +60,15 @@ def init_process_group(
     rank : int
         Rank of this process, from 0.
     backend : {"r2ccl"}
+        Other names raise `InvalidArgument`.
     host : str, optional
         Address of rank 0's machine, at which the other ranks reach it.
     port : int, optional
         TCP port at which rank 0 listens.
     use_mpi : bool
-        Use MPI to meet the ranks of ``MPI.COMM_WORLD``. `rank` may differ from the rank in MPI;
-        `host` and `port` are ignored. Unlike CuPy, this raises an error if mpi4py is not installed.
+        Exchange the addresses of the ranks over MPI; the ranks are those of ``MPI.COMM_WORLD``.
+        `rank` may differ from the rank in MPI; `host` and `port` are ignored. Unlike CuPy, this
+        raises an error if mpi4py is not installed.
 
     Returns
     -------
@@ -74,10 +77,10 @@ def init_process_group(
     Raises
     ------
     InvalidArgument
-        If an argument is wrong, or differs from the ranks of the launcher or MPI, and for the
-        reasons given in `r2ccl.init`.
+        If `rank` is not in 0 to ``n_devices - 1``, `backend` is unknown, or `rank` and `n_devices`
+        do not agree with the launcher or MPI; and for the reasons given in `r2ccl.init`.
     TransportTimeout
-        If not every rank arrives within ``R2CC_INIT_TIMEOUT_S``.
+        If a rank does not connect within ``R2CC_INIT_TIMEOUT_S``.
     PeerLost
         If a rank exits during `init_process_group`.
     TransportError
@@ -95,9 +98,10 @@ def init_process_group(
     ``R2CC_SECRET``, or a ``R2CC_SECRET_FILE`` made with ``openssl rand -hex 32 > FILE; chmod 600
     FILE``, because this function, like CuPy's, has no argument for the secret.
 
-    While ranks meet at a `host`, the environment variables ``RANK``, ``WORLD_SIZE``,
-    ``MASTER_ADDR`` and ``LOCAL_WORLD_SIZE`` of the process are set temporarily: no other thread may
-    start a process or a communicator at that time.
+    If the ranks are connected neither over MPI nor by the addresses of a launcher, this function
+    temporarily sets the environment variables ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
+    ``LOCAL_WORLD_SIZE`` of the process. Until it returns, no other thread may start a process or
+    create a communicator.
     """
     if not 0 <= rank < n_devices:
         raise InvalidArgument(
@@ -280,7 +284,8 @@ def _meet_over_mpi(n_devices: int, rank: int) -> Communicator:
     if sorted(ranks) != [(each, size) for each in range(size)]:
         raise InvalidArgument(
             f"MPI's {size} ranks gave (rank, n_devices) = {ranks}; each must give a different "
-            "rank, and n_devices must be the number of MPI's ranks: start n_devices with mpiexec"
+            "rank, and n_devices must be the number of MPI's ranks: start n_devices processes "
+            "with mpiexec"
         )
     ordered = world.Split(0, rank)
     made = init(ordered)
@@ -307,7 +312,7 @@ def _port_in_environment() -> int | None:
 
 
 def _identity(n_devices: int, rank: int, host: str) -> dict[str, str | None]:
-    """Return the environment variables for `init`; None: to be removed."""
+    """Return environment variables for `init`; the value None means: remove the variable."""
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(n_devices),
@@ -321,7 +326,7 @@ def _identity(n_devices: int, rank: int, host: str) -> dict[str, str | None]:
 
 @contextmanager
 def _environment(variables: dict[str, str | None]) -> Iterator[None]:
-    """Set environment variables, and restore their old values at the end."""
+    """Set (or, for None, remove) environment variables, and restore the old ones at the end."""
     before = {name: os.environ.get(name) for name in variables}
     _set(variables)
     try:
@@ -345,7 +350,7 @@ def _op(name: str) -> ReduceOp:
 
 
 def _first(name: str, array: Any, count: int) -> Any:
-    """Return a view of the first `count` elements of `array`."""
+    """Return `array` if it has `count` elements, otherwise a flat view of its first `count`."""
     if array.size == count:
         return array
     if not 0 <= count <= array.size:

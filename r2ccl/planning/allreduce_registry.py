@@ -49,16 +49,17 @@ from r2ccl.schedule.ir import Schedule
 
 
 class Terms(NamedTuple):
-    """Input of the candidate functions: port shares, ranks per node and the channel count of rings.
+    """Input of the candidate functions: port shares, ranks of nodes and channels of a ring.
 
     Attributes
     ----------
     shares : tuple of tuple of int
-        Share of every home rail's port, 0 to `WHOLE`: one row per node.
+        Share of its bandwidth that each node's port on each home rail has left, 0 (down) to
+        `WHOLE`: one row per node.
     teams : tuple of tuple of int
         Ranks of each node.
     nchannels : int
-        Channels of a ring.
+        Number of channels of a ring.
     """
 
     shares: tuple[tuple[int, ...], ...]
@@ -85,7 +86,7 @@ class Terms(NamedTuple):
         ]
 
     def rooms(self, edges: int) -> list[int]:
-        """Return how many edges the ports of each node take together if a whole port takes `edges`.
+        """Return for each node how many edges its ports can take together.
 
         A port with share s takes ``edges * s // WHOLE`` edges.
         """
@@ -126,7 +127,7 @@ class Terms(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """True if nodes are joined, but some two share at most half of the poorer's bandwidth."""
+        """True if `is_joined`, but two nodes share at most half the bandwidth of the poorer one."""
         if not self.is_joined:
             return False
         return any(
@@ -140,7 +141,7 @@ class Terms(NamedTuple):
         return lambda a, b: bool(masks[a] & masks[b])
 
     def rank_meets(self) -> Reach:
-        """Return ``reach(a, b)`` for ranks: as `meets`; ranks of one node reach each other."""
+        """Return ``reach(a, b)``, true if ranks `a` and `b` share a node or their nodes meet."""
         masks = self.masks
         node_of = {rank: node for node, team in enumerate(self.teams) for rank in team}
         return lambda a, b: node_of[a] == node_of[b] or bool(masks[node_of[a]] & masks[node_of[b]])
@@ -161,13 +162,13 @@ class Candidate(NamedTuple):
     is_ring : bool
         True if every channel is a ring of all ranks, placed on one rail as a whole.
     flows : Flows or None
-        Flows of the schedule, if they are known without its ops.
+        Load of each edge, if it is known without generating the ops of the schedule.
     is_among_nodes : bool
         True if the schedule is over nodes with several ranks; `expand` turns it into one over
         ranks.
     edges : tuple of EdgeAtHome
-        Placement of the edges, if the schedule was made for one. Edges are between nodes if
-        `is_among_nodes`.
+        Rail of each edge if the schedule was built for certain rails, otherwise (). Edges are
+        between nodes if `is_among_nodes`.
     """
 
     name: str
@@ -180,14 +181,15 @@ class Candidate(NamedTuple):
 
 
 def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
-    """Yield the candidates of one family; none if the family does not apply.
+    """Yield the candidates of one family; none if it does not apply or there are too many nodes.
 
     Parameters
     ----------
     name : str
-        One of `FAMILIES`, or ``spanning_tree``. With several ranks per node, schedules over nodes
-        need leaders in the order of their nodes (`r2ccl.algos.hierarchy`). Without them, only
-        ``spanning_tree`` and ``ring``, which are also built over ranks, have candidates.
+        One of `FAMILIES`, or ``spanning_tree``. If nodes have several ranks, schedules over nodes
+        require leaders whose rank numbers ascend with their nodes (`r2ccl.algos.hierarchy`). If
+        they do not, only ``spanning_tree`` and ``ring`` have candidates, because these two can be
+        built over ranks.
     terms : Terms
     """
     is_flat = all(len(team) == 1 for team in terms.teams)
@@ -224,8 +226,8 @@ def expand(
 ) -> tuple[Schedule, Placement]:
     """Turn a schedule over nodes and its placement into a schedule over ranks and its placement.
 
-    `teams` are the ranks of each node. With the `flows` of `schedule`, the cost of the result is
-    usually computed without generating its ops.
+    `teams` has the ranks of each node. With `flows`, the loads of the edges of `schedule`, the cost
+    of the result can usually be computed without generating its ops.
     """
     edges = []
     for channel, low, high, number in placement.edges:
@@ -236,9 +238,9 @@ def expand(
 
 
 def _can_lead(teams: Sequence[Sequence[int]]) -> bool:
-    """Return whether the leaders of each channel have rank numbers in the order of their nodes.
+    """Return whether the leaders of each channel have rank numbers that ascend with their nodes.
 
-    Every rank of a node leads some channels. `r2ccl.algos.hierarchy` explains why order matters.
+    Every rank of a node leads some channels. `r2ccl.algos.hierarchy` explains why this matters.
     """
     if all(max(team) < min(after) for team, after in pairwise(teams)):
         return True
@@ -248,7 +250,7 @@ def _can_lead(teams: Sequence[Sequence[int]]) -> bool:
 
 def _rings(terms: Terms) -> Iterator[Candidate]:
     n = len(terms.shares)
-    # Placing a ring does not need its flows; expanding it does.
+    # `put` places a ring without its flows, but `expand` uses them.
     has_fellows = any(len(team) > 1 for team in terms.teams)
     flows = flows_of_rings(range(n), terms.nchannels) if has_fellows else None
     yield Candidate("ring", ring.allreduce(n, terms.nchannels), is_ring=True, flows=flows)
@@ -273,7 +275,7 @@ def _disseminations(terms: Terms) -> Iterator[Candidate]:
 
 
 def at_home(flows: Flows, terms: Terms) -> tuple[EdgeAtHome, ...]:
-    """Return the placement of channel c on home rail ``c % nhomes``; () if shares differ."""
+    """Return the placement of each channel c on home rail ``c % nhomes``; () if shares differ."""
     if not terms.is_whole or len(set(terms.shares[0])) > 1:
         return ()
     return tuple((*flow[:3], flow.channel % terms.nhomes) for flow in flows.flows)
@@ -284,8 +286,8 @@ def _one_shot(terms: Terms) -> Iterator[Candidate]:
 
 
 def _packed_trees(terms: Terms) -> Iterator[Candidate]:
-    # If some node is unreachable over home rails, all edges ignore reach and those of the
-    # unreachable node travel on the last-resort rail.
+    # If home rails do not connect all nodes, trees are packed as if every two nodes had a common
+    # rail, and edges without one travel on the last-resort rail.
     reach = terms.meets() if not terms.is_connected and terms.is_joined else None
     for ntrees, bandwidths in _counts_of_trees(terms):
         trees = packed_trees.pack(bandwidths, ntrees, reach)
@@ -312,13 +314,13 @@ def _port_packed(terms: Terms) -> Candidate:
 
 
 def _counts_of_trees(terms: Terms) -> list[tuple[int, list[int]]]:
-    """Return tree counts whose edges fill the ports evenly, with the bandwidths to pack them by.
+    """Return tree counts whose edges fill the ports evenly, each with the nodes' edge capacities.
 
-    If a whole port takes k edges, at most t trees fit the ports (`Terms.rooms`), and their time is
-    proportional to k / t. The lower bound would need a fractional k; for some integers k, the time
-    is close to the lower bound. For each factor in `_EVEN`, the result has the smallest tree count
-    whose time is at most that factor times the least time. Above `_MANY_NODES` nodes, `_TIGHT` and
-    `_LOOSE` replace `_EVEN`. If no tree fits, the result is one tree per home rail.
+    If a port with its full bandwidth takes k edges, at most t trees fit the ports (`Terms.rooms`),
+    and their time is proportional to k / t. The lower bound would need a fractional k; for some
+    integers k, the time is close to it. For each factor in `_EVEN`, the result has the smallest
+    tree count whose time is at most that factor times the least time. Above `_MANY_NODES` nodes,
+    `_TIGHT` and `_LOOSE` replace `_EVEN`. If no tree fits, the result is one tree per home rail.
     """
     n = len(terms.shares)
     tight: dict[int, tuple[Fraction, list[int]]] = {}
@@ -413,9 +415,9 @@ _MOST_NODES = {
 #: Largest number of nodes for which trees are packed by ports: if the network is sparse
 #: (`Terms.is_sparse`), and otherwise (8 rails per node: 20 ms with 12 nodes, 5 ms with 6).
 _PACKED_BY_PORTS, _ALWAYS_BY_PORTS = 12, 6
-#: Most trees per home rail: with more, slices are too few or too small.
+#: Maximum number of trees per home rail: with more, slices are too few or too small.
 MOST_TREES_PER_HOME = 8
-#: Most edges at a whole port.
+#: Maximum number of edges at a port with its full bandwidth.
 MOST_EDGES = 16
 #: Factors of the least time that `_counts_of_trees` accepts: up to `_MANY_NODES` nodes, and for
 #: more nodes with a tight and a loose fit.
@@ -427,7 +429,8 @@ _RINGS_PER_HOME = (2, 3)
 _LARGE_RING = 16
 #: Number of nodes above which fewer variants are tried.
 _MANY_NODES = 32
-#: Segments of leaf rings and nested rings: enough for relaying to come close to the wanted shares.
+#: Segments of leaf rings and nested rings: enough to divide the data nearly in proportion to the
+#: bandwidths.
 _SEGMENTS = 8
 #: Parameter K of R2CC-AllReduce and k of OptCC.
 _CHUNKS = 8

@@ -1,7 +1,8 @@
 """Calibration: derive the latency and the bandwidth of the network from a few timed allreduces.
 
-alpha is the time per step of an allreduce of a few bytes. beta, the bandwidth of a rail, follows
-from the time of a large allreduce minus alpha times its steps. `Rates` holds both.
+The latency alpha is the time per step of an allreduce of a few bytes. The bandwidth beta of a rail
+follows from the time of a large allreduce minus alpha times the number of its steps. `Rates` holds
+both.
 
 The caller supplies the timing function. It must return the same times on all ranks (the longest
 time of any rank), because equal times give equal rates, and equal rates equal plans.
@@ -21,10 +22,15 @@ def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -
     ----------
     time_ns : callable
         ``time_ns(nbytes, n)`` runs ``max(2, n)`` consecutive allreduces of `nbytes` each and
-        returns the time of the fastest in ns, excluding the first one, which finds cold TCP windows
-        and full token buckets. Returns the same value on all ranks.
+        returns the time of the fastest in ns, excluding the first one, in which TCP windows are
+        still small and token buckets full. It must return the same value on all ranks.
     of : callable
         ``of(nbytes)`` returns the `Choice` of an allreduce of `nbytes`.
+
+    Returns
+    -------
+    Rates
+        Equal on all ranks.
 
     Notes
     -----
@@ -36,14 +42,17 @@ def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -
     while nbytes < _MOST_NBYTES and time_ns(nbytes, 1) < _ENOUGH_NS:
         nbytes *= 2
     took_ns = _settled(lambda: time_ns(nbytes, _NLARGE))
-    # If latency dominates, the difference is noise; use at least half of the time.
+    # If latency dominates, the difference is mostly noise; use at least half of the measured time.
     wire_ns = max(took_ns - large * alpha_ns, took_ns // 2, 1)
     beta = of(nbytes).load * nbytes * 10**9 / wire_ns
     return Rates(max(1, alpha_ns), max(1, int(beta)))
 
 
 def _settled(measure: Callable[[], int]) -> int:
-    """Measure until a time repeats within 5 %; return the least, as disturbances only add time."""
+    """Repeat a measurement until it is within 5 % of the least so far; return the least.
+
+    Disturbances only add time. After `_NTRIES` repetitions, return the least in any case.
+    """
     least = measure()
     for _ in range(_NTRIES):
         again = measure()
@@ -57,12 +66,12 @@ def _settled(measure: Callable[[], int]) -> int:
 _SMALL_NBYTES = 8
 _NSMALL = 10
 _FIRST_NBYTES = 1 << 20
-#: Longer than the time that a process may wait for the CPU once.
+#: Sufficient duration of the large allreduce, in ns: longer than one wait of a process for the CPU.
 _ENOUGH_NS = 50_000_000
-#: Allreduces per measurement of the bandwidth, and most repetitions of the measurement.
+#: Number of allreduces per measurement of the bandwidth, and maximum number of repetitions.
 _NLARGE = 4
 _NTRIES = 3
-#: Largest allreduce measured; bounds the memory, and is what very fast networks are measured with.
+#: Size of the largest allreduce measured, in bytes; limits the memory. Fast networks need it.
 _MOST_NBYTES = 64 << 20
 
 __all__ = ["calibrate"]

@@ -3,8 +3,8 @@
 Allgather and reduce-scatter run as rings or disseminations, or as a spanning tree if no ring
 exists; broadcast and reduce run as chains or packed trees; scan and exscan run as chains in rank
 order or by doubling. On a healthy network each channel has one home rail. On a degraded network
-every edge is placed separately. A ring has one edge into and one out of a node per channel, so the
-number of channels is chosen to fill the ports of the node with the least bandwidth.
+every edge is placed separately. A ring has one edge into a node and one out of it per channel, so
+the number of channels is chosen to fill the ports of the node with the least bandwidth.
 
 Invariant: equal terms give equal candidates in the same order, on every rank.
 """
@@ -45,8 +45,8 @@ def collective_candidates(
     terms : Terms
     keeps_order : bool
         If True, yield only rings and chains, in rank order if all neighbours in that order have a
-        common home rail: the result then has the same bits whichever ports have failed. Where no
-        ring is found, the only candidate is a spanning tree.
+        common home rail: the result then has the same bits whichever ports have failed. If no ring
+        is found, yield only a spanning tree.
     """
     if collective in PREFIXES:
         is_exclusive = collective == Collective.EXSCAN
@@ -72,8 +72,8 @@ def collective_candidates(
 def parted(collective: Collective, terms: Terms, nchannels: int) -> Schedule:
     """Return an allgather or a reduce-scatter with `nchannels` equal channels.
 
-    The schedule is the ring in rank order if every two nodes have a common home rail, or if home
-    rails do not connect all nodes at all. Otherwise it is a ring whose neighbours have a common
+    It is the ring in rank order if every two nodes have a common home rail, or if home rails do not
+    connect all nodes even over other nodes. Otherwise it is a ring whose neighbours have a common
     home rail, or a spanning tree if no such ring is found.
     """
     nranks = sum(map(len, terms.teams))
@@ -106,9 +106,10 @@ def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
     """Return the order of ranks in rings and chains; () if home rails allow no ring.
 
     The result is () if home rails connect all nodes, but no order was found in which all neighbours
-    have a common home rail. If home rails do not connect all nodes, the result ignores such gaps.
+    have a common home rail. If home rails do not connect all nodes, neighbours in the result may
+    have no common home rail.
 
-    Nodes keep their order while all neighbours share as much bandwidth as the poorer of the two can
+    Nodes keep their order if all neighbours share as much bandwidth as the poorer of the two can
     use. Otherwise degraded nodes are spread among healthy ones if that raises the shared bandwidth.
     With `keeps_order`, the result is the rank order if all neighbours in it have a common home
     rail, or if home rails do not connect all nodes.
@@ -230,7 +231,7 @@ def _counts(terms: Terms, degree: int) -> list[int]:
     """Return channel counts that evenly fill the ports of the node with the least bandwidth.
 
     Each channel has `degree` edges into a node and `degree` out of it. The result has the smallest
-    counts whose time is within 1, 3 and 7 % of the best.
+    counts whose time is within 1, 3 and 7 % of the least time.
     """
     found: dict[int, Fraction] = {}
     for edges in range(1, MOST_EDGES + 1):
@@ -249,7 +250,10 @@ def _counts(terms: Terms, degree: int) -> list[int]:
 
 
 def _edges_for(terms: Terms, count: int) -> int:
-    """Return how many edges a whole port must take so that every node takes at least `count`."""
+    """Return the least `edges` for which ``Terms.rooms(edges)`` is `count` or more on all nodes.
+
+    Returns `MOST_EDGES` if there is none.
+    """
     return next(
         (each for each in range(1, MOST_EDGES + 1) if min(terms.rooms(each)) >= count), MOST_EDGES
     )

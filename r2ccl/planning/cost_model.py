@@ -4,12 +4,12 @@
 
     T = steps x alpha + D x (load + mean x fill of the pipeline) / beta
 
-`load` is the part of the data D that the busiest port carries, divided by the share that the port
-has left. It includes slices that detour from a failed port. `mean` is the same, averaged over all
-ports. A pipeline must be filled and drained: for a chain of n ranks that takes n - 1 slices at the
-pace of the busiest port; for a tree its height in slices at the pace of the average port, less what
-overlaps where trees take turns at a port (`_fill_of_trees`). alpha and beta are measured
-(`r2ccl.planning.calibration`).
+A port is a node's end of a rail. `load` is the part of the data D that the busiest port carries,
+divided by the share of its bandwidth that the port has left. It includes slices that detour from a
+failed port. `mean` is the average load of all ports. A pipeline must be filled and drained: in a
+chain of n ranks, this takes the time of n - 1 slices at the busiest port; in a tree of height h,
+the time of h slices at the average port, minus the overlap of trees that take turns at a port
+(`_fill_of_trees`). alpha and beta are measured (`r2ccl.planning.calibration`).
 
 Invariant: the model uses only integers and fractions, so all ranks predict the same times.
 """
@@ -66,7 +66,7 @@ class Fabric(NamedTuple):
     Attributes
     ----------
     homes : sequence of int
-        Home rails.
+        Numbers of the home rails.
     nwires : int
         Number of rails whose bandwidths add up. Rails that share one wire, as on loopback, only
         back each other up and get one channel together (loopback, 2 and 4 ranks, 256 KiB to 64 MiB:
@@ -83,7 +83,7 @@ class Fabric(NamedTuple):
 
     @property
     def inlet_nbytes(self) -> int:
-        """In-flight byte budget of a port with several senders."""
+        """In-flight data budget of a port with several senders, in bytes."""
         return max(_LEAST_INLET_NBYTES, int(self.rates.beta * _INLET_S))
 
 
@@ -97,18 +97,20 @@ class Choice(NamedTuple):
     schedule : Schedule
     placement : Placement
     slice_nbytes : int
+        Largest size of a slice, in bytes.
     load : Fraction
-        Time of the busiest port, as a multiple of the time in which a whole rail carries the data;
-        0 if unknown.
+        Time of the busiest port, as a multiple of the time in which a rail with its full bandwidth
+        carries the data; 0 if unknown.
     predicted_ns : int
         Predicted time of the call in ns; 0 if unknown.
     steps : int
         Number of messages on the longest chain of dependent messages; 0 if the time was not
         predicted.
     is_among_nodes : bool
-        True if the schedule is over nodes of several ranks and not yet expanded to ranks.
+        True if the ranks of the schedule stand for nodes with several ranks, because it has not yet
+        been expanded (`r2ccl.planning.allreduce_registry.expand`).
     flows : Flows or None
-        Flows of the schedule, if they are known without its ops.
+        Load of each edge, if it is known without generating the ops of the schedule.
     """
 
     name: str
@@ -157,7 +159,7 @@ class Placed(NamedTuple):
 
 
 def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
-    """Return `candidate` on the rails of ranks, or of nodes if its schedule is over nodes."""
+    """Place `candidate` on the rails of the ranks, or of the nodes if `is_among_nodes`."""
     schedule, homes, nodes = candidate.schedule, fabric.homes, fabric.nodes
     if candidate.is_among_nodes:
         health, nodes = _of_nodes(health, nodes), ()
@@ -165,7 +167,8 @@ def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
         placement = place(schedule.nchannels, homes, health)
         load, nlinks = ring_time(placement, homes, health, nodes), 0
         if candidate.is_among_nodes:
-            # The other ranks of a node feed their leader in a pipeline too, so slices are small.
+            # The other ranks of a node send to their leader in a pipeline too, which needs small
+            # slices.
             nlinks = 2 * -(-schedule.nchannels // len(homes))
         if load and schedule.collective != "allreduce":
             load /= 2  # an allreduce is a reduce-scatter and an allgather
@@ -207,7 +210,7 @@ def _of_one_wire(health: Health, homes: Sequence[int]) -> Health:
 
 
 def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choice:
-    """Return the choice for a call of `nbytes`, with its slice size and predicted time."""
+    """Return `placed` as the choice for a call of `nbytes`: add slice size and predicted time."""
     candidate, placement, load, mean, nlinks, _ = placed
     schedule, rates = candidate.schedule, fabric.rates
     wire_ns = load * nbytes * 10**9 / rates.beta
@@ -261,8 +264,8 @@ def _fill_of_trees(fill: Fraction, nranks: int, ntrees: int, nwires: int) -> Fra
 def _nslices(fill_ns: int, rates: Rates) -> int:
     """Return the number of slices per channel with the least pipeline time.
 
-    With n slices, filling takes about ``fill_ns / n``. Handling each slice takes a quarter of the
-    latency of a step in a measured network, and `_UNMEASURED_SLICE_NS` in another.
+    With n slices, filling takes about ``fill_ns / n``. Handling a slice takes a quarter of the
+    latency of a step, or `_UNMEASURED_SLICE_NS` if the network was not measured.
     """
     if rates == UNMEASURED:
         return max(1, min(_MANY_SLICES, isqrt(fill_ns // _UNMEASURED_SLICE_NS)))
@@ -290,11 +293,12 @@ _OVERLAPPED = Fraction(1, 3)
 #: Fraction of a tree's step latencies that counts: the others pass while ports are busy. From the
 #: same fit as `_fill_of_trees`.
 _SHOWN_STEPS = Fraction(9, 11)
-#: Bounds of the number of slices per channel, and the least size of a slice.
+#: Bounds of the number of slices per channel, and smallest size of a slice, in bytes.
 _FEW_SLICES, _MANY_SLICES = 16, 128
 _MIN_SLICE_NBYTES = 32 << 10
-#: Time to handle a slice, at the bandwidth of `UNMEASURED`; fitted to broadcasts over loopback (16
-#: MiB, 4 ranks on 2 cores: slices of 1 MiB take a quarter of the time of slices of 128 KiB).
+#: Time to handle a slice in ns, at the bandwidth of `UNMEASURED`; fitted to broadcasts over
+#: loopback (16 MiB, 4 ranks on 2 cores: slices of 1 MiB take a quarter of the time of slices of 128
+#: KiB).
 _UNMEASURED_SLICE_NS = 300_000
 #: In-flight byte budget of a port: what the port receives in `_INLET_S` seconds, at least
 #: `_LEAST_INLET_NBYTES`.

@@ -1,8 +1,9 @@
 """Edge colouring with capacities: assigns edges to rails so that no port exceeds its share.
 
 A vertex is a node, or one direction of a node's traffic; a colour is a rail; a (vertex, colour)
-pair is a port. If a whole port (share `WHOLE`) takes `edges` edges, a port with another share takes
-``edges * share // WHOLE``. `even_out` finds a colouring with the least `edges` it can.
+pair is a port. If a port with its full bandwidth (share `WHOLE`) may have `edges` edges, a port
+with another share may have ``edges * share // WHOLE``, its capacity. `even_out` searches for a
+colouring with the smallest `edges`.
 
 As in proofs of Vizing's and König's theorems, excess moves along an alternating path: a vertex over
 its capacity in one colour recolours one of its edges to a colour in which it has capacity left. If
@@ -19,8 +20,8 @@ from collections.abc import Mapping, Sequence
 
 from r2ccl.failover.health.table import WHOLE
 
-#: A vertex, the colour of which it has one edge too many, and the colour that this edge had before
-#: (-1: none).
+#: A vertex, a colour of which it has one edge too many, and the colour that the edge added to it
+#: had before (-1: no edge was added).
 _Excess = tuple[int, int, int]
 #: A recolouring on a path: the excess before it, the edge, and the new colour of the edge.
 _Step = tuple[_Excess, int, int]
@@ -39,7 +40,7 @@ def even_out(
     ends : sequence of (int, int)
         The two vertices of each edge.
     allowed : sequence of sequence of int
-        Colours each edge may have, at least one.
+        Colours that each edge may have, at least one.
     shares : mapping of int to sequence of int
         For each vertex, its share of each colour, 0 to `WHOLE`.
     colours : sequence of int
@@ -84,7 +85,7 @@ class _Colouring:
         self._room: dict[int, list[int]] = {}
 
     def most(self) -> int:
-        """Return how many edges a whole port must take for the current colours to fit."""
+        """Return the number `edges` (see the module) at which the current colours fit."""
         return max(
             (
                 -(-len(edges) * WHOLE // share) if share else 0
@@ -117,7 +118,7 @@ class _Colouring:
         return len(self._at[vertex][colour]) < self._room[vertex][colour]
 
     def _path(self, vertex: int, colour: int) -> dict[int, int]:
-        """Return edges and their new colours that take one edge of `colour` from `vertex`.
+        """Return new colours of edges, after which `vertex` has one edge of `colour` less.
 
         Returns an empty dict if no alternating path exists.
         """
@@ -153,7 +154,7 @@ class _Colouring:
 
 
 def _least(ends: Sequence[tuple[int, int]], shares: Mapping[int, Sequence[int]]) -> int:
-    """Return a lower bound of how many edges a whole port must take."""
+    """Return a lower bound of the number `edges` (see the module)."""
     counts = Counter(vertex for both in ends for vertex in both)
     most = 0
     for vertex, count in counts.items():
@@ -166,7 +167,10 @@ def _least(ends: Sequence[tuple[int, int]], shares: Mapping[int, Sequence[int]])
 
 
 def _walked(end: _Excess, came: Mapping[_Excess, _Step | None]) -> dict[int, int]:
-    """Return the recolourings on the path to `end`; empty if it passes an edge or vertex twice."""
+    """Return the new colour of each edge on the path to `end`.
+
+    Returns an empty dict if the path passes an edge or a vertex twice.
+    """
     steps: dict[int, int] = {}
     vertices = {end[0]}
     at = end

@@ -1,7 +1,8 @@
 """Flows: the load of each edge of a schedule, computed from the algorithm's shape where possible.
 
 An *edge* is the pair of links between two ranks on one channel. The planner compares many schedules
-and runs one of them. Computing loads without ops avoids generating the ops of all the others.
+and runs one of them. Computing loads without ops avoids generating the ops of schedules that do not
+run.
 
 Invariant: for the same schedule, every function here returns the same loads as multiples of the
 buffer. Their units and the order of the flows may differ.
@@ -22,7 +23,7 @@ from r2ccl.schedule.ir import OpKind, Schedule
 
 
 class Flow(NamedTuple):
-    """Load of an edge from rank `low` to `high` (`up`) and back (`down`), in units of `Flows`."""
+    """Load of an edge from rank `low` to rank `high` (`up`) and back (`down`); see `Flows.unit`."""
 
     channel: int
     low: int
@@ -32,14 +33,14 @@ class Flow(NamedTuple):
 
 
 class Flows(NamedTuple):
-    """The flows of a schedule; a load of `unit` is the whole buffer."""
+    """Loads of all edges of a schedule. A load of `unit` is the size of the whole buffer."""
 
     flows: tuple[Flow, ...]
     unit: int
 
 
 def carried(flows: Flows) -> dict[tuple[int, int], tuple[Fraction, Fraction]]:
-    """Return the data each (rank, channel) sends and receives, as multiples of the buffer."""
+    """Return the data that each (rank, channel) sends and receives, as multiples of the buffer."""
     found: dict[tuple[int, int], list[int]] = {}
     for channel, low, high, up, down in flows.flows:
         for rank, sent, received in ((low, up, down), (high, down, up)):
@@ -92,7 +93,10 @@ def flows_of_dissemination(
 
 
 def flows_of_trees(trees: Sequence[Sequence[int]]) -> Flows:
-    """Return the flows of `tree.allreduce`: each edge carries its channel once each way."""
+    """Return the flows of `tree.allreduce`: each edge carries its channel once in each direction.
+
+    `trees` has the parent of each rank, negative for the root, for each channel.
+    """
     return Flows(
         tuple(
             Flow(channel, min(rank, parent), max(rank, parent), 1, 1)
@@ -111,7 +115,7 @@ def flows_of_rings(order: Sequence[int], nchannels: int) -> Flows:
 
 
 def flows_of_cycle(order: Sequence[int], nchannels: int, load: Fraction) -> Flows:
-    """Return the flows of rings in which each rank sends `load` times its channel to the next."""
+    """Return the flows of rings in `order`; each rank sends `load` times its channel's data."""
     n = len(order)
     # With two ranks, one edge carries both directions.
     edges: dict[tuple[int, int], list[int]] = {}
@@ -124,7 +128,7 @@ def flows_of_cycle(order: Sequence[int], nchannels: int, load: Fraction) -> Flow
 
 
 def flows_of_rooted_trees(trees: Sequence[Sequence[int]], *, is_down: bool) -> Flows:
-    """Return the flows of `tree.broadcast` (down) or `tree.reduce` over `trees`."""
+    """Return the flows of `tree.broadcast` (if `is_down`) or `tree.reduce` over `trees`."""
     flows = []
     for channel, parents in enumerate(trees):
         for rank, parent in enumerate(parents):

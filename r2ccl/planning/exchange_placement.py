@@ -1,16 +1,21 @@
 """Placement of direct exchanges: alltoall, gather and scatter, also with parts of unequal size.
 
-A part is divided evenly among channels, and each channel of each pair of ranks is placed on a rail.
-On a whole network channel c uses home rail c for all pairs, which loads all ports of a rank alike.
-On a degraded network parts of equal size are placed so that the ports of each rank are loaded in
-proportion to their shares. In collectives in `PAIRWISE` no rank knows the sizes of all parts, and
-all ranks must place alike. There each pair divides its part among the rails that both ranks have,
-in proportion to the smaller of the two shares, whatever the others send.
+A part is what one rank sends to another. It is divided evenly among channels, and each channel of
+each pair of ranks is placed on a rail. Channel 0 carries undivided parts
+(`r2ccl.algos.direct_exchange`); its load is neglected. If all ports have their full bandwidth,
+channel c uses home rail ``c - 1``, modulo their number, for all pairs, which loads all ports of a
+rank alike. In a degraded network, one of two rules applies:
 
-Simulated on 30 degraded clusters of up to 12 nodes (`bench/clusters.py --seed 11`), as multiples of
-the lower bound: with equal parts the first rule takes 1.005 times (median) to 1.09 times as long,
-the second 1.07 to 1.53 times; with parts whose sizes differ by up to 1000x, the first 1.17 to 1.95
-times, the second 1.09 to 1.39 times.
+1. Parts of equal size: channels are placed so that the ports of each rank are loaded in proportion
+   to their shares.
+2. Collectives in `PAIRWISE`, whose parts may differ in size: each pair divides its part among the
+   rails that both ranks have, in proportion to the smaller of the two shares, independently of all
+   other pairs. No rank knows the sizes of all parts, but all ranks must place them equally.
+
+Times in simulations of 30 degraded clusters of up to 12 nodes (`bench/clusters.py --seed 11`), as
+multiples of the lower bound: with equal parts, 1.005 (median) to 1.09 by the first rule and 1.07 to
+1.53 by the second; with parts whose sizes differ by up to 1000x, 1.17 to 1.95 by the first rule and
+1.09 to 1.39 by the second.
 """
 
 from __future__ import annotations
@@ -39,25 +44,25 @@ from r2ccl.types import PAIRWISE, Collective
 def place_exchange(
     collective: Collective, root: int, nchannels: int, fabric: Fabric, health: Health
 ) -> Placed:
-    """Return the direct exchange of a collective, placed on the rails.
+    """Return the direct exchange for a collective, placed on the home rails.
 
     Parameters
     ----------
     collective : Collective
         One of `r2ccl.types.DIRECT`.
     root : int
-        Root rank of gather and scatter.
+        Root rank of gather and scatter; otherwise ignored.
     nchannels : int
-        Number of channels among which a part is divided; 0: one per rail that adds bandwidth, in a
-        degraded network two.
+        Number of channels among which a part is divided. 0: as many as `fabric` has rails that add
+        bandwidth (``nwires``), and twice as many in a degraded network.
     fabric : Fabric
     health : Health
     """
     n, width = health.nranks, len(fabric.homes)
     is_whole = all(health.share(rank, rail) == WHOLE for rank in range(n) for rail in fabric.homes)
     nwires = min(width, fabric.nwires)
-    # The parts of a channel follow one another. A channel without a rail of its own shares one for
-    # each part, and would end late if it carried much.
+    # In a degraded network, channels share rails. A channel whose rail is shared ends late if it
+    # carries much data, so there are more channels, each with less data.
     count = nchannels or (nwires if is_whole or nwires == 1 else 2 * nwires)
     schedule = _MAKERS[collective](n, root, count)
     flows = flows_of_exchange(schedule)
@@ -78,7 +83,7 @@ def place_exchange(
 
 
 def flows_of_exchange(schedule: Schedule) -> Flows:
-    """Return the flows of a direct exchange of equal parts, without those of channel 0."""
+    """Return the flows of a direct exchange of equal parts, without channel 0 (see the module)."""
     n, root = schedule.nranks, schedule.root
     collective = schedule.collective
     if collective == "alltoall":
@@ -96,7 +101,7 @@ def flows_of_exchange(schedule: Schedule) -> Flows:
 
 
 def _alike(schedule: Schedule, width: int) -> Placement:
-    """Place every channel on one rail for all pairs, and whole parts on all rails in turn."""
+    """Place each channel on one rail for all pairs; spread undivided parts over all rails."""
     channels = tuple(c * width + (c - 1) % width for c in range(1, schedule.nchannels))
     pairs = {flow[1:3] for flow in flows_of_exchange(schedule).flows}
     edges = tuple(Edge(0, low, high, (low + high) % width) for low, high in sorted(pairs))
@@ -104,7 +109,7 @@ def _alike(schedule: Schedule, width: int) -> Placement:
 
 
 def _in_proportion(schedule: Schedule, flows: Flows, fabric: Fabric, health: Health) -> Placement:
-    """Place the channels of each pair on common rails, in proportion to the smaller share."""
+    """Place each pair's channels on its common rails in proportion to the smaller shares."""
     nodes = fabric.nodes or range(schedule.nranks)
     known: dict[tuple[int, ...], list[int]] = {}
     edges = []
@@ -121,7 +126,7 @@ def _in_proportion(schedule: Schedule, flows: Flows, fabric: Fabric, health: Hea
 
 
 def _dealt(shares: Sequence[int], turn: int, count: int) -> list[int]:
-    """Deal `count` channels to rails in proportion to `shares`; ties go to the rails in turn."""
+    """Return rails for `count` channels, in proportion to `shares`; ties start at rail `turn`."""
     width = len(shares)
     if not any(shares):  # routing chooses the path
         return [(turn + number) % width for number in range(count)]
@@ -138,7 +143,7 @@ def _dealt(shares: Sequence[int], turn: int, count: int) -> list[int]:
 
 
 def _with_whole_parts(placement: Placement, width: int) -> Placement:
-    """Place the whole parts of every pair on a rail that the pair uses for divided parts."""
+    """Place the undivided parts of each pair on a rail that carries its divided parts."""
     rails: dict[tuple[int, int], list[int]] = {}
     for _, low, high, number in placement.edges:
         rails.setdefault((low, high), []).append(number % width)
@@ -162,7 +167,8 @@ _MAKERS: dict[Collective, Callable[[int, int, int], Schedule]] = {
     Collective.SCATTER: direct_exchange.scatter,
     Collective.SCATTERV: direct_exchange.scatter,
 }
-#: Most edges that are placed one by one (0.2 s). With more, the links of lost ports detour.
+#: Maximum number of edges that are placed one by one (0.2 s). With more edges, every channel is
+#: placed on one rail, and its links at ports that are down detour.
 _MOST_EDGES_PLACED = 20_000
 
 __all__ = ["flows_of_exchange", "place_exchange"]

@@ -25,9 +25,10 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     ``cuts`` holds the slice boundaries in elements of the memory that the op writes; for a send, of
     the memory that it reads. ``shift`` is the distance, in elements, from there to the same element
     of the memory that the op reads. Each entry of ``after`` has the index of an op to wait for,
-    whether the dependency holds slice by slice, and whether a retired send satisfies the dependency
-    (otherwise a send must be released). ``is_left`` is true if the received data is the left
-    operand of the reduction.
+    whether slice k waits only for slice k of that op, and, if that op is a send, whether it is
+    enough that its local request is retired (otherwise the peer must also have confirmed it).
+    ``is_final`` is that of `r2ccl.schedule.ir.Op`. ``is_left`` is true if the received data is the
+    left operand of the reduction.
     """
 
     kind: OpKind
@@ -43,15 +44,16 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nslices(self) -> int:
-        """Number of slices of the op, at least 1: empty chunks are sent to synchronise ranks."""
+        """Number of slices of the op, at least 1: an empty chunk is sent as one empty slice."""
         return len(self.cuts) - 1
 
 
 class LinkSteps(NamedTuple):
-    """The steps of a lane that send on one link, or those that receive from it, in slice order.
+    """Steps of a lane that send on one link, or steps that receive from it, in slice order.
 
     ``peer`` and ``channel`` identify the link; ``channel`` is a link channel, which may differ from
-    the schedule's channel. ``depth`` bounds how many landing places the receiver announces ahead.
+    the schedule's channel. ``depth`` is the maximum number of landing places that the receiver
+    announces ahead.
     """
 
     peer: int
@@ -87,7 +89,7 @@ class Layout(msgspec.Struct, frozen=True):
     slice_nbytes : int
         Largest size of a slice: whole elements, at least one.
     lanes : tuple of Lane
-        One lane per channel of the schedule, without those in which nothing is left to do.
+        One lane per channel of the schedule; channels without any step are left out.
     peers : frozenset of int
         Ranks that this rank sends to or receives from.
     uses_scratch : bool
@@ -123,6 +125,7 @@ def lower(
     ----------
     program : RankProgram
     count, itemsize : int
+        Number of elements of the whole buffer, and bytes of an element.
     slice_nbytes : int
         Largest size of a slice. An element larger than this is a slice of its own.
     eager_nbytes : int
@@ -132,8 +135,8 @@ def lower(
     channels : sequence of int, optional
         Link channel that each channel of the program travels on. Default: the same number.
     numbers : mapping of (int, int) to int, optional
-        Link channels of single edges that differ from `channels`, by channel of the program and
-        peer.
+        Link channels of edges with a link channel of their own, by channel of the program and peer;
+        they override `channels`.
     parts : Parts, optional
         Places of the parts in this rank's memory; scratch memory has equal parts. Default: equal
         parts that follow one another everywhere.
@@ -143,7 +146,7 @@ def lower(
         on them, or no part has data.
     announces_parts : bool
         If True, the first channel sends an empty message for each part that travels on other
-        channels. A receiver that expects another size then finds that out at once.
+        channels, so that a receiver that expects another size learns this at once.
 
     Raises
     ------
@@ -184,7 +187,7 @@ def lower(
 
 
 def renumbered(layout: Layout, ranks: Sequence[int], channel: Callable[[int], int]) -> Layout:
-    """Return the layout with rank i mapped to ``ranks[i]``, link channel i to ``channel(i)``."""
+    """Return the layout with rank i replaced by ``ranks[i]``, link channel i by ``channel(i)``."""
 
     def way(old: LinkSteps) -> LinkSteps:
         return old._replace(peer=ranks[old.peer], channel=channel(old.channel))
@@ -213,7 +216,8 @@ def renumbered(layout: Layout, ranks: Sequence[int], channel: Callable[[int], in
 def cleared(layout: Layout) -> Layout:
     """Return the layout with all slices sent by clear-to-send, except empty ones, which stay eager.
 
-    Use it for memory that this process cannot copy from. All ranks must use it in the same call.
+    It is needed for memory that this process cannot copy from. If one rank uses it for a call, all
+    ranks must.
     """
     return msgspec.structs.replace(layout, lanes=tuple(_cleared(each) for each in layout.lanes))
 
@@ -258,7 +262,7 @@ def _uses_scratch(program: RankProgram) -> bool:
 
 
 def _without_empty(ops: Sequence[Op], pieces: _Pieces, channel: int) -> tuple[Op, ...]:
-    """Return the ops without those of empty chunks that no dependency involves."""
+    """Return the ops, without ops of empty chunks that neither wait nor are waited for."""
     awaited = {index for op in ops for index in op.after}
     kept = []
     for index, op in enumerate(ops):

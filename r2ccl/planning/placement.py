@@ -77,6 +77,7 @@ def place(nchannels: int, homes: Sequence[int], health: Health) -> Placement:
     Parameters
     ----------
     nchannels : int
+        Number of channels.
     homes : sequence of int
         Home rails.
     health : Health
@@ -115,11 +116,11 @@ def place_edges(
 ) -> Placement:
     """Place the edges of any schedule on the home rails, one by one.
 
-    Edges of nodes with few rails choose first, the heaviest of these before others. Each takes the
-    rail on which the busier of its two ports has the least time. Then edges with equal loads are
-    spread by edge colouring (`r2ccl.planning.edge_colouring`); edges with other loads leave the
-    busiest port, or swap rails with other edges, as long as that helps. An edge between nodes
-    without a common home rail gets an arbitrary rail; routing chooses the path.
+    Edges of nodes with few rails are placed first, and among these the edges with the highest load.
+    Each edge gets the rail on which the busier of its two ports ends first. Then edges are moved:
+    if all loads are equal, by edge colouring (`r2ccl.planning.edge_colouring`); otherwise away from
+    the busiest port, also in exchange for another edge, as long as that shortens the time. An edge
+    between nodes without a common home rail gets an arbitrary rail; routing chooses its path.
 
     Parameters
     ----------
@@ -194,7 +195,7 @@ def port_time(
 ) -> Fraction | None:
     """Return the time that the busiest port takes for its part of one buffer.
 
-    A port with share s carries s buffers per unit of time, a whole port `WHOLE`. Load placed on a
+    A port with share s carries s buffers per unit of time; s is at most `WHOLE`. Load placed on a
     port that is down detours over the home rails that are up at both ends, in proportion to their
     shares. Returns None if two neighbours have no common home rail.
     """
@@ -226,8 +227,8 @@ def ring_time(
 ) -> Fraction | None:
     """Return the `port_time` of a ring allreduce in rank order, without its flows.
 
-    Unlike in `port_time`, a channel detours as a whole, to the rail with the fewest detours for its
-    share.
+    Unlike in `port_time`, a channel detours as a whole, to the rail that has the least detoured
+    weight relative to its share.
     """
     n, width = health.nranks, len(homes)
     channels: list[list[int]] = [[] for _ in homes]
@@ -248,7 +249,7 @@ _Time = int | Fraction
 
 
 class _Ports:
-    """Load that the ports of all nodes send and receive."""
+    """Loads that the ports of all nodes send and receive; `at` is an index among the home rails."""
 
     def __init__(self, homes: Sequence[int], health: Health, nodes: Sequence[int]) -> None:
         self.width = len(homes)
@@ -259,7 +260,7 @@ class _Ports:
             row = [health.shares[start + rail] for rail in homes]
             before = rows.get(node)
             rows[node] = row if before is None else [*map(min, row, before)]
-        #: Share of each port, by node and home rail; `_scale` has the time of one unit of load.
+        #: Share of each port, by node and home rail. `_scale` has the time of one unit of load.
         self.shares = rows
         self._scale = {
             node: [_SCALE // share if share else 0 for share in row] for node, row in rows.items()
@@ -278,11 +279,11 @@ class _Ports:
         return self._node_of[flow.low] == self._node_of[flow.high]
 
     def fewest(self, flow: Flow) -> int:
-        """Return the number of ports up at the end of `flow` that has fewer."""
+        """Return the number of ports that are up at that node of `flow` which has fewer of them."""
         return min(self._nup[self._node_of[flow.low]], self._nup[self._node_of[flow.high]])
 
     def common(self, flow: Flow) -> list[int]:
-        """Return the home rails that are up at both ends of `flow`."""
+        """Return the indices of the home rails that are up at both ends of `flow`."""
         low, high = self.ends(flow)
         found = self._both.get((low, high))
         if found is None:
@@ -324,8 +325,8 @@ class _Ports:
 
         ``channels[at]`` has the weights of the channels whose home rail is ``at``. A channel whose
         home rail is down at either end moves as a whole to a rail that is up at both ends: the one
-        on which the weight of the moved channels, this one included, is smallest relative to the
-        rail's share. `r2ccl.failover.migration.routes` does about the same, by number of channels.
+        on which the total weight of moved channels, including this one, is smallest relative to the
+        rail's share. `r2ccl.failover.migration.routes` does the same with numbers of channels.
         Returns False if no home rail is up at both ends.
         """
         low, high = self.ends(hop)
@@ -344,7 +345,7 @@ class _Ports:
     def take_best(self, flow: Flow) -> int:
         """Add `flow` to the rail on which the busier of its two ports ends first; return the rail.
 
-        Returns the index among the home rails; the channel's own rail if none is up at both ends.
+        Returns its index among the home rails; if none is up at both ends, that of the channel.
         """
         low, high = self.ends(flow)
         sent, received, scale = self._sent[low], self._received[low], self._scale[low]
@@ -379,9 +380,9 @@ class _Ports:
         return time, -node, -at
 
     def floor(self) -> _Time:
-        """Return a lower bound of the busiest port's busy time, which no placement can undercut.
+        """Return a lower bound of the busy time of the busiest port, for any placement.
 
-        It is the busy time of the busiest node if its ports split its load in proportion to shares.
+        It is the busy time of the busiest node if its ports divide its load by their shares.
         """
         times = (
             Fraction(max(sum(self._sent[node]), sum(self._received[node])) * _SCALE, sum(row))
@@ -392,11 +393,12 @@ class _Ports:
 
 
 def _even_out(flows: Sequence[Flow], chosen: Sequence[int], ports: _Ports) -> list[int] | None:
-    """Spread edges of equal load by edge colouring; return None if that does not apply.
+    """Return better rails for edges of equal load, by edge colouring; None if it does not apply.
 
-    It applies if all edges carry the same load both ways, or all the same load one way, and every
-    edge has a rail that is up at both ends. With one-way loads, the edges out of a node and those
-    into it use different directions of its ports, so each direction is a vertex of its own.
+    It applies if every edge has a rail that is up at both ends, and either all edges carry the same
+    load in both directions, or all carry the same load in one direction. In the second case, edges
+    out of a node and edges into it use different directions of its ports, so each direction of a
+    node is a vertex.
     """
     loads = {flow[3:] for flow in flows}
     is_one_way = len({up + down for up, down in loads}) == 1 and not any(u * d for u, d in loads)
@@ -415,7 +417,7 @@ def _even_out(flows: Sequence[Flow], chosen: Sequence[int], ports: _Ports) -> li
 
 
 def _improve(flows: Sequence[Flow], chosen: list[int], ports: _Ports) -> None:
-    """Move edges away from the busiest port until no move helps or the spread is even enough."""
+    """Move edges away from the busiest port, in `chosen`, until no move helps or all is even."""
     crowds: dict[tuple[int, int], set[int]] = {}
     for index, (flow, at) in enumerate(zip(flows, chosen, strict=True)):
         for node in ports.ends(flow):
@@ -437,7 +439,10 @@ def _improve(flows: Sequence[Flow], chosen: list[int], ports: _Ports) -> None:
         chosen[index] = target
 
     def relieve(index: int, worst: _Time) -> bool:
-        """Move a flow, or swap it with another, if all ports involved then end before `worst`."""
+        """Move a flow, or swap it with another one, if all their ports then end before `worst`.
+
+        Returns True if it moved.
+        """
         nonlocal left
         flow, here = flows[index], chosen[index]
         for there in ports.common(flow):
@@ -483,10 +488,10 @@ def _require(homes: Sequence[int]) -> None:
         raise InvalidArgument("no home rails; a placement needs at least one")
 
 
-#: Common multiple of all shares above 0, so that times are integers.
+#: Least common multiple of all shares above 0, so that times are integers.
 _SCALE = math.lcm(*range(1, WHOLE + 1))
-#: Most moves and swaps that `_improve` tries (3 us each), and the factor of the time of an even
-#: spread at which it stops.
+#: Maximum number of moves and swaps that `_improve` tries (3 us each), and the multiple of the
+#: lower bound at which it stops.
 _MOST_TRIED = 20_000
 _GOOD_ENOUGH = Fraction(201, 200)
 

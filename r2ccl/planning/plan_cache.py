@@ -43,12 +43,13 @@ class Plan(NamedTuple):
     reduce : callable
         Reduction of two operands, ``reduce(left, right, out)``.
     finish : callable or None
-        Division of the finished sum, for AVG.
+        Division of the complete sum, for AVG; None for other operations.
     is_bandwidth_sample : bool
         True if the traffic of the call can measure the bandwidth of rails.
     pairs : dict of (int, bool) to int, or None
-        For a collective in `r2ccl.types.PAIRWISE`, the signature, with the number of elements, of
-        the slices from a peer (False) or to a peer (True); replaces `signature`.
+        For a collective in `r2ccl.types.PAIRWISE`, by peer and direction (True: to the peer), the
+        signature that travels with the slices instead of `signature`; it has the number of elements
+        that the pair exchanges in this direction. None for other collectives.
     """
 
     signature: int
@@ -60,13 +61,14 @@ class Plan(NamedTuple):
 
 
 class Planning(msgspec.Struct, frozen=True):
-    """Plans made for one version of the health: how long they held up their calls.
+    """Number and times of the plans made for one version of the health; each delays a call.
 
     Attributes
     ----------
     version : int
         Version of the health; a loss or return of a NIC begins the next one.
     nplans : int
+        Number of plans made.
     total_s, longest_s : float
         Time taken by all plans, and by the slowest of them, in seconds.
     """
@@ -82,7 +84,7 @@ Place = Callable[[Layout], Layout]
 
 
 def in_job(members: Sequence[int], first_channel: int) -> Place:
-    """Return the mapping for a communicator with these `members` and lowest link channel."""
+    """Return the `Place` of a communicator: its ranks in the job, and its lowest link channel."""
     return lambda layout: renumbered(layout, members, lambda number: first_channel + number)
 
 
@@ -98,12 +100,12 @@ class GroupPlanCache:
     members : sequence of int
         Ranks of the group in ascending order, each on a different node.
     nranks : int
-        Divisor of AVG.
+        Number of ranks of all groups together: the divisor of AVG.
     fabric : Fabric
         Fabric of the whole communicator.
     config : Config
     homes : sequence of int, optional
-        Home rails of the group's channels, a subset of the fabric's. Default: all.
+        Home rails of the group's channels, a subset of those of `fabric`. Default: all.
     place : callable, optional
         As for `PlanCache`.
     """
@@ -159,8 +161,8 @@ class GroupPlanCache:
     def _planned_with(self, health: Health) -> Health:
         among = health.of_ranks(self._members)
         if self._is_at_home:
-            # The other home rails belong to other groups. Work of a lost rail detours over all of
-            # them in equal parts; a schedule that avoids the lost port would load only a few.
+            # The other home rails belong to other groups. The work of a lost rail detours over all
+            # of them equally; a schedule that avoids the lost port would load only a few.
             shares = bytes(each or WHOLE for each in among.shares)
             among = msgspec.structs.replace(among, shares=shares, excluded=())
         return among
@@ -180,7 +182,7 @@ class PlanCache:
     fabric : Fabric
     config : Config
     place : callable, optional
-        Maps the layouts of plans, see `Place`. Default: they stay as they are.
+        Maps the layout of every plan (see `Place`). Default: layouts are used as they are.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class PlanCache:
         *,
         place: Place | None = None,
     ) -> None:
-        #: Applied to the layouts of all plans; None: they stay as they are.
+        #: Mapping of the layouts of all plans; None: layouts are used as they are.
         self.place = place
         self._rank = rank
         self._nranks = nranks
@@ -291,7 +293,7 @@ class PlanCache:
         Raises
         ------
         ScheduleError
-            If it is not a correct schedule, or must keep the rank order and does not.
+            If `schedule` is wrong, or if `is_ordered` and it does not reduce in rank order.
         """
         if (schedule, is_ordered) not in self._checked_own:
             check(schedule)
@@ -356,9 +358,9 @@ class PlanCache:
         )
 
     def _whole_nbytes(self) -> int:
-        """Return the size up to which a part of a direct exchange is sent whole and eagerly.
+        """Return the size, in bytes, up to which a part of a direct exchange is sent eagerly.
 
-        All other ranks may send such a part to one port at once.
+        All other ranks may send such a part to one port at once; together they fit its budget.
         """
         return min(self._config.eager_nbytes, self.fabric.inlet_nbytes // self._nranks)
 
@@ -366,8 +368,9 @@ class PlanCache:
         """Return whether collective number `op` must run as a bandwidth sample, even if slower.
 
         Samples are frequent soon after the health changed, because it may change back. Later they
-        are rare enough to cost at most `_BUDGET` of the predicted time. All ranks agree, because
-        all see a new health at the same call. No schedule that keeps the rank order is a sample.
+        are rare enough to cost at most `_BUDGET` of the predicted time. The result is equal on all
+        ranks, because all plan with a new health from the same call on. Calls that must keep the
+        rank order, and direct exchanges, are never samples.
         """
         if not self._measures or self.fabric.rates == UNMEASURED or call.op == ORDERED_OP:
             return False
@@ -413,7 +416,7 @@ class PlanCache:
 
 
 def _pairs(call: CallSignature, layout: Layout) -> dict[tuple[int, bool], int]:
-    """Return `Plan.pairs` of a direct exchange: the elements of all slices of a pair, signed."""
+    """Return `Plan.pairs` of a direct exchange: per pair, a signature with its element count."""
     counts: dict[tuple[int, bool], int] = {}
     for lane in layout.lanes:
         for is_sent, ways in ((True, lane.sends), (False, lane.recvs)):
@@ -428,7 +431,7 @@ def _pairs(call: CallSignature, layout: Layout) -> dict[tuple[int, bool], int]:
 #: of unequal parts.
 _Key = tuple[int, CallSignature, bool, Schedule | None, Parts | None]
 
-#: Most plans kept per cache. A training job has a few dozen call shapes.
+#: Maximum number of plans per cache. A training job has a few dozen call shapes.
 _KEPT = 1024
 #: In every period, `_GAUGES` consecutive collectives run as rings or chains to sample rail
 #: bandwidth, even if other schedules are faster: the traffic of a port shows its bandwidth only if

@@ -1,15 +1,16 @@
 """Planner: choose the schedule of a call, its placement on rails and its slice size.
 
 All ranks make the same choice, because the planner reads only what all ranks share: the call, the
-configuration, the fabric with the agreed rates, and the agreed health. Results that the planner
-keeps from call to call save time and never change a choice.
+configuration, the fabric with the agreed rates, and the agreed health. The planner keeps results
+from call to call; this saves time and never changes a choice.
 
-Data that fits one eager slice is bound by latency and runs recursive doubling, dissemination or a
-binary tree. Larger collectives run the candidate with the least predicted time, or a preferred one
-whose time is within 2 % of it (`r2ccl.planning.cost_model`, `best`). An alltoall, and a gather or a
-scatter except of little data, is a direct exchange (`r2ccl.planning.exchange_placement`).
-``R2CC_ALGO`` fixes the schedule family, ``R2CC_MODE`` restricts the families. If some nodes have no
-common rail, schedules whose neighbours share one replace the others, as long as one exists.
+A collective whose data fits one eager slice is bound by latency and runs recursive doubling,
+dissemination or a binary tree. Larger collectives run the candidate with the least predicted time,
+or a preferred one whose time is within 2 % of it (`r2ccl.planning.cost_model`, `best`). An
+alltoall, and a gather or a scatter except of little data, is a direct exchange
+(`r2ccl.planning.exchange_placement`). ``R2CC_ALGO`` fixes the schedule family, ``R2CC_MODE``
+restricts the families. If some nodes have no common rail, a schedule runs whose neighbours all have
+common rails, if there is one.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ class Explanation(NamedTuple):
         Size of the allreduce.
     chosen : Choice
     others : tuple of Choice
-        Best variant of every other family that can run, fastest first. Its ``predicted_ns`` and
-        that of `chosen` are 0 if the network was not measured.
+        Best variant of every other family that can run, fastest first. All ``predicted_ns``, also
+        that of `chosen`, are 0 if the network was not measured.
     why : str
         Reason of the choice, for people.
     excluded : tuple of (int, int)
-        Rank and rail of each excluded rail.
+        Rank and rail of each NIC that `Communicator.exclude` or R2CC_FAILED_NICS has excluded.
     nchunks : int
-        Number of chunks if the allreduce runs in two levels, shared memory within the nodes and the
-        network between them (`r2ccl.planning.two_level`); the schedules are then what would run in
-        one level. 0: one level.
+        0 if the allreduce runs in one level. Otherwise it runs in two levels, shared memory within
+        the nodes and the network between them (`r2ccl.planning.two_level`), in this number of
+        chunks; `chosen` and `others` are then the schedules that would run in one level.
     """
 
     nbytes: int
@@ -113,7 +114,7 @@ class Planner:
 
         With `is_bandwidth_sample`, choose a schedule whose traffic measures rail bandwidth (see
         `r2ccl.planning.plan_cache`), unless the data fits one eager slice, the settings fix another
-        schedule, or no such schedule can run.
+        schedule, or the collective has no such schedule.
         """
         is_small = nbytes <= self._config.eager_nbytes
         carried = self._carried(health)
@@ -178,7 +179,7 @@ class Planner:
         return Choice(schedule.name, schedule, placement, self._config.slice_nbytes)
 
     def _direct(self, call: CallSignature, nbytes: int, health: Health) -> Choice:
-        """Return the choice for a direct exchange, which is placed once per health."""
+        """Return the choice for a direct exchange, whose placement is kept per health."""
         collective = Collective(call.collective)
         key = (health.version, f"{collective.name} {call.root}", 0)
         found = self._placed.get(key)
@@ -192,7 +193,8 @@ class Planner:
     def _ordered(self, call: CallSignature, nbytes: int, health: Health) -> Choice:
         """Return the choice for a reduction that must combine the ranks' data in rank order.
 
-        A rank's part of a reduce-scatter, and a reduce of little data, come from an allreduce.
+        A reduce-scatter, and a reduce of little data, run as an allreduce, from whose result each
+        rank takes its part.
         """
         nranks = health.nranks
         if nbytes <= self._config.eager_nbytes:
@@ -205,7 +207,11 @@ class Planner:
         return self.own(lines, nbytes, health)
 
     def _placed_for(self, call: CallSignature, terms: Terms, health: Health) -> list[Placed]:
-        """Return the placed candidates of a collective other than allreduce, kept per health."""
+        """Return the placed candidates of a collective other than allreduce.
+
+        They are kept per health. Those whose neighbours all have common home rails replace all
+        others.
+        """
         collective = Collective(call.collective)
         key = (health.version, f"{collective.name} {call.root}", terms.nchannels)
         made = partial(
@@ -236,9 +242,9 @@ class Planner:
         health : Health
         families : iterable of str, optional
             Names in `FAMILIES`, or ``spanning_tree``. Default: the families that the settings allow
-            and that can be the best for this health. If no candidate of these has a common home
-            rail between all its neighbours, the ring is tried, then families that bridge such gaps.
-            If none of these has one either, the result is the ring.
+            and that can be the best for this health. If none of their candidates has a common home
+            rail between all neighbours, the ring is tried, then the families in `_BRIDGED`. If none
+            of these has one either, the result is the ring.
         """
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)
@@ -273,7 +279,7 @@ class Planner:
         return found
 
     def own(self, schedule: Schedule, nbytes: int, health: Health) -> Choice:
-        """Return the choice that runs `schedule`, a schedule over ranks, placed on the rails."""
+        """Return the choice that runs `schedule`, whose ranks are those of the communicator."""
         fill = 0 if schedule.name in NOT_TREES else schedule.cost.steps // 2
         candidate = Candidate(schedule.name, schedule, fill)
         placed = put(candidate, self.fabric, self._carried(health))
@@ -291,14 +297,14 @@ class Planner:
         )
         if nbytes <= self._config.eager_nbytes:
             chosen = self.own(chosen.schedule, nbytes, health)
-        if self.fabric.rates == UNMEASURED:  # loads are comparable, but times would be fiction
+        if self.fabric.rates == UNMEASURED:  # loads can be compared; times are unknown
             chosen, *others = (each._replace(predicted_ns=0) for each in (chosen, *others))
         allowed = self._names(self._terms(nbytes, self._carried(health)))
         why = self._why(nbytes, is_allowed=chosen.name in allowed)
         return Explanation(nbytes, chosen, tuple(others), why, health.excluded)
 
     def _why(self, nbytes: int, *, is_allowed: bool) -> str:
-        """Return the reason of a choice; `is_allowed` is True if `_names` has its family."""
+        """Return the reason of a choice, for people; `is_allowed`: its family is in `_names`."""
         config = self._config
         if nbytes <= config.eager_nbytes:
             return "because the data fits one eager slice"
@@ -321,7 +327,7 @@ class Planner:
         return min(most, max(1, nbytes // (nranks * _MIN_CHUNK_NBYTES)))
 
     def _carried(self, health: Health) -> Health:
-        """Return the health to plan with: all whole if the mode never rebalances, else `health`."""
+        """Return the health to plan with; without failures if the mode ignores the health."""
         if self._config.is_balanced:
             return health
         return Health.whole(health.nranks, health.nrails)
@@ -338,7 +344,7 @@ class Planner:
         return Terms(shares, tuple(map(tuple, teams.values())), nchannels)
 
     def _names(self, terms: Terms) -> tuple[str, ...]:
-        """Return the families that can be the best for `terms`, preferred ones first."""
+        """Return the families that the settings allow and that can be best, preferred first."""
         mode, algo = self._config.mode, self._config.algo
         if not self._config.is_planned:
             return ("ring",)
@@ -354,7 +360,7 @@ class Planner:
 def best(found: Sequence[Choice]) -> Choice:
     """Return the first of `found` whose predicted time is within 2 % of the least.
 
-    A dissemination's predicted time is raised by 5 % (`_CROWDED`).
+    For this comparison, the predicted time of a dissemination is raised by 5 % (`_CROWDED`).
     """
 
     def weighed(choice: Choice) -> Fraction:
@@ -365,7 +371,7 @@ def best(found: Sequence[Choice]) -> Choice:
 
 
 def _expanded(choice: Choice, terms: Terms) -> Choice:
-    """Return the choice with its schedule over ranks instead of nodes."""
+    """Return the choice with a schedule over ranks, also if that of `choice` is over nodes."""
     if not choice.is_among_nodes:
         return choice
     schedule, placement = expand(choice.schedule, choice.placement, terms.teams, choice.flows)
@@ -424,7 +430,7 @@ _MIN_CHUNK_NBYTES = 64 << 10
 _OF_RINGS = ("ring", "bridged_ring", "spanning_tree")
 #: End of the reason of a choice if no family that a setting allows can run.
 _NOT_APPLICABLE = " has no schedule for these nodes and their rails"
-#: Most entries of placed candidates kept.
+#: Maximum number of entries in `Planner._placed`.
 _KEPT = 128
 
 __all__ = ["Explanation", "Planner", "best", "full_channels"]

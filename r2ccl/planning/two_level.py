@@ -1,22 +1,22 @@
 """Plans of two-level allreduces: shared memory within nodes, the network between them.
 
 All nodes have the same number of ranks. A call is divided into chunks, and a chunk into one part
-per rank of a node. Rank i of every node reduces part i of its node's inputs, runs an allreduce of
-it with the ranks i of the other nodes, which form a *group*, and distributes the result in its
-node. All groups run at the same time, in one of two ways:
+per rank of a node. The i-th rank of every node reduces part i over its node, runs an allreduce of
+the sum with the i-th ranks of the other nodes (together a *group*), and distributes the result
+within its node. All groups run at the same time, in one of two ways:
 
-- *At home*: the home rails are divided among the groups. While some rail is down, its channels
-  spread over all other rails of the node, whichever groups these belong to
-  (`r2ccl.failover.migration.routes`). A part is proportional to the total bandwidth of its group's
-  home rails, where a rail that is down on some node counts as much as the best rail. A lost NIC
-  therefore delays all groups equally, and a slow NIC makes the part of its group smaller.
+- *At home*: the home rails are divided among the groups. If a rail is down, its channels spread
+  over all other rails of the node, also those of other groups (`r2ccl.failover.migration.routes`).
+  A part is proportional to the total bandwidth of its group's home rails, where a rail that is down
+  on some node counts as much as the best rail. A lost NIC therefore delays all groups equally, and
+  a slow NIC makes the part of its group smaller.
 - *Everywhere*: every group plans over all home rails, by their health, and parts are equal. The
   groups share the ports. Schedules other than rings can then send less data through a node that has
   lost NICs.
 
-The rails are divided in the order of their numbers. Rails and ranks are usually both numbered in
-the order of the NUMA nodes. Modes that do not plan by health always use the same division, so that
-their results keep the same bits.
+The rails are divided in the order of their numbers, because rails and ranks are usually both
+numbered in the order of the NUMA nodes. Modes that do not plan by health always use the same
+division, so that their results keep the same bits.
 
 Invariant: equal health gives equal divisions, on every rank.
 """
@@ -44,10 +44,9 @@ from r2ccl.types import CallSignature
 class Chunk(NamedTuple):
     """Piece of the buffer of a call, which passes through the steps of both levels as a unit.
 
-    It is not the chunk of a schedule, which is a part of a channel.
-
-    It has the elements ``first`` to ``end`` (exclusive) of the buffer. ``parts`` are the ranges of
-    the ranks of a node, in elements from the start of the chunk; some may be empty.
+    It has the elements ``first`` to ``end`` (exclusive) of the buffer. ``parts`` has the part of
+    each rank of a node, as a range of elements from the start of the chunk; parts may be empty.
+    (The chunk of a schedule is another thing: a part of a channel.)
     """
 
     first: int
@@ -56,7 +55,7 @@ class Chunk(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Division of a call into chunks; ``is_at_home`` tells how the groups run, see the module."""
+    """Division of a call into chunks; groups run at home if ``is_at_home``, else everywhere."""
 
     chunks: tuple[Chunk, ...]
     is_at_home: bool
@@ -71,7 +70,7 @@ class TwoLevelPlans:
     teams : sequence of sequence of int
         Ranks of each node, in ascending order; at least two, the same number on all nodes.
     plans : PlanCache
-        Plans of the communicator, in one level.
+        Plans of the communicator for calls in one level.
     config : Config
     """
 
@@ -85,7 +84,7 @@ class TwoLevelPlans:
         self._config = config
         self._divided = divide_rails(fabric, nlocal)
         members = sorted(team[index] for team in teams)
-        #: Plans of this rank's group, by whether it is at home.
+        #: Plans of this rank's group: at home (True) and everywhere (False).
         self._groups = {
             is_at_home: GroupPlanCache(
                 rank,
@@ -98,21 +97,21 @@ class TwoLevelPlans:
             )
             for is_at_home in (True, False)
         }
-        # Predictions must be equal on all ranks, so they are those of the first group, and of nodes
-        # that have one rank each.
+        # Predictions must be equal on all ranks, so all ranks predict the time of the first group,
+        # in which each node has one rank.
         among_nodes = fabric._replace(nodes=())
         self._at_home = Planner(among_nodes._replace(homes=self._divided[0]), config)
         self._everywhere = Planner(among_nodes, config)
         self._whole = Health.whole(len(teams), max(fabric.homes) + 1)
         shares = self._shares([1] * len(fabric.homes))
-        #: Share of the buffer that is the part of the first group, and number of groups that share
-        #: its rails.
+        #: Without failures: share of the buffer that the first group reduces, and number of groups
+        #: that use its rails.
         self._first_share = Fraction(shares[0], sum(shares))
         self._nsharers = sum(self._divided[0][0] in homes for homes in self._divided)
         self._kept: dict[tuple[int, CallSignature], Division | None] = {}
 
     def divide(self, call: CallSignature, health: Health, op: int) -> Division | None:
-        """Return the division of an allreduce; None: it runs in one level.
+        """Return the division of an allreduce; None if it runs in one level.
 
         Parameters
         ----------
@@ -120,19 +119,19 @@ class TwoLevelPlans:
         health : Health
             Health to plan the call with, equal on all ranks.
         op : int
-            Number of the last collective.
+            Number of the collective, equal on all ranks.
 
         Notes
         -----
-        A call runs in one level where that is predicted to take less time, and from time to time to
-        sample the bandwidth of the rails (`PlanCache.is_bandwidth_sample`).
+        A call runs in one level if that is predicted to take less time, or if it must sample the
+        bandwidth of the rails (`PlanCache.is_bandwidth_sample`).
         """
         if self._plans.is_bandwidth_sample(call, health, op):
             return None
         return self.division(call, health)
 
     def division(self, call: CallSignature, health: Health) -> Division | None:
-        """Return the division of an allreduce that is no bandwidth sample; see `divide`."""
+        """Return the division of an allreduce that is not a bandwidth sample; see `divide`."""
         key = (health.version, call)
         if key not in self._kept:
             if len(self._kept) >= _KEPT:
@@ -143,8 +142,8 @@ class TwoLevelPlans:
     def plan(self, call: CallSignature, count: int, health: Health, *, is_at_home: bool) -> Plan:
         """Return the plan of this rank's group for its part of a chunk, of `count` elements.
 
-        The plan has the signature of the whole `call`, so that a different call of another rank is
-        detected.
+        The plan has the signature of the whole `call`, so that a rank that makes a different call
+        is detected.
         """
         part = msgspec.structs.replace(call, count=count)
         return self._groups[is_at_home](part, health)._replace(signature=call.pack())
@@ -194,10 +193,10 @@ class TwoLevelPlans:
         ]
 
     def _fastest(self, nbytes: int, health: Health, rows: Sequence[Sequence[int]]) -> bool | None:
-        """Return whether the groups are faster at home; None: one level is faster.
+        """Return whether groups are faster at home than everywhere; None if one level is fastest.
 
-        Only the time between the nodes is compared: within a node, shared memory is always faster
-        than what one level uses there.
+        Only the times between the nodes are compared: within a node, two levels use shared memory,
+        which is always faster than one level.
         """
         one_ns = self._plans.choose(nbytes, health).predicted_ns
         home_ns = self._home_ns(nbytes, rows)
@@ -220,7 +219,7 @@ class TwoLevelPlans:
         return bytes(found)
 
     def _home_ns(self, nbytes: int, rows: Sequence[Sequence[int]]) -> Fraction | None:
-        """Return the predicted time of groups at home; None if some have no common rail."""
+        """Return the predicted time of groups at home; None if two nodes have no common rail."""
         if self._plans.fabric.nwires == 1:  # losing one of these rails costs no bandwidth
             slowdown = slowdown_of([[max(row)] for row in rows], [1])
         else:
@@ -234,7 +233,7 @@ class TwoLevelPlans:
         return first.predicted_ns * self._nsharers * slowdown
 
     def _has_fewer_steps(self, nbytes: int, nranks: int) -> bool:
-        """Return whether two levels save steps for little data, in a network without failures."""
+        """Return whether two levels need fewer steps for little data, in a healthy network."""
         whole = Health.whole(nranks, self._whole.nrails)
         one = self._plans.choose(nbytes, whole).schedule
         two = self._at_home.allreduce(self._part_nbytes(nbytes), self._whole).schedule
@@ -247,8 +246,8 @@ class TwoLevelPlans:
 def divide_rails(fabric: Fabric, nlocal: int) -> list[tuple[int, ...]]:
     """Return the home rails of each of `nlocal` groups.
 
-    They are disjoint if there are at least `nlocal` rails; otherwise groups share rails. Rails that
-    share one wire are home rails of all groups.
+    The groups have different rails if there are at least `nlocal` rails; otherwise they share
+    rails. Rails that share one wire are home rails of all groups.
     """
     homes = tuple(fabric.homes)
     if fabric.nwires == 1:
@@ -262,8 +261,8 @@ def divide_rails(fabric: Fabric, nlocal: int) -> list[tuple[int, ...]]:
 def rail_weights(rows: Sequence[Sequence[int]]) -> list[int]:
     """Return the relative bandwidth of each rail; `rows` has the shares of each node's ports.
 
-    It is the least share among the nodes; for a rail that is down on some node, that of the best
-    rail.
+    The bandwidth of a rail is its least share among the nodes. A rail that is down on a node counts
+    as much as the best rail.
     """
     worst = [min(column) for column in zip(*rows, strict=True)]
     best = max(worst) or WHOLE
@@ -275,7 +274,7 @@ def slowdown_of(rows: Sequence[Sequence[int]], weights: Sequence[int]) -> Fracti
 
     `rows` has the shares of each node's ports, in the order of a ring. Rail r carries
     ``weights[r]``. Between two neighbors, the load of a rail that is down spreads over those that
-    are up, in proportion to their shares. Return None if two neighbors have no common rail.
+    are up, in proportion to their shares. Returns None if two neighbors have no common rail.
     """
     busiest = Fraction(0)
     for one, other in pairwise((*rows, rows[0])):
@@ -296,8 +295,8 @@ def slowdown_of(rows: Sequence[Sequence[int]], weights: Sequence[int]) -> Fracti
 def count_chunks(nbytes: int) -> int:
     """Return the number of chunks of a call of `nbytes`.
 
-    The first step within the nodes and the last one do not overlap with the network; smaller chunks
-    shorten them. Between two chunks, the network idles for `_GAP_NS`.
+    The first and the last step of a call, within the nodes, do not overlap with the network; they
+    are shorter with smaller chunks. Between two chunks, the network idles for `_GAP_NS`.
     """
     exposed_ns = 2 * nbytes * 10**9 // _LOCAL_BYTES_PER_S
     return max(1, min(_MOST_CHUNKS, isqrt(exposed_ns // _GAP_NS)))

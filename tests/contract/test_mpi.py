@@ -221,16 +221,16 @@ if comm.rank == 0:
 def test_refusals_say_what_to_do() -> None:
     said = written(REFUSALS)
     expected = [
-        ("MpiError", "r2ccl does not carry Agree: call comm.mpi.Agree, which MPI runs"),
-        ("MpiError", "does not carry Revoke: call comm.communicator.revoke()"),
-        ("MpiError", "r2ccl does not carry Psend_init: call Send_init() for each part"),
+        ("MpiError", "r2ccl does not run Agree: call comm.mpi.Agree, which MPI runs"),
+        ("MpiError", "does not run Revoke: call comm.communicator.revoke()"),
+        ("MpiError", "r2ccl does not run Psend_init: call Send_init() for each part"),
         ("MpiError", "dest=2: allowed are 0 to 1, PROC_NULL"),
         ("MpiError", "source=7: allowed are 0 to 1, PROC_NULL and ANY_SOURCE"),
         ("MpiError", "tag=-3: allowed are 0 to "),
         ("MpiError", "the receive of the request is running: wait for the request, or cancel it"),
         ("MpiError", "MPI.BOTTOM, which means absolute addresses, was given: pass the array"),
         ("MpiError", "op made by mpi4py's MPI.Op.Create for datatype MPI_DOUBLE: allowed are SUM"),
-        ("MpiError", "datatype MPI_LONG_DOUBLE in a reduction: allowed are the integer"),
+        ("MpiError", "datatype MPI_LONG_DOUBLE in a reduction: allowed are the predefined"),
         ("ValueError", "count 3 of MPI_DOUBLE needs bytes 0 to 24 of a buffer of 16 bytes"),
         ("ValueError", "count 1 of MPI_DOUBLE needs bytes 0 to 8 of a buffer of 0 bytes"),
         ("MpiError", "the collective of the request is running: wait for the request"),

@@ -2,8 +2,8 @@
 
 A *specification* is what a program passes: ``array``, ``[array, datatype]``, ``[array, count]``,
 ``[array, count, datatype]``, ``[array, (count, displacement), datatype]`` or ``[array, count,
-displacement, datatype]``. A datatype is an ``MPI.Datatype`` or its character code. Without one, it
-follows from the array.
+displacement, datatype]``. A datatype is an ``MPI.Datatype`` or its character code; the default is
+that of the elements of the array.
 
 Data of a predefined datatype is sent from, and received in, the memory of the array. Data of a
 derived datatype is packed into new memory by ``MPI_Pack`` before it is sent, and unpacked after it
@@ -33,7 +33,7 @@ _HOST_DEVICES = (1, 3, 11)
 
 
 class BufferSpec(msgspec.Struct, frozen=True, eq=False):
-    """Elements in the memory of the caller.
+    """Buffer argument of a call: elements in the memory of the caller.
 
     Parameters
     ----------
@@ -45,6 +45,7 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
     nblocks : int
         Number of blocks, which lie one after another.
     datatype : MPI.Datatype
+        Datatype of the elements.
     """
 
     memory: Array
@@ -88,7 +89,7 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
         return np.empty(nbytes, np.uint8)
 
     def elements(self, dtype: np.dtype[Any]) -> Array:
-        """Return the elements as an array of `dtype`, which has their layout, without a copy."""
+        """Return the elements as an array of `dtype`, which must match the datatype; not a copy."""
         return self.memory[: self.count * self.nblocks * dtype.itemsize].view(dtype)
 
     def pack(self, data: Array) -> None:
@@ -110,7 +111,8 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
     def _extents(self) -> Any:
         """Return memory of one extent per element, from which MPI infers the number of elements.
 
-        The last extent may end behind the array. `message` has checked that the elements do not.
+        The last extent may end after the end of the array, but no element does: `message` checks
+        that.
         """
         nbytes = self.count * self.nblocks * self.datatype.extent
         return MPI.buffer.fromaddress(self.memory.ctypes.data, nbytes)
@@ -122,13 +124,13 @@ def is_in_place(spec: Any) -> bool:
 
 
 def message(spec: Any, *, writable: bool, nblocks: int = 1) -> BufferSpec:
-    """Read a specification.
+    """Check a specification (see the module) and return it as a `BufferSpec`.
 
     Parameters
     ----------
     spec : object
     writable : bool
-        True if a result will be written.
+        True if the call writes its result to the elements.
     nblocks : int
         Number of blocks of equal size that the specification describes. A count in the
         specification is that of one block.
@@ -136,9 +138,9 @@ def message(spec: Any, *, writable: bool, nblocks: int = 1) -> BufferSpec:
     Raises
     ------
     TypeError, ValueError, KeyError, BufferError
-        Where mpi4py raises them: if `spec` has none of the forms, its count cannot be inferred, its
-        datatype is unknown, or its memory is not contiguous or is read-only. Unlike mpi4py, also if
-        the elements do not fit the memory.
+        As in mpi4py: if `spec` has none of the forms, its count cannot be inferred, its datatype is
+        unknown, or its memory is not contiguous, or is read-only although `writable`. Unlike in
+        mpi4py, also if the elements do not fit in the memory.
     MpiError
         ``ERR_BUFFER`` for ``MPI.BOTTOM`` and memory of a GPU, ``ERR_TYPE`` for a datatype that
         `require_usable` refuses.
@@ -163,13 +165,13 @@ def message(spec: Any, *, writable: bool, nblocks: int = 1) -> BufferSpec:
 
 
 def parts_of(spec: Any, pairs: tuple[type, ...]) -> tuple[Any, Any, Any, Any]:
-    """Return memory, count, displacement and datatype; None: not given.
+    """Split a specification into array, count, displacement and datatype; None: not given.
 
     Parameters
     ----------
     spec : object
     pairs : tuple of type
-        Types of ``(count, displacement)`` in `spec`.
+        Types that a pair ``(count, displacement)`` in `spec` may have.
 
     Raises
     ------
@@ -213,15 +215,15 @@ def _is_memory(owner: Any) -> bool:
 
 
 def memory_of(owner: Any, *, writable: bool) -> Array:
-    """View the memory of `owner` as bytes; None has no bytes.
+    """Return a view of the memory of `owner` as bytes; it is empty if `owner` is None.
 
     Raises
     ------
     MpiError
         ``ERR_BUFFER`` for ``MPI.BOTTOM`` and memory of a GPU.
     BufferError, TypeError
-        If `owner` has no memory, or its memory is not contiguous, or is read-only although
-        `writable` is True.
+        If `owner` does not export its memory, or the memory is not contiguous, or is read-only
+        although `writable`.
     """
     if owner is None:
         return np.empty(0, np.uint8)
@@ -244,15 +246,16 @@ def _require_host(owner: Any) -> None:
     if is_device:
         raise MpiError(
             f"{type(owner).__name__} in the memory of a GPU was given: call the methods of "
-            "comm.communicator, which take GPU arrays and streams",
+            "comm.communicator instead, which accept GPU arrays and streams",
             MPI.ERR_BUFFER,
         )
 
 
 def datatype_of(owner: Any, given: Any) -> Any:
-    """Return the datatype that was given, or that of the elements of `owner`.
+    """Return the datatype `given` or, if it is None, that of the elements of `owner`.
 
-    Raises BufferError if the byte order is foreign, and KeyError if MPI has no such datatype.
+    `given` may also be a character code. Raises BufferError if the elements of `owner` do not have
+    the byte order of this machine, and KeyError if MPI has no such datatype.
     """
     if isinstance(given, MPI.Datatype):
         return given
@@ -295,7 +298,7 @@ def _offset(displacement: Any, datatype: Any, nbytes: int) -> int:
 
 
 def _inferred(nbytes: int, datatype: Any, nblocks: int) -> int:
-    """Return the number of elements of each of `nblocks` blocks that fill `nbytes`."""
+    """Return the number of elements per block if `nblocks` equal blocks fill `nbytes`."""
     if not nbytes:
         return 0
     extent = extent_of(datatype, "infer count")
@@ -314,7 +317,10 @@ def _inferred(nbytes: int, datatype: Any, nblocks: int) -> int:
 
 
 def extent_of(datatype: Any, purpose: str) -> int:
-    """Return the extent of `datatype`; raise ValueError if it is not positive."""
+    """Return the extent of `datatype` in bytes; raise ValueError if it is not positive.
+
+    `purpose` completes "cannot ..." in the message.
+    """
     if datatype == MPI.DATATYPE_NULL:
         raise ValueError(f"message: cannot {purpose}, datatype is null")
     extent = int(datatype.extent)
@@ -348,7 +354,7 @@ def require_usable(datatype: Any) -> None:
 
 
 def require_room(nbytes: int, count: int, datatype: Any) -> None:
-    """Raise ValueError if `count` elements do not fit in `nbytes`."""
+    """Raise ValueError if `count` elements of `datatype` do not fit in `nbytes`."""
     first, last = datatype.true_lb, (count - 1) * datatype.extent + datatype.true_ub
     if first < 0 or last > nbytes:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`Call`: a collective with checked arguments, which the methods of mpi4py start and finish."""
+"""`Call`, a collective with checked arguments that can be started and finished, and its outcome."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ class CallOutcome(NamedTuple):
     Attributes
     ----------
     source, tag, nbytes : int
-        As in a status of MPI.
+        Source rank, tag and size of the message, as in ``MPI.Status``. Without a message,
+        ``MPI.ANY_SOURCE``, ``MPI.ANY_TAG`` and 0.
     is_cancelled : bool
+        True if the receive was cancelled.
     obj : object
-        Return value of the lower-case methods.
+        Python object received, which lower-case methods such as ``recv`` return; otherwise None.
     """
 
     source: int = MPI.ANY_SOURCE
@@ -41,12 +43,12 @@ class CallOutcome(NamedTuple):
             status.Set_cancelled(self.is_cancelled)
 
 
-#: CallOutcome of a call that received no message.
+#: Outcome of a call that received no message.
 EMPTY = CallOutcome()
 
 
 def nothing() -> None:
-    """Finish a call whose result is already in the caller's memory: do nothing."""
+    """Do nothing: the `Call.finish` of a result that is already in the caller's memory."""
 
 
 class Call(msgspec.Struct, frozen=True, eq=False):
@@ -65,22 +67,23 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     finish: Callable[[], None] = nothing
 
     def run(self) -> CallOutcome:
-        """Run the collective and finish it."""
+        """Run the collective, and copy its result to the caller's memory."""
         self.start(False)
         self.finish()
         return EMPTY
 
     def wait(self, work: Any, timeout_s: float | None = None) -> CallOutcome:
-        """Wait for `work`, which `start` returned, and finish the collective.
+        """Wait for `work`, which `start` returned, and copy the result to the caller's memory.
 
-        Without `timeout_s`, the only limit is the collective's own timeout, from its start.
+        If `timeout_s` is None, the only limit is the collective's own timeout, counted from its
+        start.
         """
         work.wait(threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
         self.finish()
         return EMPTY
 
     def look(self, work: Any) -> CallOutcome:
-        """Return the outcome of `work`, which is done, without finishing it."""
+        """Return the outcome of `work`, which is done, without calling `finish`."""
         return EMPTY
 
     def cancel(self, work: Any) -> None:
@@ -90,7 +93,7 @@ class Call(msgspec.Struct, frozen=True, eq=False):
         )
 
     def drop(self, work: Any) -> None:
-        """Raise `MpiError`, because MPI forbids to free the request of a running collective."""
+        """Raise `MpiError`, because MPI forbids freeing the request of a running collective."""
         raise MpiError(
             "the collective of the request is running: wait for the request before Free()",
             MPI.ERR_REQUEST,

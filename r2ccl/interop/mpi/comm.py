@@ -3,11 +3,12 @@
 `Comm` derives from ``MPI.Intracomm`` and has its handle, because windows, files and other libraries
 take a communicator as an argument. Each public name of ``MPI.Intracomm`` is in one of three sets:
 
-- carried: defined by `Comm`, and runs on r2ccl
-- `PASSED`: runs on MPI
-- all others: raise `MpiError`; names that a later mpi4py adds are among them
+- defined by `Comm`: runs on r2ccl
+- in `PASSED`: runs on MPI
+- all others: raise `MpiError`, as do names that a later mpi4py adds
 
-Invariant: apart from the names in `PASSED`, only creating and freeing communicators uses MPI.
+Invariant: apart from the names in `PASSED`, MPI communicates only to create, free and abort
+communicators.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from r2ccl.interop.mpi import exchanges, forms, messages, object_messages, objec
 from r2ccl.interop.mpi.errors import MpiError, handled
 from r2ccl.interop.mpi.probes import claim, probe
 
-#: Methods and attributes that are not communication of r2ccl's kind: what a communicator is,
-#: attributes, error handlers, topologies, intercommunicators and new processes; and the memory for
-#: buffered messages, of which r2ccl needs none.
+#: Methods and attributes that run on MPI: properties of a communicator, its attributes, error
+#: handlers and topology, intercommunicators, new processes, and the memory for buffered messages
+#: (r2ccl needs none).
 _PASSED = """
     Get_rank Get_size Get_group Get_name Set_name Get_info Set_info Compare Is_inter Is_intra
     rank size group name info is_inter is_intra is_topo topology handle
@@ -54,7 +55,7 @@ _INSTEAD = {
 
 
 class Connections:
-    """Connections of a `Comm`, shared by the communicators made from it.
+    """Connections of a `Comm`, which all communicators made from it share.
 
     Parameters
     ----------
@@ -64,7 +65,8 @@ class Connections:
     Attributes
     ----------
     nchildren : int
-        Number of communicators made from the first `Comm` that are not freed.
+        Number of communicators that were made from the first `Comm`, directly or through others,
+        and are not yet freed.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -75,7 +77,7 @@ class Connections:
         atexit.register(self._leave)
 
     def keep(self, request: MessageRequest) -> None:
-        """Keep a buffered message until it is sent."""
+        """Hold a reference to a buffered message until it is sent; callable in any thread."""
         with self._lock:
             self._kept = [each for each in self._kept if not each.is_done()]
             self._kept.append(request)
@@ -86,7 +88,9 @@ class Connections:
             self._kept.pop().wait()
 
     def free(self) -> None:
-        """Close the connections now or, if a rank still uses them, when the process ends.
+        """Close the connections or, if a rank has another communicator on them, leave them open.
+
+        Open connections are closed when the process ends.
 
         *Collective*: all ranks.
         """
@@ -109,14 +113,14 @@ class Comm(MPI.Intracomm):
     Parameters
     ----------
     comm : MPI.Intracomm
-        Provides the ranks, and runs what r2ccl does not carry.
+        Its ranks become the ranks of the `Comm`, and it runs the methods that r2ccl does not.
     **options
-        Arguments of `r2ccl.init`: settings, and ``faults``.
+        Keyword arguments of `r2ccl.init`: fields of `Config`, and ``faults``.
 
     Attributes
     ----------
     mpi : MPI.Intracomm
-        Communicator of mpi4py with the same ranks, for a call that MPI shall run.
+        Communicator of mpi4py with the same ranks, for calls that MPI itself must run.
     communicator : Communicator
         Communicator of r2ccl, for `repairs`, `health`, GPU arrays and all else that MPI lacks.
 
@@ -130,9 +134,9 @@ class Comm(MPI.Intracomm):
     Notes
     -----
     *Collective*: all ranks of `comm`. The connections are shared with communicators made by `Split`
-    and `Dup`. `Free` closes the connections if all those are freed; otherwise they are closed when
-    the process ends. If the process ends with an exception, the calls of the other ranks end with
-    an error.
+    and `Dup`. `Free` closes the connections if all these communicators are freed; otherwise they
+    are closed when the process ends. If the process ends with an exception, the calls of the other
+    ranks end with an error.
     """
 
     def __new__(cls, comm: Any, **options: Any) -> Comm:  # noqa: D102  # see the class
@@ -146,9 +150,9 @@ class Comm(MPI.Intracomm):
         self.mpi = MPI.Intracomm(comm)
         self._communicator: Communicator | None = communicator
         self._connections = connections
-        #: Held while a message is taken, which a thread may do in two steps: probe and receive.
+        #: Held while a thread takes a message; `Mprobe` takes it in two steps, probe and receive.
         self.taking = threading.Lock()
-        #: Begins to keep a buffered message until it is sent.
+        #: ``keep(request)`` holds a buffered message until it is sent.
         self.keep = connections.keep
 
     @property
@@ -221,7 +225,7 @@ class Comm(MPI.Intracomm):
         recvtag: int = MPI.ANY_TAG,
         status: Any = None,
     ) -> Any:
-        """Send an object; return the object that is received at the same time."""
+        """Send an object and receive one at the same time; return it, like mpi4py's sendrecv."""
         with handled(self.mpi):
             outcome = object_messages.sendrecv(
                 self, sendobj, dest, sendtag, recvbuf, source, recvtag
@@ -240,21 +244,21 @@ class Comm(MPI.Intracomm):
     def Iprobe(
         self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None
     ) -> bool:
-        """Return at once whether there is a message that `Recv` would take."""
+        """Return at once whether there is a message that `Recv` with these arguments would take."""
         with handled(self.mpi):
             return probe(self, source, tag, status, is_blocking=False) is not None
 
     def Mprobe(
         self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None
     ) -> Any:
-        """Wait for a message and return it, so that no other receive takes it."""
+        """Wait for a message; return it as a `Message`, which no other receive or probe sees."""
         with handled(self.mpi):
             return claim(self, source, tag, status, is_blocking=True)
 
     def Improbe(
         self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None
     ) -> Any:
-        """Return a message as `Mprobe`, or None if there is none yet."""
+        """Return a message like `Mprobe`, or None if none has arrived yet."""
         with handled(self.mpi):
             return claim(self, source, tag, status, is_blocking=False)
 
@@ -278,7 +282,10 @@ class Comm(MPI.Intracomm):
         return self._child(self.mpi.Split(color, key))
 
     def Split_type(self, split_type: int, key: int = 0, info: Any = MPI.INFO_NULL) -> Any:
-        """Return the communicator of the ranks of one kind, such as MPI.COMM_TYPE_SHARED."""
+        """Return the communicator of the ranks that MPI groups with this one by `split_type`.
+
+        MPI.COMM_TYPE_SHARED, for example, groups the ranks of one host.
+        """
         return self._child(self.mpi.Split_type(split_type, key, info))
 
     def Dup(self, info: Any = None) -> Any:
@@ -286,19 +293,22 @@ class Comm(MPI.Intracomm):
         return self._child(self.mpi.Dup(info))
 
     def Dup_with_info(self, info: Any) -> Any:
-        """Return a duplicate as `Dup` with the hints `info`."""
+        """Return a duplicate like `Dup`, with the hints `info`."""
         return self._child(self.mpi.Dup_with_info(info))
 
     def Clone(self) -> Any:
-        """Return a duplicate as `Dup`."""
+        """Return a duplicate like `Dup`."""
         return self._child(self.mpi.Clone())
 
     def Create(self, group: Any) -> Any:
-        """Return the communicator of the ranks in `group`; the other ranks must call this too."""
+        """Return the communicator of the ranks in `group`; MPI.COMM_NULL on other ranks.
+
+        *Collective*: all ranks of this communicator.
+        """
         return self._child(self.mpi.Create(group))
 
     def Create_group(self, group: Any, tag: int = 0) -> Any:
-        """Return the communicator of the ranks in `group`; only these ranks must call this."""
+        """Return the communicator of the ranks in `group`. *Collective*: only these ranks."""
         made = self.mpi.Create_group(group, tag)
         if made == MPI.COMM_NULL:
             return made
@@ -314,13 +324,17 @@ class Comm(MPI.Intracomm):
         info: Any = MPI.INFO_NULL,
         errhandler: Any = None,
     ) -> Comm:
-        """Return a communicator of the ranks in `group`; all these ranks must call this."""
+        """Return a communicator of the ranks in `group`, with new connections.
+
+        *Collective*: all ranks in `group`.
+        """
         return cls(MPI.Intracomm.Create_from_group(group, stringtag, info, errhandler))
 
     def Free(self) -> None:
         """Wait for all communication of this rank, then free the communicator in r2ccl and in MPI.
 
-        *Collective*: all ranks. Raises the error of MPI for ``MPI.COMM_WORLD``, which stays usable.
+        *Collective*: all ranks. For ``MPI.COMM_WORLD`` and ``MPI.COMM_SELF`` it raises the error of
+        MPI, and the communicator stays usable.
         """
         if self.mpi != MPI.COMM_WORLD and self.mpi != MPI.COMM_SELF:
             with handled(self.mpi):
@@ -349,7 +363,7 @@ class Comm(MPI.Intracomm):
         super().Abort(errorcode)
 
     def _child(self, made: Any) -> Any:
-        """Return `made`, a new communicator of mpi4py, as a `Comm` with these connections.
+        """Return `made`, a new communicator of mpi4py, as a `Comm` on the connections of this one.
 
         *Collective*: all ranks of this `Comm`.
         """
@@ -377,14 +391,14 @@ def _ranks(made: Any, parent: Any) -> list[int]:
 
 
 def _refuse(name: str) -> Any:
-    """Return a method that raises `MpiError`; its message says what to do instead."""
+    """Return a method that raises `MpiError`, with advice about what to do instead."""
     instead = _INSTEAD.get(name, f"call comm.mpi.{name}, which MPI runs")
 
     def method(self: Comm, *args: Any, **kwargs: Any) -> None:
         with handled(self.mpi):
-            raise MpiError(f"r2ccl does not carry {name}: {instead}", MPI.ERR_UNSUPPORTED_OPERATION)
+            raise MpiError(f"r2ccl does not run {name}: {instead}", MPI.ERR_UNSUPPORTED_OPERATION)
 
-    method.__doc__ = f"Raise `MpiError`: {instead}."
+    method.__doc__ = f"Raise `MpiError`, because r2ccl does not run this method: {instead}."
     return method
 
 

@@ -1,8 +1,8 @@
-"""Errors of the interface of mpi4py: what a program catches as ``MPI.Exception``.
+"""Errors of the interface of mpi4py, which a program catches as ``MPI.Exception``.
 
-Errors in the form of an argument are mpi4py's own: TypeError, ValueError, KeyError, BufferError.
-Errors that MPI itself would report are `MpiError`. Both leave the communicator usable. A failed
-call is an `MpiError` too, whose ``__cause__`` is the error of r2ccl.
+An argument of a wrong form raises the same error as in mpi4py: TypeError, ValueError, KeyError or
+BufferError. An argument that MPI itself would reject raises `MpiError`. Both leave the communicator
+usable. A call that fails in r2ccl raises `MpiError` too, whose ``__cause__`` is the error of r2ccl.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from r2ccl import (
     R2cclError,
 )
 
-#: Error class of MPI for errors of r2ccl; the first class that fits counts. Others: ERR_OTHER.
+#: Error class of MPI for each class of r2ccl; the first match counts. All others: ERR_OTHER.
 _CLASSES: tuple[tuple[type[R2cclError], int], ...] = (
     (InvalidArgument, MPI.ERR_ARG),
     (PeerLost, MPI.ERR_PROC_FAILED),
@@ -71,8 +71,9 @@ def handled(comm: Any) -> Iterator[None]:
     Parameters
     ----------
     comm : MPI.Comm
-        With ``MPI.ERRORS_ARE_FATAL`` as its handler, an error ends the job. A handler of
-        ``MPI.Comm.Create_errhandler`` is called with the error class. Then the error is raised.
+        If its error handler is ``MPI.ERRORS_ARE_FATAL``, an error ends the job. A handler that
+        ``MPI.Comm.Create_errhandler`` made is called with the error class, and then the error is
+        raised. For ``MPI.COMM_NULL``, no handler is called.
     """
     try:
         yield

@@ -1,7 +1,8 @@
-"""Collectives of mpi4py that move data, with their arguments, as calls of a `Communicator`.
+"""Collectives of mpi4py that only move data, as calls of a `Communicator`.
 
-The functions are as in `reductions`. If the name ends in ``v`` or ``w``, each block has its own
-count and displacement.
+Like those in `reductions`, the functions take a `Comm` and the arguments of one method of mpi4py,
+check them and return a `Call`. If the name ends in ``v`` or ``w``, each block has its own count and
+displacement.
 
 Invariant: r2ccl gets bytes, so the ranks of a call may describe the same elements with different
 datatypes, as MPI allows.
@@ -26,7 +27,7 @@ Run: TypeAlias = Callable[..., Any]
 
 
 def barrier(comm: Any) -> Call:
-    """Wait for all ranks, as mpi4py's Barrier."""
+    """Wait for all ranks, like mpi4py's Barrier."""
 
     def start(is_async: bool) -> Any:
         # The sum needs every rank, so it is complete only after all ranks have called.
@@ -38,7 +39,7 @@ def barrier(comm: Any) -> Call:
 
 
 def bcast(comm: Any, buf: Any, root: int = 0) -> Call:
-    """Send `buf` of rank `root` to all ranks, as mpi4py's Bcast."""
+    """Send `buf` of rank `root` to all ranks, like mpi4py's Bcast."""
     root = root_of(comm, root)
     is_root = comm.rank == root
     sent = message(buf, writable=not is_root)
@@ -53,7 +54,7 @@ def bcast(comm: Any, buf: Any, root: int = 0) -> Call:
 
 
 def gather(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
-    """Gather `sendbuf` of every rank in `recvbuf` of rank `root`, as mpi4py's Gather."""
+    """Gather `sendbuf` of every rank in `recvbuf` of rank `root`, like mpi4py's Gather."""
     root = root_of(comm, root)
     run = partial(comm.communicator.gather, root=root)
     if comm.rank != root:
@@ -62,7 +63,10 @@ def gather(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
 
 
 def gatherv(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
-    """Gather blocks of any size in `recvbuf` of rank `root`, as mpi4py's Gatherv."""
+    """Gather `sendbuf` of every rank in `recvbuf` of rank `root`; the sizes may differ.
+
+    Like mpi4py's Gatherv.
+    """
     root = root_of(comm, root)
     run = partial(comm.communicator.gatherv, root=root)
     if comm.rank != root:
@@ -73,20 +77,23 @@ def gatherv(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
 
 
 def allgather(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
-    """Gather `sendbuf` of every rank in `recvbuf` of every rank, as mpi4py's Allgather."""
+    """Gather `sendbuf` of every rank in `recvbuf` of every rank, like mpi4py's Allgather."""
     into = message(recvbuf, writable=True, nblocks=comm.size)
     return _gathering(comm, sendbuf, into, comm.communicator.allgather)
 
 
 def allgatherv(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
-    """Gather blocks of any size in `recvbuf` of every rank, as mpi4py's Allgatherv."""
+    """Gather `sendbuf` of every rank in `recvbuf` of every rank; the sizes may differ.
+
+    Like mpi4py's Allgatherv.
+    """
     into = vector(recvbuf, writable=True, nblocks=comm.size)
     run = partial(comm.communicator.allgatherv, counts=into.counts, displs=into.displs)
     return _gathering(comm, sendbuf, into, run)
 
 
 def scatter(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
-    """Send one block of `sendbuf` of rank `root` to every rank, as mpi4py's Scatter."""
+    """Send block r of `sendbuf` of rank `root` to rank r, like mpi4py's Scatter."""
     root = root_of(comm, root)
     run = partial(comm.communicator.scatter, root=root)
     if comm.rank != root:
@@ -95,7 +102,10 @@ def scatter(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
 
 
 def scatterv(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
-    """Send a block of any size from rank `root` to every rank, as mpi4py's Scatterv."""
+    """Send block r of `sendbuf` of rank `root` to rank r; the sizes may differ.
+
+    Like mpi4py's Scatterv.
+    """
     root = root_of(comm, root)
     run = partial(comm.communicator.scatterv, root=root)
     if comm.rank != root:
@@ -106,7 +116,10 @@ def scatterv(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
 
 
 def alltoall(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
-    """Send one block of `sendbuf` to every rank, as mpi4py's Alltoall."""
+    """Send block r of `sendbuf` to rank r, and receive block r of `recvbuf` from rank r.
+
+    Like mpi4py's Alltoall; the blocks have equal sizes.
+    """
     into = message(recvbuf, writable=True, nblocks=comm.size)
     sent = into
     if not is_in_place(sendbuf):
@@ -116,12 +129,18 @@ def alltoall(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
 
 
 def alltoallv(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
-    """Send one block of any size to every rank, as mpi4py's Alltoallv."""
+    """Send block r of `sendbuf` to rank r, and receive block r of `recvbuf` from rank r.
+
+    Like mpi4py's Alltoallv; the blocks may have any size.
+    """
     return _exchanging_blocks(comm, sendbuf, recvbuf, vector)
 
 
 def alltoallw(comm: Any, sendbuf: Any, recvbuf: Any) -> Call:
-    """Send one block of any size and datatype to every rank, as mpi4py's Alltoallw."""
+    """Send block r of `sendbuf` to rank r, and receive block r of `recvbuf` from rank r.
+
+    Like mpi4py's Alltoallw; the blocks may have any size and datatype.
+    """
     return _exchanging_blocks(comm, sendbuf, recvbuf, vector_of_datatypes)
 
 
@@ -206,7 +225,7 @@ def _exchange(
     into: BufferSpec | VectorSpec,
     run: Run,
 ) -> Call:
-    """Return a call that packs `sent`, sends `x`, receives `out` and unpacks it to `into`."""
+    """Return a call that packs `sent` into `packed`, sends `x`, and unpacks `out` to `into`."""
 
     def start(is_async: bool) -> Any:
         sent.pack(packed)

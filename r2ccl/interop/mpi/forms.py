@@ -1,6 +1,7 @@
-"""Methods of mpi4py made from functions that return a call.
+"""Methods of mpi4py, made from functions that return a `Call` or `MessageCall`.
 
-A call has a blocking, a nonblocking and a persistent method.
+Each function gives up to three methods: blocking, nonblocking and persistent, such as ``Bcast``,
+``Ibcast`` and ``Bcast_init``.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def sent(make: Make) -> tuple[Any, Any, Any]:
 
 
 def received(make: Make) -> tuple[Any, Any, Any]:
-    """Return the same three methods of a receive; the blocking method takes a status."""
+    """Return the three methods of a receive, as `sent`; the blocking one takes a status."""
     return blocking_with_status(make), nonblocking(make), persistent(make)
 
 
 def blocking(make: Make) -> Any:
-    """Return the method that runs a call and returns the object received, or None."""
+    """Return the method that runs the call and returns the Python object received, or None."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         with handled(self.mpi):
@@ -50,7 +51,7 @@ def blocking(make: Make) -> Any:
 
 
 def blocking_with_status(make: Make) -> Any:
-    """Return a method as `blocking` that also writes the outcome of the call to a status."""
+    """Return a method like `blocking`, which also writes the outcome to its `status` argument."""
     nplain = len(inspect.signature(make).parameters) - 1
 
     def method(self: Any, *args: Any, status: Any = None, **kwargs: Any) -> Any:
@@ -65,7 +66,7 @@ def blocking_with_status(make: Make) -> Any:
 
 
 def nonblocking(make: Make) -> Any:
-    """Return the method that starts a call, and returns its request."""
+    """Return the method that starts the call and returns its `MpiRequest`."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> MpiRequest:
         with handled(self.mpi):
@@ -75,9 +76,9 @@ def nonblocking(make: Make) -> Any:
 
 
 def persistent(make: Make, *more: inspect.Parameter) -> Any:
-    """Return the method that makes a persistent request of a call.
+    """Return the method that makes an `MpiPrequest`, which starts the call any number of times.
 
-    The method accepts the parameters `more` and ignores them.
+    The method also accepts the parameters `more`, and ignores them.
     """
     signature = _extended(make, *more)
 

@@ -1,7 +1,7 @@
-"""Messages of mpi4py with their arguments, as calls of a `Communicator`.
+"""Sends and receives of mpi4py, as calls of a `Communicator`.
 
-Each function takes the communicator of the interface and the arguments of one method of mpi4py,
-checks them and returns a `MessageCall`.
+Each function takes a `Comm` and the arguments of one method of mpi4py, checks them and returns a
+`MessageCall`.
 
 Invariant: r2ccl gets bytes, so sender and receiver may describe the same elements with different
 datatypes, as MPI allows.
@@ -29,13 +29,19 @@ NO_MESSAGE = Message(MPI.PROC_NULL, MPI.ANY_TAG, 0)
 
 
 class Delivery:
-    """Messages that a call has begun: one received, one sent, or both.
+    """Messages of a started call: one to receive, one to send, or both.
 
     Parameters
     ----------
     received, sent : MessageRequest or None
+        Requests of the receive and of the send; None: the call has none.
     found : Message or None
-        Message that is received already.
+        Message that is received already; None: none yet.
+
+    Attributes
+    ----------
+    is_cancelled : bool
+        True if `cancel` has withdrawn the receive.
     """
 
     def __init__(
@@ -47,11 +53,11 @@ class Delivery:
         self._found = found
 
     def is_done(self) -> bool:
-        """Return at once whether all messages are done or have failed."""
+        """Return at once whether the send and the receive have finished or failed."""
         return all(each is None or each.is_done() for each in (self.received, self.sent))
 
     def wait(self, timeout_s: float | None = None) -> Message | None:
-        """Wait for all messages; return the message received, or None.
+        """Wait for the send and the receive; return the message received, or None.
 
         Raises
         ------
@@ -77,7 +83,7 @@ class Delivery:
             raise MpiError(str(exc), MPI.ERR_TRUNCATE) from exc
 
     def cancel(self) -> None:
-        """Withdraw the receive if it has taken no message."""
+        """Withdraw the receive, unless a message has matched it; do nothing to a send."""
         if self.received is not None and self.received.cancel():
             self.received = None
             self.is_cancelled = True
@@ -91,14 +97,15 @@ class MessageCall(msgspec.Struct, frozen=True, eq=False):
     begin : callable
         Begins to send or receive, and returns a `Delivery`.
     finish : callable
-        ``finish(found)`` copies a received message to the caller's memory, or returns its object.
+        ``finish(found)`` copies the received message to the caller's memory, or returns its Python
+        object.
     """
 
     begin: Callable[[], Delivery]
     finish: Callable[[Message], Any] = lambda found: None
 
     def start(self, is_async: bool) -> Delivery:
-        """Begin to send or receive."""
+        """Begin to send or receive; `is_async` has no effect."""
         return self.begin()
 
     def run(self) -> CallOutcome:
@@ -106,18 +113,18 @@ class MessageCall(msgspec.Struct, frozen=True, eq=False):
         return self.wait(self.begin())
 
     def wait(self, work: Delivery, timeout_s: float | None = None) -> CallOutcome:
-        """Wait for `work`, which `start` returned, and finish the message."""
+        """Wait for `work`, which `start` returned, and call `finish` with the message received."""
         found = work.wait(timeout_s)
         if found is None or found is NO_MESSAGE:
             return _outcome(found, work)
         return _outcome(found, work)._replace(obj=self.finish(found))
 
     def look(self, work: Delivery) -> CallOutcome:
-        """Return the outcome of `work`, which is done, without finishing it."""
+        """Return the outcome of `work`, which is done, without calling `finish`."""
         return _outcome(work.wait(0), work)
 
     def cancel(self, work: Delivery) -> None:
-        """Withdraw the receive if it has taken no message; a send is never cancelled."""
+        """Withdraw the receive, unless a message has matched it; a send is never cancelled."""
         work.cancel()
 
     def drop(self, work: Delivery) -> None:
@@ -137,17 +144,17 @@ def _outcome(found: Message | None, work: Delivery) -> CallOutcome:
 
 
 def send(comm: Any, buf: Any, dest: int, tag: int = 0) -> MessageCall:
-    """Send `buf` to rank `dest`, as mpi4py's Send."""
+    """Send `buf` to rank `dest`, like mpi4py's Send."""
     return _sending_buffer(comm, buf, dest, tag)
 
 
 def ssend(comm: Any, buf: Any, dest: int, tag: int = 0) -> MessageCall:
-    """Send `buf` to rank `dest`; done once a receive has taken it, as mpi4py's Ssend."""
+    """Send `buf` to rank `dest`; done once a receive has taken it, like mpi4py's Ssend."""
     return _sending_buffer(comm, buf, dest, tag, is_synchronous=True)
 
 
 def bsend(comm: Any, buf: Any, dest: int, tag: int = 0) -> MessageCall:
-    """Send a copy of `buf` to rank `dest`; done at once, as mpi4py's Bsend."""
+    """Send a copy of `buf` to rank `dest`; the call is done at once, like mpi4py's Bsend."""
     if dest == MPI.PROC_NULL:
         return send(comm, buf, dest, tag)
     sent = message(buf, writable=False)
@@ -155,12 +162,12 @@ def bsend(comm: Any, buf: Any, dest: int, tag: int = 0) -> MessageCall:
 
 
 def rsend(comm: Any, buf: Any, dest: int, tag: int = 0) -> MessageCall:
-    """Send `buf` to rank `dest`, as mpi4py's Rsend; the receive need not be posted before."""
+    """Send `buf` to rank `dest`, like mpi4py's Rsend; the receive need not be posted yet."""
     return _sending_buffer(comm, buf, dest, tag)
 
 
 def recv(comm: Any, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MessageCall:
-    """Receive a message of rank `source` into `buf`, as mpi4py's Recv."""
+    """Receive a message from rank `source` into `buf`, like mpi4py's Recv."""
     if source == MPI.PROC_NULL:
         return from_nowhere(tag)
     into = message(buf, writable=True)
@@ -177,7 +184,7 @@ def sendrecv(
     source: int = MPI.ANY_SOURCE,
     recvtag: int = MPI.ANY_TAG,
 ) -> MessageCall:
-    """Send `sendbuf` and receive into `recvbuf` at the same time, as mpi4py's Sendrecv."""
+    """Send `sendbuf` and receive into `recvbuf` at the same time, like mpi4py's Sendrecv."""
     sent = send(comm, sendbuf, dest, sendtag)
     return _both(recv(comm, recvbuf, source, recvtag), sent)
 
@@ -190,14 +197,14 @@ def sendrecv_replace(
     source: int = MPI.ANY_SOURCE,
     recvtag: int = MPI.ANY_TAG,
 ) -> MessageCall:
-    """Send a copy of `buf` and receive into `buf` meanwhile, as mpi4py's Sendrecv_replace."""
+    """Send a copy of `buf` and receive into `buf`, like mpi4py's Sendrecv_replace."""
     given = message(buf, writable=True)
     copy = np.empty(given.block_nbytes, np.uint8)
     sent = sending(comm, copy, dest, sendtag, pack=lambda: given.pack(copy))
     return _both(recv(comm, buf, source, recvtag), sent)
 
 
-# Parts of these functions, and of those in `object_messages`
+# Helpers of the functions above and of those in `object_messages`
 
 
 def sending(
@@ -223,7 +230,7 @@ def sending(
 
 
 def buffered(comm: Any, sent: BufferSpec, dest: Any, tag: Any) -> MessageCall:
-    """Return the call that sends a copy of `sent`, and is done at once."""
+    """Return the call that sends a copy of `sent`, and is done as soon as it has started."""
     to, tag = peer_of(comm, "dest", dest), _tag_of(tag)
     run = comm.communicator.send
 
@@ -239,7 +246,7 @@ def buffered(comm: Any, sent: BufferSpec, dest: Any, tag: Any) -> MessageCall:
 def receiving(
     comm: Any, out: Any, source: Any, tag: Any, finish: Callable[[Message], Any]
 ) -> MessageCall:
-    """Return the call that receives into the bytes `out`, then calls ``finish(message)``."""
+    """Return the call that receives into the bytes `out`, and then calls ``finish(message)``."""
     wanted = wanted_of(comm, source, tag)
     run = comm.communicator.recv
 
@@ -257,7 +264,7 @@ def from_nowhere(tag: Any) -> MessageCall:
 
 
 def unpack_first(into: BufferSpec, out: Any, nbytes: int) -> None:
-    """Copy the first `nbytes` of `out` to the elements `into`; the other elements stay."""
+    """Copy the first `nbytes` of `out` to the elements of `into`; keep its other elements."""
     if nbytes < out.size and not into.is_contiguous:
         before = np.empty_like(out)
         into.pack(before)
@@ -266,7 +273,7 @@ def unpack_first(into: BufferSpec, out: Any, nbytes: int) -> None:
 
 
 def wanted_of(comm: Any, source: Any, tag: Any) -> tuple[int, int]:
-    """Return the source and the tag of a receive, with the wildcards of r2ccl."""
+    """Return source and tag of a receive, with MPI's wildcards replaced by those of r2ccl."""
     rank, number = peer_of(comm, "source", source), _tag_of(tag, is_any=True)
     return (
         ANY_SOURCE if rank == MPI.ANY_SOURCE else rank,
@@ -276,6 +283,8 @@ def wanted_of(comm: Any, source: Any, tag: Any) -> tuple[int, int]:
 
 def peer_of(comm: Any, name: str, value: Any) -> int:
     """Return `value` if it is a rank of `comm`, ``PROC_NULL`` or, as a source, ``ANY_SOURCE``.
+
+    `name` is "source" or "dest".
 
     Raises
     ------
@@ -319,7 +328,7 @@ def _both(received: MessageCall, sent: MessageCall) -> MessageCall:
     """Return the call that receives and sends at the same time."""
 
     def begin() -> Delivery:
-        work = received.begin()  # before the send, which a message may answer at once
+        work = received.begin()  # first, because the peer may answer the send at once
         work.sent = sent.begin().sent
         return work
 

@@ -1,6 +1,7 @@
-"""Messages of mpi4py that are Python objects, pickled as in `objects`.
+"""Sends and receives of Python objects, pickled as in `objects`.
 
-The functions are as in `messages`.
+Like those in `messages`, the functions take a `Comm` and the arguments of one method of mpi4py,
+check them and return a `MessageCall`; `sendrecv` runs the call and returns its outcome.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from r2ccl.interop.mpi.messages import (
 from r2ccl.interop.mpi.objects import pickled
 from r2ccl.interop.mpi.probes import claim, loaded
 
-#: Memory of an `irecv` without a buffer, in bytes; that of mpi4py.
+#: Memory of an `irecv` without a buffer, in bytes, as in mpi4py.
 _IRECV_NBYTES = 1 << 15
 
 
 def send(comm: Any, obj: Any, dest: int, tag: int = 0) -> MessageCall:
-    """Send an object to rank `dest`, as mpi4py's send."""
+    """Send an object to rank `dest`, like mpi4py's send."""
     return sending(comm, pickled(obj), dest, tag)
 
 
 def ssend(comm: Any, obj: Any, dest: int, tag: int = 0) -> MessageCall:
-    """Send an object to rank `dest`; done once a receive has taken it, as mpi4py's ssend."""
+    """Send an object to rank `dest`; done once a receive has taken it, like mpi4py's ssend."""
     return sending(comm, pickled(obj), dest, tag, is_synchronous=True)
 
 
 def bsend(comm: Any, obj: Any, dest: int, tag: int = 0) -> MessageCall:
-    """Send an object to rank `dest`; done at once, as mpi4py's bsend."""
+    """Send an object to rank `dest`; the call is done at once, like mpi4py's bsend."""
     if dest == MPI.PROC_NULL:
         return send(comm, obj, dest, tag)
     return buffered(comm, message(pickled(obj), writable=False), dest, tag)
@@ -48,9 +49,10 @@ def bsend(comm: Any, obj: Any, dest: int, tag: int = 0) -> MessageCall:
 def irecv(
     comm: Any, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG
 ) -> MessageCall:
-    """Begin to receive an object of rank `source`, as mpi4py's irecv.
+    """Begin to receive an object from rank `source`, like mpi4py's irecv.
 
-    `buf` is memory for the pickle, or the number of bytes of that memory; by default 32 KiB.
+    `buf` is the memory for the pickle, or its size in bytes; by default 32 KiB. A larger pickle
+    raises `MpiError` with ``ERR_TRUNCATE``.
     """
     if source == MPI.PROC_NULL:
         return from_nowhere(tag)
@@ -61,7 +63,10 @@ def irecv(
 def recv(
     comm: Any, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG
 ) -> MessageCall:
-    """Receive an object of rank `source`, of any size unless `buf` is given, as mpi4py's recv."""
+    """Receive an object from rank `source`, like mpi4py's recv.
+
+    It may have any size, unless `buf` gives the memory for the pickle, or its size in bytes.
+    """
     if buf is not None or source == MPI.PROC_NULL:
         return irecv(comm, buf, source, tag)
     call: MessageCall = claim(comm, source, tag, None, is_blocking=True).as_object()
@@ -77,7 +82,10 @@ def sendrecv(
     source: int = MPI.ANY_SOURCE,
     recvtag: int = MPI.ANY_TAG,
 ) -> CallOutcome:
-    """Send an object and receive one at the same time, as mpi4py's sendrecv."""
+    """Send an object and receive one at the same time, like mpi4py's sendrecv.
+
+    The `obj` of the result is the object received.
+    """
     wanted_of(comm, source, recvtag)
     call = send(comm, sendobj, dest, sendtag)
     sent = call.begin()

@@ -1,8 +1,8 @@
-"""Collectives of mpi4py on Python objects, which its own pickler ``MPI.pickle`` turns into bytes.
+"""Collectives of mpi4py on Python objects, which ``MPI.pickle`` of mpi4py converts to bytes.
 
 The bytes come only from ranks of the job, on connections that are authenticated with its secret.
-The functions take the communicator of the interface and the arguments of one method of mpi4py. A
-reduction combines the objects in rank order, on the ranks that get the result.
+The functions take a `Comm` and the arguments of one method of mpi4py. A reduction combines the
+objects in rank order, on the ranks that get the result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from r2ccl.interop.mpi.calls import root_of
 
 
 def bcast(comm: Any, obj: Any, root: int = 0) -> Any:
-    """Send the object of rank `root` to all ranks, and return it, as mpi4py's bcast."""
+    """Send the object of rank `root` to all ranks; return it, like mpi4py's bcast."""
     root = root_of(comm, root)
     is_root = comm.rank == root
     data = pickled(obj) if is_root else np.empty(0, np.uint8)
@@ -30,7 +30,7 @@ def bcast(comm: Any, obj: Any, root: int = 0) -> Any:
 
 
 def gather(comm: Any, sendobj: Any, root: int = 0) -> list[Any] | None:
-    """Return the objects of all ranks on rank `root`, None on the others, as mpi4py's gather."""
+    """Return the objects of all ranks on rank `root`, else None, like mpi4py's gather."""
     root = root_of(comm, root)
     data = pickled(sendobj)
     sizes = comm.communicator.gather(np.array([data.size]), root=root)
@@ -40,14 +40,14 @@ def gather(comm: Any, sendobj: Any, root: int = 0) -> list[Any] | None:
 
 
 def allgather(comm: Any, sendobj: Any) -> list[Any]:
-    """Return the objects of all ranks in rank order, as mpi4py's allgather."""
+    """Return the objects of all ranks in rank order, like mpi4py's allgather."""
     data = pickled(sendobj)
     counts = comm.communicator.allgather(np.array([data.size])).reshape(-1).tolist()
     return _loaded(comm.communicator.allgatherv(data, counts=counts), counts)
 
 
 def scatter(comm: Any, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
-    """Send one object of the sequence of rank `root` to each rank, as mpi4py's scatter."""
+    """Return object r of the sequence of rank `root` on rank r, like mpi4py's scatter."""
     root = root_of(comm, root)
     if comm.rank != root:
         size = comm.communicator.scatter(None, np.empty(1, int), root)
@@ -61,7 +61,7 @@ def scatter(comm: Any, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
 
 
 def alltoall(comm: Any, sendobj: Sequence[Any]) -> list[Any]:
-    """Send one object of the sequence to each rank; return those received, as alltoall."""
+    """Send object r of the sequence to rank r; return one per rank, like mpi4py's alltoall."""
     pickles = _pickles(comm, sendobj)
     counts = [each.size for each in pickles]
     theirs = comm.communicator.alltoall(np.array(counts), np.empty(comm.size, int)).tolist()
@@ -75,23 +75,23 @@ def alltoall(comm: Any, sendobj: Sequence[Any]) -> list[Any]:
 
 
 def reduce(comm: Any, sendobj: Any, op: Any = MPI.SUM, root: int = 0) -> Any:
-    """Reduce the objects of all ranks on rank `root`; return None on the others, as reduce."""
+    """Return the reduction of all objects on rank `root`, else None, like mpi4py's reduce."""
     objects = gather(comm, sendobj, root)
     return None if objects is None else fold(op, objects)
 
 
 def allreduce(comm: Any, sendobj: Any, op: Any = MPI.SUM) -> Any:
-    """Reduce the objects of all ranks, as mpi4py's allreduce."""
+    """Return the reduction of the objects of all ranks, like mpi4py's allreduce."""
     return fold(op, allgather(comm, sendobj))
 
 
 def scan(comm: Any, sendobj: Any, op: Any = MPI.SUM) -> Any:
-    """Reduce the objects of the ranks up to this one, as mpi4py's scan."""
+    """Return the reduction of the objects of ranks 0 to this one, like mpi4py's scan."""
     return fold(op, allgather(comm, sendobj)[: comm.rank + 1])
 
 
 def exscan(comm: Any, sendobj: Any, op: Any = MPI.SUM) -> Any:
-    """Reduce the objects of the ranks below this one; return None on rank 0, as exscan."""
+    """Return the reduction of all lower ranks' objects, like mpi4py's exscan; None on rank 0."""
     below = allgather(comm, sendobj)[: comm.rank]
     return fold(op, below) if below else None
 
@@ -102,7 +102,7 @@ def pickled(obj: Any) -> Any:
 
 
 def _pickles(comm: Any, objects: Sequence[Any] | None) -> list[Any]:
-    """Return the pickles of a sequence of one object for each rank."""
+    """Return the pickle of each object; raise ValueError unless there is one per rank."""
     found = [None] * comm.size if objects is None else list(objects)
     if len(found) != comm.size:
         raise ValueError(f"expecting {comm.size} items, got {len(found)}")

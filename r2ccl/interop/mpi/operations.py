@@ -1,8 +1,7 @@
 """Table of the operations and element types of MPI that r2ccl can reduce.
 
-The pairs of operation and datatype are those of the MPI standard. An operation or datatype that is
-not in the table is refused by its name, before any data moves. The error class is that of MPI for
-an operation that a datatype does not have: ``ERR_OP``.
+The allowed pairs of operation and datatype are those of the MPI standard. Other pairs raise an
+`MpiError` that names them, before any data moves. Its error class is ``ERR_OP``, as in MPI.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _KINDS = (
     ("FLOAT_INT DOUBLE_INT LONG_INT TWOINT", _LOCATION),
 )
 
-#: Types of the values in pairs of a value and an index.
+#: Types of the values in the datatypes that are pairs of a value and an index.
 _PAIRS = {"FLOAT_INT": np.float32, "DOUBLE_INT": np.float64, "LONG_INT": np.int_, "TWOINT": np.intc}
 
 
@@ -74,10 +73,10 @@ _OP_NAMES = {
 
 
 class MpiOp(MPI.Op):
-    """Operation with a function of the program, in place of ``MPI.Op``.
+    """User-defined operation, in place of ``MPI.Op``.
 
-    An operation that ``mpi4py.MPI.Op.Create`` made does not tell its function, so r2ccl can run
-    only those that `Create` of this class made.
+    r2ccl can run only operations that `Create` of this class made, because one that
+    ``mpi4py.MPI.Op.Create`` made does not give access to its function.
 
     Attributes
     ----------
@@ -89,16 +88,17 @@ class MpiOp(MPI.Op):
 
     @classmethod
     def Create(cls, function: Callable[..., Any], commute: bool = False) -> MpiOp:
-        """Return the operation with `function`.
+        """Return an operation that combines elements by `function`.
 
         Parameters
         ----------
         function : callable
-            A Python function with the parameters of mpi4py: the left operands, which are read-only,
-            the right operands, which it replaces by the results, and the datatype. The operands are
-            buffers of bytes.
+            A Python function with three parameters, as in mpi4py: the left operands (read-only),
+            the right operands, which the function replaces by the results, and the datatype. The
+            operands are buffers of bytes.
         commute : bool
-            If False, the data of the ranks is combined in rank order.
+            True if the function is commutative. If False, the data of the ranks is combined in rank
+            order.
 
         Raises
         ------
@@ -107,7 +107,7 @@ class MpiOp(MPI.Op):
 
         Notes
         -----
-        *Local*. All ranks of a call must pass operations with the same code.
+        *Local*. All ranks of a reduction must pass operations whose functions have the same code.
         """
         made = super().Create(function, commute)
         name = getattr(function, "__name__", "")
@@ -116,7 +116,7 @@ class MpiOp(MPI.Op):
 
 
 def _of_arrays(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """Return the function of two arrays that `user_op` needs."""
+    """Return `function` as a function of two arrays that returns the result, for `user_op`."""
 
     def combine(left: Any, right: Any) -> Any:
         result = right.copy()
@@ -147,8 +147,8 @@ def reduction(op: Any, datatype: Any) -> tuple[ReduceOp | UserOp, np.dtype[Any]]
     if datatype.handle not in _DATATYPES:
         raise MpiError(
             f"datatype {datatype.name or 'without a name'} in a reduction: allowed are the "
-            "integer, floating-point, complex, logical and pair datatypes of MPI with a dtype of "
-            "r2ccl, not derived ones; use comm.mpi for a reduction by MPI itself",
+            "predefined integer, floating-point, complex, logical and pair datatypes of MPI that "
+            "have a dtype in r2ccl; to let MPI itself reduce, call the method of comm.mpi",
             MPI.ERR_OP,
         )
     dtype, allowed = _DATATYPES[datatype.handle]
@@ -158,8 +158,8 @@ def reduction(op: Any, datatype: Any) -> tuple[ReduceOp | UserOp, np.dtype[Any]]
     if name not in allowed:
         raise MpiError(
             f"op {name} for datatype {datatype.name}: allowed are {', '.join(allowed)} and, for "
-            "numbers, those made by Op.Create of r2ccl's interface; use comm.mpi for a reduction "
-            "by MPI itself",
+            "numbers, operations made by r2ccl.interop.mpi.Op.Create; to let MPI itself reduce, "
+            "call the method of comm.mpi",
             MPI.ERR_OP,
         )
     return ReduceOp[name], dtype

@@ -1,7 +1,7 @@
-"""Messages that were looked at before they are received: probes, and receives of unknown size.
+"""Probes of mpi4py, which look at a message before it is received.
 
-A matched message (MPI's Mprobe) is received at once into memory of its own, so that no other
-receive takes it; `MpiMessage` copies it to the caller's memory.
+`MPI_Mprobe` reserves the message for its caller. r2ccl therefore receives the message at once, into
+new memory, and `MpiMessage` later copies it to the caller's memory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from r2ccl.interop.mpi.requests import MpiRequest
 
 
 def probe(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -> Message | None:
-    """Return the message that a receive would take, and write its status; None: none yet."""
+    """Return the message that a receive would take, and write it to `status`.
+
+    Returns None if there is no such message yet, unless `is_blocking`: then wait for one.
+    """
     wanted = wanted_of(comm, source, tag)
     if source == MPI.PROC_NULL:
         found: Message | None = NO_MESSAGE
     else:
         found = comm.communicator.probe(*wanted, is_blocking=is_blocking)
-        while found is None and is_blocking:  # another thread has received it
+        while found is None and is_blocking:  # another thread received it meanwhile
             found = comm.communicator.probe(*wanted)
     if found is not None:
         CallOutcome(found.source, found.tag, found.count).write(status)
@@ -40,7 +43,11 @@ def probe(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -
 
 
 def claim(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -> Any:
-    """Return the message that a receive would take as an `MpiMessage`; None: none yet."""
+    """Take the message that a receive would take, write it to `status`, and return it.
+
+    Returns an `MpiMessage`; for ``MPI.PROC_NULL``, mpi4py's ``MESSAGE_NO_PROC``. Returns None if
+    there is no such message yet, unless `is_blocking`: then wait for one.
+    """
     if source == MPI.PROC_NULL:
         probe(comm, source, tag, status, is_blocking=False)
         return MPI.Message(MPI.MESSAGE_NO_PROC)
@@ -60,15 +67,16 @@ def loaded(data: Any) -> Any:
 
 
 class MpiMessage:
-    """Message that `Comm.Mprobe` has matched, in place of ``MPI.Message``.
+    """Message that `Comm.Mprobe` returns, in place of ``MPI.Message``.
 
-    Once received, the message is false and equal to ``MPI.MESSAGE_NULL``.
+    Once one of its methods has received the message, it is false and equal to
+    ``MPI.MESSAGE_NULL``. The constructor takes the message, so that no other receive can.
 
     Parameters
     ----------
     comm : Comm
     found : Message
-        Message that no receive has taken yet, the first with its source and tag.
+        The first message with its source and tag that no receive has taken yet.
     """
 
     def __init__(self, comm: Any, found: Message) -> None:
@@ -94,24 +102,24 @@ class MpiMessage:
     probe, iprobe = Probe, Iprobe
 
     def Recv(self, buf: Any, status: Any = None) -> None:
-        """Receive the message into `buf`."""
+        """Copy the message into `buf`; raise `MpiError` (``ERR_TRUNCATE``) if it does not fit."""
         with handled(self._comm.mpi):
             self._into(buf).run().write(status)
 
     def Irecv(self, buf: Any) -> MpiRequest:
-        """Begin to receive the message into `buf`; return the request."""
+        """Begin to copy the message into `buf`; return the request."""
         with handled(self._comm.mpi):
             return MpiRequest(self._comm, self._into(buf))
 
     def recv(self, status: Any = None) -> Any:
-        """Receive and return the object of the message."""
+        """Return the Python object of the message."""
         with handled(self._comm.mpi):
             outcome = self.as_object().run()
         outcome.write(status)
         return outcome.obj
 
     def irecv(self) -> MpiRequest:
-        """Begin to receive the object of the message; return the request."""
+        """Return a request whose `MpiRequest.wait` returns the Python object of the message."""
         with handled(self._comm.mpi):
             return MpiRequest(self._comm, self.as_object())
 
@@ -134,8 +142,8 @@ class MpiMessage:
             if data.size > out.size:
                 raise MpiError(
                     f"rank {found.source} sent {data.size} bytes with tag {found.tag}, but the "
-                    f"buffer has {out.size}: the message is lost; let the buffer fit "
-                    "the status of the probe",
+                    f"buffer has {out.size}: the message is lost; pass a buffer of the "
+                    "size in the status of the probe",
                     MPI.ERR_TRUNCATE,
                 )
             out[: data.size] = data
@@ -144,7 +152,7 @@ class MpiMessage:
         return MessageCall(self._begin, finish)
 
     def as_object(self) -> MessageCall:
-        """Return the call that receives the object of the message."""
+        """Return the call that receives the Python object of the message."""
         data = self._data
         return MessageCall(self._begin, lambda found: loaded(data))
 

@@ -1,8 +1,7 @@
-"""Reductions of mpi4py with their arguments, as calls of a `Communicator`.
+"""Reductions of mpi4py, as calls of a `Communicator`.
 
-Each function takes the communicator of the interface and the arguments of one method of mpi4py,
-checks them and returns a `Call`. `Comm` makes the blocking, the nonblocking and the persistent
-method of mpi4py from it.
+Each function takes a `Comm` and the arguments of one method of mpi4py, checks them and returns a
+`Call`. `Comm` makes the blocking, the nonblocking and the persistent method of mpi4py from it.
 """
 
 from __future__ import annotations
@@ -21,22 +20,25 @@ from r2ccl.interop.mpi.vectors import sequence
 
 
 def allreduce(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call:
-    """Reduce `sendbuf` over all ranks into `recvbuf` on every rank, as mpi4py's Allreduce."""
+    """Reduce `sendbuf` over all ranks into `recvbuf` on every rank, like mpi4py's Allreduce."""
     return _elementwise(comm.communicator.allreduce, sendbuf, recvbuf, op)
 
 
 def scan(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call:
-    """Reduce `sendbuf` over the ranks up to this one into `recvbuf`, as mpi4py's Scan."""
+    """Reduce `sendbuf` of ranks 0 to this one into `recvbuf`, like mpi4py's Scan."""
     return _elementwise(comm.communicator.scan, sendbuf, recvbuf, op)
 
 
 def exscan(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call:
-    """Reduce `sendbuf` over the ranks below this one into `recvbuf`, as mpi4py's Exscan."""
+    """Reduce `sendbuf` of all lower ranks into `recvbuf`, like mpi4py's Exscan.
+
+    On rank 0, `recvbuf` is not modified.
+    """
     return _elementwise(comm.communicator.exscan, sendbuf, recvbuf, op)
 
 
 def reduce(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int = 0) -> Call:
-    """Reduce `sendbuf` over all ranks into `recvbuf` on rank `root`, as mpi4py's Reduce."""
+    """Reduce `sendbuf` over all ranks into `recvbuf` on rank `root`, like mpi4py's Reduce."""
     root = root_of(comm, root)
     run = partial(comm.communicator.reduce, root=root)
     if comm.rank == root:
@@ -48,7 +50,10 @@ def reduce(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int =
 
 
 def reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call:
-    """Reduce `sendbuf`; each rank gets one block of the result, as Reduce_scatter_block."""
+    """Reduce `sendbuf` over all ranks; rank r receives block r of the result in `recvbuf`.
+
+    Like mpi4py's Reduce_scatter_block.
+    """
     run = comm.communicator.reduce_scatter
     if is_in_place(sendbuf):
         received = message(recvbuf, writable=True, nblocks=comm.size)
@@ -63,9 +68,10 @@ def reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SU
 def reduce_scatter(
     comm: Any, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Any = MPI.SUM
 ) -> Call:
-    """Reduce `sendbuf`; each rank gets ``recvcounts[rank]`` elements, as mpi4py's Reduce_scatter.
+    """Reduce `sendbuf` over all ranks; rank r receives block r of the result in `recvbuf`.
 
-    Without `recvcounts`, the ranks exchange the counts of their `recvbuf` first.
+    Like mpi4py's Reduce_scatter. Block r has ``recvcounts[r]`` elements. Without `recvcounts`, the
+    ranks first exchange the counts of their `recvbuf`.
     """
     received = message(recvbuf, writable=True)
     in_place = is_in_place(sendbuf)
@@ -110,7 +116,7 @@ def _at_start(run: Callable[..., Any], received: BufferSpec, count: int, op: Any
 
 
 def _input(sendbuf: Any, received: BufferSpec, nblocks: int = 1) -> BufferSpec:
-    """Read the input of a reduction, which must have the datatype and block of `received`."""
+    """Read the input of a reduction; it must match the datatype and count of `received`."""
     sent = message(sendbuf, writable=False, nblocks=nblocks)
     _require_same_datatype(sent, received)
     _require_equal("send count", sent.count, "receive count", received.count)

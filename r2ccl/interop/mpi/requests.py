@@ -1,10 +1,12 @@
 """Requests of nonblocking and persistent calls, with the methods of mpi4py's requests.
 
-The methods for several requests accept those of mpi4py in the same list, because a program may wait
-for a call of r2ccl and one of a window or a file together.
+The methods that take a list of requests also accept requests of mpi4py in it, because a program may
+wait together for a call of r2ccl and for a call of MPI on a window or a file.
 
-Invariant: a request is *active* from its start until a method has reported its end; only then is
-the result in the memory of the caller.
+A request is *active* from the start of its call until a method has reported that the call has
+finished.
+
+Invariant: the result is in the memory of the caller when a request is no longer active.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from r2ccl.interop.mpi.calls import EMPTY, Call, CallOutcome
 from r2ccl.interop.mpi.errors import MpiError, handled
 from r2ccl.interop.mpi.messages import MessageCall
 
-#: Pause between two looks at several requests. A thread of r2ccl moves the data meanwhile.
+#: Pause between two polls of a list of requests. A thread of r2ccl moves the data meanwhile.
 _PAUSE_S = 50e-6
 
 
 class MpiRequest:
     """Handle of a nonblocking collective or message, in place of ``MPI.Request``.
 
-    Once its end was reported, the request is false and equal to ``MPI.REQUEST_NULL``.
+    Once a method has reported that the call has finished, the request is false and equal to
+    ``MPI.REQUEST_NULL``. Methods that report it raise `MpiError` if the call failed.
 
     Parameters
     ----------
@@ -42,7 +45,7 @@ class MpiRequest:
 
     @property
     def is_active(self) -> bool:
-        """True if the call was started and no method has reported its end."""
+        """True if the call was started and no method has reported that it has finished."""
         return self._work is not None
 
     def __bool__(self) -> bool:
@@ -61,7 +64,7 @@ class MpiRequest:
         return True
 
     def Test(self, status: Any = None) -> bool:
-        """Return at once whether the call has finished; its result is then complete."""
+        """Return at once whether the call has finished; if True, its result is complete."""
         outcome = self._tested()
         if outcome is None:
             return False
@@ -69,13 +72,13 @@ class MpiRequest:
         return True
 
     def wait(self, status: Any = None) -> Any:
-        """Wait as `Wait`; return the Python object received, or None."""
+        """Wait until the call has finished; return the Python object received, or None."""
         outcome = self._waited()
         outcome.write(status)
         return outcome.obj
 
     def test(self, status: Any = None) -> tuple[bool, Any]:
-        """Test as `Test`; return the flag and the Python object received, or None."""
+        """Return at once whether the call has finished, and the object received, or None."""
         outcome = self._tested()
         if outcome is None:
             return False, None
@@ -95,7 +98,7 @@ class MpiRequest:
         return True
 
     def Cancel(self) -> None:
-        """Cancel a receive that has taken no message; a message sent is not cancelled.
+        """Cancel a receive that no message has matched; do nothing to other receives and sends.
 
         Raises
         ------
@@ -110,7 +113,7 @@ class MpiRequest:
             self._call.cancel(self._work)
 
     def Free(self) -> None:
-        """Free an inactive request, or the request of a send, which continues.
+        """Free the request, which is inactive or that of a send; the send continues.
 
         Raises
         ------
@@ -133,17 +136,14 @@ class MpiRequest:
 
     @classmethod
     def Get_status_any(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool]:
-        """Return the index of a request that has finished, and whether there is one.
-
-        As `Testany`, without completing it.
-        """
+        """Return the index and the flag of `Testany`, without completing the request."""
         return _first(requests, lambda request: request.Get_status(status))
 
     @classmethod
     def Get_status_some(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> list[int] | None:
-        """Return the indices of the requests that have finished, without completing them.
+        """Return the indices of the active requests that have finished, without completing them.
 
         Returns None if no request is active.
         """
@@ -193,17 +193,17 @@ class MpiRequest:
 
     @classmethod
     def Testall(cls, requests: Sequence[Any], statuses: list[Any] | None = None) -> bool:
-        """Return at once whether all requests have finished; completes all of them or none."""
+        """Return at once whether all requests have finished; if so, complete all of them."""
         if not all(request.Get_status() for request in _checked(requests)):
             return False
         return cls.Waitall(requests, statuses)
 
     @classmethod
     def Testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool]:
-        """Complete one request that has finished; return its index and whether there is one.
+        """Complete one request that has finished; return its index and True.
 
-        If no request has finished, the index is MPI.UNDEFINED. The flag is also True if no request
-        is active.
+        If no active request has finished, return MPI.UNDEFINED and False. If no request is active,
+        return MPI.UNDEFINED and True.
         """
         return _first(requests, lambda request: request.Test(status))
 
@@ -238,14 +238,14 @@ class MpiRequest:
     def testall(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[bool, list[Any] | None]:
-        """Return at once whether all requests have finished and, if so, the objects received."""
+        """Return True and the objects received if all requests have finished, else False, None."""
         if not all(request.Get_status() for request in _checked(requests)):
             return False, None
         return True, cls.waitall(requests, statuses)
 
     @classmethod
     def testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool, Any]:
-        """Complete one request as `Testany`; return index, flag and the object received."""
+        """Complete one request like `Testany`; return its index, flag and object received."""
         active = _active(requests)
         for index in active:
             is_over, found = requests[index].test(status)
@@ -257,7 +257,7 @@ class MpiRequest:
     def waitsome(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
-        """Wait until at least one request has finished; return indices and objects received.
+        """Wait until at least one request has finished; return the indices and objects of those.
 
         Returns None and None if no request is active.
         """
@@ -298,7 +298,7 @@ class MpiRequest:
 
 
 class MpiPrequest(MpiRequest):
-    """Handle of a persistent call, which `Start` runs again; in place of ``MPI.Prequest``."""
+    """Handle of a persistent call, for any number of starts; in place of ``MPI.Prequest``."""
 
     def __init__(self, comm: Any, call: Call | MessageCall) -> None:
         self._comm = comm
@@ -309,7 +309,7 @@ class MpiPrequest(MpiRequest):
         return self._call is not None
 
     def Start(self) -> None:
-        """Run the call once more, with what the buffers hold now.
+        """Start the call, with the current contents of its buffers.
 
         Raises
         ------
@@ -323,7 +323,7 @@ class MpiPrequest(MpiRequest):
             self._work = self._call.start(True)
 
     def Free(self) -> None:
-        """Free the request as `MpiRequest.Free`; it cannot be started again."""
+        """Free the request like `MpiRequest.Free`; it cannot be started again."""
         super().Free()
         self._call = None
 
@@ -355,7 +355,7 @@ def _active(requests: Sequence[Any]) -> list[int]:
 def _first(requests: Sequence[Any], is_done: Callable[[Any], bool]) -> tuple[int, bool]:
     """Return the index of the first active request that is done, and True.
 
-    Returns MPI.UNDEFINED if there is none, and as the flag whether no request is active.
+    If none is done, return MPI.UNDEFINED, and True only if no request is active.
     """
     active = _active(requests)
     found = next((index for index in active if is_done(requests[index])), MPI.UNDEFINED)

@@ -36,8 +36,9 @@ class VectorSpec(msgspec.Struct, frozen=True, eq=False):
     memory : ndarray of uint8, shape (nbytes,)
         Memory of the caller. Read-only if the caller's array is.
     blocks : tuple of BufferSpec
+        Elements of each rank's block, in rank order.
     offsets : tuple of int
-        First byte of each block in `memory`.
+        Offset of each block in `memory`, in bytes.
     """
 
     memory: Array
@@ -56,7 +57,7 @@ class VectorSpec(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def displs(self) -> list[int]:
-        """First byte of each block in the bytes that `data` returns."""
+        """Offset of each block, in bytes, in the array that `data` returns."""
         if self.is_contiguous:
             return list(self.offsets)
         return list(accumulate(self.counts, initial=0))[:-1]
@@ -64,7 +65,8 @@ class VectorSpec(msgspec.Struct, frozen=True, eq=False):
     def data(self, *, writable: bool) -> Array:
         """Return bytes for a call of r2ccl: the caller's memory if possible, otherwise new memory.
 
-        See `BufferSpec.data`. The blocks are at `displs`.
+        New memory holds the elements only after `pack`. The blocks start at `displs`. `writable` is
+        True if r2ccl needs memory that it can write to.
         """
         if not self.is_contiguous:
             return np.empty(sum(self.counts), np.uint8)
@@ -87,7 +89,7 @@ class VectorSpec(msgspec.Struct, frozen=True, eq=False):
 
 
 def vector(spec: Any, *, writable: bool, nblocks: int) -> VectorSpec:
-    """Read a specification of `nblocks` blocks; the errors are those of `buffers.message`."""
+    """Return the `VectorSpec` of a specification; the errors are those of `buffers.message`."""
     owner, counts, displs, datatype = parts_of(spec, (tuple,))
     memory = memory_of(owner, writable=writable)
     datatype = datatype_of(owner, datatype)
@@ -105,11 +107,11 @@ def vector(spec: Any, *, writable: bool, nblocks: int) -> VectorSpec:
 
 
 def vector_of_datatypes(spec: Any, *, writable: bool, nblocks: int) -> VectorSpec:
-    """Read a specification of mpi4py's Alltoallw: ``[array, (counts, displacements), datatypes]``.
+    """Return the `VectorSpec` of a specification of mpi4py's Alltoallw.
 
-    Also ``[array, counts, displacements, datatypes]`` or, with a count of 1 and no displacement for
-    all blocks, ``[array, datatypes]``. Displacements are in bytes. The errors are those of
-    `buffers.message`.
+    Its form is ``[array, (counts, displacements), datatypes]``, ``[array, counts, displacements,
+    datatypes]``, or ``[array, datatypes]`` for counts of 1 and displacements of 0. Displacements
+    are in bytes. The errors are those of `buffers.message`.
     """
     counts: Any = [1] * nblocks
     displs: Any = [0] * nblocks
@@ -151,7 +153,7 @@ def _made(
 
 
 def _per_block(values: Any, nblocks: int, of_one: Any) -> list[int]:
-    """Return a number for each block, from a sequence or from one number for all."""
+    """Return a number for each block: those of a sequence, or ``of_one(values, rank)``."""
     if isinstance(values, Sequence | np.ndarray) or hasattr(values, "__iter__"):
         return sequence(values, nblocks)
     one = operator.index(values)

@@ -6,13 +6,13 @@ A program changes one line, and imports this package::
 
     torch.distributed.init_process_group("r2ccl")
 
-The import registers the backend. The process group of the job meets the other ranks through torch's
-store and connects the rails; all other groups share its connections. docs/torch.md lists what is
+The import registers the backend. In the process group of all ranks, the ranks meet through torch's
+store and connect the rails; all other groups share these connections. docs/torch.md lists what is
 supported and what differs from gloo.
 
 Modules, in the order a call passes through them: ``process_group`` has the methods that torch
-calls; ``call_queue`` runs the calls of a group in order; ``collectives`` translates them to those
-of `Communicator`; ``tensors`` views tensors as arrays; ``works`` has the handles that torch
+calls; ``call_queue`` runs the calls of a group in order; ``collectives`` translates them to calls
+of a `Communicator`; ``tensors`` views tensors as arrays; ``works`` has the handles that torch
 waits for. ``rendezvous`` makes the communicators.
 """
 
@@ -28,8 +28,8 @@ def _create(options: object, backend_options: object) -> R2cclProcessGroup:
     """Make a process group; called by ``init_process_group`` and ``new_group``."""
     if backend_options is not None:
         raise TypeError(
-            f"pg_options={backend_options!r}: r2ccl takes its settings from the environment, see "
-            "docs/tuning.md"
+            f"pg_options={backend_options!r}: the r2ccl backend has no options; leave pg_options "
+            "out, and set R2CC_* environment variables instead (docs/tuning.md)"
         )
     return R2cclProcessGroup.connect(options)
 

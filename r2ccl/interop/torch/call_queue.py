@@ -1,9 +1,9 @@
 """`CallQueue`: runs the collectives of one process group one at a time, in the order of the calls.
 
-A blocking call runs in the caller's thread if no other call is queued. All others run in threads of
-the queue. Completing a future runs the callbacks of the program, which may wait for a later call of
-the same group (PowerSGD does). So a thread that completes a future first leaves the queue to
-another thread.
+A blocking call runs in the caller's thread if no other call is queued or running. All others run in
+threads of the queue. Completing a future runs the callbacks of the program, which may wait for a
+later call of the same group (PowerSGD does). A thread therefore lets another thread run the queue
+before it completes a future.
 
 Invariant: at most one thread runs a call, and every call that was added ends exactly once.
 """
@@ -18,21 +18,21 @@ from typing import Any
 
 import torch
 
-#: Longest wait for the threads at the end.
+#: Longest wait of `CallQueue.close` for the threads, in seconds.
 _JOIN_S = 1.0
 #: Protects the future of every call; held for less than a microsecond.
 _LOCK = threading.Lock()
 
 
 class QueuedCall:
-    """Function that a `CallQueue` runs once, and its outcome.
+    """Function that a `CallQueue` runs once, with its outcome.
 
     Parameters
     ----------
     fn : callable
         Runs the collective; blocks until it has finished.
     result : list of Tensor
-        Tensors that hold the result.
+        Tensors that hold the result; the value of the future.
     """
 
     __slots__ = ("_ended", "_fn", "_future", "error", "result")
@@ -62,7 +62,7 @@ class QueuedCall:
         return True
 
     def run(self) -> None:
-        """Run the function and keep its exception."""
+        """Run the function; if it raises an exception, store the exception in `error`."""
         assert self._fn is not None
         try:
             self._fn()
@@ -71,16 +71,17 @@ class QueuedCall:
         self._fn = None
 
     def end(self) -> Any:
-        """Wake those that wait; return the future that the caller must complete, or None."""
+        """Mark the call as ended; return the future that the caller must complete, or None."""
         with _LOCK:
             self._ended.release()
             return None if self._future is None else self._future[0]
 
     def future(self) -> Any:
-        """Return the future of the call, whose value is the result.
+        """Return the future of the call: its value is `result`, or it raises `error`.
 
-        ``Future.set_exception`` looks like success to C++ code that waits, such as DDP's reducer.
-        An exception in a callback does not, so the future is that of a callback.
+        C++ code that waits for a future, such as DDP's reducer, takes ``Future.set_exception`` for
+        success, but recognizes an exception that a callback raised. The future is therefore one
+        that ``then`` returned.
         """
         with _LOCK:
             if self._future is None:
@@ -106,7 +107,7 @@ class CallQueue:
     Parameters
     ----------
     name : str
-        Name of the threads.
+        Name of the threads of the queue, for debuggers.
     """
 
     def __init__(self, name: str) -> None:
@@ -115,14 +116,14 @@ class CallQueue:
         self._changed = threading.Condition()
         self._is_running = False
         self._is_closed = False
-        #: True if a thread other than idle ones may wait for the end of a call.
+        #: True if a thread may wait in `drain` or `close` for the end of a call.
         self._is_watched = False
-        #: Number of threads that wait for a call.
+        #: Number of threads of the queue that wait for a call to run.
         self._nidle = 0
         self._threads: list[threading.Thread] = []
 
     def run(self, call: QueuedCall) -> None:
-        """Run `call` after all earlier ones; return when it has ended."""
+        """Run `call` after all earlier calls; return when it has ended or failed."""
         with self._changed:
             is_free = not self._calls and not self._is_running
             if is_free:
@@ -138,7 +139,7 @@ class CallQueue:
             call.wait()
 
     def add(self, call: QueuedCall) -> None:
-        """Run `call` after all earlier ones, in a thread of the queue."""
+        """Let a thread of the queue run `call` after all earlier calls; return at once."""
         with self._changed:
             self._calls.append(call)
             if not self._is_running:
@@ -153,9 +154,10 @@ class CallQueue:
             )
 
     def close(self) -> None:
-        """End the threads after the calls that were added; wait for them up to a second.
+        """End the threads once all added calls have run; wait for them up to a second.
 
-        A thread that still runs when the interpreter ends can make the process crash.
+        The wait matters because a thread that still runs when the interpreter ends can make the
+        process crash.
         """
         with self._changed:
             self._is_closed = self._is_watched = True
@@ -167,7 +169,7 @@ class CallQueue:
                 thread.join(max(0, give_up_s - monotonic()))
 
     def _wake(self) -> None:
-        """Let a thread run the first call; the caller holds the condition."""
+        """Let a thread run the first queued call; the caller holds `_changed`."""
         if self._nidle:
             self._changed.notify_all()
         else:
@@ -176,7 +178,7 @@ class CallQueue:
             thread.start()
 
     def _leave(self) -> None:
-        """Let another thread run the next call, if there is one."""
+        """End the call of this thread, and let another thread run the next one, if any."""
         with self._changed:
             self._is_running = False
             if self._calls:

@@ -1,11 +1,11 @@
 """Collectives of torch.distributed as calls of a `Communicator`.
 
-Each function takes the communicator, the arguments of the method of ``ProcessGroup`` with its name,
-and its options; it blocks until the result is in the tensors. Where torch's shorter forms pass a
-tensor, the longer ones pass a list with that tensor; the functions take both.
+Each function takes the communicator, and the arguments and options of the ``ProcessGroup`` method
+of the same name. It blocks until the result is in the tensors. Some callers in torch pass a tensor
+where others pass a list of one tensor; the functions accept both.
 
-The functions raise `InvalidArgument` if tensors do not fit each other or cannot be viewed as
-arrays, and the errors of the communicator's call.
+The functions raise `InvalidArgument` if the sizes or dtypes of the tensors do not fit each other or
+a tensor cannot be viewed as an array, and the errors of the communicator's call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _OPERATIONS = {
     _KINDS.BOR: ReduceOp.BOR,
     _KINDS.BXOR: ReduceOp.BXOR,
 }
-#: A sum of bools is true if any of them is, as with NCCL. gloo adds the bytes, with the same truth.
+#: A sum of bools is true if any of them is, as with NCCL. gloo adds the bytes; the sum is true in
+#: the same cases.
 _ON_BOOL = {_KINDS.SUM: ReduceOp.LOR, _KINDS.PRODUCT: ReduceOp.LAND}
 
 
@@ -57,7 +58,7 @@ def operation(op: Any, tensor: Tensor) -> Any:
 
 
 def allreduce(comm: Communicator, tensors: Any, opts: Any) -> None:
-    """Reduce each of `tensors` in place; several run as a group."""
+    """Reduce each of `tensors` over all ranks, in place; several run as one group."""
     tensors = tensors_of(tensors)
     if len(tensors) == 1:
         if tensors[0].is_sparse:
@@ -76,7 +77,7 @@ def allreduce(comm: Communicator, tensors: Any, opts: Any) -> None:
 
 
 def _allreduce_sparse(comm: Communicator, tensor: Tensor, opts: Any) -> None:
-    """Sum sparse tensors: gather the indices and values of all ranks, and coalesce them."""
+    """Sum a sparse tensor over all ranks: gather all indices and values, and coalesce them."""
     if opts.reduceOp.op != _KINDS.SUM:
         raise InvalidArgument(f"{opts.reduceOp.op} on a sparse tensor: allowed is SUM")
     mine = tensor.detach().coalesce()
@@ -95,7 +96,7 @@ def _allreduce_sparse(comm: Communicator, tensor: Tensor, opts: Any) -> None:
 
 
 def broadcast(comm: Communicator, tensors: Any, opts: Any) -> None:
-    """Send the tensor of the root to all ranks."""
+    """Send the tensor of the root to the tensor of every rank."""
     tensor = one(tensors)
     copy = in_order(tensor)
     comm.broadcast(array_of(copy), root=opts.rootRank)
@@ -104,7 +105,7 @@ def broadcast(comm: Communicator, tensors: Any, opts: Any) -> None:
 
 
 def reduce(comm: Communicator, tensors: Any, opts: Any) -> None:
-    """Reduce the tensors of all ranks into that of the root."""
+    """Reduce the tensors of all ranks into the tensor of the root."""
     tensor = one(tensors)
     copy = in_order(tensor)
     comm.reduce(array_of(copy), op=operation(opts.reduceOp, copy), root=opts.rootRank)
@@ -113,7 +114,7 @@ def reduce(comm: Communicator, tensors: Any, opts: Any) -> None:
 
 
 def allgather(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
-    """Gather the tensor of every rank into the list on every rank; sizes may differ."""
+    """Gather the tensor of rank r into ``outputs[r]`` on every rank; sizes may differ."""
     tensor, parts = one(inputs), _list(outputs)
     _require_parts("output", parts, comm.nranks)
     _require_alike("output", parts[comm.rank], tensor)
@@ -124,14 +125,14 @@ def allgather(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
 
 
 def all_gather_single(comm: Communicator, output: Tensor, tensor: Tensor, opts: Any) -> None:
-    """Gather the tensor of every rank into one tensor on every rank."""
+    """Gather the tensor of every rank, in rank order, into `output` on every rank."""
     all_gather_single_coalesced(comm, [output], [tensor], opts)
 
 
 def all_gather_single_coalesced(
     comm: Communicator, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any
 ) -> None:
-    """Gather several tensors, each into one tensor."""
+    """Gather ``tensors[i]`` of every rank, in rank order, into ``outputs[i]``."""
     with _outputs_in_order(comm, outputs) as copies:
         for output, copy, tensor in zip(outputs, copies, tensors, strict=True):
             _require_times("output", output, comm.nranks, tensor)
@@ -142,14 +143,14 @@ def all_gather_single_coalesced(
 def allgather_coalesced(
     comm: Communicator, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any
 ) -> None:
-    """Gather several tensors; ``outputs[rank]`` are those of a rank."""
+    """Gather the tensors of every rank; those of rank r are written to ``outputs[r]``."""
     _require_parts("output", outputs, comm.nranks)
     for i, tensor in enumerate(tensors):
         allgather(comm, [[each[i] for each in outputs]], [tensor], opts)
 
 
 def reduce_scatter(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
-    """Reduce lists of tensors; each rank receives one tensor of the result."""
+    """Reduce the list `inputs` over all ranks; `outputs` of rank r receives tensor r."""
     output, parts = one(outputs), _list(inputs)
     _require_parts("input", parts, comm.nranks)
     _require_alike("input", parts[comm.rank], output)
@@ -160,14 +161,14 @@ def reduce_scatter(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> 
 
 
 def reduce_scatter_single(comm: Communicator, output: Tensor, tensor: Tensor, opts: Any) -> None:
-    """Reduce a tensor; each rank receives one part of the result."""
+    """Reduce `tensor` over all ranks; rank r receives part r of the result in `output`."""
     reduce_scatter_single_coalesced(comm, [output], [tensor], opts)
 
 
 def reduce_scatter_single_coalesced(
     comm: Communicator, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any
 ) -> None:
-    """Reduce several tensors; each rank receives one part of each."""
+    """Reduce each of `tensors` over all ranks; rank r receives part r of each in `outputs`."""
     with _outputs_in_order(comm, outputs) as copies:
         for output, copy, tensor in zip(outputs, copies, tensors, strict=True):
             _require_times("input", tensor, comm.nranks, output)
@@ -176,7 +177,7 @@ def reduce_scatter_single_coalesced(
 
 
 def gather(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
-    """Gather the tensor of every rank into the list of the root."""
+    """Gather the tensor of rank r into ``outputs[r]`` of the root."""
     tensor, parts = one(inputs), _list(outputs)
     source = in_order(tensor)
     if comm.rank != opts.rootRank:
@@ -192,7 +193,7 @@ def gather(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
 
 
 def scatter(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
-    """Send each tensor in the list of the root to one rank."""
+    """Send ``inputs[r]`` of the root to the output tensor of rank r."""
     output, parts = one(outputs), _list(inputs)
     copy, source = _ordered_output(output), None
     if comm.rank == opts.rootRank:
@@ -207,7 +208,7 @@ def scatter(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
 def alltoall(
     comm: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
 ) -> None:
-    """Send one tensor to every rank, and receive one from every rank."""
+    """Send ``inputs[r]`` to rank r, and receive ``outputs[r]`` from rank r."""
     _require_parts("input", inputs, comm.nranks)
     _require_parts("output", outputs, comm.nranks)
     source, target = joined(inputs, is_read=True), joined(outputs, is_read=False)
@@ -228,7 +229,10 @@ def all_to_all_single(
     input_splits: Sequence[int],
     opts: Any,
 ) -> None:
-    """Send some rows to every rank, and receive some from every rank; by default equally many."""
+    """Send rows of `tensor` to every rank, and receive rows from every rank into `output`.
+
+    The splits are the numbers of rows per rank, in rank order; if empty, equal numbers of rows.
+    """
     source, target = in_order(tensor), _ordered_output(output)
     comm.alltoallv(
         array_of(apart(source, target, 0)),
@@ -240,12 +244,12 @@ def all_to_all_single(
 
 
 def barrier(comm: Communicator, opts: Any) -> None:
-    """Wait until all ranks have called it."""
+    """Wait until all ranks have called `barrier`."""
     comm.barrier()
 
 
 def _list(lists: Any) -> list[Tensor]:
-    """Return the tensors of a list, or of a list that contains one list."""
+    """Return the tensors of a list of tensors, or of a list that contains one such list."""
     if len(lists) == 1 and not isinstance(lists[0], torch.Tensor):
         return list(lists[0])
     return list(lists)
@@ -253,9 +257,9 @@ def _list(lists: Any) -> list[Tensor]:
 
 @contextmanager
 def _outputs_in_order(comm: Communicator, outputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group the calls of the context, one per output; copy their results into `outputs` at its end.
+    """Yield contiguous memory for the results; at the end of the block, copy it to `outputs`.
 
-    The value of the context is the memory for the results.
+    If there are several outputs, the calls in the block run as a group.
     """
     copies = [_ordered_output(output) for output in outputs]
     with comm.group() if len(copies) > 1 else nullcontext():
@@ -265,7 +269,7 @@ def _outputs_in_order(comm: Communicator, outputs: Sequence[Tensor]) -> Iterator
 
 
 def _ordered_output(output: Tensor) -> Tensor:
-    """Return `output` if it is in order, otherwise new memory for it."""
+    """Return `output` if it is contiguous, otherwise a new contiguous tensor like it."""
     if output.is_contiguous():
         return output
     return torch.empty_like(output, memory_format=torch.contiguous_format)
@@ -276,7 +280,7 @@ def _counts(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _split(name: str, tensor: Tensor, splits: Sequence[int], nranks: int) -> list[int]:
-    """Return the number of elements of each rank's rows."""
+    """Return the number of elements of each rank's rows; without `splits`, equal numbers."""
     nrows = tensor.shape[0] if tensor.dim() else 0
     if not splits:
         if nrows % nranks:
@@ -312,8 +316,9 @@ def _require_alike(name: str, part: Tensor, tensor: Tensor) -> None:
 def _require_times(name: str, whole: Tensor, nranks: int, part: Tensor) -> None:
     if whole.numel() != nranks * part.numel() or whole.dtype != part.dtype:
         raise InvalidArgument(
-            f"the {name} has {whole.numel()} elements of {whole.dtype}: give {nranks} times "
-            f"{part.numel()} elements of {part.dtype}"
+            f"the {name} has {whole.numel()} elements of {whole.dtype}: pass "
+            f"{nranks * part.numel()} elements of {part.dtype}, {part.numel()} for each of the "
+            f"{nranks} ranks"
         )
 
 

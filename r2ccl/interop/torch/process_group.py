@@ -1,6 +1,7 @@
-"""`R2cclProcessGroup`: the methods that torch.distributed calls, as a table.
+"""`R2cclProcessGroup`: the methods that torch.distributed calls.
 
-torch calls them in two forms: with an object of options, and with its fields as arguments.
+torch calls a collective in two forms: with an object of options as the last argument, or with the
+fields of that object as arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _log = logging.getLogger("r2ccl.torch")
 #: Tags of `monitored_barrier`; torch's own tags have 32 bits.
 _BARRIER_TAG = 1 << 40
 
-#: Fields of torch's options whose arguments have another name.
+#: Field of torch's options for each argument that has another name.
 _FIELDS = {"root": "rootRank", "op": "reduceOp"}
 
 _connections = TorchConnections()
@@ -43,11 +44,11 @@ def _method(function: Callable[..., None], options: Any, nargs: int, *fields: st
     ----------
     function : callable
     options : type
-        Class of torch's options of the method.
+        Class of the method's options in torch.
     nargs : int
         Number of arguments before the options.
     *fields : str
-        Fields of the options that follow the arguments in the short form, before the timeout.
+        Fields of the options that the form without options has as arguments, before the timeout.
     """
 
     def method(self: R2cclProcessGroup, *args: Any, **named: Any) -> CollectiveWork:
@@ -71,7 +72,7 @@ def _run(fn: Callable[[], None]) -> None:
 def _options(
     options: Any, rest: tuple[Any, ...], named: dict[str, Any], fields: tuple[str, ...]
 ) -> Any:
-    """Return the options of a call in either form."""
+    """Return the options of a call; `rest` and `named` are its arguments in either form."""
     opts = named.pop("opts", None)
     if rest and hasattr(rest[0], "asyncOp"):
         opts, rest = rest[0], rest[1:]
@@ -96,7 +97,7 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     store : torch.distributed.Store
         Store of the group.
     timeout : timedelta
-        Timeout of its calls.
+        Timeout of the calls of the group.
 
     Attributes
     ----------
@@ -105,9 +106,9 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     Notes
     -----
-    Collectives run in the order of the calls. A call with ``async_op=True``, or with a shorter
-    timeout than the communicator's, runs in another thread. Methods raise the errors of r2ccl as
-    `torch.distributed.DistBackendError`.
+    Collectives run in the order of the calls. A collective with ``async_op=True``, or with a
+    shorter timeout than the communicator's, runs in another thread. Methods raise the errors of
+    r2ccl as `torch.distributed.DistBackendError`.
     """
 
     supports_splitting = True
@@ -129,9 +130,9 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @classmethod
     def connect(cls, opts: Any) -> R2cclProcessGroup:
-        """Connect the group that `opts`, torch's ``_DistributedBackendOptions``, describe.
+        """Connect the ranks of a new group, and return the group.
 
-        *Collective*: all ranks of the group.
+        `opts` are torch's ``_DistributedBackendOptions``. *Collective*: all ranks of the group.
 
         Raises
         ------
@@ -173,10 +174,10 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def _start(self, fn: Callable[[], None], results: Any, opts: Any) -> CollectiveWork:
-        """Run `fn` and return its handle, after its end if the call is blocking.
+        """Run `fn` after the earlier calls and return its handle; if it is blocking, wait for it.
 
-        A blocking call runs in this thread if no other is queued and its timeout is not shorter
-        than the communicator's.
+        A blocking call runs in this thread if no other call is queued and its timeout is not
+        shorter than the communicator's.
         """
         self._ncalls += 1
         timeout_s = seconds(opts.timeout, self._timeout_s)
@@ -196,14 +197,14 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # Messages
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> MessageWork:
-        """Begin to send a tensor."""
+        """Begin to send the only tensor in `tensors` to rank `to`; borrow it until it is sent."""
         with translated():
             copy = in_order(one(tensors))
             request: Any = self.communicator.send(array_of(copy), to, tag, async_op=True)
         return MessageWork(request, tensors, self._timeout_s)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> MessageWork:
-        """Begin to receive a tensor."""
+        """Begin to receive from rank `source` into the only tensor in `tensors`."""
         with translated():
             if tag < 0:
                 raise InvalidArgument(f"tag={tag}: allowed are 0 and more")
@@ -213,14 +214,14 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return MessageWork(request, tensors, self._timeout_s, partial(copy_back, tensor, copy))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MessageWork:
-        """Begin to receive a tensor from any rank."""
+        """Begin to receive from any rank into the only tensor in `tensors`."""
         return self.recv(tensors, ANY_SOURCE, tag)
 
     @translated()
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait until all ranks have called this.
+        """Wait until all ranks have called `monitored_barrier`.
 
         Parameters
         ----------
@@ -232,8 +233,8 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         Raises
         ------
         DistBackendError
-            On every rank that called it, if a rank did not call it in time. On rank 0 the error
-            names missing ranks; on the others it names rank 0.
+            On every rank that called `monitored_barrier`, if a rank did not call it in time. The
+            error names the missing ranks on rank 0, and rank 0 on the other ranks.
         """
         limit_s = seconds(timeout, self._timeout_s)
         tag = _BARRIER_TAG + next(self._nbarriers)
@@ -251,7 +252,7 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 self._hear(request, rank, limit_s)
             except dist.DistBackendError as exc:
                 errors.append(exc)
-                limit_s = 0.001  # the others had as much time
+                limit_s = 0.001  # the other ranks have had the same time
                 if not wait_all_ranks:
                     break
         if errors:
@@ -280,9 +281,10 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> R2cclProcessGroup | None:
-        """Return the group of `ranks`; None on other ranks.
+        """Return a new group of `ranks`, ranks of this group; None on other ranks.
 
-        *Collective*: all ranks of this group; those of one new group pass the same `ranks`.
+        *Collective*: all ranks of this group, which may make several new groups at once: the ranks
+        of one new group pass the same `ranks`. `timeout` is by default that of this group.
         """
         rank = self.communicator.rank
         is_in = rank in ranks
@@ -300,7 +302,7 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @translated()
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of later calls: above 0, and at most that of ``init_process_group``.
+        """Set the timeout of later calls: above 0, and at most that of the communicator.
 
         Raises
         ------
@@ -319,21 +321,24 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     _set_default_timeout = set_timeout
 
     def abort(self) -> None:
-        """End all calls on all ranks with an error."""
+        """End all calls on all ranks with an error, and leave the group. *Local*."""
         self.communicator.abort("abort() of the process group was called")
         self._end()
 
     def shutdown(self) -> None:
         """Wait for all calls, then leave the group. *Collective*: all ranks.
 
-        An error, such as the failure of another rank, is logged as a warning: an exception would
-        keep torch from removing the group, so that a program could not make a new one.
+        An error, such as the failure of another rank, is logged as a warning and not raised: an
+        exception would keep torch from removing the group, and the program could not make a new
+        one. A second call does nothing.
         """
         if self._is_over:
             return
         if not self._queue.drain(self._timeout_s):
             _log.warning(
-                "the process group %s has calls that did not end within %g s: they are aborted",
+                "rank %d: calls of process group %s did not end within %g s and are aborted: look "
+                "at the logs of the other ranks",
+                self.communicator.rank,
                 self._name,
                 self._timeout_s,
             )
@@ -341,7 +346,12 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         try:
             self.communicator.close()
         except R2cclError as exc:
-            _log.warning("the process group %s did not end in order: %s", self._name, exc)
+            _log.warning(
+                "rank %d: process group %s did not close cleanly: %s",
+                self.communicator.rank,
+                self._name,
+                exc,
+            )
 
     def _end(self) -> None:
         self._is_over = True
@@ -350,7 +360,7 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         _connections.forget(self.communicator)
 
     def _leave(self) -> None:
-        """Leave when the process ends without ``destroy_process_group``."""
+        """Leave the group when the process ends without ``destroy_process_group``."""
         if getattr(sys, "last_value", None) is not None:
             self.communicator.abort(f"the program ended with {sys.last_value!r}")
             return
@@ -405,7 +415,7 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @property
     def options(self) -> Any:
-        """Options of the backend, which hold the timeout."""
+        """Options of the backend in torch's form, which contain the timeout."""
         return self._options
 
     def _set_sequence_number_for_group(self) -> None:

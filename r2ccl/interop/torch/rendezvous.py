@@ -1,10 +1,11 @@
 """Communicators for process groups: ranks meet through torch's store.
 
-The process group of all ranks is made by `r2ccl.init`; its rendezvous goes through the store. All
-other groups are made of its communicator, with which they share the connections.
+For the process group of all ranks, `r2ccl.init` makes the communicator; the ranks exchange their
+addresses through the store. The communicators of all other groups are made from this one and share
+its connections.
 
-Keys in the store contain the number of the attempt: programs call ``init_process_group`` again on
-the store of torchrun, which still has the keys of the last time.
+The keys in the store contain the number of the attempt, because a program may call
+``init_process_group`` again on the store of torchrun, which still has the keys of the last time.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from torch.distributed.constants import default_pg_timeout
 
 from r2ccl import Communicator, TransportTimeout, init
 
-#: Variable of `r2ccl launch` with its socket at R2CC_PORT, where ranks without a store meet.
+#: Variable that `r2ccl launch` sets: its listening socket at R2CC_PORT, for ranks without a store.
 _LISTENER = "R2CC_LISTEN_FD"
 _TIMEOUT = "R2CC_TIMEOUT_S"
 _PREFIX = "r2ccl"
 
 
 class StoreRanks:
-    """Ranks that exchange values through a store; has the methods that `r2ccl.init` needs.
+    """Exchange of values among ranks through a store, with the methods that `r2ccl.init` calls.
+
+    The methods are those of a communicator of mpi4py.
 
     Parameters
     ----------
@@ -36,8 +39,8 @@ class StoreRanks:
 
     Notes
     -----
-    *Collective*: all ranks, in the same order. Methods that exchange values raise
-    `TransportTimeout` if a rank does not take part in time.
+    *Collective*: all ranks call the same methods in the same order. Methods that exchange values
+    raise `TransportTimeout` if a rank does not take part within `timeout`.
     """
 
     def __init__(self, store: Any, rank: int, nranks: int, timeout: timedelta) -> None:
@@ -57,7 +60,7 @@ class StoreRanks:
         return self._nranks
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
-        """Return the bytes of all ranks, by rank."""
+        """Return the bytes that each rank passed, in rank order."""
         prefix = self._next_prefix()
         self._store.set(f"{prefix}/{self._rank}", data)
         keys = {rank: f"{prefix}/{rank}" for rank in range(self._nranks)}
@@ -65,11 +68,11 @@ class StoreRanks:
         return [bytes(each) for each in self._store.multi_get(list(keys.values()))]
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank; values are those that JSON can express."""
+        """Return the value that each rank passed, in rank order; JSON must be able to hold it."""
         return [json.loads(each) for each in self.allgather_bytes(json.dumps(value).encode())]
 
     def bcast(self, value: Any, root: int) -> Any:
-        """Return the value of rank `root`."""
+        """Return the value that rank `root` passed; JSON must be able to hold it."""
         key = self._next_prefix()
         if self._rank == root:
             self._store.set(key, json.dumps(value))
@@ -97,9 +100,10 @@ class StoreRanks:
 
 
 class TorchConnections:
-    """Makes the communicators of this process's groups, on the connections of the first one.
+    """Maker of the communicators of this process's groups.
 
-    The first one is that of the process group of all ranks, if that group is on r2ccl.
+    If the process group of all ranks uses r2ccl, its communicator makes the connections, and the
+    communicators of all other groups share them. If not, each group connects its own ranks.
     """
 
     def __init__(self) -> None:
@@ -115,7 +119,7 @@ class TorchConnections:
         Raises
         ------
         TransportTimeout
-            If a rank of the group does not meet the others in time.
+            If a rank of the group does not make the group within ``opts.timeout``.
         R2cclError
             If `r2ccl.init` or `Communicator.create_among` raises it.
 
@@ -139,15 +143,16 @@ class TorchConnections:
         return made
 
     def forget(self, communicator: Communicator) -> None:
-        """Make no more groups of `communicator`, which was closed."""
+        """Make no more communicators from `communicator`, which was closed."""
         if self._whole is communicator:
             self._whole = None
 
 
 def timeout_of(communicator: Communicator, opts: Any) -> timedelta:
-    """Return the timeout of the calls of a group: that of r2ccl, or the shorter one of the program.
+    """Return the timeout of the calls of a group: that of r2ccl, or a shorter one in `opts`.
 
-    Without a timeout, ``new_group`` passes torch's default, which then means that of r2ccl.
+    It is always that of r2ccl if R2CC_TIMEOUT_S is set, or if `opts` has torch's default timeout,
+    which ``new_group`` passes if the program gives none.
     """
     limit, given = timedelta(seconds=communicator.config.timeout_s), opts.timeout
     if _TIMEOUT in os.environ or given == default_pg_timeout:

@@ -1,8 +1,8 @@
-"""Tensors as the arrays that a `Communicator` takes: without a copy where their memory is in order.
+"""Conversion of tensors to the arrays that a `Communicator` takes, without a copy if possible.
 
 A tensor is *in order* if its elements are one block of memory, in the order of its indices, and it
-is not a conjugate or negative view. Others are copied before a call, and the result is copied back
-after it.
+is not a conjugate or negative view. Other tensors are copied before a call, and the result is
+copied back after it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from r2ccl import InvalidArgument
 
 Tensor: TypeAlias = Any
 
-#: torch's dtypes that NumPy lacks: the dtype to view them as, and that of the array.
+#: torch's dtypes that NumPy lacks: the dtype to view the tensor as, and the dtype of the array.
 _EXTENSIONS = {
     torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
     torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
@@ -40,12 +40,12 @@ def one(tensors: Any) -> Tensor:
 
 
 def tensors_of(tensors: Any) -> list[Tensor]:
-    """Return a list of tensors, of which one may have been passed without a list."""
+    """Return `tensors` as a list; a single tensor becomes a list of one."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def array_of(tensor: Tensor) -> Any:
-    """Return a view of a tensor that is in order: an array, or the tensor itself if on a GPU.
+    """Return a view of a tensor that is in order: a NumPy array or, on a GPU, a tensor.
 
     Raises
     ------
@@ -64,16 +64,16 @@ def array_of(tensor: Tensor) -> Any:
 
 
 def cannot_view(tensor: Tensor, why: object) -> InvalidArgument:
-    """Return the error for a tensor that no array can view."""
+    """Return the error for a tensor that no array can view; `why` is the cause, for people."""
     return InvalidArgument(
-        f"a tensor of {tensor.dtype} on {tensor.device}, with layout {tensor.layout}, was given, "
-        f"which r2ccl cannot view ({why}): convert it to a dense tensor on the CPU, of a type in "
-        "docs/reductions.md"
+        f"r2ccl cannot view a tensor of {tensor.dtype} on {tensor.device} with layout "
+        f"{tensor.layout} as an array ({why}): convert it to a dense tensor on the CPU, of a dtype "
+        "in docs/reductions.md"
     )
 
 
 def in_order(tensor: Tensor) -> Tensor:
-    """Return `tensor` if it is in order, otherwise a copy that is.
+    """Return `tensor` if it is in order, otherwise a copy that is in order.
 
     Raises
     ------
@@ -88,10 +88,10 @@ def in_order(tensor: Tensor) -> Tensor:
 
 
 def apart(source: Tensor, target: Tensor, first: int) -> Tensor:
-    """Return `source`, or a copy of it if it overlaps `target` in another place than its own.
+    """Return `source`, or a copy of it if it overlaps `target` elsewhere than in an in-place call.
 
-    Both are in order. `first` is the element of `target` at which `source` has its place; negative:
-    the element of `source` at which `target` has its place.
+    Both are in order. In an in-place call, `source` begins at element `first` of `target`; if
+    `first` is negative, `target` begins at element ``-first`` of `source`.
     """
     distance = source.data_ptr() - target.data_ptr()
     is_in_place = distance == first * source.element_size()
@@ -101,7 +101,7 @@ def apart(source: Tensor, target: Tensor, first: int) -> Tensor:
 
 
 def copy_back(tensor: Tensor, copy: Tensor) -> None:
-    """Copy the result in `copy`, which `in_order` returned for `tensor`, unless it is `tensor`."""
+    """Copy `copy`, which `in_order` returned for `tensor`, to `tensor`, unless it is `tensor`."""
     if copy is not tensor:
         tensor.detach().copy_(copy)
 
@@ -109,8 +109,8 @@ def copy_back(tensor: Tensor, copy: Tensor) -> None:
 def joined(tensors: Sequence[Tensor], *, is_read: bool) -> Tensor:
     """Return one flat tensor with the elements of all `tensors`.
 
-    It is a view if the tensors follow one another in memory, otherwise a new tensor, with their
-    values if `is_read`. `divide` copies it back.
+    It is a view if the tensors follow one another in memory, otherwise a new tensor: a copy if
+    `is_read`, else uninitialized. `divide` copies its elements to the tensors.
 
     Raises
     ------
@@ -133,7 +133,7 @@ def joined(tensors: Sequence[Tensor], *, is_read: bool) -> Tensor:
 
 
 def divide(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy the parts of `flat`, which `joined` returned for `tensors`, to them."""
+    """Copy `flat`, which `joined` returned for `tensors`, to the tensors, unless it is a view."""
     if flat.data_ptr() == tensors[0].data_ptr():
         return
     at = 0

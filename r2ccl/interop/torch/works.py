@@ -1,4 +1,4 @@
-"""Handles that torch waits for: of a collective, and of a message."""
+"""Handles of collectives and messages, with the interface of ``torch.distributed.Work``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from r2ccl.interop.torch.call_queue import QueuedCall
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Translate errors of r2ccl to ``torch.distributed.DistBackendError``.
+    """Translate errors of r2ccl in the block to ``torch.distributed.DistBackendError``.
 
-    This is a RuntimeError, as gloo's errors are; its ``__cause__`` is the error of r2ccl.
+    Like the errors of gloo, it is a RuntimeError. Its ``__cause__`` is the error of r2ccl.
     """
     try:
         yield
@@ -29,13 +29,16 @@ def translated() -> Iterator[None]:
 
 
 def seconds(timeout: timedelta | None, default_s: float) -> float:
-    """Return a timeout of torch in seconds; None, 0 and less mean `default_s`."""
+    """Return a timeout of torch in seconds; for None, 0 and less, return `default_s`."""
     given_s = 0.0 if timeout is None else timeout.total_seconds()
     return given_s if given_s > 0 else default_s
 
 
 class _AnyWork(dist.Work):  # type: ignore[misc]
-    """Base of both handles; ``_join(timeout_s)`` waits, and returns whether the call has ended."""
+    """Base of `CollectiveWork` and `MessageWork`.
+
+    ``_join(timeout_s)`` waits up to `timeout_s` seconds and returns whether the call has ended.
+    """
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call has finished; return True.
@@ -48,7 +51,8 @@ class _AnyWork(dist.Work):  # type: ignore[misc]
         Raises
         ------
         DistBackendError
-            If the call failed, or has not finished after `timeout`; then it continues.
+            If the call failed or reached its own timeout, which ends it. Or if it has not finished
+            after a shorter `timeout`; then it continues, and the caller may wait again.
         """
         limit_s = seconds(timeout, math.inf)
         if not self._join(limit_s):
@@ -64,7 +68,7 @@ class _AnyWork(dist.Work):  # type: ignore[misc]
         raise NotImplementedError
 
     def exception(self) -> BaseException | None:
-        """Return the error of the call, once it has finished."""
+        """Return the error of the call; None if it succeeded or has not finished."""
         raise NotImplementedError
 
     def synchronize(self) -> None:
@@ -91,9 +95,9 @@ class CollectiveWork(_AnyWork):
     ----------
     call : QueuedCall
     timeout_s : float
-        Timeout of the call, in seconds, from the wait on.
+        Timeout of the call, in seconds, counted from the beginning of a wait.
     on_timeout : callable
-        Ends the communicator when the timeout has passed.
+        ``on_timeout(reason)`` ends the communicator; called when a wait has reached the timeout.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class CollectiveWork(_AnyWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call has finished; return True, or raise as `_AnyWork.wait`."""
-        # torch waits for blocking calls, too, which have ended.
+        # The frequent case: torch also waits for blocking calls, which have ended already.
         return (self._call.has_ended and self._call.error is None) or super().wait(timeout)
 
     def is_completed(self) -> bool:
@@ -114,7 +118,7 @@ class CollectiveWork(_AnyWork):
         return self._call.has_ended
 
     def exception(self) -> BaseException | None:
-        """Return the error of the call, once it has finished."""
+        """Return the error of the call; None if it succeeded or has not finished."""
         return self._call.error
 
     def result(self) -> list[Any]:
@@ -142,10 +146,10 @@ class MessageWork(_AnyWork):
     tensors : list of Tensor
         Tensors of the call.
     timeout_s : float
-        Longest wait, in seconds. A wait that reaches it cancels the message, which then has failed;
-        a shorter wait does not.
+        Timeout of the message, in seconds, counted from the beginning of a wait. A wait that
+        reaches it cancels the message, which then has failed.
     finish : callable, optional
-        Called once after the message has been received.
+        Called once after the message was received, for example to copy it to a tensor.
     """
 
     def __init__(
@@ -167,11 +171,11 @@ class MessageWork(_AnyWork):
 
     def is_completed(self) -> bool:
         """Return at once whether the message is sent or received, or has failed."""
-        # A tensor that is not in order gets its values when the handle joins.
+        # `_join` copies the message to a tensor that is not in order, so it must have run.
         return self._is_over or (self._request.is_done() and self._join(0))
 
     def exception(self) -> BaseException | None:
-        """Return the error of the message, once it has finished."""
+        """Return the error of the message; None if it succeeded or has not finished."""
         return self._error
 
     def result(self) -> list[Any]:
@@ -179,7 +183,7 @@ class MessageWork(_AnyWork):
         return self._tensors
 
     def source_rank(self) -> int:
-        """Return the rank in the group that sent the message; wait until it has arrived."""
+        """Wait for the message; return its sender's rank in the group, or -1 for a send."""
         self.wait()
         return self._source
 
@@ -187,7 +191,7 @@ class MessageWork(_AnyWork):
         return self.source_rank()
 
     def get_future(self) -> Any:
-        """Return a future whose value is the list of tensors; a thread waits for the message."""
+        """Return a future whose value is the list of tensors; a new thread completes it."""
         first = torch.futures.Future()
 
         def value(_: object) -> list[Any]:
