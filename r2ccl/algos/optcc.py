@@ -51,14 +51,14 @@ _LAG = 2
 
 
 class _Segment(NamedTuple):
-    """One segment.
+    """One segment of the data.
 
     Attributes
     ----------
-    sections : tuple of (int,)
-        Chunk of each section; section p starts at position p of the ring.
+    sections : tuple of tuple of int
+        Chunk of each section, as a tuple of one; section p starts at position p of the ring.
     is_reversed : bool
-        True if the stages have the order S3 S1 S4 S2.
+        True if the stages have the order S3 S1 S4 S2, False for S1 S2 S3 S4.
     """
 
     sections: tuple[tuple[int], ...]

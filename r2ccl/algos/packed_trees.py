@@ -333,7 +333,7 @@ def _deal(sums: Sequence[int], ntrees: int) -> list[list[int]]:
 def _firsts(n: int, ntrees: int) -> list[int]:
     """Return, for each tree, the node that comes first among nodes of equal degree.
 
-    The trees take the nodes in turn.
+    These nodes are spread evenly over all nodes, so that no node is preferred in every tree.
     """
     return [number * n // ntrees if ntrees < n else number % n for number in range(ntrees)]
 

@@ -24,8 +24,8 @@ from r2ccl.schedule.graph import Bools, Ints
 
 Floats = npt.NDArray[np.float64]
 
-#: ``rails(src, dst, channel)`` returns the egress home rail and the ingress home rail of every link,
-#: given its source rank, destination rank and channel. All are integer arrays of shape (nlinks,).
+#: ``rails(src, dst, channel)`` returns the egress and the ingress home rail of every link, given
+#: its source rank, destination rank and channel. All are integer arrays of shape (nlinks,).
 Rails = Callable[[Ints, Ints, Ints], tuple[Ints, Ints]]
 
 

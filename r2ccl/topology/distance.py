@@ -117,7 +117,7 @@ class PathFinder:
     def _over_a_gpu(
         self, start: Vertex, end: Vertex, direct: TopologyPath | None
     ) -> TopologyPath | None:
-        """Return the fastest NVLink path through a third GPU, or `direct` if that is as fast."""
+        """Return the fastest NVLink path through a third GPU, or `direct` if none is faster."""
         best = direct
         for gpu in self._graph.machine.gpus:
             middle = Vertex(VertexKind.GPU, gpu.bus_id)

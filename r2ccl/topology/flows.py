@@ -26,8 +26,8 @@ class NicRoute(msgspec.Struct, frozen=True):
     ``gpu`` is the bus id of the GPU that the flow starts at, empty for host memory; ``channel``
     numbers the flows of a GPU from 0; ``port`` is the label of the NIC port. ``via`` is the bus id
     of the GPU whose memory the route passes through, None for a direct route. ``bandwidth_mbps``
-    is the bandwidth of the route without other flows, and ``share_mbps`` the bandwidth that is left
-    for this flow beside the others, in Mbit/s. ``why`` explains the choice of the route to people.
+    is the bandwidth of the route without other flows, and ``share_mbps`` the bandwidth that this
+    flow gets beside the others, in Mbit/s. ``why`` explains the choice of the route to people.
     """
 
     gpu: str
@@ -224,7 +224,8 @@ class Load:
         """Return the best route of GPU ``home.gpu`` to each port except ``home.port``, best first.
 
         Ports that the GPU cannot reach are left out. Equally good routes are in the order of the
-        ports, beginning with port number `turn`, modulo the number of ports. No flow is added.
+        ports, beginning with port number `turn`, modulo the number of ports. The routes are not
+        added as flows.
         """
         ports = self._options.ports
         ahead = [*ports[turn % len(ports) :], *ports[: turn % len(ports)]]

@@ -58,15 +58,16 @@ def discover(
     Parameters
     ----------
     config : Config
-        ``socket_ifname`` selects interfaces, ``rails`` sets their number (0: all), and
-        ``last_resort`` sets the interface of the last-resort rail, which carries data only between
-        two ranks that have no other rail left.
+        ``socket_ifname`` selects interfaces, ``rails`` sets their number (0: all, and 2 rails on
+        loopback), and ``last_resort`` sets the interface of the last-resort rail, which carries
+        data only between two ranks that have no other rail left.
     exclude_addresses : collection of str
         Addresses of the management interface. Interfaces with one of these addresses are left out
         unless ``socket_ifname`` names them or no other interface qualifies.
     rdma_names : collection of str
-        Interfaces of the RDMA NICs in use. If not empty, all socket rails are last-resort rails
-        behind RDMA; they use the other interfaces, the management interface included.
+        Names of the interfaces of the RDMA NICs in use. If not empty, all socket rails serve as
+        last-resort rails beside RDMA. They use the other interfaces, including the management
+        interface, or the same interfaces if there are no others.
     is_one_host : bool
         True if all ranks run on this host. Rails are then loopback addresses, unless
         ``socket_ifname`` names interfaces.

@@ -99,7 +99,11 @@ class LinkMonitor:
         return self._socket.fileno()
 
     def is_up(self, index: int) -> bool:
-        """Return whether interface `index` existed and could carry data at the last `read`."""
+        """Return whether interface `index` could carry data at the last `read`.
+
+        Before the first `read`, return its state at the creation of the monitor. Return False if
+        there was no such interface.
+        """
         return self._links.get(index, ("", False))[1]
 
     def read(self) -> list[LinkEvent]:

@@ -221,7 +221,10 @@ def wake(s: FlowState) -> None:
 
 @called
 def begin(s: FlowState) -> None:
-    """Start the links and local ops that depend on nothing; later calls do nothing."""
+    """Start the links and local ops that depend on nothing, and queue the others as waiters.
+
+    Only the first call does anything.
+    """
     if s.counts[BEGUN] > 0:
         return
     s.counts[BEGUN] = 1
