@@ -13,7 +13,7 @@ from r2ccl.errors import InvalidArgument
 
 
 class Straggler(NamedTuple):
-    """Slowest rank, and the fraction of bandwidth that it lacks compared to the next slowest."""
+    """Slowest rank, and the fraction of the next slowest rank's bandwidth that it lacks."""
 
     rank: int
     lost: Fraction
@@ -34,7 +34,7 @@ def require_positive(bandwidths: Sequence[int]) -> None:
 
 
 def straggler_of(bandwidths: Sequence[int]) -> Straggler:
-    """Return the slowest rank; of several equally slow ranks, the lowest.
+    """Return the slowest rank; of several equally slow ranks, the one with the lowest number.
 
     Raises
     ------

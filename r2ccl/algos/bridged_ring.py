@@ -3,9 +3,10 @@
 If rails are separate networks, two nodes that have lost different rails may share none. A ring is
 still possible if nodes that reach both lie between them.
 
-The order is found by repeated reversals. While the ring has neighbours a, b that do not reach each
-other, find neighbours c, d further along the ring such that a reaches c and b reaches d, and
-reverse the piece from b to c. Each reversal closes a gap and opens none, so the procedure ends.
+The order is found by repeated reversals. While the ring has a gap, that is neighbours a, b that do
+not reach each other, find neighbours c, d further along the ring such that a reaches c and b
+reaches d, and reverse the piece from b to c. Each reversal closes a gap and opens none, so the
+procedure ends.
 Such a pair c, d exists if every two nodes that do not reach each other have degrees, in the graph
 of nodes that reach each other, that add up to at least the number of nodes (Ore's condition).
 
@@ -44,7 +45,7 @@ def allreduce(nranks: int, nchannels: int, reach: Reach) -> Schedule:
     Raises
     ------
     InvalidArgument
-        If a size is below 1, or no ring was found.
+        If `nranks` or `nchannels` is below 1, or no ring was found.
     """
     order = bridge(range(nranks), reach)
     schedule = ring.allreduce(nranks, nchannels, [order] * nchannels)
@@ -65,7 +66,7 @@ def bridge(order: Sequence[int], reach: Reach) -> tuple[int, ...]:
     Raises
     ------
     InvalidArgument
-        If no such ring was found.
+        If no such ring was found. One may still exist, if Ore's condition does not hold.
 
     Notes
     -----
@@ -78,8 +79,8 @@ def bridge(order: Sequence[int], reach: Reach) -> tuple[int, ...]:
         if mended is None:
             a, b = found[gaps[0] - 1], found[gaps[0]]
             raise InvalidArgument(
-                f"no ring of {len(found)} nodes found in which all neighbours share a rail, as "
-                f"{a} and {b} do not; use a spanning tree"
+                f"no ring of {len(found)} nodes was found in which all neighbours share a rail: "
+                f"nodes {a} and {b} share none, and no reversal separates them; use a spanning tree"
             )
         found = mended
     at = found.index(order[0]) if found else 0
@@ -94,7 +95,10 @@ def _gaps(order: Sequence[int], reach: Reach) -> list[int]:
 
 
 def _mended(order: tuple[int, ...], gap: int, reach: Reach) -> tuple[int, ...] | None:
-    """Return the ring with the gap before position `gap` closed by a reversal, or None."""
+    """Return the ring after a reversal that closes the gap before position `gap`.
+
+    Return None if no reversal closes it without opening another gap.
+    """
     turned = order[gap:] + order[:gap]
     first, last = turned[0], turned[-1]
     for end in range(1, len(turned) - 2):

@@ -1,17 +1,17 @@
 """Direct exchanges: every part travels from its source to its destination in one message.
 
-In the alltoall rank r sends a part to every rank, in the order r + 1, r + 2, ..., and receives one
-from every rank, in the order r - 1, r - 2, ...; ranks that proceed alike never send to the same
-port at once. In the gather all ranks send their part to the root, in the scatter the root sends to
-all ranks.
+In the alltoall, rank r sends a part to every rank, in the order r + 1, r + 2, ..., and receives one
+from every rank, in the order r - 1, r - 2, .... Ranks that proceed at the same pace thus never send
+to the same rank at the same time. In the gather, every rank sends its part to the root; in the
+scatter, the root sends a part to every rank.
 
-Steps: 1. Bytes on the wire: only what a rank has to send and to receive itself.
+Steps: 1. Bytes on the wire: every part once, because no rank forwards parts of others.
 
-Channel 0 carries no share of a part that is divided: it carries parts that are too small to be
-divided among the channels. Where each pair of ranks has sizes of its own, channel 0 also carries an
-empty message for every other part: a receiver gets one message at once from every rank that it
-expects a part of, and so finds a wrong size at once. `r2ccl.planning.lowering.lower` with
-``whole_nbytes`` and ``announces_parts`` divides parts in this way.
+Channel 0 carries the parts that are too small to be divided; larger parts are divided among the
+other channels. If part sizes differ between pairs of ranks, channel 0 also carries an empty message
+for every divided part. A receiver thus gets one message early from every rank that it expects a
+part from, and detects a wrong size at once. `r2ccl.planning.lowering.lower` with ``whole_nbytes``
+and ``announces_parts`` divides parts in this way.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def alltoall(nranks: int, nchannels: int = 1) -> Schedule:
     nranks : int
         Number of ranks. With one rank the schedule copies input to output.
     nchannels : int
-        Number of channels that share a part, besides channel 0.
+        Number of channels among which a large part is divided. Channel 0 comes in addition.
 
     Raises
     ------
     InvalidArgument
-        If a size is below 1.
+        If `nranks` or `nchannels` is below 1.
     """
     share = _others(nranks)
     cost = Cost(min(1, nranks - 1), share, share, 2 * nranks - 1)
@@ -69,19 +69,20 @@ def scatter(nranks: int, root: int = 0, nchannels: int = 1) -> Schedule:
 
 
 def lower_bound(sizes: Sequence[Sequence[int]], ports: Sequence[Sequence[int]]) -> Fraction:
-    """Return the least time of any direct exchange, without latency: a size over a bandwidth.
+    """Return a lower bound on the time of any direct exchange, without latency.
 
-    Every rank has to send and receive its parts through its own ports, and every pair through those
-    that both have on common rails. Pairs without a common rail, whose data travels over other ranks
-    or between rails, count only at their ports.
+    The bound is the largest of these times: to send or to receive all parts of a rank through its
+    ports, and to send the part of one rank for another over their common rails. A pair without a
+    common rail, whose data takes another way, counts only at the ports of its ranks.
 
     Parameters
     ----------
     sizes : sequence of sequence of int
-        ``sizes[i][j]`` is the size of the part that rank i has for rank j.
+        ``sizes[i][j]`` is the size of the part that rank i has for rank j, in any unit.
     ports : sequence of sequence of int
-        Bandwidth of each rank's port on every rail. A port counts up to what all other ranks have
-        on its rail.
+        ``ports[i][k]`` is the bandwidth of rank i on rail k, in the unit of `sizes` per unit of
+        time; 0: down. It counts at most as much as the bandwidths of all other ranks on the rail
+        together.
 
     Raises
     ------

@@ -5,8 +5,9 @@ receives as many from rank r + 2^k; in the last step only the parts still missin
 reduce-scatter runs these steps backwards, the largest distance first, and reduces the parts it
 receives. Parts are sent in the order in which they arrive, so that steps overlap.
 
-Steps: ceil(log2 n), of 2^k parts each; the longest chain of dependent messages has floor(log2 n).
-Bytes on the wire: every rank sends and receives (n - 1)/n of the data, as in a ring.
+Steps: ceil(log2 n) for each of the two; the longest chain of dependent messages has floor(log2 n)
+messages. Bytes on the wire: every rank sends and receives (n - 1)/n of the data in each of the two,
+as in a ring.
 
 Dissemination beats a ring if the latency of n - 1 steps exceeds the time to transfer the data. Each
 rank exchanges half of its data with one distant rank, so it suits networks whose rails are equal.
@@ -47,7 +48,7 @@ def allreduce(nranks: int, nchannels: int = 1) -> Schedule:
     Raises
     ------
     InvalidArgument
-        If a size is below 1.
+        If `nranks` or `nchannels` is below 1.
     """
     return _schedule("allreduce", nranks, nchannels, _allreduce_ops)
 

@@ -1,15 +1,17 @@
 """Hierarchical allreduce: extends an allreduce among nodes to all ranks of the nodes.
 
-On channel c, the leader of a node is its member c modulo the number of members. First the other
-members send their data to the leader, which reduces it. Then the leaders run the inner schedule on
-the sums of their nodes. Then each leader sends the result to the other members. Nodes may have
-different numbers of ranks. If the number of channels is a multiple of the ranks per node, every
-rank leads an equal share of the data, and the rails near the ranks carry equal shares.
+The ranks of a node are its members. On channel c, the leader of a node is its member c modulo the
+number of members. First the other members send their data to the leader, which reduces it. Then the
+leaders run the inner schedule, an allreduce among nodes, on the sums of their nodes. Then each
+leader sends the result to the other members. Nodes may have different numbers of ranks. If the
+number of channels is a multiple of the ranks per node, every rank leads an equal share of the data,
+and the rails near the ranks carry equal shares.
 
-The inner schedule can be any that the checker accepts. Where it reads INPUT, the outer schedule
-reads the node's sum from OUTPUT instead. This is correct because accepted schedules are correct in
-place. The operand order of RECV_REDUCE depends on the rank numbers, so leaders must ascend with
-their nodes; otherwise ranks could end with different sums.
+Every allreduce that `r2ccl.schedule.check` accepts can be the inner schedule. Where the inner
+schedule reads INPUT, the hierarchical one reads the node's sum from OUTPUT instead. This is correct
+because accepted schedules are correct in place. The operand order of RECV_REDUCE depends on the
+rank numbers, so the ranks of a channel's leaders must ascend from node to node; otherwise ranks
+could end with different sums.
 
 Data is reduced in a fixed order, independent of timing: within a node in the order of its members,
 beginning with the leader.
@@ -34,7 +36,7 @@ from r2ccl.schedule.build import ProgramBuilder
 from r2ccl.schedule.cost import measure
 from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 
-#: Data sent and received, as multiples of the buffer, by (node, channel).
+#: For each (node, channel), the data that it sends and receives, as multiples of the buffer.
 Carried: TypeAlias = Mapping[tuple[int, int], tuple[Fraction, Fraction]]
 
 
@@ -46,7 +48,7 @@ def wrap(
     Parameters
     ----------
     inner : Schedule
-        An allreduce whose rank v stands for node v.
+        An allreduce in which rank v stands for node v.
     members : sequence of sequence of int
         Ranks of each node; together they are 0 to ``nranks - 1``.
     carried : mapping, optional
@@ -159,7 +161,11 @@ def _lead(inner: Sequence[Op], others: Sequence[int], leaders: Sequence[int]) ->
 def _moved(
     inner: Sequence[Op], op: Op, ready: dict[int, int], by: int, leaders: Sequence[int]
 ) -> Op:
-    """Return `op` of `inner` with leaders as peers; the first op on a chunk waits for `ready`."""
+    """Return `op` of `inner` as an op of a leader.
+
+    Its peer is a leader, and the indices in ``after`` are moved by `by`. The first op on a chunk
+    also waits for the op in `ready` that completes the node's sum of this chunk.
+    """
     after = tuple(by + index for index in op.after)
     source = op.src_space
     if ready:
@@ -186,7 +192,7 @@ def _is_output(op: Op) -> bool:
 def _require_teams(inner: Schedule, teams: Sequence[Sequence[int]]) -> None:
     if inner.collective != "allreduce":
         raise InvalidArgument(
-            f"{inner.collective} between nodes is not supported: give an allreduce"
+            f"hierarchy of {inner.collective!r} is not supported: give an allreduce among nodes"
         )
     ranks = [rank for team in teams for rank in team]
     if len(teams) != inner.nranks or not all(teams) or sorted(ranks) != list(range(len(ranks))):

@@ -11,18 +11,18 @@ owner, position p - 1. Then each leaf sends its data to the owner, which reduces
 sum. Then the sum is passed along positions p, p + 1, ... to position p - 2.
 
 In a segment in which a leaf relays, position p sends its data to the leaf instead of to position
-p + 1. The leaf reduces it with its own data and sends the result to the owner. At the end the leaf,
-instead of position p - 3, sends the sum to position p - 2. A second relay does the same for
-positions p + 1 and p - 3, and so on.
+p + 1. The leaf reduces this data with its own and sends the result to the owner. At the end, the
+leaf sends the sum to position p - 2, instead of position p - 3 doing so. A second relay does the
+same for positions p + 1 and p - 3, and so on.
 
 A core rank sends and receives (n + m - 2 - r)/m of the data, where r is the number of relaying
 leaves. A leaf sends and receives the data once, and twice in segments in which it relays.
 `r2ccl.algos.roles` chooses the leaves and how often they relay, so that all ranks finish together:
 with one straggler, and mostly with several, in the time `packed_trees.lower_bound`.
 
-Segments overlap. On each link the reduce-scatter of a segment comes before the remaining steps of
-earlier segments, so that the core has other work while it waits for a slow leaf. Only the start and
-the end do not overlap: leaves wait for the reduce-scatter of the first segment, and the core runs
+Segments overlap. On each link, the reduce-scatter of a segment comes before the remaining steps of
+earlier segments, so that the core has other work while it waits for a slow leaf. Two steps do not
+overlap with other segments: the reduce-scatter of the first segment, for which the leaves wait, and
 the allgather of the last segment. Both are shorter with more segments.
 
 Steps: 2(m - 1) dependent messages for one segment, at least 4 with a relay, and up to 2(m - 2) more
@@ -61,7 +61,11 @@ _T = TypeVar("_T")
 
 
 class _Segment(NamedTuple):
-    """One segment: its chunks, by the position at which a section starts, and its relays."""
+    """One segment of the data.
+
+    ``chunks[p]`` is the chunk of the section that starts at position p. ``relays`` are the leaves
+    that relay in this segment: ``relays[i]`` receives the data that position p + i has for it.
+    """
 
     chunks: tuple[int, ...]
     relays: tuple[int, ...]
@@ -103,7 +107,7 @@ def part(nranks: int, core: Sequence[int], relays: Sequence[Sequence[int]] = (()
     core : sequence of int
         Ranks of the core in ring order. A single rank is the hub of a star.
     relays : sequence of sequence of int
-        Leaves that relay, for each segment; fewer than `core` has ranks.
+        For each segment, the leaves that relay in it: fewer leaves than `core` has ranks.
 
     Returns
     -------
@@ -113,8 +117,9 @@ def part(nranks: int, core: Sequence[int], relays: Sequence[Sequence[int]] = (()
     Raises
     ------
     InvalidArgument
-        If `core` is empty or names a rank twice or one that does not exist, if there is no segment,
-        or if the relays of a segment are not different leaves, fewer than `core` has ranks.
+        If `core` is empty, or contains a rank twice or one that does not exist; if `relays` has no
+        segment; or if the relays of a segment are not all different, are not all leaves, or are not
+        fewer than the ranks of `core`.
     """
     ring = tuple(core)
     size = len(ring)
@@ -235,8 +240,9 @@ def _overlapped(segments: Sequence[_T]) -> Iterator[tuple[Sequence[_T], ...]]:
 def _steps(size: int, leaves: Sequence[int], segments: Sequence[_Segment]) -> int:
     """Return the number of messages on the longest chain of dependent messages.
 
-    All positions behave alike, so one step number per kind of link suffices (ring, each leaf's
-    links into and out of the leaf): the step of its last message, which the next cannot precede.
+    All positions behave alike. One step number therefore suffices for the links of the ring, for
+    the links into each leaf, and for the links out of each leaf: the step of the last message so
+    far, which the next message on such a link cannot precede.
     """
     ring, into, out = 0, dict.fromkeys(leaves, 0), dict.fromkeys(leaves, 0)
     reduced, given, completed, answered = [], [], [], []

@@ -1,9 +1,9 @@
-"""Ranks that one rank exchanges data with in the schedules of a whole network.
+"""Ranks that one rank exchanges data with as long as no rail has failed.
 
 Rings and chains connect consecutive ranks; recursive doubling and dissemination connect ranks at
 distances of powers of two. If nodes have several ranks, the same holds among nodes. A rank thus has
-about 2 log2(n) neighbors, and twice as many with several ranks per node. Direct exchanges, and
-schedules made for a degraded network, use further edges.
+about 2 log2(n) neighbors, and twice as many with several ranks per node. Direct exchanges connect
+all ranks, and schedules made for a degraded network connect further pairs; these are not included.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from r2ccl.errors import InvalidArgument
 
 
 def neighbors(rank: int, nranks: int, nodes: Sequence[int] = ()) -> frozenset[int]:
-    """Return the ranks that `rank` exchanges data with; the relation is symmetric.
+    """Return the ranks that `rank` exchanges data with as long as no rail has failed.
+
+    If a is a neighbor of b, b is a neighbor of a.
 
     Parameters
     ----------
     rank, nranks : int
     nodes : sequence of int, optional
-        Node of each rank; empty: each rank has its own, or all share one.
+        Number of the node of each rank. Default: every rank has a node of its own, or all share
+        one node.
 
     Returns
     -------
@@ -51,7 +54,11 @@ def _powers_of_two(limit: int) -> list[int]:
 
 
 def _ranks_per_node(nodes: Sequence[int]) -> int:
-    """Return how many consecutive ranks each node has; 0 if they differ or are scattered."""
+    """Return the number of consecutive ranks that every node has.
+
+    Return 0 if `nodes` is empty, nodes differ in their number of ranks, or the ranks of a node are
+    not consecutive.
+    """
     if not nodes:
         return 0
     number = list(nodes).count(nodes[0])

@@ -3,9 +3,9 @@
 The algorithm suits arbitrary bandwidths.
 
 Let b_1 < b_2 < ... be the distinct bandwidths, b_0 = 0, and m_j the number of nodes with bandwidth
-b_j or more. Ring j runs among these m_j nodes. The slower nodes are its leaves
-(`r2ccl.algos.leaf_ring`): they send and receive its share Y_j of the data once. Ring 1 contains all
-nodes. All rings run at the same time.
+b_j or more. Ring j has these m_j nodes as its core and reduces the share Y_j of the data. The
+slower nodes are its leaves (`r2ccl.algos.leaf_ring`): they send and receive this share once. Ring 1
+contains all nodes. All rings run at the same time.
 
 The shares are derived as follows. Every node sends each byte at least once; a node in the core of
 ring j sends (n - 2)/m_j more per byte. A node with bandwidth b_i thus finishes in time T if
@@ -21,12 +21,12 @@ shares add up to 1 for
 
 If this T is below 1/b_1, the time in which the slowest node sends and receives the data once, then
 ring 1 gets no share, the other rings get shares in these proportions, and T = 1/b_1. The time is
-therefore `packed_trees.lower_bound` for all bandwidths. This ignores latency, start and end, and
-assumes that the rings share every port in exactly these proportions. If all flows share a port
-equally, as is common, the rings finish one after the other and take longer.
+therefore `packed_trees.lower_bound` for all bandwidths. This ignores latency and the start and end
+of the rings, and assumes that the rings share every port in exactly these proportions. If all flows
+share a port equally, as is common, the rings finish one after the other and take longer.
 
-Steps: those of the longest ring with a share. Bytes on the wire: T b for a node with bandwidth b,
-in the first case.
+Steps: those of the longest ring with a share. Bytes on the wire: if ring 1 has a share, T b for a
+node with bandwidth b.
 
 The published algorithm uses the same recursion over subsets of faster nodes, but adds the slow
 nodes' data afterwards. Nested rings reach the lower bound in cases in which `leaf_ring` does not,

@@ -1,11 +1,11 @@
 """One-shot allreduce: every rank sends its data to all others, and reduces all data itself.
 
 All ranks reduce in the same order, from the highest rank down to rank 0, independent of timing;
-otherwise their sums would differ in the last bits. A rank first reduces the data of the ranks above
-it in scratch memory, then its own data, then the data of each rank below it. That data lands in
-OUTPUT, one rank at a time: after the previous rank's data is reduced, and after the rank's own
-data, which is in the same memory in an in-place call, has been sent. One chunk of scratch memory is
-enough.
+otherwise their sums would differ in the last bits. In scratch memory, a rank first reduces the data
+of the ranks above it, then its own data, then the data of each rank below it. The data of the ranks
+below lands in OUTPUT, one rank at a time, after the data of the previous rank is reduced. The first
+of it waits until the rank has sent its own data, which is in the same memory in an in-place call.
+One chunk of scratch memory is enough.
 
 Steps: 1. Bytes on the wire: each rank sends and receives n - 1 times the data.
 
@@ -38,7 +38,7 @@ def allreduce(nranks: int, nchannels: int = 1) -> Schedule:
     Raises
     ------
     InvalidArgument
-        If a size is below 1.
+        If `nranks` or `nchannels` is below 1.
     """
     share = Fraction(nranks - 1)
     return Schedule(

@@ -9,9 +9,10 @@ segments, and each segment into m = n - 1 sections. Each segment takes four stag
 - S4: the healthy ranks allgather the sums.
 
 Every other segment takes the stages in the order S3 S1 S4 S2: the straggler sends its data to the
-positions where the sections start, and the owners send it the sums. The straggler can thus send one
-segment while it receives another and the healthy ranks work on a third. On the links of the ring,
-the reduce-scatter of a segment comes before the allgather of the second segment before it.
+positions where the sections start, and later the owners send the sums to the straggler. The
+straggler can thus send one segment while it receives another and the healthy ranks work on a third.
+On the links of the ring, the reduce-scatter of segment i comes before the allgather of segment
+i - 2.
 
 The straggler sends and receives D bytes, which is the minimum; the healthy ranks send and receive
 (2n - 3)/(n - 1) D. If the straggler takes longer than the healthy ranks, that is
@@ -23,8 +24,8 @@ the wire: as above.
 
 Use it for large messages with one straggler that has lost about half of its bandwidth. If it has
 lost less, it idles while the healthy ranks have more work than in a ring of all ranks. `leaf_ring`
-uses that idle time. It also merges the straggler's data at the owner, which makes the chains of
-dependent messages shorter.
+uses that idle time. In `leaf_ring` the owner of a section always adds the straggler's data, which
+makes the chains of dependent messages shorter.
 
 References
 ----------
@@ -50,14 +51,14 @@ _LAG = 2
 
 
 class _Segment(NamedTuple):
-    """One segment.
+    """One segment of the data.
 
     Attributes
     ----------
-    sections : tuple of (int,)
-        Chunk of each section; section p starts at position p of the ring.
+    sections : tuple of tuple of int
+        Chunk of each section, as a tuple of one; section p starts at position p of the ring.
     is_reversed : bool
-        True if the stages have the order S3 S1 S4 S2.
+        True if the stages have the order S3 S1 S4 S2, False for S1 S2 S3 S4.
     """
 
     sections: tuple[tuple[int], ...]
@@ -79,7 +80,7 @@ def allreduce(bandwidths: Sequence[int], nsegments: int = 1, nchannels: int = 1)
     Raises
     ------
     InvalidArgument
-        If there is no rank, or a bandwidth or a number is below 1.
+        If there is no rank, or a bandwidth, `nsegments` or `nchannels` is below 1.
     """
     if nsegments < 1:
         raise InvalidArgument(f"nsegments={nsegments}; give 1 or more")
@@ -136,9 +137,9 @@ def _healthy_ops(seat: Seat, straggler: int, segments: Sequence[_Segment]) -> tu
 
 
 def _straggler_ops(ring: Sequence[int], segments: Sequence[_Segment]) -> tuple[Op, ...]:
-    """Return the straggler's ops, in the order in which the owners list theirs.
+    """Return the straggler's ops, in an order that matches the ops of the healthy ranks.
 
-    The program order matters per link only; dependencies decide when an op runs.
+    The order matters only among the ops of one link; dependencies decide when an op runs.
     """
     program = ProgramBuilder()
     for segment, before in _overlapped(segments):
@@ -163,9 +164,10 @@ def _owned(seat: Seat, segment: _Segment) -> int:
 def _overlapped(
     segments: Sequence[_Segment],
 ) -> Iterator[tuple[_Segment | None, _Segment | None]]:
-    """Yield pairs: a segment to reduce-scatter, and the segment to allgather after it.
+    """Yield pairs: a segment to reduce-scatter, and the segment to allgather after that.
 
-    The second comes `_LAG` segments before the first. Either is None where there is no segment.
+    The segment to allgather is `_LAG` segments behind. At the start and at the end, one of the two
+    is None.
     """
     none = [None] * _LAG
     return zip([*segments, *none], [*none, *segments], strict=True)
@@ -174,8 +176,8 @@ def _overlapped(
 def _steps(nranks: int, segments: Sequence[_Segment]) -> int:
     """Return the number of messages on the longest chain of dependent messages.
 
-    A link handles one pass around the ring after the other. A pass starts after the previous one,
-    or when its data is ready, if that is later.
+    The links of the ring handle one pass around the ring after the other. A pass starts after the
+    previous pass, or when its data is ready, whichever is later.
     """
     nhops = nranks - 2
     if nhops < 1:

@@ -1,9 +1,9 @@
 """Packed trees: allreduce for nodes of arbitrary bandwidths, and so for every pattern of failures.
 
-Reducing a byte up one spanning tree and broadcasting it down again costs a node as many sends, and
-as many receives, as it has edges in that tree: its degree. An allreduce over c trees, each with 1/c
-of the data, therefore takes the time of the node with the largest ratio of total degree to
-bandwidth. The trees are built in three steps:
+If a byte is reduced up one spanning tree and broadcast down again, a node sends and receives it as
+often as it has edges in that tree: its degree. An allreduce over c trees, each with 1/c of the
+data, therefore takes the time of the node with the largest ratio of total degree to bandwidth. The
+trees are built in three steps:
 
 1. Compute the mean degree of every node (`degrees`): in proportion to its bandwidth, at least 1
    (every tree contains the node) and at most n - 1, with the sum 2(n - 1) of a tree's degrees.
@@ -15,10 +15,10 @@ bandwidth. The trees are built in three steps:
 With equal bandwidths this nearly reaches the bandwidth of a ring, at the height of a binary tree. A
 node that lost bandwidth is a leaf in exactly as many trees as necessary.
 
-The lower bound (`lower_bound`) holds for every schedule: each node sends and receives all the data
-once, and each byte takes n - 1 transfers to be reduced and n - 1 to be distributed. Packed trees
-approach the bound with many trees and many slices. It holds for reduction without coding, and for
-nodes whose rails act as one port.
+The lower bound (`lower_bound`) holds for every schedule that does not encode data and for nodes
+whose rails act as one port: each node sends and receives all the data at least once, and each byte
+takes n - 1 transfers to be reduced and n - 1 to be distributed. Packed trees approach the bound
+with many trees and many slices.
 
 All computations use integers and fractions; equal arguments give equal trees on every rank.
 """
@@ -61,7 +61,7 @@ def allreduce(bandwidths: Sequence[int], ntrees: int, reach: Reach | None = None
 def lower_bound(bandwidths: Sequence[int]) -> Fraction:
     """Return a lower bound on the time of any allreduce of one unit of data.
 
-    `bandwidths` are in units of data per unit of time.
+    `bandwidths` has the bandwidth of each node in units of data per unit of time.
 
     Raises
     ------
@@ -127,9 +127,9 @@ def pack(
 def pack_rooted(rooms: Sequence[int], ntrees: int, root: int) -> tuple[tree.Parents, ...]:
     """Return packed trees with a common root, for a broadcast or a reduce.
 
-    Every node has one edge to its parent per tree, except the root. The edges to children determine
-    its load. Over all trees a node gets them in proportion to `rooms`, in pairs, so that the trees
-    are flat.
+    Every node except the root has one edge to its parent in each tree, so its number of edges to
+    children determines its load. Over all trees, a node gets edges to children in proportion to
+    `rooms`, in pairs, so that the trees are flat.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ def pack_rooted(rooms: Sequence[int], ntrees: int, root: int) -> tuple[tree.Pare
 def _deal_down(extra: Sequence[int], ntrees: int, root: int) -> list[list[int]]:
     """Return each node's number of children in each tree, one list per tree.
 
-    Over all trees, a node gets `extra` children; the root gets one more in every tree.
+    Over all trees, node v gets ``extra[v]`` children; the root gets one more in every tree.
     """
     n = len(extra)
     left = list(extra)
@@ -198,10 +198,10 @@ def _deal_down(extra: Sequence[int], ntrees: int, root: int) -> list[list[int]]:
 
 
 def _rooted_tree(wanted: Sequence[int], root: int, first: int) -> tree.Parents:
-    """Return the flattest tree with the given numbers of children.
+    """Return the flattest tree in which node v has ``wanted[v]`` children.
 
-    Nodes are added in order of that number, largest first, each below the first node placed that
-    lacks a child. `first` is as in `flat_tree`.
+    Nodes are added in order of ``wanted``, largest first. The parent of each is the earliest added
+    node that still lacks a child. `first` is as in `flat_tree`.
     """
     n = len(wanted)
     waiting = [node for node in range(n) if node != root]
@@ -217,8 +217,8 @@ def _rooted_tree(wanted: Sequence[int], root: int, first: int) -> tree.Parents:
 def flat_tree(wanted: Sequence[int], first: int = 0, reach: Reach | None = None) -> tree.Parents:
     """Return the flattest tree with the given degrees.
 
-    Nodes are added in order of degree, largest first, each below the first node placed that has a
-    free edge.
+    Nodes are added in order of degree, largest first. The parent of each is the earliest added node
+    that has fewer edges than its degree, that is a free edge.
 
     Parameters
     ----------
@@ -227,8 +227,8 @@ def flat_tree(wanted: Sequence[int], first: int = 0, reach: Reach | None = None)
     first : int
         Node that comes first among nodes of equal degree; the others follow in cyclic order.
     reach : callable, optional
-        As for `allreduce`. While no node left reaches a free edge, one of them is added below a
-        node without one; degrees then differ from `wanted`.
+        As for `allreduce`. If no waiting node reaches a node with a free edge, one is added below a
+        node without a free edge; degrees then differ from `wanted`.
 
     Raises
     ------
@@ -282,7 +282,7 @@ def _round(values: Sequence[Fraction]) -> list[int]:
 
 
 def _in_twos(values: Sequence[Fraction], rooms: Sequence[int]) -> list[int]:
-    """Round to integers, even if possible, with the same sum and each at most its `rooms`."""
+    """Round `values` to integers with the same sum: even ones if possible, none above its room."""
     halves = _round([each / 2 for each in values])
     found = [min(2 * half, room - room % 2) for half, room in zip(halves, rooms, strict=True)]
     missing = int(sum(values)) - sum(found)
@@ -296,9 +296,10 @@ def _in_twos(values: Sequence[Fraction], rooms: Sequence[int]) -> list[int]:
 def _deal(sums: Sequence[int], ntrees: int) -> list[list[int]]:
     """Return each node's degree in each tree, one list per tree, with the total degrees `sums`.
 
-    Every node has one edge in every tree. The further edges of a tree go, two at a time, to the
-    node that lags most behind an even distribution of its total over the trees. Single edges, for
-    odd totals, are spread over the trees: many in one tree would make it a path.
+    Every node gets one edge in every tree. The further edges of a tree are assigned two at a time,
+    each pair to the node that lags most behind an even distribution of its total over the trees.
+    Single edges, which odd totals need, are spread over the trees, because a tree with many of them
+    would become a path.
     """
     n = len(sums)
     if n == 1:
@@ -332,7 +333,7 @@ def _deal(sums: Sequence[int], ntrees: int) -> list[list[int]]:
 def _firsts(n: int, ntrees: int) -> list[int]:
     """Return, for each tree, the node that comes first among nodes of equal degree.
 
-    The trees take the nodes in turn.
+    These nodes are spread evenly over all nodes, so that no node is preferred in every tree.
     """
     return [number * n // ntrees if ntrees < n else number % n for number in range(ntrees)]
 

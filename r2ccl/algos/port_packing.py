@@ -1,12 +1,12 @@
-"""Tree packing by ports: spanning trees for few nodes of which some share few rails.
+"""Tree packing by ports: spanning trees for few nodes, some of which share only few rails.
 
 `r2ccl.algos.packed_trees` considers the total bandwidth of a node, as if every two nodes shared all
-rails. Here every edge uses a rail that both of its ends have. Trees are built one after the other
-as minimum spanning trees (Prim's algorithm), where an edge costs the prices of its two ports. With
-every edge a port gets, its price grows by a fraction that is larger for slower ports. The prices of
-busy ports thus move later trees to other ports. The slower the prices grow and the more trees there
-are, the closer the result is to the optimal packing. `pack` tries several growth rates and all
-numbers of trees.
+rails. Here every edge uses a rail that both of its ends have. A port is the NIC of a node on one
+rail. Trees are built one after the other as minimum spanning trees (Prim's algorithm), in which an
+edge costs the sum of the prices of its two ports. Whenever a port gets an edge, its price grows by
+a fraction that is larger for slower ports. Later trees therefore avoid busy ports. The slower the
+prices grow and the more trees there are, the closer the result is to the optimal packing. `pack`
+tries several growth rates and all numbers of trees up to a maximum.
 
 All computations use integers and fractions; equal arguments give equal trees on every rank.
 
@@ -53,9 +53,10 @@ def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
     Returns
     -------
     list of PortTree
-        Trees that each carry an equal part of the data. Their time is that of the busiest port:
-        its number of edges divided by its bandwidth and by the number of trees. Of all packings
-        found, this is the one with the fewest trees whose time is within 1 % of the best.
+        Trees that each carry an equal part of the data. The time of a packing is that of its
+        busiest port: the port's number of edges divided by its bandwidth and by the number of
+        trees. The packing returned has the fewest trees of all those found whose time is within 1 %
+        of the best.
 
     Raises
     ------
@@ -80,7 +81,7 @@ def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
 def _grow(
     shares: Sequence[Sequence[int]], most: int, damping: int
 ) -> Iterator[tuple[Fraction, list[tuple[PortEdge, ...]]]]:
-    """Yield, after each tree, the relative time of the busiest port, and the trees so far."""
+    """Build `most` trees; yield after each the time of the busiest port, and the trees so far."""
     whole = max(map(max, shares))
     prices = [[_PRICE // share if share else 0 for share in row] for row in shares]
     nedges = [[0] * len(row) for row in shares]
@@ -152,7 +153,7 @@ def _walk(root: int, neighbours: Sequence[Sequence[int]]) -> tuple[list[int], li
 _DAMPINGS = (2, 4, 8, 16)
 #: Initial price of a port with share 1; the initial price of other ports is this divided by share.
 _PRICE = 1 << 32
-#: Maximum time of a smaller number of trees, relative to the best time, at which it is preferred.
+#: A packing of fewer trees is preferred if its time is at most this multiple of the best time.
 _AS_GOOD = Fraction(101, 100)
 
 __all__ = ["PortEdge", "PortTree", "pack"]

@@ -1,10 +1,11 @@
 """R2CC-AllReduce as published: a ring of all ranks beside a ring without the straggler.
 
-One rank, the straggler, has lost the fraction X of its bandwidth B. Of D bytes, the share 1 - Y is
-reduced in the ring of all n ranks, the rest in the ring of the m = n - 1 healthy ranks. After this
-partial allreduce, the tail adds the straggler's data: the straggler sends it in K chunks to one
-healthy rank, the helper. The helper reduces each chunk and, when a chunk is complete, sends the sum
-along a chain of the other healthy ranks, and the last of them sends it to the straggler. The times:
+One rank, the straggler, has lost the fraction X of its bandwidth B. The buffer has D bytes. Its
+share 1 - Y is reduced in the ring of all n ranks, the share Y in the ring of the m = n - 1 healthy
+ranks. After this partial allreduce, the tail adds the straggler's data for the share Y: the
+straggler sends it in K chunks to one healthy rank, the helper. The helper reduces each chunk and,
+when a chunk is complete, sends the sum along a chain of the other healthy ranks. The last of them
+sends the sum to the straggler. The times are:
 
     T1 = 2(n - 1)/n (1 - Y) D / ((1 - X) B)     ring of all ranks
     T2 = 2(m - 1)/m Y D / (X B)                 ring of the healthy ranks, with bandwidth X B
@@ -13,8 +14,8 @@ along a chain of the other healthy ranks, and the last of them sends it to the s
 
 The published choice is Y = X. The optimum (`split`) is T1 = T2 if a byte costs the straggler less
 in the tail than in the ring, that is 1 + 1/K < 2(n - 1)/n, or K > n/(n - 2); otherwise it is Y = 0,
-the ring alone. The end of the chain returns the sum to the straggler, not the helper: a helper that
-sent the sum to both would send 2 Y D, and the tail would take longer than T3 for X < 1/2.
+the ring alone. The last rank of the chain returns the sum to the straggler. If the helper did so,
+it would send 2 Y D in the tail, which would take longer than T3 for X < 1/2.
 
 Steps: 3n - 5, but at least 2(n - 1). Bytes on the wire: for the straggler, those of T1 and T3; for
 the others, (2(n - 1)/n (1 - Y) + (2(m - 1)/m + 1) Y) D.
@@ -62,15 +63,17 @@ def allreduce(
         Share of the data for the ring of healthy ranks, Y in the module docstring, 0 to 1. Default:
         `split`. Ignored for one rank.
     nchannels : tuple of int
-        Number of channels of the ring of all ranks, and of the ring of healthy ranks. The model
-        assumes that the first ring has the bandwidth (1 - X) B. If channels share a port equally,
-        the numbers must be in the proportion (1 - X) to X. If channels are tied to rails, those of
-        the second ring must be on the rails that the straggler has lost.
+        Number of channels of the ring of all ranks, and of the ring of healthy ranks. The times in
+        the module docstring assume that the first ring has the bandwidth (1 - X) B. If channels
+        share a port equally, the numbers must therefore be in the proportion (1 - X) to X. If
+        channels are tied to rails, those of the second ring must be on the rails that the straggler
+        has lost.
 
     Raises
     ------
     InvalidArgument
-        If there is no rank, a bandwidth or a number is below 1, or `share` is below 0 or above 1.
+        If there is no rank; if a bandwidth, `nchunks` or a number of channels is below 1; or if
+        `share` is below 0 or above 1.
     """
     if nchunks < 1:
         raise InvalidArgument(f"nchunks={nchunks}; give 1 or more")
@@ -123,7 +126,7 @@ def time_of(nranks: int, lost: Fraction, nchunks: int, share: Fraction) -> Fract
 
 
 def _partial(nranks: int, straggler: int, nchunks: int) -> BlendPart:
-    """Return the allreduce of the healthy ranks, and the tail with the first of them as helper."""
+    """Return the partial allreduce and the tail; the helper is the first healthy rank."""
     ring = tuple(rank for rank in range(nranks) if rank != straggler)
     size = len(ring)
     of_healthy = Fraction(2 * (size - 1), size) + 1

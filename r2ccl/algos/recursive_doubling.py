@@ -5,13 +5,13 @@ pairs: the odd rank sends its data to the even rank below it, and gets the resul
 remaining m ranks are numbered in rank order. In step k each of them exchanges its data with the
 rank whose number differs in bit k, and reduces.
 
-Order: the data of a rank always covers a contiguous interval of ranks; the partner's interval is
+Order: a rank always holds the sum of a contiguous interval of ranks; its partner's interval is
 adjacent, on the side of the partner's rank. The received data is the left operand if and only if
 the peer is the lower rank, so both partners compute ``lower + upper`` with the same operands. Every
-rank ends with the same expression, in rank order, and bit-identical results.
+rank ends with the same expression, in rank order, and with the same bits.
 
 Steps: log2(m) dependent messages, plus 2 if n > m. Bytes on the wire: the busiest rank sends and
-receives log2(m) times the data, plus once if n > m.
+receives the data log2(m) times, and once more if n > m.
 
 References
 ----------
@@ -44,7 +44,7 @@ def allreduce(nranks: int, nchannels: int = 1) -> Schedule:
     Raises
     ------
     InvalidArgument
-        If a size is below 1.
+        If `nranks` or `nchannels` is below 1.
     """
     doublings = max(nranks, 1).bit_length() - 1
     has_fold = nranks > 1 << doublings

@@ -6,8 +6,9 @@ n - 1 steps its section p + 1 is complete. In step s of the allgather it sends s
 its complete section first, and receives section p - s. Each send depends only on the receive of the
 step before, so slices of all steps are in flight at the same time.
 
-Steps: n - 1 dependent messages for each of the two. Bytes on the wire: for each of the two, every
-rank sends and receives (n - 1)/n of the data, the minimum for equal ranks.
+Steps: n - 1 dependent messages for the reduce-scatter, and as many for the allgather. Bytes on the
+wire: in each of the two, every rank sends and receives (n - 1)/n of the data, the minimum for equal
+ranks.
 
 Use rings for large messages among ranks with equal bandwidths: a ring is as slow as its slowest
 rank. For a pipelined broadcast or reduce along a chain, pass ``[tree.chain(order)]`` to
@@ -62,7 +63,8 @@ def allreduce(
     Raises
     ------
     InvalidArgument
-        If a size is below 1, or `rank_orders` is not one permutation of the ranks per channel.
+        If `nranks` or `nchannels` is below 1, or `rank_orders` is not one permutation of the ranks
+        per channel.
     """
     return _schedule("allreduce", nranks, nchannels, rank_orders, _allreduce_ops)
 
@@ -104,10 +106,10 @@ def add_reduce_scatter(
         Program of the rank at `seat`.
     seat : Seat
     sections : sequence of sequence of int
-        Chunks of each section; one section per position. The rank ends with section
-        ``seat.place + 1``.
+        Chunks of each section; one section per position. At the end, the rank has the sum of
+        section ``seat.place + 1``, modulo the number of sections.
     is_final : bool
-        True if that section is then complete: no rank outside the ring contributes to it.
+        True if that sum is the result: no rank outside the ring contributes to it.
     """
     for step in range(seat.size - 1):
         for chunk in sections[(seat.place - step) % seat.size]:
@@ -119,9 +121,10 @@ def add_reduce_scatter(
 def add_allgather(program: ProgramBuilder, seat: Seat, sections: Sequence[Sequence[int]]) -> None:
     """Add the ops of a ring allgather to `program`.
 
-    The rank starts with section ``seat.place + 1``, where a ring reduce-scatter ends. Receives have
-    `Op.is_proof`: if the rank sent data for a section before, the section it receives must include
-    that data.
+    The rank at `seat` starts with section ``seat.place + 1``, modulo the number of sections, as a
+    ring reduce-scatter leaves it. ``sections[p]`` are the chunks of section p. The receives have
+    `Op.is_proof`: if the rank contributed to a section earlier in the program, the arrival of that
+    section proves that the contribution arrived.
     """
     for step in range(seat.size - 1):
         for chunk in sections[(seat.place + 1 - step) % seat.size]:

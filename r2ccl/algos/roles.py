@@ -3,9 +3,9 @@
 Every byte takes 2(n - 1) transfers. A leaf makes one of them, or two if it relays; the m ranks of
 the core make the rest in equal parts. With bandwidths b, all ranks finish together if each makes
 T b transfers, for T = 2(n - 1) / (sum of all b); but no rank can make less than one. This gives the
-bound `packed_trees.lower_bound`. A leaf ring reaches it unless a leaf would have to make more than
-two transfers, the leaves would have to relay a byte more than m - 1 times in all, or the core ranks
-differ in bandwidth.
+bound `packed_trees.lower_bound`. A leaf ring reaches the bound unless a leaf would have to make
+more than two transfers, the leaves together would have to relay a byte more than m - 1 times, or
+the core ranks differ in bandwidth.
 
 All computations use exact fractions, so that all ranks choose the same roles.
 """
@@ -29,8 +29,8 @@ class Roles(NamedTuple):
     relaying : dict of int to Fraction
         Share of the data that each leaf relays.
     time : Fraction
-        Time for one unit of data, with bandwidths in units of data per unit of time; without
-        latency, start and end.
+        Time of the allreduce of one unit of data, with bandwidths in units of data per unit of
+        time. Latency, and the start and end of the pipeline, are not included.
     """
 
     core: tuple[int, ...]
@@ -39,7 +39,7 @@ class Roles(NamedTuple):
 
 
 def choose(bandwidths: Sequence[int]) -> Roles:
-    """Choose the core and the relayed shares that minimise the time.
+    """Choose the core, and the share that each leaf relays, such that the time is minimal.
 
     Parameters
     ----------
@@ -60,10 +60,11 @@ def choose(bandwidths: Sequence[int]) -> Roles:
 
 
 def deal(roles: Roles, nsegments: int) -> list[tuple[int, ...]]:
-    """Return the leaves that relay in each segment, with their shares spread evenly and rounded.
+    """Return, for each of `nsegments` segments, the leaves that relay in it.
 
-    Fewer leaves relay in a segment than the core has ranks. A leaf that is left out for this reason
-    comes first in the next segment.
+    The share that a leaf relays is rounded to whole segments, which are spread evenly. In a
+    segment, fewer leaves relay than the core has ranks. A leaf that is left out for this reason
+    takes precedence in the next segment.
     """
     due = dict.fromkeys(roles.relaying, Fraction(1, 2))
     dealt = []
@@ -77,7 +78,7 @@ def deal(roles: Roles, nsegments: int) -> list[tuple[int, ...]]:
 
 
 def _roles(bandwidths: Sequence[int], core: Sequence[int]) -> Roles:
-    """Return the roles with the given core; all ranks finish together if possible."""
+    """Return the roles with the given core, such that all ranks finish together if possible."""
     n, inside = len(bandwidths), set(core)
     of_core = min(bandwidths[rank] for rank in core) * len(core)
     leaves = {rank: bandwidths[rank] for rank in range(n) if rank not in inside}
@@ -93,9 +94,10 @@ def _roles(bandwidths: Sequence[int], core: Sequence[int]) -> Roles:
 
 
 def _even_time(nranks: int, of_core: int, leaves: list[int]) -> Fraction:
-    """Return the time at which all ranks finish together, with at most two transfers per leaf.
+    """Return the time at which all ranks finish together, for one unit of data.
 
-    Leaves that would have to make more than two transfers make two, and finish earlier.
+    Leaves that would have to transfer a byte more than twice transfer it twice, and finish earlier.
+    `of_core` is the bandwidth of the core, and `leaves` are the bandwidths of the leaves.
     """
     ntransfers = 2 * (nranks - 1)
     while True:

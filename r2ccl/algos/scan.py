@@ -3,14 +3,18 @@
 A rank always holds the reduction of consecutive ranks, and reduces it only with that of the ranks
 just below. The reduction therefore needs to be associative, but not commutative.
 
-`doubling` reduces over 1, 2, 4, ... ranks below: a rank sends what it holds to the rank at that
-distance above. `chain` passes the reduction of all ranks below from each rank to the next, as a
-pipeline. In the exscan every rank first gets the data of the rank below (doubling), or receives the
-reduction directly as its result and reduces its own data into a copy of the result (chain).
+In exchange k of `doubling`, for k = 0, 1, ..., a rank sends the reduction that it holds to the rank
+2^k above it. In its exscan, every rank first sends its own data to the next rank, and the scan then
+runs over the data received.
 
-Steps: with doubling, ceil(log2 n) exchanges, of which floor(log2 n) depend on each other; an exscan
-takes one exchange, then doubles over n - 1 ranks. A chain takes n - 1. Bytes on the wire: a rank
-sends the data once per exchange with doubling, and once in a chain.
+In a `chain`, a rank receives the reduction of all ranks below, reduces it with its own data and
+sends it to the next rank, as a pipeline. In its exscan, the reduction received is the result of the
+rank, which reduces its own data into a copy of the result.
+
+Steps: with doubling, a scan takes ceil(log2 n) exchanges, of which floor(log2 n) depend on each
+other; an exscan takes one exchange, and then those of a scan over n - 1 ranks. A chain takes n - 1
+dependent messages. Bytes on the wire: a rank sends the data once per exchange with doubling, and
+once in a chain.
 
 References
 ----------
@@ -30,7 +34,7 @@ from r2ccl.schedule.ir import Cost, Op, Schedule, Space
 
 
 def doubling(nranks: int, nchannels: int = 1, *, is_exclusive: bool = False) -> Schedule:
-    """Build the scan, or with `is_exclusive` the exscan, over growing distances.
+    """Build the scan, or with `is_exclusive` the exscan, by exchanges at distances 1, 2, 4, ....
 
     Parameters
     ----------
@@ -45,7 +49,7 @@ def doubling(nranks: int, nchannels: int = 1, *, is_exclusive: bool = False) -> 
     Raises
     ------
     InvalidArgument
-        If a size is below 1.
+        If `nranks` or `nchannels` is below 1.
     """
     ops_of = _exclusive_doubling if is_exclusive else _doubling
     return _schedule("prefix_doubling", nranks, nchannels, 1, ops_of, is_exclusive=is_exclusive)
@@ -54,8 +58,8 @@ def doubling(nranks: int, nchannels: int = 1, *, is_exclusive: bool = False) -> 
 def chain(nranks: int, nchannels: int = 1, *, is_exclusive: bool = False) -> Schedule:
     """Build the scan, or with `is_exclusive` the exscan, as a pipeline through all ranks.
 
-    Arguments and errors as in `doubling`. In an exscan, each channel has 16 chunks: a rank reduces
-    a chunk as a whole before it sends it on.
+    Arguments and errors as in `doubling`. In an exscan, each channel has 16 chunks, because a rank
+    must reduce a whole chunk before it sends the chunk to the next rank.
     """
     if is_exclusive:
         nchunks, ops_of = _NCHUNKS, _exclusive_chain
@@ -103,7 +107,10 @@ def _exclusive_doubling(nranks: int, rank: int) -> tuple[Op, ...]:
 
 
 def _double(program: ProgramBuilder, nranks: int, rank: int, lowest: int) -> None:
-    """Add the ops of a scan over the ranks from `lowest` on, of what each rank holds."""
+    """Add the ops of a scan by doubling over the ranks from `lowest` on.
+
+    It starts from the data that each rank has in OUTPUT, or else in INPUT.
+    """
     distance = 1
     while distance < nranks - lowest:
         if rank + distance < nranks:
@@ -138,7 +145,7 @@ def _exclusive_chain(nranks: int, rank: int) -> tuple[Op, ...]:
     return program.ops()
 
 
-#: Chunks of a channel in the chain of an exscan; filling it takes 1/16 of the data per rank.
+#: Chunks of a channel in the chain of an exscan. A rank waits for 1/16 of the data before it sends.
 _NCHUNKS = 16
 
 __all__ = ["chain", "doubling"]

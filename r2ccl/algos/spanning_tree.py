@@ -8,9 +8,9 @@ In the allgather every rank forwards each chunk to all neighbours except the one
 the reduce-scatter chunk r is reduced on its way to rank r.
 
 Steps: the diameter of the tree. Bytes on the wire: an edge that separates a ranks from the other
-n - a carries a/n of the data in one direction and the rest in the other.
+n - a carries a/n of the data in one direction and (n - a)/n in the other.
 
-Use them only if no ring is possible in which all neighbours share a rail.
+Use these collectives only if no ring is possible in which all neighbours share a rail.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ def span(nranks: int, reach: Reach, root: int = 0) -> Parents:
     """Return a spanning tree in which parent and child always share a rail.
 
     In breadth-first order, each rank gets up to two children among the ranks that it reaches and
-    that are not in the tree yet. Then the ranks left over are added as further children of the
-    first rank in this order that reaches them.
+    that are not in the tree yet. Each rank that is still not in the tree then becomes a further
+    child of the first rank in this order that reaches it.
 
     Parameters
     ----------
     nranks : int
+        Number of ranks.
     reach : callable
-        ``reach(a, b)`` returns True if ranks a and b share a rail.
+        ``reach(a, b)`` returns True if ranks a and b share a rail. It must be symmetric.
     root : int
+        Root of the tree.
 
     Raises
     ------

@@ -5,8 +5,9 @@ and sends the sum to its parent. The root gets the result, which is broadcast ov
 Slices are in flight up and down the tree at the same time. The child with the lowest subtree is
 reduced first, because its data arrives first.
 
-Every edge carries the tree's share of the data once in each direction, so a rank of degree d sends
-and receives d times that share. The load of a rank thus depends on how many trees it is a leaf of.
+In the allreduce, every edge carries the tree's share of the data once in each direction, so a rank
+of degree d sends and receives d times that share. A rank that is a leaf in many trees thus has a
+low load.
 `double_binary` returns two trees in which the inner ranks of one are leaves of the other;
 `r2ccl.algos.packed_trees` builds trees for ranks of arbitrary bandwidths.
 
@@ -97,7 +98,8 @@ def allreduce(trees: Sequence[Sequence[int]], name: str = "tree") -> Schedule:
     Parameters
     ----------
     trees : sequence of Parents
-        Trees with the same number of ranks. With one rank the schedule copies input to output.
+        Parent of each rank in each tree, -1 for the root. All trees have the same number of ranks.
+        With one rank the schedule copies input to output.
     name : str
         Name of the schedule.
 
@@ -111,7 +113,7 @@ def allreduce(trees: Sequence[Sequence[int]], name: str = "tree") -> Schedule:
 
 
 def reduce(trees: Sequence[Sequence[int]], name: str = "tree") -> Schedule:
-    """Build the reduce to the common root of `trees`.
+    """Build the reduce to the common root of `trees`: one channel per tree, of equal weights.
 
     Arguments and errors as in `allreduce`; also raises `InvalidArgument` if the roots differ.
     """
@@ -119,7 +121,7 @@ def reduce(trees: Sequence[Sequence[int]], name: str = "tree") -> Schedule:
 
 
 def broadcast(trees: Sequence[Sequence[int]], name: str = "tree") -> Schedule:
-    """Build the broadcast from the common root of `trees`.
+    """Build the broadcast from the common root of `trees`: one channel per tree, of equal weights.
 
     Arguments and errors as in `allreduce`; also raises `InvalidArgument` if the roots differ.
     """
@@ -150,7 +152,7 @@ def double_binary(nranks: int) -> tuple[Parents, Parents]:
 
 
 def chain(order: Sequence[int]) -> Parents:
-    """Return the tree in which each rank of `order` is the parent of the next."""
+    """Return the tree in which each rank of `order`, a permutation, is the parent of the next."""
     parents = [-1] * len(order)
     for parent, child in pairwise(order):
         parents[child] = parent
@@ -168,7 +170,7 @@ def line(nranks: int, root: int) -> Parents:
 
 
 def turned(parents: Sequence[int], root: int) -> Parents:
-    """Return the tree with its ranks renumbered cyclically, so that `root` is its root."""
+    """Return the tree with the number of each rank shifted cyclically, such that `root` is root."""
     n = len(parents)
     by = root - parents.index(-1)
     found = [-1] * n

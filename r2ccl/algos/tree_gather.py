@@ -6,7 +6,7 @@ scatter parts travel the other way. Parts that a rank only forwards stay in scra
 call opens no connections that other calls do not use.
 
 Steps: the height of the tree; at most floor(log2 n) in a binomial tree. Bytes on the wire: a part
-once per edge between its rank and the root.
+crosses each edge between its rank and the root once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def scatter(parents: Sequence[int], nchannels: int = 1, name: str = "binomial") 
 
 
 def binomial(nranks: int, root: int = 0) -> Parents:
-    """Return the binomial tree: counted from the root, a rank's parent lacks its lowest set bit.
+    """Return the binomial tree with the given root.
+
+    Let d be the distance of a rank above the root, modulo `nranks`. Its parent is at the distance d
+    without the lowest set bit.
 
     Raises
     ------

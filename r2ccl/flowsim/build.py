@@ -1,4 +1,4 @@
-"""Build the initial state of a simulation: one program, one buffer size, one network.
+"""Initial state of a simulation of one program with one buffer size on one network.
 
 The state is the same for both models of port sharing, `max_min` and `fair_queue`.
 """
@@ -30,18 +30,19 @@ from r2ccl.schedule.graph import Ints
 
 
 class Channels(NamedTuple):
-    """Numbering of the ops, chunks and links of all channels.
+    """Numbering of the ops, chunks and links of all channels of a `Program`.
 
     Parameters
     ----------
     op_bases : ndarray of int64, shape (nchannels,)
-        Offset per channel: the number of an op is ``op_base + row``.
+        Offset of each channel: the op of a channel with the row ``row`` in ``program.rows`` has the
+        number ``op_bases[channel] + row``.
     chunk_bases : ndarray of int64, shape (nchannels,)
         Number of each channel's first chunk.
     links : ndarray of int64, shape (nlinks,)
         Channel of each link.
     rows : ndarray of int64, shape (nlinks,)
-        Row of each link in ``program.links``.
+        Index of each link in ``program.links``.
     nops : int
         Number of ops in all channels.
     """
@@ -54,7 +55,7 @@ class Channels(NamedTuple):
 
 
 def channels_of(program: Program) -> Channels:
-    """Number the ops, chunks and links of `program`, one channel after the other."""
+    """Number the ops, chunks and links of `program`, one channel after another."""
     first_rows = program.starts[:, 0]
     nrows = program.starts[program.shapes, -1] - first_rows[program.shapes]
     ends = np.cumsum(nrows)
@@ -77,7 +78,7 @@ def build_state(
     *,
     tolerance: float,
 ) -> FlowState:
-    """Build the state at time 0.
+    """Build the state of a simulation at time 0.
 
     Parameters
     ----------
@@ -85,8 +86,9 @@ def build_state(
     channels : Channels
         Result of ``channels_of(program)``.
     chunks : Records of CHUNK_DTYPE
-        One record per chunk, channel by channel.
+        One record per chunk, channel by channel, as `r2ccl.flowsim.slices.cut_chunks` returns them.
     routes : PortRoutes
+        Home rails of all links, in the order of ``channels.links``.
     table : ndarray of float64, shape (2, nnodes, nrails)
         Bandwidth of every port at time 0 in bytes/s: egress, then ingress.
     tolerance : float
@@ -155,7 +157,7 @@ def _with_nobody(count: int, dtype: np.dtype[np.void], *fields: str) -> Records:
 
 
 def with_room(state: FlowState) -> FlowState:
-    """Return `state` with the capacity of ``landings`` doubled."""
+    """Return `state` with the capacity of ``landings`` doubled; other arrays are shared with it."""
     room = state.landings.shape[1]
     grown = np.empty((2, 2 * room), LANDING_DTYPE)
     for way, first in enumerate(state.landing_first):

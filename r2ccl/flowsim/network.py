@@ -1,4 +1,4 @@
-"""The simulated network: nodes, their ports, and the changes of port bandwidth over time.
+"""Simulated network: nodes, their ports, and the changes of port bandwidth over time.
 
 `Network` checks its arguments when it is constructed: every port has a bandwidth in each direction,
 every rank has an existing node, and the changes are in order of time.
@@ -41,14 +41,15 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     nodes : tuple of int
         Node of each rank. Default: one rank per node, in order.
     alpha_s : float
-        Seconds between the moment a slice leaves the wire and the moment it has landed.
+        Latency between nodes: seconds from the moment at which a slice has left the wire to the
+        moment at which it has landed.
     inside_bandwidth : float
-        Bandwidth in bytes/s, in each direction, between a rank and the other ranks of its node.
-        Infinite: transfers within a node take no time besides `inside_alpha_s`.
+        Total bandwidth in bytes/s, in each direction, between a rank and the other ranks of its
+        node. Infinite: transfers within a node take no time besides `inside_alpha_s`.
     inside_alpha_s : float
         As `alpha_s`, within a node.
     reduction_rate : float
-        Bytes/s at which a rank reduces on one channel; 0: reductions take no time.
+        Bytes per second that a rank reduces on one channel; 0: reductions take no time.
     changes : tuple of Change
         Later changes of port bandwidth, in any order.
 
@@ -104,7 +105,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         Raises
         ------
         InvalidArgument
-            If a number is below 1, or as for `Network`.
+            If `nnodes`, `nrails` or `ranks_per_node` is below 1, or as for `Network`.
         """
         if ranks_per_node < 1:
             raise _wrong("ranks_per_node", ranks_per_node, "1 or more")
@@ -143,10 +144,10 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, changes=(*self.changes, *changes))
 
     def without(self, node: int, *rails: int, time_s: float = 0.0) -> Network:
-        """Return a copy in which `rails` of `node` fail `time_s` seconds after the start.
+        """Return a copy of the network in which `rails` of `node` fail at `time_s`.
 
-        With 0 they are dead from the start. Changes that the network already has still apply, so
-        a later change can revive a rail.
+        `time_s` is in seconds from the start of the simulation; 0: the rails are dead from the
+        start. Changes that the network already has still apply, so a later one can revive a rail.
 
         Raises
         ------
@@ -160,9 +161,10 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         return self._scaled(node, rails, 0.0)
 
     def degraded(self, node: int, fraction: float) -> Network:
-        """Return a copy in which every rail of `node` has `fraction` of its initial bandwidth.
+        """Return a copy of the network in which `node` has `fraction` of its initial bandwidth.
 
-        `Network.changes` stay as they are.
+        The bandwidth of each of its rails is multiplied by `fraction`. `Network.changes` stay as
+        they are.
 
         Raises
         ------

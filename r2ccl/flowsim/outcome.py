@@ -12,7 +12,8 @@ from r2ccl.flowsim.routes import Floats
 class Use(NamedTuple):
     """Use of all ports in one direction.
 
-    With `node_ports` (see `r2ccl.flowsim.simulation.simulate`), ``nrails`` is 1.
+    The arrays have one element per port. If the rails of a node are simulated as one port (argument
+    `node_ports` of `r2ccl.flowsim.simulation.simulate`), ``nrails`` is 1.
 
     Parameters
     ----------
@@ -30,7 +31,7 @@ class Use(NamedTuple):
 
     @property
     def utilisation(self) -> Floats:
-        """Bytes carried by each port as a share of its capacity, 0 to 1."""
+        """Bytes carried by each port as a share of its capacity, 0 to 1; 0 for a dead port."""
         return np.divide(
             self.nbytes,
             self.capacity_nbytes,
@@ -42,7 +43,8 @@ class Use(NamedTuple):
 class Bottleneck(NamedTuple):
     """Port with the highest utilisation, and that utilisation, 0 to 1.
 
-    `rail` is 0 if a node has one port per direction (``node_ports``).
+    ``rail`` is 0 if the rails of a node are simulated as one port (argument `node_ports` of
+    `r2ccl.flowsim.simulation.simulate`). ``is_egress`` is True for the direction out of the node.
     """
 
     node: int
@@ -70,7 +72,7 @@ class Outcome(NamedTuple):
     nslices : int
         Number of slices sent, including those within a node.
     nbatches : int
-        Number of points in time at which the simulation processed events.
+        Number of distinct times at which the simulation processed events.
     """
 
     time_s: float

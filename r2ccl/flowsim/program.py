@@ -1,9 +1,9 @@
 """Compact form of a schedule: channels that run the same ops share one copy of them.
 
-An op of the compact form is a *row*. The rows of one rank and shape are adjacent and in program
-order. Channels with the same ops have one *shape*, whose rows exist once; an op of the schedule is
-identified by its row and its channel. A ring over 1,024 ranks with eight channels has 33 million
-ops, and 4 million rows.
+Channels that run the same ops on every rank have the same *shape*. The ops of a shape are stored
+once, as *rows*; a row and a channel together identify an op of the schedule. The rows of one rank
+and shape are adjacent and in program order. A ring over 1,024 ranks with eight channels has 33
+million ops, but only 4 million rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from r2ccl.schedule.ir import Op, OpKind, Schedule
 
 
 class Program(NamedTuple):
-    """Compact ops of all ranks, independent of buffer size and network.
+    """Compact form of the ops of all ranks, independent of buffer size and network.
 
-    A program consists of arrays and integers only, and can be pickled for other processes.
+    The module docstring defines rows and shapes. A program consists of arrays and integers only,
+    and can be pickled for other processes.
 
     Parameters
     ----------
@@ -35,7 +36,7 @@ class Program(NamedTuple):
     nchunks, weights : tuple of int
         As in the schedule.
     shapes : ndarray of int64, shape (nchannels,)
-        Shape of each channel: channels of one shape run the same rows.
+        Number of the shape of each channel.
     rows : Records of ROW_DTYPE, shape (nrows + 1,)
         Ops, ordered by shape, then rank. The last record is a sentinel for ``after``.
     after : ndarray of int32
@@ -64,7 +65,9 @@ class Program(NamedTuple):
 def compile_schedule(schedule: Schedule) -> Program:
     """Return the compact form of `schedule`.
 
-    This does not check that the schedule computes its collective; `r2ccl.schedule.check` does.
+    Channels share their rows if `Schedule.generate` returns the same tuple of ops for them (the
+    same object) on every rank. `compile_schedule` does not check that the schedule computes its
+    collective; `r2ccl.schedule.check` does.
 
     Raises
     ------
@@ -74,8 +77,8 @@ def compile_schedule(schedule: Schedule) -> Program:
 
     Notes
     -----
-    *Cost*: generates the ops of all ranks once, and once more each time that channels assumed to
-    have one shape turn out to differ on some rank.
+    *Cost*: generates the ops of all ranks once. Channels with the same ops on rank 0 are assumed to
+    have the same shape; if they differ on another rank, the ops are generated again.
     """
     arrays, leaders = _distinct(schedule)
     check_fields(schedule, arrays)
@@ -129,10 +132,10 @@ def _links(ops: npt.NDArray[np.void], other: Ints, lane: Ints, nranks: int) -> t
 
 
 class _Leaders:
-    """Generator of ops for the first channel (the leader) of every shape; other channels get none.
+    """Generator of the ops of each shape's first channel, its leader; other channels get no ops.
 
-    ``channels`` holds the leader of every channel. ``seen`` holds the leaders after splitting the
-    shapes whose channels differ on a rank generated so far.
+    ``channels`` is the leader of every channel, as assumed so far. ``seen`` is the leader of every
+    channel after the shapes were split whose channels differ on a rank generated so far.
     """
 
     def __init__(self, schedule: Schedule, channels: list[int]) -> None:
@@ -159,14 +162,17 @@ def _distinct(schedule: Schedule) -> tuple[ScheduleArrays, Ints]:
 
 
 def _refined(leaders: Sequence[int], channels: Sequence[object]) -> list[int]:
-    """Return `leaders` after splitting shapes whose `channels` differ on one rank."""
+    """Return the leader of each channel after splitting shapes whose channels differ on one rank.
+
+    `leaders` are the leaders before, and `channels` the tuples of ops of all channels on the rank.
+    """
     first: dict[tuple[int, int], int] = {}
     pairs = zip(leaders, channels, strict=False)  # `as_arrays` rejects a wrong number
     return [first.setdefault((leader, id(ops)), at) for at, (leader, ops) in enumerate(pairs)]
 
 
 def _by_channel(arrays: ScheduleArrays) -> ScheduleArrays:
-    """Return `arrays` reordered by channel, rank, index."""
+    """Return `arrays` with the ops ordered by channel, then rank, then index."""
     order = np.argsort(arrays.ops["channel"], kind="stable")
     counts = np.diff(arrays.offsets)[order]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

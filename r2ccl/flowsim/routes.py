@@ -24,13 +24,13 @@ from r2ccl.schedule.graph import Bools, Ints
 
 Floats = npt.NDArray[np.float64]
 
-#: ``rails(src, dst, channel)`` returns the egress and ingress home rail of every link. Arguments
-#: and results are integer arrays of shape (nlinks,).
+#: ``rails(src, dst, channel)`` returns the egress and the ingress home rail of every link, given
+#: its source rank, destination rank and channel. All are integer arrays of shape (nlinks,).
 Rails = Callable[[Ints, Ints, Ints], tuple[Ints, Ints]]
 
 
 class PortRoutes(NamedTuple):
-    """Home rails of all links, from which their ports follow.
+    """Home rails of all links; together with the rails that are alive, they determine the ports.
 
     Parameters
     ----------
@@ -81,7 +81,8 @@ class PortRoutes(NamedTuple):
         Returns
         -------
         ndarray of int64, shape (2, nlinks)
-            `NOWHERE` where no rail is alive at both ends, `FREE` where a transfer takes no time.
+            Numbers of the egress port (row 0) and of the ingress port (row 1) of each link;
+            `NOWHERE` if no rail is alive at both ends, `FREE` if its transfers take no time.
         """
         nodes = np.array(self.network.nodes)
         source, target = nodes[self.src], nodes[self.dst]
@@ -100,7 +101,10 @@ class PortRoutes(NamedTuple):
         return np.stack([egress, ingress])
 
     def _alive(self, table: Floats, source: Ints, target: Ints) -> tuple[Ints, Ints]:
-        """Return the rail of every link at its source and at its destination; -1: none."""
+        """Return the rail of every link at its source and at its destination; -1: none is alive.
+
+        If all rails of a node are modelled as one port, the rail is 0.
+        """
         is_up: Bools = np.asarray(table > 0)
         if self.has_node_ports:
             carries: Bools = np.asarray(is_up.any(2))
@@ -116,7 +120,7 @@ class PortRoutes(NamedTuple):
 
 
 def _turns(pairs: Ints) -> Ints:
-    """Return, for each element, how many earlier elements are equal to it."""
+    """Return, for each element of `pairs`, the number of earlier elements equal to it."""
     order = np.argsort(pairs, kind="stable")
     _, counts = np.unique(pairs, return_counts=True)
     turns = np.empty(pairs.size, np.int64)
@@ -125,7 +129,10 @@ def _turns(pairs: Ints) -> Ints:
 
 
 def _pick(allowed: Bools, turns: Ints) -> Ints:
-    """Return, for each row, its (turn modulo count)-th allowed column; -1 if none is allowed."""
+    """Return one allowed column for each row of `allowed`; -1 if no column is allowed.
+
+    Of the n allowed columns of row i, it is number ``turns[i] % n``, counted from 0.
+    """
     number = allowed.cumsum(1)
     count = number[:, -1]
     wanted = turns % np.maximum(count, 1) + 1

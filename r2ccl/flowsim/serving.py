@@ -3,8 +3,8 @@
 Every layer has two allreduces of the activations of all tokens in the batch, one after attention
 and one after the feed-forward part. They do not overlap with compute. In the *prefill* the batch is
 all tokens of the prompts, and the compute time follows from the number of operations. In a *decode*
-step the batch is one token per sequence; the compute time is the larger of the time of the
-operations and the time to read all weights, and the keys and values of all earlier tokens, from
+step the batch is one token per sequence. The compute time is then the larger of two times: that of
+the operations, and that of reading all weights and the keys and values of all earlier tokens from
 memory.
 
 The caller passes a function that returns the time of an allreduce. Request queues, continuous
@@ -36,6 +36,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
     nparameters : float
         Number of weights.
     nlayers : int
+        Number of layers.
     hidden : int
         Number of elements of one token's activations.
     kv_heads : int
@@ -72,10 +73,11 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     Parameters
     ----------
     nprocessors : int
+        Number of processors.
     flops_per_s : float
-        Operations per second that one processor sustains.
+        Floating-point operations per second that one processor sustains.
     memory_bytes_per_s : float
-        Bytes per second that one processor reads from its memory; limits decode steps only.
+        Bytes per second that one processor reads from its memory; only decode steps depend on it.
 
     Raises
     ------

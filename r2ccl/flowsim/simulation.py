@@ -58,7 +58,7 @@ def simulate(
         To simulate one schedule several times, pass its compact form (`compile_schedule`): the ops
         are then generated once.
     nbytes : int
-        Size of the buffer.
+        Size of the buffer in bytes, a multiple of `itemsize`.
     network : Network
         Network with as many ranks as the schedule.
     itemsize : int
@@ -140,7 +140,10 @@ def simulate(
 def _run(
     state: FlowState, routes: PortRoutes, moments: list[tuple[float, Floats]], sharing: Sharing
 ) -> FlowState:
-    """Run the event loop through all changes of the network, until all ops are done or stuck."""
+    """Run the event loop through all changes of the network.
+
+    Stop when all ops are done, or when the remaining ops can never run.
+    """
     ends = [*(time_s for time_s, _ in moments[1:]), math.inf]
     for (time_s, table), until in zip(moments, ends, strict=True):
         if time_s > 0:

@@ -43,6 +43,14 @@ class Sizes(NamedTuple):
 def cut_chunks(program: Program, sizes: Sizes, weights: Sequence[int]) -> Records:
     """Divide the buffer into chunks and slices.
 
+    Parameters
+    ----------
+    program : Program
+        Gives the number of parts, and of the chunks of each channel.
+    sizes : Sizes
+    weights : sequence of int
+        Share of each channel in the buffer.
+
     Returns
     -------
     ndarray of CHUNK_DTYPE

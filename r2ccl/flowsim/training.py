@@ -99,7 +99,8 @@ def step(job: TrainingJob, allreduce_s: AllreduceTime) -> TrainingStep:
     ----------
     job : TrainingJob
     allreduce_s : callable
-        Called once per bucket; see `AllreduceTime`.
+        ``allreduce_s(nbytes)`` returns the seconds of an allreduce of `nbytes` bytes. It is called
+        once per bucket.
 
     Examples
     --------
@@ -125,7 +126,7 @@ def step(job: TrainingJob, allreduce_s: AllreduceTime) -> TrainingStep:
 def compute_s(nparameters: float, ntokens: int, flops_per_s: float) -> float:
     """Return the seconds of the forward and backward passes of a transformer.
 
-    They take 6 operations per parameter and token.
+    The two passes take 6 floating-point operations per parameter and token.
 
     Parameters
     ----------
@@ -134,7 +135,7 @@ def compute_s(nparameters: float, ntokens: int, flops_per_s: float) -> float:
     ntokens : int
         Number of tokens in the whole batch.
     flops_per_s : float
-        Operations per second of all processors together, sustained in training.
+        Floating-point operations per second that all processors together sustain in training.
 
     Raises
     ------

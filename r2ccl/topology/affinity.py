@@ -1,17 +1,19 @@
-"""Assigns NICs to GPUs, and finds backups for NICs that are lost or slow.
+"""Assignment of NICs to GPUs, and of backups for NICs that are lost or slow.
 
-A flow is the traffic of one channel of one GPU. Flows are placed one by one, in `assign` channel by
-channel; the flow that can get the most bandwidth comes first. Flows that share a port or a link get
-equal parts of its bandwidth. Among NICs with equal bandwidth, the nearer one wins, then the one
-with fewer flows, then the first in the order of names. A NIC is therefore shared only if no free
-NIC gives the flow more bandwidth.
+A flow is the traffic of one channel of one GPU. Flows are placed one at a time: next is always the
+waiting flow that can get the most bandwidth. `Affinity.assign` places channel 0 of every GPU, then
+channel 1 of every GPU, and so on. Flows that share a port or a link get equal parts of its
+bandwidth. A flow gets the NIC that gives it the most bandwidth; among equals, the nearest NIC, then
+the one with the fewest flows, then the first in the order of names. Flows therefore share a NIC
+only if no free NIC gives more bandwidth.
 
 A flow may pass through the memory of another GPU (NCCL's PXN): over NVLink to a GPU near the NIC,
-and from there over PCI switches, or over NVLink-C2C and PCI. It does so if that route gives it more
-bandwidth than the direct one, or equal bandwidth where the direct one is `PHB` or `SYS`.
+and from there over PCI switches, or over NVLink-C2C and PCI. A flow takes this route if it has more
+bandwidth than the direct route, or if it has equal bandwidth and the direct route passes processors
+(`Distance.PHB` or `Distance.SYS`).
 
 Invariant: processes of a host that pass the same machine, GPUs and ports get the same results,
-because only integers and a fixed order decide.
+because every choice depends only on integers and a fixed order.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Affinity:
     gpus : collection of str, optional
         Bus ids of the GPUs in use; default: all. Only these relay the traffic of other GPUs.
     ports : collection of str, optional
-        Labels of the ports in use; default: all.
+        Labels (`NicPort.label`) of the ports in use; default: all.
 
     Raises
     ------
@@ -55,7 +57,12 @@ class Affinity:
         self._ports = _chosen(ports, [port.label for port in machine.ports], machine.port)
 
     def assign(self, nchannels: int = 1) -> tuple[NicRoute, ...]:
-        """Place `nchannels` flows of every GPU, assuming that all NICs work.
+        """Place the flows of every GPU, assuming that all NICs work.
+
+        Parameters
+        ----------
+        nchannels : int
+            Number of flows per GPU.
 
         Returns
         -------
@@ -71,12 +78,11 @@ class Affinity:
         return tuple(sorted(load.settle(placed), key=_flow_order))
 
     def preferences(self) -> dict[str, tuple[NicRoute, ...]]:
-        """Return the routes of every GPU to all ports: its home port, then backups, best first.
+        """Return each GPU's routes: to its home port first, then to the backup ports, best first.
 
-        The home port is the one that `assign` gives the GPU while all NICs work.
-        The bandwidth of a backup assumes that all other GPUs use their home ports. The order of
-        equally good backups differs between GPUs, so GPUs that lose the same NIC spread over
-        different backups.
+        The home port of a GPU is the one that `assign` gives it. The bandwidth of a backup assumes
+        that all other GPUs use their home ports. The order of equally good backups differs between
+        GPUs, so GPUs that lose the same NIC spread over different backups.
 
         Returns
         -------
@@ -101,14 +107,14 @@ class Affinity:
     def reroute(
         self, routes: Sequence[NicRoute], speeds: Mapping[str, int]
     ) -> tuple[NicRoute, ...]:
-        """Move the flows of lost and slow NICs to other NICs; all other flows stay.
+        """Place the flows of lost and slow ports again; all other flows keep their routes.
 
         Parameters
         ----------
         routes : sequence of NicRoute
-            Routes of all flows while every NIC worked, from `assign`.
+            Routes of all flows, as `assign` returned them.
         speeds : mapping of str to int
-            Current rates of lost and slow ports by label, in Mbit/s; 0: lost. A flow stays on a
+            Current rates of the lost and slow ports by label, in Mbit/s; 0: lost. A flow stays on a
             slow port if that port is still its best choice.
 
         Returns
@@ -119,9 +125,8 @@ class Affinity:
         Raises
         ------
         InvalidArgument
-            If a port in `speeds` is not in the machine, a rate is negative, a route that stays is
-            not possible in the machine, or a route that moves has a GPU or a port that is not in
-            use.
+            If a port in `speeds` is not in the machine, a rate is negative, a route has a GPU or a
+            port that is not in use, or a route that is kept does not exist in the machine.
         """
         load = Load(Options(self._machine, self._gpus, self._ports, speeds))
         kept = [route for route in routes if route.port not in speeds]
@@ -190,7 +195,10 @@ def _host_route(home: NumaNode, port: NicPort, path: TopologyPath) -> NicRoute:
 def _chosen(
     asked: Collection[str] | None, there: Sequence[str], find: Callable[[str], object]
 ) -> tuple[str, ...]:
-    """Return the names in `asked`, in the machine's order; `find` raises for unknown names."""
+    """Return the names in `asked` (None: all) in the order of `there`.
+
+    `find` is called with each name in `asked`, and raises if the machine has no such part.
+    """
     for name in asked or ():
         find(name)
     return tuple(name for name in there if asked is None or name in asked)

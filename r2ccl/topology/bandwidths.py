@@ -1,9 +1,9 @@
 """Nominal bandwidths of the links inside a machine, in one direction, in Mbit/s.
 
-These figures rank routes and divide links among flows; the bandwidth of a rail is measured
-elsewhere. The figures are NCCL's, so both libraries rank the routes of a machine alike: payload
-rates reached in practice, not the signalling rates of data sheets. Invariant: whole numbers, equal
-on every host.
+These figures serve to rank routes and to divide links among flows; the bandwidth of a rail is
+measured elsewhere. The figures are NCCL's, so both libraries rank the routes of a machine alike.
+They are payload rates reached in practice, not the signalling rates of data sheets. Invariant: all
+figures are integers, equal on every host.
 
 References
 ----------
@@ -26,32 +26,35 @@ LOCAL_MBPS = 40_000_000
 #: Highest lane rate with 8b/10b encoding (PCIe 2, 5 GT/s); faster links use 128b/130b.
 _LAST_8B10B_MTPS = 5_000
 
-#: Bandwidth of one NVLink by least compute capability (90: 9.0); the first entry that fits applies.
+#: Bandwidth of one NVLink by minimum compute capability (90: 9.0); the first that fits counts.
 _NVLINK_MBPS = ((100, 320_800), (90, 164_800), (87, 160_000), (86, 96_000), (70, 160_000),
                 (60, 144_000), (0, 160_000))  # fmt: skip
 
-#: Bandwidth between two NUMA nodes of an unknown processor: the least of all below. NCCL assumes
-#: infinite bandwidth, which would attract traffic to links nothing is known of.
+#: Bandwidth between two NUMA nodes of an unknown processor: the lowest of the values below. NCCL
+#: assumes infinite bandwidth, which would attract traffic to links of unknown bandwidth.
 _UNKNOWN_MBPS = 48_000
 _ARCH_MBPS = {"arm64": 48_000, "ppc64": 256_000}
-#: Bandwidth by CPUID family, `_AMD_OTHERS_MBPS` for all others. Some releases of NCCL write the
-#: families 23, 25 and 26 as 143, 175 and 191.
+#: Bandwidth between two NUMA nodes by CPUID family of an AMD processor; all other families have
+#: `_AMD_OTHERS_MBPS`. Some releases of NCCL write the families 23, 25 and 26 as 143, 175 and 191.
 _AMD_MBPS = {25: 192_000, 175: 192_000, 26: 256_000, 191: 256_000}
 _AMD_OTHERS_MBPS = 128_000
-#: Models of Intel's family 6. Granite Rapids and Sierra Forest have numbers below older models.
+#: Models of Granite Rapids and Sierra Forest (Intel, CPUID family 6). They have the first bandwidth
+#: in `_INTEL_MBPS`, although older models have higher numbers.
 _INTEL_NEWEST = (0xAD, 0xAE, 0xAF)
+#: Bandwidth between two NUMA nodes by minimum model; the first entry that fits counts.
 _INTEL_MBPS = ((0xCF, 320_000), (0x8F, 176_000), (0x55, 80_000), (0, 48_000))
 
 
 def pcie_mbps(speed_mtps: int, width: int) -> int:
-    """Return the bandwidth of a PCIe link: three quarters of its lanes' rate after encoding.
+    """Return the bandwidth of a PCIe link in one direction, in Mbit/s.
 
-    128b/130b encoding is neglected.
+    The bandwidth is three quarters of the bit rate of all lanes. With 8b/10b encoding (up to
+    PCIe 2), only 8 of 10 bits count; the small overhead of 128b/130b encoding is neglected.
 
     Parameters
     ----------
     speed_mtps : int
-        Signalling rate of a lane, megatransfers per second (16000 for PCIe 4).
+        Signalling rate of a lane in megatransfers per second (16000 for PCIe 4).
     width : int
         Number of lanes.
     """
@@ -60,12 +63,21 @@ def pcie_mbps(speed_mtps: int, width: int) -> int:
 
 
 def nvlink_mbps(compute_capability: int) -> int:
-    """Return the bandwidth of one NVLink by the GPU's compute capability (90: 9.0; 0: unknown)."""
+    """Return the bandwidth of one NVLink in Mbit/s.
+
+    Parameters
+    ----------
+    compute_capability : int
+        Compute capability of the GPU (90 for 9.0); 0: unknown.
+    """
     return next(mbps for least, mbps in _NVLINK_MBPS if compute_capability >= least)
 
 
 def socket_mbps(node: NumaNode) -> int:
-    """Return the bandwidth of a link from a NUMA node to another (UPI, Infinity Fabric, ...)."""
+    """Return the bandwidth in Mbit/s of the link from `node` to any other NUMA node.
+
+    Such a link is for example Intel's UPI or AMD's Infinity Fabric.
+    """
     if node.arch != "x86_64":
         return _ARCH_MBPS.get(node.arch, _UNKNOWN_MBPS)
     if node.vendor == "AuthenticAMD":

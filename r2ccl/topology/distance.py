@@ -1,11 +1,11 @@
-"""Finds the best path between any two GPUs, NIC ports and processors of a machine.
+"""Search for the best path between two GPUs, NIC ports or processors of a machine.
 
-The best path is the shortest of those with the highest bandwidth. It may pass processors and
-switches. It may pass a third GPU only if it joins two GPUs and consists of NVLink only. Bandwidths
-here are those without other traffic; `affinity` assigns traffic.
+The best path is the shortest of the paths with the highest bandwidth. A path may pass through
+processors and switches. Only a path from one GPU to another that uses nothing but NVLink may pass
+through a third GPU. Bandwidths here assume an idle machine; `flows` adds traffic.
 
-Invariant: only integers and the order of vertices decide, so equal machines have equal paths on
-every host.
+Invariant: every choice depends only on integers and the order of vertices, so equal machines have
+equal paths on every host.
 
 References
 ----------
@@ -25,25 +25,26 @@ from r2ccl.topology.graph import Graph, Hop, Medium, Vertex, VertexKind
 
 
 class Distance(enum.IntEnum):
-    """NCCL's classes of paths, by the links and devices that a path passes; nearest first."""
+    """Class of a path in NCCL's terms, by the links and devices it passes; nearest first."""
 
-    LOC = 0  #: same device
-    NVL = 1  #: NVLink, with or without an NVSwitch
-    NVB = 2  #: NVLink, through a third GPU
-    C2C = 3  #: NVLink-C2C, between a GPU and its processor
-    PIX = 4  #: at most one PCI switch
-    PXB = 5  #: several PCI switches
-    P2C = 6  #: NVLink-C2C to the processor, then PCI
-    PXN = 7  #: NVLink to another GPU, then PCI switches or NVLink-C2C and PCI
-    PHB = 8  #: a processor
-    SYS = 9  #: processors of several NUMA nodes
+    LOC = 0  #: within one device
+    NVL = 1  #: over NVLink, with or without an NVSwitch
+    NVB = 2  #: over NVLink, through a third GPU
+    C2C = 3  #: over NVLink-C2C, between a GPU and its processor
+    PIX = 4  #: through at most one PCI switch
+    PXB = 5  #: through several PCI switches
+    P2C = 6  #: over NVLink-C2C to the processor, then over PCI
+    PXN = 7  #: over NVLink to another GPU, then through PCI switches, or over NVLink-C2C and PCI
+    PHB = 8  #: through the processor of one NUMA node
+    SYS = 9  #: through the processors of several NUMA nodes
 
 
 class TopologyPath(msgspec.Struct, frozen=True):
-    """The best path between two vertices; ``vertices`` includes both ends.
+    """Best path between two vertices of a machine's graph.
 
-    ``bandwidth_mbps`` is the bandwidth without other traffic. A link that the path passes twice
-    counts with half its bandwidth.
+    ``vertices`` are the vertices in order, including both ends. ``bandwidth_mbps`` is the
+    bandwidth without other traffic, in Mbit/s; a link that the path passes twice counts with half
+    its bandwidth.
     """
 
     distance: Distance
@@ -52,16 +53,16 @@ class TopologyPath(msgspec.Struct, frozen=True):
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """Links of the path in order; a link occurs twice on a path to a processor and back."""
+        """Links of the path in order; a link that the path passes twice occurs twice."""
         return _hops(self.vertices)
 
 
-#: Kinds of vertices that a path may pass; a NIC only leads to its own port.
+#: Kinds of vertices that a path may pass through. GPUs and ports can only be ends.
 _TRANSIT = frozenset((VertexKind.CPU, VertexKind.PCI, VertexKind.NVS, VertexKind.NIC))
 
 
 class PathFinder:
-    """Finder of the best paths in a graph; caches the paths that it has found.
+    """Search for best paths in a graph, with a cache of the paths found.
 
     Parameters
     ----------
@@ -74,15 +75,15 @@ class PathFinder:
         self._found: dict[tuple[Vertex, Vertex], TopologyPath | None] = {}
 
     def between(self, start: Vertex, end: Vertex) -> TopologyPath | None:
-        """Return the best path from `start` to `end`, or None if there is none.
+        """Return the best path from `start` to `end`, or None if they are not connected.
 
-        A path between a GPU and a port that cannot access the GPU's memory passes the GPU's
-        processor, where the data is copied.
+        If a port cannot access the memory of a GPU (`has_gdr` is false for one of them), the path
+        between them passes through the GPU's processor, where the data is copied.
 
         Raises
         ------
         InvalidArgument
-            If a vertex is not in the machine.
+            If `start` or `end` is not in the machine.
         """
         for vertex in (start, end):
             self._graph.neighbours(vertex)
@@ -116,7 +117,7 @@ class PathFinder:
     def _over_a_gpu(
         self, start: Vertex, end: Vertex, direct: TopologyPath | None
     ) -> TopologyPath | None:
-        """Return the fastest NVLink path through a third GPU if faster, else `direct`."""
+        """Return the fastest NVLink path through a third GPU, or `direct` if none is faster."""
         best = direct
         for gpu in self._graph.machine.gpus:
             middle = Vertex(VertexKind.GPU, gpu.bus_id)
@@ -138,7 +139,10 @@ class PathFinder:
         return self._path((*first.vertices, *second.vertices[1:]))
 
     def _search(self, start: Vertex, end: Vertex) -> TopologyPath | None:
-        """Return the shortest of the fastest paths, trying the highest link bandwidths first."""
+        """Return the shortest of the fastest paths, or None if there is no path.
+
+        The search starts with the fastest links only, and admits slower ones until a path exists.
+        """
         for least in self._widths:
             vertices = self._shortest(start, end, least)
             if vertices is not None:
@@ -146,7 +150,7 @@ class PathFinder:
         return None
 
     def _shortest(self, start: Vertex, end: Vertex, least: int) -> tuple[Vertex, ...] | None:
-        """Search breadth first over links of at least `least` Mbit/s."""
+        """Return the vertices of a shortest path over links of `least` Mbit/s or more, or None."""
         came_from = {start: start}
         front = [start]
         while front and end not in came_from:

@@ -1,8 +1,9 @@
 """Routes of flows from GPUs to NIC ports, and the bandwidth that each link has left.
 
 A flow is the traffic of one channel of one GPU. Flows that share a link are assumed to get equal
-parts of its bandwidth. `affinity` decides which flows exist. Invariant: only integers and a fixed
-order decide, so equal machines and flows give equal routes in every process of a host.
+parts of its bandwidth. `affinity` decides which flows exist. Invariant: every choice depends only
+on integers and a fixed order, so equal machines and flows give equal routes in every process of a
+host.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from r2ccl.topology.machine import Machine
 
 
 class NicRoute(msgspec.Struct, frozen=True):
-    """The route of one flow to a NIC port.
+    """Route of one flow to a NIC port.
 
-    ``gpu`` is the GPU's bus id, empty for host memory; ``channel`` numbers the flows of a GPU;
-    ``port`` is the port's label. ``via`` is the bus id of the GPU whose memory the route passes
-    through, None for a direct route. ``bandwidth_mbps`` is the bandwidth of the route without other
-    flows, ``share_mbps`` with them. ``why`` and ``str()`` are for people.
+    ``gpu`` is the bus id of the GPU that the flow starts at, empty for host memory; ``channel``
+    numbers the flows of a GPU from 0; ``port`` is the label of the NIC port. ``via`` is the bus id
+    of the GPU whose memory the route passes through, None for a direct route. ``bandwidth_mbps``
+    is the bandwidth of the route without other flows, and ``share_mbps`` the bandwidth that this
+    flow gets beside the others, in Mbit/s. ``why`` explains the choice of the route to people.
     """
 
     gpu: str
@@ -46,7 +48,10 @@ class NicRoute(msgspec.Struct, frozen=True):
 
 
 class Option(NamedTuple):
-    """A possible route from a GPU to a port."""
+    """Possible route from a GPU to a port.
+
+    The fields are as in `NicRoute`. ``hops`` counts how often the route passes each link.
+    """
 
     gpu: str
     port: str
@@ -57,15 +62,15 @@ class Option(NamedTuple):
 
 
 class Options:
-    """All possible routes from GPUs to ports.
+    """Possible routes from every GPU to every port: directly, or through a GPU near the port.
 
     Parameters
     ----------
     machine : Machine
     gpus, ports : sequence of str
-        Bus ids and labels of the GPUs and ports in use.
+        Bus ids of the GPUs in use, and labels of the ports in use.
     speeds : mapping of str to int
-        Rates of ports that differ from the nominal ones, by label, in Mbit/s.
+        Rates of ports that differ from the nominal ones, by label, in Mbit/s; 0: lost.
 
     Attributes
     ----------
@@ -99,14 +104,20 @@ class Options:
         }
 
     def of(self, gpu: str, port: str) -> list[Option]:
-        """Return the possible routes from a GPU to a port, the direct one first; may be empty."""
+        """Return the possible routes from a GPU to a port, beginning with any direct one.
+
+        The list is empty if there is no route, or if the GPU or the port is not in use.
+        """
         return self._found.get((gpu, port), [])
 
     def _path(self, gpu: str, port: str) -> TopologyPath | None:
         return self._paths.between(Vertex(VertexKind.GPU, gpu), Vertex(VertexKind.PORT, port))
 
     def _nearest(self, gpus: Sequence[str], port: str) -> Iterator[tuple[str, TopologyPath]]:
-        """Yield the GPUs nearest to a port, which may relay the traffic of other GPUs to it."""
+        """Yield the GPUs nearest to a port, and their paths to it.
+
+        These GPUs may relay the traffic of other GPUs to the port.
+        """
         paths = [(gpu, path) for gpu in gpus if (path := self._path(gpu, port)) is not None]
         if paths:
             best = min((-path.bandwidth_mbps, path.distance) for _, path in paths)
@@ -131,11 +142,12 @@ class Options:
 
 
 class Load:
-    """Counter of flows per link; initially no flows.
+    """Flows of a machine, counted per link; places further flows where they get most bandwidth.
 
     Parameters
     ----------
     options : Options
+        Routes to choose from. Initially there is no flow.
     """
 
     def __init__(self, options: Options) -> None:
@@ -144,17 +156,25 @@ class Load:
         self._in_use: Counter[str] = Counter()
 
     def add(self, route: NicRoute) -> None:
-        """Add a flow that has a route already.
+        """Add a flow that already has a route.
 
         Raises
         ------
         InvalidArgument
-            If the machine has no such route.
+            If `route` is not one of the possible routes.
         """
         self._count(self._option_of(route))
 
     def settle(self, routes: Iterable[NicRoute]) -> list[NicRoute]:
-        """Return routes of added flows with ``share_mbps`` updated for all flows added so far."""
+        """Return `routes` with ``share_mbps`` computed anew from all flows added so far.
+
+        The flows of `routes` must have been added before.
+
+        Raises
+        ------
+        InvalidArgument
+            If one of `routes` is not one of the possible routes.
+        """
         return [
             msgspec.structs.replace(
                 route,
@@ -169,11 +189,23 @@ class Load:
     def place(
         self, flows: Sequence[tuple[str, int]], causes: Mapping[tuple[str, int], str]
     ) -> list[NicRoute]:
-        """Add flows, given as (GPU, channel), each on the route that gives it the most bandwidth.
+        """Add flows, each on the route that gives it the most bandwidth.
 
-        The flow that can get the most bandwidth is placed first. Routes are returned in the order
-        of placement, with ``share_mbps`` as it was then; flows without a route are left out.
-        `causes` explains to people why flows are moved.
+        Next is always the waiting flow that can get the most bandwidth.
+
+        Parameters
+        ----------
+        flows : sequence of (str, int)
+            Bus id of the GPU, and channel, of each flow.
+        causes : mapping of (str, int) to str
+            Reason why a flow is moved, as the beginning of `NicRoute.why`. Flows that are placed
+            for the first time are not in this mapping.
+
+        Returns
+        -------
+        list of NicRoute
+            Routes in the order of placement, each with the ``share_mbps`` at that moment. Flows
+            without a possible route are left out.
         """
         waiting = list(flows)
         placed: list[NicRoute] = []
@@ -189,9 +221,11 @@ class Load:
             waiting.remove(flow)
 
     def ranked(self, home: NicRoute, turn: int) -> list[NicRoute]:
-        """Return a GPU's best route to each port except its home port, best first.
+        """Return the best route of GPU ``home.gpu`` to each port except ``home.port``, best first.
 
-        Equally good routes are in port order, rotated by `turn`.
+        Ports that the GPU cannot reach are left out. Equally good routes are in the order of the
+        ports, beginning with port number `turn`, modulo the number of ports. The routes are not
+        added as flows.
         """
         ports = self._options.ports
         ahead = [*ports[turn % len(ports) :], *ports[: turn % len(ports)]]
@@ -238,7 +272,10 @@ class Load:
         )
 
     def _instead(self, option: Option) -> str:
-        """Describe why a route through another GPU is better; empty for direct routes."""
+        """Describe why a route through another GPU is better than the direct one.
+
+        Return an empty string if `option` is direct, or if there is no direct route.
+        """
         direct = [each for each in self._options.of(option.gpu, option.port) if not each.via]
         if option.via is None or not direct:
             return ""
@@ -251,12 +288,13 @@ class Load:
 def no_such_route(route: NicRoute) -> InvalidArgument:
     """Return the error for a route of another machine, or of GPUs or ports that are not in use."""
     return InvalidArgument(
-        f"the machine has no such route: {route}; pass routes that assign() returned"
+        f"the GPUs and ports in use have no such route: {route}; pass routes that assign() of this "
+        "Affinity returned"
     )
 
 
 def gbps(mbps: int) -> str:
-    """Format a rate in Mbit/s as GB/s, for people."""
+    """Return the number of GB/s in `mbps` Mbit/s as text with one decimal."""
     return f"{mbps / 8000:.1f}"
 
 

@@ -1,16 +1,16 @@
-"""Reads the GPUs of a machine and their NVLinks from the CUDA driver and NVML.
+"""GPUs of a machine and their NVLinks, read from the CUDA driver and NVML.
 
-`read_gpus` collects the facts through two small interfaces. `BindingsSource` implements `GpuSource`
-with the CUDA driver; `BindingsLinks` implements `LinkSource` with ``cuda.bindings.nvml``, which it
+`read_gpus` reads them through two small interfaces. `BindingsSource` implements `GpuSource` with
+the CUDA driver; `BindingsLinks` implements `LinkSource` with ``cuda.bindings.nvml``, which it
 imports when created.
 
-Invariant: a machine without CUDA is no error; it has no GPUs and a remark with the reason. Anything
-assumed because NVML is missing is in a remark.
+Invariant: for `find_gpus`, a machine without CUDA is no error: it has no GPUs, and a remark gives
+the reason. If NVML is missing, a remark states what was assumed instead.
 
 References
 ----------
 CUDA Driver API, cuDeviceGetAttribute and cuDeviceGetP2PAttribute. NVML API Reference, NvLink
-methods; the numbers here are nvml.h's.
+methods; the constants of NVML here are those of nvml.h.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from r2ccl.device.bindings import Cuda
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.topology.machine import Gpu, LinkEnd, NvLink, parse_bus_id
 
-#: Number of NVLinks of one GPU by least compute capability: Hopper and Blackwell, GA10x, A100,
-#: V100, P100. Used if NVML cannot count NVLinks.
+#: Number of NVLinks of one GPU by minimum compute capability: Hopper and Blackwell, GA10x, A100,
+#: V100, P100, older. Used if NVML cannot count NVLinks.
 _NVLINKS = ((90, 18), (86, 4), (80, 12), (70, 6), (60, 4), (0, 1))
 
 _NVML_NVLINK_CAP_P2P_SUPPORTED = 0
@@ -44,7 +44,10 @@ _BUS_ID_NBYTES = 32
 
 
 class GpuSource(Protocol):
-    """Interface to the CUDA driver; a failed call raises `TransportError` with the CUDA status."""
+    """Interface to the CUDA driver; a failed call raises `TransportError` with the CUDA status.
+
+    ``ordinal`` is CUDA's number of a GPU, from 0.
+    """
 
     def count(self) -> int:
         """Return the number of GPUs this process may use."""
@@ -55,15 +58,15 @@ class GpuSource(Protocol):
         ...
 
     def uuid(self, ordinal: int) -> str:
-        """Return the UUID of a GPU, as nvidia-smi spells it."""
+        """Return the UUID of a GPU in the format of nvidia-smi: ``GPU-`` and a hyphenated UUID."""
         ...
 
     def attribute(self, name: str, ordinal: int) -> int:
-        """Return CU_DEVICE_ATTRIBUTE_`name` of a GPU."""
+        """Return the attribute ``CU_DEVICE_ATTRIBUTE_<name>`` of a GPU."""
         ...
 
     def peer_attribute(self, name: str, source: int, target: int) -> int:
-        """Return CU_DEVICE_P2P_ATTRIBUTE_`name` of two GPUs."""
+        """Return ``CU_DEVICE_P2P_ATTRIBUTE_<name>`` for access of `source` to `target`'s memory."""
         ...
 
 
@@ -80,10 +83,11 @@ class LinkSource(Protocol):
 
 
 class GpuFacts(msgspec.Struct, frozen=True):
-    """Facts about the GPUs that this process may use.
+    """GPUs that this process may use, and their NVLinks.
 
-    ``gpus`` are in the order of CUDA's ordinals. ``links_from`` is the source of ``nvlinks``:
-    ``NVML``, or ``peer access`` if they were inferred; empty if nothing was queried.
+    ``gpus`` are in the order of CUDA's ordinals. ``nvlinks`` has one entry per GPU and neighbour.
+    ``links_from`` is the source of ``nvlinks``: ``NVML``, or ``peer access`` if they were inferred;
+    empty if nothing was queried. ``remarks`` tell people what is missing or was assumed.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -95,9 +99,10 @@ class GpuFacts(msgspec.Struct, frozen=True):
 def read_gpus(source: GpuSource, open_links: Callable[[], LinkSource]) -> GpuFacts:
     """Read the GPUs and their NVLinks.
 
-    If NVML cannot count NVLinks, two GPUs that can do atomics on each other's memory are assumed to
-    have NVLinks between them, because PCIe has no such atomics. The NVLinks of a GPU are then
-    assumed to be divided equally among these neighbours.
+    If NVML is not available or a query of it fails, NVLinks are inferred: two GPUs that support
+    native atomics on each other's memory are assumed to have NVLinks between them, because PCIe has
+    no such atomics. The NVLinks of a GPU are then assumed to be divided equally among these
+    neighbours.
 
     Parameters
     ----------
@@ -122,16 +127,20 @@ def read_gpus(source: GpuSource, open_links: Callable[[], LinkSource]) -> GpuFac
     except TransportError as exc:
         why = str(exc)
     inferred = tuple(_infer_nvlinks(source, gpus))
-    remark = f"NVLinks inferred from peer access, not counted ({why}): {len(inferred)}"
+    remark = (
+        f"NVML cannot count NVLinks ({why}), so they are inferred from peer access; ordered pairs "
+        f"of GPUs that have NVLinks: {len(inferred)}"
+    )
     return GpuFacts(gpus, inferred, (remark,) if len(gpus) > 1 else (), "peer access")
 
 
 def find_gpus() -> GpuFacts:
-    """Read the GPUs of this machine; without a working CUDA, return none and a remark.
+    """Read the GPUs of this machine; if CUDA does not work, return no GPU and a remark with why.
 
     Notes
     -----
-    Initialises the CUDA driver, after which the process must not fork. Creates no CUDA context.
+    The call initialises the CUDA driver, after which the process must not fork. It creates no CUDA
+    context.
     """
     try:
         return read_gpus(BindingsSource(), BindingsLinks)
@@ -246,7 +255,10 @@ class BindingsLinks:
 
 
 def _named(remote: str, kind: int) -> tuple[str, LinkEnd]:
-    """Return the bus id and the kind of a link's far end; without a bus id, it is a switch."""
+    """Return the bus id and the kind of an NVLink's far end.
+
+    `remote` and `kind` are as NVML reports them. If `remote` is not a bus id, the end is a switch.
+    """
     try:
         target = parse_bus_id(remote)
     except InvalidArgument:

@@ -18,21 +18,22 @@ from r2ccl.topology.machine import LinkEnd, Machine
 
 
 class VertexKind(enum.IntEnum):
-    """Kind of a vertex."""
+    """Kind of a vertex; the abbreviations are NCCL's."""
 
-    CPU = 0
-    PCI = 1
-    NVS = 2
+    CPU = 0  #: processors of a NUMA node
+    PCI = 1  #: PCI switch
+    NVS = 2  #: all NVSwitches of the machine
     GPU = 3
     NIC = 4
-    PORT = 5
+    PORT = 5  #: port of a NIC
 
 
 class Vertex(NamedTuple):
-    """Vertex of the graph: a part of a machine, known by its kind and name.
+    """Vertex of the graph: a part of a machine, identified by its kind and name.
 
-    ``name`` is the bus id of a GPU or a switch, the bus id of a NIC without its function (functions
-    share a link), the id of a NUMA node, or the label of a port.
+    ``name`` is the bus id of a GPU or a PCI switch, the bus id of a NIC without its function
+    (functions share a link), the name of a NIC without a bus id, the id of a NUMA node, the label
+    of a port, or empty for the NVSwitches.
     """
 
     kind: VertexKind
@@ -44,13 +45,13 @@ class Medium(enum.IntEnum):
 
     PCI = 0
     NVLINK = 1
-    C2C = 2
-    SOCKET = 3
-    PORT = 4
+    C2C = 2  #: NVLink-C2C, between a GPU and its processor
+    SOCKET = 3  #: between NUMA nodes
+    PORT = 4  #: between a NIC and its port
 
 
 class Link(NamedTuple):
-    """Bandwidth (in each direction) and medium of a link between two vertices."""
+    """Bandwidth (in each direction, in Mbit/s) and medium of a link between two vertices."""
 
     bandwidth_mbps: int
     medium: Medium
@@ -63,18 +64,18 @@ _SWITCHES = Vertex(VertexKind.NVS, "")
 
 
 class Graph:
-    """The vertices and links of a machine.
+    """Vertices and links of a machine.
 
     Parameters
     ----------
     machine : Machine
-    speeds : mapping of str to int
-        Rates of ports that differ from the nominal ones, by label, in Mbit/s; 0: down.
+    speeds : mapping of str to int, optional
+        Rates of ports that differ from the nominal ones, by label, in Mbit/s; 0: lost.
 
     Raises
     ------
     InvalidArgument
-        If a rate is negative, or its port does not exist.
+        If a rate in `speeds` is negative, or a port in it is not in the machine.
     """
 
     def __init__(self, machine: Machine, speeds: Mapping[str, int] | None = None) -> None:
@@ -96,12 +97,12 @@ class Graph:
         """
         if vertex not in self._links:
             raise InvalidArgument(
-                f"no {vertex.kind.name} {vertex.name!r} in this machine; name an existing part"
+                f"no {vertex.kind.name} {vertex.name!r} in this machine; name a part that it has"
             )
         return self._links[vertex]
 
     def capacities(self) -> dict[Hop, int]:
-        """Return the bandwidth of every link, in Mbit/s."""
+        """Return the bandwidth of every link, in Mbit/s, in each direction."""
         return {
             (min(a, b), max(a, b)): link.bandwidth_mbps
             for a, near in self._links.items()
@@ -109,7 +110,13 @@ class Graph:
         }
 
     def processor(self, bus_id: str) -> Vertex:
-        """Return the NUMA node of a PCI device; raise InvalidArgument if there is no device."""
+        """Return the vertex of the NUMA node that the PCI device `bus_id` belongs to.
+
+        Raises
+        ------
+        InvalidArgument
+            If the machine has no such device.
+        """
         return _processor(self.machine.device(bus_id).numa_node)
 
     def _connect(self, a: Vertex, b: Vertex, medium: Medium, mbps: int) -> None:
@@ -181,7 +188,9 @@ def _checked(machine: Machine, speeds: Mapping[str, int]) -> Mapping[str, int]:
     for label, mbps in speeds.items():
         machine.port(label)
         if mbps < 0:
-            raise InvalidArgument(f"port {label} at {mbps} Mbit/s; allowed is 0 or more")
+            raise InvalidArgument(
+                f"port {label} has a rate of {mbps} Mbit/s; give 0 (lost) or more"
+            )
     return speeds
 
 

@@ -1,9 +1,9 @@
-"""Reads RDMA devices and their GIDs from sysfs, and chooses the ports and GIDs that carry data.
+"""RDMA devices and their GIDs, read from sysfs, and the choice of ports and GIDs that carry data.
 
-`list_hcas` and `GidFinder` read the machine; `select_hcas` and `choose_gid` are pure functions.
-This module does not use verbs, so it works on machines without them and opens no device that is
-not used. The active MTU is missing, because sysfs does not have it. Invariant: the same sysfs tree
-and settings give the same ports in the same order, because the order depends only on names.
+`list_hcas` and `GidFinder` read sysfs; `select_hcas` and `choose_gid` are pure functions. This
+module does not use verbs, so it works on machines without verbs and opens no RDMA device. It does
+not give the active MTU, which sysfs does not have. Invariant: the same sysfs tree and settings
+give the same ports in the same order, because the order depends only on names.
 
 References
 ----------
@@ -28,7 +28,7 @@ from r2ccl.topology.names import NameFilter, natural
 
 SYSFS = Path("/sys/class/infiniband")
 
-#: `Gid.kind` of a RoCE v2 GID, whose packets travel in UDP over IP; all others: ``IB/RoCE v1``.
+#: `Gid.kind` of a RoCE v2 GID, whose packets travel in UDP over IP; other GIDs: ``IB/RoCE v1``.
 ROCE_V2 = "RoCE v2"
 
 #: Value of ``R2CC_HCA`` that turns RDMA off.
@@ -45,11 +45,12 @@ _RATE = re.compile(r"([0-9.]+) Gb/sec")
 
 
 class Gid(msgspec.Struct, frozen=True):
-    """One entry of a port's GID table: an address the port sends from.
+    """One entry of a port's GID table: an address that the port can send from.
 
-    ``kind`` is sysfs's value, ``RoCE v2`` or ``IB/RoCE v1`` (also on InfiniBand). ``address`` is an
-    IPv6 address as text; an IPv4 address is mapped (``::ffff:10.0.0.1``). ``netdev`` is the
-    interface that owns the GID, which may be a VLAN; empty on InfiniBand.
+    ``index`` is the slot of the entry in the table. ``kind`` is sysfs's value, ``RoCE v2`` or
+    ``IB/RoCE v1`` (also on InfiniBand). ``address`` is an IPv6 address as text; an IPv4 address is
+    mapped (``::ffff:10.0.0.1``). ``netdev`` is the interface that owns the GID, which may be a
+    VLAN; empty on InfiniBand.
     """
 
     index: int
@@ -116,10 +117,10 @@ def list_hcas(root: Path = SYSFS) -> tuple[Hca, ...]:
 
 
 class GidFinder:
-    """Callable that looks up the current GID of a port.
+    """Callable that looks up the current GID of an RDMA port.
 
-    A call is cheap while the GID stays in its slot. The first call, and any call after the GID
-    moved, reads the port's whole table.
+    A call is cheap while the GID stays in its slot of the port's GID table. The first call, and any
+    call after the GID has moved, read the whole table.
 
     Parameters
     ----------
@@ -141,7 +142,7 @@ class GidFinder:
         self._last: Gid | None = None
 
     def __call__(self) -> tuple[int, str]:
-        """Return the current index and address of the port's GID.
+        """Return the slot of the port's GID in its table, and the address of the GID.
 
         Raises
         ------
@@ -173,18 +174,19 @@ def select_hcas(hcas: Sequence[Hca], pattern: str) -> tuple[Hca, ...]:
         Ports of the machine; the result keeps their order.
     pattern : str
         Value of ``R2CC_HCA``, in the syntax of `NameFilter`. If it is empty or an exclusion, all
-        ports are chosen that are not excluded and have a GID that `choose_gid` chooses by itself.
-        ``none``: no port.
+        ports are chosen that are not excluded and have a GID that `choose_gid` finds without an
+        index or an address. ``none``: no port.
 
     Returns
     -------
     tuple of Hca
-        Chosen ports; never empty if `pattern` selects ports by name.
+        Chosen ports. May be empty unless `pattern` selects ports by name.
 
     Raises
     ------
     InvalidArgument
-        If the pattern does not parse or names no ACTIVE port. The message lists all ports.
+        If `pattern` does not parse, or names ports of which none is ACTIVE; the message then lists
+        all ports.
     """
     if pattern.strip() == NO_HCA:
         return ()
@@ -206,23 +208,24 @@ def select_hcas(hcas: Sequence[Hca], pattern: str) -> tuple[Hca, ...]:
 def choose_gid(hca: Hca, index: int = -1, address: str = "") -> Gid:
     """Choose the GID that a queue pair on `hca` sends from.
 
-    On Ethernet, the GID is a RoCE v2 entry. IPv4 addresses come before global IPv6 addresses, and
-    these before link-local ones. Among equals, the port's own interface comes before a VLAN on it,
-    then the lowest index. On InfiniBand, the GID is entry 0, the port's own.
+    On Ethernet, the GID is a RoCE v2 entry. IPv4 addresses are preferred to global IPv6 addresses,
+    and these to link-local ones. Among equals, GIDs of the port's own interface are preferred to
+    those of a VLAN on it, then the lowest index decides. On InfiniBand, the GID is entry 0.
 
     Parameters
     ----------
     hca : Hca
+        The port.
     index : int
-        Index of the entry to use, of any kind (``R2CC_GID_INDEX``); -1: choose.
+        Index of the entry to use, of any kind (``R2CC_GID_INDEX``); -1: choose by the rules above.
     address : str
         If not empty, accept only an entry with this IPv4 or IPv6 address. This finds the GID again
-        after the table was rebuilt, which moves entries.
+        after the kernel has rebuilt the table, which may move entries.
 
     Raises
     ------
     InvalidArgument
-        If no such entry exists; the message lists all entries. Also if `address` is not an IP
+        If no entry fits, in which case the message lists all entries, or if `address` is not an IP
         address.
     """
     is_chosen = index >= 0
@@ -255,9 +258,10 @@ def _read_port(root: Path, device: Path, port: Path) -> Hca:
 
 
 def _read_gids(port: Path) -> tuple[Gid, ...]:
-    """Read the slots in use; an empty slot reads as zeros, has no type, or both.
+    """Read the slots of the GID table that are in use.
 
-    A table has up to 1024 slots, nearly all of them empty, so reading an empty slot must be cheap.
+    An empty slot reads as zeros, has no type, or both. A table has up to 1024 slots, nearly all of
+    them empty, so reading an empty slot must be cheap.
     """
     slots = sorted(_names(port / "gids"), key=int)
     return tuple(gid for slot in slots if (gid := _read_gid(port, slot)))
@@ -279,8 +283,8 @@ def _read_gid(port: Path, slot: str) -> Gid | None:
 def _netdev_of(device: Path, port: int, gids: Iterable[Gid]) -> str:
     """Return the interface of an Ethernet port; empty if none is found.
 
-    It is the interface of the port's first GID, else the one that Soft-RoCE uses, else the one of
-    the same PCI function and port number.
+    The interface is that of the first GID that has one; else the one that Soft-RoCE uses; else the
+    one of the same PCI function with the same port number.
     """
     named = [gid.netdev for gid in gids if gid.netdev]
     if named:
@@ -294,7 +298,7 @@ def _netdev_of(device: Path, port: int, gids: Iterable[Gid]) -> str:
 
 
 def _preferred(hca: Hca) -> list[Gid]:
-    """Return the entries that `choose_gid` may choose by itself, best first."""
+    """Return the entries that `choose_gid` may choose without an index, best first."""
     if hca.link_layer == "InfiniBand":
         return [gid for gid in hca.gids if gid.index == 0]
 
@@ -354,8 +358,8 @@ def _no_gid(hca: Hca, index: int, address: str) -> InvalidArgument:
         for gid in hca.gids
     )
     return InvalidArgument(
-        f"{hca.label} has no {asked}{f' with address {address}' if address else ''}; it has "
-        f"{there or 'none'}; {remedy}, or leave the port out with R2CC_HCA=^={hca.label}"
+        f"RDMA port {hca.label} has no {asked}{f' with address {address}' if address else ''}; "
+        f"its GIDs: {there or 'none'}; {remedy}, or leave the port out with R2CC_HCA=^={hca.label}"
     )
 
 

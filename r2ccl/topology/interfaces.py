@@ -1,4 +1,4 @@
-"""Chooses the network interfaces of the machine that become rails.
+"""Choice of the network interfaces of the machine that become rails.
 
 `list_interfaces` reads the machine, `select` is a pure function of the interfaces read, and
 `discover` combines the two. Invariant: rail i is the same interface in every process of a host,
@@ -33,8 +33,9 @@ VIRTUAL_PREFIXES = ("docker", "virbr")
 class Interface(msgspec.Struct, frozen=True):
     """One network interface as the kernel lists it.
 
-    ``addresses`` are those a rail can bind: IPv4 first, then IPv6 except link-local ones.
-    ``is_up`` means administratively up with carrier; ``speed_mbps`` is 0 if unknown.
+    ``index`` is the kernel's number of the interface. ``addresses`` are those that a socket can
+    bind without a scope: IPv4 first, then IPv6 except link-local ones. ``is_up`` is true if the
+    interface is administratively up and has a carrier. ``speed_mbps`` is 0 if unknown.
     """
 
     name: str
@@ -57,14 +58,16 @@ def discover(
     Parameters
     ----------
     config : Config
-        ``socket_ifname`` selects interfaces, ``rails`` sets their number, and ``last_resort``
-        the interface of the last-resort rail.
+        ``socket_ifname`` selects interfaces, ``rails`` sets their number (0: all, and 2 rails on
+        loopback), and ``last_resort`` sets the interface of the last-resort rail, which carries
+        data only between two ranks that have no other rail left.
     exclude_addresses : collection of str
         Addresses of the management interface. Interfaces with one of these addresses are left out
         unless ``socket_ifname`` names them or no other interface qualifies.
     rdma_names : collection of str
-        Interfaces of the RDMA NICs in use. If not empty, all socket rails are last-resort rails
-        behind RDMA; they use the other interfaces, the management interface included.
+        Names of the interfaces of the RDMA NICs in use. If not empty, all socket rails serve as
+        last-resort rails beside RDMA. They use the other interfaces, including the management
+        interface, or the same interfaces if there are no others.
     is_one_host : bool
         True if all ranks run on this host. Rails are then loopback addresses, unless
         ``socket_ifname`` names interfaces.
@@ -100,7 +103,10 @@ def select(
     rdma_names: Collection[str] = (),
     is_one_host: bool = False,
 ) -> tuple[Nic, ...]:
-    """Choose rails among `interfaces`; parameters and errors are those of `discover`."""
+    """Choose rails among `interfaces`.
+
+    The other parameters, the result and the errors are those of `discover`.
+    """
     names = NameFilter(config.socket_ifname, variable="R2CC_SOCKET_IFNAME")
     usable = sorted(
         (each for each in interfaces if each.is_up and each.addresses),
@@ -150,7 +156,7 @@ def _last_resort(
     config: Config,
     control_addresses: Collection[str],
 ) -> list[Interface]:
-    """Return the interface of the last-resort rail, if there is one besides the rails."""
+    """Return the interface of the last-resort rail; an empty list if there is no such rail."""
     others = [each for each in usable if each not in chosen and not each.is_loopback]
     if config.last_resort == "auto":
         return [each for each in others if _carries(each, control_addresses)][:1]
@@ -204,7 +210,8 @@ def _loopback_rails(loopback: Interface, config: Config) -> tuple[Nic, ...]:
     count = config.rails or DEFAULT_LOOPBACK_RAILS
     if count > MAX_LOOPBACK_RAILS:
         raise InvalidArgument(
-            f"R2CC_RAILS={count}; loopback allows at most {MAX_LOOPBACK_RAILS} rails"
+            f"R2CC_RAILS={count}, but loopback allows at most {MAX_LOOPBACK_RAILS} rails; lower "
+            "R2CC_RAILS"
         )
     return tuple(Nic(loopback.name, f"127.0.0.{rail + 1}", loopback.index) for rail in range(count))
 

@@ -6,7 +6,7 @@ differ between the processes of a host.
 
 Invariant: a `Machine` made by `Machine.of` is in canonical order and contains every part it refers
 to, except far ends of NVLinks, which may be missing. Equal parts therefore make equal machines, and
-processes of a host that `merge` the readings of all of them get the same value.
+the processes of a host that `merge` the same readings get equal machines.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ REMOTE_DISTANCE = 20
 class NumaNode(msgspec.Struct, frozen=True):
     """Processors that share a memory controller; NCCL's ``cpu``.
 
-    ``arch`` is NCCL's name (``x86_64``, ``arm64``, ``ppc64``). ``vendor``, ``family`` and ``model``
-    are those in /proc/cpuinfo, empty and 0 if it has none. ``distances`` are pairs of a node's id
-    and the distance to that node, empty if unknown.
+    ``cpus`` are the kernel's numbers of the processors. ``arch`` is NCCL's name of the architecture
+    (``x86_64``, ``arm64``, ``ppc64``). ``vendor``, ``family`` and ``model`` are those in
+    /proc/cpuinfo; they are empty and 0 if it has none. ``distances`` are pairs of a node's id and
+    the distance to that node, empty if unknown.
     """
 
     id: int
@@ -47,7 +48,10 @@ class NumaNode(msgspec.Struct, frozen=True):
     distances: tuple[tuple[int, int], ...] = ()
 
     def distance_to(self, node: int) -> int:
-        """Return the NUMA distance to `node`: the firmware's value, else a default."""
+        """Return the NUMA distance to the node with the id `node`.
+
+        If the firmware gives none, it is 10 to the node itself and 20 to another node.
+        """
         known = dict(self.distances).get(node, 0)
         return known or (LOCAL_DISTANCE if node == self.id else REMOTE_DISTANCE)
 
@@ -56,10 +60,10 @@ class PciDevice(msgspec.Struct, frozen=True):
     """An endpoint or a switch of the PCI tree, and the link above it.
 
     A PCIe link has two ends, each a PCI function: a port above, and the device below. The port is
-    no `PciDevice`. ``parent`` is the switch that the port belongs to, empty if the port belongs to
-    a root complex. ``device_class`` has 24 bits (0x060400: bridge). ``speed_mtps`` is the
-    signalling rate of a lane in megatransfers per second, ``width`` the number of lanes. The
-    numeric identifiers are 0 if unknown.
+    no `PciDevice`. ``parent`` is the bus id of the switch that the port belongs to; empty if the
+    port belongs to a root complex. ``device_class`` is the PCI class code of 24 bits (0x060400:
+    bridge). ``speed_mtps`` is the signalling rate of a lane in megatransfers per second, ``width``
+    the number of lanes. The identifiers of vendor and device are 0 if unknown.
     """
 
     bus_id: str
@@ -79,8 +83,8 @@ class Gpu(msgspec.Struct, frozen=True):
 
     ``compute_capability`` is 90 for 9.0; ``nsm`` is the number of multiprocessors. If unknown, both
     are 0 and ``uuid`` is empty. ``has_gdr`` is true if NICs can access the GPU's memory (GPUDirect
-    RDMA or dma-buf). ``c2c_nlinks`` is the number of NVLink-C2C links to the processor, each of
-    ``c2c_mbps``.
+    RDMA or dma-buf). ``c2c_nlinks`` is the number of NVLink-C2C links to the processor, each with
+    a bandwidth of ``c2c_mbps`` Mbit/s in each direction.
     """
 
     bus_id: str
@@ -93,7 +97,10 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class LinkEnd(enum.StrEnum):
-    """Kind of an NVLink's far end; all GPUs reach all switches, so all switches count as one."""
+    """Kind of an NVLink's far end.
+
+    Every GPU reaches every NVSwitch, so all switches count as one.
+    """
 
     GPU = "gpu"
     SWITCH = "switch"
@@ -101,7 +108,11 @@ class LinkEnd(enum.StrEnum):
 
 
 class NvLink(msgspec.Struct, frozen=True):
-    """The NVLinks from one GPU to one neighbour, whose bus id is ``target``."""
+    """NVLinks from one GPU to one neighbour: ``count`` parallel links.
+
+    ``gpu`` is the bus id of the GPU. ``target`` is the bus id of the neighbour, or for a switch
+    without a bus id the text that NVML reports. ``end`` is the kind of the neighbour.
+    """
 
     gpu: str
     target: str
@@ -112,10 +123,11 @@ class NvLink(msgspec.Struct, frozen=True):
 class NicPort(msgspec.Struct, frozen=True):
     """One port of a NIC.
 
-    ``name`` is the RDMA device or the interface. ``port`` is the number of the RDMA port, 0 for an
-    interface without RDMA. ``bus_id`` is empty for a NIC without a PCI device. ``guid`` identifies
-    the hardware that the port belongs to; 0: unknown. ``netdev`` is the interface of an RDMA port,
-    on InfiniBand the IPoIB interface. ``has_gdr`` is true if the port can access GPU memory.
+    ``name`` is the name of the RDMA device, or of the interface if it has no RDMA. ``port`` is the
+    number of the RDMA port, 0 for an interface without RDMA. ``bus_id`` is empty for a NIC without
+    a PCI device. ``guid`` identifies the hardware that the port belongs to; 0: unknown. ``netdev``
+    is the interface of an RDMA port (on InfiniBand the IPoIB interface), empty if there is none.
+    ``has_gdr`` is true if the port can access GPU memory.
     """
 
     name: str
@@ -129,16 +141,16 @@ class NicPort(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """Name of the port for people: ``mlx5_0:1``, or ``eth0`` without RDMA."""
+        """Unique name of the port in its machine: ``mlx5_0:1``, or ``eth0`` without RDMA."""
         return f"{self.name}:{self.port}" if self.port else self.name
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """The parts of one host; create it with `of`.
+    """Parts of one host. Create a machine with `Machine.of`, which sorts and checks the parts.
 
-    ``gpus`` are in the order of their bus ids, which is also NVML's order. ``pci`` are the GPUs,
-    the NICs and the PCI devices above these. ``remarks`` tell people what was assumed because a
-    fact was missing.
+    ``gpus`` are in the order of their bus ids, which is also NVML's order. ``pci`` are the PCI
+    devices of the GPUs and the NICs, and the PCI switches above these. ``remarks`` tell people what
+    was assumed because a fact was missing.
     """
 
     nodes: tuple[NumaNode, ...]
@@ -158,12 +170,13 @@ class Machine(msgspec.Struct, frozen=True):
         nvlinks: Iterable[NvLink] = (),
         remarks: Iterable[str] = (),
     ) -> Self:
-        """Create a machine with its parts in canonical order.
+        """Create a machine with its parts, given in any order, in canonical order.
 
         Raises
         ------
         InvalidArgument
-            If a part occurs twice or refers to a part that is missing, or if there is no NUMA node.
+            If a part occurs twice, a part other than an NVLink's far end refers to a part that is
+            missing, or there is no NUMA node.
         """
         machine = cls(
             nodes=tuple(sorted(nodes, key=lambda node: node.id)),
@@ -177,15 +190,15 @@ class Machine(msgspec.Struct, frozen=True):
         return machine
 
     def device(self, bus_id: str) -> PciDevice:
-        """Return the PCI device with a bus id; raise InvalidArgument if there is none."""
+        """Return the PCI device with the given bus id; raise InvalidArgument if there is none."""
         return _find(self.pci, "PCI device", "bus_id", bus_id)
 
     def gpu(self, bus_id: str) -> Gpu:
-        """Return the GPU with a bus id; raise InvalidArgument if there is none."""
+        """Return the GPU with the given bus id; raise InvalidArgument if there is none."""
         return _find(self.gpus, "GPU", "bus_id", bus_id)
 
     def port(self, label: str) -> NicPort:
-        """Return the NIC port with a label; raise InvalidArgument if there is none."""
+        """Return the NIC port with the given label; raise InvalidArgument if there is none."""
         return _find(self.ports, "NIC port", "label", label)
 
 
@@ -195,11 +208,14 @@ def parse_bus_id(text: str) -> str:
     Raises
     ------
     InvalidArgument
-        If `text` is no PCI bus id.
+        If `text` is not a PCI bus id.
     """
     found = _BUS_ID.fullmatch(text.strip().lower())
     if found is None:
-        raise InvalidArgument(f"PCI bus id {text!r}; write domain:bus:device.function in hex")
+        raise InvalidArgument(
+            f"{text!r} is not a PCI bus id; write domain:bus:device.function in hexadecimal, e.g. "
+            "0000:1b:00.0"
+        )
     domain, bus, device, function = (int(part, 16) for part in found.groups())
     return f"{domain:04x}:{bus:02x}:{device:02x}.{function}"
 
@@ -210,11 +226,11 @@ def bus_order(bus_id: str) -> tuple[int, ...]:
 
 
 def merge(machines: Sequence[Machine]) -> Machine:
-    """Merge the readings of several processes of one host into one machine.
+    """Merge the machines that several processes of one host have read into one machine.
 
-    A process sees only the GPUs in ``CUDA_VISIBLE_DEVICES`` and the interfaces of its network
-    namespace. The result does not depend on the order of `machines`. If two readings of a part
-    differ, one of them is kept, the same one in every process.
+    This is necessary because a process sees only the GPUs in ``CUDA_VISIBLE_DEVICES`` and the
+    interfaces of its network namespace. The result does not depend on the order of `machines`. If
+    two processes read a part differently, one of the values is kept, the same in every process.
 
     Raises
     ------
@@ -222,7 +238,9 @@ def merge(machines: Sequence[Machine]) -> Machine:
         If `machines` is empty.
     """
     if not machines:
-        raise InvalidArgument("merge() of no machines; pass the reading of each process of a host")
+        raise InvalidArgument(
+            "merge() got no machines; pass the machine that each process of the host has read"
+        )
     return Machine.of(
         nodes=_union((node.id, node) for each in machines for node in each.nodes),
         pci=_union((device.bus_id, device) for each in machines for device in each.pci),
@@ -249,7 +267,7 @@ def _union(parts: Iterable[tuple[object, _Part]]) -> list[_Part]:
 
 def _check(machine: Machine) -> None:
     if not machine.nodes:
-        raise InvalidArgument("machine without a NUMA node; pass at least one")
+        raise InvalidArgument("a machine without a NUMA node was given; pass at least one node")
     nodes = _unique("NUMA node", [node.id for node in machine.nodes])
     devices = _unique("PCI device", [device.bus_id for device in machine.pci])
     gpus = _unique("GPU", [gpu.bus_id for gpu in machine.gpus])
@@ -267,7 +285,9 @@ def _unique(what: str, names: Sequence[Any]) -> set[Any]:
     counts = Counter(names)
     twice = sorted(str(name) for name, count in counts.items() if count > 1)
     if twice:
-        raise InvalidArgument(f"{what} {', '.join(twice)} occurs twice; pass each part once")
+        raise InvalidArgument(
+            f"{what} {', '.join(twice)} occurs twice in the machine; pass each part once"
+        )
     return set(counts)
 
 
@@ -275,7 +295,8 @@ def _contained(what: str, there: set[Any], named: Iterable[Any]) -> None:
     missing = sorted({str(name) for name in named if name not in there})
     if missing:
         raise InvalidArgument(
-            f"{what} {', '.join(missing)} is missing, but another part refers to it; add it"
+            f"{what} {', '.join(missing)} is missing in the machine, but another part refers to "
+            "it; add it"
         )
 
 

@@ -1,8 +1,8 @@
-"""Reports at once when a local NIC loses its carrier, is taken down, vanishes or loses an address.
+"""Monitor that reports at once if a local NIC loses its carrier or an address, or is removed.
 
-These netlink notifications are the fastest evidence of a failure at the local end of a rail. The
-module only reports changes as values; `r2ccl.failover` decides what they mean. Invariant: each
-event differs from the last reported state, even after the kernel dropped notifications.
+Netlink notifications are the fastest evidence of a failure at the local end of a rail. The module
+only reports changes as values; `r2ccl.failover` decides what they mean. Invariant: each event
+differs from the last reported state, even after the kernel dropped notifications.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _FAMILY_NBYTES = {socket.AF_INET: 4, socket.AF_INET6: 16}
 class LinkEvent(msgspec.Struct, frozen=True, gc=False):
     """A change of a NIC: up or down, or one of its addresses added or removed.
 
-    ``index`` is the kernel's number of the interface. ``is_up`` is True if the link can carry data
-    now; for an address, if the address exists and its link can carry data. ``time`` is the time of
-    the read on the monitor's clock, in seconds. ``address`` is the address added or removed, and
-    empty if the link itself changed.
+    ``index`` is the kernel's number of the interface, and ``name`` its name. ``address`` is the
+    address added or removed, and empty if the link itself changed. ``is_up`` is True if the link
+    can now carry data, and for an address, if the address also exists. ``time`` is the time on the
+    monitor's clock at which `LinkMonitor.read` read the change, in seconds.
     """
 
     index: int
@@ -47,7 +47,7 @@ class LinkEvent(msgspec.Struct, frozen=True, gc=False):
     address: str = ""
 
     def concerns(self, nic: Nic) -> bool:
-        """Return whether the event concerns rails that start at `nic`."""
+        """Return whether the event is about `nic`: its link, or the address that its rail binds."""
         return self.index == nic.index and self.address in ("", nic.address)
 
 
@@ -55,8 +55,9 @@ class LinkMonitor:
     """Monitor of the interfaces in the network namespace in which it is created.
 
     The descriptor `fileno` is readable when `read` has events, so it can be used with a selector or
-    asyncio's ``add_reader``. The constructor blocks while it dumps the kernel's tables; `read` does
-    so only after the notification queue overflowed. Not thread-safe. Usable as a context manager.
+    asyncio's ``add_reader``. The constructor blocks while it dumps the kernel's tables; `read`
+    blocks for a dump only after the notification queue has overflowed. Not thread-safe. Usable as a
+    context manager.
 
     Parameters
     ----------
@@ -98,16 +99,23 @@ class LinkMonitor:
         return self._socket.fileno()
 
     def is_up(self, index: int) -> bool:
-        """Return whether interface `index` existed and could carry data at the last `read`."""
+        """Return whether interface `index` could carry data at the last `read`.
+
+        Before the first `read`, return its state at the creation of the monitor. Return False if
+        there was no such interface.
+        """
         return self._links.get(index, ("", False))[1]
 
     def read(self) -> list[LinkEvent]:
-        """Return the changes since the last call, oldest first, without waiting for new ones.
+        """Return the changes since the last call, without waiting for new ones.
+
+        The first call returns the changes since the monitor was created. Changes are in the order
+        in which they happened, except those found after the notification queue has overflowed.
 
         Raises
         ------
         OSError
-            If the monitor was closed, or a dump of the kernel's tables failed.
+            If the monitor is closed, or a dump of the kernel's tables failed.
         """
         events: list[LinkEvent] = []
         while True:
@@ -125,7 +133,7 @@ class LinkMonitor:
                 events += self._note(message)
 
     def close(self) -> None:
-        """Stop watching; a second call does nothing."""
+        """Close the monitor's sockets; a second call does nothing."""
         self._socket.close()
         self._tables.close()
 
@@ -203,7 +211,10 @@ def _dump_addresses(tables: netlink.RouteSocket) -> set[tuple[int, str]]:
 
 
 def _parse_link(message: netlink.NetlinkMessage) -> tuple[int, str, bool] | None:
-    """Return (index, name, is usable); None for a bridge's notification about one of its ports."""
+    """Return (index, name, can carry data) of the interface that a link message is about.
+
+    Return None for a truncated message, and for a bridge's message about one of its ports.
+    """
     if len(message.body) < netlink.IFINFO.size:
         return None
     family, _, index, flags, _ = netlink.IFINFO.unpack_from(message.body)
@@ -218,7 +229,10 @@ def _parse_link(message: netlink.NetlinkMessage) -> tuple[int, str, bool] | None
 
 
 def _parse_address(message: netlink.NetlinkMessage) -> tuple[int, str] | None:
-    """Return (index, address); None for address families that no rail can use."""
+    """Return (index of the interface, address) of an address message.
+
+    Return None for a truncated message, and for address families that no rail can use.
+    """
     if len(message.body) < netlink.IFADDR.size:
         return None
     family, _, _, _, index = netlink.IFADDR.unpack_from(message.body)

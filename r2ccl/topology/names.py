@@ -27,9 +27,9 @@ class NameFilter:
     Parameters
     ----------
     text : str
-        The list of names; an empty list names nothing.
+        List of names; an empty list names no device.
     variable : str
-        Name of the environment variable with the list, for error messages.
+        Name of the environment variable that contains the list, for error messages.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class NameFilter:
     Raises
     ------
     InvalidArgument
-        If a name is missing, or a port is not a number.
+        If a name is missing (as in ``^`` or ``:1``), or a port is not a number.
 
     References
     ----------
@@ -63,7 +63,10 @@ class NameFilter:
         return bool(self._rules) and not self.is_exclusion
 
     def lists(self, name: str, port: int | None = None) -> bool:
-        """Return whether the list names a device, or its `port` if given; ``^`` is not applied."""
+        """Return whether the list names a device, also if the list is an exclusion.
+
+        With `port`, return whether it names that port of the device or the whole device.
+        """
         return any(
             (name == rule.name if rule.is_exact else name.startswith(rule.name))
             and (port is None or rule.port in (None, port))

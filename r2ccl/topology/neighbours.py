@@ -1,9 +1,10 @@
-"""Checks that the kernel knows a peer's link-layer address, before a queue pair connects.
+"""Check whether the kernel knows a peer's link-layer address, before a queue pair connects to it.
 
 Connecting a RoCE queue pair resolves the peer's link-layer address inside a system call, which can
 take a second while Python's GIL is held. `Neighbours` therefore looks into the kernel's neighbour
-table first. If the address is missing, it sends an empty datagram, which makes the kernel resolve
-the address, and the caller tries again later. Nothing here waits for the resolution.
+table first. If the address is missing, `Neighbours` sends an empty datagram to the peer, which
+makes the kernel resolve the address, and the caller tries again later. This module never waits for
+the resolution.
 
 References
 ----------
@@ -82,10 +83,11 @@ class Neighbours:
         Returns
         -------
         bool
-            True also if no resolution is needed (the machine's own and IPv6 link-local addresses),
-            or if the kernel cannot be asked (before Linux 5.0). False also if the lookup failed
-            for a reason that may pass: no route exists, the interface or the source address is down
-            or was removed, or no file descriptor or kernel memory is free.
+            True if the address is known, if none has to be resolved (for the machine's own
+            addresses and IPv6 link-local ones), or if the kernel does not support the query (before
+            Linux 5.0). False if the address is not known yet, or if the lookup failed for a
+            reason that may pass: no route exists, the interface or the source address is down or
+            was removed, or no file descriptor or kernel memory is free.
 
         Raises
         ------
@@ -111,20 +113,23 @@ class Neighbours:
         return False
 
     def close(self) -> None:
-        """Close the netlink socket; no lookup is possible afterwards."""
+        """Close the netlink socket; `knows` must not be called afterwards."""
         self._route.close()
 
     def _say_exhausted(self, destination: str, exc: OSError) -> None:
         if exc.errno not in self._said:
             self._said.add(exc.errno)
             _log.warning(
-                "cannot resolve the link-layer address of %s now: %s; retrying without logging "
-                "this error again",
+                "cannot resolve the link-layer address of peer %s now: %s; retrying without "
+                "logging this error again",
                 destination, describe_os_error(exc),
             )  # fmt: skip
 
     def _next_hop(self, to: _Address) -> _Address | None:
-        """Return the gateway to `to`, `to` itself if on the link, or None if it is this machine."""
+        """Return the next hop on the route to `to`; None if `to` is an address of this machine.
+
+        The next hop is the gateway, or `to` itself if it is reached without a gateway.
+        """
         body = RTMSG.pack(_family(to), to.max_prefixlen, 0, 0, 0, 0, 0, 0, 0)
         body += attribute(RTA_DST, to.packed) + attribute(RTA_OIF, _INDEX.pack(self._index))
         answer = self._route.ask(RTM_GETROUTE, body).body

@@ -1,7 +1,8 @@
-"""Minimal routing-netlink client: frames, attributes, requests, dumps and acknowledgements.
+"""Minimal client of routing netlink: frames, attributes, requests, dumps and acknowledgements.
 
-The library has its own small parser because a link event must reach the data loop within a
-millisecond, and importing a general netlink library takes longer than joining a communicator.
+The library has its own small client because a link event must reach the data loop within a
+millisecond, and because importing a general netlink library takes longer than joining a
+communicator.
 Invariant: no message is read beyond the length in its header.
 
 References
@@ -81,7 +82,10 @@ _TYPE_MASK = 0x3FFF  # the two top bits of an attribute's type are flags
 
 
 class NetlinkMessage(NamedTuple):
-    """One netlink message: its header without the length, and its body."""
+    """One netlink message: its header without the length, and its body.
+
+    ``kind`` is the message type (``RTM_*`` or ``NLMSG_*``), ``flags`` are ``NLM_F_*``.
+    """
 
     kind: int
     flags: int
@@ -90,7 +94,7 @@ class NetlinkMessage(NamedTuple):
 
 
 def messages(data: bytes) -> Iterator[NetlinkMessage]:
-    """Yield the messages of a datagram; a truncated message ends the iteration."""
+    """Yield the netlink messages in a datagram; a truncated message ends the iteration."""
     view = memoryview(data)
     while len(view) >= HEADER.size:
         length, kind, flags, sequence, _ = HEADER.unpack_from(view)
@@ -101,7 +105,10 @@ def messages(data: bytes) -> Iterator[NetlinkMessage]:
 
 
 def attributes(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield (type, payload) of each attribute in a list; a truncated attribute ends it."""
+    """Yield (type, payload) of each netlink attribute in `data`, the end of a message's body.
+
+    A truncated attribute ends the iteration.
+    """
     while len(data) >= _ATTRIBUTE.size:
         length, kind = _ATTRIBUTE.unpack_from(data)
         if not _ATTRIBUTE.size <= length <= len(data):
@@ -111,27 +118,29 @@ def attributes(data: memoryview) -> Iterator[tuple[int, memoryview]]:
 
 
 def attribute(kind: int, payload: bytes) -> bytes:
-    """Pack one attribute, padded to the alignment of the next."""
+    """Pack a netlink attribute of type `kind`, padded to the alignment of the next attribute."""
     length = _ATTRIBUTE.size + len(payload)
     return _ATTRIBUTE.pack(length, kind) + payload + bytes(_aligned(length) - length)
 
 
 def request(kind: int, flags: int, sequence: int, body: bytes) -> bytes:
-    """Pack one request message."""
+    """Pack a netlink request: a message of type `kind` with ``NLM_F_REQUEST`` and `flags`."""
     length = HEADER.size + len(body)
     return HEADER.pack(length, kind, NLM_F_REQUEST | flags, sequence, 0) + body
 
 
 class RouteSocket:
-    """Routing-netlink socket for one request to the kernel at a time, each with a deadline.
+    """Routing-netlink socket for one request to the kernel at a time, each with a timeout.
 
-    Always uses the network namespace of the thread that created it. Not thread-safe.
+    In all methods, `kind` is the message type of the request (``RTM_*``), and `body` is the packed
+    message without its netlink header. The socket always uses the network namespace of the thread
+    that created it. Not thread-safe.
 
     Parameters
     ----------
     timeout_s : float
-        Deadline of each answer in seconds. The kernel answers within the send call, so a timeout
-        means a broken kernel, not a slow one.
+        Time in seconds to wait for each datagram of an answer. The kernel answers within the send
+        call, so a timeout means a broken kernel, not a slow one.
 
     Raises
     ------
@@ -145,12 +154,12 @@ class RouteSocket:
         self._sequence = 0
 
     def transact(self, kind: int, body: bytes, *, flags: int = 0) -> None:
-        """Send a request that changes kernel state and wait for its acknowledgment.
+        """Send a request that changes kernel state, and wait for its acknowledgement.
 
         Raises
         ------
         OSError
-            If the kernel refused the request, with its errno, or did not answer in time.
+            If the kernel refused the request (with the kernel's errno), or did not answer in time.
         """
         self._send(kind, NLM_F_ACK | flags, body)
         for message in self._answers():
@@ -158,13 +167,13 @@ class RouteSocket:
                 return
 
     def ask(self, kind: int, body: bytes) -> NetlinkMessage:
-        """Return the one entry of a table that `body` describes.
+        """Return the one entry of a kernel table that `body` describes.
 
         Raises
         ------
         OSError
-            If the entry does not exist (ENOENT), or the kernel refused, with its errno, or did not
-            answer in time.
+            If the entry does not exist (ENOENT), the kernel refused the request for another reason
+            (with the kernel's errno), or the kernel did not answer in time.
         """
         self._send(kind, 0, body)
         return next(self._answers())
@@ -175,8 +184,8 @@ class RouteSocket:
         Raises
         ------
         OSError
-            If the kernel refused, with its errno, or did not answer in time, or if the table
-            changed during every attempt.
+            If the kernel refused the request (with the kernel's errno) or did not answer in time,
+            or if the table changed during each of 10 attempts (EAGAIN).
         """
         for _ in range(_DUMP_ATTEMPTS):
             self._send(kind, NLM_F_DUMP, body)
@@ -191,7 +200,8 @@ class RouteSocket:
                 return found
         raise OSError(
             errno.EAGAIN,
-            f"netlink table {kind} changed during all {_DUMP_ATTEMPTS} dumps; try again",
+            f"the kernel table of netlink request {kind} changed during all {_DUMP_ATTEMPTS} "
+            "dumps; try again",
         )
 
     def close(self) -> None:

@@ -1,14 +1,14 @@
-"""Reads a machine from sysfs: NUMA nodes, the PCI tree above GPUs and NICs, and NIC ports.
+"""Reader of a machine's sysfs: NUMA nodes, the PCI tree above GPUs and NICs, and NIC ports.
 
 The roots of sysfs and proc are parameters, so recorded trees can be read like live ones. Facts
 about GPUs are passed in, because sysfs does not have them. Invariant: a missing or garbled
-attribute is no error. It reads as empty or 0, or, where planning needs a value, as an assumed one,
-which `Machine.remarks` states.
+attribute is no error. Its value is empty or 0, or, if planning needs a value, an assumed one that
+`Machine.remarks` states.
 
 References
 ----------
 Linux, Documentation/ABI/testing/sysfs-bus-pci and sysfs-class-net, stable/sysfs-devices-node. NCCL,
-src/graph/xml.cc, for which PCI functions on a path are the two ends of one link.
+src/graph/xml.cc, shows which PCI functions on a path are the two ends of one link.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def read_machine(
     Parameters
     ----------
     gpus : GpuFacts, optional
-        GPUs of the machine, as from `r2ccl.topology.gpus.find_gpus`. Default: no GPUs.
+        GPUs of the machine, as `r2ccl.topology.gpus.find_gpus` returns them. Default: no GPUs.
     sysfs, proc : Path
-        Mount points of these file systems, or recorded copies.
+        Mount points of these file systems, or directories with recorded copies.
     arch : str
-        Architecture of the processors as in uname(2). Default: that of this machine.
+        Architecture of the processors as in uname(2); empty: that of this machine.
 
     Returns
     -------
     Machine
-        Its ``remarks`` include those of `gpus`.
+        Its ``remarks`` are those of `gpus`, and one for each value that was assumed.
     """
     facts = gpus or GpuFacts()
     there = {gpu.bus_id: gpu for gpu in facts.gpus}  # partitions of a GPU have the same bus id
@@ -85,7 +85,7 @@ def read_machine(
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """Return the CPUs in a kernel's list such as ``0-3,8``; an empty tuple if it is garbled."""
+    """Return the CPUs in a list in the kernel's format, such as ``0-3,8``; empty if garbled."""
     cpus: set[int] = set()
     for part in filter(None, text.split(",")):
         found = _RANGE.fullmatch(part.strip())
@@ -96,7 +96,10 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 
 class _Reader:
-    """Reader of attributes below one root; missing or garbled ones read as empty or a default."""
+    """Reader of attributes below one root; missing or garbled ones give an empty or default value.
+
+    ``remarks`` collects what was assumed.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -129,7 +132,10 @@ class _Reader:
             return []
 
     def chain(self, path: str) -> _Chain:
-        """Return the PCI functions on the real path of a device; none if it is no PCI device."""
+        """Return the PCI functions on the real path of a device, from the root complex down.
+
+        The list is empty if the device is not a PCI device or does not exist.
+        """
         try:
             real = (self.root / path).resolve(strict=True)
         except (OSError, RuntimeError):  # RuntimeError: a loop of links, before Python 3.13
@@ -147,10 +153,11 @@ class _Tree:
         self._nodes = nodes
 
     def add(self, chain: _Chain, device_class: int) -> None:
-        """Add the last device of a chain and the switches above it.
+        """Add the last device of a chain, and the switches above it.
 
-        Counted from the last, every second function of a chain is a device or switch; each function
-        between is a port, the upper end of the link to the function that follows.
+        The functions of a chain alternate between ports and devices. The last one is the device.
+        The function before each device or switch is the port at the upper end of its link.
+        `device_class` is used if the class of the last device is unknown.
         """
         devices = chain[::-2]
         ports = chain[-2::-2]
@@ -176,7 +183,10 @@ class _Tree:
             )
 
     def node(self, name: str, place: Path) -> int:
-        """Return the NUMA node of a device; the first node if the kernel does not know it."""
+        """Return the NUMA node of the device with the directory `place`.
+
+        If the kernel does not know it, return the first node; `name` is the device in the remark.
+        """
         node = self._reader.integer(place / "numa_node", -1)
         if node in self._nodes:
             return node
@@ -185,10 +195,11 @@ class _Tree:
         return self._nodes[0]
 
     def _link(self, bus_id: str, ends: list[Path]) -> tuple[int, int]:
-        """Return the lane rate (MT/s) and the number of lanes of a link, given its two ends.
+        """Return the lane rate (in MT/s) and the number of lanes of a link.
 
         The rate is the highest that both ends support, because an idle device lowers the current
-        rate. The lanes are those in use, because a link trained to fewer lanes keeps them.
+        rate. The number of lanes is the current one, because a link that was trained to fewer lanes
+        than both ends support does not regain them.
         """
         remarks = self._reader.remarks
         speeds = [mtps for end in ends if (mtps := self._speed(end / "max_link_speed"))]
@@ -244,7 +255,7 @@ def _read_nodes(reader: _Reader, processor: NumaNode) -> list[NumaNode]:
 
 
 def _read_ports(reader: _Reader, tree: _Tree) -> list[NicPort]:
-    """Return all RDMA ports, with their interfaces, and all other interfaces with a device."""
+    """Return all RDMA ports with their interfaces, and the other interfaces that have a device."""
     hcas = _list_hcas(reader)
     ports = [_rdma_port(reader, tree, hca) for hca in hcas]
     for name in reader.names("class/net"):
@@ -307,7 +318,7 @@ def _speed(reader: _Reader, name: str, mbps: int) -> int:
 
 
 def _guid(reader: _Reader, place: str) -> int:
-    """Return the GUID of the whole adapter, else of the RDMA device; 0 if neither is known."""
+    """Return the GUID of the whole adapter, or else of the RDMA device; 0 if neither is known."""
     for name in ("sys_image_guid", "node_guid"):
         text = reader.text(reader.root / place / name).replace(":", "")
         if re.fullmatch(r"[0-9a-f]{16}", text):

@@ -1,4 +1,4 @@
 """Event loops of the simulator, compiled with Numba.
 
-They work on the flat arrays of a `FlowState` only, not on a `Schedule` or a `Network`.
+The loops work only on the flat arrays of a `FlowState`, not on a `Schedule` or a `Network`.
 """

@@ -3,9 +3,9 @@
 After a change no link uses a port without bandwidth, and all rates and end times follow from the
 new bandwidths.
 
-A slice in flight on a port that failed is sent again from its start over other ports, as in a
-link's replay. A slice that moves from a live port back to its home port, because the home port
-recovered, continues with its remaining bytes.
+A slice in flight on a port that fails is sent again from its start over other ports, as in a replay
+after a migration. If a link returns to its home port because that port has recovered, its slice in
+flight continues there with the remaining bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Rates = npt.NDArray[np.float64]
 
 @called
 def _take_off(s: FlowState, link: int, bandwidths: Rates, is_fair: bool) -> None:
-    """Remove a link from its ports; set the bytes that its slice must send over the new ports."""
+    """Remove a link from its ports; set ``left`` to the bytes to send over the new ports."""
     me = s.links[link]
     if is_fair:
         leave_queues(s, link)
@@ -45,7 +45,10 @@ def _take_off(s: FlowState, link: int, bandwidths: Rates, is_fair: bool) -> None
 
 @called
 def _move(s: FlowState, bandwidths: Rates, ports: Ports, is_fair: bool) -> int:
-    """Set the new ports of links; list the busy links that moved in ``rested``, return how many."""
+    """Set the new ports of all links; list in ``rested`` the busy links whose ports changed.
+
+    Return the number of links listed.
+    """
     count = 0
     for link in range(s.links.size):
         me = s.links[link]

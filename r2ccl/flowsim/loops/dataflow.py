@@ -1,9 +1,10 @@
-"""Dependencies between slices: a slice becomes ready as others land, are reduced or are released.
+"""Dependencies between slices: which slices become ready when others land or are reduced.
 
-The interface to the models of port sharing is narrow: this module lists links whose next slice may
-be sent in ``starting``, and the model calls `sent` when a slice has left the wire. A waiter is in
-at most one queue: that of the first unfinished op it depends on, or that of its lane. It is woken
-when enough slices of that op are done, or when the lane is free to reduce.
+`r2ccl.flowsim.loops.state` defines the terms. The interface to the models of port sharing is
+narrow: in ``starting``, this module lists the links whose next slice may be sent, and the model
+calls `sent` when a slice has left the wire. A waiter is in at most one queue: that of the first
+unfinished op it depends on, or that of its lane. A waiter is woken when enough slices of that op
+are done, or when the lane is free to reduce.
 
 The rules are those of `r2ccl.schedule.ir`: if two ops work on the same chunk index, slice k of one
 waits for slice k of the other; otherwise it waits for the whole op. A slice for a RECV can be sent
@@ -100,7 +101,10 @@ def _advance(s: FlowState, link: int) -> None:
 
 @inlined
 def _act(s: FlowState, row: int, me: Any, number: int, waiter: int) -> bool:
-    """Finish a slice or start its reduction; if the lane is busy, queue `waiter`, return False."""
+    """Finish an op's slice, or start its reduction; return True.
+
+    If the lane is busy with another reduction, queue `waiter` there and return False.
+    """
     op = me.op_base + row
     if s.reduction_rate == 0 or not s.rows[row].is_reducing:
         _finish_slice(s, op)
@@ -124,7 +128,7 @@ def _act(s: FlowState, row: int, me: Any, number: int, waiter: int) -> bool:
 
 @inlined
 def _deliver(s: FlowState, link: int) -> None:
-    """Process landed slices in the link's order until one must wait."""
+    """Deliver landed slices to their receiving ops, in the link's order, until one must wait."""
     me = s.links[link]
     waiter = s.links.size + link
     me.is_held = True
@@ -145,7 +149,7 @@ def _deliver(s: FlowState, link: int) -> None:
 
 @inlined
 def _land(s: FlowState, link: int) -> None:
-    """Finish the slice of the send, and deliver it to the receiving op."""
+    """Record that the link's next slice has landed: finish it for its send, and deliver it."""
     me = s.links[link]
     row = s.messages[me.landing].send
     me.landing_slice += 1
@@ -217,7 +221,10 @@ def wake(s: FlowState) -> None:
 
 @called
 def begin(s: FlowState) -> None:
-    """Check all links and local ops at time 0; later calls do nothing."""
+    """Start the links and local ops that depend on nothing, and queue the others as waiters.
+
+    Only the first call does anything.
+    """
     if s.counts[BEGUN] > 0:
         return
     s.counts[BEGUN] = 1

@@ -1,7 +1,5 @@
 """Port sharing by fair queues: every port serves all its slices at equal rates.
 
-Between two events the heap holds, for each port, the time at which it finishes its next slice.
-
 A slice is queued at its egress port and at its ingress port at the same time, and has left the wire
 when both have served it. A port that is not the bottleneck of a slice serves it early and then has
 more bandwidth for its other slices. Over several slices a link therefore gets about its max-min
@@ -9,6 +7,9 @@ fair share, at the cost of a few heap operations per event, without a computatio
 The time of a single slice may be inaccurate. Measured against `r2ccl.flowsim.loops.max_min`, rings
 take the same time; double binary trees and packed trees over 8 nodes take from 2.1 % less to 0.7 %
 more; 28 packed trees with 16 slices over 1,024 nodes take 2.8 % less.
+
+Between two events, `FlowState.heap` holds for each busy port the time at which it finishes its next
+slice.
 
 Serving n slices at equal rates is fair queueing in the limit of small packets. A port's virtual
 time advances at bandwidth / n bytes/s; a slice of b bytes that arrives at virtual time v has been
@@ -86,7 +87,7 @@ def place(s: FlowState, link: int) -> None:
 
 @inlined
 def _part_left(s: FlowState, seat: int, port: int) -> float:
-    """Remove `seat` from the port's queue; return the number of bytes not yet served."""
+    """Remove `seat` from the port's queue; return the bytes of its slice not yet served there."""
     if s.seats[seat].next == AWAY:
         return 0.0
     settle(s, port)

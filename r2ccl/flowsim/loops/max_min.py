@@ -1,16 +1,17 @@
 """Max-min fair port sharing: no rate can grow without reducing one that is equal or smaller.
 
-Between two batches every link that is sending a slice has its max-min fair rate, and the heap holds
-the time at which that slice ends.
+Between two batches of events, every link that is sending a slice has its max-min fair rate, and
+`FlowState.heap` holds the time at which that slice ends.
 
 Rates are recomputed only where links start or stop sending or a port's bandwidth changes. A link
-whose next slice follows without a pause keeps its rate. When a link starts or stops, the links that
-share a port with it are recomputed, then those that share a port with one of these, and so on.
+whose next slice follows without a pause keeps its rate. When a link starts or stops, the rates of
+the links that share a port with it are recomputed, then those of the links that share a port with
+one of these, and so on.
 
 Batches
 -------
-When a slice ends, every other slice with at most ``tolerance`` times its size left ends in the same
-batch. The bytes left are sent with the link's next slice, so no port exceeds its bandwidth.
+When a slice ends, every other slice ends in the same batch if at most ``tolerance`` times its size
+is left. The bytes left are sent with the link's next slice, so no port exceeds its bandwidth.
 Measured on rings, double binary trees and packed trees over 8 nodes, a tolerance of 0.001 changes
 the total time by less than 0.01 %, one of 0.01 by less than 0.05 %.
 
@@ -146,9 +147,9 @@ def _finish(s: FlowState) -> None:
 
 @called
 def _gather(s: FlowState) -> tuple[int, int]:
-    """List the ports connected with dirty ports through shared links, and the links there.
+    """List the links and ports whose rates depend on dirty ports, directly or through other links.
 
-    Returns the numbers of entries in ``part_ports`` and ``part_links``.
+    Fill ``part_ports`` and ``part_links``; return the number of entries of each.
     """
     s.counts[SHARINGS] += 1
     stamp = s.counts[SHARINGS]
@@ -185,7 +186,11 @@ def _gather(s: FlowState) -> tuple[int, int]:
 
 @called
 def _fill(s: FlowState, nports: int) -> None:
-    """Compute the shares of links by progressive filling: the port with the least share first."""
+    """Compute the rates of the links in ``part_links`` by progressive filling.
+
+    The port that has the least bandwidth left per link is next. `nports` is the number of ports in
+    ``part_ports``.
+    """
     count = 0
     for i in range(nports):
         here = s.ports[s.part_ports[i]]

@@ -109,7 +109,7 @@ def test_floats_agree_bit_for_bit_on_all_ranks_and_in_both_modes(
 
 
 def test_only_an_allreduce_can_be_wrapped() -> None:
-    with pytest.raises(InvalidArgument, match="allgather between nodes"):
+    with pytest.raises(InvalidArgument, match="hierarchy of 'allgather'"):
         hierarchy.wrap(ring.allgather(2), [(0,), (1,)])
 
 

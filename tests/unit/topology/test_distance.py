@@ -126,7 +126,7 @@ def test_places_that_are_not_there_are_refused(load: Load) -> None:
         PathFinder(graph).between(port("eth0"), gpu("0000:1b:00.0"))
     with pytest.raises(InvalidArgument, match="no NIC port 'eth7'"):
         Graph(graph.machine, {"eth7": 0})
-    with pytest.raises(InvalidArgument, match="port eth0 at -1 Mbit/s"):
+    with pytest.raises(InvalidArgument, match="port eth0 has a rate of -1 Mbit/s"):
         Graph(graph.machine, {"eth0": -1})
 
 

@@ -118,7 +118,7 @@ def test_ranks_that_disagree_on_a_part_keep_the_same_one() -> None:
         return Machine.of([NODE], [device(A)], [Gpu(A, compute_capability=capability)])
 
     assert merge([told(80), told(90)]) == merge([told(90), told(80)])
-    with pytest.raises(InvalidArgument, match="merge\\(\\) of no machine"):
+    with pytest.raises(InvalidArgument, match="merge\\(\\) got no machines"):
         merge([])
 
 
