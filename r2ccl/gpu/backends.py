@@ -329,7 +329,7 @@ class BackendSelector:
     ) -> PxnRoutes | None:
         """Return this rank's PXN routes, or None if it has none.
 
-        A route is opened when a rail in `homes` has failed at a rank in `group`.
+        A route is opened when a rail in `homes` has lost bandwidth at a rank in `group`.
         """
         rails, known_health = self._engine.homes, self._engine.known_health
         is_possible = affinity is not None and affinity.pxn_routes and self._pxn is not None
