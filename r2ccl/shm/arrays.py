@@ -1,7 +1,8 @@
-"""NumPy's array objects as compiled code reads them, in 1 ns instead of Python's 50 to 800.
+"""Layout of NumPy's array objects, for compiled code that reads them.
 
-``PyArrayObject`` begins with the object header, which the fields below follow (ndarraytypes.h); its
-layout is part of NumPy's ABI.
+Compiled code reads a property of an array in 1 ns; Python takes 50 to 800 ns. ``PyArrayObject``
+begins with the object header; the fields below follow it (ndarraytypes.h). The layout is part of
+NumPy's ABI.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _int_at = ctypes.c_int32.from_address
 
 
 def form_of(source: Array, output: Array) -> npt.NDArray[np.int64]:
-    """Return the properties of two arrays that `r2ccl.shm.rounds.fits` compares.
+    """Return the *form* of two arrays: the properties that `r2ccl.shm.rounds.fits` compares.
 
-    These are, for each array, the address of the dtype, the flags, the size of an element and that
-    of all; then the distance from input to output, and whether the two do not overlap. The dtypes
-    must be kept alive as long as the form is used.
+    For each array these are the address of the dtype, the flags, the size in bytes of one element
+    and of all elements. Two words follow: the distance in bytes from input to output, and 1 if the
+    arrays do not overlap, else 0. The caller must keep the dtypes alive while it uses the form.
     """
     distance = _data_of(output) - _data_of(source)
     is_apart = distance >= source.nbytes or -distance >= output.nbytes
@@ -63,7 +64,10 @@ def _check_layout() -> None:
         _word_at(sizes + 8).value, _word_at(at + DTYPE).value, _int_at(at + FLAGS).value,
     )  # fmt: skip
     if found != (probe.ctypes.data, 2, 2, 3, id(probe.dtype), probe.flags.num):
-        raise InternalError("NumPy's arrays have another layout than its ABI says")
+        raise InternalError(
+            "NumPy's arrays do not have the layout that its ABI specifies; report it with the "
+            "versions of NumPy and Python"
+        )
 
 
 _check_layout()
