@@ -188,12 +188,12 @@ _DIVIDE = {"bfloat16": _bf16_quotient, "float16": _f16_quotient}
 
 
 def scalar_reducer(dtype_name: str, op: ReduceOp) -> Callable[[Any, Any], Any]:
-    """Return the function for compiled code that combines two elements, as bits."""
+    """Return the function that combines two elements, given as bits, for use in compiled code."""
     return _COMBINE[dtype_name, op]
 
 
 def scalar_divider(dtype_name: str) -> Callable[[Any, Any], Any]:
-    """Return the function for compiled code that divides an element, as bits, by a number."""
+    """Return ``divide(bits, divisor)``, which divides one element, for use in compiled code."""
     return _DIVIDE[dtype_name]
 
 
@@ -234,7 +234,7 @@ def compile_reducer(dtype_name: str, op: ReduceOp) -> BitsReducer:
 
 
 def compile_divider(dtype_name: str) -> BitsDivider:
-    """Compile the loop that divides in place, or load it from the disk cache."""
+    """Compile ``kernel(out, nranks)``, which divides in place, or load it from the disk cache."""
     widen, narrow = _CONVERT[dtype_name]
 
     def divide_bits(out: Bits, nranks: float) -> None:
@@ -246,7 +246,7 @@ def compile_divider(dtype_name: str) -> BitsDivider:
 
 
 def compile_scaler(dtype_name: str) -> Callable[[Bits, Bits, float], None]:
-    """Compile ``kernel(source, out, factor)``; the product is rounded once."""
+    """Compile ``kernel(source, out, factor)``, which stores the products, each rounded once."""
     widen, narrow = _CONVERT[dtype_name]
 
     def scale_bits(source: Bits, out: Bits, factor: float) -> None:
@@ -272,7 +272,7 @@ def compile_widener(dtype_name: str) -> Callable[[Bits, Wide, float], None]:
 
 
 def compile_narrower(dtype_name: str) -> Callable[[Wide, Bits], None]:
-    """Compile ``kernel(source, out)``, which rounds float32 to the type."""
+    """Compile ``kernel(source, out)``, which rounds float32 to the type `dtype_name`."""
     _, narrow = _CONVERT[dtype_name]
 
     def narrow_bits(source: Wide, out: Bits) -> None:
@@ -284,7 +284,11 @@ def compile_narrower(dtype_name: str) -> Callable[[Wide, Bits], None]:
 
 
 def compile_loop(function: Callable[..., None], signature: Any) -> Any:
-    """Compile a loop for the types in `signature`, or load it from the disk cache."""
+    """Compile the loop `function` for the types in `signature`, or load it from the disk cache.
+
+    `signature` is a signature of Numba. Without a writable disk cache, the loop is compiled in
+    every process.
+    """
     try:
         return njit(signature, nogil=True, error_model="numpy", cache=True)(function)
     except RuntimeError as exc:  # Numba found no writable directory for its cache

@@ -212,7 +212,7 @@ def test_no_elements_are_no_launch(launcher: Launcher, device: Recorder) -> None
 @pytest.mark.parametrize(
     ("sources", "targets", "words"),
     [
-        ((0,), (16,), "1 inputs and 1 outputs for r2ccl_sum_float32_2_1; pass 2 and 1"),
+        ((0,), (16,), "1 inputs and 1 outputs were given for r2ccl_sum_float32_2_1; pass 2"),
         ((0, 16), (32, 48), "2 inputs and 2 outputs"),
         ((0, 18), (32,), "address 0x12 is not aligned to 4 bytes"),
     ],
