@@ -56,7 +56,7 @@ class GpuKernels(PeerKernels, ReductionKernels, Protocol):
 
 
 class GpuBackend(Protocol):
-    """Executes collectives on GPU memory.
+    """Executor of collectives on GPU memory.
 
     `PeerBackend`, `HierarchicalBackend`, `GpuDirectBackend`, `StagedBackend` and `CopiedBackend`
     implement it.
@@ -134,7 +134,7 @@ class GpuBackend(Protocol):
 
 
 class BackendSelector:
-    """Selects the backends of one rank, together with all other ranks.
+    """Selector of the backends of one rank; all ranks select together, with the same result.
 
     Parameters
     ----------

@@ -120,7 +120,7 @@ class DeviceOutcome:
 
 
 class DeviceCollectives:
-    """Starts and completes a communicator's collectives on GPU memory.
+    """Collectives of one communicator on GPU memory.
 
     The GPU is opened, and its backends are selected, when the first collective starts.
 

@@ -74,7 +74,9 @@ class CopiedBackend(HostMemoryBackend[DeviceJob]):
         return _nbytes_of(_request_of(call)) <= self._memory.nbytes
 
     def prepare(self, call: DeviceCall) -> None:
-        """Replace the pinned memory by one for the arrays of `call`; wait for the device first.
+        """Wait for the device, then allocate pinned memory for the arrays of `call`.
+
+        The new memory replaces the present pinned memory, which is too small.
 
         Raises
         ------

@@ -50,7 +50,7 @@ from r2ccl.runtime.executor import LandingPool, LaneRun
 
 
 class GpuDirectJob(DeviceJob):
-    """A call that was begun; ``enter`` begins the collective and returns its plan."""
+    """A call that was begun; ``enter`` enters the collective and returns its plan."""
 
     enter: EnterCall
 
@@ -65,7 +65,7 @@ class GpuDirectBackend(SignalledStream):
     engine : Engine
         Runs the collectives.
     enter : callable
-        Begins a collective among all ranks and returns its plan.
+        Enters a collective among all ranks and returns its plan; see `EnterCall`.
     memory : RegisteredDeviceMemory
         Memory for landing places and staging copies; the backend owns and closes it.
     pxn_routes : PxnRoutes or None

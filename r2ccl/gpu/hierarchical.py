@@ -40,7 +40,7 @@ from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
 class InterNodeBackend(Protocol):
-    """Executes the part of a call between nodes: `GpuDirectBackend` or `StagedBackend`."""
+    """Executor of the part of a call between nodes: `GpuDirectBackend` or `StagedBackend`."""
 
     def supports(self, call: DeviceCall, nranks: int) -> bool:
         """Return whether the backend can execute `call` if `nranks` ranks make it.
@@ -166,7 +166,7 @@ class HierarchicalBackend(PeerBackend):
         self._launch(whole, 1, self._nlocal - 1, table[_SECOND:], [mine, *others])
 
     def _parts(self, call: DeviceCall) -> Iterator[tuple[DeviceCall, InterNodeBackend]]:
-        """Yield calls between the nodes, with their backends, that need the same preparations.
+        """Yield the calls between the nodes for which `prepare` is needed, with their backends.
 
         All windows of `call` have one of at most two sizes, and their results are in the output or
         in this rank's area. One call is yielded for each combination.

@@ -301,7 +301,7 @@ class PeerBackend(SignalledStream):
         return PeerJob(call=call, before=before, done=self.take_event(), number=self._next_number())
 
     def finish(self, job: PeerJob) -> None:
-        """Execute the call of `job`: enqueue its work when all ranks have called; wait for it.
+        """Execute the call of `job`: enqueue its work when all ranks have called, and wait for it.
 
         This method runs in the worker thread. It does not wait for the device if a later call was
         begun. After an error, no stream of the node waits for this rank any more, and all later

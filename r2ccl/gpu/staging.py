@@ -49,7 +49,7 @@ class _CallerArray(NamedTuple):
 
 
 class StagingBuffers:
-    """Provides, for each call of one rank, its arrays or staging copies that replace them.
+    """Provider of the buffers of one rank's calls: the caller's arrays, or staging copies of them.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ def nbytes_of(call: CallSignature) -> int:
 
 
 def _arrays(call: DeviceCall) -> list[_CallerArray]:
-    """List the caller's arrays that NICs or kernels access in place; empty for an empty call."""
+    """List the caller's arrays that NICs access, or that areas replace; empty for an empty call."""
     kind = call.signature.collective
     if not call.signature.count:
         return []
@@ -226,7 +226,7 @@ def _arrays(call: DeviceCall) -> list[_CallerArray]:
 
 
 def _sums_apart(call: DeviceCall) -> bool:
-    """Return whether the partial sums of a call need an area, because the output is no place."""
+    """Return whether the partial sums of a call need an area: they do not fit into an output."""
     return call.signature.collective == Collective.REDUCE_SCATTER or not call.output
 
 

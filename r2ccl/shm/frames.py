@@ -154,7 +154,7 @@ def consume(table: Any, words: Any, nbytes: Any) -> None:
 
 @inlined
 def begin_out(words: Any, source: Any, nbytes: Any) -> None:
-    """Begin to send a long message: `push` puts its `nbytes` bytes at address `source`."""
+    """Begin to send the `nbytes` bytes at address `source`, which `push` puts into the ring."""
     words[OUT_AT] = source
     words[OUT_PIECE] = (min(max(nbytes // _NPIECES, _LEAST_PIECE), _MOST_PIECE) + 63) & -64
     words[OUT_LEFT] = nbytes
@@ -162,7 +162,7 @@ def begin_out(words: Any, source: Any, nbytes: Any) -> None:
 
 @inlined
 def begin_in(words: Any, target: Any, nbytes: Any, least_streamed: Any) -> None:
-    """Begin to receive a long message: `pull` moves its `nbytes` bytes to address `target`.
+    """Begin to receive a long message of `nbytes` bytes, which `pull` copies to address `target`.
 
     If it has at least `least_streamed` bytes, it is written without storing it in the caches.
     """

@@ -77,7 +77,7 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """Make a segment of `nbytes` bytes, all zero; a multiple of the size of a page.
+        """Make a segment of `nbytes` zero bytes; `nbytes` must be a multiple of the page size.
 
         Raises
         ------

@@ -341,7 +341,7 @@ def test_a_gpu_runs_the_newest_target_not_newer_than_itself(
 
 
 def test_a_gpu_older_than_all_targets_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match=r"capability 7\.5; kernels need at least 8\.0"):
+    with pytest.raises(InvalidArgument, match=r"capability 7\.5, but kernels need at least 8\.0"):
         ptx_of(Form(dtype_code=FLOAT32, op=SUM), (7, 5), None)
 
 
