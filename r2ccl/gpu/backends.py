@@ -1,10 +1,14 @@
 """Selects the backends for collectives on GPU memory, the same on all ranks.
 
-In order of preference: kernels that access the memory of all GPUs of a node (`r2ccl.gpu.peer`), or,
-on several nodes, such kernels combined with another backend between the nodes
-(`r2ccl.gpu.hierarchical`); NICs that read and write slices in GPU memory (`r2ccl.gpu.gpudirect`);
-copies through pinned host memory (`r2ccl.gpu.staged`), which always work. To find out whether a
-backend works, the ranks try it: device attributes alone are not trusted.
+The backends are, in order of preference:
+
+1. Kernels access the memory of all GPUs of the node (`r2ccl.gpu.peer`). On several nodes, such
+   kernels work within the nodes, and backend 2 or 3 between them (`r2ccl.gpu.hierarchical`).
+2. NICs read and write slices in GPU memory (`r2ccl.gpu.gpudirect`).
+3. Data is copied through pinned host memory (`r2ccl.gpu.staged`). This always works.
+
+The ranks try a backend to find out whether it works, because device attributes alone do not show
+it reliably.
 
 Invariant: all ranks have the same backends, in the same order.
 """
@@ -42,8 +46,8 @@ from r2ccl.types import AllgatherBytes
 
 _log = logging.getLogger(__name__)
 
-#: Number of slots of a PXN route, one per slice in flight, sent or received. When all are in use,
-#: further slices travel directly.
+#: Number of slots of a PXN route. Each slice in flight, sent or received, uses one. When all are in
+#: use, further slices travel directly between the GPU and the distant NIC.
 _NSLOTS = 16
 
 
@@ -52,7 +56,7 @@ class GpuKernels(PeerKernels, ReductionKernels, Protocol):
 
 
 class GpuBackend(Protocol):
-    """Executes collectives on GPU memory.
+    """Executor of collectives on GPU memory.
 
     `PeerBackend`, `HierarchicalBackend`, `GpuDirectBackend`, `StagedBackend` and `CopiedBackend`
     implement it.
@@ -63,13 +67,13 @@ class GpuBackend(Protocol):
         ...
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """Return whether `begin` can be called without `prepare`."""
+        """Return whether `begin` can be called for `call` without calling `prepare` first."""
         ...
 
     def prepare(self, call: DeviceCall) -> None:
         """Load the kernels and allocate the memory that `call` needs; may wait for the device.
 
-        All earlier calls must have ended, so that no stream waits for one that has not.
+        The worker must have finished all earlier calls, so that no stream waits for the worker.
 
         Raises
         ------
@@ -81,26 +85,35 @@ class GpuBackend(Protocol):
         ...
 
     def begin(self, call: DeviceCall, stream: Stream) -> Any:
-        """Begin a prepared call, after the work of `stream` so far, and return its `DeviceJob`.
+        """Begin a prepared call that follows all work enqueued on `stream` so far.
 
-        See `StagedBackend.begin` for errors.
+        Return its `DeviceJob`, for `finish`. See `StagedBackend.begin` for errors.
         """
         ...
 
     def finish(self, job: Any) -> None:
-        """Execute a call; runs in the communicator's worker thread."""
+        """Execute the call of `job`; runs in the communicator's worker thread.
+
+        The device may still work on the call afterwards. If the call fails, raise its error.
+        """
         ...
 
     def hold(self, stream: Stream, number: int) -> None:
-        """Make later work on `stream` wait until a call that was submitted is over."""
+        """Make work enqueued on `stream` from now on wait until a call has ended.
+
+        `number` is the `DeviceJob.number` of the call, which was already submitted to the worker.
+        """
         ...
 
     def examine(self, job: Any) -> None:
-        """Raise the error of a call that the device has finished, if the call failed."""
+        """Raise the error of the call of `job`, if the call failed.
+
+        The device must have finished the call.
+        """
         ...
 
     def take_event(self) -> Event:
-        """Return an unused event; return it with `recycle` after use."""
+        """Return an unused event, which the caller gives back with `recycle`."""
         ...
 
     def recycle(self, event: Event) -> None:
@@ -121,7 +134,7 @@ class GpuBackend(Protocol):
 
 
 class BackendSelector:
-    """Selects the backends of one rank, together with all other ranks.
+    """Selector of the backends of one rank; all ranks select together, with the same result.
 
     Parameters
     ----------
@@ -129,7 +142,7 @@ class BackendSelector:
     entry : PlanSelector
         Begins each collective and selects its plan.
     run : callable
-        Runs a planned collective on host memory.
+        Runs a collective on host memory, given its plan, source and output.
     config : Config
     nodes : sequence of sequence of int
         Ranks of each node.
@@ -179,7 +192,7 @@ class BackendSelector:
         Raises
         ------
         InvalidArgument
-            If `find_nic_affinity` raises it.
+            On all ranks, if they have different numbers of RDMA rails, or more than 64.
         TransportError
             If streams of the GPU cannot wait for the host, if R2CC_IPC=1 is set and the GPUs cannot
             access each other's memory, or if the device failed or its memory is full.
@@ -189,7 +202,7 @@ class BackendSelector:
         *Collective*: all ranks. *Cost*: up to seven allgathers, one of them with some kilobytes per
         rank, and some milliseconds.
 
-        *After failure*: other ranks may not have failed, so the communicator must end.
+        *After failure*: the method may have succeeded on other ranks, so the communicator must end.
         """
         if not device.waits_on_memory:
             raise TransportError(
@@ -234,7 +247,7 @@ class BackendSelector:
         )
 
     def _why_no_ipc(self) -> str:
-        """Return the reason not to try CUDA IPC that all ranks know, or an empty string."""
+        """Return why no rank tries CUDA IPC, or an empty string; the same on all ranks."""
         sizes = {len(node) for node in self._nodes}
         if self._config.ipc == "0":
             return "R2CC_IPC=0"
@@ -247,7 +260,7 @@ class BackendSelector:
     def _rail_backends(
         self, device: Device, kernels: GpuKernels, pxn_routes: PxnRoutes | None = None
     ) -> tuple[GpuDirectBackend | StagedBackend, ...]:
-        """Return the backends that send data over the rails."""
+        """Return the backends that send data over the rails, in order of preference."""
         staged = self._staged(device)
         if self._nranks == 1:
             return (staged,)
@@ -288,7 +301,7 @@ class BackendSelector:
         )
 
     def _find_affinity(self, device: Device) -> NicAffinity | None:
-        """Return the rails near each rank's GPU; None if the rails are sockets."""
+        """Return the home rails of each rank's GPU; None if the rails are sockets."""
         if not self._labels:
             return None
         return find_nic_affinity(
@@ -301,7 +314,7 @@ class BackendSelector:
         )
 
     def _homes_of(self, group: Sequence[int], affinity: NicAffinity | None) -> list[int]:
-        """Return the rails near the GPUs of a group; empty if the rails are sockets."""
+        """Return the home rails of the GPUs of the ranks in `group`; empty if rails are sockets."""
         if affinity is None:
             return []
         homes = self._engine.homes
@@ -314,7 +327,10 @@ class BackendSelector:
         group: Sequence[int],
         homes: Sequence[int],
     ) -> PxnRoutes | None:
-        """Return this rank's PXN routes, opened when rails in `homes` fail, or None."""
+        """Return this rank's PXN routes, or None if it has none.
+
+        A route is opened when a rail in `homes` has lost bandwidth at a rank in `group`.
+        """
         rails, known_health = self._engine.homes, self._engine.known_health
         is_possible = affinity is not None and affinity.pxn_routes and self._pxn is not None
         if affinity is None or self._pxn is None or not is_possible or known_health() is None:
@@ -354,7 +370,7 @@ class BackendSelector:
         )
 
     def _slot_nbytes(self) -> int:
-        """Return the size of a slot of pinned memory, and of each half of an area."""
+        """Return the size in bytes of a slot of pinned memory, and of each half of an area."""
         return max(least_limit_nbytes(self._nranks), self._config.staging_nbytes // 2)
 
     def _waiting(self) -> dict[str, Any]:

@@ -41,13 +41,16 @@ OpenDevice: TypeAlias = "Callable[[int], tuple[Device, GpuKernels]]"
 SelectBackends: TypeAlias = "Callable[[Device, GpuKernels], Sequence[GpuBackend]]"
 
 
-#: Most calls in progress. Each has some operations on the caller's stream; about 1,024 fit a launch
-#: queue behind a stream that waits.
+#: Largest number of calls in progress. Each enqueues some operations on the caller's stream, and
+#: the launch queue of a stream that waits has room for about 1,024 operations.
 _MOST_CALLS = 64
 
 
 class _BorrowedArrays(NamedTuple):
-    """Arrays of a call, which the device uses until the event ``done`` of the ended job."""
+    """A call whose arrays the device may still use.
+
+    The device uses them until ``task`` has ended and the event ``job.done`` is done.
+    """
 
     task: Task
     job: DeviceJob
@@ -57,9 +60,9 @@ class _BorrowedArrays(NamedTuple):
 class _ActiveDevice(NamedTuple):
     """The GPU in use, the backends of its calls, and the arrays it still uses.
 
-    ``copies`` has the calls that run in host memory, ``backends`` all others.
-
-    ``is_closed`` is set when all calls are done, just before the device is closed.
+    ``copies`` executes the calls that run on copies of whole arrays in host memory; ``backends``
+    execute all other calls. ``is_closed`` is set when all calls are done, just before the device is
+    closed.
     """
 
     device: Device
@@ -70,7 +73,10 @@ class _ActiveDevice(NamedTuple):
 
 
 class DeviceOutcome:
-    """Completion of a call on GPU memory; implements `Effects`, even after the GPU was closed."""
+    """Completion of one call on GPU memory; implements `Effects`.
+
+    After the GPU was closed, the call counts as done.
+    """
 
     def __init__(
         self, active: _ActiveDevice, job: DeviceJob, stream: Stream, backend: GpuBackend
@@ -81,11 +87,14 @@ class DeviceOutcome:
         self._stream = stream
 
     def is_done(self) -> bool:
-        """Implement `Effects.is_done`; the task has ended."""
+        """Return whether the device has finished the call, whose task must have ended."""
         return self._active.is_closed.is_set() or self._active.device.is_done(self._job.done)
 
     def synchronize(self, timeout_s: float) -> bool:
-        """Implement `Effects.synchronize`; raise the call's error if it failed."""
+        """Wait up to `timeout_s` seconds for the device; return whether it finished the call.
+
+        If the call failed, raise its error. The call's task must have ended.
+        """
         active = self._active
         is_over = active.is_closed.is_set() or active.device.synchronize(self._job.done, timeout_s)
         if is_over:
@@ -93,7 +102,17 @@ class DeviceOutcome:
         return is_over
 
     def order(self, stream: Any) -> None:
-        """Implement `Effects.order`; the default is the stream of the call."""
+        """Make work enqueued on `stream` from now on wait for the call.
+
+        If `stream` is None, use the stream of the call.
+
+        Raises
+        ------
+        InvalidArgument
+            If `stream` is not a stream, or captures a CUDA graph.
+        TransportError
+            If the device failed.
+        """
         later = stream_of(stream, self._stream)
         if not self._active.is_closed.is_set():
             require_no_capture(self._active.device, later)
@@ -101,7 +120,9 @@ class DeviceOutcome:
 
 
 class DeviceCollectives:
-    """Starts and completes a communicator's collectives on GPU memory.
+    """Collectives of one communicator on GPU memory.
+
+    The GPU is opened, and its backends are selected, when the first collective starts.
 
     Parameters
     ----------
@@ -141,7 +162,7 @@ class DeviceCollectives:
         self._active: _ActiveDevice | None = None
 
     def start(self, request: Request, stream: Any, is_async: bool) -> Any:
-        """Begin a collective; return its result, or a `Work`.
+        """Begin a collective, without waiting for its result.
 
         Parameters
         ----------
@@ -151,6 +172,12 @@ class DeviceCollectives:
             Stream argument of the caller.
         is_async : bool
             True to return a `Work` instead of making the stream wait for the result.
+
+        Returns
+        -------
+        Work or object
+            With `is_async` a `Work`. Otherwise ``request.result``, which work enqueued on the
+            stream from now on may use.
 
         Raises
         ------
@@ -163,8 +190,8 @@ class DeviceCollectives:
             communicator.
         TransportTimeout
             If the call needs kernels or memory that are not ready yet (`GpuBackend.prepare`), and
-            earlier collectives do not finish in time; or if 64 calls are in progress, and the first
-            does not finish in time.
+            earlier collectives do not finish in time; if 64 calls are in progress, and the oldest
+            of them does not finish in time; or if another rank of the node is 64 calls behind.
         R2cclError
             If the communicator has ended.
         """
@@ -217,7 +244,7 @@ class DeviceCollectives:
             ) from exc
 
     def _await_calls(self) -> None:
-        """Wait until no stream waits for the worker: `GpuBackend.prepare` may wait for the GPU."""
+        """Wait until the worker has executed all calls, as `GpuBackend.prepare` requires."""
         if not self._worker.drain(self._timeout_s):
             raise self._still_running()
         self._check()
@@ -248,10 +275,10 @@ class DeviceCollectives:
         Raises
         ------
         TransportTimeout
-            If a backend's work on the device has not ended after `timeout_s` seconds. The memory of
-            this backend and of the following ones is not freed, and the device is not closed. Also
-            if other work on the device does not end within the device's own time limit; then the
-            backends are closed, but the device is not.
+            If the work of a backend on the device has not ended after `timeout_s` seconds; the
+            memory of this backend and of the following ones is not freed, and the device is not
+            closed. Or if other work on the device does not end within the device's own time limit;
+            then all backends are closed, but the device is not.
         TransportError
             If a backend or the device could not free all its resources; the other backends were
             closed.
@@ -329,6 +356,7 @@ def require_no_capture(device: Device, stream: Stream) -> None:
     Raises
     ------
     InvalidArgument
+        If `stream` captures a CUDA graph.
     """
     if device.is_capturing(stream):
         raise InvalidArgument(
@@ -348,8 +376,8 @@ def device_collectives(
         Runs the calls of the communicator.
     hardware : Hardware
     pxn : PxnTransport or None
-        Transport that can send slices through other GPUs; None if it is not available. Used by the
-        job's first communicator alone.
+        Transport that can send slices through other GPUs; None if it is not available. Only the
+        job's first communicator uses it.
     """
     engine = participant.engine
 

@@ -1,15 +1,17 @@
 """Collectives on GPU memory that run in host memory, on copies of the whole arrays.
 
-These are the collectives with parts, such as gather and alltoallv, and scans. The communicator's
-worker copies the arrays to pinned memory, runs the collective there, and enqueues the copy of the
-output back. `r2ccl.gpu.staged` divides its calls into windows instead; the parts of an alltoallv
-cannot be, because no rank knows how many windows the others would need.
+These are the scans, and the collectives whose buffers consist of one part per rank, such as gather
+and alltoallv. The communicator's worker copies the arrays to pinned memory, runs the collective
+there, and enqueues the copy of the output back to the GPU. Unlike `r2ccl.gpu.staged`, this module
+does not divide calls into windows: in an alltoallv no rank knows how many windows the other ranks
+would need.
 
-The output is copied to the host too: elements outside of all parts, and the output of rank 0 of an
-exscan, keep their values when it is copied back.
+The output array, too, is copied to the host before the collective runs. Elements that the
+collective does not write therefore keep their values when the output is copied back: elements
+outside of all parts, and the output of rank 0 in an exscan.
 
-Invariant: all copies run on one stream, and the host uses the pinned memory only between the copies
-of a call there and the copy back.
+Invariant: all copies run on one stream. The host uses the pinned memory only after the copies of a
+call to this memory are done, and before the copy back is enqueued.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from r2ccl.types import PREFIXES
 
 
 def is_copied(request: Request) -> bool:
-    """Return whether a request on GPU memory runs in host memory; the same on all ranks."""
+    """Return whether `CopiedBackend` executes a request on GPU memory; the same on all ranks."""
     return request.parts is not None or request.signature.collective in PREFIXES
 
 
@@ -64,15 +66,17 @@ class CopiedBackend(HostMemoryBackend[DeviceJob]):
         self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def supports(self, call: DeviceCall) -> bool:
-        """Return whether `call` has the request of the caller, which this backend runs."""
+        """Return whether ``call.request`` is set, as it is for the calls of this backend only."""
         return call.request is not None
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """Return whether `begin` can be called without `prepare`."""
+        """Return whether the pinned memory is large enough for the arrays of `call`."""
         return _nbytes_of(_request_of(call)) <= self._memory.nbytes
 
     def prepare(self, call: DeviceCall) -> None:
-        """Allocate pinned memory for the arrays of `call`; may wait for the device.
+        """Wait for the device, then allocate pinned memory for the arrays of `call`.
+
+        The new memory replaces the present pinned memory, which is too small.
 
         Raises
         ------
@@ -87,7 +91,7 @@ class CopiedBackend(HostMemoryBackend[DeviceJob]):
         self._memory = self._device.allocate_pinned(_nbytes_of(_request_of(call)))
 
     def begin(self, call: DeviceCall, stream: Stream) -> DeviceJob:
-        """Begin a call, after the work of `stream` so far; see `StagedBackend.begin`."""
+        """Begin a call that follows the work on `stream` so far; see `StagedBackend.begin`."""
         return DeviceJob(
             call=call, before=self._recorded(stream), done=self.take_event(),
             number=self._next_number(),
@@ -122,7 +126,10 @@ class CopiedBackend(HostMemoryBackend[DeviceJob]):
             self._device.copy(target, output.address, output.nbytes, self._stream)
 
     def _fetch(self, array: Any, at: int) -> Buffer:
-        """Enqueue the copy of a `DeviceBuffer` to offset `at`; return the view of the copy."""
+        """Enqueue the copy of a `DeviceBuffer` to the pinned memory; return the copy as a `Buffer`.
+
+        `at` is the offset of the copy in the pinned memory, in bytes.
+        """
         memory = self._memory[at : at + array.nbytes]
         copy = Buffer(
             memory.view(dtype_of(array.dtype_code)),

@@ -34,7 +34,10 @@ class ReductionKernels(Protocol):
     """Loader and launcher of reduction kernels, such as `r2ccl.kernels.cuda.Launcher`."""
 
     def prepare(self, form: Form) -> object:
-        """Load a kernel; may wait for the device. See `Launcher.prepare` for the errors."""
+        """Load the kernel of `form`; may wait for the device.
+
+        See `r2ccl.kernels.cuda.launch.Launcher.prepare` for the result and the errors.
+        """
         ...
 
     def launch(
@@ -48,7 +51,21 @@ class ReductionKernels(Protocol):
         factor: float = 1.0,
         nranks: int = 1,
     ) -> None:
-        """Launch a prepared kernel over `count` elements on `stream`."""
+        """Enqueue the prepared kernel of `form` on `stream`.
+
+        Parameters
+        ----------
+        form : Form
+        sources, targets : sequence of int
+            Addresses of the inputs and of the outputs.
+        count : int
+            Number of elements of each input and output.
+        stream : Stream
+        factor : float
+            Factor of a scaled form.
+        nranks : int
+            Divisor of a divided form.
+        """
         ...
 
 
@@ -69,11 +86,11 @@ class ReductionStream:
 
     Notes
     -----
-    Only the thread that owns the data loop may call it, and between collectives only the thread
-    that runs them.
+    Only one thread may use it at a time: during a collective the thread that owns the data loop,
+    otherwise the thread that runs the collectives.
 
-    *After failure*: a method that raises has enqueued nothing and used no number. Earlier work may
-    run until `drain` returns True.
+    *After failure*: if `run`, `copy` or `mark` raises, it has enqueued no work and used no number.
+    Earlier work may still run until `drain` returns True.
     """
 
     def __init__(self, device: Device, kernels: ReductionKernels) -> None:
@@ -91,37 +108,73 @@ class ReductionStream:
 
     @property
     def computed(self) -> int:
-        """See `Computer`."""
+        """Number of the newest work known to be done; all earlier work is done too."""
         return self._computed
 
     @property
     def is_busy(self) -> bool:
-        """True if the host does not know yet that all enqueued work is done."""
+        """True if some enqueued work is not yet known to be done."""
         return self._computed < self._begun
 
     def run(self, form: Form, sources: Sequence[int], target: int, count: int, nranks: int) -> int:
-        """Enqueue a kernel over `count` elements; return the work's number."""
+        """Enqueue the kernel of `form`, which must be loaded; return the number of this work.
+
+        Parameters
+        ----------
+        form : Form
+            Form with one output.
+        sources : sequence of int
+            Addresses of the inputs.
+        target : int
+            Address of the output.
+        count : int
+            Number of elements of each input and of the output.
+        nranks : int
+            Divisor of a divided form.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
+        """
         self._flush()
         self._kernels.launch(form, sources, (target,), count, self._stream, nranks=nranks)
         self._begun += 1
         return self._begun
 
     def copy(self, target: int, source: int, nbytes: int) -> int:
-        """Enqueue a copy within the device; return the work's number."""
+        """Enqueue a copy of `nbytes` bytes between two addresses; return the number of this work.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
+        """
         self._flush()
         self._device.copy(target, source, nbytes, self._stream)
         self._begun += 1
         return self._begun
 
     def mark(self, word: int, value: int) -> int:
-        """Enqueue a write of the word at address `word` in pinned memory; return its number."""
+        """Enqueue a write of `value` to a 32-bit word in pinned memory; return this work's number.
+
+        `word` is the address of the word.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
+        """
         self._flush()
         self._device.write_word(self._stream, word, value)
         self._begun += 1
         return self._begun
 
     def commit(self) -> None:
-        """Record one event for all work enqueued since the last `commit`, if there is any."""
+        """Record one event for all work enqueued since the last `commit`, so that `poll` sees it.
+
+        If there is no such work, record nothing.
+        """
         if self._committed < self._begun:
             event = self._events.pop() if self._events else self._device.make_event()
             self._device.record(event, self._stream)
@@ -143,7 +196,7 @@ class ReductionStream:
         return self._computed
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds for all work; return whether it is done.
+        """Wait up to `timeout_s` seconds for all enqueued work; return whether it is done.
 
         Raises
         ------
@@ -163,7 +216,7 @@ class ReductionStream:
             self._device.destroy_event(event)
 
     def _flush(self) -> None:
-        """Make remote writes visible to the work that is enqueued next."""
+        """Make NIC writes visible to the work that is enqueued next; once per `commit`."""
         if not self._is_flushed:
             if self._device.reorders_remote_writes:
                 self._device.flush_remote_writes()

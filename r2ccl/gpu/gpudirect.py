@@ -2,26 +2,26 @@
 
 Theory of operation
 -------------------
-A call runs like a call on host memory, with the same plan, channels, links and repairs. Its buffers
-are device memory registered with every NIC, and kernels reduce its slices
+A call runs like a call on host memory, with the same plan, channels, links and migration. Its
+buffers are device memory registered with every NIC, and kernels reduce its slices
 (`r2ccl.gpu.device_reduction`). The communicator's worker waits for the earlier work of the caller's
-stream, runs the collective until its last kernel is done, and lets the caller's stream continue
-(`r2ccl.gpu.host_signal`), after a failure too; the result is undefined then, and the communicator
-ends.
+stream, runs the collective until its last kernel is done, and then lets the caller's stream
+continue (`r2ccl.gpu.host_signal`). After a failure the stream continues too, but the result is
+undefined and the communicator ends.
 
 *Remote writes.* A kernel of the caller that reads data written by a NIC may have been launched
 before the write, and wait for the call. Therefore the last work of every call is enqueued after the
 last completion was polled, and the call ends once that work is done.
 
 *Memory and kernels* of a call are prepared in `GpuDirectBackend.prepare`, while no stream waits for
-a call, because allocating and loading may wait for the device. The worker allocates only
-memory that is not known to be needed before: scratch memory of some schedules, landing places
+a call, because allocating and loading may wait for the device. The worker allocates only memory of
+which `prepare` cannot know that it is needed: scratch memory of some schedules, landing places
 beyond the number used so far, and the staging copy of an array whose registration fails.
 
 *Groups.* `GpuDirectBackend.begin_part` runs a collective among a subset of the ranks; see
 `r2ccl.gpu.hierarchical`.
 
-*Small calls* are left to another backend; see `GpuDirectBackend.supports`.
+*Small calls* are executed by another backend; see `GpuDirectBackend.supports`.
 
 Invariant: memory is registered while its slices are in flight.
 """
@@ -50,7 +50,7 @@ from r2ccl.runtime.executor import LandingPool, LaneRun
 
 
 class GpuDirectJob(DeviceJob):
-    """A call that was begun; ``enter`` begins the collective and returns its plan."""
+    """A call that was begun; ``enter`` enters the collective and returns its plan."""
 
     enter: EnterCall
 
@@ -65,7 +65,7 @@ class GpuDirectBackend(SignalledStream):
     engine : Engine
         Runs the collectives.
     enter : callable
-        Begins a collective among all ranks and returns its plan.
+        Enters a collective among all ranks and returns its plan; see `EnterCall`.
     memory : RegisteredDeviceMemory
         Memory for landing places and staging copies; the backend owns and closes it.
     pxn_routes : PxnRoutes or None
@@ -106,16 +106,22 @@ class GpuDirectBackend(SignalledStream):
         self._cleared: dict[int, tuple[Layout, Layout]] = {}
 
     def supports(self, call: DeviceCall, nranks: int = 0) -> bool:
-        """Return whether a call of `nranks` ranks (0: all) is large and there are kernels for it.
+        """Return whether `call` is large enough for this backend, and there are kernels for it.
 
-        If each rank's part fits one eager slice, the two copies of a window through pinned memory
-        cost less than one kernel per step.
+        A call is large enough if it has more than R2CC_EAGER_NBYTES per rank. For smaller calls,
+        two copies through pinned memory (`StagedBackend`) cost less than one kernel per step.
+
+        Parameters
+        ----------
+        call : DeviceCall
+        nranks : int
+            Number of ranks that make the call; 0 means all ranks.
         """
         limit = self._config.eager_nbytes * (nranks or self._nranks)
         return nbytes_of(call.signature) > limit and has_kernels(call.signature)
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """Return whether `begin` can be called without `prepare`."""
+        """Return whether `begin` can be called for `call` without calling `prepare` first."""
         is_route_due = self._pxn_routes is not None and self._pxn_routes.is_open_needed
         return (
             not is_route_due
@@ -152,13 +158,18 @@ class GpuDirectBackend(SignalledStream):
     def begin_part(
         self, call: DeviceCall, stream: Stream, enter: EnterCall, widest: int
     ) -> GpuDirectJob:
-        """Begin a part of another call; see `StagedBackend.begin_part`. `widest` is ignored."""
+        """Begin a call that is a part of another call; see `StagedBackend.begin_part`.
+
+        `widest` is ignored: the part is never divided into windows.
+        """
         return GpuDirectJob(
             call=call, before=self._recorded(stream), done=self.take_event(), number=0, enter=enter
         )
 
     def finish(self, job: GpuDirectJob) -> None:
-        """Run the collective, then end the call; runs in the worker thread.
+        """Execute the call of `job`; runs in the worker thread.
+
+        On return, the device has finished the call, and the caller's stream may continue.
 
         Raises
         ------
@@ -189,7 +200,8 @@ class GpuDirectBackend(SignalledStream):
         Raises
         ------
         TransportTimeout
-            If a device is still busy after `timeout_s` seconds; registered memory was not freed.
+            If this GPU, or a GPU of a PXN route, is still busy after `timeout_s` seconds; the
+            memory that it uses was not freed.
         TransportError
             If the device failed; not all resources were freed, but all memory was deregistered
             from the NICs.
@@ -252,13 +264,15 @@ class GpuDirectBackend(SignalledStream):
     def _await(self, event: Event) -> None:
         until_s = self._clock() + self._config.timeout_s
         while not self._device.synchronize(event, _LOOK_S):
-            self._require_time(until_s, "the GPU did not finish earlier work of the call's stream")
+            self._require_time(
+                until_s, "the GPU did not finish the work that precedes a collective on its stream"
+            )
 
     def _settle(self) -> None:
         """Wait for all kernels and copies of the call."""
         until_s = self._clock() + self._config.timeout_s
         while not self._reductions.drain(_LOOK_S):
-            self._require_time(until_s, "the GPU did not finish the copies of a collective")
+            self._require_time(until_s, "the GPU did not finish the kernels of a collective")
 
     def _require_time(self, until_s: float, what: str) -> None:
         self._engine.check()

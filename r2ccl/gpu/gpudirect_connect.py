@@ -1,6 +1,7 @@
 """Creates `GpuDirectBackend` if the NICs of all ranks can access the memory of their GPUs.
 
-Every rank tries to register the memory for its landing places with every NIC.
+To find this out, every rank allocates the memory for its landing places and tries to register it
+with every NIC.
 
 Invariant: either all ranks get the backend, or none does and no memory stays allocated.
 """
@@ -34,7 +35,7 @@ def connect_gpudirect(
     allgather: AllgatherBytes,
     pxn_routes: PxnRoutes | None = None,
 ) -> GpuDirectBackend | str:
-    """Register GPU memory with the NICs on all ranks and return the backend.
+    """Register GPU memory with the NICs on all ranks; return the backend if all ranks succeed.
 
     Parameters
     ----------
@@ -46,7 +47,8 @@ def connect_gpudirect(
     Returns
     -------
     GpuDirectBackend or str
-        The backend; or, on all ranks, the reason of the first rank that cannot use it.
+        The backend. If a rank cannot use it, all ranks get a text instead, which names the first
+        such rank and its reason.
 
     Raises
     ------

@@ -19,11 +19,17 @@ class Hardware(Protocol):
     """Interface through which a communicator opens GPUs and reads the machine's topology."""
 
     def open(self, ordinal: int) -> tuple[Device, Any]:
-        """Return a GPU, which the caller closes, and its kernels: a `GpuKernels`."""
+        """Open the GPU with number `ordinal` in this process; return it and its `GpuKernels`.
+
+        The caller closes the GPU.
+        """
         ...
 
     def open_peer(self, bus_id: str) -> Device | None:
-        """Return the GPU at a PCI bus ID, which the caller closes; None if it is not visible."""
+        """Open and return the GPU at PCI bus ID `bus_id`; the caller closes it.
+
+        Return None if this process does not see the GPU.
+        """
         ...
 
     def read_machine(self) -> Machine:
@@ -35,7 +41,9 @@ class CudaHardware:
     """`Hardware` that uses the CUDA driver and the Linux kernel's sysfs."""
 
     def open(self, ordinal: int) -> tuple[Device, Any]:
-        """Implement `Hardware.open`.
+        """Open the GPU with number `ordinal` in this process; return it and its `GpuKernels`.
+
+        The caller closes the GPU.
 
         Raises
         ------
@@ -48,12 +56,15 @@ class CudaHardware:
         return device, Launcher(device)
 
     def open_peer(self, bus_id: str) -> Device | None:
-        """Implement `Hardware.open_peer`; raise the same errors as `open`."""
+        """Open and return the GPU at PCI bus ID `bus_id`; the caller closes it.
+
+        Return None if this process does not see the GPU. Raise the same errors as `open`.
+        """
         ordinal = ordinal_of(bus_id)
         return None if ordinal is None else CudaDevice(ordinal)
 
     def read_machine(self) -> Machine:
-        """Implement `Hardware.read_machine`."""
+        """Return the topology of the machine as this process sees it."""
         # These imports take 8 ms, and not every communicator needs them.
         from r2ccl.topology.gpus import find_gpus
         from r2ccl.topology.sysfs import read_machine

@@ -40,17 +40,17 @@ from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
 class InterNodeBackend(Protocol):
-    """Executes the part of a call between nodes: `GpuDirectBackend` or `StagedBackend`."""
+    """Executor of the part of a call between nodes: `GpuDirectBackend` or `StagedBackend`."""
 
     def supports(self, call: DeviceCall, nranks: int) -> bool:
-        """Return whether the backend can execute a call of `nranks` ranks.
+        """Return whether the backend can execute `call` if `nranks` ranks make it.
 
         The answer is the same on all these ranks.
         """
         ...
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """Return whether `begin` can be called without `prepare`."""
+        """Return whether `begin_part` can be called for `call` without calling `prepare` first."""
         ...
 
     def prepare(self, call: DeviceCall) -> None:
@@ -58,9 +58,10 @@ class InterNodeBackend(Protocol):
         ...
 
     def begin_part(self, call: DeviceCall, stream: Stream, enter: EnterCall, widest: int) -> Any:
-        """Begin `call`; see `StagedBackend.begin_part` for parameters and errors.
+        """Begin `call` as a part of another call, and return its job for `finish`.
 
-        The backend divides the call into as many collectives as a call of `widest` elements.
+        The backend divides it into as many collectives as it would a call of `widest` elements. See
+        `StagedBackend.begin_part` for the other parameters and the errors.
         """
         ...
 
@@ -69,9 +70,9 @@ class InterNodeBackend(Protocol):
         ...
 
     def finish(self, job: Any) -> None:
-        """Execute a call; runs in the communicator's worker thread.
+        """Execute the call of `job`; runs in the communicator's worker thread.
 
-        The device may still work on it; the job's event ``done`` is recorded.
+        The device may still work on the call afterwards, until the event ``job.done`` is done.
         """
         ...
 
@@ -92,6 +93,7 @@ class HierarchicalBackend(PeerBackend):
         Begins an allreduce among the ranks that have this rank's index in their nodes, and returns
         its plan. AVG divides by the number of all ranks.
     nnodes : int
+        Number of nodes.
     *others, **named
         See `PeerBackend`.
     """
@@ -116,13 +118,16 @@ class HierarchicalBackend(PeerBackend):
         return super().supports(call) and call.signature.collective == Collective.ALLREDUCE
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """Return whether `begin` can be called without `prepare`."""
+        """Return whether `begin` can be called for `call` without calling `prepare` first."""
         return super().is_prepared(call) and all(
             backend.is_prepared(part) for part, backend in self._parts(call)
         )
 
     def prepare(self, call: DeviceCall) -> None:
-        """Load the kernels, and prepare the parts of `call` between the nodes."""
+        """Load the kernels of `call`, and prepare its parts between the nodes.
+
+        Raises the errors of `PeerBackend.prepare` and of `GpuDirectBackend.prepare`.
+        """
         super().prepare(call)
         for part, backend in self._parts(call):
             if not backend.is_prepared(part):
@@ -133,7 +138,10 @@ class HierarchicalBackend(PeerBackend):
         self._kernels.prepare_from_table(_summed(call), 1, self._nlocal - 1)
 
     def _limit(self, is_copied: bool) -> int:
-        """Return the size limit of windows: nodes do not know whether others copy arrays."""
+        """Return the size limit of windows, which does not depend on `is_copied`.
+
+        A node does not know whether other nodes copy arrays.
+        """
         return self._memory.area_nbytes
 
     def _work(
@@ -158,9 +166,10 @@ class HierarchicalBackend(PeerBackend):
         self._launch(whole, 1, self._nlocal - 1, table[_SECOND:], [mine, *others])
 
     def _parts(self, call: DeviceCall) -> Iterator[tuple[DeviceCall, InterNodeBackend]]:
-        """Yield calls between the nodes that stand for those of all windows of `call`.
+        """Yield the calls between the nodes for which `prepare` is needed, with their backends.
 
-        The windows have at most two sizes. Their memory is the output, or this rank's area.
+        All windows of `call` have one of at most two sizes, and their results are in the output or
+        in this rank's area. One call is yielded for each combination.
         """
         grid = self._grid(call.signature, self._memory.area_nbytes)
         calls = dict.fromkeys(window.call for window in windows(call.signature, grid))
@@ -169,7 +178,10 @@ class HierarchicalBackend(PeerBackend):
                 yield self._between(signature, place)
 
     def _between(self, call: CallSignature, output: int) -> tuple[DeviceCall, InterNodeBackend]:
-        """Return this rank's call between the nodes, and the backend that executes it."""
+        """Return this rank's call between the nodes for a window, and its backend.
+
+        `call` is the call of the window, and `output` the address of the window's result.
+        """
         mine, widest = (self._part_of(call, output, at) for at in (self._at, 0))
         return mine, next(each for each in self._backends if each.supports(widest, self._nnodes))
 

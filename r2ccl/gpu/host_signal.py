@@ -1,10 +1,10 @@
 """Base class of the GPU backends: calls in order, and streams of the caller that wait for them.
 
 The caller's thread records an event on the caller's stream and submits the call to the
-communicator's worker. Only then it lets the caller's stream wait for a word in pinned memory
+communicator's worker. Only then does it let the caller's stream wait for a word in pinned memory
 (`SignalledStream.hold`). The worker enqueues all work of the call on streams of the backend, and
-then a write of the word. So nothing is enqueued behind a wait for something that is not submitted
-yet: the order is right even if enqueuing blocks, because a launch queue is full or because
+then a write of the word. A stream therefore never waits for a call that is not submitted yet. So
+there is no deadlock even if enqueuing blocks, because a launch queue is full or because
 CUDA_LAUNCH_BLOCKING=1 is set.
 
 Invariants: the word only increases, in the order of calls; every call that was begun ends, and then
@@ -43,8 +43,8 @@ class DeviceCall(NamedTuple):
     """A collective on GPU memory.
 
     ``source`` and ``output`` are addresses; ``output`` is 0 if this rank has no output.
-    ``schedule`` is the user-defined schedule of an allreduce, if there is one. ``request`` is given
-    for collectives of `r2ccl.gpu.copied` alone.
+    ``schedule`` is the user-defined schedule of an allreduce, or None. ``request`` is None except
+    for collectives that `r2ccl.gpu.copied` executes.
     """
 
     signature: CallSignature
@@ -55,12 +55,12 @@ class DeviceCall(NamedTuple):
 
 
 class DeviceJob(msgspec.Struct, eq=False, weakref=True, kw_only=True):
-    """A call that was begun, for `finish`.
+    """A call that `begin` of a backend has begun, and that its `finish` executes.
 
-    The event ``before`` is done when earlier work on the arrays is done. ``number`` counts calls;
-    it is 0 if no stream waits for the call, because it is a part of another one. The event ``done``
-    is recorded when the call ends, after all of its work. ``is_over`` is True from then on.
-    ``error`` is the error of the call, if it failed.
+    The event ``before`` is done when earlier work on the arrays is done. ``number`` counts the
+    calls of the backend from 1; it is 0 if no stream waits for the call, because it is a part of
+    another call. The event ``done`` is recorded when the call ends, after all of its work.
+    ``is_over`` is True from then on. ``error`` is the error of the call; None unless it failed.
     """
 
     call: DeviceCall
@@ -81,11 +81,11 @@ class SignalledStream:
     ----------
     device : Device
     rank : int
-        Rank to name in messages.
+        Number of this rank; used only in messages.
     nlines : int
         Number of cache lines of pinned memory; the word is at the start of the first one.
     waits : bool
-        True if the stream waits for words itself; see `Device.make_stream`.
+        True if the backend's own stream waits for words, too; see `Device.make_stream`.
     """
 
     def __init__(self, device: Device, rank: int, nlines: int = 1, *, waits: bool = False) -> None:
@@ -101,14 +101,22 @@ class SignalledStream:
         self._passed: dict[Stream, Event] = {}
 
     def examine(self, job: DeviceJob) -> None:
-        """Raise the error of a call that the device has finished, if it failed."""
+        """Raise the error of the call of `job`, if the call failed.
+
+        The device must have finished the call.
+        """
         if job.error is not None:
             raise job.error
 
     def hold(self, stream: Stream, number: int) -> None:
-        """Make later work on `stream` wait until call `number` is over.
+        """Make work enqueued on `stream` from now on wait until call `number` has ended.
 
         The call must have been submitted to the worker.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
         """
         self._device.wait_word(stream, int(self._pinned.ctypes.data), number & WORD)
         passed = self._passed.pop(stream, None)
@@ -125,7 +133,7 @@ class SignalledStream:
         return next(iter(self._passed.values()))
 
     def take_event(self) -> Event:
-        """Return an unused event; return it with `recycle` after use."""
+        """Return an unused event, which the caller gives back with `recycle`."""
         try:  # the caller's thread and the worker share the pool
             return self._events.pop()
         except IndexError:
@@ -136,7 +144,7 @@ class SignalledStream:
         self._events.append(event)
 
     def _recorded(self, stream: Stream) -> Event:
-        """Return an event that is done when the work of `stream` so far is."""
+        """Return an event that is done when all work enqueued on `stream` so far is done."""
         event = self.take_event()
         self._device.record(event, stream)
         return event
@@ -146,7 +154,9 @@ class SignalledStream:
         return self._number
 
     def _end(self, job: DeviceJob) -> None:
-        """End a call once: let streams that wait for it continue after the work enqueued so far.
+        """End a call: let streams that wait for it continue after the work enqueued so far.
+
+        If the call has ended already, do nothing.
 
         Raises
         ------
@@ -167,9 +177,10 @@ class SignalledStream:
                 raise
 
     def _signal(self, number: int) -> None:
-        """Let waiting streams continue up to `number`, after the work enqueued so far.
+        """Set the word to `number`, after the work enqueued so far on the backend's stream.
 
-        If the device refuses, the host writes the word, so that no stream hangs.
+        Streams that wait for calls up to `number` continue then. If the device fails, the host
+        writes the word, so that no stream hangs, and the error is raised.
         """
         try:
             self._device.write_word(self._stream, int(self._pinned.ctypes.data), number & WORD)
@@ -185,9 +196,10 @@ class SignalledStream:
         return is_over
 
     def _let_go(self, timeout_s: float) -> bool:
-        """Let callers' streams pass all calls; return whether they and this stream have, in time.
+        """Let callers' streams pass all calls, and wait for them and for the backend's stream.
 
-        The worker must be idle. Before that, the word must not be freed.
+        The worker must be idle. `timeout_s` limits each wait. Return True if all streams are done;
+        only then may the pinned memory with the word be freed.
         """
         self._signal(self._number)
         return self._is_idle_in(timeout_s) and all(
@@ -209,8 +221,9 @@ class SignalledStream:
     def _still_busy(self, works: str, timeout_s: float) -> TransportTimeout:
         """Return the error of a device that is still busy; `works` is a verb, such as "copies"."""
         return TransportTimeout(
-            f"rank {self._rank}: the GPU still {works} after {timeout_s:g} s, so its memory was "
-            "not freed; end the process",
+            f"rank {self._rank}: the GPU still {works} for earlier collectives after a wait of "
+            f"{timeout_s:g} s, so its memory was not freed; look for a kernel that hangs, and end "
+            "the process",
             rank=self._rank,
             status="TIMEOUT",
         )
@@ -254,7 +267,9 @@ class HostMemoryBackend(SignalledStream, Generic[_Job]):
         self._timeout_s = timeout_s
 
     def finish(self, job: _Job) -> None:
-        """Execute a call; runs in the worker thread. The device may still copy the output back.
+        """Execute the call of `job`; runs in the worker thread.
+
+        On return, the device may still be copying the output back.
 
         Raises
         ------
@@ -292,14 +307,19 @@ class HostMemoryBackend(SignalledStream, Generic[_Job]):
         self._free()
 
     def _carry_out(self, job: _Job) -> None:
-        """Enqueue the copies of a call, and run its collective."""
+        """Enqueue the copies of the call of `job`, and run its collective."""
         raise NotImplementedError
 
     def _follow_copies(self) -> None:
-        """Let later work on `_stream` run after the copies on other streams; there are none."""
+        """Make later work on `_stream` wait for copies on other streams of the backend.
+
+        This class has no other streams; subclasses that have some override the method.
+        """
 
     def _await_copies(self, event: Event) -> None:
-        """Wait for copies that follow the caller's earlier work on the device.
+        """Wait until `event` is done, and recycle it.
+
+        `event` is recorded after copies that follow the caller's earlier work on the device.
 
         Raises
         ------

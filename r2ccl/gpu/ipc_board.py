@@ -1,25 +1,32 @@
-"""Shared memory through which the ranks of a node exchange the locations of their arrays.
+"""Shared memory through which the ranks of a node exchange the locations of their GPU arrays.
 
-Every rank has a section: counters of its host, words that the streams of all ranks write, and a
-ring of messages. A message is stored before its number, so a reader that sees the number reads the
-complete message.
+Each rank of the node has a *section*: counters, words, and a ring with its last 64 messages. A rank
+posts one message for each call; messages are numbered from 1. A *round* is one execution of a
+kernel by all ranks of the node, between two barriers (`r2ccl.gpu.peer`); rounds are numbered from
+1. Contents of a section:
 
 ::
 
-    posted   number of the newest message posted        written by the host
-    taken    number of the newest message read          written by the host
-    ready    for each rank, the newest round whose      written by that rank's stream
-             input is complete there
-    done     for each rank, the newest round that it    written by that rank's stream
-             has finished
-    mapped   for each rank and slot, the newest offer   written by the host
-             of memory that this rank has mapped
+    posted   newest message that the owner of the section has   written by the owner's CPU
+             posted
+    taken    newest message that the owner has read, from       written by the owner's CPU
+             all ranks
+    ready    for each rank of the node, the newest round for    written by that rank's stream
+             which its arrays are ready
+    done     for each rank of the node, the newest round that   written by that rank's stream
+             it has finished
+    mapped   for each rank of the node and slot, the newest     written by the owner's CPU
+             offer of memory that the owner has mapped
 
-Only this rank waits for the words ``ready`` and ``done`` of its section. After a failure its host
-overwrites them, so that its stream continues; no other rank is affected.
+Only the owner's stream waits for the words ``ready`` and ``done`` of a section. After a failure the
+owner's CPU overwrites them, so that this stream continues; no other rank is affected.
 
-The memory is a file, accessible only to its owner, whose name is removed after all ranks have
-opened it. Invariant: a message is overwritten only after every rank has read it.
+A message is stored before its number, so a rank that reads the number then reads the complete
+message.
+
+The memory is a file that only the user who runs the ranks can access. Its name is removed after all
+ranks of the node have opened it. Invariant: a message is overwritten only after every rank has read
+it.
 """
 
 from __future__ import annotations
@@ -46,7 +53,7 @@ _POSTED, _TAKEN, _READY, _DONE = 0, 1 * _LINE, 2 * _LINE, 3 * _LINE
 _MAPPED = 4 * _LINE
 #: Largest number of ranks on a node; a kernel has one operand per rank.
 MOST_RANKS = 8
-#: Number of allocations of a rank that the others keep mapped.
+#: Number of allocations of a rank that the other ranks keep mapped at once.
 NSLOTS = 32
 _RING_AT = _MAPPED + 4 * MOST_RANKS * NSLOTS
 _DEPTH = 64
@@ -58,14 +65,19 @@ _WORD = 0xFFFFFFFF
 
 
 class IpcBoard:
-    """One rank's access to the node's shared memory.
+    """One rank's access to the shared memory of its node.
+
+    The parameters `peer`, `reader` and `writer` of the methods are member indices: positions of
+    ranks in the node, from 0 to `nlocal` - 1.
 
     Parameters
     ----------
     memory : ndarray of uint8, shape (nlocal * RANK_NBYTES,)
-        Memory shared by the ranks of the node; initially zero.
-    index, nlocal : int
-        Index of this rank's section, and number of sections.
+        Memory shared by the ranks of the node, with one section for each; initially zero.
+    index : int
+        Member index of this rank.
+    nlocal : int
+        Number of ranks in the node.
     """
 
     def __init__(self, memory: npt.NDArray[np.uint8], index: int, nlocal: int) -> None:
@@ -75,12 +87,23 @@ class IpcBoard:
         self._words = memory.view(np.uint32).reshape(nlocal, -1)
 
     def may_post(self, number: int) -> bool:
-        """Return whether every rank has read the message that message `number` overwrites."""
+        """Return whether message `number` can be posted now.
+
+        It overwrites the message of 64 calls ago, which every rank of the node must have read.
+        """
         taken = self._words[:, _TAKEN // 4].tolist()
         return all(_is_reached(word, number - _DEPTH) for word in taken)
 
     def post(self, number: int, message: bytes) -> None:
-        """Post message `number`, after `may_post` returned True for it.
+        """Post a message to all ranks of the node.
+
+        Parameters
+        ----------
+        number : int
+            Number of the last message posted by this rank, plus 1; `may_post` must have returned
+            True for it.
+        message : bytes
+            At most `MESSAGE_NBYTES` bytes.
 
         Raises
         ------
@@ -89,7 +112,8 @@ class IpcBoard:
         """
         if len(message) > MESSAGE_NBYTES:
             raise InvalidArgument(
-                f"a message of {len(message)} bytes was given; at most {MESSAGE_NBYTES} are allowed"
+                f"the message for the ranks of this node has {len(message)} bytes, but at most "
+                f"{MESSAGE_NBYTES} are allowed; pass a shorter message"
             )
         at = self._message_at(self.index, number)
         self.memory[at : at + len(message)] = np.frombuffer(message, np.uint8)
@@ -99,7 +123,10 @@ class IpcBoard:
         self._words[self.index, _POSTED // 4] = number & _WORD
 
     def read(self, peer: int, number: int) -> bytes | None:
-        """Return message `number` of `peer`; None if `peer` has not posted it yet."""
+        """Return message `number` of `peer`; None if `peer` has not posted it yet.
+
+        The result has `MESSAGE_NBYTES` bytes. If the message is shorter, any bytes follow it.
+        """
         if not _is_reached(int(self._words[peer, _POSTED // 4]), number):
             return None
         _FENCE()
@@ -107,41 +134,62 @@ class IpcBoard:
         return self.memory[at : at + MESSAGE_NBYTES].tobytes()
 
     def take(self, number: int) -> None:
-        """Mark the messages of all ranks up to `number` as read."""
+        """Tell the other ranks that this rank has read message `number` of every rank.
+
+        Earlier messages count as read too.
+        """
         self._words[self.index, _TAKEN // 4] = number & _WORD
 
     def mark_mapped(self, peer: int, slot: int, number: int) -> None:
-        """Tell `peer` that this rank has mapped its offer `number` for `slot`."""
+        """Tell `peer` that this rank has mapped the allocation of offer `number` for `slot`.
+
+        The slot and the offer are those of `peer`; see `r2ccl.gpu.peer_memory`.
+        """
         self._words[self.index, _mapped_at(peer, slot)] = number & _WORD
 
     def is_mapped(self, slot: int, number: int) -> bool:
-        """Return whether all other ranks have mapped this rank's offer `number` for `slot`."""
+        """Return whether all other ranks have mapped the allocation that this rank offered.
+
+        Parameters
+        ----------
+        slot, number : int
+            Slot of the allocation, and number of the offer.
+        """
         mapped = self._words[:, _mapped_at(self.index, slot)].tolist()
         del mapped[self.index]
         return all(word == number & _WORD for word in mapped)
 
     def ready_at(self, reader: int, writer: int) -> int:
-        """Return the offset of the ``ready`` word of `writer` in the section of `reader`."""
+        """Return the offset in bytes of the ``ready`` word of `writer` in the section of `reader`.
+
+        The offset is counted from the start of `memory`.
+        """
         return reader * RANK_NBYTES + _READY + 4 * writer
 
     def done_at(self, reader: int, writer: int) -> int:
-        """Return the offset of the ``done`` word of `writer` in the section of `reader`."""
+        """Return the offset in bytes of the ``done`` word of `writer` in the section of `reader`.
+
+        The offset is counted from the start of `memory`.
+        """
         return reader * RANK_NBYTES + _DONE + 4 * writer
 
     def has_done(self, number: int) -> bool:
-        """Return whether this rank's stream has finished its own part of round `number`."""
+        """Return whether this rank's stream has finished the kernel of round `number`."""
         return _is_reached(int(self._words[self.index, _DONE // 4 + self.index]), number)
 
     def is_complete(self, number: int) -> bool:
-        """Return whether all ranks have finished round `number`, or `release` let it pass."""
+        """Return whether all ranks of the node have finished round `number`.
+
+        Also return True if this rank called `release` with `number` or a higher number.
+        """
         words = self._words[self.index, _DONE // 4 : _DONE // 4 + self.nlocal]
         return all(_is_reached(word, number) for word in words.tolist())
 
     def release(self, number: int) -> None:
-        """Let this rank's stream pass round `number`, after a failure.
+        """End the waits of this rank's stream for all rounds up to `number`, after a failure.
 
-        The words of this rank's section that are below `number` are set to it. What other ranks
-        write is not changed: their streams wait for words of their own sections.
+        All lower ``ready`` and ``done`` words of this rank's section are set to `number`. Other
+        ranks are not affected, because their streams wait for words of their own sections.
         """
         page = self._words[self.index]
         for at in (_READY // 4, _DONE // 4):
@@ -159,13 +207,14 @@ class SharedFile:
     Parameters
     ----------
     descriptor : int
-        Descriptor of the open file; borrowed during the call.
+        Descriptor of the open file. The caller closes it; the memory stays mapped.
     nbytes : int
         Size of the file in bytes.
 
     Attributes
     ----------
     memory : ndarray of uint8, shape (nbytes,)
+        Contents of the file, readable and writable.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -174,12 +223,18 @@ class SharedFile:
 
     @classmethod
     def create(cls, nbytes: int) -> tuple[SharedFile, bytes]:
-        """Create a file; return it, and its name for `open`, which is valid until `forget`.
+        """Create a file of `nbytes` bytes, all zero, that only this user can access.
+
+        Returns
+        -------
+        SharedFile
+        bytes
+            Name of the file, for `open` in other processes. The caller removes it with `forget`.
 
         Raises
         ------
         TransportError
-            If the file cannot be created: the file system is full, for example.
+            If the file cannot be created, for example because the file system is full.
         """
         name = secrets.token_bytes(_NAME_NBYTES)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -202,14 +257,21 @@ class SharedFile:
 
     @classmethod
     def open(cls, name: bytes, nbytes: int) -> SharedFile:
-        """Open the file that another process of the same user created.
+        """Open the file that `create` made in another process of the same user.
+
+        Parameters
+        ----------
+        name : bytes
+            Name that `create` returned.
+        nbytes : int
+            Size of the file in bytes.
 
         Raises
         ------
         InvalidArgument
-            If `name` is not a name that `create` returns.
+            If `name` does not have the length of a name from `create`.
         TransportError
-            If the file cannot be opened, belongs to another user or has another size.
+            If the file cannot be opened, belongs to another user, or does not have `nbytes` bytes.
         """
         if len(name) != _NAME_NBYTES:
             raise InvalidArgument(
@@ -224,23 +286,26 @@ class SharedFile:
                 os.close(descriptor)
         except OSError as exc:
             raise TransportError(
-                f"cannot open the memory that the ranks of this host share: {exc}; let all of them "
-                f"use the same {_DIRECTORY}",
+                f"cannot open the shared memory of the ranks of this host: {exc}; if they run in "
+                f"containers, mount the same {_DIRECTORY} in all of these",
                 status="NO_SHARED_MEMORY",
             ) from exc
 
     @staticmethod
     def forget(name: bytes) -> None:
-        """Remove the name of the file, if it exists; processes that have opened it keep it."""
+        """Remove the name of a file, if it exists.
+
+        The file stays usable in the processes that have opened it.
+        """
         _path(name).unlink(missing_ok=True)
 
 
 def _check_owner(found: os.stat_result, nbytes: int) -> None:
     if found.st_uid != os.geteuid() or found.st_size != nbytes:
         raise TransportError(
-            f"the memory that the ranks of this host share belongs to user {found.st_uid} and has "
-            f"{found.st_size} bytes; expected are user {os.geteuid()} and {nbytes} bytes: run all "
-            "ranks as one user",
+            f"the shared memory of the ranks of this host belongs to user {found.st_uid} and has "
+            f"{found.st_size} bytes, but this rank expects user {os.geteuid()} and {nbytes} bytes; "
+            "run all ranks as one user",
             status="NO_SHARED_MEMORY",
         )
 
@@ -250,12 +315,12 @@ def _path(name: bytes) -> Path:
 
 
 def _mapped_at(peer: int, slot: int) -> int:
-    """Return the index of the word of a rank's slot in a section."""
+    """Return the index in a section of the ``mapped`` word for slot `slot` of member `peer`."""
     return _MAPPED // 4 + peer * NSLOTS + slot
 
 
 def _is_reached(word: int, number: int) -> bool:
-    """Return whether a counter that wraps at 2**32 has reached `number`."""
+    """Return whether the counter `word`, which wraps around at 2**32, has reached `number`."""
     return (word - number) & _WORD < 1 << 31
 
 

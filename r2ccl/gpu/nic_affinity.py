@@ -11,8 +11,9 @@ spare rail goes to one GPU that can use it, if it is no more distant than that G
 rails. It never goes to several GPUs: the ranks of a host have equal parts of the data, so a rail
 shared by some of them would delay all.
 
-Invariants: all ranks return the same home rails, even after failures and with malformed reports;
-the time is bounded, because reports larger than those of any real machine are refused.
+Invariants: all ranks return the same home rails, even if a rank fails to read its topology or sends
+a malformed report; the time is bounded, because reports larger than those of any real machine are
+refused.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from r2ccl.types import AllgatherBytes
 
 _log = logging.getLogger(__name__)
 
-#: First message of a rank: size of its report in bytes, number of its rails.
+#: First message of a rank: size of its report in bytes, and number of its rails.
 _HEAD = struct.Struct("<II")
 #: Last message of a rank: its home rails, one bit per rail.
 _HOMES = struct.Struct("<Q")
@@ -46,10 +47,10 @@ _MOST_DEVICES, _MOST_DEPTH, _MOST_NODES, _MOST_RATES = 256, 16, 32, 16
 
 
 class PxnRoute(msgspec.Struct, frozen=True):
-    """A rail that this rank's GPU reaches best through the memory of another GPU.
+    """A rail whose NIC this rank's GPU reaches best through the memory of another GPU.
 
-    ``rail`` is the index among the RDMA rails. ``via`` is the PCI bus ID of the other GPU, which
-    another rank of this host uses.
+    ``rail`` is the index of the rail in the `labels` of `find_nic_affinity`. ``via`` is the PCI bus
+    ID of the other GPU, which another rank of this host uses.
     """
 
     rail: int
@@ -59,8 +60,8 @@ class PxnRoute(msgspec.Struct, frozen=True):
 class NicAffinity(msgspec.Struct, frozen=True):
     """Home rails of all ranks, and PXN routes of this rank; result of `find_nic_affinity`.
 
-    ``homes`` has the home rails of every rank as ascending indices, at least one per rank.
-    ``pxn_routes`` has the routes of this rank, ordered by rail.
+    ``homes[rank]`` has the home rails of `rank` as ascending indices into the `labels` of
+    `find_nic_affinity`, at least one. ``pxn_routes`` has the routes of this rank, ordered by rail.
     """
 
     homes: tuple[tuple[int, ...], ...]
@@ -86,9 +87,10 @@ def find_nic_affinity(
     bus_id : str
         PCI bus ID of this rank's GPU.
     labels : sequence of str
-        This rank's port of each RDMA rail, such as ``mlx5_0:1``; as many on all ranks.
+        This rank's RDMA port for each rail, such as ``mlx5_0:1``. All ranks must pass the same
+        number of labels.
     read : callable
-        Returns this host's machine as this process sees it, including this rank's GPU.
+        Returns the topology of this host as this process sees it, including this rank's GPU.
     allgather : callable
         See `AllgatherBytes`.
 
@@ -151,7 +153,10 @@ class _MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _encode_report(
     rank: int, bus_id: str, labels: Sequence[str], read: Callable[[], Machine]
 ) -> bytes:
-    """Return this rank's report, encoded; empty if the machine cannot be read or is too large."""
+    """Return this rank's report, encoded.
+
+    If the topology cannot be read or the report would be too large, log why and return no bytes.
+    """
     try:
         report = msgspec.msgpack.encode(_report_of(bus_id, labels, read()))
         why = ""
@@ -170,7 +175,7 @@ def _encode_report(
 
 
 def _report_of(bus_id: str, labels: Sequence[str], machine: Machine) -> _MachineReport:
-    """Return a report with the part of `machine` on the paths from the GPU to the ports.
+    """Return a report with only the devices of `machine` that the GPU's data passes to the ports.
 
     Raises
     ------
@@ -198,7 +203,7 @@ def _report_of(bus_id: str, labels: Sequence[str], machine: Machine) -> _Machine
 
 
 def _decode(received: bytes) -> _MachineReport | None:
-    """Decode a rank's report; None if it is unusable."""
+    """Return the decoded report of a rank; None if it is unusable."""
     try:
         report = msgspec.msgpack.decode(received, type=_MachineReport)
         report = _report_of(
@@ -215,7 +220,10 @@ def _decode(received: bytes) -> _MachineReport | None:
 def _exchange(
     rank: int, nrails: int, report: bytes, allgather: AllgatherBytes
 ) -> tuple[int, list[bytes]]:
-    """Return the number of rails and all ranks' encoded reports; reports too large are empty."""
+    """Return the number of rails, and the encoded report of each rank.
+
+    A report above the size limit is replaced by no bytes.
+    """
     heads = [_parse_head(received) for received in allgather(_HEAD.pack(len(report), nrails))]
     counts = [head[1] for head in heads if head is not None] or [nrails]
     if not 1 <= min(counts) == max(counts) <= _MOST_RAILS:
@@ -239,7 +247,10 @@ def _parse_head(received: bytes) -> tuple[int, int] | None:
 def _reports_of(
     members: Sequence[int], received: Sequence[bytes], nrails: int
 ) -> tuple[list[_MachineReport], str]:
-    """Decode the reports of a host's ranks; if one is unusable, return no report and the reason."""
+    """Return the decoded reports of a host's ranks, and an empty string.
+
+    If a report is unusable, or the reports contradict each other, return no report and the reason.
+    """
     reports: list[_MachineReport] = []
     for member in members:
         report = _decode(received[member])
@@ -254,7 +265,7 @@ def _reports_of(
 
 
 def _excess(machine: Machine) -> str:
-    """Describe the limit that the merged machine of a host exceeds; empty if it exceeds none."""
+    """Return a description of a limit that a host's merged machine exceeds; empty if none."""
     parents = {device.bus_id: device.parent for device in machine.pci}
     links = {(device.speed_mtps, device.width) for device in machine.pci}
     speeds = {port.speed_mbps for port in machine.ports}
@@ -270,9 +281,10 @@ def _excess(machine: Machine) -> str:
 
 
 def _depth(parents: Mapping[str, str]) -> int:
-    """Return the number of devices on the longest PCI path, up to one more than the limit.
+    """Return the number of devices on the longest PCI path.
 
-    The bound ends the search if a report contains a cycle.
+    `parents` maps the bus ID of each device to that of the device above it. The search stops one
+    device above the limit, so it ends even if a report contains a cycle.
     """
     at, depth = set(parents), 0
     while at and depth <= _MOST_DEPTH:
@@ -294,11 +306,11 @@ def _assign(mine: _MachineReport, machine: Machine) -> tuple[tuple[int, ...], tu
 
 
 def _homes(affinity: Affinity, share: int) -> dict[str, list[str]]:
-    """Return the home ports of each GPU, by bus ID: `share` of them, or as many as it can use.
+    """Return the home ports of each GPU, by the GPU's bus ID.
 
-    An additional flow per GPU shows which GPUs can use a spare port. The first GPU for which the
-    port is no more distant than its other ports gets it. Over a longer path the port could delay
-    other flows.
+    A GPU gets `share` ports, at least one, or fewer if it cannot use so many. One additional flow
+    per GPU shows which GPUs can use a spare port. A spare port goes to the first GPU for which it
+    is no more distant than this GPU's other ports; over a longer path it could delay other flows.
     """
     nflows = max(1, share)
     routes = affinity.assign(nflows + 1)
@@ -318,7 +330,7 @@ def _homes(affinity: Affinity, share: int) -> dict[str, list[str]]:
 
 
 def _rails_of(received: bytes, nrails: int) -> tuple[int, ...]:
-    """Decode a rank's home rails; return all rails if the message is invalid."""
+    """Return the home rails in a rank's last message; all rails if the message is invalid."""
     mask = _HOMES.unpack(received)[0] if len(received) == _HOMES.size else 0
     if not 0 < mask < 1 << nrails:
         return tuple(range(nrails))

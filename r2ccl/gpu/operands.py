@@ -58,13 +58,23 @@ class DeviceOperands:
 
     @property
     def computed(self) -> int:
-        """See `Operands`."""
+        """Number of the newest work from `apply` known to be done; earlier work is done too."""
         return self._reductions.computed
 
     def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
-        """Enqueue the work of `step` on elements ``[lo, hi)``; return its number, 0 if none.
+        """Enqueue the work of `step` on elements ``[lo, hi)`` of its output.
 
-        `received` is the landing place of the slice, if the step reduces received data.
+        Parameters
+        ----------
+        step : Step
+        lo, hi : int
+        received : memoryview or None
+            Landing place of the slice if the step reduces received data; ignored otherwise.
+
+        Returns
+        -------
+        int
+            Number of the work, which is done when `computed` has reached it; 0 if there is no work.
         """
         if hi == lo:
             return 0

@@ -4,9 +4,9 @@ Theory of operation
 -------------------
 Each rank does an equal part of the work: one kernel reads that part of every rank's input and
 writes the result to its destinations. No data passes through the host or a rail. When the user
-calls, the rank posts the location of its arrays on an `IpcBoard`, in memory that all processes of
-the node and their GPUs share. The communicator's worker reads the messages of all ranks, and then
-enqueues the work of the call on a stream of its own, in rounds:
+calls a collective, the rank posts the location of its arrays on an `IpcBoard`, in memory that all
+processes of the node and their GPUs share. The communicator's worker reads the messages of all
+ranks, and then enqueues the work of the call on a stream of its own, in *rounds*:
 
 ::
 
@@ -19,11 +19,11 @@ enqueues the work of the call on a stream of its own, in rounds:
 The words ``ready`` and ``done`` are on the board, in the section of the rank that reads them. A
 call is one round if all ranks have mapped all its arrays (`r2ccl.gpu.peer_memory`). Otherwise the
 call is divided into windows that fit the ranks' areas, with a round for each; a rank whose array is
-not mapped copies each window to its area and back.
+not mapped copies each window to its area, or from there, or both.
 
-If a rank dies, each other rank's host writes the words for which its stream waits, so that no
-stream hangs, and the communicator ends. Kernels that have not run do nothing then: a kernel reads
-the addresses of its operands from a table in pinned memory, which the host clears.
+If a rank dies, the host of each other rank writes the words for which its own stream waits, so that
+no stream hangs, and the communicator ends. Kernels that have not run do nothing then: a kernel
+reads the addresses of its operands from a table in pinned memory, which the host clears.
 
 Invariants: a stream waits only for its own earlier work, or for a word that another rank's stream
 writes without waiting for later work; a peer's memory is accessed only between the peer's ``ready``
@@ -56,16 +56,16 @@ Array = npt.NDArray[Any]
 
 #: Number of bytes that kernels read and write at once; parts begin at multiples of it.
 _VECTOR_NBYTES = 16
-#: Number of address tables, which rounds use in turn, and so the most rounds that are enqueued
-#: ahead: a launch queue holds about 1,024 operations, and a round has up to 30.
+#: Number of address tables, which rounds use in turn. It limits how many rounds are enqueued ahead:
+#: a launch queue holds about 1,024 operations, and a round has up to 30.
 _NTABLES = 16
-#: Number of rounds that exceeds the lead of any rank over another.
+#: Number of rounds that is larger than the lead of any rank over another rank.
 _AHEAD = 1 << 20
 #: Interval at which the board is polled, and interval at which a wait for the device checks whether
 #: the communicator has ended, in seconds.
 _POLL_S = 20e-6
 _LOOK_S = 0.05
-#: Number of calls whose addresses are kept for calls with the same messages.
+#: Number of calls whose addresses are kept for later calls with the same messages.
 _MOST_REPEATED = 64
 #: Size limit of windows if all arrays are mapped: none.
 _UNLIMITED = 1 << 62
@@ -74,9 +74,10 @@ _CALL_INFO = struct.Struct("<QbQbQBQ64sQ")
 
 
 class CallInfo(NamedTuple):
-    """Message that a rank posts for a call: the packed signature, its arrays, and news of memory.
+    """Message that a rank posts for a call.
 
-    ``gone`` is a bit mask of slots; see `PeerMemory`.
+    ``signature`` is the packed `CallSignature`, ``source`` and ``output`` are the places of the
+    rank's arrays, and ``offer`` and ``gone`` are the results of `PeerMemory.take_news`.
     """
 
     signature: int
@@ -103,7 +104,10 @@ class CallInfo(NamedTuple):
 
 
 class PeerJob(DeviceJob):
-    """A call that was begun; ``last`` is the number of its last round, once enqueued."""
+    """A call that was begun.
+
+    ``last`` is the number of the last round enqueued for the call; 0 before the first one.
+    """
 
     last: int = 0
 
@@ -115,7 +119,7 @@ class Rows(NamedTuple):
     pitch: int
 
     def row(self, number: int) -> int:
-        """Return the address of a row."""
+        """Return the address of row `number` of the window, counted from 0."""
         return self.address + number * self.pitch
 
 
@@ -127,7 +131,10 @@ class _Share(NamedTuple):
 
 
 class _Views(NamedTuple):
-    """Call of a window, and the window of the input and of the output of each rank."""
+    """Signature of a window's call, and the window of each rank's input and output.
+
+    The windows are ordered by the position of the ranks in the node.
+    """
 
     call: CallSignature
     sources: list[Rows]
@@ -138,7 +145,10 @@ class PeerKernels(Protocol):
     """Loader and launcher of kernels that read the addresses of their operands from a table."""
 
     def prepare_from_table(self, call: CallSignature, ninputs: int, noutputs: int) -> None:
-        """Load the kernel that `launch_from_table` launches; may wait for the device."""
+        """Load the kernel that `launch_from_table` launches; may wait for the device.
+
+        See `r2ccl.kernels.cuda.launch.Launcher.prepare_from_table` for parameters and errors.
+        """
         ...
 
     def launch_from_table(
@@ -147,8 +157,20 @@ class PeerKernels(Protocol):
     ) -> None:  # fmt: skip
         """Enqueue a kernel that reduces or copies `count` elements.
 
-        `table` is the address of a table with the addresses of all inputs, then of all outputs. If
-        the first address in it is 0 when the kernel runs, the kernel does nothing.
+        Parameters
+        ----------
+        call : CallSignature
+            Call with the dtype and the op.
+        ninputs, noutputs : int
+            Number of inputs and outputs. A single input is copied.
+        table : int
+            Address of a table with the addresses of all inputs, then of all outputs, 8 bytes each.
+            If the first address is 0 when the kernel runs, the kernel does nothing.
+        count : int
+            Number of elements of each input and output.
+        nranks : int
+            Divisor of AVG.
+        stream : Stream
         """
         ...
 
@@ -170,7 +192,8 @@ class PeerBackend(SignalledStream):
     sleep : callable
         ``sleep(seconds)`` lets other threads run.
     timeout_s : float
-        Time limit for the other ranks to call, and for the device to finish, in seconds.
+        Time limit in seconds for the other ranks to make the same call, and for the device to
+        finish a call.
     """
 
     #: Index of each kernel's first address in a table.
@@ -222,7 +245,7 @@ class PeerBackend(SignalledStream):
         return call.schedule is None and has_kernels(call.signature)
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """Return whether `begin` can be called without `prepare`."""
+        """Return whether `begin` can be called for `call` without calling `prepare` first."""
         return not self._memory.is_change_due and _kernels_of(call) in self._prepared
 
     def prepare(self, call: DeviceCall) -> None:
@@ -247,10 +270,10 @@ class PeerBackend(SignalledStream):
             self._prepared.add(_kernels_of(call))
 
     def begin(self, call: DeviceCall, stream: Stream) -> PeerJob:
-        """Begin a call, after the work of `stream` so far, and post it to the other ranks.
+        """Begin a call that follows the work on `stream` so far, and post it to the other ranks.
 
         If another rank of the node has not read the message of 64 calls ago, wait for that rank.
-        Only an event is enqueued.
+        Only an event is enqueued on `stream`.
 
         Returns
         -------
@@ -260,7 +283,7 @@ class PeerBackend(SignalledStream):
         Raises
         ------
         TransportTimeout
-            If another rank has not caught up in time; the call was not begun.
+            If another rank has not read that message in time; the call was not begun.
         TransportError
             If the device failed; the call was not begun.
         R2cclError
@@ -278,11 +301,11 @@ class PeerBackend(SignalledStream):
         return PeerJob(call=call, before=before, done=self.take_event(), number=self._next_number())
 
     def finish(self, job: PeerJob) -> None:
-        """Enqueue the work of a call when all ranks have called, then wait for the device.
+        """Execute the call of `job`: enqueue its work when all ranks have called, and wait for it.
 
-        It runs in the worker. Return without waiting for the device if a later call was begun.
-        After an error, no stream of the node waits for this rank any more, and all later calls
-        fail.
+        This method runs in the worker thread. It does not wait for the device if a later call was
+        begun. After an error, no stream of the node waits for this rank any more, and all later
+        calls fail.
 
         Raises
         ------
@@ -295,7 +318,7 @@ class PeerBackend(SignalledStream):
         R2cclError
             If the communicator ended.
         Exception
-            The error of an earlier call that failed.
+            The error of an earlier call, if one has failed.
         """
         try:
             if self._broken is not None:
@@ -322,7 +345,7 @@ class PeerBackend(SignalledStream):
             raise
 
     def close(self, timeout_s: float) -> None:
-        """Fail the calls not executed yet, wait for the stream, then free all resources.
+        """Wait for the device, then free all resources; calls that are not complete fail.
 
         The worker must be idle.
 
@@ -383,7 +406,10 @@ class PeerBackend(SignalledStream):
             self._pause(job.number, until_s, "the GPU has not caught up with earlier work")
 
     def _limit(self, is_copied: bool) -> int:
-        """Return the size limit of the windows of a call, the same on all ranks."""
+        """Return the size limit in bytes of the windows of a call, the same on all ranks.
+
+        `is_copied` is True if a rank copies an array of the call through its area.
+        """
         return self._memory.area_nbytes if is_copied else _UNLIMITED
 
     def _grid(self, call: CallSignature, limit_nbytes: int) -> WindowGrid:
@@ -415,7 +441,11 @@ class PeerBackend(SignalledStream):
     def _rows(
         self, at: int, place: ArrayPlace, own: int, grid: WindowGrid, window: Window, half: int
     ) -> Rows:
-        """Return the window of an array of member `at`, which is in half `half` of its area."""
+        """Return the window of an array of member `at`.
+
+        `place` is the place of the array. `own` is its address if this rank is member `at`. `half`
+        is the offset in bytes of the window in the area of that member, if the array is copied.
+        """
         itemsize = dtype_of(window.call.dtype).itemsize
         if place.slot == ABSENT:
             return Rows(0, 0)
@@ -452,7 +482,11 @@ class PeerBackend(SignalledStream):
     def _words_of(
         self, word_at: Callable[[int, int], int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the addresses of this rank's words in all sections, and of the others' here."""
+        """Return the addresses of the words that this rank's stream writes, and awaits, in a round.
+
+        It writes its own word in the sections of all ranks, and waits for the words of the other
+        ranks in its own section. `word_at` is `IpcBoard.ready_at` or `IpcBoard.done_at`.
+        """
         me, first, members = self._at, self._words, range(self._nlocal)
         written = tuple(first + word_at(at, me) for at in members)
         return written, tuple(first + word_at(me, at) for at in members if at != me)
@@ -489,10 +523,11 @@ class PeerBackend(SignalledStream):
             )
 
     def _share_of(self, call: CallSignature, at: int | None = None) -> _Share:
-        """Return the part of a call that member `at` works on; default: this member.
+        """Return the elements of a call on which the kernel of member `at` works.
 
-        Elements are divided in units of whole vectors; no part is larger than the first. In
-        allgather and reduce_scatter every member works on one whole row, so its part starts at 0.
+        The default of `at` is this rank. Parts begin at multiples of `_VECTOR_NBYTES` bytes; no
+        part is larger than the first. In allgather and reduce_scatter every member works on one
+        whole row, so its part starts at 0.
         """
         if call.collective in (Collective.ALLGATHER, Collective.REDUCE_SCATTER):
             return _Share(0, call.count // self._nlocal)
@@ -554,12 +589,13 @@ class PeerBackend(SignalledStream):
                 )
 
     def _release_streams(self, error: BaseException) -> None:
-        """Let this rank's stream continue, because the communicator ends.
+        """Let this rank's stream continue without the other ranks, because the communicator ends.
 
-        Kernels that have not run do nothing, and calls that are not complete fail. The host writes
-        this rank's last round number to the words for which its stream waits. Streams of other
-        ranks may still overwrite it with lower numbers. Each rank that runs this method therefore
-        also enqueues a last write to the words of all ranks, of a number above that of any round.
+        Kernels that have not run do nothing, and calls that are not complete fail with `error`. The
+        host writes the number of this rank's last round to the words for which its stream waits.
+        Streams of other ranks may still overwrite these words with lower numbers. Therefore each
+        rank that runs this method also enqueues a last write to its words in all sections: a number
+        above that of any round.
         """
         self._broken = self._broken or error
         number = self._nrounds

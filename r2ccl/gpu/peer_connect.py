@@ -1,9 +1,10 @@
 """Finds out whether the ranks of each node can access each other's GPU memory by CUDA IPC.
 
-Every rank exports its area (`r2ccl.gpu.peer_memory`), maps those of the other ranks of its node,
-and opens the memory of the node's `IpcBoard`. Then a kernel of each rank writes a pattern to every
-area, and the owners verify the patterns: on some machines, for example with PCIe peer access behind
-an IOMMU, mapping succeeds but data is lost. If one rank fails, no rank uses `PeerBackend`.
+Every rank exports its area (`r2ccl.gpu.peer_memory`), maps the areas of the other ranks of its
+node, and opens the memory of the node's `IpcBoard`. Then a kernel of each rank writes a pattern to
+the area of each other rank, whose owner verifies it. On some machines, for example with PCIe peer
+access behind an IOMMU, mapping succeeds but data is lost. If one rank fails, no rank uses
+`PeerBackend`.
 
 Invariant: either all ranks get the memory of their node, or none does.
 """
@@ -42,7 +43,11 @@ _TIMEOUT_S = 20.0
 
 
 class _Attempt(NamedTuple):
-    """One rank's attempt; ``areas`` are those of the node's ranks, ``at`` is this rank's index."""
+    """State of this rank's attempt to use CUDA IPC.
+
+    ``members`` are the ranks of the node, ``at`` is the index of this rank in ``members``, and
+    ``areas`` has the address of each member's area in this process, 0 while it is not mapped.
+    """
 
     device: Device
     kernels: PeerKernels
@@ -77,7 +82,8 @@ def connect_peers(
     Returns
     -------
     PeerMemory or str
-        The memory of this rank's node; or, on all ranks, the reason why CUDA IPC cannot be used.
+        The memory of this rank's node. If CUDA IPC cannot be used, all ranks get the reason as a
+        text instead.
 
     Raises
     ------
@@ -128,11 +134,15 @@ def _offer(attempt: _Attempt) -> tuple[str, SharedFile | None]:
 def _agree(
     attempt: _Attempt, offer: bytes, file: SharedFile | None, why: str
 ) -> tuple[str, SharedFile | None]:
-    """Map the areas of the node, and verify that data arrives in them."""
+    """Map the areas of the node's ranks, and verify that data arrives in them.
+
+    Return an empty string and the file, or on all ranks a reason and None.
+    """
     members, at = attempt.members, attempt.at
     offers = [_OFFER.unpack(each) for each in attempt.allgather(offer)]
     if not all(is_able for is_able, *_ in offers):
-        return why or f"rank {[each[0] for each in offers].index(False)} cannot; see its log", None
+        first = [each[0] for each in offers].index(False)
+        return why or f"rank {first} cannot use CUDA IPC; see its log", None
     tokens = [offers[rank][3] for rank in members]
     try:
         for peer, rank in enumerate(members):
@@ -148,12 +158,15 @@ def _agree(
         why = _verify_patterns(attempt, tokens[at])
         refusing = _refusing(attempt, why)
     if refusing:
-        return why or f"rank {refusing[0]} cannot; see its log", None
+        return why or f"rank {refusing[0]} cannot use CUDA IPC; see its log", None
     return "", file
 
 
 def _refusing(attempt: _Attempt, why: str) -> list[int]:
-    """Return the ranks that have a reason not to use CUDA IPC; `why` is this rank's."""
+    """Return all ranks that have a reason not to use CUDA IPC; log this rank's reason, `why`.
+
+    `why` is empty if this rank has none.
+    """
     if why:
         _log.info("rank %d: no CUDA IPC: %s", attempt.members[attempt.at], why)
     answers = attempt.allgather(bytes([not why]))
@@ -178,7 +191,8 @@ def _write_patterns(attempt: _Attempt, tokens: Sequence[int]) -> None:
     device.record(done, stream)
     if not device.synchronize(done, _TIMEOUT_S):
         raise TransportError(
-            f"a kernel did not write to the memory of other ranks within {_TIMEOUT_S:g} s",
+            f"a kernel did not write to the GPU memory of the other ranks of this host within "
+            f"{_TIMEOUT_S:g} s; run `r2ccl doctor`",
             status="TIMEOUT",
         )
     device.destroy_event(done)
@@ -187,7 +201,7 @@ def _write_patterns(attempt: _Attempt, tokens: Sequence[int]) -> None:
 
 
 def _verify_patterns(attempt: _Attempt, token: int) -> str:
-    """Return which rank's pattern is not in this rank's area; empty if all are."""
+    """Return why a pattern is not in this rank's area; empty if all patterns arrived."""
     device, nbytes = attempt.device, len(attempt.members) * _PATTERN_NBYTES
     stream, done = device.make_stream(), device.make_event()
     pinned = device.allocate_pinned(nbytes)
@@ -207,14 +221,14 @@ def _verify_patterns(attempt: _Attempt, token: int) -> str:
     if not wrong:
         return ""
     return (
-        f"what GPU kernels of rank {wrong[0]} wrote to the memory of rank "
+        f"the data that GPU kernels of rank {wrong[0]} wrote to the memory of rank "
         f"{attempt.members[attempt.at]} did not arrive; an IOMMU or PCIe access control (ACS) may "
-        "corrupt access between GPUs: see `nvidia-smi topo -p2p w`"
+        "corrupt access between GPUs: run `nvidia-smi topo -p2p w`"
     )
 
 
 def _pattern(token: int, writer: int) -> npt.NDArray[Any]:
-    """Return what member `writer` writes to the rank that chose the random `token`."""
+    """Return the pattern that member `writer` writes to the rank that chose the random `token`."""
     spread = np.uint64(_SPREAD)
     return (np.arange(_NWORDS, dtype=np.uint64) * np.uint64(8) + np.uint64(writer)) * spread ^ (
         np.uint64(token)

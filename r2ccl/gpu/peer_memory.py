@@ -1,15 +1,20 @@
-"""Memory of the GPUs of a node, as one rank sees it: which allocations the ranks have mapped.
+"""GPU memory that the ranks of a node share by CUDA IPC, as one rank sees it.
 
-Every rank has an *area*, which all others map when the ranks join. An array in memory that the
-others have not mapped is copied through the area, so every kind of memory works.
+Each rank allocates an *area* of fixed size, which all other ranks of the node map when the backend
+is created. An array in an allocation that the other ranks have not mapped is copied to or from its
+owner's area, so every kind of memory works.
 
-An allocation that is used a second time is *offered* in the message of that call. The other ranks
-map it before one of their next calls, while none of their streams waits for a call, because mapping
-may wait for the device. Once all of them have, calls use the array itself. Each rank has a limited
-number of slots for offers. When the owner finds that an allocation is gone, it tells the other
-ranks, which unmap it; an offer for a slot in use replaces its allocation.
+When an allocation is used for the second time, its rank *offers* it to the other ranks: the rank's
+message of this call contains the IPC handle of the allocation. The other ranks map the allocation
+before a later call, while none of their streams waits for a call, because mapping may wait for the
+device. When all of them have mapped it, collectives use arrays in the allocation without a copy.
 
-Invariant: a rank uses an allocation of its own directly only if all other ranks have mapped it.
+Each rank has `NSLOTS` slots, and an offer names the slot of its allocation. If all slots are in
+use, the offer takes the slot of the allocation that was not used for the longest time. When the
+owner finds that an allocation was freed, it tells the other ranks, which then unmap it.
+
+Invariant: a collective uses an allocation without a copy only if all ranks of the node except the
+owner have mapped it.
 """
 
 from __future__ import annotations
@@ -26,23 +31,28 @@ from r2ccl.gpu.ipc_board import NSLOTS, IpcBoard
 
 _log = logging.getLogger(__name__)
 
-#: Slots of arrays that are copied through the area, and of arrays that a rank does not have.
+#: Values of `ArrayPlace.slot`: the array is copied through the area; the rank has no such array.
 COPIED, ABSENT = -1, -2
 #: Number of allocations that are remembered because they were used once or cannot be exported.
 _MOST_SEEN = 256
 
 
 class ArrayPlace(NamedTuple):
-    """Location of a rank's array: slot of its allocation, `COPIED` or `ABSENT`; and the offset."""
+    """Location of a rank's array, in the form in which the rank tells it to the others.
+
+    ``slot`` is the slot of the allocation, `COPIED` or `ABSENT`. ``offset`` is the distance in
+    bytes from the start of the allocation to the array; it is 0 for `COPIED` and `ABSENT`.
+    """
 
     slot: int
     offset: int
 
 
 class AllocationOffer(NamedTuple):
-    """An allocation that other ranks shall map: its slot, number and IPC handle.
+    """Request to the other ranks of the node to map an allocation of this rank.
 
-    Numbers count the offers of a rank from 1; 0 means no offer.
+    ``slot`` is the slot of the allocation, ``number`` counts the offers of a rank from 1, and
+    ``handle`` is the IPC handle from `Device.export`. The number 0 means that there is no offer.
     """
 
     slot: int
@@ -51,7 +61,11 @@ class AllocationOffer(NamedTuple):
 
 
 class _Export(msgspec.Struct):
-    """An allocation of this rank that was offered; ``used`` is the time of its last use."""
+    """An allocation of this rank that was offered.
+
+    ``allocation`` is its `Device.buffer_id`, ``base`` its address, ``number`` the number of the
+    offer, and ``used`` the value of `PeerMemory._now` at its last use.
+    """
 
     allocation: int
     base: int
@@ -60,7 +74,11 @@ class _Export(msgspec.Struct):
 
 
 class _Change(NamedTuple):
-    """A slot of a rank whose allocation is replaced; it is only unmapped if the offer is None."""
+    """A change of what this rank has mapped for ``slot`` of member ``peer``.
+
+    The present allocation of the slot, if any, is unmapped. Then the allocation of ``offer`` is
+    mapped, unless ``offer`` is None.
+    """
 
     peer: int
     slot: int
@@ -70,17 +88,20 @@ class _Change(NamedTuple):
 class PeerMemory:
     """Areas and mapped allocations of the ranks of a node.
 
+    A parameter `peer` is a member index: the position of a rank in the node, as in `IpcBoard`.
+
     Parameters
     ----------
     device : Device
     rank : int
-        Rank to name in messages.
+        Number of this rank in the communicator; used only in messages.
     board : IpcBoard
-        Board shared by all ranks of the node.
+        Memory shared by all ranks of the node.
     areas : sequence of int
-        Addresses of all ranks' areas in this process; `close` unmaps those of the others.
+        Addresses in this process of the areas of all ranks, by member index. `close` unmaps the
+        areas of the other ranks.
     area_nbytes : int
-        Size in bytes of each half of an area: the first is for inputs, the second for outputs.
+        Size in bytes of each half of an area: the first half is for inputs, the second for outputs.
     """
 
     def __init__(
@@ -95,7 +116,7 @@ class PeerMemory:
         self._exports: dict[int, _Export] = {}
         self._slot_of: dict[int, int] = {}
         self._noffers = 0
-        #: Time in uses of allocations.
+        #: Number of uses of offered allocations so far; serves as the time of the newest use.
         self._now = 0
         #: Allocations used once (True), and those that cannot be exported (False).
         self._seen: dict[int, bool] = {}
@@ -109,9 +130,16 @@ class PeerMemory:
     # Arrays of this rank; called in the caller's thread
 
     def place_of(self, address: int) -> ArrayPlace:
-        """Return the place of an array of this rank; 0 stands for an array that it does not have.
+        """Return the place of this rank's array at `address`, for the message of a call.
 
-        The second use of an allocation offers it to the other ranks; see `take_news`.
+        Pass 0 for an array that this rank does not have; the slot is `ABSENT` then. Until all other
+        ranks have mapped the array's allocation, the slot is `COPIED`. The second use of an
+        allocation prepares an offer, which `take_news` returns.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
         """
         if not address:
             return ArrayPlace(ABSENT, 0)
@@ -128,13 +156,22 @@ class PeerMemory:
         return ArrayPlace(COPIED, 0)
 
     def take_news(self) -> tuple[AllocationOffer, int]:
-        """Return the offer and the bit mask of slots to unmap, for the message of a call."""
+        """Return the news of this rank since the last call of this method, for its next message.
+
+        Returns
+        -------
+        AllocationOffer
+            An allocation for the other ranks to map; its ``number`` is 0 if there is none.
+        int
+            Slots whose allocations were freed, for the other ranks to unmap: bit ``1 << slot`` for
+            each.
+        """
         news = self._offer, self._gone
         self._offer, self._gone = _NO_OFFER, 0
         return news
 
     def _consider(self, allocation: int, address: int) -> None:
-        """Offer an allocation if it can be exported and was used before."""
+        """Prepare the offer of an allocation, if this is its second use and it can be exported."""
         if not self._seen.get(allocation, True) or self._offer.number or not allocation:
             return
         if self._seen.pop(allocation, None) is None:
@@ -144,7 +181,8 @@ class PeerMemory:
             handle, offset = self._device.export(address)
         except TransportError as exc:
             _log.info(
-                "rank %d: an array is copied, because other ranks cannot map it: %s",
+                "rank %d: collectives copy an array on the GPU, because other ranks cannot map its "
+                "memory: %s",
                 self._rank, exc,
             )  # fmt: skip
             self._remember(allocation, False)
@@ -163,7 +201,7 @@ class PeerMemory:
         self._seen[allocation] = is_exportable
 
     def _drop_gone(self) -> None:
-        """Forget allocations that their owner freed."""
+        """Forget allocations that the user has freed, and mark their slots for `take_news`."""
         for slot, export in tuple(self._exports.items()):
             if self._device.buffer_id(export.base) != export.allocation:
                 self._forget(slot)
@@ -182,22 +220,32 @@ class PeerMemory:
     # Arrays of other ranks
 
     def learn(self, peer: int, offer: AllocationOffer, gone: int) -> None:
-        """Note the news of a rank's message, in the order of its messages; called in the worker."""
+        """Store the news in a message of another rank, until `map_news` acts on them.
+
+        Only the worker thread calls it, for the messages of each rank in their order.
+
+        Parameters
+        ----------
+        peer : int
+        offer : AllocationOffer
+        gone : int
+            Slots to unmap, in the form that `take_news` returns.
+        """
         self._changes += [_Change(peer, slot, None) for slot in range(NSLOTS) if gone >> slot & 1]
         if offer.number:
             self._changes.append(_Change(peer, offer.slot, offer))
 
     @property
     def is_change_due(self) -> bool:
-        """True if there is news for `map_news`."""
+        """True if `learn` stored news on which `map_news` has not acted yet."""
         return bool(self._changes)
 
     def map_news(self) -> None:
-        """Map what other ranks have offered, and unmap what is gone or replaced.
+        """Map the allocations that other ranks have offered; unmap those freed or replaced.
 
-        The worker must be idle, and the work of all earlier calls done: the device may be waited
-        for. An allocation that cannot be mapped, for example because it was freed in the meantime,
-        is not; its owner continues to copy it.
+        The worker must be idle, and the device must have finished all earlier calls, because this
+        method may wait for the device. If an allocation cannot be mapped, for example because it
+        was freed after the offer, its owner continues to copy it.
 
         Raises
         ------
@@ -214,7 +262,8 @@ class PeerMemory:
                 self._mapped[peer, slot] = self._device.map(offer.handle)
             except TransportError as exc:
                 _log.info(
-                    "rank %d: an array of another rank is copied, because it cannot be mapped: %s",
+                    "rank %d: collectives copy a GPU array of another rank of this node, because "
+                    "this rank cannot map its memory: %s",
                     self._rank, exc,
                 )  # fmt: skip
             else:
@@ -222,13 +271,17 @@ class PeerMemory:
         self._changes.clear()
 
     def address(self, peer: int, place: ArrayPlace) -> int:
-        """Return the address in this process of an array that is in a slot of rank `peer`."""
+        """Return the address in this process of the array of `peer` at `place`.
+
+        ``place.slot`` must be a slot that `peer` posted, not `COPIED` or `ABSENT`.
+        """
         return self._mapped[peer, place.slot] + place.offset
 
     def close(self) -> None:
-        """Unmap the memory of the other ranks; nothing may use it.
+        """Unmap the memory of the other ranks; no work on the device may still use it.
 
-        This rank's area stays until the device is closed: other ranks may still have it mapped.
+        This rank's area is not freed before the device is closed, because other ranks may still
+        have it mapped.
 
         Raises
         ------

@@ -9,13 +9,16 @@ from r2ccl.runtime.engine import Engine
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature
 
-#: Function that enters a collective and returns its plan. The second argument is a user-defined
-#: schedule for the plan, or None.
+#: Function that enters a collective (`Engine.enter`) and returns its plan. The second argument is a
+#: user-defined schedule for the plan, or None.
 EnterCall = Callable[[CallSignature, Schedule | None], Plan]
 
 
 class PlanSelector:
     """Function object that enters a collective and returns the plan that all ranks select for it.
+
+    The thread that calls it then runs the plan; it must enter collectives in the order in which the
+    other ranks do.
 
     Parameters
     ----------
@@ -38,6 +41,8 @@ class PlanSelector:
 
         Raises
         ------
+        TransportTimeout
+            If the ranks did not agree in time on the health to plan with.
         R2cclError
             If the communicator has ended.
         InvalidArgument, ScheduleError
@@ -48,7 +53,8 @@ class PlanSelector:
     def among(self, members: tuple[int, ...], homes: Sequence[int] = ()) -> EnterCall:
         """Return a function that enters an allreduce among `members`.
 
-        Ranks outside of `members` must enter the allreduce of their group at the same time.
+        Ranks outside of `members` must enter an allreduce of their own group whenever the members
+        do.
 
         Parameters
         ----------

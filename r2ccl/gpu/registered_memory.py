@@ -1,8 +1,10 @@
 """Allocates device memory that is registered with every NIC.
 
-The memory holds landing places, partial sums, and staging copies of arrays that NICs cannot access.
-An area that becomes too small is replaced by a larger one; the caller frees replaced areas with
-`RegisteredDeviceMemory.free_replaced` when nothing uses them.
+The memory consists of *slabs*, which are divided into landing places, and of at most one *area* for
+each `AreaPurpose`. An area holds partial sums, or the staging copy of an array that NICs cannot
+access. All calls share the areas. An area that is too small for a call is replaced by a larger one.
+The caller frees the replaced areas with `RegisteredDeviceMemory.free_replaced` when no call uses
+them any more.
 
 Invariant: memory stays registered with every NIC until it is freed.
 """
@@ -18,8 +20,8 @@ from r2ccl.device.base import Device
 from r2ccl.device.views import view_of
 from r2ccl.transport.base import Registered
 
-#: Function that registers device memory with every NIC, or raises TransportError:
-#: `Transport.register_device`.
+#: Function that registers device memory, given its address and its size in bytes, with every NIC,
+#: or raises TransportError; `Transport.register_device`, called in the data loop.
 Register = Callable[[int, int], Registered]
 #: Function that runs another function in the thread that owns the data loop and the transport, and
 #: returns its result.
@@ -30,7 +32,12 @@ _ALIGNMENT = 256
 
 
 class AreaPurpose(enum.Enum):
-    """Buffer of a call that an area replaces or provides."""
+    """Buffer of a call for which an area is used.
+
+    The areas INPUT and OUTPUT replace an array of the caller that NICs cannot access. OUTPUT also
+    holds the partial sums of a call whose output is missing or too small for them. SCRATCH is the
+    scratch memory of the call's schedule.
+    """
 
     INPUT = "input"
     OUTPUT = "output"
@@ -46,6 +53,10 @@ class _Area(NamedTuple):
 class RegisteredDeviceMemory:
     """Memory of one device, allocated by this library and registered with every NIC.
 
+    The constructor allocates and registers the first slab. Call the constructor and the methods
+    that register or release memory outside of the data loop, because they wait for it; `place` is
+    the exception.
+
     Parameters
     ----------
     device : Device
@@ -54,12 +65,12 @@ class RegisteredDeviceMemory:
     run_in_data_loop : callable
         See `RunInDataLoop`.
     slab_nbytes : int
-        Size in bytes of the allocations that are divided into landing places.
+        Size in bytes of a slab; a landing place that is larger gets a slab of its own.
 
     Raises
     ------
     TransportError
-        If the NICs cannot access the device's memory, or if the memory is full.
+        If a NIC cannot access the device's memory, or if the device's memory is full.
     """
 
     def __init__(
@@ -77,7 +88,12 @@ class RegisteredDeviceMemory:
         self._slabs.append(self._make(slab_nbytes, self.register))
 
     def register(self, address: int, nbytes: int) -> Registered:
-        """Register memory of this library or the user; not to be called in the data loop.
+        """Register device memory of this library or of the user; end it with `release`.
+
+        Parameters
+        ----------
+        address : int
+        nbytes : int
 
         Raises
         ------
@@ -88,23 +104,27 @@ class RegisteredDeviceMemory:
         return made
 
     def release(self, registered: Registered) -> None:
-        """End a registration; not to be called in the data loop."""
+        """End a registration from `register`."""
         self._run_in_data_loop(registered.close)
 
     def has(self, purpose: AreaPurpose, nbytes: int) -> bool:
-        """Return whether `area` need not allocate; always True if `nbytes` is 0."""
+        """Return whether the area for `purpose` has `nbytes` bytes, so that none is allocated.
+
+        If `nbytes` is 0, return True.
+        """
         found = self._areas.get(purpose)
         return not nbytes or (found is not None and found.nbytes >= nbytes)
 
     def area(self, purpose: AreaPurpose, nbytes: int) -> int:
-        """Return the address of an area of at least `nbytes` bytes; allocate it if necessary.
+        """Return the address of the area for `purpose`, which has at least `nbytes` bytes.
 
-        Return 0 if `nbytes` is 0. An area that is replaced by a larger one loses its contents.
+        If `nbytes` is 0, return 0. If the present area is too small, allocate and register a larger
+        one, without its contents. The replaced area stays valid until `free_replaced`.
 
         Raises
         ------
         TransportError
-            If memory is full, or a NIC failed.
+            If the device's memory is full, or a NIC cannot register the area.
         """
         if not self.has(purpose, nbytes):
             made = self._make(1 << (nbytes - 1).bit_length(), self.register)
@@ -114,12 +134,15 @@ class RegisteredDeviceMemory:
         return self._areas[purpose].address if nbytes else 0
 
     def place(self, nbytes: int) -> memoryview:
-        """Allocate a landing place that is valid until `close`; call it only in the data loop.
+        """Return a new landing place of `nbytes` bytes; call this method only in the data loop.
+
+        The result is a view of device memory (`r2ccl.device.views`), aligned to 256 bytes, which is
+        valid until `close`.
 
         Raises
         ------
         TransportError
-            If memory is full, or a NIC failed.
+            If the device's memory is full, or a NIC cannot register a new slab.
         """
         wanted = aligned(nbytes)
         if self._cut + wanted > self._slabs[-1].nbytes:
@@ -131,17 +154,23 @@ class RegisteredDeviceMemory:
         return view_of(at, nbytes)
 
     def free_replaced(self) -> None:
-        """Free all replaced areas; nothing may use them."""
-        while self._replaced:
-            self._free(self._replaced.pop())
-
-    def close(self) -> None:
-        """Free all memory; nothing may use it.
+        """Deregister and free all areas that were replaced; no call may still use them.
 
         Raises
         ------
         TransportError
-            If the device failed; all memory was deregistered nevertheless.
+            If the device failed.
+        """
+        while self._replaced:
+            self._free(self._replaced.pop())
+
+    def close(self) -> None:
+        """Deregister and free all memory; neither the device nor a NIC may still use it.
+
+        Raises
+        ------
+        TransportError
+            If the device failed. All memory was deregistered, but not all of it was freed.
         """
         with ExitStack() as steps:
             for area in (*self._replaced, *self._areas.values(), *self._slabs):
@@ -164,7 +193,7 @@ class RegisteredDeviceMemory:
 
 
 def aligned(nbytes: int) -> int:
-    """Return `nbytes` rounded up to the alignment of landing places."""
+    """Return `nbytes` rounded up to a multiple of the alignment of landing places, 256 bytes."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

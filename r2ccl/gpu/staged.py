@@ -9,8 +9,9 @@ copies out are enqueued ahead, so the copies of one window overlap the collectiv
 caller's stream waits for the call (`r2ccl.gpu.host_signal`); no stream of this module waits for the
 host.
 
-Invariant: a slot is written only after its previous contents were copied in, which an event
-ensures.
+Copies *out* go from the caller's arrays to the slots; copies *in* go from the slots to the caller's
+arrays. Invariant: a slot is overwritten only after its previous contents were copied in, which an
+event ensures.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _NSLOTS = 2
 
 
 class _Rows(NamedTuple):
-    """Rows of a window that are copied: `number` of them from `first`."""
+    """Rows of a window that are copied: ``number`` rows, starting with row ``first``."""
 
     first: int
     number: int
@@ -47,8 +48,8 @@ class _Rows(NamedTuple):
 class StagedJob(DeviceJob):
     """A call that was begun.
 
-    ``enter`` begins the collective of a window and returns its plan. The call has as many windows
-    as a call of ``widest`` elements, if that is longer.
+    ``enter`` enters the collective of a window and returns its plan. If ``widest`` is larger than
+    the number of elements of the call, the call has as many windows as one of ``widest`` elements.
     """
 
     enter: EnterCall
@@ -63,12 +64,11 @@ class StagedBackend(HostMemoryBackend[StagedJob]):
     device : Device
     rank, nranks : int
     slot_nbytes : int
-        Size of each slot in bytes; at least `least_limit_nbytes` of
-        `r2ccl.gpu.staged_windows`, or windows of few elements exceed the slot.
+        Size of each slot in bytes; at least `r2ccl.gpu.staged_windows.least_limit_nbytes`.
     enter : callable
-        Begins a collective among all ranks and returns its plan.
+        Enters a collective among all ranks and returns its plan; see `EnterCall`.
     run : callable
-        Runs a planned collective on host memory.
+        Runs a planned collective on host memory; see `HostRun`.
     check, clock, timeout_s
         See `HostMemoryBackend`.
     """
@@ -111,7 +111,9 @@ class StagedBackend(HostMemoryBackend[StagedJob]):
         """Do nothing: no call needs preparation."""
 
     def begin(self, call: DeviceCall, stream: Stream) -> StagedJob:
-        """Begin a call of all ranks, after the work of `stream` so far; enqueue nothing else.
+        """Begin a call of all ranks that follows all work enqueued on `stream` so far.
+
+        Only an event is enqueued on `stream`.
 
         Parameters
         ----------
@@ -137,17 +139,22 @@ class StagedBackend(HostMemoryBackend[StagedJob]):
     def begin_part(
         self, call: DeviceCall, stream: Stream, enter: EnterCall, widest: int
     ) -> StagedJob:
-        """Begin a part of another call, in the worker; no stream waits for it.
+        """Begin a call that is a part of another call; only the worker thread may call this method.
+
+        No stream waits for the part. The caller makes its stream wait for the event ``done`` of
+        the job, after `finish`.
 
         Parameters
         ----------
         call : DeviceCall
+            Signature and arrays of the part.
         stream : Stream
-            Stream whose earlier work precedes the part.
+            Stream whose work so far precedes the part.
         enter : callable
-            Begins the collective of each window and returns its plan.
+            Enters the collective of each window and returns its plan; see `EnterCall`.
         widest : int
-            Number of elements of the widest call that must have as many windows as this one.
+            Number of elements of the largest part among all ranks. Every part is divided into as
+            many windows as the largest one, so that all ranks run the same number of collectives.
 
         Returns
         -------
@@ -199,7 +206,10 @@ class StagedBackend(HostMemoryBackend[StagedJob]):
             at += 1
 
     def _copy_out(self, job: StagedJob, grid: WindowGrid, window: Window, slot: int) -> Event:
-        """Enqueue the copy of `window` to its slot, once the slot is free; return its event."""
+        """Enqueue the copy of `window` to its slot, after the slot is free.
+
+        Return the event that is done when the slot contains the window.
+        """
         self._device.wait(self._out, self._copied_in[slot])
         signature = job.call.signature
         rows = self._rows_read(signature)

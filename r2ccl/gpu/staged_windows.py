@@ -20,12 +20,15 @@ from r2ccl.dtypes import DTYPES
 from r2ccl.types import CallSignature, Collective
 
 _BY_RANK = frozenset({Collective.ALLGATHER, Collective.REDUCE_SCATTER})
-#: Collectives whose partial sums need memory besides the input.
+#: Collectives whose partial sums need memory in addition to the input.
 _SUMMED_APART = frozenset({Collective.REDUCE, Collective.REDUCE_SCATTER})
 
 
 class Window(NamedTuple):
-    """Columns ``[start, start + length)`` of every row, and the signature of their collective."""
+    """Columns ``[start, start + length)`` of every row, and the signature of their collective.
+
+    ``start`` and ``length`` are in elements; ``call.count`` is the number of elements of all rows.
+    """
 
     start: int
     length: int
@@ -46,14 +49,17 @@ class WindowGrid(NamedTuple):
 
 
 def least_limit_nbytes(nranks: int) -> int:
-    """Return the smallest size limit that one column of every call of `nranks` ranks fits."""
+    """Return the smallest size limit in bytes for which a window always has room for one column.
+
+    The limit holds for every collective and dtype of a communicator with `nranks` ranks.
+    """
     return 2 * nranks * max(dtype.itemsize for dtype in DTYPES.values())
 
 
 def window_grid(
     call: CallSignature, itemsize: int, nranks: int, limit_nbytes: int, widest: int = 0
 ) -> WindowGrid:
-    """Return the grid whose windows, with their partial sums, fit `limit_nbytes`.
+    """Return the grid of a call: windows of at most `limit_nbytes`, including partial sums.
 
     Parameters
     ----------

@@ -2,12 +2,12 @@
 
 NICs normally use the caller's arrays, which are registered with every NIC during the call. An array
 that NICs cannot access (in the stream-ordered pool, managed, or not aligned to its elements) is
-copied to and from an area of `r2ccl.gpu.registered_memory`. Falling back to another backend is not
-possible then, because all ranks must use the same backend and only one rank knows about its array.
-Partial sums that are not this rank's result are kept in such an area too.
+copied to and from an area of `r2ccl.gpu.registered_memory`. The call cannot use another backend
+instead, because all ranks must use the same backend, and only this rank knows that its array needs
+a copy. Partial sums that are not this rank's result are kept in such an area too.
 
-Invariant: an allocation is tried with the NICs before the device waits for the host, because the
-attempt may wait for the device.
+Invariant: the first attempt to register an allocation is made before any stream waits for the host,
+because the attempt may wait for the device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CallAddresses(NamedTuple):
 class _CallerArray(NamedTuple):
     """An array of the caller, and the area that replaces it if NICs cannot access the array.
 
-    ``is_read`` and ``is_written`` say whether the collective reads and writes the array.
+    ``is_read`` is True if the collective reads the array, ``is_written`` if it writes the array.
     """
 
     address: int
@@ -49,7 +49,7 @@ class _CallerArray(NamedTuple):
 
 
 class StagingBuffers:
-    """Arrays of one rank's calls on one device, or the staging copies that replace them.
+    """Provider of the buffers of one rank's calls: the caller's arrays, or staging copies of them.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class StagingBuffers:
         self._reached: dict[int, bool] = {}
 
     def are_ready(self, call: DeviceCall) -> bool:
-        """Return whether `hold` can be called without `make_ready`."""
+        """Return whether `hold` can be called for `call` without calling `make_ready` first."""
         return not any(map(self._is_unknown, _arrays(call))) and all(
             self._memory.has(purpose, nbytes_of(call.signature)) for purpose in self._areas(call)
         )
@@ -82,7 +82,7 @@ class StagingBuffers:
         Raises
         ------
         TransportError
-            If memory is full.
+            If the device's memory is full, or a NIC cannot register an area.
         """
         nbytes, arrays = nbytes_of(call.signature), _arrays(call)
         if len(self._reached) + len(arrays) > _MOST_ALLOCATIONS:
@@ -96,8 +96,10 @@ class StagingBuffers:
     def hold(self, call: DeviceCall, reductions: ReductionStream) -> Iterator[CallAddresses]:
         """Register a call's arrays or copy them to areas; on exit, copy results back.
 
-        Copies are enqueued on `reductions`. The caller must wait for them after entering the
-        context, and again after leaving it.
+        The context gives the addresses that NICs and kernels use during the call. Copies are
+        enqueued on `reductions`; the caller must wait for them after it has entered the context,
+        and again after it has left the context. If the context is left by an error, results are
+        not copied back.
 
         Raises
         ------
@@ -168,7 +170,10 @@ class StagingBuffers:
         return is_aligned and self._reached.get(self._device.buffer_id(array.address), False)
 
     def _areas(self, call: DeviceCall) -> list[AreaPurpose]:
-        """List the areas that a call needs; arrays that were not tried yet need none."""
+        """List the areas that a call needs, as far as known.
+
+        An array whose registration was not attempted yet is assumed to need none.
+        """
         found = [
             each.purpose
             for each in _arrays(call)
@@ -192,18 +197,19 @@ class StagingBuffers:
     def _copy_from_now_on(self, address: int, why: TransportError) -> None:
         """Mark the allocation around `address` as one that NICs cannot access."""
         _log.info(
-            "rank %d: NICs cannot access an array on the GPU, so it is copied: %s", self._rank, why
-        )
+            "rank %d: NICs cannot access an array on the GPU, so each collective copies it: %s",
+            self._rank, why,
+        )  # fmt: skip
         self._reached[self._device.buffer_id(address)] = False
 
 
 def nbytes_of(call: CallSignature) -> int:
-    """Return the size of a call's input or output, as its signature counts it, in bytes."""
+    """Return the size in bytes of ``call.count`` elements: of a call's whole input or output."""
     return call.count * dtype_of(call.dtype).itemsize
 
 
 def _arrays(call: DeviceCall) -> list[_CallerArray]:
-    """List the caller's arrays that a collective reads or writes; each once."""
+    """List the caller's arrays that NICs access, or that areas replace; empty for an empty call."""
     kind = call.signature.collective
     if not call.signature.count:
         return []
@@ -220,7 +226,7 @@ def _arrays(call: DeviceCall) -> list[_CallerArray]:
 
 
 def _sums_apart(call: DeviceCall) -> bool:
-    """Return whether the partial sums of a call need an area."""
+    """Return whether the partial sums of a call need an area: they do not fit into an output."""
     return call.signature.collective == Collective.REDUCE_SCATTER or not call.output
 
 

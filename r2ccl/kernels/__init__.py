@@ -25,7 +25,7 @@ from r2ccl.types import REDUCTIONS, CallSignature, ReduceOp
 
 
 def arithmetic(call: CallSignature, nranks: int) -> tuple[Reducer, Divider | None]:
-    """Return the function that combines two slices of a call, and for AVG the final division.
+    """Return the function that combines two slices of a call, and for AVG the one that divides.
 
     Parameters
     ----------
@@ -34,10 +34,16 @@ def arithmetic(call: CallSignature, nranks: int) -> tuple[Reducer, Divider | Non
     nranks : int
         Divisor of AVG.
 
+    Returns
+    -------
+    reducer : Reducer
+    divider : Divider or None
+        None unless the op is AVG.
+
     Raises
     ------
     InvalidArgument
-        As for `reducer`, `divider` and `UserOp.reducer`.
+        If `reducer`, `divider` or `UserOp.reducer` raises it.
     """
     if call.collective not in REDUCTIONS:
         return _refuse, None

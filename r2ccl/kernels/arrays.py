@@ -1,7 +1,8 @@
-"""NumPy's array objects as compiled code reads them, in 1 ns instead of Python's 50 to 800.
+"""Layout of NumPy's array objects, for compiled code that reads them.
 
-``PyArrayObject`` begins with the object header, which the fields below follow (ndarraytypes.h); its
-layout is part of NumPy's ABI.
+Compiled code reads a property of an array in 1 ns; Python takes 50 to 800 ns. ``PyArrayObject``
+begins with the object header; the fields below follow it (ndarraytypes.h). The layout is part of
+NumPy's ABI.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ DATA = object.__basicsize__
 #: the dtype, and the flags (int).
 NDIM, SIZES, DTYPE, FLAGS = 8, 16, 40, 48
 
-#: Word at an address, whose `value` is an int.
+#: Return the 64-bit word at an address, as an object whose ``value`` is an int.
 word_at = ctypes.c_int64.from_address
 _int_at = ctypes.c_int32.from_address
 
@@ -39,7 +40,10 @@ def _check_layout() -> None:
         word_at(sizes + 8).value, word_at(at + DTYPE).value, _int_at(at + FLAGS).value,
     )  # fmt: skip
     if found != (probe.ctypes.data, 2, 2, 3, id(probe.dtype), probe.flags.num):
-        raise InternalError("NumPy's arrays have another layout than its ABI says")
+        raise InternalError(
+            "NumPy's arrays do not have the layout that its ABI specifies; report it with the "
+            "versions of NumPy and Python"
+        )
 
 
 _check_layout()

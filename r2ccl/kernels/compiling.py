@@ -1,4 +1,4 @@
-"""Compilation of functions to machine code by Numba, and what compiled functions share."""
+"""Compilation of functions to machine code by Numba, and helpers for functions to be compiled."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _TO_C, _TO_PYTHON = "PyLong_AsLongLong", "PyLong_FromLongLong"
 
 
 def compile_function(function: Callable[..., Any], name: str) -> MachineCode:
-    """Compile a function of integers, which must not raise, for this host's processor.
+    """Compile a function of integers for this host's processor.
 
     Parameters
     ----------
     function : callable
-        Python function that Numba can compile. Arguments and result are 64-bit integers.
+        Python function that Numba can compile. Its arguments and its result are 64-bit integers. It
+        must not raise an exception.
     name : str
-        Unique name, which the symbols get.
+        Name that becomes part of the symbols; unique in the process.
     """
     nargs = function.__code__.co_argcount
     signature = types.int64(*[types.int64] * nargs)
@@ -56,8 +57,9 @@ def compile_function(function: Callable[..., Any], name: str) -> MachineCode:
 def _wrappers(inner: str, entry: str, wrapper: str, nargs: int) -> str:
     """Return LLVM code of a C function, and of one that Python can call (METH_FASTCALL).
 
-    Numba's functions return a status, which is 0 unless they raise, and take the addresses of the
-    result and of a description of the error. These functions do not raise.
+    Numba's functions return a status, which is 0 unless they raise an exception, and take the
+    addresses of the result and of a description of the error. The status is ignored, because the
+    functions compiled here do not raise exceptions.
     """
     taken = ", ".join(f"i64 %a{i}" for i in range(nargs))
     converted = "".join(
@@ -107,20 +109,29 @@ run:
 
 
 def inlined(function: _F) -> _F:
-    """Let compiled code call a function: as ``numba.extending.register_jitable``, with types."""
+    """Return `function`, which compiled code can then call.
+
+    This is ``numba.extending.register_jitable`` with a type for type checkers.
+    """
     result: _F = extending.register_jitable(function)
     return result
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let compiled code use LLVM instructions: as ``numba.extending.intrinsic``, with types."""
+    """Return an intrinsic, which compiled code can call, from a function that emits LLVM code.
+
+    This is ``numba.extending.intrinsic`` with a type for type checkers.
+    """
     result: Callable[..., Any] = extending.intrinsic(function)
     return result
 
 
 @intrinsic
 def copy_bytes(typing_context: Any, target: Any, source: Any, nbytes: Any) -> Any:
-    """Copy `nbytes` between addresses of separate memory: memcpy(3), in compiled code."""
+    """Copy `nbytes` bytes from address `source` to address `target`, like memcpy(3).
+
+    The two pieces of memory must not overlap. Only compiled code can call the function.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         to, at = (builder.inttoptr(each, ir.IntType(8).as_pointer()) for each in args[:2])
@@ -132,7 +143,7 @@ def copy_bytes(typing_context: Any, target: Any, source: Any, nbytes: Any) -> An
 
 @intrinsic
 def pointer(typing_context: Any, address: Any, element: Any) -> Any:
-    """Return the address as a pointer to elements."""
+    """Return `address` as a pointer to elements of the type `element`."""
     kind = types.CPointer(element.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

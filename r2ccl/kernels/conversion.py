@@ -33,7 +33,7 @@ class ConvertedOp(msgspec.Struct, frozen=True):
     op : ReduceOp
         Reduction of the converted inputs.
     factor : int, float or complex, optional
-        Factor of this rank's input.
+        Factor of this rank's input; None does not multiply the input.
     is_wide : bool
         Reduce in float32; the result is rounded to the dtype of the output.
     """
@@ -48,7 +48,8 @@ class ConvertedOp(msgspec.Struct, frozen=True):
         Raises
         ------
         InvalidArgument
-            If the dtype does not support the reduction, cannot be widened, or lacks the factor.
+            If the dtype does not support the reduction, cannot be widened to float32 although
+            `is_wide` is True, or cannot represent the factor.
         """
         check_op(dtype_code, self.op)
         dtype = dtype_of(dtype_code)
@@ -61,7 +62,10 @@ class ConvertedOp(msgspec.Struct, frozen=True):
             _factor_of(dtype, self.factor)
 
     def converter(self, dtype_code: int) -> Converter:
-        """Return the function that converts an input of a dtype that passed `check`.
+        """Return the function that converts this rank's input.
+
+        The dtype must have passed `check`. The output of the function is a float32 array if
+        `is_wide` is True, otherwise an array of the input's dtype.
 
         Notes
         -----
@@ -88,7 +92,7 @@ class ConvertedOp(msgspec.Struct, frozen=True):
 
 
 def narrower(dtype_code: int) -> Converter:
-    """Return the function that rounds a result in float32 to a smaller float."""
+    """Return the function that rounds a float32 array to the 16-bit or 8-bit float `dtype_code`."""
     dtype = dtype_of(dtype_code)
     if dtype.name in HALVES:
         narrow = callable_of("r2ccl.kernels.half:make_narrower", dtype.name)
@@ -113,8 +117,9 @@ def premul_sum(factor: complex) -> ConvertedOp:
 
     Notes
     -----
-    As ``ncclRedOpCreatePreMulSum``. *Cost*: SUM, one pass over the input, and memory of its size,
-    which is reused across calls. The input is not modified, unless it is also the output.
+    Equivalent to ``ncclRedOpCreatePreMulSum`` of NCCL. *Cost*: that of SUM, one more pass over the
+    input, and memory of the size of the input, which is reused across calls. The input is not
+    modified, unless it is also the output.
     """
     return ConvertedOp(ReduceOp.SUM, factor)
 
@@ -144,7 +149,13 @@ def accumulate_float32(op: ReduceOp | ConvertedOp = ReduceOp.SUM) -> ConvertedOp
 
 
 def _factor_of(dtype: np.dtype[Any], factor: Any) -> Any:
-    """Return the factor in the type that the dtype is multiplied in."""
+    """Return the factor in the type in which arrays of `dtype` are multiplied.
+
+    Raises
+    ------
+    InvalidArgument
+        If this type cannot represent the factor.
+    """
     kind = "f" if dtype.name in SMALL else dtype.kind
     try:
         if kind in "iu":

@@ -102,7 +102,7 @@ def _bits(values: npt.NDArray[np.float32], dtype: np.dtype[Any]) -> Bits:
 
 
 def _nan(dtype: np.dtype[Any]) -> int:
-    """Return the bits of the quiet NaN."""
+    """Return the bits of the quiet NaN of an 8-bit float type."""
     return 0x7E if dtype == ml_dtypes.float8_e5m2 else 0x7F
 
 

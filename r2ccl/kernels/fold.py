@@ -16,16 +16,17 @@ from r2ccl.types import ReduceOp
 
 
 def fold_kernel(dtype_code: int, op: ReduceOp | int) -> int:
-    """Return the address of a kernel, which stays valid until the process ends; 0: there is none.
+    """Return the address of the kernel for a dtype and op; 0 if there is none.
 
-    The first process of a host that needs a kernel compiles it, in 0.2-0.5 s.
+    The address stays valid until the process ends. The first process of a host that needs a kernel
+    compiles it, in 0.2-0.5 s.
 
     Parameters
     ----------
     dtype_code : int
         Number from `r2ccl.dtypes`.
     op : ReduceOp or int
-        8-bit floats and pairs have no kernels.
+        Operation. There are no kernels for 8-bit floats and for pairs.
 
     Returns
     -------
@@ -39,7 +40,7 @@ def fold_kernel(dtype_code: int, op: ReduceOp | int) -> int:
     InvalidArgument
         If the dtype is unknown, or does not support `op`.
     ImportError, TransportError
-        As for `r2ccl.kernels.native.address_of`.
+        If `r2ccl.kernels.native.address_of` raises it.
     """
     op = check_op(dtype_code, op)
     dtype = dtype_of(dtype_code)

@@ -17,13 +17,13 @@ from r2ccl.kernels.host import HALVES
 from r2ccl.types import ReduceOp
 
 _I64 = ir.IntType(64)
-#: Bytes that a kernel combines at a time: small beside the first-level cache, so that the result so
-#: far is still there when the next source is combined with it.
+#: Bytes that a kernel combines at a time: much less than the first-level cache, so that the partial
+#: result is still in the cache when the next source is combined with it.
 _BLOCK_NBYTES = 8192
 
 
 def make_fold(dtype_code: int, op: int) -> Callable[..., int]:
-    """Return the function that `r2ccl.kernels.fold.fold_kernel` describes."""
+    """Return the kernel of `r2ccl.kernels.fold.fold_kernel` as a function that Numba compiles."""
     dtype = dtype_of(dtype_code)
     is_average = op == ReduceOp.AVG
     step = ReduceOp.SUM if is_average else ReduceOp(op)

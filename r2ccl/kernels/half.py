@@ -161,12 +161,12 @@ _DIVIDE = {"bfloat16": _bf16_quotient, "float16": _f16_quotient}
 
 
 def scalar_reducer(dtype_name: str, op: ReduceOp) -> Callable[[Any, Any], Any]:
-    """Return the function for compiled code that combines two elements, as bits."""
+    """Return the function that combines two elements, given as bits, for use in compiled code."""
     return _COMBINE[dtype_name, op]
 
 
 def scalar_divider(dtype_name: str) -> Callable[[Any, Any], Any]:
-    """Return the function for compiled code that divides an element, as bits, by a number."""
+    """Return ``divide(bits, divisor)``, which divides one element, for use in compiled code."""
     return _DIVIDE[dtype_name]
 
 
@@ -198,7 +198,10 @@ def make_reducer(dtype_name: str, op: int) -> Callable[..., int]:
 
 
 def make_divider(dtype_name: str) -> Callable[..., int]:
-    """Return the loop ``divide(out, count, nranks)``, which divides in place, for `native`."""
+    """Return the loop that divides in place, for `r2ccl.kernels.native`.
+
+    ``divide(out, count, nranks)`` takes the address of an array of `count` elements.
+    """
     quotient = _DIVIDE[dtype_name]
 
     def divide_bits(out: Any, count: Any, nranks: Any) -> int:
@@ -211,9 +214,10 @@ def make_divider(dtype_name: str) -> Callable[..., int]:
 
 
 def make_scaler(dtype_name: str) -> Callable[..., int]:
-    """Return the loop ``scale(source, out, count, factor)`` for `native`; it rounds once.
+    """Return the loop that multiplies each element and rounds once, for `r2ccl.kernels.native`.
 
-    `factor` is the bits of a float32.
+    ``scale(source, out, count, factor)`` takes the addresses of two arrays of `count` elements, and
+    the bits of the factor as a float32.
     """
     widen, narrow = _CONVERT[dtype_name]
 
@@ -228,7 +232,7 @@ def make_scaler(dtype_name: str) -> Callable[..., int]:
 
 
 def make_widener(dtype_name: str) -> Callable[..., int]:
-    """Return the loop of `make_scaler` whose products are stored as float32."""
+    """Return a loop as of `make_scaler` that stores the products as float32."""
     widen, _ = _CONVERT[dtype_name]
 
     def widen_bits(source: Any, out: Any, count: Any, factor: Any) -> int:
@@ -242,7 +246,10 @@ def make_widener(dtype_name: str) -> Callable[..., int]:
 
 
 def make_narrower(dtype_name: str) -> Callable[..., int]:
-    """Return the loop ``narrow(source, out, count)``, which rounds float32, for `native`."""
+    """Return the loop that rounds float32 to the type `dtype_name`, for `r2ccl.kernels.native`.
+
+    ``narrow(source, out, count)`` takes the addresses of two arrays of `count` elements.
+    """
     _, narrow = _CONVERT[dtype_name]
 
     def narrow_bits(source: Any, out: Any, count: Any) -> int:

@@ -1,12 +1,13 @@
-"""Machine code of compiled functions: Numba makes it once per host, and it is loaded without Numba.
+"""Machine code of compiled functions: made by Numba once per host, and loaded without Numba.
 
 Importing Numba and loading from its disk cache takes 0.4 s of CPU time and 80 MiB in every process.
-This module keeps the machine code in files of its own, next to the package or in the user's cache
+This module stores the machine code in files of its own, next to the package or in the user's cache
 directory, and needs only llvmlite to load it: 25 ms and 12 MiB. A file is used only on the kind of
 processor for which it was made, and as long as the modules with compiled code are unchanged.
 
-The functions take and return 64-bit integers. They are named by their *maker*, ``module:function``,
-whose module imports Numba; it is called only to compile.
+The functions take and return 64-bit integers. A function is identified by its *maker*, a text
+``module:function`` that names a function which returns the Python function to compile. The maker's
+module imports Numba; it is imported, and the maker called, only to compile.
 
 Invariant: a file is loaded only if this user owns it and nobody else can write to it.
 """
@@ -43,9 +44,9 @@ _CACHE_DIRECTORY_VARIABLE = "NUMBA_CACHE_DIR"
 class MachineCode(msgspec.Struct, frozen=True):
     """Object file with a function, for one kind of processor.
 
-    ``entry`` is the symbol of the C function, ``wrapper`` that of a function that Python can call:
-    it takes ``nargs`` integers and releases the GIL. ``externals`` are the symbols of Python and
-    libc that the object needs.
+    ``entry`` is the symbol of the C function. ``wrapper`` is the symbol of a function that Python
+    can call; it takes ``nargs`` integers and releases the GIL. ``externals`` are the symbols of
+    Python and libc that the object needs.
     """
 
     object: bytes
@@ -56,7 +57,7 @@ class MachineCode(msgspec.Struct, frozen=True):
 
 
 class _Stored(msgspec.Struct, frozen=True):
-    """Contents of a file."""
+    """Contents of a file: machine code, and the digest of the modules from which it was made."""
 
     sources: bytes
     code: MachineCode
@@ -64,15 +65,17 @@ class _Stored(msgspec.Struct, frozen=True):
 
 @functools.cache
 def address_of(maker: str, *given: Any) -> int:
-    """Return the address of a C function, which stays valid until the process ends.
+    """Return the address of the C function of a maker, compiling it if this host has no file of it.
+
+    The address stays valid until the process ends.
 
     Parameters
     ----------
     maker : str
-        ``module:function``, which returns the function to compile, as a Python function of integers
-        that Numba can compile.
+        Maker of the function, ``module:function``. It returns a Python function of integers that
+        Numba can compile.
     given : hashable
-        Arguments of the maker. Their texts are part of the name of the file.
+        Arguments of the maker. Their texts become part of the name of the file.
 
     Raises
     ------
@@ -98,7 +101,7 @@ def callable_of(maker: str, *given: Any) -> Callable[..., int]:
 
 
 class _Linker:
-    """LLVM's execution engine of this process, which holds all loaded code."""
+    """Loader of machine code into LLVM's execution engine, one per process; thread-safe."""
 
     def __init__(self) -> None:
         binding.initialize_native_target()
@@ -115,7 +118,13 @@ class _Linker:
         return _Linker()
 
     def load(self, code: MachineCode) -> Any:
-        """Load an object once; return the engine."""
+        """Load an object, unless it is loaded already; return the engine.
+
+        Raises
+        ------
+        TransportError
+            If this process lacks a symbol that the object needs.
+        """
         with self._lock:
             if code.entry not in self._loaded:
                 for name in code.externals:
@@ -142,7 +151,10 @@ def _address_of_symbol(name: str) -> int:
     for library in (ctypes.pythonapi, _libc()):
         with suppress(AttributeError):
             return int(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
-    raise TransportError(f"libc lacks {name}", status="NO_SHARED_MEMORY")
+    raise TransportError(
+        f"libc lacks {name}, which compiled code needs; set R2CC_SHM=0 and R2CC_COMPILED=0",
+        status="NO_SHARED_MEMORY",
+    )
 
 
 @functools.cache
@@ -162,12 +174,15 @@ class _MethodDef(ctypes.Structure):
 
 
 _METH_FASTCALL = 0x80
-#: Definitions of the functions made, which Python does not copy.
+#: Definitions of all functions made, which must stay in memory, because Python does not copy them.
 _DEFINITIONS: list[_MethodDef] = []
 
 
 def _as_builtin(address: int, maker: str) -> Callable[..., int]:
-    """Return the C function at `address`, of the kind METH_FASTCALL, as a Python function."""
+    """Return the C function at `address` as a Python function with the name `maker`.
+
+    The function must have the calling convention METH_FASTCALL.
+    """
     definition = _MethodDef(maker.encode(), address, _METH_FASTCALL, None)
     _DEFINITIONS.append(definition)
     make = ctypes.pythonapi.PyCFunction_NewEx
@@ -207,7 +222,7 @@ def _compile(maker: str, given: tuple[Any, ...], name: str) -> MachineCode:
 
 @functools.cache
 def _processor() -> str:
-    """Return a name for the kind of this host's processor, and for the version of LLVM."""
+    """Return a digest of the kind of this host's processor and of the version of LLVM."""
     kind = (
         binding.get_process_triple(),
         binding.get_host_cpu_name(),
@@ -221,7 +236,7 @@ def _processor() -> str:
 def _sources(module: str) -> bytes:
     """Return a digest of the modules on which the code of a maker in `module` may depend.
 
-    These are the modules of its package and of this one.
+    These are the modules of the packages of `module` and of this module.
     """
     digest = hashlib.sha256()
     for package in sorted({__package__, module.rpartition(".")[0]}):
@@ -232,7 +247,10 @@ def _sources(module: str) -> bytes:
 
 @functools.cache
 def _directory() -> Path | None:
-    """Return the directory of the files, made if it is missing; None if none can be written to."""
+    """Return the directory of the files; None if no directory can be written to.
+
+    A missing directory is made.
+    """
     chosen = os.environ.get(_CACHE_DIRECTORY_VARIABLE)
     places = [Path(chosen)] if chosen else [_LIBRARY / "kernels" / "__pycache__", _home_cache()]
     for place in places:
@@ -241,7 +259,8 @@ def _directory() -> Path | None:
             if os.access(place, os.W_OK) and place.stat().st_uid == os.geteuid():
                 return place
     _log.info(
-        "compiled code is not kept: none of %s can be written to; set %s to a directory of yours",
+        "compiled code is not stored, because this user can write to none of %s; set %s to a "
+        "directory of yours",
         ", ".join(map(str, places)),
         _CACHE_DIRECTORY_VARIABLE,
     )
@@ -259,30 +278,44 @@ def _read(file: Path, sources: bytes) -> MachineCode | None:
         with file.open("rb") as opened:
             status = os.fstat(opened.fileno())
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                _log.warning("%s belongs to another user, or others can write it: not used", file)
+                _log.warning(
+                    "the file %s with compiled code is not used, because it belongs to another "
+                    "user or others can write to it; set NUMBA_CACHE_DIR to a directory of yours",
+                    file,
+                )
                 return None
             stored = msgspec.msgpack.decode(opened.read(), type=_Stored)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as exc:
-        _log.warning("%s cannot be read (%s): compiled again", file, exc)
+        _log.warning(
+            "the file %s with compiled code cannot be read (%s); the code is compiled again",
+            file, exc,
+        )  # fmt: skip
         return None
     return stored.code if stored.sources == sources else None
 
 
 def _write(file: Path, stored: _Stored) -> None:
-    """Store code for later processes; if that fails, each of them compiles."""
+    """Store code for later processes; if this fails, log why, and each process compiles."""
     try:
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as made:  # of mode 0600
             made.write(msgspec.msgpack.encode(stored))
         os.replace(made.name, file)
     except OSError as exc:
-        _log.warning("compiled code cannot be kept in %s: %s", file, exc)
+        _log.warning(
+            "cannot store compiled code in %s (%s), so every process compiles it again; free "
+            "space, or set NUMBA_CACHE_DIR to another directory", file, exc,
+        )  # fmt: skip
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory, or nothing if it cannot be locked: then several may compile."""
+    """Hold the lock of a directory within the context.
+
+    If the directory cannot be locked, hold nothing; several processes may compile the same code
+    then.
+    """
     with ExitStack() as stack:
         with suppress(OSError):
             opened = stack.enter_context(open(directory / "r2ccl.lock", "w"))

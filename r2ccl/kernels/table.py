@@ -1,7 +1,8 @@
 """Table of the reductions that each element type supports.
 
-`host` supports exactly these pairs; any other pair is refused before data moves. `cuda` supports
-those of `ON_GPU`; the others are reduced in host memory, even if the arrays are on a GPU.
+`host` supports exactly the pairs of type and operation in `OPS`; any other pair is refused before
+data moves. `cuda` supports the pairs in `ON_GPU`; the others are reduced in host memory, even if
+the arrays are on a GPU.
 """
 
 from __future__ import annotations

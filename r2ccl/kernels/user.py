@@ -26,7 +26,9 @@ class UserOp:
     Attributes
     ----------
     name : str
+        Name in messages.
     is_commutative : bool
+        False if the ranks' data must be combined in rank order.
     number : int
         `r2ccl.types.USER_OP`, or `ORDERED_OP` if the ranks' data must be combined in rank order.
     digest : int
@@ -46,7 +48,12 @@ class UserOp:
         return f"user_op({self.name})"
 
     def reducer(self, dtype_code: int) -> Reducer:
-        """Return the function that combines two slices, as `r2ccl.kernels.reducer`.
+        """Return the function that combines two slices, like `r2ccl.kernels.reducer`.
+
+        Parameters
+        ----------
+        dtype_code : int
+            Number from `r2ccl.dtypes`.
 
         Raises
         ------
@@ -55,7 +62,8 @@ class UserOp:
 
         Notes
         -----
-        *Cost*: the first call for a dtype compiles a function of Numba, which takes about 0.3 s.
+        *Cost*: if the function was compiled by Numba, the first call for a dtype compiles a loop,
+        which takes about 0.3 s.
         """
         found = self._reducers.get(dtype_code)
         if found is None:
@@ -91,18 +99,18 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
         - a Python function, or one compiled by ``njit``, with three parameters, which are arrays;
           it writes to the last array.
 
-        Arrays are flat slices of the data, also empty ones; inputs are read-only. Each element of
+        Arrays are flat slices of the data, and may be empty; inputs are read-only. Each element of
         the result may depend only on the two elements at its index.
     name : str
-        Name in messages; default: the name of the function.
+        Name in messages, equal on all ranks; default: the name of the function.
     is_commutative : bool
         If False, the data of the ranks is combined in rank order, which fewer schedules can do.
 
     Returns
     -------
     UserOp
-        The ``op`` of any reduction of `Communicator`. Make the operation once, not for each call:
-        it is kept until the process ends.
+        Value for the ``op`` of any reduction of `Communicator`. Make the operation once, not for
+        each call, because it is kept until the process ends.
 
     Raises
     ------
@@ -138,7 +146,13 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
 
 
 def user_reducer(digest: int, dtype_code: int) -> Reducer:
-    """Return `UserOp.reducer` of the operation with this digest, which this process has made."""
+    """Return `UserOp.reducer` of an operation with digest `digest` that this process has made.
+
+    Raises
+    ------
+    InvalidArgument
+        If `UserOp.reducer` raises it.
+    """
     return _MADE[digest].reducer(dtype_code)
 
 
@@ -186,7 +200,15 @@ def _nparameters(function: Any) -> int:
 
 
 def _facts(function: Any, name: str) -> Iterator[object]:
-    """Yield what the result of a function depends on, in a form that is equal on all hosts."""
+    """Yield the parts of a function on which its results depend, in a form equal on all hosts.
+
+    `name` is the name of the operation, for messages.
+
+    Raises
+    ------
+    InvalidArgument
+        If the function uses an object that cannot be compared between ranks.
+    """
     function = _python_of(function)
     if not hasattr(function, "__code__"):
         yield str(function)
@@ -218,7 +240,7 @@ def _facts_of_code(code: CodeType) -> Iterator[object]:
             yield sorted(map(repr, value)) if isinstance(value, frozenset) else value
 
 
-#: Operations made in this process, by digest. Operations with equal digests do the same.
+#: Operations made in this process, by digest. Operations with equal digests compute the same.
 _MADE: dict[int, UserOp] = {}
 
 __all__ = ["UserOp", "user_op", "user_reducer"]

@@ -1,6 +1,6 @@
 """Collectives and messages between ranks of one host, through memory that they share.
 
-For each communicator, a rank owns one segment, a sealed memfd that the other ranks map:
+For each communicator, a rank owns one segment, a sealed memfd that the other ranks map. Modules:
 
 - `segment` creates and maps segments, `passing` passes them to the other ranks;
 - `layout` has the offsets in a segment, and the state in which a rank keeps its position in a call;
@@ -22,12 +22,13 @@ For each communicator, a rank owns one segment, a sealed memfd that the other ra
 
 All collectives have one structure. Ranks number *rounds*, which never restart: in round j a rank
 copies data into stage slot ``j % 3`` of its segment and stores j in its word ``posted``; peers wait
-for that, read the slot, and store j in their word ``done``. The first round of a call carries the
-call's signature, and every rank waits for it from every other, so calls that differ are found
-before any output is written. If the headers say that peers reach the arrays themselves, the call
-has no further round, and a rank returns when the others are done with its arrays.
+for that, read the slot, and store j in their word ``done``. In the first round of a call, each rank
+posts a header with the call's signature, and every rank waits for the headers of all others. Calls
+that differ are therefore found before any output is written. If the headers say that peers reach
+the arrays themselves, the call has no further round, and a rank returns when the other ranks are
+done with its arrays.
 
-Messages are frames in rings, one ring for each ordered pair of ranks, which its sender writes. A
+Messages are frames in rings, one ring for each ordered pair of ranks, which the sender writes. A
 receiver takes frames in the order in which they were put. A message that no receive has taken does
 not block the messages behind it: it is copied out of the ring, up to a limit, or only announced.
 

@@ -6,8 +6,9 @@ ranks to its result slot, and copies all shares of chunk k - 2 from the result s
 For each byte of its input, a rank reads less than three bytes and writes two, for any number of
 ranks.
 
-If peers reach the inputs and outputs of all ranks, a rank reduces its share from all inputs to all
-outputs instead: it reads one byte and writes one, for any number of ranks.
+If the inputs and outputs of all ranks are in memory that all ranks map (`r2ccl.shm.symmetric`), a
+rank reduces its share from all inputs to all outputs instead: for each byte of its input, it reads
+one byte and writes one, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -53,17 +54,19 @@ Allreduce = Callable[[int, int, int, int, int, int, int, int, int], int]
 
 
 def make_allreduce() -> Allreduce:
-    """Return the pipeline, for `r2ccl.kernels.native`.
+    """Return the function ``allreduce``, which `r2ccl.kernels.native` compiles.
 
     Returns
     -------
     callable
         ``allreduce(state, source_at, target_at, form, nbytes, most, kernel, signature, flags)``;
-        returns one of the results in `layout`. `state` is the address of the state; `source_at` and
-        `target_at` are addresses of pointers to the input and the output, of `nbytes` bytes, which
-        may be equal. `form` is that of the two arrays, or 0, see `r2ccl.shm.rounds.fits`. Chunks
-        have at most `most` bytes, a multiple of 64 and at most `SLOT_NBYTES`. `kernel` is the
-        address of a kernel of `r2ccl.kernels.fold`, `flags` is 0 or `RESUME`.
+        returns one of the results in `r2ccl.shm.layout`. `state` is the address of the state.
+        `source_at` and `target_at` are addresses of pointers to the input and the output, which
+        have `nbytes` bytes each and may be the same array. `form` is the address of the form of the
+        two arrays, or 0, see `r2ccl.shm.rounds.fits`. Chunks have at most `most` bytes, a multiple
+        of 64 and at most `SLOT_NBYTES`. `kernel` is the address of a kernel of
+        `r2ccl.kernels.fold`. `signature` is the packed signature of the call, which must be equal
+        on all ranks. `flags` is 0 or `RESUME`.
     """
 
     def allreduce(

@@ -20,11 +20,11 @@ DISTANCE, IS_APART = 2 * ARRAY_NWORDS, 2 * ARRAY_NWORDS + 1
 
 
 def form_of(source: Array, output: Array) -> npt.NDArray[np.int64]:
-    """Return the properties of two arrays that `r2ccl.shm.rounds.fits` compares.
+    """Return the *form* of two arrays: the properties that `r2ccl.shm.rounds.fits` compares.
 
-    These are, for each array, the address of the dtype, the flags, the size of an element and that
-    of all; then the distance from input to output, and whether the two do not overlap. The dtypes
-    must be kept alive as long as the form is used.
+    For each array these are the address of the dtype, the flags, the size in bytes of one element
+    and of all elements. Two words follow: the distance in bytes from input to output, and 1 if the
+    arrays do not overlap, else 0. The caller must keep the dtypes alive while it uses the form.
     """
     distance = data_of(output) - data_of(source)
     is_apart = distance >= source.nbytes or -distance >= output.nbytes

@@ -1,8 +1,8 @@
 """Atomic operations, and system calls for waiting, in code that Numba compiles.
 
 The functions are Numba intrinsics, which take addresses as int64. x86-64 and arm64 are supported
-(`r2ccl.shm.machine`). Both have little-endian words, so the lower 32 bits
-of a 64-bit word, which a futex compares, have the address of the word.
+(`r2ccl.shm.machine`). Both have little-endian words, so the lower 32 bits of a 64-bit word, which a
+futex compares, have the address of the word.
 
 Ordering, as C11 names it: loads acquire and stores release. A store that must be ordered before a
 later load of another word, as in the check for sleeping peers, needs `fence` between them; `add`
@@ -32,7 +32,7 @@ _VOID = ir.VoidType()
 
 @intrinsic
 def load_acquire(typing_context: Any, address: Any) -> Any:
-    """Return the 64-bit word at `address`; later accesses come after it."""
+    """Return the 64-bit word at `address`; later loads and stores happen after this load."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load_atomic(_pointer(builder, args[0]), "acquire", 8)
@@ -52,7 +52,7 @@ def load_ordered(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def store_release(typing_context: Any, address: Any, value: Any) -> Any:
-    """Store `value` in the 64-bit word at `address`; earlier accesses come before it."""
+    """Store `value` in the 64-bit word at `address`, after all earlier loads and stores."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store_atomic(args[1], _pointer(builder, args[0]), "release", 8)
@@ -98,7 +98,7 @@ def stream_fence(typing_context: Any) -> Any:
 
 @intrinsic
 def pause(typing_context: Any) -> Any:
-    """Let the core rest for some tens of cycles within a loop that waits."""
+    """Pause the core for some tens of cycles, within a loop that waits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if MACHINE == "x86_64":
@@ -196,9 +196,10 @@ def futex_wake(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def stream(typing_context: Any, target: Any, source: Any) -> Any:
-    """Copy 64 bytes to an address that is a multiple of 32, past the caches.
+    """Copy 64 bytes from `source` to `target` without storing them in the caches.
 
-    Call `stream_fence` before the word that publishes the bytes is stored.
+    `target` must be a multiple of 32. Call `stream_fence` before the word that publishes the bytes
+    is stored.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -228,7 +229,11 @@ def words_at(typing_context: Any, address: Any) -> Any:
 def call_kernel(
     typing_context: Any, kernel: Any, sources: Any, count: Any, target: Any, nbytes: Any
 ) -> Any:
-    """Call the function at address `kernel`, which `r2ccl.kernels.fold` compiled."""
+    """Call the function at address `kernel`, which `r2ccl.kernels.fold` compiled.
+
+    It combines `count` inputs of `nbytes` bytes each and writes the result to address `target`.
+    `sources` is the address of a table with the addresses of the inputs.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_I64, [_I64] * 4)

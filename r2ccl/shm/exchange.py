@@ -1,16 +1,18 @@
 """Compiled loop of the collectives in which every element is copied or reduced once.
 
-These are all but large allreduces: broadcast, allgather, gather, scatter, alltoall and their forms
-with parts of different sizes copy; reduce, reduce_scatter and small allreduces combine the parts of
-all ranks, in rank order, with a kernel of `r2ccl.kernels.fold`. A barrier copies nothing.
+These are all collectives except large allreduces and scans. Broadcast, allgather, gather, scatter,
+alltoall and their forms with parts of different sizes copy elements. Reduce, reduce_scatter and
+small allreduces combine the parts of all ranks, in rank order, with a kernel of
+`r2ccl.kernels.fold`. A barrier copies nothing.
 
 In each round, a sender copies the next piece of each part into its stage slot and posts the round.
 A receiver waits for the post of each sender and takes its piece. Senders are one round ahead of the
 receivers, so copies into and out of slots overlap. Each part is written and read twice.
 
-With `REACHING`, if peers reach the inputs of all senders, a receiver reads its parts from these
-inputs instead, and a sender waits until the receivers have them: each part is written and read
-once. In an allreduce, peers must reach the outputs, too, and each rank reduces its share.
+With the flag `REACHING`, if the inputs of all senders are in memory that all ranks map
+(`r2ccl.shm.symmetric`), a receiver reads its parts from these inputs instead, and a sender waits
+until the receivers have read them: each part is written and read once. In an allreduce, the outputs
+must be in such memory, too; then each rank reduces one share of the data for all ranks.
 """
 
 from __future__ import annotations
@@ -65,21 +67,26 @@ Exchange = Callable[[int, int, int, int, int, int, int, int, int, int, int, int]
 
 
 def make_exchange() -> Exchange:
-    """Return the loop, for `r2ccl.kernels.native`.
+    """Return the function ``exchange``, which `r2ccl.kernels.native` compiles.
 
     Returns
     -------
     callable
         ``exchange(state, source_at, target_at, form, source_step, target_step, nbytes, tables,
-        root, kernel, signature, flags)``; returns one of the results in `layout`. `state` is the
-        address of the state; `source_at` and `target_at` are those of pointers to the input and the
-        output, and `form` is the form of the two arrays, or 0, see `r2ccl.shm.rounds.fits`. `flags`
-        combines flags in `layout`. The part that rank s sends to rank d has `nbytes` bytes at
-        ``input + d * source_step`` of rank s, and is copied to ``output + s * target_step`` of rank
-        d. If `kernel` is not 0 but the address of a kernel of `r2ccl.kernels.fold`, the parts of
-        all ranks are reduced to ``output`` instead. If parts differ in size, `tables` is the
-        address of four rows of a word per rank: first byte and number of bytes of the parts that
-        this rank sends, and of those that it receives; `nbytes` is then their mean size.
+        root, kernel, signature, flags)``; returns one of the results in `r2ccl.shm.layout`. `state`
+        is the address of the state. `source_at` and `target_at` are addresses of pointers to the
+        input and the output. `form` is the address of the form of the two arrays, or 0, see
+        `r2ccl.shm.rounds.fits`. `root` is the index of the root; it is ignored without `FROM_ROOT`
+        and `TO_ROOT`. `signature` is the packed signature of the call, which must be equal on all
+        ranks. `flags` combines flags of `r2ccl.shm.layout`.
+
+        The part that rank s sends to rank d has `nbytes` bytes at ``input + d * source_step`` of
+        rank s, and is copied to ``output + s * target_step`` of rank d. If `kernel` is the address
+        of a kernel of `r2ccl.kernels.fold`, not 0, the parts of all ranks are reduced to ``output``
+        instead. If parts differ in size, `tables` is the address of four rows with one word per
+        rank, otherwise 0. The rows contain the first byte of each part that this rank sends, the
+        number of bytes of these parts, and the same of the parts that it receives; `nbytes` is then
+        the mean size of the latter.
     """
 
     def exchange(

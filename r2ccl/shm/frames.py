@@ -1,4 +1,8 @@
-"""Compiled steps on the rings of frames: put a frame, take one, move the data of long messages."""
+"""Compiled steps on the rings of frames: put a frame, take one, move the data of long messages.
+
+In all functions, `table` is a pointer to the table of this rank (`r2ccl.shm.message_layout`), and
+`words` a pointer to the words of one peer in it. Sizes are in bytes.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ from r2ccl.shm.rounds import copy
 #: these sizes.
 _NPIECES = 4
 _LEAST_PIECE, _MOST_PIECE = 1 << 13, 1 << 15
-#: The position in a ring is published once 1 / 2**3 of the ring was taken since the last time.
+#: A receiver publishes its position in a ring after it has taken 1 / 2**3 of the ring.
 _LAZY_SHIFT = 3
 #: Offset from the published position to the count of bytes taken.
 _TO_TAKEN = RING_TAKEN - RING_TAIL
@@ -59,7 +63,10 @@ def peer_words(table_at: Any, peer: Any) -> Any:
 
 @inlined
 def ring_bell(bell: Any) -> None:
-    """Wake the sleeping threads of a peer; the caller has stored the value that they wait for."""
+    """Wake the sleeping threads of the peer whose bell has the address `bell`.
+
+    Store the value that they wait for before.
+    """
     fence()
     if load_acquire(bell + WAITERS) > 0:
         add(bell, 1)
@@ -68,7 +75,7 @@ def ring_bell(bell: Any) -> None:
 
 @inlined
 def has_room(table: Any, words: Any, nbytes: Any) -> Any:
-    """Return whether the ring to a peer has room for a frame with `nbytes` of data."""
+    """Return whether the ring to a peer has room for a frame with `nbytes` bytes of data."""
     needed = FRAME_NBYTES + ((nbytes + 63) & -64)
     if table[RING] - (words[HEAD] - words[SEEN_TAIL]) >= needed:
         return True
@@ -80,10 +87,10 @@ def has_room(table: Any, words: Any, nbytes: Any) -> Any:
 def put(
     table: Any, words: Any, kind: Any, tag: Any, ident: Any, size: Any, source: Any, nbytes: Any
 ) -> None:
-    """Put a frame with `nbytes` of data from address `source` into the ring, which has room for it.
+    """Put a frame with `nbytes` bytes of data from address `source` into the ring to a peer.
 
-    `kind` is the first word of the header: the kind and the dtype. `size` is the size of the whole
-    message in bytes.
+    The ring must have room for it. `kind` is the first word of the header: the kind and the dtype.
+    `ident` is the number of the message, and `size` the size of the whole message in bytes.
     """
     ring, at = table[RING], words[HEAD] & (table[RING] - 1)
     header = words_at(words[OUT_RING] + at)
@@ -117,7 +124,10 @@ def next_frame(table: Any, words: Any) -> Any:
 
 @inlined
 def copy_data(table: Any, words: Any, target: Any, nbytes: Any, is_streamed: Any) -> None:
-    """Copy the data of the next frame to the address `target`."""
+    """Copy the `nbytes` bytes of data of the next frame to address `target`.
+
+    With `is_streamed`, the target is written without storing it in the caches.
+    """
     ring = table[RING]
     at = (words[TAIL] + FRAME_NBYTES) & (ring - 1)
     first = min(nbytes, ring - at)
@@ -128,10 +138,11 @@ def copy_data(table: Any, words: Any, target: Any, nbytes: Any, is_streamed: Any
 
 @inlined
 def consume(table: Any, words: Any, nbytes: Any) -> None:
-    """Take the next frame, with `nbytes` of data, from the ring of a peer.
+    """Take the next frame, which has `nbytes` bytes of data, out of the ring of a peer.
 
-    The position is published only once a part of the ring was taken; for most messages, this saves
-    the transfer of a cache line. Any frame fits nevertheless: it takes at most half of the ring.
+    The new position is published to the peer only after 1/8 of the ring was taken; for most
+    messages, this saves the transfer of a cache line. The peer can put any frame nevertheless,
+    because a frame takes at most half of the ring.
     """
     words[TAIL] += FRAME_NBYTES + ((nbytes + 63) & -64)
     if words[TAIL] - words[PUBLISHED_TAIL] >= table[RING] >> _LAZY_SHIFT:
@@ -143,7 +154,7 @@ def consume(table: Any, words: Any, nbytes: Any) -> None:
 
 @inlined
 def begin_out(words: Any, source: Any, nbytes: Any) -> None:
-    """Begin to put `nbytes` at the address `source` into the ring to a peer."""
+    """Begin to send the `nbytes` bytes at address `source`, which `push` puts into the ring."""
     words[OUT_AT] = source
     words[OUT_PIECE] = (min(max(nbytes // _NPIECES, _LEAST_PIECE), _MOST_PIECE) + 63) & -64
     words[OUT_LEFT] = nbytes
@@ -151,7 +162,10 @@ def begin_out(words: Any, source: Any, nbytes: Any) -> None:
 
 @inlined
 def begin_in(words: Any, target: Any, nbytes: Any, least_streamed: Any) -> None:
-    """Begin to take `nbytes` from the ring of a peer to the address `target`."""
+    """Begin to receive a long message of `nbytes` bytes, which `pull` copies to address `target`.
+
+    If it has at least `least_streamed` bytes, it is written without storing it in the caches.
+    """
     words[IN_AT] = target
     words[IN_STREAMED] = 1 if nbytes >= least_streamed else 0
     words[IN_LEFT] = nbytes
@@ -159,7 +173,10 @@ def begin_in(words: Any, target: Any, nbytes: Any, least_streamed: Any) -> None:
 
 @inlined
 def push(table: Any, words: Any) -> Any:
-    """Put the next piece of a long message, if there is room; return whether it was put."""
+    """Put the next piece of the long message that is sent to a peer; return whether it was put.
+
+    Return False if there is no room, or no data left to send.
+    """
     nbytes = min(words[OUT_LEFT], words[OUT_PIECE])
     if nbytes <= 0 or not has_room(table, words, nbytes):
         return False
@@ -171,7 +188,7 @@ def push(table: Any, words: Any) -> Any:
 
 @inlined
 def pull(table: Any, words: Any) -> None:
-    """Take the next frame, which is data of a long message."""
+    """Take the next frame of a peer, which is data of a long message, and copy the data."""
     nbytes = next_frame(table, words)[FRAME_DATA]
     copy_data(table, words, words[IN_AT], nbytes, words[IN_STREAMED] != 0)
     consume(table, words, nbytes)

@@ -52,8 +52,8 @@ from r2ccl.types import (
 
 #: Flat, C-contiguous array.
 Array: TypeAlias = npt.NDArray[Any]
-#: Function that waits for a late peer: ``attend(resume, call)`` calls ``resume()`` until it returns
-#: True, or raises to give up. ``call`` is the packed signature of the call.
+#: Function that waits for a late peer: ``attend(resume, call)`` calls ``resume()`` until this
+#: returns True, or raises an error to give up. ``call`` is the packed signature of the call.
 Attend: TypeAlias = Callable[[Callable[[], bool], int], None]
 #: Part of each rank in an array: first element, end (exclusive).
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -64,12 +64,14 @@ _PIPELINE = "r2ccl.shm.allreduce:make_allreduce"
 _SCAN = "r2ccl.shm.scan:make_scan"
 _WAKE_ALL = "r2ccl.shm.waiting:make_wake_all"
 
-#: Allreduces of at most this many bytes times ranks exchange whole inputs: one step instead of two.
+#: Allreduces whose bytes times ranks are at most this number exchange whole inputs, which takes one
+#: step instead of two.
 FLAT_NBYTES = 1 << 15
-#: Smallest parts, in bytes, that peers read directly from arrays that they reach: to wait for the
-#: readers of less takes longer than to copy it. SHARE_NBYTES is for the shares of an allreduce.
-#: ROOTED_NBYTES, for collectives with a root, is multiplied by the number of ranks: with slots, the
-#: root can run ahead, which saves context switches if there are more ranks than cores.
+#: Smallest parts, in bytes, that peers read directly from arrays in memory that all ranks map. For
+#: smaller parts, waiting for the readers takes longer than a copy. SHARE_NBYTES is for the shares
+#: of an allreduce. ROOTED_NBYTES, for collectives with a root, is multiplied by the number of
+#: ranks: with slots, the root can run ahead, which saves context switches if there are more ranks
+#: than cores.
 REACHED_NBYTES, SHARE_NBYTES, ROOTED_NBYTES = 1 << 12, 1 << 11, 1 << 14
 #: An allreduce has at least this many chunks, of at least `_CHUNK_NBYTES`, so that its steps
 #: overlap.
@@ -78,27 +80,27 @@ _CHUNK_NBYTES = 1 << 16
 #: Size of the last-level cache, which the kernel reports here unless the hypervisor hides it.
 _L3_FILE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _L3_NBYTES = 32 << 20
-#: Number of pauses of a wait, by whether there are more ranks than cores: first, least, most.
+#: Initial, smallest and largest number of pauses of a wait; True: more ranks than cores.
 _SPINS = {False: (500, 20, 2000), True: (20, 5, 20)}
 _YIELDS = {False: 0, True: 20}
-#: Longest sleep within compiled code, in nanoseconds. After it, Python handles signals and
-#: failures.
+#: Longest sleep within compiled code, in nanoseconds. Python handles signals and failures after
+#: each sleep.
 _SLEEP_NS = 4_000_000
 
-#: Most prepared calls that a group keeps.
+#: Largest number of prepared calls that a group keeps.
 _NPREPARED = 64
 _WORD = 1 << 64
 
 
 class CallsDiffer(Exception):
-    """The calls of two ranks differ, or the size that one sends from that the other expects.
+    """Difference between the calls of two ranks, or between the sizes of one part in these calls.
 
     Parameters
     ----------
     index : int
-        Index of the other rank.
+        Index of the other rank in the group.
     own, call : int
-        Packed signatures of this rank's call and of the other's.
+        Packed signatures of this rank's call and of the other rank's call.
     sent_nbytes, wanted_nbytes : int
         If the signatures are equal: bytes that the other rank sends to this rank, and bytes that
         this rank expects from it; otherwise 0.
@@ -118,18 +120,25 @@ class CallsDiffer(Exception):
 class LocalCall(NamedTuple):
     """Call that `LocalGroup.prepare` has prepared."""
 
-    #: Compiled loop; its arguments are the state, two pointers to arrays, and `given`.
+    #: Compiled loop; its arguments are the address of the state, the addresses of two pointers to
+    #: arrays, and `given`.
     run: Callable[..., int]
-    #: The first is the address of the form, or 0, the last two are the signature and the flags.
+    #: Further arguments: the first is the address of the form, or 0; the last two are the signature
+    #: and the flags.
     given: tuple[int, ...]
-    #: First byte and number of bytes of each part of the input, and of the output, if they differ.
+    #: First byte and number of bytes of each part of the input, and of the output, if the parts
+    #: differ in size; otherwise None.
     tables: npt.NDArray[np.int64] | None = None
-    #: Form that the arrays must have, and their dtypes.
+    #: Form that the arrays must have (None: any), and the dtypes of these arrays.
     form: npt.NDArray[np.int64] | None = None
     dtypes: tuple[np.dtype[Any], ...] = ()
 
     def of_form(self, source: Array, output: Array) -> LocalCall:
-        """Return the call for arrays that are like these; for others, `run` does nothing."""
+        """Return the call for arrays of the same form as `source` and `output`.
+
+        The form is the result of `r2ccl.shm.arrays.form_of`. For arrays of another form,
+        `LocalGroup.run` does nothing and returns False.
+        """
         form = form_of(source, output)
         given = (int(form.ctypes.data), *self.given[1:])
         return self._replace(given=given, form=form, dtypes=(source.dtype, output.dtype))
@@ -141,15 +150,16 @@ class LocalCall(NamedTuple):
 
 
 class LocalGroup:
-    """Ranks of one host that share memory; made by `connect`.
+    """Group of ranks of one host that share memory; made by `connect`.
 
-    ``prepare(call, parts=None)`` prepares a call, see `_prepare`, and keeps the latest ones. `run`
-    runs it on C-contiguous arrays, which the caller has checked: the dtypes are equal, and the
-    sizes fit. *Collective*: all ranks, in the same order, one call at a time.
+    ``prepare(call, parts=None)`` returns a prepared call, see `_prepare`, and caches the latest
+    ones. `run` runs a prepared call on C-contiguous arrays. The caller of `run` has checked that
+    their dtypes are those of the call and that their sizes fit. *Collective*: all ranks must run
+    the same calls in the same order, one at a time.
 
-    If a peer does not arrive soon, a call passes a function to `attend`, which calls it until it
-    returns True, that is, until the call has finished. `attend` may raise to give the call up; then
-    no further call may be made, as after any error, and the contents of outputs are undefined.
+    If a peer does not arrive soon, `run` passes a function to `attend`, which calls this function
+    until it returns True; the call has finished then. `attend` may raise an error to give the call
+    up. After any error the contents of outputs are undefined, and no further call may be made.
     """
 
     def __init__(
@@ -168,7 +178,7 @@ class LocalGroup:
         self._attend = attend
         self.prepare = functools.lru_cache(_NPREPARED)(self._prepare)
         self._memory = self._make_state()
-        #: Memory of arrays that all ranks reach.
+        #: Memory for arrays that all ranks map.
         self.symmetric = make_symmetric(self._memory)
         self._state = int(self._memory.ctypes.data)
         self._run_exchange = callable_of(_EXCHANGE)
@@ -190,24 +200,24 @@ class LocalGroup:
         connect_timeout_s: float = 20.0,
         communicator: bytes = bytes(COMMUNICATOR_ID_NBYTES),
     ) -> LocalGroup:
-        """Share memory with other ranks of this host.
+        """Share memory with other ranks of this host; return the group.
 
         Parameters
         ----------
         ranks : sequence of int
-            Numbers of the ranks, which must be on this host.
+            Numbers of the ranks in the communicator. All must be on this host.
         index : int
-            Place of this rank in `ranks`.
+            Index of this rank in `ranks`.
         exchange : callable
-            Allgathers bytes between `ranks`, in that order.
+            Allgathers bytes between `ranks`, in the order of `ranks`; see `AllgatherBytes`.
         secret : Secret
             Secret of the job.
         attend : callable
             Waits for peers, see `Attend`.
         obstacle : str
-            Reason why this rank cannot share memory; empty: the caller knows none.
+            Reason why this rank cannot share memory; empty if the caller knows none.
         connect_timeout_s : float
-            Seconds that this call waits for a peer.
+            Seconds to wait for each peer.
         communicator : bytes
             Id of the communicator, 16 bytes.
 
@@ -219,13 +229,13 @@ class LocalGroup:
 
         Notes
         -----
-        *Collective*: all ranks of `ranks`. *Cost*: 0.8 MiB of memory per rank, one descriptor per
-        peer while it connects; the first group of a host compiles for some seconds.
+        *Collective*: all ranks of `ranks`. *Cost*: 0.8 MiB of memory per rank; one descriptor per
+        peer during the connection. The first group on a host takes some seconds to compile code.
         """
         place = Place(tuple(ranks), index, communicator)
         problem, own, host = obstacle or UNSUPPORTED, None, b""
         if len(ranks) > MAX_NRANKS:
-            problem = f"{len(ranks)} ranks on one host: at most {MAX_NRANKS}"
+            problem = f"there are {len(ranks)} ranks on one host, but at most {MAX_NRANKS} can"
         if not problem:
             try:
                 host, own = _host_of_process(), Segment.create_of_group(len(ranks))
@@ -240,8 +250,8 @@ class LocalGroup:
                 own.close()
                 unable = [rank for rank, each in zip(ranks, told, strict=True) if each != host]
                 problem = (
-                    f"ranks {unable} cannot, or run as another user or in other namespaces: run "
-                    "all ranks of a host as one user in one container"
+                    f"ranks {unable} cannot, or they run as another user or in other namespaces; "
+                    "run all ranks of a host as one user in one container"
                 )
             raise TransportError(f"rank {ranks[index]} cannot share memory: {problem}")
         try:
@@ -263,7 +273,7 @@ class LocalGroup:
 
     @property
     def awaited(self) -> int:
-        """Index of the rank that a late call waits for, or with which it disagrees."""
+        """Index of the rank for which a late call waits, or whose call differs."""
         return int(self._memory[AWAITED])
 
     def absent(self) -> list[int]:
@@ -280,16 +290,17 @@ class LocalGroup:
     def _prepare(
         self, call: CallSignature, parts: tuple[Ranges, Ranges] | None = None
     ) -> LocalCall:
-        """Prepare a call, so that `run` can run it, any number of times.
+        """Prepare a call, so that `run` can run it any number of times.
 
         Parameters
         ----------
         call : CallSignature
-            Equal on all ranks.
+            Signature of the call, equal on all ranks.
         parts : tuple of Ranges, optional
-            For parts that differ in size: the parts of the input that go to each rank, and those of
-            the output that come from each rank. In an allgather, a rank sends the same part to all
-            ranks; in a reduce_scatter, it gets parts of equal size, at the same place.
+            For parts that differ in size: the parts of the input that this rank sends to each rank,
+            and the parts of the output that it receives from each rank. In an allgather, a rank
+            sends the same part to all ranks. In a reduce_scatter, the parts that a rank receives
+            are equal, because they are reduced to one part.
 
         Raises
         ------
@@ -298,7 +309,8 @@ class LocalGroup:
 
         Notes
         -----
-        Reductions have the same bits on all ranks: those of a reduction in rank order.
+        The result of a reduction has the same bits on all ranks: elements are combined in rank
+        order.
         """
         n, itemsize = self._nranks, dtype_of(call.dtype).itemsize
         kernel = self._kernel(call) if call.collective in REDUCTIONS else 0
@@ -337,17 +349,24 @@ class LocalGroup:
         return LocalCall(self._run_exchange, given, tables)
 
     def run(self, call: LocalCall, source: Array, output: Array) -> bool:
-        """Run a call on an input and an output; return whether they have the form of the call.
+        """Run a call on the input `source` and the array `output`, and wait until it has finished.
 
-        They may be equal, or one a part of the other, where it is that of this rank in the
-        collective. An array that the rank does not use has no elements.
+        The two may be the same array. One may also be a part of the other, if this part is the one
+        of this rank in the collective. Pass an array without elements for an array that this rank
+        does not use.
+
+        Returns
+        -------
+        bool
+            False if the arrays do not have the form of the call (`LocalCall.of_form`); then nothing
+            was done. Otherwise True.
 
         Raises
         ------
         CallsDiffer
-            If another rank makes another call.
+            If another rank makes a different call.
         Exception
-            As `attend`.
+            Any error that `attend` raises.
         """
         result = call[0](self._state, id(source) + DATA, id(output) + DATA, *call[1])
         if result:
@@ -357,7 +376,7 @@ class LocalGroup:
         return True
 
     def has_kernel(self, code: int, op: int) -> bool:
-        """Return whether reductions support a dtype and op.
+        """Return whether reductions in shared memory support the dtype with number `code` and `op`.
 
         Raises
         ------
@@ -373,7 +392,7 @@ class LocalGroup:
         self._wake_all(self._state)
 
     def close(self) -> None:
-        """Free the memory; no call may run or follow. Not collective."""
+        """Free the memory; no call may run during or after this method. Not collective."""
         self.rings.close()
         self.symmetric.close()
         for peer in self._peers.values():
@@ -381,7 +400,10 @@ class LocalGroup:
         self._own.close()
 
     def _continue(self, call: LocalCall, source: Array, output: Array, result: int) -> None:
-        """Continue a call that waits until it has finished; raise if it cannot."""
+        """Continue a call whose loop returned `result`, not 0, until it has finished.
+
+        Raise an error if it cannot finish.
+        """
         *given, signature, flags = call.given
 
         def resume() -> bool:
@@ -452,7 +474,10 @@ def _cache_nbytes() -> int:
 
 
 def _least_reached(collective: int, nranks: int) -> int:
-    """Return the smallest `nbytes` of a call whose arrays peers read directly."""
+    """Return the smallest size in bytes, per part, of a call whose arrays peers read directly.
+
+    For an allreduce it is the size of the whole input.
+    """
     if collective == Collective.ALLREDUCE:
         return SHARE_NBYTES * nranks
     return ROOTED_NBYTES * nranks if collective in ROOTED else REACHED_NBYTES
@@ -464,7 +489,7 @@ def preload() -> None:
     Raises
     ------
     ImportError, TransportError
-        As for `r2ccl.kernels.native.callable_of`.
+        If `r2ccl.kernels.native.callable_of` raises it.
     """
     if not UNSUPPORTED:
         for maker in (_EXCHANGE, _PIPELINE, _WAKE_ALL):
@@ -472,8 +497,8 @@ def preload() -> None:
         preload_rings()
 
 
-#: Flags of each collective in the exchange, and whether its input, and its output, has a part for
-#: each rank.
+#: For each collective its flags in ``exchange``; True if its input has a part for each rank; True
+#: if its output has one.
 _FORMS: dict[int, tuple[int, bool, bool]] = {
     Collective.BARRIER: (SHARED, False, False),
     Collective.ALLREDUCE: (SHARED, False, False),
@@ -491,7 +516,7 @@ _FORMS: dict[int, tuple[int, bool, bool]] = {
 
 
 def _host_of_process() -> bytes:
-    """Return a digest that only processes which may share memory have in common.
+    """Return a digest that is equal for two processes only if they may share memory.
 
     Raises
     ------

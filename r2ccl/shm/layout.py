@@ -27,9 +27,9 @@ SIGNATURES, NROUNDS = 16, 32
 INPUTS, OUTPUTS = 48, 64
 #: Last round whose slots the owner has read; its result slot is valid.
 DONE = 2 * LINE_NBYTES
-#: Offset from POSTED, and from DONE, to the number of threads that sleep until that word changes.
+#: Offset from POSTED, and from DONE, to the number of threads that sleep until this word changes.
 WAITERS = LINE_NBYTES
-#: 1 + the number of the CPU on which the owner was in its last wait that lasted long; 0: none yet.
+#: 1 + the number of the CPU on which the owner was during its last long wait; 0: none yet.
 CPU = 9 * LINE_NBYTES
 #: Two rows, for calls with even and odd numbers: bytes that the owner sends to each rank, for
 #: collectives whose parts differ in size.
@@ -57,38 +57,39 @@ ROUND, STEP = 5, 6
 TOTAL = 7
 #: Peer that the call waits for, or with which it disagrees.
 AWAITED = 8
-#: Number of `pause` before a wait yields or sleeps, which adapts; its limits.
+#: Number of calls of `pause` before a wait yields or sleeps, which adapts; its two limits.
 SPIN, SPIN_MIN, SPIN_MAX = 9, 10, 11
-#: Number of `sched_yield` before a wait sleeps.
+#: Number of calls of `sched_yield` before a wait sleeps.
 YIELDS = 12
 #: Longest sleep before the caller looks for signals and failures, a ``struct timespec``.
 SLEEP_S, SLEEP_NS = 13, 14
-#: Outputs of at least this many bytes are written past the caches.
+#: Outputs of at least this many bytes are written without storing them in the caches.
 STREAM_NBYTES = 15
 #: Number of waits, one after another, for which the pauses did not suffice.
 MISSES = 16
 #: CPU to which this rank moves if it finds itself on that of the rank it waits for; -1: none.
 HOME = 17
-#: Segments for arrays that all ranks reach: address of the table of this rank's own segments,
-#: sorted by address, and number of its rows; address of a table with one row per segment number:
-#: the addresses, in this process, of the segments of all ranks.
+#: Segments for arrays that all ranks map: address of the table of this rank's own segments, sorted
+#: by address; number of rows of this table; address of a table with one row per segment number: the
+#: addresses, in this process, of the segments of all ranks.
 OWN_SYMMETRIC, NSYMMETRIC, SYMMETRIC = 18, 19, 20
 #: Words of a row of the first table: address of the first byte, end (exclusive), segment number.
 ROW_NWORDS = 3
-#: Way of the call's data, see below; number of calls that began again, which `NCALLS` counts twice.
+#: How the data of the call moves, see below; number of calls that began again, which `NCALLS`
+#: counts twice.
 MODE, NREPEATED = 21, 22
 #: Addresses of the segments of all ranks, then space for the sources of a kernel.
 BASES = 23
-#: Bytes of a set of CPUs (1,024 of them); two follow the space for the sources.
+#: Bytes of a set of 1,024 CPUs; two such sets follow the space for the sources.
 CPU_SET_NBYTES = 128
 
 
 def state_size(nranks: int) -> int:
-    """Return the number of words of the state."""
+    """Return the number of 64-bit words of the state of one of `nranks` ranks."""
     return BASES + 2 * nranks + 2 * CPU_SET_NBYTES // 8
 
 
-# Values of MODE: not known yet; through slots; between the arrays themselves.
+# Values of MODE: not known yet; data moves through slots; data moves between the arrays directly.
 
 UNDECIDED, STAGED, DIRECT = 0, 1, 2
 

@@ -25,16 +25,16 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 class Mapping:
     """Memory of a descriptor, mapped until `close` or until the object is deleted.
 
-    Arrays that `numpy.asarray` makes of it keep it alive.
+    Arrays that `numpy.asarray` makes of the object keep it alive.
 
     Parameters
     ----------
     descriptor : int
-        Borrowed: it may be closed afterwards.
+        Descriptor of the memory; the caller may close it afterwards.
     nbytes : int
-        Above 0.
+        Number of bytes to map, above 0.
     offset : int
-        First byte, a multiple of the size of a page.
+        First byte to map, a multiple of the size of a page.
     is_populated : bool
         Allocate and map all pages now, instead of at their first use.
 
@@ -55,16 +55,18 @@ class Mapping:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """Let NumPy view the bytes."""
+        """Description of the mapped bytes for NumPy's array interface."""
         place = (self.address, False)
         return {"data": place, "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
 
     def close(self) -> None:
-        """Unmap the memory; idempotent. No thread may use it any more."""
+        """Unmap the memory, which no thread may use any more; idempotent."""
         self._end()
 
     def populate(self, start: int, nbytes: int) -> None:
-        """Allocate and map the pages of `nbytes` from offset `start` on.
+        """Allocate and map the pages of `nbytes` bytes from offset `start` of the mapping on.
+
+        `start` must be a multiple of the size of a page.
 
         Raises
         ------
@@ -76,10 +78,15 @@ class Mapping:
             raise OSError(number, os.strerror(number))
 
     def withdraw(self, start: int, end: int) -> None:
-        """Make the pages of the bytes between two addresses private to this process.
+        """Make the bytes from address `start` to address `end` (exclusive) private to this process.
 
-        Later writes of other processes do not change them. The bytes are zero afterwards; the other
-        bytes of these pages keep their values.
+        Later writes of other processes do not change these bytes, which are zero afterwards. The
+        other bytes of their pages become private too, but keep their values.
+
+        Raises
+        ------
+        OSError
+            If there is no memory.
         """
         first, last = start & -_PAGE, (end + _PAGE - 1) & -_PAGE
         edges = [(at, ctypes.string_at(at, size)) for at, size in (
@@ -92,7 +99,10 @@ class Mapping:
 
 
 def bytes_of(memory: Any) -> npt.NDArray[np.uint8]:
-    """Return a view that keeps `memory` alive: a `Mapping`, or an object with its interface."""
+    """Return an array of the bytes of `memory`, which keeps `memory` alive.
+
+    `memory` is a `Mapping`, or another object with an ``__array_interface__`` of bytes.
+    """
     return np.asarray(memory)
 
 

@@ -1,12 +1,13 @@
 """Layout of the memory for messages, and of the table that a rank keeps for compiled code.
 
-The memory of a rank follows its segment in the same memfd. It has a bell, then for each peer the
-positions in the two rings of that pair, then for each peer the ring of frames to that peer. Only
-its owner writes it, apart from the bell. The pages of a ring are allocated when it is first used.
+The memory for messages of a rank follows its segment in the same memfd. It has a *bell*, a word
+that peers increment to wake the owner; then for each peer the positions in the two rings of that
+pair; then for each peer the ring of frames to that peer. Only its owner writes it, apart from the
+bell. The pages of a ring are allocated when it is first used.
 
-A frame is a header of eight words, and data. Frames begin at multiples of 64 bytes; the positions
-in a ring count bytes and never restart. The table is private to a process: `FIRST_PEER` words, then
-`PEER_NWORDS` words per rank.
+A frame consists of a header of eight words, and data. Frames begin at multiples of 64 bytes; the
+positions in a ring count bytes and never restart. The table is private to a process: `FIRST_PEER`
+words, then `PEER_NWORDS` words per rank.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ FRAME_NBYTES = 64
 
 
 def ring_nbytes(nranks: int) -> int:
-    """Return the size of each ring in bytes, a power of two."""
+    """Return the size in bytes of each ring in a group of `nranks` ranks, a power of two."""
     return min(_RING_NBYTES, 1 << ((_RINGS_NBYTES // nranks).bit_length() - 1))
 
 
 def rings_at(nranks: int) -> int:
-    """Return the offset of the first ring in bytes."""
+    """Return the offset in bytes of the first ring in the memory of a rank."""
     return (PEERS + nranks * PEER_NBYTES + PAGE_NBYTES - 1) & -PAGE_NBYTES
 
 
 def memory_nbytes(nranks: int) -> int:
-    """Return the size of the memory of a rank in bytes."""
+    """Return the size in bytes of the memory for messages of one of `nranks` ranks."""
     return rings_at(nranks) + nranks * ring_nbytes(nranks)
 
 
@@ -84,8 +85,9 @@ HEAD, SEEN_TAIL = 0, 1
 TAIL, PUBLISHED_TAIL = 2, 3
 #: Bytes of short messages sent to the peer, and taken by receives from it.
 SENT, TAKEN = 4, 5
-#: Long message that is being sent: address of the rest, bytes left, bytes per frame. Long message
-#: that is being received: address of the rest, bytes left, 1 if it is written past the caches.
+#: Long message that is being sent: address of the data not sent yet, its size, bytes per frame.
+#: Long message that is being received: address for the data not received yet, its size, 1 if it is
+#: written without storing it in the caches.
 OUT_AT, OUT_LEFT, OUT_PIECE = 6, 7, 8
 IN_AT, IN_LEFT, IN_STREAMED = 9, 10, 11
 #: 1 + bytes of data of the frame that waits for room in the ring; 0: none waits.
@@ -100,7 +102,7 @@ PEER_NWORDS = 20
 
 
 def table_size(nranks: int) -> int:
-    """Return the number of words of the table."""
+    """Return the number of 64-bit words of the table of one of `nranks` ranks."""
     return FIRST_PEER + nranks * PEER_NWORDS
 
 

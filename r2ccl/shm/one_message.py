@@ -1,9 +1,10 @@
 """Compiled send, receive, or both at once, with one peer each: a *direct call*.
 
-It runs only if no other message of the communicator is open. The loop makes the steps of the send
-and of the receive from one frame to the next, as `r2ccl.runtime.messages.protocol` describes them.
-If a peer is late or sends a frame that the call does not expect, the loop returns OPEN, and Python
-continues the call from the steps in the call's words.
+It runs only if no other message of the communicator is in progress. The loop makes the steps of the
+send and of the receive from one frame to the next, as `r2ccl.runtime.messages.protocol` describes
+them. If a peer is late or sends a frame that the call does not expect, the loop returns OPEN, and
+Python continues the call from the steps that are stored in the call's words. The functions for
+single steps return an event: MOVED, IDLE if nothing could be done, or OPEN.
 """
 
 from __future__ import annotations
@@ -85,7 +86,10 @@ Direct = Callable[[int, int, int, int, int], int]
 
 @inlined
 def _put_message(table: Any, words: Any, call: Any, source: Any) -> Any:
-    """Put the message, or the announcement of a long one, if there is room; return an event."""
+    """Put the message into the ring, or announce it if it is long; return an event.
+
+    If the ring has no room, put nothing and return IDLE.
+    """
     nbytes = call[CALL_NBYTES]
     is_short = nbytes == 0
     if call[CALL_IS_SHORT] != 0:
@@ -131,7 +135,7 @@ def _advance_send(table: Any, words: Any, call: Any, source: Any) -> Any:
 
 @inlined
 def _take_frame(table: Any, words: Any, call: Any, target: Any) -> Any:
-    """Take the first frame of the message to receive; return an event."""
+    """Take the next frame if it begins the message to receive; return an event."""
     header = next_frame(table, words)
     kind, tag = header[FRAME_KIND] & KIND_MASK, call[CALL_RECV_TAG]
     nbytes = header[FRAME_SIZE]
@@ -183,7 +187,7 @@ def _advance_receive(state: Any, table: Any, words: Any, call: Any, target: Any)
 
 @inlined
 def _advance(state: Any, table: Any, table_at: Any, call: Any, source: Any, target: Any) -> Any:
-    """Make the next step of the send and of the receive; return FINISHED, OPEN, MOVED or IDLE."""
+    """Make the next step of the send and of the receive; return OPEN, MOVED or IDLE."""
     event = IDLE
     if call[SEND_STEP] != DONE:
         event = _advance_send(table, peer_words(table_at, call[CALL_TO]), call, source)
@@ -198,16 +202,16 @@ def _advance(state: Any, table: Any, table_at: Any, call: Any, source: Any, targ
 
 
 def make_direct() -> Direct:
-    """Return the loop, for `r2ccl.kernels.native`.
+    """Return the function ``direct``, which `r2ccl.kernels.native` compiles.
 
     Returns
     -------
     callable
         ``direct(state, table, call, source_at, target_at)``; returns FINISHED, FINISHED_OTHER, OPEN
-        or CHANGED (the arrays differ from the call's form; nothing was done). `call` is the address
-        of the words of the call, see `message_layout`;
-        `source_at` and `target_at` are addresses of pointers to the data to send and to the memory
-        that receives.
+        or CHANGED (the arrays do not have the form of the call; nothing was done). `state`, `table`
+        and `call` are the addresses of the state (`r2ccl.shm.layout`), of the table and of the
+        words of the call (`r2ccl.shm.message_layout`). `source_at` and `target_at` are addresses of
+        pointers to the data to send and to the memory that receives.
     """
 
     def direct(address: Any, table_at: Any, call_at: Any, source_at: Any, target_at: Any) -> Any:

@@ -1,10 +1,11 @@
 """Exchange of segments between the ranks of one host, over Unix sockets.
 
-Each rank listens at a random name in the abstract namespace, which leaves nothing behind, and each
-pair connects once: the higher rank dials. Ranks in different network namespaces do not reach each
-other, and those in different PID namespaces or of different users refuse each other, so containers
-are told apart by trying. Both ends prove that they know the secret of the job
-(`r2ccl.bootstrap.auth`) before they pass their descriptor.
+Each rank listens at a random name in the abstract namespace, which leaves no file behind, and each
+pair of ranks connects once: the higher rank connects to the lower one. Ranks in different network
+namespaces do not reach each other, and ranks in different PID namespaces or of different users
+refuse each other. The attempt therefore shows whether two ranks are in the same container. Both
+ends prove that they know the secret of the job (`r2ccl.bootstrap.auth`) before they pass their
+descriptor.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from r2ccl.types import AllgatherBytes
 
 _NAME_NBYTES = 16
 _CREDENTIALS = struct.Struct("iII")
-#: Seconds that one connection of a stranger may delay the others.
+#: Time limit in seconds for the handshake of one connection, which may not be from a rank.
 _HANDSHAKE_S = 5.0
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Place of this rank among those of the host.
+    """Place of this rank among the ranks of its host.
 
-    ``ranks`` has their numbers in the communicator, for messages; ``index`` is the place of this
-    rank in it. ``communicator`` is the communicator's id of 16 bytes.
+    ``ranks`` has the numbers of these ranks in the communicator, which messages name. ``index`` is
+    the index of this rank in ``ranks``. ``communicator`` is the id of the communicator, 16 bytes.
     """
 
     ranks: Sequence[int]
@@ -55,15 +56,15 @@ class Place(msgspec.Struct, frozen=True):
 def pass_segments(
     own: Segment, place: Place, exchange: AllgatherBytes, secret: Secret, timeout_s: float
 ) -> dict[int, Segment]:
-    """Exchange segments, of equal size, with all other ranks of the host.
+    """Pass this rank's segment to all other ranks of the host, and map the segments of these ranks.
 
     Parameters
     ----------
     own : Segment
-        This rank's segment; its descriptor stays open.
+        This rank's segment, of the same size on all ranks; its descriptor stays open.
     place : Place
     exchange : callable
-        Allgathers bytes between the ranks of `place`.
+        Allgathers bytes between the ranks of `place`; see `AllgatherBytes`.
     secret : Secret
     timeout_s : float
         Seconds to wait for each peer.
@@ -71,7 +72,7 @@ def pass_segments(
     Returns
     -------
     dict of int to Segment
-        By index in ``place.ranks``.
+        Segments of the other ranks, by index in ``place.ranks``. The caller closes them.
 
     Raises
     ------
@@ -138,7 +139,10 @@ def _accept_all(
     secret: Secret,
     until_s: float,
 ) -> None:
-    """Accept the connections of all higher ranks, and close those of others."""
+    """Accept the connections of all higher ranks, and store their segments in `found`.
+
+    Other connections are closed.
+    """
     missing = set(range(place.index + 1, len(place.ranks)))
     while missing:
         listener.settimeout(max(0.001, until_s - monotonic()))
@@ -177,7 +181,7 @@ def _check_process(connection: socket.socket) -> None:
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(packed)
     if uid != os.geteuid():
-        raise HandshakeRejected(f"a peer runs as user {uid}, expected is user {os.geteuid()}")
+        raise HandshakeRejected(f"a peer runs as user {uid}, this rank as user {os.geteuid()}")
     if pid == 0:
         raise HandshakeRejected("a peer runs in another PID namespace")
 

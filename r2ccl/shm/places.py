@@ -1,12 +1,12 @@
-"""Compiled steps that find the arrays which all ranks can reach; see `r2ccl.shm.symmetric`.
+"""Compiled steps that find arrays in memory which all ranks map; see `r2ccl.shm.symmetric`.
 
 The *place* of such an array is a word that has the same meaning on all ranks: the number of its
 segment and the offset in it. In the first round of a call, each rank publishes the places of its
 arrays in its header, so all ranks know how the call continues:
 
-- If all ranks that send have published places, peers reach the arrays directly.
-- If none has, data passes through slots.
-- If only some have, all ranks begin the call again, and publish no places then.
+- If all ranks that send have published places, peers access the arrays directly.
+- If none of them has, data passes through slots.
+- If only some of them have, all ranks begin the call again and then publish no places.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 
 @inlined
 def place_of(state: Any, start: Any, nbytes: Any) -> Any:
-    """Return the place of `nbytes` at address `start`; 0 if the peers cannot reach all of them."""
+    """Return the place of the `nbytes` bytes at address `start`; 0 if peers do not map them all."""
     rows = words_at(state[OWN_SYMMETRIC])
     low, high = 0, state[NSYMMETRIC]
     while low < high:
@@ -58,7 +58,7 @@ def place_of(state: Any, start: Any, nbytes: Any) -> Any:
 
 @inlined
 def publish_places(state: Any, source: Any, target: Any) -> None:
-    """Write the places of the input and of the output, or 0, into the header of the call."""
+    """Write the places of the input and of the output into this rank's header; 0 means none."""
     base = state[BASES + state[RANK]] + 8 * (state[NCALLS] & 1)
     store_release(base + INPUTS, source)
     store_release(base + OUTPUTS, target)
@@ -66,25 +66,28 @@ def publish_places(state: Any, source: Any, target: Any) -> None:
 
 @inlined
 def input_of(state: Any, peer: Any) -> Any:
-    """Return the address of the input of a rank, whose header has a place."""
+    """Return the address in this process of the input of rank `peer`; its header has the place."""
     return _address_of(state, peer, INPUTS)
 
 
 @inlined
 def output_of(state: Any, peer: Any) -> Any:
-    """Return the address of the output of a rank, whose header has a place."""
+    """Return the address in this process of the output of rank `peer`; its header has the place."""
     return _address_of(state, peer, OUTPUTS)
 
 
 @inlined
 def has_input(state: Any, peer: Any) -> Any:
-    """Return whether the header of a rank has a place for its input."""
+    """Return whether the header of rank `peer` has the place of its input."""
     return load_acquire(state[BASES + peer] + 8 * (state[NCALLS] & 1) + INPUTS) != 0
 
 
 @inlined
 def begin_anew(state: Any, total: Any) -> None:
-    """End the round in which the headers were compared, and begin the call again, with slots."""
+    """End the round in which the headers were compared; begin the call again, through slots.
+
+    `total` is the number of rounds that this rank needs.
+    """
     state[LAST] += 1
     state[NREPEATED] += 1
     begin(state, total)

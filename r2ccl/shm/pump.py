@@ -64,8 +64,8 @@ Pump = Callable[[int, int, int], int]
 def enter_sleep(bell: Any) -> Any:
     """Count this thread as sleeping; return the value of the bell, for `wait_for_bell`.
 
-    The caller must check once more for what it waits for before it sleeps: a peer that stores it
-    after that check sees the count, and rings the bell.
+    After this call and before it sleeps, the caller must check once more whether there is work. A
+    peer that stores new work after this check sees the count and rings the bell.
     """
     add(bell + WAITERS, 1)
     fence()
@@ -74,9 +74,10 @@ def enter_sleep(bell: Any) -> Any:
 
 @inlined
 def wait_for_bell(address: Any, table_at: Any, bell: Any, seen: Any) -> Any:
-    """Sleep until a peer rings the bell, for `SLEEP_S` at most; return whether one has rung.
+    """Sleep until a peer rings the bell, but not longer than the state allows (`SLEEP_S`).
 
-    Return False, too, and clear WOKEN, if a thread of this rank has set it.
+    `seen` is the result of `enter_sleep`. Return whether a peer has rung the bell. If a thread of
+    this rank has set WOKEN, clear WOKEN and return False.
     """
     futex_wait(bell, seen, address + 8 * SLEEP_S)
     if load_acquire(table_at + 8 * WOKEN) != 0:
@@ -87,13 +88,13 @@ def wait_for_bell(address: Any, table_at: Any, bell: Any, seen: Any) -> Any:
 
 @inlined
 def leave_sleep(bell: Any) -> None:
-    """Count this thread as awake again, after `enter_sleep`."""
+    """Stop counting this thread as sleeping; call it once after each `enter_sleep`."""
     add(bell + WAITERS, -1)
 
 
 @inlined
 def rest(state: Any, nidle: Any, limit: Any) -> Any:
-    """Pause or yield after idle round `nidle`; return False if the thread has to sleep instead.
+    """Pause or yield after idle round `nidle`, and return True; False if the thread has to sleep.
 
     `limit` is the result of `number_of_pauses`.
     """
@@ -110,7 +111,10 @@ def rest(state: Any, nidle: Any, limit: Any) -> Any:
 
 @inlined
 def _scan(state: Any, table: Any, table_at: Any) -> Any:
-    """Move one piece to and from each peer; return an event."""
+    """Move one piece of a long message to and from each peer; return an event.
+
+    Stop at the first peer with an event other than MOVED.
+    """
     event = IDLE
     nranks = table[TABLE_NRANKS]
     for step in range(nranks):
@@ -146,14 +150,15 @@ def _scan(state: Any, table: Any, table_at: Any) -> Any:
 
 
 def make_pump() -> Pump:
-    """Return the loop, for `r2ccl.kernels.native`.
+    """Return the function ``pump``, which `r2ccl.kernels.native` compiles.
 
     Returns
     -------
     callable
-        ``pump(state, table, is_waiting)``; returns one of the events in `message_layout`: that of
-        one peer, or MOVED, or IDLE if nothing moves. With `is_waiting`, it first waits up to some
-        milliseconds until something moves.
+        ``pump(state, table, is_waiting)``; returns one of the events in `r2ccl.shm.message_layout`:
+        an event of one peer, or MOVED, or IDLE if no data can move. `state` and `table` are
+        addresses. With `is_waiting`, the function waits up to some milliseconds for an event before
+        it returns IDLE.
     """
 
     def pump(address: Any, table_at: Any, is_waiting: Any) -> Any:
@@ -190,13 +195,14 @@ def make_pump() -> Pump:
 
 
 def make_put() -> Callable[[int, int, int, int, int, int, int, int], int]:
-    """Return the function that puts a frame, for `r2ccl.kernels.native`.
+    """Return the function that puts a frame, which `r2ccl.kernels.native` compiles.
 
     Returns
     -------
     callable
         ``put(table, peer, kind, tag, ident, size, source, nbytes)``; see `r2ccl.shm.frames.put`.
-        Returns 1; or 0 if there is no room: then `pump` returns ROOM once there is.
+        `table` is the address of the table. Returns 1 if the frame was put. Returns 0 if the ring
+        has no room; ``pump`` then returns ROOM when it has room for this frame.
     """
 
     def put_frame(
@@ -214,12 +220,13 @@ def make_put() -> Callable[[int, int, int, int, int, int, int, int], int]:
 
 
 def make_consume() -> Callable[[int, int, int], int]:
-    """Return the function that takes the next frame of a peer, for `r2ccl.kernels.native`.
+    """Return the function that takes the next frame of a peer; `r2ccl.kernels.native` compiles it.
 
     Returns
     -------
     callable
-        ``consume(table, peer, nbytes)``; see `r2ccl.shm.frames.consume`.
+        ``consume(table, peer, nbytes)``; see `r2ccl.shm.frames.consume`. `table` is the address of
+        the table. Returns 0.
     """
 
     def consume_frame(table_at: Any, peer: Any, nbytes: Any) -> Any:
@@ -230,13 +237,14 @@ def make_consume() -> Callable[[int, int, int], int]:
 
 
 def make_begin() -> Callable[[int, int, int, int, int, int], int]:
-    """Return the function that begins to move a long message, for `r2ccl.kernels.native`.
+    """Return the function that begins to move a long message; `r2ccl.kernels.native` compiles it.
 
     Returns
     -------
     callable
         ``begin(table, peer, data, nbytes, is_in, least_streamed)``; `data` is the address of the
-        data to send to the peer or, with `is_in`, of the memory that receives.
+        data to send to the peer or, with `is_in`, of the memory that receives. A message received
+        with at least `least_streamed` bytes is written without storing it in the caches. Returns 0.
     """
 
     def begin(
@@ -253,7 +261,7 @@ def make_begin() -> Callable[[int, int, int, int, int, int], int]:
 
 
 def make_ring() -> Callable[[int], int]:
-    """Return the function that rings the bell at an address, for `r2ccl.kernels.native`."""
+    """Return the function that rings the bell at an address; `r2ccl.kernels.native` compiles it."""
 
     def ring(bell: Any) -> int:
         ring_bell(bell)

@@ -35,7 +35,12 @@ Words = npt.NDArray[np.int64]
 
 
 class RingFrame(NamedTuple):
-    """Frame of a peer; its `data` is borrowed from the ring until `Rings.consume`."""
+    """Frame of a peer.
+
+    ``kind`` is a number of `EnvelopeKind`, ``dtype`` a dtype code. ``ident`` is the number of the
+    message, and ``size`` the size of the whole message in bytes. ``data`` has the bytes in this
+    frame; it is borrowed from the ring until `Rings.consume`.
+    """
 
     kind: int
     dtype: int
@@ -46,7 +51,10 @@ class RingFrame(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """Array that a direct call sends or receives into; its peer, dtype code and tag."""
+    """Array that a direct call sends or receives into; its peer, dtype code and tag.
+
+    In a receive, the tag -1 stands for any tag.
+    """
 
     array: npt.NDArray[Any]
     peer: int
@@ -57,21 +65,29 @@ class Operand(NamedTuple):
 class Rings:
     """Rings of one rank to and from all other ranks of its host.
 
-    One thread at a time may call its methods, except `wake`. Ranks are numbered as in the group.
-    The memory of a long message is borrowed until an event says that all of it has moved.
+    Only one thread at a time may call the methods, except `wake`. `rank` and `peer` are indices of
+    ranks in the group. The memory of a long message is borrowed until `pump` returns SENT_ALL or
+    RECEIVED_ALL for its peer.
 
     Parameters
     ----------
     rank : int
     own : Segment
+        Segment of this rank; borrowed until `close`.
     peers : mapping of int to Segment
+        Segments of the other ranks; borrowed until `close`.
     state : array of int64
-        State of this rank for waits in the rings, see `r2ccl.shm.layout`; owned.
+        State of this rank for waits in the rings, see `r2ccl.shm.layout`. No other object may use
+        it.
 
     Attributes
     ----------
     ring_nbytes : int
         Size of each ring in bytes. A frame takes at most half of it.
+    state, table : int
+        Addresses of the state and of the table, for `direct`.
+    direct : callable
+        Compiled function of `r2ccl.shm.one_message.make_direct`.
     """
 
     def __init__(self, rank: int, own: Segment, peers: Mapping[int, Segment], state: Words) -> None:
@@ -119,7 +135,7 @@ class Rings:
         self._taken_from[peer] = _taken(self._own, peer)
 
     def allocate(self, peer: int) -> None:
-        """Allocate the memory of the ring to `peer`, unless it is allocated.
+        """Allocate the memory of the ring to `peer`, unless it is allocated already.
 
         Raises
         ------
@@ -133,12 +149,16 @@ class Rings:
     # Frames
 
     def new_ident(self) -> int:
-        """Return a new number for a message of this rank."""
+        """Return a number that no earlier message of this rank has."""
         self._table[layout.IDENT] += 1
         return int(self._table[layout.IDENT])
 
     def admits(self, peer: int, nbytes: int) -> bool:
-        """Return whether a short message of `nbytes` may be sent to `peer` now; if so, count it."""
+        """Return whether a short message of `nbytes` bytes may be sent to `peer` now.
+
+        If so, count it as sent. The bytes of short messages that receives of the peer have not
+        taken yet are limited.
+        """
         words = self._words[peer]
         untaken = int(words[layout.SENT]) - int(self._taken_by[peer][0])
         if not self.fits(nbytes) or untaken + nbytes > MOST_UNTAKEN:
@@ -147,21 +167,25 @@ class Rings:
         return True
 
     def fits(self, nbytes: int) -> bool:
-        """Return whether a frame may have `nbytes` of data."""
+        """Return whether a frame with `nbytes` bytes of data takes at most half of a ring."""
         return layout.FRAME_NBYTES + nbytes <= self.ring_nbytes // 2
 
     def put(
         self, peer: int, kind: int, dtype: int, tag: int, ident: int, size: int,
         data: memoryview | bytes = b"",
     ) -> bool:  # fmt: skip
-        """Put a frame into the ring to `peer`; if there is no room, return False.
+        """Put a frame into the ring to `peer`; see `RingFrame` for the parameters.
 
-        `pump` then returns ROOM once there is room.
+        Returns
+        -------
+        bool
+            True if the frame was put. False if the ring has no room; `pump` then returns ROOM when
+            it has room for this frame.
 
         Raises
         ------
         TransportError
-            As `allocate`.
+            If there is no memory for the ring.
         """
         self.allocate(peer)
         source = _address(data)
@@ -169,11 +193,11 @@ class Rings:
         return bool(self._put(self.table, peer, word, tag, ident, size, source, len(data)))
 
     def want(self, peer: int, nbytes: int) -> None:
-        """Let `pump` return ROOM once there is room for a frame with `nbytes` to `peer`."""
+        """Let `pump` return ROOM when the ring to `peer` has room for `nbytes` bytes of data."""
         self._words[peer][layout.WANTED] = nbytes + 1
 
     def frame(self) -> RingFrame:
-        """Return the frame that the last event, FRAME, is about."""
+        """Return the next frame of `peer`, after `pump` has returned FRAME."""
         data, words = self._data[self.peer], self._words[self.peer]
         at = int(words[layout.TAIL]) % self.ring_nbytes
         word, tag, ident, size, nbytes = data[at : at + 40].view(np.int64).tolist()
@@ -184,51 +208,55 @@ class Rings:
         return RingFrame(word & KIND_MASK, word >> KIND_BITS, tag, ident, size, piece)
 
     def consume(self, peer: int, nbytes: int) -> None:
-        """Take the frame that `frame` returned, of `nbytes` of data, out of the ring of `peer`."""
+        """Remove the frame that `frame` returned from the ring of `peer`.
+
+        `nbytes` is the length of its data.
+        """
         self._consume(self.table, peer, nbytes)
 
     def took(self, peer: int, nbytes: int) -> None:
-        """Count bytes of a short message of `peer` that a receive has taken."""
+        """Tell `peer` that a receive has taken a short message of `nbytes` bytes from it."""
         self._words[peer][layout.TAKEN] += nbytes
         self._taken_from[peer][0] = self._words[peer][layout.TAKEN]
 
     # Long messages
 
     def send_data(self, peer: int, view: memoryview) -> None:
-        """Begin to put `view`, which is not empty, into the ring to `peer`."""
+        """Begin to send the bytes of `view`, which is not empty, to `peer`; `pump` moves them."""
         self._begin(self.table, peer, _address(view), len(view), 0, 0)
 
     def receive_data(self, peer: int, view: memoryview) -> None:
-        """Begin to receive into `view`, which is not empty, from the ring of `peer`."""
+        """Begin to receive from `peer` into `view`, which is not empty; `pump` moves the bytes."""
         least = self._least_streamed
         self._begin(self.table, peer, _address(view), len(view), 1, least)
 
     def forget(self) -> None:
-        """Stop moving the data of all messages."""
+        """Stop moving the data of all long messages, whose memory is no longer borrowed."""
         for words in self._words.values():
             words[layout.OUT_LEFT] = words[layout.IN_LEFT] = words[layout.WANTED] = 0
 
     # Progress
 
     def pump(self, is_waiting: bool) -> int:
-        """Move data until an event; return the event, see `r2ccl.shm.message_layout`.
+        """Move data until an event occurs; return the event, see `r2ccl.shm.message_layout`.
 
-        If `is_waiting`, wait some milliseconds for something to move, without the GIL.
+        The property `peer` is the peer of the event. If there is no event and no data can move,
+        return IDLE; with `is_waiting`, wait up to some milliseconds before, without the GIL.
         """
         return self._pump(self.state, self.table, is_waiting)
 
     @property
     def peer(self) -> int:
-        """Peer that the last event is about."""
+        """Peer of the last event that `pump` returned."""
         return int(self._table[layout.PEER])
 
     def wake(self) -> None:
-        """Make a thread of this rank that waits in compiled code return; for any thread to call."""
+        """Make a thread of this rank that waits in compiled code return; any thread may call it."""
         self._table[layout.WOKEN] = 1
         self._ring(self._bell)
 
     def close(self) -> None:
-        """Drop the views of the memory, so that it can be freed; no call may follow."""
+        """Drop the views of the segments, so that these can be freed; no call may follow."""
         for views in (self._data, self._taken_by, self._taken_from):
             views.clear()
 
@@ -240,11 +268,24 @@ class DirectCall:
     ----------
     rings : Rings
     sent, received : Operand or None
+        What the call sends, and into what it receives; None if it does not.
     is_short : bool
-        Whether the message can be sent in its envelope.
+        True if the message can be sent in its first frame.
     has_form : bool
-        Whether each call checks that its arrays have the form of those given here; otherwise these
-        must be passed again.
+        True: each call may pass other arrays, and checks that they have the form of the arrays
+        given here. False: each call must pass the arrays given here.
+
+    Attributes
+    ----------
+    words : ndarray of int64
+        Words of the call, see `r2ccl.shm.message_layout`.
+    at : int
+        Address of `words`.
+
+    Raises
+    ------
+    TransportError
+        If there is no memory for a ring.
     """
 
     def __init__(
@@ -280,7 +321,7 @@ def preload_rings() -> None:
     Raises
     ------
     ImportError, TransportError
-        As for `r2ccl.kernels.native.callable_of`.
+        If `r2ccl.kernels.native.callable_of` raises it.
     """
     for maker in (_PUMP, _PUT, _CONSUME, _RING, _BEGIN, _DIRECT):
         callable_of(maker)

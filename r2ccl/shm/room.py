@@ -1,7 +1,7 @@
-"""Memory that is left on this host, so that too large an allocation is refused before it begins.
+"""Memory that is left on this host, so that an allocation that is too large can be refused.
 
-In a full cgroup, the kernel does not refuse pages of shared memory, but kills a process. The files
-of both versions of cgroups are read (cgroups(7)).
+If a cgroup is full, the kernel does not refuse pages of shared memory, but kills a process. The
+files of both versions of cgroups are read (cgroups(7)).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _VERSIONS = (
 def room_nbytes(root: Path = Path("/")) -> int:
     """Return the memory in bytes that this process can use without swapping or being killed.
 
-    It is the least that is left on the host and in each cgroup of the process.
+    The result is the smallest of the amounts that are left on the host and in each cgroup of the
+    process; 2**62 if none of them can be read.
 
     Parameters
     ----------
@@ -43,7 +44,7 @@ def room_nbytes(root: Path = Path("/")) -> int:
 def _left_in_cgroups(
     root: Path, path: PurePosixPath, mount: str, limit: str, use: str, cached: str
 ) -> Iterator[int]:
-    """Yield the bytes left below each limit of a cgroup and of those that contain it."""
+    """Yield the bytes left in the cgroup at `path`, and in each cgroup that contains it."""
     for each in (path, *path.parents):
         place = root / "sys/fs/cgroup" / mount / str(each).lstrip("/")
         with suppress(OSError, ValueError):  # no such file at the root, or no limit: "max"
@@ -59,7 +60,7 @@ def _number(file: Path, name: str) -> int:
     OSError
         If the file cannot be read.
     ValueError
-        If it has no such line.
+        If the file has no such line.
     """
     for line in file.read_text().splitlines():
         if line.split()[0] == name:

@@ -1,4 +1,4 @@
-"""Steps that all compiled collectives share: begin a call, compare it with the peers', copy."""
+"""Steps that all compiled collectives share: begin a call, compare the calls of all ranks, copy."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ from r2ccl.shm.waiting import wait
 
 @inlined
 def fits(form: Any, source_at: Any, target_at: Any) -> Any:
-    """Return whether two arrays have a form, or one that only lies elsewhere.
+    """Return whether two arrays have a form that `r2ccl.shm.arrays.form_of` returned.
+
+    Their addresses may differ from those of the arrays of the form. Their distance may differ only
+    if neither pair overlaps.
 
     Parameters
     ----------
     form : int64
-        Address of a form, see `r2ccl.shm.arrays.form_of`; 0: all arrays have it.
+        Address of the form; 0: return True for all arrays.
     source_at, target_at : int64
         Addresses of the pointers to the data in two array objects.
     """
@@ -73,9 +76,10 @@ def begin(state: Any, total: Any) -> None:
 
 @inlined
 def write_header(state: Any, address: Any, signature: Any) -> Any:
-    """Write the header of the call and return True; the first stage slot is then free.
+    """Write the header of the call and return True; the first stage slot of the call is then free.
 
-    Returns False, and writes nothing, if the slot is not free yet: AWAITED still reads it.
+    If the slot is not free, because the peer AWAITED still reads it, write nothing and return
+    False.
     """
     oldest = state[LAST] + 1 - NSLOTS
     if state[SAFE] < oldest:
@@ -94,8 +98,8 @@ def write_header(state: Any, address: Any, signature: Any) -> Any:
 def compare_headers(state: Any, address: Any, signature: Any) -> Any:
     """Compare the headers of all ranks, and set the number of rounds to the largest in them.
 
-    Returns FINISHED if all signatures are equal, DIFFERS if that of AWAITED is not this rank's, and
-    WAITING if AWAITED has not posted its header yet.
+    Return FINISHED if all signatures are equal, DIFFERS if the signature of the peer AWAITED is not
+    that of this rank, and WAITING if the peer AWAITED has not posted its header yet.
     """
     first = state[LAST] + 1
     if not wait_for_all(state, address, POSTED, first):
@@ -114,7 +118,10 @@ def compare_headers(state: Any, address: Any, signature: Any) -> Any:
 
 @inlined
 def wait_for_all(state: Any, address: Any, offset: Any, value: Any) -> Any:
-    """Wait until the word at `offset` of every peer is at least `value`; return whether it is."""
+    """Wait until the word at `offset` of every peer's segment is at least `value`.
+
+    Return True if it is. Return False if the wait for a peer, then AWAITED, ended before.
+    """
     for peer in range(state[NRANKS]):
         if peer != state[RANK] and not wait(state, address, state[BASES + peer] + offset, value):
             state[AWAITED] = peer
@@ -124,7 +131,11 @@ def wait_for_all(state: Any, address: Any, offset: Any, value: Any) -> Any:
 
 @inlined
 def copy(target: Any, source: Any, nbytes: Any, is_streamed: Any) -> None:
-    """Copy to a result; past the caches if `is_streamed`, as it is too large to stay there."""
+    """Copy `nbytes` bytes to address `target`, which is in an output.
+
+    With `is_streamed`, the bytes are not stored in the caches, because the output is too large for
+    them.
+    """
     if not is_streamed or nbytes < 4096:
         copy_bytes(target, source, nbytes)
         return

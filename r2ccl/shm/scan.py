@@ -2,8 +2,9 @@
 
 In each round, a rank takes the next piece of the reduction of all ranks below it from the stage
 slot of the rank below, combines it with its own input, and puts the result into its own stage slot.
-A rank feeds the rank above one round before it writes its own output. For each byte of its input,
-it reads at most three bytes and writes two, for any number of ranks.
+A rank puts a piece into its slot, for the rank above, one round before it writes this piece to its
+own output. For each byte of its input, it reads at most three bytes and writes two, for any number
+of ranks.
 """
 
 from __future__ import annotations
@@ -44,18 +45,20 @@ Scan = Callable[[int, int, int, int, int, int, int, int, int, int], int]
 
 
 def make_scan() -> Scan:
-    """Return the pipeline, for `r2ccl.kernels.native`.
+    """Return the function ``scan``, which `r2ccl.kernels.native` compiles.
 
     Returns
     -------
     callable
         ``scan(state, source_at, target_at, form, nbytes, piece, is_exclusive, kernel, signature,
-        flags)``; returns one of the results in `layout`. `state` is the address of the state;
-        `source_at` and `target_at` are addresses of pointers to the input and the output, of
-        `nbytes` bytes, which may be equal. `form` is that of the two arrays, or 0, see
-        `r2ccl.shm.rounds.fits`. Pieces have at most `piece` bytes, a multiple of 64 and at most
-        `SLOT_NBYTES`. With `is_exclusive`, a rank's input is not part of its output, and rank 0 has
-        none. `kernel` is the address of a kernel of `r2ccl.kernels.fold`, `flags` is 0 or `RESUME`.
+        flags)``; returns one of the results in `r2ccl.shm.layout`. `state` is the address of the
+        state. `source_at` and `target_at` are addresses of pointers to the input and the output,
+        which have `nbytes` bytes each and may be the same array. `form` is the address of the form
+        of the two arrays, or 0, see `r2ccl.shm.rounds.fits`. Pieces have at most `piece` bytes, a
+        multiple of 64 and at most `SLOT_NBYTES`. With `is_exclusive`, the call is an exscan: a
+        rank's input is not part of its output, and the output of rank 0 keeps its values. `kernel`
+        is the address of a kernel of `r2ccl.kernels.fold`. `signature` is the packed signature of
+        the call, which must be equal on all ranks. `flags` is 0 or `RESUME`.
     """
 
     def scan(

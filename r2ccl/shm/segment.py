@@ -1,9 +1,10 @@
 """Memory that ranks of one host share: made by one rank, mapped by the others.
 
 A segment is an anonymous file in memory (memfd), which has no name in any file system and is freed
-with the last process that maps it. Its size is sealed, so no rank can make another one fault by
-shrinking it, and its pages are allocated at once, so a full file system or memory cgroup is an
-error before the first call. The rings for messages are allocated later, when they are first used.
+with the last process that maps it. Its size is sealed, so that no rank can shrink it and thereby
+cause a fault in another rank. Its pages are allocated when it is made, so that a lack of memory is
+an error before the first call. Only the rings for messages are allocated later, when they are first
+used.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ class Segment:
     Parameters
     ----------
     descriptor : int
-        Descriptor of the memfd; the segment owns it and closes it when it is no longer needed.
+        Descriptor of the memfd. The segment owns it: `close_descriptor`, `release` and `close`
+        close it, and so does a constructor that fails.
     nbytes : int
-        Size that the memory must have.
+        Size that the memory must have, in bytes.
     nranks : int
         If above 0, the memory consists of `SEGMENT_NBYTES` bytes for collectives, and of the memory
-        for messages of `nranks` ranks.
+        for messages between `nranks` ranks.
 
     Raises
     ------
     TransportError
-        If the memory is not sealed or has another size, or cannot be mapped.
+        If the memory is not sealed, has another size, or cannot be mapped.
     """
 
     def __init__(self, descriptor: int, nbytes: int, nranks: int = 0) -> None:
@@ -75,7 +77,7 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """Make a segment of zeros; `nbytes` must be a multiple of the size of a page.
+        """Make a segment of `nbytes` zero bytes; `nbytes` must be a multiple of the page size.
 
         Raises
         ------
@@ -88,17 +90,25 @@ class Segment:
     def create_of_group(cls, nranks: int) -> Segment:
         """Make a segment of zeros for collectives and messages of `nranks` ranks.
 
-        The rings for messages take no memory yet. Raises as `create`.
+        The rings for messages take no memory before `allocate_ring`.
+
+        Raises
+        ------
+        TransportError
+            If there is no memory, or no descriptor is free.
         """
         nbytes = SEGMENT_NBYTES + memory_nbytes(nranks)
         return cls(_make(nbytes, SEGMENT_NBYTES + rings_at(nranks)), nbytes, nranks)
 
     def of_peer(self, descriptor: int) -> Segment:
-        """Map a peer's segment, of the same size and structure as this one; raises as the class."""
+        """Return the mapped segment of a peer, which has the same size and structure as this one.
+
+        The result owns `descriptor`. The constructor of the class describes the errors.
+        """
         return Segment(descriptor, self.nbytes, self.nranks)
 
     def allocate_ring(self, peer: int) -> None:
-        """Allocate the memory of the owner's ring to `peer`.
+        """Allocate the memory of the ring from the owner of the segment to rank `peer`.
 
         Raises
         ------
@@ -121,21 +131,24 @@ class Segment:
             self.descriptor = -1
 
     def close(self) -> None:
-        """Unmap the memory. No thread may use it any more."""
+        """Close the descriptor and unmap the memory, which no thread may use any more."""
         self.release()
         self.mapping.close()
         if self._rings is not None:
             self._rings.close()
 
     def release(self) -> None:
-        """Unmap the memory once no array uses it any more."""
+        """Close the descriptor and drop the views `data`, `words` and `messages`.
+
+        The memory stays mapped until this object and all arrays of the memory are deleted.
+        """
         self.close_descriptor()
         nothing: Any = np.empty(0, np.uint8)
         self.data, self.words, self.messages = nothing, nothing.view(np.int64), nothing
 
 
 def _make(nbytes: int, nallocated: int) -> int:
-    """Return the descriptor of sealed memory of `nbytes`; allocate the first `nallocated`."""
+    """Return the descriptor of sealed memory of `nbytes` bytes; allocate the first `nallocated`."""
     try:
         descriptor = os.memfd_create("r2ccl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as exc:
@@ -154,8 +167,9 @@ def _check(descriptor: int, nbytes: int) -> None:
     seals, found = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS), os.fstat(descriptor).st_size
     if seals & _SEALS != _SEALS or found != nbytes:
         raise TransportError(
-            f"a peer passed memory of {found} bytes with seals {seals:#x}, expected are "
-            f"{nbytes} bytes with {_SEALS:#x}: run the same version of r2ccl on all ranks"
+            f"a peer passed shared memory of {found} bytes with seals {seals:#x}, but this rank "
+            f"expects {nbytes} bytes with seals {_SEALS:#x}; run the same version of r2ccl on all "
+            "ranks"
         )
 
 

@@ -22,7 +22,7 @@ BLOCK_NBYTES = 8192
 def reduce_share(
     state: Any, sources: Any, nbytes: Any, kernel: Any, scratch: Any, is_streamed: Any
 ) -> None:
-    """Reduce this rank's share of an allreduce from the inputs to the outputs of all ranks.
+    """Reduce this rank's share of an allreduce, from the inputs to the outputs of all ranks.
 
     Parameters
     ----------
@@ -30,13 +30,13 @@ def reduce_share(
     sources : int64
         Address of space for the addresses of the kernel's sources.
     nbytes : int64
-        Size of each input.
+        Size of each input in bytes.
     kernel : int64
         Address of a kernel of `r2ccl.kernels.fold`.
     scratch : int64
         Address of `BLOCK_NBYTES` bytes that no other rank reads.
     is_streamed : bool
-        Write the outputs past the caches.
+        Write the outputs without storing them in the caches.
     """
     rank, nranks = state[RANK], state[NRANKS]
     kernel_sources = words_at(sources)
@@ -57,7 +57,11 @@ def reduce_share(
 def reduce_inputs(
     state: Any, sources: Any, offset: Any, kernel: Any, target: Any, nbytes: Any
 ) -> None:
-    """Reduce `nbytes` of the inputs of all ranks, from `offset` on, to address `target`."""
+    """Reduce `nbytes` bytes of the inputs of all ranks, from `offset` on, to address `target`.
+
+    `sources` is the address of space for the addresses of the kernel's sources, and `kernel` the
+    address of a kernel of `r2ccl.kernels.fold`.
+    """
     nranks = state[NRANKS]
     kernel_sources = words_at(sources)
     for peer in range(nranks):
@@ -69,10 +73,11 @@ def reduce_inputs(
 def copy_inputs(
     state: Any, senders: Any, offset: Any, target: Any, step: Any, nbytes: Any, is_streamed: Any
 ) -> None:
-    """Copy `nbytes` of the input of each sender, from `offset` on; of rank s to target + s * step.
+    """Copy `nbytes` bytes, from `offset` on, of the input of each rank in the range `senders`.
 
-    Each rank begins with its own part and goes on with that of the next rank, so the ranks do not
-    all read the same memory at a time.
+    The bytes of rank s are copied to address ``target + s * step``. Each rank begins with its own
+    part and continues with that of the next rank, so that the ranks do not all read the same memory
+    at the same time.
     """
     rank, nranks = state[RANK], state[NRANKS]
     for number in range(nranks):

@@ -1,12 +1,13 @@
-"""Memory for arrays that all ranks of a group reach directly: the class `SymmetricMemory`.
+"""Memory for arrays that all ranks of a group access directly: the class `SymmetricMemory`.
 
-Every rank makes one segment per call of `allocate` and maps those of the peers. Compiled code finds
-the segment of an array by its address (`r2ccl.shm.places`), so views and slices are found as well.
+In each call of `allocate`, every rank makes one segment and maps the segments of its peers.
+Compiled code finds the segment of an array by the array's address (`r2ccl.shm.places`), so views
+and slices are found as well.
 
-A rank's own memory stays mapped as long as the group or an array needs it. The group frees a
-segment when it is closed, or once all ranks have dropped their arrays in it, which they tell each
-other in the next `allocate`. Until then its addresses are not used again, so no other array can be
-mistaken for one in it.
+A rank's own segment stays mapped as long as the group or an array needs it. The group frees a
+segment when the group is closed, or when all ranks have dropped their arrays in the segments of one
+`allocate`; they tell each other in the next `allocate`. Until then the addresses of the segment are
+not used again, so no other array can be mistaken for one in it.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from r2ccl.shm.room import room_nbytes
 from r2ccl.shm.segment import Segment
 from r2ccl.types import AllgatherBytes
 
-#: Maximum number of segments at a time.
+#: Maximum number of segments that a rank of a group can have at a time.
 MAX_NSEGMENTS = 1024
 _SIZES = struct.Struct("qq")
 _PROBLEM_NBYTES = 256
 
 
 class _Memory:
-    """Memory of the arrays of one `allocate`; it lives as long as one of them."""
+    """Owner of the arrays that one `allocate` returned; it lives as long as one of them."""
 
     def __init__(self, mapping: Mapping) -> None:
         self.__array_interface__ = mapping.__array_interface__
@@ -49,21 +50,23 @@ class _Shared(NamedTuple):
 
     own: Segment
     peers: dict[int, Segment]
-    #: None once this rank has dropped its arrays.
+    #: Returns None after this rank has dropped its arrays.
     memory: Callable[[], _Memory | None]
 
 
 class SymmetricMemory:
-    """Segments of one group for arrays that all ranks reach.
+    """Segments of one group for arrays that all ranks access directly.
 
     Parameters
     ----------
     state : ndarray of int64
-        State of compiled code, see `r2ccl.shm.layout`.
+        State of compiled code, see `r2ccl.shm.layout`, into which the addresses of the tables of
+        segments are written; borrowed.
     place : Place
     secret : Secret
+        Secret of the job.
     timeout_s : float
-        Seconds that `allocate` waits for a peer.
+        Seconds that `allocate` waits for each peer.
     """
 
     def __init__(
@@ -79,16 +82,22 @@ class SymmetricMemory:
     def allocate(
         self, nbytes: int, exchange: AllgatherBytes, in_turn: Callable[[Callable[[], None]], None]
     ) -> npt.NDArray[np.uint8]:
-        """Return zeros that peers reach, of at least `nbytes` bytes, at the beginning of a page.
+        """Return an array of zero bytes in new memory that all ranks map.
 
         Parameters
         ----------
         nbytes : int
-            Equal on all ranks.
+            Minimum size of the array in bytes, equal on all ranks; it is rounded up to whole pages.
         exchange : callable
-            Allgathers bytes between the ranks of the group.
+            Allgathers bytes between the ranks of the group; see `AllgatherBytes`.
         in_turn : callable
-            Calls a function while no call runs in the group.
+            Calls a function at a time when no call runs in the group.
+
+        Returns
+        -------
+        ndarray of uint8
+            Begins at the beginning of a page. Its memory is freed some time after the array, and
+            all arrays made of it, were deleted on all ranks.
 
         Raises
         ------
@@ -118,7 +127,8 @@ class SymmetricMemory:
     def withdraw(self, output: npt.NDArray[Any]) -> None:
         """Make an output private after a failed call, because peers may still write to it.
 
-        Its elements are zero afterwards. The group must not be used any more.
+        Its elements are zero afterwards. An output outside of the segments is not changed. The
+        group must not be used any more.
         """
         start = int(output.ctypes.data)
         for each in self._shared.values():
@@ -127,7 +137,7 @@ class SymmetricMemory:
                 each.own.mapping.withdraw(start, start + output.nbytes)
 
     def close(self) -> None:
-        """Unmap the peers' memory; this rank's stays mapped as long as arrays need it."""
+        """Unmap the segments of the peers; those of this rank stay mapped while arrays use them."""
         self._free(frozenset(self._shared))
 
     def _free_dropped(
@@ -142,7 +152,7 @@ class SymmetricMemory:
             in_turn(partial(self._free, frozenset(map(int, np.flatnonzero(common)))))
 
     def _check(self, size: int, exchange: AllgatherBytes) -> None:
-        """Raise on all ranks if their sizes differ, or memory or segments do not suffice."""
+        """Raise an error on all ranks if sizes differ, or memory or segments do not suffice."""
         told = [_SIZES.unpack(each) for each in exchange(_SIZES.pack(size, room_nbytes()))]
         sizes, room = [each[0] for each in told], min(each[1] for each in told)
         ranks = self._place.ranks
@@ -166,7 +176,7 @@ class SymmetricMemory:
             )
 
     def _create(self, size: int, exchange: AllgatherBytes) -> Segment:
-        """Create this rank's segment; raise on all ranks if one of them cannot."""
+        """Create this rank's segment; raise an error on all ranks if one of them cannot."""
         own, problem = None, ""
         try:
             own = Segment.create(size)
@@ -194,7 +204,7 @@ class SymmetricMemory:
                 peer.close()
 
     def _publish(self) -> None:
-        """Give compiled code the tables of the segments; no call may run."""
+        """Write the tables of the segments, for compiled code; no call may run meanwhile."""
         nranks = len(self._place.ranks)
         rows = sorted(
             (each.own.address, each.own.address + each.own.nbytes, number)

@@ -3,13 +3,13 @@
 A wait has three phases: `pause` in a loop, ``sched_yield`` in a loop, sleep in the kernel. With a
 core for each rank, a thread pauses for long and never yields, because a yield to a background
 process may take milliseconds. With more ranks than cores it pauses briefly and then yields. The
-number of pauses grows while they suffice and shrinks while they do not, so it also adapts to two
-ranks that the scheduler has put on one core, to a busy neighbour, and to a peer that computes for
-long.
+number of pauses grows as long as waits end during the pauses, and shrinks as long as they do not.
+It therefore also adapts to two ranks that the scheduler has put on one core, to another busy
+process, and to a peer that computes for a long time.
 
-The sleep ends after `SLEEP_NS`, and when the thread receives a signal. The compiled call then
-returns `WAITING`, so that its caller, in Python, handles signals, deadlines and failures and
-continues it.
+The sleep ends after the time in the state (`SLEEP_S`, `SLEEP_NS`), or when the thread receives a
+signal. The compiled call then returns `WAITING`, so that its caller, in Python, handles signals,
+deadlines and failures and continues the call.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def publish(word: Any, value: Any) -> None:
 
 @inlined
 def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
-    """Move to the CPU `HOME` if the owner of `word` waits on the CPU of this thread.
+    """Move this thread to the CPU `HOME` if the owner of `word` waits on this thread's CPU.
 
     The scheduler often wakes a thread on the CPU of the thread that wakes it. Two ranks that share
-    a CPU wait for each other's time slices, and stay, because both sleep. The set of CPUs on which
-    this thread may run is not changed.
+    a CPU wait for each other's time slices, and stay on this CPU, because both sleep. The set of
+    CPUs on which this thread may run is the same afterwards.
     """
     home = state[HOME]
     if home < 0:
@@ -94,7 +94,10 @@ def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
 
 @inlined
 def number_of_pauses(state: Any, address: Any, word: Any) -> Any:
-    """Return how often a wait for the owner of `word` may pause; `word` is in its first page."""
+    """Return how often a wait for the owner of `word` may pause.
+
+    `word` is an address in the first page of the owner's segment.
+    """
     if state[MISSES] < _PROBE_EVERY:
         return state[SPIN]
     leave_cpu_of_peer(state, address, word)
@@ -104,7 +107,10 @@ def number_of_pauses(state: Any, address: Any, word: Any) -> Any:
 
 @inlined
 def note_pauses(state: Any, limit: Any, has_sufficed: Any) -> None:
-    """Adapt the number of pauses after a wait of at most `limit` pauses."""
+    """Adapt the number of pauses after a wait of at most `limit` pauses.
+
+    `has_sufficed` is True if the wait ended during the pauses.
+    """
     if has_sufficed:
         state[SPIN] = min(state[SPIN_MAX], max(limit, 2 * state[SPIN]))
         state[MISSES] = 0
@@ -115,9 +121,9 @@ def note_pauses(state: Any, limit: Any, has_sufficed: Any) -> None:
 
 @inlined
 def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
-    """Wait until a word of a peer is at least `value`; return whether it is.
+    """Wait until a word of a peer is at least `value`, and return True.
 
-    Returns False after a sleep of `SLEEP_NS`, a signal or `wake_all`.
+    Return False if it is not yet, after a sleep of the full length, a signal or ``wake_all``.
 
     Parameters
     ----------
@@ -157,9 +163,10 @@ def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
 
 
 def make_wake_all() -> Callable[[int], int]:
-    """Return the function that wakes all waiting ranks; its argument is the address of a state.
+    """Return the function ``wake_all``, which `r2ccl.kernels.native` compiles.
 
-    Their compiled calls return, and their callers look for the reason.
+    Its argument is the address of a state. It wakes the threads of all ranks that sleep in a call;
+    each of these calls returns WAITING.
     """
 
     def wake_all(address: Any) -> int:

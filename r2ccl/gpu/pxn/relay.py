@@ -1,9 +1,9 @@
 """Memory slots near a NIC, and the copies between these slots and the memory of another GPU.
 
 The slots are in the memory of the GPU near the NIC, and the copies use NVLink. Each direction has
-a stream, on which copies finish in the order they were begun. Invariants: a slot is free only after
-it was returned and no copy uses it; a copy counts as done after the host has seen that its event is
-done, or after the device failed.
+a stream, on which copies finish in the order they were begun. Invariants: a slot becomes free only
+after `Relay.give` returned it and no copy uses it; a copy counts as done after the host has seen
+that its event is done, or after the device failed.
 
 *Which GPU copies.* A NIC may have written the source of a copy: always if the source is a slot, and
 also if a slice that arrived directly is sent on from the GPU's own memory. NIC writes are ordered,
@@ -35,8 +35,9 @@ from r2ccl.errors import TransportError
 class Slot:
     """Memory for one slice.
 
-    ``owner`` is an attribute for the user of the slot. ``is_copying`` is True while a copy to or
-    from the slot is in progress. ``error`` is the error of the last copy, if it failed.
+    ``relay`` is the `Relay` of the slot, ``address`` its address on the device. ``owner`` is set
+    and read only by the code that took the slot. ``is_copying`` is True while a copy to or from the
+    slot is in progress. ``error`` is the error of the last copy; None unless it failed.
     """
 
     __slots__ = ("_whole", "address", "error", "is_copying", "is_given", "owner", "relay")
@@ -52,7 +53,7 @@ class Slot:
         self._whole = view_of(address, nbytes)
 
     def view(self, nbytes: int) -> memoryview:
-        """Return a view of the first `nbytes` bytes of the slot."""
+        """Return a view of the first `nbytes` bytes of the slot, in device memory."""
         return self._whole[:nbytes]
 
 
@@ -117,7 +118,10 @@ class Relay:
         return bool(self._inwards.copying or self._outwards.copying)
 
     def take(self, nbytes: int) -> Slot | None:
-        """Return a free slot of at least `nbytes` bytes, or None if there is no such slot."""
+        """Return a free slot of at least `nbytes` bytes, which the caller returns with `give`.
+
+        Return None if no slot is free, if slots are smaller, or after an error of a device.
+        """
         if not self._free or nbytes > self._slot_nbytes or self.error is not None:
             return None
         slot = self._free.pop()
@@ -133,7 +137,9 @@ class Relay:
         self._release(slot)
 
     def copy_in(self, slot: Slot, view: memoryview) -> None:
-        """Begin a copy from a view of device memory to a slot.
+        """Begin a copy of all bytes of `view`, in the memory of `home`, to `slot`.
+
+        `collect` returns the slot when the copy is over. The slot must have no copy in progress.
 
         Raises
         ------
@@ -143,7 +149,9 @@ class Relay:
         self._copy(self._inwards, slot, slot.address, address_of(view), len(view))
 
     def copy_out(self, slot: Slot, region: memoryview) -> None:
-        """Begin a copy from a slot to a region of device memory.
+        """Begin a copy from `slot` that fills `region`, in the memory of `home`.
+
+        `collect` returns the slot when the copy is over. The slot must have no copy in progress.
 
         Raises
         ------
@@ -153,7 +161,10 @@ class Relay:
         self._copy(self._outwards, slot, address_of(region), slot.address, len(region))
 
     def collect(self) -> list[Slot]:
-        """Return the slots whose copies ended or failed since the last call, without waiting."""
+        """Return the slots whose copies have ended or failed since the last `collect`.
+
+        The method does not wait. A slot whose copy failed has an ``error``.
+        """
         over: list[Slot] = []
         for stream in (self._inwards, self._outwards):
             try:
@@ -170,7 +181,9 @@ class Relay:
         return over
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds per direction for all copies; `collect` returns them.
+        """Wait up to `timeout_s` seconds per direction for all copies.
+
+        The copies still count as in progress until `collect` returns their slots.
 
         Returns
         -------
@@ -206,7 +219,7 @@ class Relay:
 
 
 class _CopyStream:
-    """Copies in one direction, by the GPU that has the source; at most `ncopies` at once."""
+    """Copies in one direction, which `device` executes; at most `ncopies` at once."""
 
     def __init__(self, device: Device, ncopies: int) -> None:
         self.copying: deque[tuple[Slot, Event]] = deque()
@@ -223,7 +236,10 @@ class _CopyStream:
         self._idle = list(self._events)
 
     def begin(self, slot: Slot, target: int, source: int, nbytes: int) -> None:
-        """Begin a copy to or from `slot`, which must have no copy in progress."""
+        """Begin a copy of `nbytes` bytes from address `source` to address `target`.
+
+        Either is in `slot`, which must have no copy in progress.
+        """
         device = self._device
         if device.reorders_remote_writes:
             device.flush_remote_writes()
@@ -246,7 +262,7 @@ class _CopyStream:
         return slots
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds for the copies; return whether they ended or failed."""
+        """Wait up to `timeout_s` seconds for all copies; return whether they ended or failed."""
         if not self.copying:
             return True
         try:

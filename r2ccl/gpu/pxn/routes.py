@@ -1,13 +1,13 @@
 """Opens and closes the PXN routes of one rank: routes to distant NICs through other GPUs' memory.
 
-`r2ccl.gpu.nic_affinity` found the rails that this GPU reaches best through another GPU. A route is
+`r2ccl.gpu.nic_affinity` finds the rails that this GPU reaches best through another GPU. A route is
 opened when a home rail is down or slow, at this rank or at a rank that it communicates with over
 that rail. To open a route, the rank opens the other GPU, if this process sees it, allocates slots
 in that GPU's memory, and lets `r2ccl.gpu.pxn.transport` use the slots for the rail. Without a
 route, slices travel to the NIC directly, which is correct but slower.
 
-Invariant: a route is opened before the device waits for the host, because opening may wait for the
-device. Each route is tried once.
+Invariant: a route is opened while no stream waits for the host, because opening may wait for the
+device. Only one attempt is made to open each route.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class PxnRoutes:
     device : Device
     rank : int
     wanted : iterable of PxnRoute
-        Possible routes; their rails are the transport's rail numbers.
+        Possible routes; their ``rail`` is a rail number of the transport.
     members, homes : sequence of int
-        Group of ranks that includes this one, and the rails it uses. Routes are needed when one of
-        these rails has lost bandwidth at one of these ranks.
+        The group of ranks, including this one, with which this rank exchanges data, and the rails
+        that the group uses. Routes are needed when one of these rails has lost bandwidth at one of
+        these ranks.
     transport : PxnTransport
         Transport that sends slices over the routes; borrowed.
     register : callable
@@ -57,8 +58,8 @@ class PxnRoutes:
     run_in_data_loop : callable
         See `RunInDataLoop`.
     open_peer : callable
-        Returns the GPU at a bus ID, or None if this process does not see it. `close` closes the
-        GPU.
+        Opens and returns the GPU at a PCI bus ID, or returns None if this process does not see it.
+        `close` closes the GPU.
     health : callable
         Returns the current health of all ranks' rails.
     slot_nbytes, nslots : int
@@ -101,12 +102,15 @@ class PxnRoutes:
 
     @property
     def is_open_needed(self) -> bool:
-        """True if `open` would try to open a route."""
+        """True if `open` would attempt to open a route."""
         health = self._health()
         return bool(self._wanted) and health.version != self._seen and bool(self._needed(health))
 
     def open(self) -> None:
-        """Try to open the routes that the current health of the rails makes necessary."""
+        """Open the routes that the current health of the rails makes necessary.
+
+        A route that cannot be opened is logged and not attempted again.
+        """
         health = self._health()
         self._seen = health.version
         for rail in self._needed(health):
@@ -121,9 +125,11 @@ class PxnRoutes:
             )  # fmt: skip
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds per direction for all copies; return whether they ended.
+        """Wait for the copies of all routes; return whether they ended.
 
-        Call it after a failed call, which ends the communicator, so that no new copy begins.
+        Wait up to `timeout_s` seconds for each direction of each route, but do not wait any more
+        after one of them did not end in time. Call this method after a collective has failed, which
+        ends the communicator, so that no new copy begins.
         """
 
         # Run in the data loop, because the transport polls copies there until it is closed.
@@ -139,13 +145,13 @@ class PxnRoutes:
         """Close all routes and free their memory; no slice may be in flight.
 
         If copies of a route do not end within `timeout_s` seconds, the slots of that route are not
-        freed. If a route cannot be closed because of an error, all other routes are closed. Both
-        are logged.
+        freed. If a route cannot be closed because of an error, the other routes are closed
+        nevertheless. A warning is logged in both cases.
 
         Returns
         -------
         bool
-            True if no copy uses memory of this rank's GPU any more.
+            True if all copies ended or failed, so that none uses memory of this rank's GPU.
         """
         hanging: set[str] = set()
         for each in self._opened:
@@ -155,8 +161,8 @@ class PxnRoutes:
                     continue
                 hanging.add(each.via)
                 _log.warning(
-                    "rank %d: copies through GPU %s did not end within %g s, so its memory was not "
-                    "freed; end the process", self._rank, each.via, timeout_s,
+                    "rank %d: copies through the memory of GPU %s did not end within %g s, so the "
+                    "memory was not freed; end the process", self._rank, each.via, timeout_s,
                 )  # fmt: skip
         self._opened.clear()
         for via, peer in self._peers.items():
@@ -167,7 +173,7 @@ class PxnRoutes:
         return not hanging
 
     def _needed(self, health: Health) -> list[int]:
-        """List the rails whose routes must be opened."""
+        """List the rails whose routes are necessary with `health` and were not attempted yet."""
         if all(health.share(*port) == WHOLE for port in self._meets):
             return []
         return [rail for rail in self._wanted if health.share(self._rank, rail)]
@@ -196,7 +202,10 @@ class PxnRoutes:
         try:
             yield
         except TransportError as exc:
-            _log.warning("rank %d: the PXN route through GPU %s failed: %s", self._rank, via, exc)
+            _log.warning(
+                "rank %d: the PXN route through GPU %s failed while it was closed: %s; check the "
+                "driver's messages (dmesg, Xid)", self._rank, via, exc,
+            )  # fmt: skip
 
     def _open(self, rail: int, via: str) -> str:
         """Open a route; return an empty string, or the reason why this process cannot."""

@@ -10,20 +10,21 @@ Theory of operation
 slot's view. Later sends on the path wait behind it, in order. `Sent` frees the slot.
 
 ``irecv``: the inner transport announces a slot to the peer. The `Arrived` event of the slot, and
-every later event of the path, is held until the slot was copied to the region. `Fenced` is held
-until no copy of the path is in progress, including copies of slices that were dropped.
+every later event of the path, is held until the slot was copied to the landing place. `Fenced` is
+held until no copy of the path is in progress, including copies of slices that were dropped.
 
 If no slot is free or large enough, a slice travels directly. Each end of a path decides this
 independently, for each slice.
 
 *Confirmations.* A copy may fail, so the inner transport must not confirm by itself a slice that
-lands in a slot, nor a direct slice after it: ``ack`` is withheld. So every slice that the inner
-transport confirmed has arrived, and its arrival is always reported.
+lands in a slot, nor a direct slice after it; therefore `irecv` does not pass on ``ack`` for such
+slices. So every slice that the inner transport confirmed has arrived, and its arrival is always
+reported.
 
 *A failed copy* is reported as the path's `Failed`, with the device's status. Nothing is lost: the
 slice was not sent, or its arrival was not reported, and it is replayed as after any failure of a
-path. The relay provides no more slots, so the repaired path sends directly. An exception instead
-would end the communicator because of a route that it does not need.
+path. The relay provides no more slots, so the path sends directly when it is up again. (An
+exception would end the communicator, although it can continue without the PXN route.)
 
 Invariants: the events of a path keep their order; after `Fenced` no copy of the path accesses
 memory; a slot is returned exactly once.
@@ -66,7 +67,7 @@ _CLOSE_TIMEOUT_S = 1.0
 
 
 class _Send(NamedTuple):
-    """An ``isend`` that waits for its copy to ``slot``, or, without a slot, for earlier sends."""
+    """An ``isend`` that waits for its copy to ``slot``; with no slot, only for earlier sends."""
 
     frame: Frame
     view: memoryview
@@ -112,14 +113,14 @@ class _PathState:
         return not (busy or self.ncopies or self.has_failed)
 
     def drop(self) -> None:
-        """Drop all waiting sends and return their slots."""
+        """Drop all waiting sends, and give their slots back to the relays."""
         for item in self.waiting:
             if item.slot is not None:
                 item.slot.relay.give(item.slot)
         self.waiting.clear()
 
     def give_back(self) -> None:
-        """Return the slots that the inner transport used, after it has fenced the path."""
+        """Give the slots that the inner transport used back to the relays, after the fence."""
         for slot in (*self.sending.values(), *(slot for slot, _ in self.landing.values())):
             slot.relay.give(slot)
         self.sending.clear()
@@ -132,11 +133,12 @@ class PxnTransport:
     Parameters
     ----------
     inner : TransportPart
-        Wrapped transport; owned. The memory of slices and slots must be registered with its NICs.
+        Wrapped transport, which `close` closes. The memory of slices and slots must be registered
+        with its NICs.
 
     Notes
     -----
-    Before the first call of `use`, and after the last relayed slice, all calls are only forwarded.
+    While no rail has a relay and no relayed slice is in flight, all calls are only forwarded.
     """
 
     def __init__(self, inner: TransportPart) -> None:
@@ -151,9 +153,9 @@ class PxnTransport:
     def use(self, rail: int, relay: Relay | None) -> None:
         """Relay slices of `rail` through `relay` from now on; None stops relaying.
 
-        Slices in progress are not affected. Call it only in the data loop. Several rails may use
-        the same relay. The creator of the relay may free it after `close`, or after this method
-        stopped its use and all paths of its rails were fenced.
+        Slices in progress are not affected. Call this method only in the data loop. Several rails
+        may use the same relay. The relay is borrowed until `close`, or until all its rails have
+        another relay or None and all paths on these rails were fenced.
         """
         if relay is not None:
             self._relays[rail] = relay
@@ -176,8 +178,8 @@ class PxnTransport:
     ) -> None:
         """Implement `Transport.isend`; relay a slice in device memory if a slot is free.
 
-        A replay overtakes slices that the inner transport has queued, but not sends that wait for
-        a copy.
+        A replayed slice overtakes slices that the inner transport has queued, but not sends that
+        wait for a copy.
         """
         state = self._states.get(path)
         slot = None
@@ -221,7 +223,7 @@ class PxnTransport:
         self._inner.flush()
 
     def _take(self, rail: int, memory: memoryview) -> Slot | None:
-        """Return a slot for a slice, or None if the slice cannot be relayed now."""
+        """Return a slot for the slice in `memory`, or None if it cannot be relayed now."""
         if not len(memory) or not is_device_view(memory):
             return None
         return self._relays[rail].take(len(memory))
@@ -235,7 +237,10 @@ class PxnTransport:
     def _begin(
         self, state: _PathState, slot: Slot, memory: memoryview, *, is_filling: bool
     ) -> bool:
-        """Begin a copy; if the device fails, fail the path and return False."""
+        """Begin a copy between `memory` and `slot`; if the device fails, fail the path.
+
+        With `is_filling` copy to the slot, otherwise from it. Return whether the copy was begun.
+        """
         relay = slot.relay
         slot.owner = state
         try:
@@ -254,7 +259,7 @@ class PxnTransport:
     # Paths
 
     def is_open(self, path: PathKey) -> bool:
-        """Implement `Transport.is_open`; a failed copy closes the path too."""
+        """Return whether the path is open: neither the path nor a copy for it has failed."""
         state = self._states.get(path)
         return (state is None or not state.has_failed) and self._inner.is_open(path)
 
@@ -331,7 +336,10 @@ class PxnTransport:
         return has_sent
 
     def _hold(self, state: _PathState, event: Any) -> None:
-        """Append an event of the inner transport to the held events of its path."""
+        """Append an event of the inner transport to the held events of its path.
+
+        Begin the copy of a slice that arrived in a slot, and free the slots of slices sent.
+        """
         self._touched[state] = None
         kind = type(event)
         if kind is Arrived:
@@ -444,7 +452,10 @@ class PxnTransport:
         return self._inner.descriptors()
 
     def close(self) -> None:
-        """Implement `Transport.close`; wait for copies, after which the relays can be freed."""
+        """Close the inner transport, then wait up to 1 s per relay and direction for copies.
+
+        The relays can be freed afterwards, unless a warning was logged that copies did not end.
+        """
         for state in self._states.values():
             state.drop()
         self._inner.close()

@@ -25,7 +25,8 @@ def compile_kernel(form: Form, target: tuple[int, int], bounds: tuple[int, int])
     target : tuple of int
         Compute capability to compile for.
     bounds : tuple of int
-        Launch bounds: most threads per block, and least blocks resident per multiprocessor.
+        Launch bounds: maximum number of threads per block, and minimum number of blocks that are
+        resident on a multiprocessor.
 
     Returns
     -------

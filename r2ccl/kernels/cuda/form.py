@@ -16,7 +16,8 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.kernels.table import ON_GPU, check_op
 from r2ccl.types import REDUCTIONS, CallSignature, ReduceOp
 
-#: Most inputs and most outputs of one kernel; `r2ccl.kernels.cuda.chain` handles more inputs.
+#: Largest number of inputs, and of outputs, of one kernel; `r2ccl.kernels.cuda.chain` handles more
+#: inputs.
 MOST = 8
 
 #: Dtype numbers of float16 and bfloat16.
@@ -112,11 +113,11 @@ def has_kernels(call: CallSignature) -> bool:
 
 @functools.cache
 def canonical(form: Form) -> Form:
-    """Return a form with the same results that stands for all equivalent forms.
+    """Return the form that represents all forms with the same results as `form`.
 
-    Equivalent forms share one kernel, so fewer kernels are compiled. A copy moves unsigned
-    integers. A sum of complex numbers is a sum of twice as many real ones. Wrapping sums and
-    products are equal for signed and unsigned integers. With a single rounding, `is_wide` makes no
+    Such forms share one kernel, so fewer kernels are compiled. A copy moves unsigned integers. A
+    sum of complex numbers is a sum of twice as many real numbers. Sums and products that wrap have
+    the same bits for signed and unsigned integers. With a single rounding, `is_wide` makes no
     difference.
 
     Notes
@@ -141,7 +142,7 @@ def canonical(form: Form) -> Form:
 
 
 def _roundings(form: Form, op: ReduceOp) -> int:
-    """Return how often a 16-bit float is rounded if every step rounds."""
+    """Return how often a 16-bit float is rounded if the kernel rounds at every step."""
     combined = form.ninputs - 1 if op in (ReduceOp.SUM, ReduceOp.PROD) else 0
     scaled = form.ninputs - form.is_resumed if form.is_scaled else 0
     return combined + scaled + form.is_divided

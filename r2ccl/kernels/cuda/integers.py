@@ -65,7 +65,7 @@ def _whole(op: ReduceOp, word: Any, compared: Any) -> Function:
 
 
 def _sum(bits: int) -> Function:
-    """Return a function that adds two lanes, all integers at once; top bits do not carry."""
+    """Return a function that adds two lanes, all integers at once, without carries between them."""
     ones = (2**32 - 1) // (2**bits - 1)
     uppermost = _U32(ones << (bits - 1))
     lower = _U32(~uppermost)
@@ -75,9 +75,9 @@ def _sum(bits: int) -> Function:
 def _one(op: ReduceOp, bits: int, is_signed: bool) -> Function:
     """Return ``one(left, right, shift)``, which combines one integer of each lane.
 
-    The integer begins `shift` bits below the top of the lane. It is shifted to the top, where it
-    has the lane's sign bit and decides comparisons regardless of the bits below. The result is
-    shifted back.
+    The integer begins `shift` bits below the top of the lane. It is shifted to the top, so that its
+    sign bit is that of the lane and a comparison does not depend on the bits below it. The result
+    is shifted back.
     """
     top = 32 - bits
     moved = np.int32 if is_signed else _U32

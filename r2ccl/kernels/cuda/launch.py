@@ -1,4 +1,4 @@
-"""Loads kernels into a device, each once, and launches them with a suitable grid.
+"""Loads kernels into a device, each once, and launches them with a suitable number of blocks.
 
 Invariant: the result of a kernel depends neither on its grid nor on the addresses of buffers. This
 module must not import Numba.
@@ -19,8 +19,8 @@ from r2ccl.kernels.cuda.operands import arguments, check_addresses
 from r2ccl.kernels.cuda.ptx import NBLOCKS_AT_ONCE, NTHREADS, cache_directory, ptx_of
 from r2ccl.types import CallSignature, ReduceOp
 
-#: Most blocks of a grid per multiprocessor. This is several times the number that runs at once, so
-#: that multiprocessors are idle only briefly while the last blocks run.
+#: Largest number of blocks of a grid per multiprocessor. This is several times the number that runs
+#: at once, so that multiprocessors are idle only briefly while the last blocks run.
 BLOCKS_PER_SM = 16
 
 
@@ -51,7 +51,7 @@ class Launcher:
         self._loaded: dict[Form, Kernel] = {}
 
     def prepare(self, form: Form) -> Kernel:
-        """Return the kernel of a form, loading it first if needed.
+        """Return the kernel of a form; compile and load it first if necessary.
 
         Raises
         ------
@@ -85,7 +85,7 @@ class Launcher:
         factor: float = 1.0,
         nranks: int = 1,
     ) -> None:
-        """Run the kernel of a form.
+        """Enqueue the kernel of a form on `stream`; load it first if necessary.
 
         Parameters
         ----------
@@ -113,14 +113,22 @@ class Launcher:
         self._launch(form, (*sources, *targets), count, stream, factor, nranks)
 
     def prepare_from_table(self, call: CallSignature, ninputs: int, noutputs: int) -> None:
-        """Load the kernel that `launch_from_table` runs for a call; see `prepare`."""
+        """Load the kernel that `launch_from_table` launches with the same arguments; see `prepare`.
+
+        Raises
+        ------
+        InvalidArgument
+            If the dtype does not support the op, or there are too many inputs or outputs.
+        InvalidArgument, TransportError
+            If `prepare` raises it.
+        """
         self.prepare(self._form_of(call, ninputs, noutputs))
 
     def launch_from_table(
         self, call: CallSignature, ninputs: int, noutputs: int, table: int, count: int,
         nranks: int, stream: Stream,
     ) -> None:  # fmt: skip
-        """Run the kernel of a collective; the kernel reads its operands' addresses from `table`.
+        """Enqueue the kernel of a collective, which reads its operands' addresses from `table`.
 
         Parameters
         ----------
@@ -146,7 +154,7 @@ class Launcher:
             If `prepare` or `Device.launch` raises it.
         """
         if table % 8:
-            raise InvalidArgument(f"table at {table:#x} is not aligned to 8 bytes")
+            raise InvalidArgument(f"table at {table:#x} is not aligned to 8 bytes; align it")
         form = self._form_of(call, ninputs, noutputs)
         self._launch(form, (table,), count, stream, 1.0, nranks)
 

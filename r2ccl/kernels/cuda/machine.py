@@ -49,26 +49,39 @@ class InstructionSet(Protocol):
         ...
 
     def load_vector(self, lane: str) -> Function:
-        """Return ``load(address, offset)``, which loads the lanes of one aligned vector."""
+        """Return ``load(address, offset)``, which loads the lanes of one vector of 16 bytes.
+
+        The vector is at ``address + offset``, which must be a multiple of 16.
+        """
         ...
 
     def store_vector(self, lane: str) -> Function:
-        """Return ``store(address, offset, lanes)``, which stores one aligned vector."""
+        """Return ``store(address, offset, lanes)``, which stores one vector of 16 bytes.
+
+        The vector is at ``address + offset``, which must be a multiple of 16.
+        """
         ...
 
     def load_element(self, lane: str, itemsize: int) -> Function:
-        """Return ``load(address, offset)``, which loads one element into a lane.
+        """Return ``load(address, offset)``, which loads one element of `itemsize` bytes.
 
-        The address must be aligned to the element, or to one part of a complex number.
+        The result is a lane of type `lane`. The element is at ``address + offset``, which must be
+        aligned to the element, or to one part of a complex number.
         """
         ...
 
     def store_element(self, lane: str, itemsize: int) -> Function:
-        """Return ``store(address, offset, lane)``, which stores the first element of a lane."""
+        """Return ``store(address, offset, value)``, which stores the first element of a lane.
+
+        The element has `itemsize` bytes; its place and alignment are those of `load_element`.
+        """
         ...
 
     def routine(self, function: Function, result: str, *operands: str) -> Function:
-        """Return a Python function with the given types in a form that kernels can call."""
+        """Return a function that kernels can call, made from a Python function.
+
+        `result` and `operands` are the lane types of its result and of its parameters.
+        """
         ...
 
 

@@ -28,7 +28,7 @@ _C_TYPES: dict[str, type[ctypes._SimpleCData[Any]]] = {
 
 
 def check_addresses(form: Form, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Refuse addresses that would make a kernel fail.
+    """Check the addresses of the inputs and outputs of a kernel.
 
     Raises
     ------
@@ -40,7 +40,7 @@ def check_addresses(form: Form, sources: Sequence[int], targets: Sequence[int]) 
         raise InvalidArgument(f"{form.name} reads addresses from a table; use launch_from_table")
     if len(sources) != form.ninputs or len(targets) != form.noutputs:
         raise InvalidArgument(
-            f"{len(sources)} inputs and {len(targets)} outputs for {form.name}; pass "
+            f"{len(sources)} inputs and {len(targets)} outputs were given for {form.name}; pass "
             f"{form.ninputs} and {form.noutputs}"
         )
     alignment = _layout(form).alignment
@@ -61,7 +61,8 @@ def arguments(
     ----------
     form : Form
     addresses : sequence of int
-        Addresses of the inputs, then of the outputs; or the address of the table only.
+        Addresses of the inputs, then of the outputs; or only the address of the table, if the form
+        has a table.
     count : int
         Number of elements of each operand.
     factor, nranks : float, int

@@ -131,7 +131,7 @@ def store_element(lane: str, itemsize: int) -> Function:
 
 
 def routine(function: Function, result: str, *operands: str) -> Function:
-    """Implement `InstructionSet.routine`: Numba compiles once, NVVM inlines into the callers."""
+    """Implement `InstructionSet.routine`; the function is compiled once, and inlined by NVVM."""
     signature = type_of(result)(*(type_of(kind) for kind in operands))
     compiled: list[Any] = []
 
@@ -151,7 +151,7 @@ def _vector(lane: str) -> Any:
 
 
 def _registers(lane: str, itemsize: int) -> tuple[str, int, int]:
-    """Return the PTX type and size in memory of an element's registers, and their number."""
+    """Return PTX type and size in memory, in bytes, of an element's registers, and their number."""
     count = len(_leaves(_TYPES[lane]))
     nbytes = itemsize // count
     return f"{lane[0]}{8 * nbytes}", nbytes, count

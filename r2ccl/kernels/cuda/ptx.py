@@ -47,7 +47,9 @@ class Ptx(msgspec.Struct, frozen=True):
 
 
 def target_of(capability: tuple[int, int]) -> tuple[int, int]:
-    """Return the newest of `TARGETS` that a GPU of this compute capability can run.
+    """Return the newest compute capability in `TARGETS` whose kernels a GPU can run.
+
+    `capability` is the compute capability of the GPU.
 
     Raises
     ------
@@ -59,14 +61,17 @@ def target_of(capability: tuple[int, int]) -> tuple[int, int]:
         oldest = ".".join(map(str, min(TARGETS)))
         given = ".".join(map(str, capability))
         raise InvalidArgument(
-            f"GPU of compute capability {given}; kernels need at least {oldest}; keep the data in "
-            "host memory"
+            f"the GPU has compute capability {given}, but kernels need at least {oldest}; keep the "
+            "data in host memory"
         )
     return max(fitting)
 
 
 def cache_directory(env: Mapping[str, str]) -> Path | None:
-    """Return the disk cache of kernels, by the XDG rules; None without a home directory."""
+    """Return the directory of the disk cache of kernels; None if there is no home directory.
+
+    It is in ``XDG_CACHE_HOME`` of the environment `env`, or else in ``~/.cache``.
+    """
     base = env.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):  # by the XDG specification, relative paths are ignored
         return Path(base, "r2ccl", "ptx")
@@ -78,7 +83,7 @@ def cache_directory(env: Mapping[str, str]) -> Path | None:
 
 
 def ptx_of(form: Form, capability: tuple[int, int], directory: Path | None) -> Ptx:
-    """Return the PTX of a form, from the disk cache or compiled.
+    """Return the PTX of a form: from the disk cache, or compiled if the cache lacks it.
 
     Parameters
     ----------
@@ -92,7 +97,7 @@ def ptx_of(form: Form, capability: tuple[int, int], directory: Path | None) -> P
     Raises
     ------
     InvalidArgument
-        If the GPU is too old, see `target_of`.
+        If the GPU is too old; see `target_of`.
     TransportError
         If numba-cuda is missing or does not find NVIDIA's compiler; ``status`` is ``"NO_CUDA"``.
 
@@ -154,7 +159,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, text: bytes) -> None:
-    """Write a cache entry atomically: other processes see all of it or nothing."""
+    """Write a cache entry, so that other processes see the whole entry or none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:

@@ -27,11 +27,11 @@ from r2ccl.kernels.cuda.arithmetic import arithmetic, lane_of, numbers_of
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.kernels.cuda.machine import LANES, VECTOR, Function, InstructionSet
 
-#: Reads that a thread keeps in flight, if `_MOST_AT_ONCE` units per input allow as many. 8 reads of
-#: 16 bytes by 1,024 threads are 128 KiB, over three times the bandwidth-delay product of one of 132
+#: Number of reads that a thread keeps in flight, if `_MOST_AT_ONCE` allows as many. 8 reads of 16
+#: bytes by 1,024 threads are 128 KiB, over three times the bandwidth-delay product of one of 132
 #: multiprocessors at 4.8 TB/s and 1 us.
 _READS = 8
-#: Most units of each input that a thread reads before it writes one.
+#: Largest number of units of each input that a thread reads before it writes one.
 _MOST_AT_ONCE = 4
 
 
@@ -45,9 +45,10 @@ class _Unit(NamedTuple):
 
 
 def source(form: Form) -> str:
-    """Return the Python source of a canonical form's kernel, with its functions of one unit.
+    """Return the Python source of the kernel of a canonical form.
 
-    The kernel's arguments are `parameters`, then ``factor`` and ``divisor``.
+    It contains two functions that compute one unit of the result, an element and a vector, and the
+    kernel, whose arguments are those in `parameters`, then ``factor`` and ``divisor``.
     """
     element, vector = _units(form)
     lines = [
@@ -66,8 +67,8 @@ def source(form: Form) -> str:
 def parameters(form: Form) -> list[str]:
     """Return the names of a kernel's 64-bit arguments.
 
-    They are the addresses of the inputs, then of the outputs, or the address of the table with
-    these addresses; and ``nbytes``, the size of each operand.
+    The arguments are the addresses of the inputs, then of the outputs, or instead the address of
+    the table with these addresses; the last one is ``nbytes``, the size of each operand in bytes.
     """
     return [*(["table"] if form.has_table else _operands(form)), "nbytes"]
 
@@ -159,7 +160,10 @@ def _look_up(operands: list[str]) -> list[str]:
 
 
 def _split(form: Form) -> list[str]:
-    """Return the lines that compute where vectors begin and end; they are empty if not aligned."""
+    """Return the lines that compute where vectors begin (``head``) and end (``body``), in bytes.
+
+    If the operands are not aligned alike, there are no vectors: both are ``nbytes``.
+    """
     first, *rest = _operands(form)
     differ = " | ".join(f"({name} ^ {first})" for name in rest)
     return [
@@ -173,7 +177,10 @@ def _split(form: Form) -> list[str]:
 
 
 def _sweep(form: Form, unit: _Unit, begin: str, end: str, at_once: int) -> list[str]:
-    """Return the lines of the loops over the units from `begin` to `end`, in bytes."""
+    """Return the lines of the loops over the units between the offsets `begin` and `end`.
+
+    The first loop processes `at_once` units of each input at a time, the second the remaining ones.
+    """
     lines = [
         f"    step = {unit.nbytes} * nthreads",
         f"    at = {begin} + {unit.nbytes} * thread",

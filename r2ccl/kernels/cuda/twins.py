@@ -30,7 +30,7 @@ _HALVES: dict[str, Any] = {"f16x2": np.float16, "bf16x2": ml_dtypes.bfloat16}
 
 
 def instruction(name: str) -> Function:
-    """Implement `InstructionSet.instruction`; like a GPU, without warnings about overflow."""
+    """Implement `InstructionSet.instruction`; the function never warns about overflow."""
     quiet: Function = np.errstate(all="ignore")(_instruction(*name.split(".")))
     return quiet
 
@@ -109,7 +109,15 @@ def _stored(lane: str, itemsize: int) -> Any:
 
 
 def _memory(address: int, scalar: Any, count: int, alignment: int = 0) -> Any:
-    """Return an array of `count` values at an address; raise if the address is not aligned."""
+    """Return an array of `count` values at an address.
+
+    `alignment` is the alignment in bytes that the address must have; 0: that of one value.
+
+    Raises
+    ------
+    InternalError
+        If the address is not aligned.
+    """
     nbytes = scalar().itemsize
     if address % (alignment or nbytes):
         raise InternalError(f"address {address:#x} is not aligned to {alignment or nbytes} bytes")
@@ -117,7 +125,7 @@ def _memory(address: int, scalar: Any, count: int, alignment: int = 0) -> Any:
 
 
 def _packed(function: Function, half: Any, a: Any, b: Any) -> Any:
-    """Apply a function to both 16-bit floats in each of two words."""
+    """Return the word that results from applying a function to two words of two 16-bit floats."""
     left, right = (np.array([word], np.uint32).view(half) for word in (a, b))
     return function(left, right).astype(half).view(np.uint32)[0]
 
@@ -146,7 +154,10 @@ def _fused_multiply_add(a: Any, b: Any, c: Any) -> Any:
 
 
 def _rounded(exact: Fraction, scalar: Any) -> Any:
-    """Round to nearest, ties to even, without the double rounding of a conversion over float64."""
+    """Return a fraction rounded once to the float type `scalar`: to nearest, ties to even.
+
+    A conversion through float64 would round twice.
+    """
     try:
         near = scalar(float(exact))
     except OverflowError:

@@ -225,7 +225,10 @@ def test_a_gpu_whose_streams_cannot_wait_has_no_collectives() -> None:
 
 
 def test_a_gpu_older_than_the_kernels_is_for_host_memory() -> None:
-    why = "GPU of compute capability 7.0; kernels need at least 8.0; keep the data in host memory"
+    why = (
+        "the GPU has compute capability 7.0, but kernels need at least 8.0; keep the data in host "
+        "memory"
+    )
     found = examine(with_card(capability=(7, 0), kernel_error=why))
     assert found["kernels"].level == "error"
     assert found["kernels"].says == f"GPU 1: {why}"

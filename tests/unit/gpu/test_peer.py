@@ -391,7 +391,7 @@ def test_memory_that_maps_but_loses_data_is_not_used() -> None:
     found = together(3, connect)
     for rank in (0, 2):
         assert f"rank 1 wrote to the memory of rank {rank} did not arrive" in found[rank]
-    assert found[1] == "rank 0 cannot; see its log"
+    assert found[1] == "rank 0 cannot use CUDA IPC; see its log"
     for device in devices:
         device.close()
 
@@ -408,7 +408,7 @@ def test_a_kernel_that_does_not_compile_is_no_failure_of_others() -> None:
         )  # fmt: skip
 
     found = together(2, connect)
-    assert found[0] == "rank 1 cannot; see its log"
+    assert found[0] == "rank 1 cannot use CUDA IPC; see its log"
     assert "UNSUPPORTED_PTX_VERSION" in found[1]
     for device in devices:
         device.close()

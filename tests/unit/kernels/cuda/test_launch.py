@@ -212,7 +212,7 @@ def test_no_elements_are_no_launch(launcher: Launcher, device: Recorder) -> None
 @pytest.mark.parametrize(
     ("sources", "targets", "words"),
     [
-        ((0,), (16,), "1 inputs and 1 outputs for r2ccl_sum_float32_2_1; pass 2 and 1"),
+        ((0,), (16,), "1 inputs and 1 outputs were given for r2ccl_sum_float32_2_1; pass 2"),
         ((0, 16), (32, 48), "2 inputs and 2 outputs"),
         ((0, 18), (32,), "address 0x12 is not aligned to 4 bytes"),
     ],
@@ -341,7 +341,7 @@ def test_a_gpu_runs_the_newest_target_not_newer_than_itself(
 
 
 def test_a_gpu_older_than_all_targets_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match=r"capability 7\.5; kernels need at least 8\.0"):
+    with pytest.raises(InvalidArgument, match=r"capability 7\.5, but kernels need at least 8\.0"):
         ptx_of(Form(dtype_code=FLOAT32, op=SUM), (7, 5), None)
 
 
