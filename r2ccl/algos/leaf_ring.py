@@ -240,9 +240,10 @@ def _overlapped(segments: Sequence[_T]) -> Iterator[tuple[Sequence[_T], ...]]:
 def _steps(size: int, leaves: Sequence[int], segments: Sequence[_Segment]) -> int:
     """Return the number of messages on the longest chain of dependent messages.
 
-    All positions behave alike. One step number therefore suffices for the links of the ring, for
-    the links into each leaf, and for the links out of each leaf: the step of the last message so
-    far, which the next message on such a link cannot precede.
+    The step of a message is its position in the longest chain that ends with it. All positions of
+    the ring behave alike, so the last step so far is kept once for all links of the ring, and per
+    leaf once for the links into it and once for the links out of it. The next message on such a
+    link has at least this step.
     """
     ring, into, out = 0, dict.fromkeys(leaves, 0), dict.fromkeys(leaves, 0)
     reduced, given, completed, answered = [], [], [], []

@@ -3,8 +3,8 @@
 No other module imports ``cuda.bindings``. The import happens when a `Cuda` object is created, so
 this library can be imported on a machine without the package or a GPU.
 
-Invariant: a call that fails raises `TransportError` with the driver's name of the error as
-``status``, or ``NO_CUDA`` if the bindings or the driver are missing.
+Invariant: a call that fails raises `TransportError`. Its ``status`` is ``NO_CUDA`` if the bindings,
+the driver or a GPU are missing, otherwise the driver's name of the error.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ class Change(NamedTuple):
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes with one full-duplex port per rail; only the ports limit the bandwidth.
+    """Nodes with one full-duplex port per rail.
+
+    Between nodes, only the ports limit the bandwidth; within a node, `inside_bandwidth` does.
 
     Parameters
     ----------
@@ -56,8 +58,9 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     Raises
     ------
     InvalidArgument
-        If a table is empty or its rows differ in length; if `inside_bandwidth` is not above 0; if
-        another value is negative, infinite or NaN; or if a node or a rail does not exist.
+        If a table is empty, its rows differ in length, or the tables differ in shape; if
+        `inside_bandwidth` is not above 0; if another value is negative, infinite or NaN; or if a
+        node or a rail does not exist.
 
     Examples
     --------

@@ -78,7 +78,7 @@ class UserOp:
                 reason = (str(exc).splitlines() or [""])[0]
                 raise InvalidArgument(
                     f"{self} for dtype {dtype_name(dtype_code)}: {type(exc).__name__}: {reason}; "
-                    "pass a function that combines arrays of this dtype, also empty ones"
+                    "pass a function that supports this dtype and, if it takes arrays, empty ones"
                 ) from exc
             self._reducers[dtype_code] = found
         return found
@@ -225,8 +225,9 @@ def _facts(function: Any, name: str) -> Iterator[object]:
             yield value
         else:
             raise InvalidArgument(
-                f"user_op({name}): the function uses {value!r} of an enclosing function: allowed "
-                "are numbers, strings, arrays and functions, which can be compared between ranks"
+                f"user_op({name}): the function depends on {value!r}, from an enclosing function "
+                "or a default argument, which cannot be compared between ranks: use only numbers, "
+                "strings, arrays and functions there"
             )
 
 

@@ -106,8 +106,8 @@ def run_schedule(x: Any, out: Any, op: Operation, schedule: Schedule, nranks: in
     """Validate the arguments of `Communicator.run_schedule`; return the call as a `Request`."""
     if (schedule.collective, schedule.nranks) != ("allreduce", nranks):
         raise InvalidArgument(
-            f"the schedule is a {schedule.collective} over {schedule.nranks} ranks: pass an "
-            f"allreduce over {nranks} ranks"
+            f"the schedule is for {schedule.collective} over {schedule.nranks} ranks: pass a "
+            f"schedule for allreduce over {nranks} ranks"
         )
     return allreduce(x, out, op, schedule)
 

@@ -292,7 +292,8 @@ class Job:
         if participant is not self._participants[0]:
             raise InvalidArgument(
                 f"rank {self.rank}: shrink() was called on a communicator made from another one: "
-                "call it on the communicator that r2ccl.init() returned, and split the result again"
+                "call it on the communicator that r2ccl.init(), or the last shrink(), returned, "
+                "and split the result again"
             )
         if self.config.dump_signal:
             require_main_thread()

@@ -132,19 +132,21 @@ class Participant:
     def share_memory(self, nshared: int, obstacle: str) -> None:
         """Use shared memory within each host, if ``R2CC_SHM`` allows it.
 
-        With several hosts, all of them must have equally many ranks, at least two.
+        With several hosts, it is used only if all of them have the same number of ranks, at least
+        two. Otherwise the network is used, even if ``R2CC_SHM=1``.
 
         Parameters
         ----------
         nshared : int
             Number of this process's communicators that share memory already.
         obstacle : str
-            Reason why this rank uses no shared memory if ``R2CC_SHM=auto``; empty: it does use it.
+            Reason why this rank cannot use shared memory; empty if it can. Ignored if
+            ``R2CC_SHM=1``.
 
         Raises
         ------
         TransportError
-            If the ranks cannot share memory, and ``R2CC_SHM=1`` requires it.
+            If ``R2CC_SHM=1`` requires shared memory and ranks of a host cannot share it.
 
         Notes
         -----

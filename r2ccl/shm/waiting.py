@@ -123,7 +123,8 @@ def note_pauses(state: Any, limit: Any, has_sufficed: Any) -> None:
 def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
     """Wait until a word of a peer is at least `value`, and return True.
 
-    Return False if it is not yet, after a sleep of the full length, a signal or ``wake_all``.
+    Return False if the word is still smaller after a sleep of the full length, a signal or
+    ``wake_all``.
 
     Parameters
     ----------

@@ -34,5 +34,5 @@ def test_bandwidth_is_measured_as_in_python():
 
 
 def test_eager_slices_that_sockets_do_not_take_are_sent_later():
-    program = functools.partial(programs.unread, 6)
+    program = functools.partial(programs.unread, 3)
     assert launch(program, 3, timeout_s=60.0) == [0, 0, 0]

@@ -1,22 +1,22 @@
 """Ranks of one host as forked processes that share memory through a `LocalGroup`.
 
-Run as a program, it forks the ranks, relays the bytes that they allgather, and writes one line of
-JSON: for each rank ``["value", result]``, ``["error", class, message, seconds]`` or ``["killed"]``.
+One process forks the ranks, relays the bytes that they allgather, and returns for each rank
+``["value", result]``, ``["error", class, message, seconds]`` or ``["killed"]``.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from support.jobs import launch
 
 from r2ccl.bootstrap.auth import Secret
 from r2ccl.errors import TransportTimeout
@@ -24,7 +24,6 @@ from r2ccl.shm.group import LocalGroup
 
 _SECRET = Secret(b"s" * 32)
 _TIMEOUT_S = 60.0
-_TESTS = Path(__file__).parents[1]
 #: Numbers of the ranks in the communicator: different from their places in the group.
 FIRST_RANK = 10
 
@@ -34,14 +33,8 @@ def run_ranks(nranks: int, program: str, *arguments: object, timeout_s: float = 
 
     The function gets a `Host` and the arguments.
     """
-    command = [sys.executable, "-m", __name__, str(nranks), program, json.dumps(arguments)]
-    path = os.pathsep.join([str(_TESTS), str(_TESTS.parent)])
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
-        timeout=timeout_s, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    lead = functools.partial(_lead, nranks, program, arguments)
+    return launch(lead, 1, timeout_s=timeout_s)[0]
 
 
 class Host:
@@ -75,7 +68,9 @@ def _attend(resume: Callable[[], bool], call: int) -> None:
             raise TransportTimeout("a call takes too long", rank=0)
 
 
-def _main(nranks: int, program: Callable[..., Any], arguments: list[Any]) -> list[Any]:
+def _lead(nranks: int, name: str, arguments: tuple[object, ...]) -> list[Any]:
+    module, _, function = name.partition(":")
+    program = getattr(importlib.import_module(module), function)
     pairs = [socket.socketpair() for _ in range(nranks)]
     results, pids = [], []
     for index in range(nranks):
@@ -104,7 +99,9 @@ def _main(nranks: int, program: Callable[..., Any], arguments: list[Any]) -> lis
     return found
 
 
-def _run_rank(host: Host, program: Callable[..., Any], arguments: list[Any], writer: int) -> None:
+def _run_rank(
+    host: Host, program: Callable[..., Any], arguments: tuple[object, ...], writer: int
+) -> None:
     began_s = time.monotonic()
     try:
         result = ["value", program(host, *arguments)]
@@ -113,9 +110,3 @@ def _run_rank(host: Host, program: Callable[..., Any], arguments: list[Any], wri
         result = ["error", type(exc).__name__, str(exc), time.monotonic() - began_s]
     os.write(writer, json.dumps(result).encode())
     os._exit(0)
-
-
-if __name__ == "__main__":
-    module, _, function = sys.argv[2].partition(":")
-    chosen = getattr(importlib.import_module(module), function)
-    print(json.dumps(_main(int(sys.argv[1]), chosen, json.loads(sys.argv[3]))))

@@ -219,7 +219,8 @@ class Balance:
     def update(self, now: float) -> bool:
         """Update `weights` from the measurements; return whether a weight changed.
 
-        Call it periodically: a change takes effect only after several calls.
+        Call it periodically: a weight changes only after all calls within `_SETTLE_S` of active
+        time have found another weight for the rail.
         """
         estimates, level = self.estimates(now), self.level()
         rates = {rail: each and each * level for rail, each in estimates.items()}

@@ -408,7 +408,7 @@ class SimNetwork:
         end.transport.report(self._event(end, message, is_confirmed))
 
     def _confirm_early(self, end: End, frame: Frame) -> bool:
-        """Confirm a slice that landed before its rank polls it, if ``irecv`` allowed that.
+        """Confirm a landed slice before the receiving rank polls it, if its ``irecv`` allowed this.
 
         Return True if the slice was confirmed.
         """

@@ -168,9 +168,10 @@ class VerbsEndpoint:
             queue.clear()
 
     def take_back(self) -> Iterator[Reach]:
-        """Forget all requests in flight and yield their memory, for the caller to release.
+        """Forget the announced landing places and the slices being written; yield their memory.
 
-        The queue pair must have been reset or destroyed.
+        The caller releases the memory. The queue pair must have been reset or destroyed, so that no
+        NIC accesses the memory any more.
         """
         for place in self.places.values():
             yield place.reach

@@ -105,7 +105,7 @@ class Node:
         together(self.nranks, lambda rank: self.calls[rank].close(TIMEOUT_S))
 
 
-@pytest.mark.parametrize("seed", slow_but([0, 1, 5], range(6)))
+@pytest.mark.parametrize("seed", slow_but([1, 5], range(6)))
 @pytest.mark.parametrize("count", [0, 4, 40, 1000])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_collective_of_any_size(kind: Collective, count: int, seed: int) -> None:

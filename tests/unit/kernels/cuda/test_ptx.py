@@ -45,8 +45,15 @@ REPRESENTATIVE = [
     Form(dtype_code=FLOAT32_CODE, op=ReduceOp.SUM, ninputs=1),
 ]
 ALL = (*pairs(), *others())
+#: Those of them that are compiled for the other targets where slow tests are left out.
+FEW = REPRESENTATIVE[:1] + REPRESENTATIVE[3:4]
 ELSEWHERE = [
-    pytest.param(form, target, id=f"{title(form)}-{target[0]}.{target[1]}")
+    pytest.param(
+        form,
+        target,
+        id=f"{title(form)}-{target[0]}.{target[1]}",
+        marks=() if form in FEW else pytest.mark.slow,
+    )
     for target in TARGETS
     if target != HOPPER
     for form in REPRESENTATIVE
