@@ -23,5 +23,5 @@ def test_the_longest_message_fits_what_is_put_around_it() -> None:
     for around in (Flooded(most, most, body), Routed(most, most, most, body)):
         assert len(codec.encode(around)) <= MAX_BODY_NBYTES
 
-    with pytest.raises(InvalidArgument, match=f"Bulk of .* bytes; at most {MAX_MESSAGE_NBYTES}"):
+    with pytest.raises(InvalidArgument, match=f"Bulk has .* bytes; at most {MAX_MESSAGE_NBYTES}"):
         codec.encode(Bulk(bytes(spare + 1)))
