@@ -327,11 +327,11 @@ class FakeQueuePair:
             self.to_error()
 
     def post_send(self, request: FakeRequest) -> None:
-        """Post a write, and carry out at once all writes in flight that can be.
+        """Post a write, and carry it out at once unless it must stay in flight.
 
-        A write stays in flight while a port on its way is mute, this queue pair is not in RTS, or
-        the remote one is not in RTR or RTS. If this queue pair is in ERR, the write completes as
-        flushed.
+        It stays in flight if a port on its way is mute, this queue pair is not in RTS, or the
+        remote one is not in RTR or RTS; a later post then carries it out, once nothing prevents
+        this. If this queue pair is in ERR, the write completes as flushed.
 
         Raises
         ------
