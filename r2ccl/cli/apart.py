@@ -81,7 +81,10 @@ def _kill(process: subprocess.Popen[bytes], is_inner: bool) -> None:
 
 
 def _rest(process: subprocess.Popen[bytes]) -> str:
-    """Reap a killed process; return all that it wrote to standard output."""
+    """Reap a killed process; return what it wrote to standard output.
+
+    If the process does not end within `_KILL_TIMEOUT_S`, it is not reaped.
+    """
     try:
         return _text(process.communicate(timeout=_KILL_TIMEOUT_S)[0])
     except subprocess.TimeoutExpired as exc:

@@ -53,8 +53,9 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
     driver's kernel module; empty if it is not loaded. ``has_peermem`` is True if nvidia_peermem is
     loaded. ``bindings`` is the version of the package cuda-bindings; empty if it is not installed.
     ``driver`` is the CUDA version of libcuda, such as 12040 for 12.4; 0 if there is no libcuda. If
-    CUDA could not be initialised, ``error`` is the message and ``status`` the driver's name of the
-    error; otherwise both are empty. ``visible`` is CUDA_VISIBLE_DEVICES, None if it is not set.
+    CUDA could not be initialised, ``error`` is the message, and ``status`` the driver's name of the
+    error, or NO_CUDA if cuda.bindings, the driver or a GPU is missing; otherwise both are empty.
+    ``visible`` is CUDA_VISIBLE_DEVICES, None if it is not set.
 
     ``gpus`` are the GPUs that CUDA lists. ``compile_s`` is the time in seconds to compile a kernel.
     ``cache`` is the directory of compiled kernels; ``cache_error`` is the reason why it cannot be

@@ -27,8 +27,8 @@ Level = Literal["ok", "skipped", "warning", "error"]
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """State of a machine that the checks of verbs and rails examine.
 
-    ``platform`` is that of Python (``linux``), ``kernel`` the release of the kernel, and ``python``
-    the path and version of the interpreter. ``pyverbs_error`` is the error message of an attempt to
+    ``platform`` is ``sys.platform``, ``kernel`` the release of the kernel, and ``python`` the path
+    and version of the interpreter. ``pyverbs_error`` is the error message of an attempt to
     list the RDMA devices with pyverbs, empty if it succeeded; ``verbs_devices`` are the listed
     devices. ``is_distribution_pyverbs`` is True if the distribution's pyverbs is installed, and
     ``is_pyverbs_fitting`` if it is built for this Python.

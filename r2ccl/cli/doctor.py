@@ -81,7 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="show the rails and GPUs of this machine, and whether verbs can be used",
         description="Show the rails that r2ccl would use on this machine with the current "
         "settings, the capabilities of its GPUs, which NIC each GPU uses, and whether verbs can be "
-        "used. The exit status is 0 if they can, else 1.",
+        "used. The exit status is 0 if verbs can be used, else 1.",
     )
     parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
     parser.add_argument(
@@ -150,7 +150,7 @@ def examine_sharing(config: Config) -> DoctorFinding:
 
 
 def _write_topology(target: str) -> None:
-    """Write the topology file; if no GPU was found, print the reason on standard error."""
+    """Write the topology file; if the search for GPUs failed or found none, say why on stderr."""
     cuda = read_cuda(is_tried=False)
     if cuda.died or not cuda.gpus:
         print(show(examine_gpus(cuda, Config())[0]), file=sys.stderr)
@@ -170,7 +170,10 @@ def _probe_pyverbs() -> tuple[str, tuple[str, ...]]:
 
 
 def _rdma_rails(facts: Facts, config: Config) -> Sequence[str]:
-    """Return the labels of the RDMA ports that are rails; none if pyverbs does not work."""
+    """Return the labels of the RDMA ports that are rails.
+
+    There are none if pyverbs does not work or R2CC_HCA is invalid.
+    """
     if facts.pyverbs_error:
         return ()
     try:

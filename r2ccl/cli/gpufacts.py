@@ -34,7 +34,7 @@ def read_cuda(
     ----------
     nics : sequence of str
         Labels of the RDMA ports with which to register device memory, such as ``mlx5_0:1``. If
-        there are any, pyverbs must work.
+        there are any, pyverbs must work. Ignored unless `is_tried`.
     is_tried : bool
         If True, run tests on the GPUs; if False, only read their properties.
     sysfs, proc : Path

@@ -57,7 +57,7 @@ class Journal:
         self.facts = facts
 
     def begin(self, doing: str) -> None:
-        """Print the facts known so far and the next step, `doing`; empty if no step is left."""
+        """Print the facts known so far, with the next step in `doing`: empty after the last."""
         self.learn(doing=doing)
         print(msgspec.json.encode(self.facts).decode(), flush=True)
 
@@ -155,8 +155,8 @@ def open_gpus(
 def try_kernels(journal: Journal, opened: Sequence[Opened], directory: Path | None) -> None:
     """Compile a kernel for each architecture without the cache, and load it on every GPU.
 
-    `directory` is that of the kernel cache, None if the user has none. The test only checks that
-    files can be created in it.
+    `directory` is that of the kernel cache, None if the user has none. The
+    kernel is not written to it; the test only checks that it could be (`why_not_kept`).
     """
     journal.learn(cache=str(directory or ""), cache_error=why_not_kept(directory))
     compiled: dict[tuple[int, int], Ptx] = {}
@@ -177,7 +177,8 @@ def try_kernels(journal: Journal, opened: Sequence[Opened], directory: Path | No
 def why_not_kept(directory: Path | None) -> str:
     """Return the reason why the kernel cache cannot be written, empty if it can.
 
-    The test creates a temporary file, which is removed again.
+    The test creates a temporary file, and removes it again. If the directory does not exist, the
+    file is made in the nearest parent that exists.
     """
     if directory is None:
         return "this user has no home directory"

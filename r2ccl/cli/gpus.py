@@ -83,7 +83,11 @@ def _check_end(facts: CudaFacts) -> DoctorFinding:
 
 
 def _absence(facts: CudaFacts) -> DoctorFinding:
-    """Explain why no GPU can be used; a warning if a GPU seems to exist, else ``skipped``."""
+    """Explain why no GPU can be used.
+
+    The finding is a warning if a GPU seems to exist and CUDA_VISIBLE_DEVICES does not hide all GPUs
+    intentionally, else ``skipped``.
+    """
     is_broken = facts.status.startswith("CUDA_ERROR")
     is_installed = bool(facts.module or (facts.driver and not facts.bindings))
     is_there = bool(facts.pci) or is_installed or is_broken

@@ -3,10 +3,11 @@
 Every rank gets torchrun's environment variables plus R2CC_PORT and R2CC_SECRET. The launcher prints
 the ranks' standard output and standard error line by line on its own standard output. Its exit
 status is that of the first rank that failed, or 128 + the signal number if a signal ended that
-rank. After a failure the other ranks have some time to exit by themselves and are then terminated;
-with ``--keep-going`` they run on and can continue without the failed rank (``comm.shrink()``).
-SIGINT and SIGTERM are forwarded to the ranks, which then have the same time to exit; another SIGINT
-or SIGTERM during this time kills them.
+rank, or reached the launcher before any failure. After a failure the other ranks have some time to
+exit by themselves and are then terminated; with ``--keep-going`` they run on and can continue
+without the failed rank (``comm.shrink()``). SIGINT and SIGTERM are forwarded to the ranks, which
+then have the same time to exit. A SIGINT or SIGTERM that arrives while ranks have this time, also
+after a failure, kills them.
 """
 
 from __future__ import annotations

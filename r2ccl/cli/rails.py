@@ -24,8 +24,8 @@ from r2ccl.types import Nic
 def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
     """Return one finding per interface and RDMA port: its rail, or the reason why it is no rail.
 
-    Rails come first, remarks about all rails last. If no interface or port that the settings select
-    can be a rail, return a single finding, the error.
+    Rails come first, remarks about all rails last. If a setting is invalid, or the interfaces or
+    ports that it selects cannot be rails, return a single finding, the error.
     """
     try:
         hcas = select_hcas(facts.hcas, config.hca) if not facts.pyverbs_error else ()
@@ -121,8 +121,9 @@ def _summary(count: int, hcas: Sequence[Hca]) -> tuple[DoctorFinding, ...]:
             DoctorFinding(
                 "rails",
                 "warning",
-                "only one rail: when it fails, the job cannot continue",
-                "add a second interface with an address",
+                "fewer than two usable rails: the job cannot survive a failure",
+                "add another interface with an address, or remove NICs that work from "
+                "R2CC_FAILED_NICS",
             ),
         )
     if hcas:

@@ -194,9 +194,10 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     def _check_tables(self) -> None:
         lengths = [[len(row) for row in table] for table in (self.egress, self.ingress)]
         if not self.egress or not self.egress[0] or lengths[0] != lengths[1]:
-            raise _wrong("egress, ingress", lengths, "one row per node, all of one length")
+            allowed = "one row per node, all of one length above 0, alike in both"
+            raise _wrong("row lengths of egress, ingress", lengths, allowed)
         if len(set(lengths[0])) > 1:
-            raise _wrong("egress", lengths[0], "one row per node, all of one length")
+            raise _wrong("row lengths of egress", lengths[0], "one row per node, all of one length")
         if min(self.nodes) < 0 or max(self.nodes) >= self.nnodes:
             raise _wrong("nodes", self.nodes, f"0 to {self.nnodes - 1} for every rank")
         for change in self.changes:
@@ -210,9 +211,11 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     def _check_numbers(self) -> None:
         named = {
             "bandwidth": [b for table in (self.egress, self.ingress) for row in table for b in row],
-            "alpha_s": [self.alpha_s, self.inside_alpha_s],
+            "alpha_s or inside_alpha_s": [self.alpha_s, self.inside_alpha_s],
             "reduction_rate": [self.reduction_rate],
-            "change": [value for change in self.changes for value in (change[0], change[3])],
+            "time_s or bandwidth of a change": [
+                value for change in self.changes for value in (change[0], change[3])
+            ],
         }
         for name, values in named.items():
             _check_finite(name, values)

@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
     nslices : int
         Number of slices sent, including those within a node.
     nbatches : int
-        Number of distinct times at which the simulation processed events.
+        Number of batches of simultaneous events that the simulation processed.
     """
 
     time_s: float

@@ -70,8 +70,9 @@ class PortRoutes(NamedTuple):
     def ports(self, table: Floats) -> Ints:
         """Return the egress and ingress port of every link.
 
-        A link whose home rail is dead at either end uses a rail that is alive at both ends; the
-        links between one pair of ranks are spread over these rails round-robin.
+        A link whose home rail is dead at either end uses a rail that is alive at both ends; all
+        such links from one rank to another are spread over these rails round-robin. With node
+        ports, home rails are ignored, and each end needs only some rail that is alive.
 
         Parameters
         ----------
@@ -82,7 +83,7 @@ class PortRoutes(NamedTuple):
         -------
         ndarray of int64, shape (2, nlinks)
             Numbers of the egress port (row 0) and of the ingress port (row 1) of each link;
-            `NOWHERE` if no rail is alive at both ends, `FREE` if its transfers take no time.
+            `NOWHERE` if there is no such rail, `FREE` if its transfers take no time.
         """
         nodes = np.array(self.network.nodes)
         source, target = nodes[self.src], nodes[self.dst]

@@ -144,7 +144,8 @@ def decode(
 ) -> ServingPhase:
     """Return the time of one decode step: one new token for each of `nsequences` sequences.
 
-    Each sequence has `context` earlier tokens, whose keys and values are read from memory.
+    Each sequence has `context` earlier tokens, whose keys and values are read from memory. The
+    operations are two per parameter and sequence; those of attention are neglected.
     `allreduce_s` is as for `prefill`.
     """
     weights = model.nparameters * model.itemsize / server.nprocessors

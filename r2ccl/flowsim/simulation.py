@@ -76,7 +76,7 @@ def simulate(
     node_ports : bool
         If True, each node has one port per direction with the summed bandwidth of its rails. This
         models schedules whose links spread their channels over the rails in proportion to the
-        bandwidths of the rails.
+        bandwidths of the rails. `rails` then has no effect.
     sharing : {"max_min", "fair_queue"}
         Model of port sharing. Max-min is exact except for `tolerance`. Fair queues came within 3 %
         of max-min on rings and trees with 16 slices per chunk and are less accurate with one or
@@ -95,8 +95,8 @@ def simulate(
         If an argument is out of range, if the network and the schedule have different numbers of
         ranks, or if no rail is alive at both ends of a link that has data to send.
     ScheduleError
-        If a field contradicts the kind of its op, a send has no matching receive, or the ops
-        deadlock.
+        If a field contradicts the kind of its op, a send has no matching receive, a rank has a
+        different number of channels than the schedule, or the ops deadlock.
 
     Notes
     -----

@@ -327,10 +327,11 @@ class FakeQueuePair:
             self.to_error()
 
     def post_send(self, request: FakeRequest) -> None:
-        """Post a write; carry it out at once unless a port on its way is mute.
+        """Post a write, and carry it out at once unless it must stay in flight.
 
-        A write to a queue pair that is not in RTR or RTS stays in flight too. If this queue pair is
-        in ERR, the write completes as flushed.
+        It stays in flight if a port on its way is mute, this queue pair is not in RTS, or the
+        remote one is not in RTR or RTS; a later post then carries it out, once nothing prevents
+        this. If this queue pair is in ERR, the write completes as flushed.
 
         Raises
         ------

@@ -79,8 +79,8 @@ class Fault(
     peer : int, optional
         The other node of an ``isolate``.
     rank : int, optional
-        Target of ``stop`` and ``kill``. For other actions, the rank whose progress triggers
-        `at_op`; by default the first rank of `node`, or rank 0 if there is no `node`.
+        The rank whose progress triggers `at_op`; for ``stop`` and ``kill`` it is also the target.
+        Default, for other actions: the first rank of `node`, or rank 0 if there is no `node`.
     at_s : float, optional
         Trigger: seconds after the start of the ranks.
     at_op, at_step : int, optional

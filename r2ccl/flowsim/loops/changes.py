@@ -45,9 +45,10 @@ def _take_off(s: FlowState, link: int, bandwidths: Rates, is_fair: bool) -> None
 
 @called
 def _move(s: FlowState, bandwidths: Rates, ports: Ports, is_fair: bool) -> int:
-    """Set the new ports of all links; list in ``rested`` the busy links whose ports changed.
+    """Set the new ports of all links.
 
-    Return the number of links listed.
+    List the busy links whose ports changed in ``rested``, and the parked ones in ``starting``.
+    Return the number of links in ``rested``.
     """
     count = 0
     for link in range(s.links.size):

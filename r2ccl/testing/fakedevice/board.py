@@ -371,14 +371,14 @@ class Board:
         ]
 
     def check_idle(self, span: Span, host: Host, doing: str) -> None:
-        """Check that a host knows that all work on a span is over, and nobody has mapped the span.
+        """Check that no process maps a span, and that a host knows that all work on it is over.
 
         `doing` describes the call that frees the span, for the message.
 
         Raises
         ------
         StillInUse
-            If the host does not know that, or another process has mapped the span.
+            If another process maps the span, or the host does not know that the work is over.
         """
         if span.nmappings:
             raise StillInUse.by(doing, str(span), "is mapped by another process")

@@ -4,8 +4,8 @@ Every call checks its addresses and handles, and that the resources it frees are
 fake cannot see direct accesses of the host to pinned memory, so the host declares them with
 `host_reads` and `host_writes`.
 
-A call with undefined behaviour on a real GPU raises `WrongOrder`, which the library never catches.
-A call that the driver would refuse raises `TransportError` with the driver's status.
+A call with undefined behaviour or an invalid argument raises `WrongOrder`, which the library never
+catches. A refusal of the driver that the library handles raises `TransportError` with a status.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ class FakeDevice(FakeProcess):
         the same memory.
     is_strict : bool
         If True, freeing memory or destroying a stream or an event is an error unless the host knows
-        that the work using it is over. If False, the call waits for the work, as the driver does.
+        that the work using it is over. If False, the call waits for the work, as the driver does,
+        but for at most `timeout_s`.
     timeout_s : float
-        Longest time in seconds that a wait for work that uses a freed resource, or `close`, may
-        take.
+        Longest time in seconds that `close` waits for work, and, unless `is_strict`, a call that
+        frees a resource.
 
     Attributes
     ----------
@@ -68,16 +69,23 @@ class FakeDevice(FakeProcess):
     Raises
     ------
     Misuse
-        By every method, for an argument that a real driver would refuse, and after `close`.
+        By every method except `close`, for an invalid argument, and after `close`.
     Race
         By every method that accesses memory, or runs work that does, if another access to the same
         bytes is not ordered with this one.
+    StillInUse
+        By every method that frees a resource, if work that uses it may be in progress.
+    WouldHang
+        By every method that enqueues work, and with ``FakeGpu.is_serial`` by those that manage
+        memory, if it waits longer than ``FakeGpu.patience_s``.
     TransportError
-        By the methods in `refusals`.
+        By the methods in `refusals`, and for a call that the driver refuses and the library
+        handles, such as `map` of an unknown handle.
 
     Notes
     -----
-    *After failure*: every method of every process on the card raises the first `WrongOrder` again.
+    *After failure*: every method of every process, on this card and on those made by
+    `FakeGpu.beside`, raises the first `WrongOrder` again.
     """
 
     def __init__(
@@ -432,7 +440,7 @@ class FakeDevice(FakeProcess):
         self._enqueue(self._stream(stream), operation)
 
     def close(self) -> None:
-        """Implement `Device.close`: wait for the streams made here and free their memory.
+        """Implement `Device.close`: wait for the streams made here, and free the memory made here.
 
         Raises
         ------
@@ -462,7 +470,7 @@ class FakeDevice(FakeProcess):
 
 
 def _as_passed(value: float, kind: type[Any]) -> Any:
-    """Return a kernel argument converted to its C type; raise Misuse if an integer is too large."""
+    """Return a kernel argument converted to its C type; raise Misuse if an integer does not fit."""
     passed = kind(value).value
     if isinstance(value, int) and (passed or 0) != value:
         raise Misuse.of(f"argument {value!r} does not fit {kind.__name__}")

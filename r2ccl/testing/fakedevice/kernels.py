@@ -68,7 +68,8 @@ class Grid:
         Raises
         ------
         Misuse
-            If the address is invalid, or the kernel declared its accesses and not this one.
+            If the kernel is not running, the address is invalid, or the kernel declared its
+            accesses and not this one.
         Race
             If the kernel declared no accesses, and this one is not ordered with an earlier one.
         """

@@ -161,7 +161,7 @@ class MemoryPiece(msgspec.Struct, frozen=True):
 class AddressSpace:
     """All spans of all processes and cards of a board, sorted by address.
 
-    Every method raises `Misuse` for an argument that a real driver would refuse.
+    Every method raises `Misuse` for an invalid argument.
     """
 
     def __init__(self) -> None:

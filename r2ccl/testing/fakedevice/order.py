@@ -51,7 +51,7 @@ class StillInUse(WrongOrder):
     def by(cls, what: str, user: str, why: str) -> StillInUse:
         """Return the error for the call `what`, which frees something that `user` still uses.
 
-        `why` is the end of the message, and says how it is used.
+        `why` ends the message: it says what `user` is still doing, such as ``has not run``.
         """
         return cls(f"freed too early: {what}\nbut\n  {user}\n{why}")
 
@@ -103,7 +103,7 @@ class Stamp(msgspec.Struct, frozen=True):
     what: str
 
     def is_known(self, clock: Clock) -> bool:
-        """Return True if `clock` covers this step: its actor is ordered after the step."""
+        """Return True if `clock` covers this step: the clock's owner is ordered after the step."""
         return clock.get(self.actor, 0) >= self.time
 
 

@@ -180,7 +180,8 @@ class FakeProcess:
         Raises
         ------
         StillInUse
-            If work of this process on the memory may be in progress.
+            If work on the memory, also that of another process, has not run, or the host does not
+            know that the work of this process is over.
         """
         with self._called("free_caller_memory"):
             span = self._find(address, 0).span

@@ -223,6 +223,8 @@ class Lab:
         ------
         InvalidArgument
             As in `run`.
+        LabError
+            If the thread that applies the faults does not answer in time.
         """
         return self._start(argv, env, plan, is_interactive=True)
 

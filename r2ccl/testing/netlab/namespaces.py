@@ -200,7 +200,9 @@ def run_batch(command: list[str], lines: Iterable[str]) -> None:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as exc:
-        raise LabError(f"cannot run {' '.join(argv)}: {exc}; netlab needs iproute2") from exc
+        raise LabError(
+            f"cannot run {' '.join(argv)}: {exc}; install iproute2 if it is missing"
+        ) from exc
     if done.returncode:
         raise LabError(f"{' '.join(argv)}: {done.stderr.strip()}{_line_named(done.stderr, text)}")
 
@@ -220,7 +222,7 @@ def _enter(namespace: str) -> None:
     try:
         descriptor = os.open(_RUN / namespace, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as exc:
-        raise LabError(f"no network namespace {namespace}: {exc}") from exc
+        raise LabError(f"cannot open network namespace {namespace}: {exc}") from exc
     try:
         # os.setns exists only since Python 3.12.
         libc = ctypes.CDLL(None, use_errno=True)

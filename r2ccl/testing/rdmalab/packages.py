@@ -79,7 +79,7 @@ def missing() -> tuple[Need, ...]:
 
 
 def unavailable_reason() -> str | None:
-    """Return the reason why this machine cannot boot a lab, with a remedy; None if it can."""
+    """Return the reason why this machine cannot boot a lab, with a remedy if any; else None."""
     if not _is_supported():
         return f"rdmalab needs Linux on x86_64; this is {sys.platform} on {platform.machine()}"
     lacks = missing()
@@ -100,8 +100,9 @@ def prepare(say: Callable[[str], None]) -> None:
     """Install the missing requirements that this process can install.
 
     apt-get installs distribution packages if the process is root, and pip installs virtme-ng if
-    the process runs in a virtual environment. The distribution's pyverbs is linked into the virtual
-    environment if it is built for the running version of Python.
+    the process runs in a virtual environment. If this process cannot import pyverbs, the
+    distribution's is linked into the virtual environment, provided that it is built for the running
+    version of Python.
 
     Parameters
     ----------

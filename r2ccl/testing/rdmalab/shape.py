@@ -10,7 +10,8 @@ This module does no I/O: it makes text from a `MachineShape`.
                  n1r0 ---- s1r0 }- br0                                 a bridge is the switch
                  n2r0 ---- s2r0
 
-Each interface ``n<node>r<rail>`` has the RDMA device ``rxe_n<node>r<rail>``.
+A single node has a bridge too. Each interface ``n<node>r<rail>`` has the RDMA device
+``rxe_n<node>r<rail>``.
 """
 
 from __future__ import annotations

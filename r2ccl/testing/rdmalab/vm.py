@@ -131,7 +131,7 @@ def run(
         Directory for the command's results, created if it does not exist. The command finds its
         path in ``R2CC_RDMALAB_REPORT``. Files written elsewhere are kept as well.
     environment : mapping, optional
-        Variables that override those of this process.
+        Variables that override those of this process and of the lab, except the path of `report`.
     sink : callable, optional
         Called with each piece of the command's output, stdout and stderr together. By default the
         output goes to stdout.
@@ -197,7 +197,7 @@ def _check_shared(path: Path) -> None:
         if path.resolve().is_relative_to(hidden):
             raise RdmaLabError(
                 f"{path} is not shared with the virtual machine, which has its own {hidden}; "
-                "work in another directory, or set TMPDIR to another one"
+                "choose another working directory, TMPDIR or report directory"
             )
 
 

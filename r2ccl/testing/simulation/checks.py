@@ -72,7 +72,7 @@ class Checker:
             )
 
     def read(self, message: SimMessage) -> None:
-        """Raise Violation if a NIC reads memory that was released; hook `SimNetwork.on_read`."""
+        """Raise Violation if a NIC reads memory that was released; use as `SimNetwork.on_read`."""
         is_own_memory = message.kind is MessageKind.WRITE and not message.is_copied
         if is_own_memory and id(message.view) in self.released:
             frame = message.frame

@@ -311,7 +311,7 @@ class SimControl:
         return epoch in (self._dials.get(key, (0, -1))[1], self._expected.get(key))
 
     def obstacles(self, peer: int) -> list[str]:
-        """Return no reasons why paths to `peer` are not connected: only faults prevent that."""
+        """Return an empty list: only faults of the plan keep a path to `peer` from connecting."""
         return []
 
     def _try_ways(self, key: PathKey, number: int, ways: tuple[BypassWay, ...]) -> None:
@@ -395,7 +395,8 @@ class SimControl:
     def _answered(self, key: PathKey, number: int, pause_s: float, wire: Wire, end: End) -> None:
         """Complete a dial when the peer's answer arrives.
 
-        If the path broke meanwhile, close this rank's end and dial again; the peer's end is in use.
+        If the dial was cancelled or replaced, or the path broke meanwhile, close this rank's end,
+        and after a break dial again; the peer's end is in use by then.
         """
         if not self._is_current(key, number):
             end.close()

@@ -26,7 +26,7 @@ class CallSpec(msgspec.Struct, frozen=True):
     channels : int
         Number of channels of the schedule; ignored with `is_planned`.
     is_in_place : bool
-        True if input and output are the same array.
+        True if input and output are the same array, provided that the schedule allows this.
     dtype : str
         Name of the element type, as `r2ccl.dtypes.dtype_name` returns it.
     op : ReduceOp

@@ -176,11 +176,14 @@ class SimTransport(PreconnectedTransport):
         return end is not None and bool(end.unacked) and (end.is_broken or not end.wire.is_up)
 
     def probe(self, key: ProbeKey) -> None:
-        """Probe a port; report None at once if the network does not connect the two ports."""
+        """Probe a port, unless a probe with this key is in flight.
+
+        If the network does not connect the two ports, report None at once.
+        """
         if key in self._probing:
             return
         if not self._network.has_way(self._rank, key):
-            self.report(Probed(key, None, "this network has no such rail or rank"))
+            self.report(Probed(key, None, "this network does not connect these ports"))
             return
         self._probing.add(key)
         self._network.probe(self._rank, key, partial(self._on_probed, key))

@@ -88,7 +88,7 @@ class Act(enum.Enum):
 class Fate(msgspec.Struct, frozen=True):
     """Fate of a message, which the hook `SimNetwork.route` decides.
 
-    `delay_s` is added to the latency in seconds of the message (DELAY) or its copy (DUPLICATE).
+    `delay_s`, in seconds, is added to the latency of the message (DELAY) or its copy (DUPLICATE).
     """
 
     act: Act

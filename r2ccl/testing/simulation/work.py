@@ -95,7 +95,7 @@ class SimWork:
         return busy[rank % len(busy)] / 1e3 if busy else 0.0
 
     def _seen(self, health: Health) -> Health:
-        """Return `health` with the shares of the workload's slow rails reduced to theirs."""
+        """Return `health`, with no rail above the share that the workload's `slow` gives it."""
         slow = self.workload.slow
         worst = [each._replace(share=min(each.share, health.share(*each[:2]))) for each in slow]
         return health.changed(worst) if worst else health
