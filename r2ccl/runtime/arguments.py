@@ -73,8 +73,8 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     parts : Parts or None
         Ranges of the parts in the input and the output; None if they follow from the signature.
     is_in_place : bool
-        For an allgather: True if `source` is already this rank's part of `output`. For an alltoall
-        or an exscan: True if `source` and `output` are the same memory. False for all others.
+        For an allgather: True if `source` is already this rank's part of `output`. For an alltoall,
+        alltoallv or exscan: True if `source` and `output` are the same memory. Otherwise False.
     conversion : ConvertedOp or None
         Conversion of the input before the collective; then the request is staged.
     is_staged : bool

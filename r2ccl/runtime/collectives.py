@@ -695,8 +695,9 @@ class Collectives:
     def _concurrent(self) -> ConcurrentCalls:
         return ConcurrentCalls(
             f"rank {self._rank}: a call was made while another call is in progress, in another "
-            "thread, or in this thread, where a signal handler interrupted it: call from one "
-            "thread at a time and from no signal handler, or create one communicator per thread"
+            "thread, or in this thread, where a signal handler interrupted it: calls are allowed "
+            "from one thread at a time, and not from a signal handler; if several threads make "
+            "calls, create one communicator for each"
         )
 
 

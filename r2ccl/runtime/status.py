@@ -93,7 +93,7 @@ class Pending(msgspec.Struct, frozen=True):
         parts = []
         if self.absent:
             seen = [
-                f"rank {peer} was last seen in call {op}" if op else f"rank {peer} never called"
+                f"rank {peer} was last seen in call {op}" if op else f"rank {peer} in no call yet"
                 for peer, op in self.absent.items()
             ]
             parts.append(f"ranks {sorted(self.absent)} have not called it ({_listed(seen)})")
