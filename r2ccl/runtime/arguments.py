@@ -2,8 +2,9 @@
 
 Each collective except the barrier has one function here. The function takes views of the arrays in
 host or device memory, allocates the output if the caller passed none, and returns a `Request` with
-the call signature that must be equal on all ranks. It does not read array data and does not
-communicate. Its arguments and errors are those of the method of `Communicator` with the same name.
+the call signature that must be equal on all ranks. It does not communicate, and reads array data
+only to copy an input that is not C-contiguous. Its arguments and errors are those of the method of
+`Communicator` with the same name.
 
 Invariant: the arrays of every `Request` are valid and fit together, and its op is an `Operation`.
 All other arguments raise `InvalidArgument` here, before any data moves, with three exceptions: the
@@ -72,13 +73,13 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     parts : Parts or None
         Ranges of the parts in the input and the output; None if they follow from the signature.
     is_in_place : bool
-        For an allgather: True if `source` is already this rank's part of `output`. For an alltoall
-        or an exscan: True if `source` and `output` are the same memory.
+        For an allgather: True if `source` is already this rank's part of `output`. For an alltoall,
+        alltoallv or exscan: True if `source` and `output` are the same memory. Otherwise False.
     conversion : ConvertedOp or None
         Conversion of the input before the collective; then the request is staged.
     is_staged : bool
-        True if the collective cannot run directly from `source` to `output`: data is copied before
-        or after the collective, or partial sums need separate memory.
+        True if the collective needs more than `source`, `output` and the signature: data is copied
+        before or after it, partial sums need separate memory, or `parts` are given.
     """
 
     signature: CallSignature
@@ -299,8 +300,8 @@ def scan(x: Any, out: Any, op: Operation, is_exclusive: bool) -> Request:
         is_same = is_in_place(source, output)
     if op is ReduceOp.AVG or getattr(op, "op", None) is ReduceOp.AVG:
         raise InvalidArgument(
-            f"{name} with op=AVG: every rank reduces a different number of ranks; pass op=SUM and "
-            "divide"
+            f"{name} with op=AVG: every rank reduces the inputs of a different number of ranks; "
+            f"pass op=SUM and divide by {'rank' if is_exclusive else 'rank + 1'}"
         )
     number = op if type(op) is ReduceOp else ReduceOp.SUM
     call = CallSignature(collective, source.dtype_code, number, source.count)
@@ -394,8 +395,9 @@ def _require_room(name: str, buffer: Memory, places: Sequence[Range], *, is_disj
     for rank, (lo, hi) in enumerate(places):
         if hi > buffer.count:
             raise InvalidArgument(
-                f"the part of rank {rank} is elements {lo} to {hi} of {name}, which has "
-                f"{buffer.count} elements: pass a larger array, or other counts and displacements"
+                f"the part of rank {rank} is {hi - lo} elements of {name} from element {lo} on, "
+                f"but {name} has {buffer.count} elements: pass a larger array, or other counts or "
+                "displacements"
             )
     used = sorted((place, rank) for rank, place in enumerate(places) if place[0] < place[1])
     for (before, one), (after, other) in pairwise(used) if is_disjoint else ():
@@ -491,12 +493,15 @@ def _numbers(name: str, values: Any, nranks: int) -> tuple[int, ...]:
 
 
 def form_of(shape: Any, dtype: Any, like: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the shape and the dtype of `Communicator.empty`; `shape` and `dtype` may be None.
+    """Return the shape and the dtype of an array for `Communicator.empty`.
+
+    `dtype` may be None: that of `like`, or float64 without `like`.
 
     Raises
     ------
     InvalidArgument
-        If both or neither of `shape` and `like` are given, or the shape or the dtype is invalid.
+        If both or neither of `shape` and `like` are given, the shape or the dtype is invalid, or
+        `host_array` refuses `like`.
     """
     if (shape is None) == (like is None):
         raise InvalidArgument("empty() needs either a shape or like=, and not both")
@@ -540,16 +545,17 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
     x : array_like in host memory
         NumPy array of any shape (0 dimensions and 0 elements are allowed), object with the buffer
         protocol (``bytearray``, ``array.array``, ctypes arrays), or tensor with DLPack, such as a
-        torch tensor. Borrowed for the lifetime of the returned buffer, unless it is not
-        C-contiguous; then the buffer is a copy in C order, which `writable` forbids.
+        torch tensor. Borrowed for the lifetime of the returned buffer. If it is not C-contiguous,
+        the buffer is a copy in C order instead; with `writable`, this is an error.
     writable : bool
         True if a result will be written to `x`.
 
     Raises
     ------
     InvalidArgument
-        If `x` is not such an object, or its memory is on a device, not aligned, byte-swapped, of an
-        unsupported dtype, or, if `writable` is True, not C-contiguous or read-only.
+        If `x` is not such an object, is a masked array, or does not export its memory, or if this
+        memory is on a device, not aligned, byte-swapped, of an unsupported dtype, or, if `writable`
+        is True, not C-contiguous or read-only.
 
     Notes
     -----
@@ -589,7 +595,10 @@ def check_op(request: Request) -> None:
 
 
 def _with_operation(request: Request, op: Operation) -> Request:
-    """Return `request` with `op`, which is not a `ReduceOp`, checked for its dtype."""
+    """Return `request` with the operation `op`, which is not a `ReduceOp`.
+
+    Raise InvalidArgument if the dtype or the memory of the request does not support `op`.
+    """
     code = request.signature.dtype
     if isinstance(op, kernels.UserOp):
         op.reducer(code)

@@ -259,7 +259,7 @@ class Worker:
             return self._changed.wait_for(lambda: not self._tasks, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse later tasks and all queued ones but the first, which may run; wait for the first.
+        """Refuse later tasks and all in the queue but the first, which may be running; wait for it.
 
         Parameters
         ----------

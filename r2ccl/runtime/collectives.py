@@ -1,9 +1,10 @@
 """Start of the collectives of one communicator, and execution of those on host memory.
 
-Collectives run one at a time, in the order of the calls. A blocking collective runs in the caller's
-thread, unless an asynchronous one is queued or running. All other collectives run in the
+Collectives run one at a time, in the order of the calls. On host memory, a blocking collective runs
+in the caller's thread, unless an asynchronous one is queued or running. All others run in the
 communicator's worker thread. A call that fails outside the data loop ends the communicator, so that
-no peer waits for that call.
+no peer waits for that call. A call that is rejected (invalid arguments, or another call is in
+progress) does not.
 """
 
 from __future__ import annotations
@@ -184,16 +185,18 @@ class Collectives:
         Returns
         -------
         object
-            The result, or a `Work` if `is_async`.
+            The result, or a `Work` if `is_async`. Within a group, the result is valid after the
+            end of the group.
 
         Raises
         ------
         InvalidArgument, ScheduleError
-            If the arguments are wrong; no collective was started.
+            If the arguments are wrong; no collective was started. InvalidArgument also if another
+            rank makes a different call; the communicator has ended.
         ConcurrentCalls
             If a blocking call runs in another thread, or was interrupted by this signal handler.
         R2cclError
-            If the collective failed; the communicator has ended.
+            If calls are refused, or the collective failed; the communicator has ended.
         """
         if self._refusal is not None:
             raise self._refusal()
@@ -263,6 +266,8 @@ class Collectives:
     def start_message(self, post: Callable[[], MessageRequest], is_async: bool) -> Any:
         """Call ``post()``, which begins a send or receive; wait for its end unless `is_async`.
 
+        Within a group, only add ``post`` to the group.
+
         Returns
         -------
         MessageRequest, Message or None
@@ -270,8 +275,10 @@ class Collectives:
 
         Raises
         ------
+        InvalidArgument
+            If `is_async` within a group, or as `MessageRequest.wait`.
         R2cclError
-            As `MessageRequest.wait`.
+            If calls are refused, or as ``post`` and `MessageRequest.wait`.
         """
         if self._refusal is not None:
             raise self._refusal()
@@ -383,12 +390,14 @@ class Collectives:
     def in_turn(self, fn: Callable[[], None]) -> None:
         """Run `fn` after all asynchronous calls issued so far; return when it has run.
 
-        Exceptions of `fn` are passed on. If `fn` ran in the worker, they end the communicator.
+        Exceptions of `fn` are passed on. If `fn` ran in the worker, they end the communicator, and
+        so does Ctrl-C while this method waits for the worker.
 
         Raises
         ------
         ConcurrentCalls
-            If a blocking call runs in another thread, or was interrupted by this signal handler.
+            If no asynchronous call is queued or running, and a blocking call runs in another thread
+            or was interrupted by this signal handler.
         """
         if self._worker.is_idle:
             if not self._turn.acquire(blocking=False):
@@ -512,7 +521,10 @@ class Collectives:
         return 0 if self._two_level is None else self._two_level.count_chunks(nbytes, health)
 
     def free_memory(self, timeout_s: float) -> bool:
-        """Free shared memory; return False if a call still uses it after `timeout_s` seconds."""
+        """Free shared memory; return False if a call, message or thread still uses it.
+
+        Wait up to `timeout_s` seconds for each of these.
+        """
         if not self.shares_memory:
             return True
         if not self._turn.acquire(timeout=timeout_s):
@@ -581,7 +593,7 @@ class Collectives:
     def run(self, request: Request) -> None:
         """Run a collective on host memory, including the copies before and after it.
 
-        The caller has checked the request and holds the turn.
+        The caller holds the turn.
         """
         if request.conversion is not None:
             self._run_converted(request, request.conversion)
@@ -684,7 +696,8 @@ class Collectives:
         return ConcurrentCalls(
             f"rank {self._rank}: a call was made while another call is in progress, in another "
             "thread, or in this thread, where a signal handler interrupted it: calls are allowed "
-            "from one thread at a time; create one communicator per thread"
+            "from one thread at a time, and not from a signal handler; if several threads make "
+            "calls, create one communicator for each"
         )
 
 

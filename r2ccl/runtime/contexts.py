@@ -22,7 +22,7 @@ from r2ccl.runtime.desync_check import Calling
 
 
 class Closing(msgspec.Struct, frozen=True, tag="closing"):
-    """Control message of close(). To rank 0: the sender has closed; from rank 0: all ranks have.
+    """Control message of close(): the sender (or, from rank 0, every rank) has called it.
 
     Until all ranks have closed the communicator, each of them takes part in its health agreement,
     because a slower rank may wait for the agreement.

@@ -439,7 +439,7 @@ class DataLoop:
             self._control.is_busy = False
 
     def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
-        """Return the program of a communicator's call that compiled code runs now; None if none."""
+        """Return the program of the call that compiled code runs for a communicator, or None."""
         return None if self.compiled is None else self.compiled.program_of(calls)
 
     def serve_inbox(self) -> None:
@@ -602,7 +602,8 @@ def _compiled_calls(context: RankContext, links: Links, progress: Progress) -> C
         if context.config.compiled == "1":
             raise TransportError(
                 f"rank {context.rank}: calls over TCP cannot run in compiled code: {exc}; "
-                "R2CC_COMPILED=1 requires it: install numba, or set R2CC_COMPILED=auto"
+                "R2CC_COMPILED=1 requires it: remove this cause (numba must be installed), or set "
+                "R2CC_COMPILED=auto"
             ) from exc
         _log.info(
             "rank %d: calls over TCP run in Python, which is slower: compiled code cannot be used: "
@@ -623,9 +624,11 @@ def timed_out(patience: Patience) -> TransportTimeout:
     """Return the error of a wait that has exceeded its timeout."""
     pending = patience.pending()
     awaited = {*pending.absent, *(wait.peer for wait in pending.waits)}
+    advice = f"raise {patience.variable} if this rank only needs more time"
+    if awaited:
+        advice = f"check these ranks, or raise {patience.variable} if they are only slow"
     return TransportTimeout(
-        f"{pending}; gave up after {patience.timeout_s:g} s: check these ranks, or raise "
-        f"{patience.variable} if they are only slow",
+        f"{pending}; gave up after {patience.timeout_s:g} s: {advice}",
         rank=pending.rank,
         peer=awaited.pop() if len(awaited) == 1 else None,
     )

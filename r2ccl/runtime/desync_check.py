@@ -82,7 +82,9 @@ class DesyncCheck:
             self.called(op)
 
     def look(self, now: float, op: int, activity: int, is_late: bool) -> None:
-        """Ask all ranks if the call makes no progress or is late, unless a rank has asked already.
+        """Ask all ranks for their last collective, once a call is late or makes no progress.
+
+        Do nothing if a rank has already asked for collective `op` or a later one.
 
         Parameters
         ----------

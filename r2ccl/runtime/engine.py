@@ -624,7 +624,7 @@ class Engine:
             self._loop.submit(self._loop.fail, error)
 
     def _connect(self, peers: frozenset[int]) -> None:
-        """Connect data paths to those of `peers`, ranks of the job, without any; wait for them."""
+        """Connect data paths to the `peers`, ranks of the job, that have none; wait for them."""
         self.nconnects += 1
         self._failover.connect_peers(peers)
         enough_s = self._clock() + STANDBY_S
@@ -802,7 +802,7 @@ class Engine:
         The other ranks wait in the same collective and would otherwise wait until their timeout.
         """
         if self._revocation.error is None:
-            self.revoke(f"a collective failed: {error!r}")
+            self.revoke(f"a call failed: {error!r}")
 
     def revoke(self, why: str) -> None:
         """End the communicator on all ranks, for the reason `why`.
@@ -836,7 +836,7 @@ class Engine:
     def check(self) -> None:
         """Raise an error if the communicator has ended.
 
-        The first call raises a copy of the error that ended it; later calls raise
+        That is a copy of the error that ended it or, if a call has raised this error already,
         `CommunicatorRevoked`.
         """
         error = self._revocation.error

@@ -53,7 +53,7 @@ class Job:
     rails : sequence of Nic
         Local NIC of each rail.
     sharing_obstacle : str
-        Reason why this rank uses no shared memory if ``R2CC_SHM=auto``; empty: it does use it.
+        Reason why this rank must not share memory if ``R2CC_SHM=auto``; empty if it may.
 
     Attributes
     ----------
@@ -236,7 +236,11 @@ class Job:
         self._signal_dump = SignalDump(signum, lambda: write_line(first.dump(), path))
 
     def close(self, participant: Participant) -> None:
-        """Close a communicator; if it is that of all ranks, close all: see `Communicator.close`."""
+        """Close a communicator; if it is that of all ranks, close all: see `Communicator.close`.
+
+        If a blocking collective is in progress on them, or this is a signal handler that
+        interrupted a call, abort instead.
+        """
         is_first = participant is self._participants[0]
         is_blocking = self.is_blocking if is_first else participant.is_blocking
         if (is_blocking or self.is_below) and not self.is_forked:
@@ -332,7 +336,8 @@ class Job:
     def free(self, deadline_s: float) -> None:
         """Start the cleanup unless it has started; wait for it, `deadline_s` + `_BOUND_S` at most.
 
-        `deadline_s`, in seconds, is also the timeout of the cleanup's steps.
+        `deadline_s`, in seconds, is also the timeout of the cleanup's steps. Do nothing in a forked
+        process.
         """
         if self.is_forked:
             return

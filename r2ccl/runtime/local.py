@@ -137,13 +137,14 @@ class LocalCalls:
     def run(self, request: Request) -> LocalCall | None:
         """Run `request`, which has no conversion, in shared memory; return the prepared call.
 
-        Return None, and do nothing, if such calls do not run in shared memory. Any error ends the
-        communicator.
+        Return None, and do nothing, if such calls do not run in shared memory. Any error of the
+        running call ends the communicator.
 
         Raises
         ------
         InvalidArgument
-            If another rank makes a different call.
+            If the dtype does not support the op, in which case nothing was done; or if another rank
+            makes a different call.
         CommunicatorRevoked
             If an earlier call in shared memory has failed.
         R2cclError
@@ -214,7 +215,8 @@ class LocalCalls:
         """Remember a call that `run` has run, so that `repeat` can run it again.
 
         ``make(x, out, *rest)`` made `request`. The call is remembered only if it used the arrays
-        themselves: NumPy arrays that are C-contiguous.
+        themselves (C-contiguous NumPy arrays, no copies) and the first of `rest` has a type in
+        `_FIXED`. Otherwise the last call of `make` is forgotten.
         """
         source, output = request.source, request.output
         uses_input, uses_output, has_output = source.owner is x, output is not None, out is not None
@@ -237,9 +239,10 @@ class LocalCalls:
         )
 
     def find(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Found | None:
-        """Return the last call of `make`, for `repeat`; None if the arguments differ from it.
+        """Return the last call of `make` with these arrays, for `repeat`.
 
-        An array that this rank does not use is replaced by an empty one.
+        Return None if no call is remembered, or if it cannot be repeated with these arguments. An
+        array that this rank does not use is replaced by an empty one.
         """
         last = self._last.get(make)
         if last is None:

@@ -108,9 +108,10 @@ class MessageCalls:
         return None if received is None else received.wait()
 
     def _finish(self, found: Outcome, x: Any, out: Any) -> Message | None:
-        """Return the message that a direct call received; None for a send.
+        """Return the message that a call received; None for a send.
 
-        If the call is `Delayed`, wait for it. `x` and `out` are the arrays of the caller.
+        `found` is the outcome of a direct call (`r2ccl.runtime.messages.local`); if it is
+        `Delayed`, wait for its requests. `x` and `out` are the arrays of the caller.
         """
         if not isinstance(found, Delayed):
             assert not isinstance(found, NotRun)

@@ -133,7 +133,9 @@ class Participant:
         """Use shared memory within each host, if ``R2CC_SHM`` allows it.
 
         With several hosts, it is used only if all of them have the same number of ranks, at least
-        two. Otherwise the network is used, even if ``R2CC_SHM=1``.
+        two. Otherwise the network is used, even if ``R2CC_SHM=1``. The network is also used if
+        ``R2CC_ALGO`` is set and ``R2CC_SHM`` is not 1, or if `MOST_GROUPS` communicators of this
+        process share memory already.
 
         Parameters
         ----------
@@ -146,7 +148,8 @@ class Participant:
         Raises
         ------
         TransportError
-            If ``R2CC_SHM=1`` requires shared memory and ranks of a host cannot share it.
+            If ``R2CC_SHM=1`` requires shared memory and ranks of a host cannot share it, or
+            `MOST_GROUPS` communicators share memory already.
 
         Notes
         -----
@@ -185,7 +188,8 @@ class Participant:
         except TransportError as exc:
             if self._config.shm == "1":
                 raise TransportError(
-                    f"{exc}; R2CC_SHM=1 requires it: set R2CC_SHM=auto to use the network instead",
+                    f"{exc}; R2CC_SHM=1 requires shared memory: remove this cause, or set "
+                    "R2CC_SHM=auto to use the network instead",
                     status="NO_SHARED_MEMORY",
                 ) from exc
             if is_first:

@@ -2,7 +2,7 @@
 
 `Progress.step` polls the transport, updates the links, delivers slices to the collective that
 expects them (its `Consumer`), confirms consumed slices and flushes the transport. Failure events go
-to handlers of `r2ccl.failover`. The data loop has no thread and no lock: `r2ccl.runtime.engine`
+to handlers of `r2ccl.failover`. The data loop has no thread and no lock: `r2ccl.runtime.data_loop`
 ensures that one thread at a time calls it.
 """
 

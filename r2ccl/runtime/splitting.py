@@ -88,7 +88,7 @@ def create_among(participant: Participant, ranks: Sequence[int], allgather: Allg
 
 def _different(ranks: Sequence[int], nranks: int) -> list[int]:
     """Return `ranks` as a list; raise `InvalidArgument` if one is invalid or occurs twice."""
-    chosen = [rank_of(rank, nranks) for rank in ranks]
+    chosen = [rank_of(rank, nranks, "rank") for rank in ranks]
     if len(set(chosen)) < len(chosen):
         raise InvalidArgument(f"ranks={list(ranks)!r}; allowed are ranks that all differ")
     return chosen

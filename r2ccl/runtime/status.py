@@ -93,7 +93,7 @@ class Pending(msgspec.Struct, frozen=True):
         parts = []
         if self.absent:
             seen = [
-                f"rank {peer} was last seen in call {op}" if op else f"rank {peer} never called"
+                f"rank {peer} was last seen in call {op}" if op else f"rank {peer} in no call yet"
                 for peer, op in self.absent.items()
             ]
             parts.append(f"ranks {sorted(self.absent)} have not called it ({_listed(seen)})")
@@ -118,8 +118,8 @@ class PathEntry(msgspec.Struct, frozen=True):
         ``up``; ``fencing`` or ``fenced``: going down; ``down``: being reconnected, or excluded;
         ``closed``: the paths to the peer are idle and are connected when they are needed.
     cause : str
-        Evidence of the last failure, or ``not connected yet``; empty if the path is closed or was
-        never lost.
+        Evidence of the last failure, or ``not connected yet``; empty if the path is closed, or is
+        up and was never lost.
     since_s : float
         Time at which the path was last taken into or out of use.
     nslices_sent, nslices_received, nbytes_sent, nbytes_received : int
@@ -230,7 +230,7 @@ class RailHealth(msgspec.Struct, frozen=True):
 
 
 class MemoryReport(msgspec.Struct, frozen=True):
-    """Memory of one rank in bytes, besides the arrays of the caller and of the interpreter.
+    """Memory of one rank in bytes, without the caller's arrays and Python itself.
 
     The first three grow with the number of paths and links that are in use, not with the number of
     ranks: docs/scale.md has the bounds.

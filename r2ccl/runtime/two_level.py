@@ -119,12 +119,13 @@ class TwoLevelCalls:
 
         Return False, and do nothing, if `call` is another collective or is empty, or if there is no
         kernel for its dtype and op. The allreduce runs in one level if that is faster (see
-        `TwoLevelPlans.divide`). Any error ends the communicator.
+        `TwoLevelPlans.divide`). Any error of the allreduce ends the communicator.
 
         Raises
         ------
         InvalidArgument
-            If the dtype does not support the op, or another rank makes a different call.
+            If the dtype does not support the op, in which case nothing was done; or if another rank
+            makes a different call.
         R2cclError
             If the communicator ends during the call, or the call times out.
         """
@@ -366,12 +367,12 @@ class _TeamExchange:
         self._team = team
 
     def __call__(self, mine: bytes) -> list[bytes]:
-        """Return the bytes `mine`, at most `_NBYTES`, of each rank of the node."""
+        """Return the argument `mine` of each rank of the node; its maximum size is `_NBYTES`."""
         rows = self._allgather(_pack(_MORE, mine))
         return [_unpack(rows[rank]) for rank in self._team]
 
     def finish(self, problem: str) -> list[str]:
-        """Return the problem of each rank, "" if it has none, once no node needs an allgather.
+        """Take part until no node needs an allgather; return the problem of each rank, or "".
 
         `problem` is that of this rank; at most `_NBYTES` bytes of it are sent.
         """

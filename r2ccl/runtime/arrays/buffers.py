@@ -1,4 +1,4 @@
-"""Flat views of the caller's arrays in host memory, without a copy.
+"""Flat views of the caller's arrays in host memory.
 
 NumPy arrays, objects with the buffer protocol, and host tensors with DLPack become a `Buffer`. Any
 other object raises an error that names the object and lists what is allowed. The functions for
@@ -200,10 +200,12 @@ def is_in_place(
         If the dtypes or the numbers of elements differ, or the whole buffers overlap although
         `source` and `output` are not the same memory.
     """
+    given = "the input" if whole_source is None else "this rank's part of the input"
+    written = "the output" if whole_output is None else "this rank's part of the output"
     if source.dtype_code != output.dtype_code or source.count != output.count:
         raise InvalidArgument(
-            f"the input has {_what(source)}, the output has {_what(output)}: both must have the "
-            "same dtype and number of elements"
+            f"{given} has {_what(source)}, {written} has {_what(output)}: both must have the same "
+            "dtype and number of elements"
         )
     if source is output:
         return True
@@ -213,8 +215,8 @@ def is_in_place(
     if distance == 0:
         return True
     raise InvalidArgument(
-        f"input and output overlap in part (the output starts {distance} bytes from the input, "
-        f"each has {source.nbytes} bytes): pass the same memory to work in place, or disjoint "
+        f"input and output overlap in part ({written} starts {distance} bytes from {given}, each "
+        f"has {source.nbytes} bytes): pass the same memory for both to work in place, or disjoint "
         "memory"
     )
 
@@ -305,8 +307,9 @@ def refusal(x: Any, array: Array, writable: bool) -> InvalidArgument:
         return InvalidArgument(f"{given}: {_ALLOWED}{names()}")
     if not array.flags.c_contiguous:
         return InvalidArgument(
-            f"{given} and strides {array.strides} is not C-contiguous: "
-            "pass np.ascontiguousarray(x), or a view of whole leading rows"
+            f"{given} and strides {array.strides} is not C-contiguous: the result is written to "
+            "it, so pass np.ascontiguousarray(x) and read the result from there, or a view of "
+            "whole leading rows"
         )
     if not array.flags.aligned:
         return InvalidArgument(

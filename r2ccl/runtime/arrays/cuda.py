@@ -59,14 +59,16 @@ class DeviceBuffer(msgspec.Struct, frozen=True, eq=False):
     ordinal : int
         Number of the GPU in this process.
     stream : Stream
-        Current stream of the array's library in the calling thread, when the view was made. A call
-        without a ``stream`` argument uses it.
+        Stream that a call without a ``stream`` argument uses: `Library.stream` of the array when
+        the view was made. For an array of no known library: ``after``, or the legacy default stream
+        if ``after`` is None.
     owner : object
         Object that the caller passed; the buffer keeps it alive.
     after : Stream or None
         Stream that every call on this array must be ordered with, whichever stream the call uses
-        (see `streams_of`). None for arrays of CuPy, Numba and torch: as with NCCL, a caller that
-        passes another stream than the library's current one must order the two streams.
+        (see `streams_of`). None if there is no such stream, as for all arrays of CuPy, Numba and
+        torch: as with NCCL, a caller that passes another stream than the library's current one must
+        order the two streams.
     view : object
         For an array read through DLPack, the object that keeps its memory alive.
     """
@@ -169,9 +171,9 @@ def streams_of(given: Any, *buffers: DeviceBuffer) -> tuple[Stream, tuple[Stream
     stream : Stream
     others : tuple of Stream
         The call must run after the work enqueued on these streams before the call, and before the
-        work enqueued on them later. If `given` is None, they are the current streams of the other
-        buffers' libraries; otherwise only the streams that producers require every consumer to be
-        ordered with (`DeviceBuffer.after`).
+        work enqueued on them later. If `given` is None, they are `DeviceBuffer.stream` of the other
+        buffers; otherwise only the streams that producers require every consumer to be ordered with
+        (`DeviceBuffer.after`).
 
     Raises
     ------

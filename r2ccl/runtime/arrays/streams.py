@@ -52,7 +52,8 @@ def stream_of(given: Any, default: Stream) -> Stream:
     Raises
     ------
     InvalidArgument
-        If `given` is another object, or its ``__cuda_stream__`` has an unknown version.
+        If `given` is another object or not a valid handle, or its ``__cuda_stream__`` returns
+        anything but a handle in version 0 of the protocol.
 
     References
     ----------

@@ -123,7 +123,7 @@ class CompiledCalls:
         return runs
 
     def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
-        """Return the program of a communicator's call that compiled code runs now; None if none."""
+        """Return the program of the call that compiled code runs for a communicator, or None."""
         running = self._running
         return None if running is None or running[1] is not calls else running[0]
 
@@ -196,7 +196,8 @@ class CompiledCalls:
         """Fill in the tables of a program; return the connections that its call uses.
 
         Return None if compiled code cannot run the call: a pair of links has no common route,
-        slices of earlier calls are in progress, or a connection is in use.
+        slices of earlier calls are in progress, frames of this call that have arrived do not fit
+        its tables, or a connection is in use.
         """
         for end in program.ends:
             route = end.route
@@ -236,7 +237,10 @@ class CompiledCalls:
         return conns
 
     def _import(self, program: CompiledProgram, end: LinkPair) -> bool:
-        """Copy the counts of a pair of links; return False if earlier slices prevent the call."""
+        """Copy the counts of a pair of links, and the frames of the call that have arrived.
+
+        Return False if these frames do not fit, or slices of earlier calls are in progress.
+        """
         sender, receiver, words, row = end.sender, end.receiver, program.view, end.row
         if receiver.landings or receiver.posted != receiver.consumed:
             return False
@@ -333,7 +337,7 @@ class CompiledCalls:
                     self._progress.confirmed(program.paths[conn].peer, channel, ack)
 
     def _measure(self, program: CompiledProgram) -> None:
-        """Report when cleared slices were posted and released to the bandwidth measurement."""
+        """Tell the bandwidth measurement when cleared slices were posted and when released."""
         balance = self._links.balance
         assert balance is not None
         rows = program.log[: program.view[at.NLOGGED]]

@@ -86,7 +86,10 @@ def flush(state: Any) -> Any:
 
 @inlined
 def has_unsent(state: Any) -> Any:
-    """Return whether a slice is not written completely because its socket is full."""
+    """Return whether a slice is not written completely because its socket is full.
+
+    Staged frames, with the smallest eager slices, do not count: `restore_bytes` passes them on.
+    """
     for number in range(state[NCONNS]):
         conn = conn_of(state, number)
         if conn[FRAGMENT_NBYTES] or conn[EAGER_TAKEN] < conn[EAGER_ADDED]:

@@ -402,7 +402,10 @@ class CompiledProgram:
 
 
 def is_supported(plan: Plan) -> bool:
-    """Return whether compiled code can run a plan: its reduction, if any, has a compiled kernel."""
+    """Return whether compiled code can run a plan.
+
+    Its reduction, if any, must have a compiled kernel and no final division, as AVG has.
+    """
     call = CallSignature.unpack(plan.signature)
     if call.op >= USER_OP or plan.finish is not None:
         return False

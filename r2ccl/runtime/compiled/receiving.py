@@ -209,7 +209,11 @@ def end_fragment(state: Any, number: Any, conn: Any) -> Any:
 
 @inlined
 def confirm_early(state: Any, number: Any, conn: Any) -> None:
-    """Confirm the last slice of a link if the socket already holds all its missing bytes."""
+    """Confirm the last slice of a link if the socket already holds all its missing bytes.
+
+    Do so at most once, only with `Config.is_resilient`, and only if all earlier slices of the link
+    are delivered.
+    """
     pair, ordinal = pair_of(state, conn[TARGET_PAIR]), conn[TARGET_ORDINAL]
     # The confirmation covers all earlier slices, too.
     is_last = ordinal + 1 == pair[NRECEIVES] and pair[DELIVERED] == ordinal

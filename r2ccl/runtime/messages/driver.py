@@ -1,9 +1,9 @@
 """Exchange of messages over the links: envelopes, landing places, data.
 
-An *envelope* is an eager slice that carries a short message, announces or grants a long one, or
-reports messages as taken. Each pair of ranks has one channel for envelopes, and one per home rail
-for the data of long messages; these channels have a context id of their own. A long message is sent
-as follows::
+An *envelope* is an eager slice that carries a short message, announces, grants or refuses a long
+one, or reports messages as taken. Each pair of ranks has one channel for envelopes, and one per
+home rail for the data of long messages; these channels have a context id of their own. A long
+message is sent as follows::
 
     sender                                   receiver
     REQUEST(ident, tag, dtype, nbytes)  ->   finds the receive that takes it

@@ -278,7 +278,8 @@ class LocalMessages:
     def repeat(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
         """Run the direct call that `begin` prepared for `key`, with arrays of the same form.
 
-        Return NOT_RUN if there is none, or if the form of an array or another message prevents it.
+        Return NOT_RUN if there is none, if the form of an array differs, or for the reasons of
+        `begin`.
         """
         found = self._prepared.get(key)
         if found is None or type(x) is not np.ndarray or type(out) is not np.ndarray:
@@ -288,20 +289,21 @@ class LocalMessages:
     def begin(
         self, key: tuple[int, ...], sent: LocalEnd | None, received: LocalEnd | None
     ) -> Outcome:
-        """Run a direct call; if its arrays are contiguous, keep it for `repeat`.
+        """Run a direct call; if its arrays are C-contiguous NumPy arrays, keep it for `repeat`.
 
         Parameters
         ----------
         key : tuple of int
-            Peers and tags of the call, and which of them it has.
+            Peers and tags of the call. The length tells a send (2), a receive (3) and both (4)
+            apart.
         sent, received : LocalEnd or None
             The send and the receive; None if the call has none.
 
         Returns
         -------
         Message or Delayed or NotRun or None
-            NOT_RUN if another message is unfinished, or a peer is this rank or `ANY`; else see
-            `Outcome`.
+            NOT_RUN if another message is unfinished, another thread moves messages, messages have
+            ended, or a peer is this rank or `ANY`; else see `Outcome`.
         """
         from r2ccl.shm.rings import DirectCall
 

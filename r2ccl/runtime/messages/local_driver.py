@@ -31,7 +31,7 @@ _MOST_EVENTS = 1000
 
 
 class _Waiting(NamedTuple):
-    """Envelope that waits for room in a ring; once it is there, `request`, if any, is done."""
+    """Envelope that waits for room in a ring; `request`, if any, is done when the ring has it."""
 
     kind: int
     dtype: int

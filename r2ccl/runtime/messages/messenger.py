@@ -342,7 +342,7 @@ class Messenger:
             _, doing = self._describe(request)
             raise TransportTimeout(
                 f"rank {self._job.rank}: {doing} has not finished after {timeout_s:g} s and "
-                "continues: wait again, or look at pending() on both ranks",
+                "continues: wait again, or look at pending() on the ranks that it involves",
                 rank=self._job.rank,
                 status="TIMEOUT",
             )

@@ -190,8 +190,8 @@ class MessageProtocol(ABC):
         request.error = InvalidArgument(
             f"rank {envelope.source} sent {_described(envelope).count} elements of "
             f"{dtype_name(envelope.dtype)} with tag {envelope.tag}, but rank {self._rank} receives "
-            f"up to {given} of {dtype_name(request.dtype)}: make the buffers fit, or call "
-            "probe() first"
+            f"up to {given} of {dtype_name(request.dtype)}: pass arrays of the same dtype, and a "
+            "large enough one to recv(); probe() tells the number of elements"
         )
         request.is_done = True
         if envelope.payload is None:

@@ -263,7 +263,7 @@ class TestInPlace:
         own = part_of(whole, 1, 3)
         assert is_in_place(own, as_buffer(x[2:4], writable=True), whole_source=whole)
         assert not is_in_place(own, as_buffer(np.ones(2), writable=True), whole_source=whole)
-        with pytest.raises(InvalidArgument, match="the output starts -16 bytes from the input"):
+        with pytest.raises(InvalidArgument, match="the output starts -16 bytes from this"):
             is_in_place(own, as_buffer(x[:2], writable=True), whole_source=whole)
         with pytest.raises(InvalidArgument, match=r"the input has 2 elements.*output has 3"):
             is_in_place(own, as_buffer(np.ones(3), writable=True), whole_source=whole)
