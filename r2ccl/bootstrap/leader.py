@@ -368,8 +368,8 @@ class Leader:
         if not missing:
             return MeetingFailed(
                 f"ranks {sorted(self._awaited)} arrived at rank 0 ({where}), but their addresses "
-                f"did not arrive within {self._timeout_s:g} s: one of these ranks is the cause, look at "
-                "their logs",
+                f"did not arrive within {self._timeout_s:g} s: one of these ranks is the cause, "
+                "look at their logs",
                 is_timeout=True,
             )
         return MeetingFailed(
