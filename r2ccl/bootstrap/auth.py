@@ -85,7 +85,7 @@ class Secret:
 
     @classmethod
     def from_hex(cls, text: str) -> Secret:
-        """Return the secret given as 64 hexadecimal digits; surrounding white space is ignored.
+        """Return the secret given as 64 hexadecimal digits; white space between bytes is ignored.
 
         Raises
         ------

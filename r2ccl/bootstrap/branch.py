@@ -3,8 +3,8 @@
 The tree is the binomial tree of `r2ccl.bootstrap.overlay`. A rank sends the addresses of its part
 of the tree to its parent, receives the addresses of all ranks from its parent, and sends these to
 its children. So rank 0 exchanges addresses with log2(n) ranks only. Each rank's connection to rank
-0 stays open meanwhile: its end shows rank 0 that the rank has ended, and rank 0 reports errors over
-it.
+0 stays open meanwhile: rank 0 reports errors over it, and if it is closed, rank 0 knows that the
+rank has ended.
 
 Runs in the control thread. Invariant: bytes of a child are decoded only after both ends have proved
 that they know the secret, and the claim names this communicator, this rank and a child of it.
@@ -206,7 +206,8 @@ class Branch:
     async def _climb(self, own: PeerInfo, secret: Secret, address: wire.Address) -> None:
         """Send the addresses of this part of the tree to the parent; wait for those of all ranks.
 
-        The children send their parts first.
+        The children send their parts first. If one of them sends anything else, tell rank 0 that
+        the rendezvous has failed instead.
         """
         if self._awaited:
             await self._is_collected.wait()
@@ -231,7 +232,7 @@ class Branch:
         Raises
         ------
         ConnectionRefusedError
-            If the parent has ended: it listens since before it sent its `Hello`.
+            If the parent has ended: it has listened since before it sent its `Hello`.
         """
         claim = Claim(Purpose.RENDEZVOUS, self._communicator_id, self._rank, self._parent)
         pause = _FIRST_PAUSE_S

@@ -84,7 +84,8 @@ class ControlHandler(Protocol):
             Evidence of the loss.
         last_heard_s : float or None
             Seconds between the last sign of life of `peer` and the finding of its loss, at the rank
-            that found it. None if all ranks that have a session with `peer` are lost.
+            that found it. If `peer` reported that it has given this rank up: seconds since the last
+            sign of life of this rank. None if all ranks that have a session with `peer` are lost.
         """
 
     def on_tick(self, now: float) -> None:
@@ -99,7 +100,8 @@ class ControlPlane:
 
     Made by `r2ccl.bootstrap.connect`. All methods except `close` may be called from any thread and
     return without blocking. Calls before `start` take effect at `start`. The callbacks that methods
-    take (`on_failed`, `fn`) run in the control thread.
+    take (`on_failed`, `fn`) run in the control thread. Methods that take `peer` or `rail`,
+    except `kick`, raise InvalidArgument if `peer` is this rank or no rank, or `rail` is no rail.
 
     Parameters
     ----------
@@ -137,7 +139,7 @@ class ControlPlane:
     nwires : int
         Number of rails that add bandwidth to one another: the RDMA ports if there are any; else 1
         if all rails are loopback, which share the memory bandwidth; else all rails that are no last
-        resort. Equal on all ranks.
+        resort, or all rails if there is no other. Equal on all ranks.
     nhcas : int
         Number of RDMA ports that every rank uses.
     setting : Setting
@@ -351,7 +353,7 @@ class ControlPlane:
         return None if session is None else session.last_heard
 
     def rejections(self) -> Mapping[str, int]:
-        """Return the number of rejected connections and frames, by reason."""
+        """Return the number of rejected connections, frames and messages, by reason."""
         return dict(self._rejections.counts)
 
     # -- paths ------------------------------------------------------------------------------
@@ -374,7 +376,7 @@ class ControlPlane:
         To be called by the lower of the two ranks. Retries until it succeeds
         (`ControlHandler.on_path`) or is cancelled, with a pause of 0.05 s that doubles up to 1 s.
         Replaces an earlier dial of the same (peer, rail). `on_failed` is called with the reason
-        after each failed attempt.
+        after each failed attempt. Does nothing if `peer` is lost or has left.
         """
         key = self._path_key(peer, rail)
         guarded = None if on_failed is None else functools.partial(self._guard, on_failed)
@@ -384,7 +386,8 @@ class ControlPlane:
         """Connect to `peer`, as its path of rail `BYPASS`, by the first of `ways` that works.
 
         To be called by the lower of the two ranks. Tries each way once; if none works, that is only
-        logged. Replaces an earlier `dial_bypass` of the same peer.
+        logged. Replaces an earlier `dial_bypass` of the same peer. Does nothing if `peer` is lost
+        or has left.
         """
         self._check(peer)
         self._do(

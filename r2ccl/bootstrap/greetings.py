@@ -17,7 +17,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """First message of every rank to rank 0.
 
     ``host`` is the result of `host_id`, ``digest`` that of `Config.digest`. ``address`` is the
-    address and port at which the rank's children in the tree connect; ``("", 0)`` if it has none.
+    address and port at which the rank's children in the tree connect; ``("", 0)`` if there are no
+    children.
     """
 
     rank: int
@@ -89,7 +90,8 @@ class MeetingFailed(msgspec.Struct, frozen=True, tag="failed"):
     def error(self, rank: int, account: str = "") -> R2cclError:
         """Return the error that `rank` must raise.
 
-        `account` is a clause that tells what `rank` itself waited for; empty adds nothing.
+        `account` is a clause that tells what `rank` itself waited for; empty adds nothing. It is
+        not used if the cause is a rank that exited.
         """
         if self.lost >= 0:
             return PeerLost(

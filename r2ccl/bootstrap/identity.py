@@ -36,8 +36,8 @@ LISTEN_FD_VARIABLE = "R2CC_LISTEN_FD"
 _ENV_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 _WAYS = (
-    "start it with `r2ccl launch -n 4 -- python script.py`, with torchrun, with mpiexec and "
-    "mpi4py installed, or set RANK, WORLD_SIZE, MASTER_ADDR, R2CC_PORT and R2CC_SECRET"
+    "start the process with `r2ccl launch -n 4 -- python script.py`, with torchrun, with mpiexec "
+    "and mpi4py installed, or set RANK, WORLD_SIZE, MASTER_ADDR, R2CC_PORT and R2CC_SECRET"
 )
 
 
@@ -71,9 +71,12 @@ def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identi
     Raises
     ------
     InvalidArgument
-        If the rank of this process is not defined, its definition is incomplete, the MPI launcher
-        and mpi4py differ in the number of ranks, rank 0 cannot listen (only with MPI), or there is
-        no usable secret.
+        If the rank of this process is not defined, or rank, number of ranks, address or port are
+        incomplete or invalid; if mpi4py cannot be used, or sees one rank although the MPI launcher
+        started several; if rank 0 cannot listen or has no usable secret (only with MPI); or if this
+        rank has no usable secret, or a secret is set on only some ranks.
+    OSError
+        If this process cannot open a socket.
     """
     if comm is not None:
         mpi = sys.modules.get("mpi4py.MPI")
@@ -143,7 +146,7 @@ def _from_mpi(config: Config, comm: Any) -> Identity:
             address, port = listener.getsockname()[:2]
             offer = (address, port, secret)
         except (OSError, InvalidArgument) as exc:
-            offer = f"rank 0 cannot listen for the other ranks: {exc}"  # they wait in bcast
+            offer = f"rank 0 cannot start the rendezvous: {exc}"  # the other ranks wait in bcast
     offer = comm.bcast(offer, root=0)
     if isinstance(offer, str):
         raise InvalidArgument(offer)

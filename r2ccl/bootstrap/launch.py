@@ -106,7 +106,7 @@ def launch(
     Returns
     -------
     list
-        Results of `fn`, by rank.
+        Results of `fn`, by rank; it must be possible to pickle them.
 
     Raises
     ------

@@ -82,7 +82,7 @@ def require_company(nranks: int, library: str, env: Mapping[str, str]) -> None:
     ------
     InvalidArgument
         If ``COMM_WORLD`` has one rank, but all launchers in the environment report several. If only
-        some do, a warning is logged, since it is unknown which launcher started the other.
+        some do, a warning is logged, since it is unknown which of them started this process.
     """
     odd = [claim for claim in claims(env) if not claim.fits(nranks)]
     if nranks > 1 or not odd:

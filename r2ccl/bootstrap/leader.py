@@ -252,7 +252,10 @@ class Leader:
         member.reader.stop()
 
     def _on_end(self, member: _Member, exc: OSError) -> None:
-        """Record as an error that a member ended its connection during the rendezvous."""
+        """Record as an error that a member ended its connection during the rendezvous.
+
+        Before its `Hello` was accepted, this only counts as a rejected connection.
+        """
         if member.rank < 0:
             self._rejections.add("no Hello", exc)
             return
@@ -365,8 +368,8 @@ class Leader:
         if not missing:
             return MeetingFailed(
                 f"ranks {sorted(self._awaited)} arrived at rank 0 ({where}), but their addresses "
-                f"did not within {self._timeout_s:g} s: one of these ranks is the cause, look at "
-                "their logs",
+                f"did not arrive within {self._timeout_s:g} s: one of these ranks is the cause, "
+                "look at their logs",
                 is_timeout=True,
             )
         return MeetingFailed(
@@ -409,14 +412,16 @@ def _name(hello: Hello) -> str:
 
 def _cannot_listen(host: str, port: int, exc: OSError) -> InvalidArgument:
     code = exc.errno or 0
-    advice = "check MASTER_ADDR"
+    advice = "check MASTER_ADDR and R2CC_PORT"
     if code == errno.EADDRINUSE:
         advice = (
             "another process uses it (another job, or a second rank 0): set R2CC_PORT to a free one"
         )
     elif code != errno.EADDRNOTAVAIL and is_exhaustion(code):
         advice = exhaustion_advice(code)
-    return InvalidArgument(f"cannot listen at {host}:{port}: {decode_errno(code)}; {advice}")
+    return InvalidArgument(
+        f"rank 0: cannot listen at {host}:{port}: {decode_errno(code)}; {advice}"
+    )
 
 
 __all__ = ["VERDICT_MARGIN_S", "Leader"]

@@ -49,7 +49,9 @@ _BROKEN_OFF = "handshake broke off"
 
 
 class Rejections:
-    """Counters of rejected connections by reason; each reason is logged at most once in 5 s.
+    """Counters of rejected connections, frames and messages, by reason.
+
+    Each reason is logged at most once in 5 s.
 
     Parameters
     ----------
@@ -107,7 +109,7 @@ def cannot_listen(rank: int, address: str, what: str, exc: OSError) -> InvalidAr
 
 
 class Unneeded(Exception):
-    """Refusal by a gate of an authenticated connection that is no longer needed.
+    """Raised by a gate to refuse an authenticated connection that is no longer needed.
 
     It is neither logged nor counted as a rejection.
     """
@@ -184,7 +186,8 @@ class Listener:
     rejections : Rejections
         Counts rejected connections.
     timeout_s : float
-        Longest time of one handshake in seconds, without the wait of the gate.
+        Longest time of one handshake in seconds; the time that a gate's coroutine takes does not
+        count.
     max_pending : int
         Maximum number of unauthenticated connections at a time; a new one evicts the oldest.
     readers : ReadLoop, optional

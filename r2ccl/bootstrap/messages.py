@@ -145,7 +145,7 @@ class Codec:
         ------
         InvalidArgument
             If the type of `message` was not registered, or its encoded form is longer than
-            `MAX_MESSAGE_NBYTES`.
+            `MAX_MESSAGE_NBYTES` (not checked for `Flooded` and `Routed`, which contain one).
         """
         if not isinstance(message, self._types):
             names = ", ".join(t.__name__ for t in self._types)

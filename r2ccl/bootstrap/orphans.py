@@ -18,6 +18,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def end_with(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it in `parent` ends.
 
+    If `parent` has ended already, kill this process now.
+
     Parameters
     ----------
     parent : int

@@ -107,7 +107,7 @@ class Overlay:
     def next_hop(self, destination: int) -> int | None:
         """Return the neighbor to which to pass a message for `destination`.
 
-        Return None if a rank on every route is lost or has left.
+        Return None if there is no route without a rank that is lost or has left.
         """
         if not self._lost and not self._left:
             return min(self.neighbors, key=lambda rank: self._distance(rank, destination))

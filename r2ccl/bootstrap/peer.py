@@ -191,7 +191,7 @@ class Peer:
     # -- for the control plane --------------------------------------------------------------
 
     def start(self) -> None:
-        """Start dialing the peer; on the higher of the two ranks, start watching for its loss."""
+        """Start dialing the peer, or, on the higher of the two ranks, watching for its loss."""
         self._session.excuse(self._session.silence_s(self._setting.clock()))
         if self._setting.rank > self.rank:
             self._is_dark.set()

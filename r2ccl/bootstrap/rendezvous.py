@@ -88,7 +88,11 @@ async def meet(
         If ranks or their settings do not fit together, a rank could not open its listeners (the
         message names the ranks), or rank 0's name cannot be resolved.
     TransportTimeout
-        If not all ranks arrive in time; on all ranks that did, the message names the missing ones.
+        If rank 0 is not reached, or not all ranks arrive in time; on all ranks that reached rank 0,
+        the message names the missing ones.
+    TransportError
+        If `prepare` raises it on this rank. The other ranks then raise InvalidArgument, and so does
+        rank 0 if its own `prepare` raises it.
     PeerLost
         If rank 0 exits, or another rank does.
     """
@@ -128,9 +132,9 @@ class _Member:
         except TimeoutError:
             waits = f"; this rank {account}" if (account := branch.account()) else ""
             raise TransportTimeout(
-                f"rank {self._hello.rank}: rank 0 at {self._where()} accepted this rank but then "
-                f"sent nothing for {self._timeout_s + VERDICT_MARGIN_S:g} s{waits}: look at the "
-                "log of rank 0",
+                f"rank {self._hello.rank}: rank 0 at {self._where()} accepted this rank, but the "
+                f"rendezvous did not end within {self._timeout_s + VERDICT_MARGIN_S:g} s{waits}: "
+                "look at the log of rank 0",
                 rank=self._hello.rank,
                 peer=0,
             ) from None

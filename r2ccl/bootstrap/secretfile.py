@@ -85,7 +85,8 @@ class RuntimeFileSecret:
         Raises
         ------
         InvalidArgument
-            If the file or its directory is not private to this user, or the file has no secret.
+            If the file or its directory cannot be opened or is not private to this user, or the
+            file has no secret.
         """
         if self._secret is not None:
             return self._secret
@@ -104,7 +105,7 @@ class RuntimeFileSecret:
         Raises
         ------
         InvalidArgument
-            If the runtime directory cannot be made, is accessible to other users, or is full.
+            If the runtime directory cannot be made or written, or is not private to this user.
         """
         if self._secret is None:
             raise InternalError("only rank 0 publishes the secret")
@@ -182,7 +183,8 @@ def _open_folder(path: Path) -> Iterator[int]:
     FileNotFoundError
         If the directory does not exist yet.
     InvalidArgument
-        If the path is a link, belongs to another user, or is accessible to other users.
+        If the path cannot be opened, is no directory, belongs to another user, or is accessible to
+        other users.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -203,7 +205,7 @@ def _open_folder(path: Path) -> Iterator[int]:
 
 def _untrusted(path: Path, why: str) -> InvalidArgument:
     return InvalidArgument(
-        f"{path} {why}, so it cannot hold the job's secret: remove it, "
+        f"{path} {why}, so it cannot hold the job's secret: correct this or remove it, "
         "or give the secret in R2CC_SECRET or R2CC_SECRET_FILE"
     )
 

@@ -89,8 +89,8 @@ class FrameReader:
         Raises
         ------
         FrameError
-            If a frame is too long or too short, or has another version or kind. The stream cannot
-            be read any further.
+            If a frame is too long or too short, has another version or kind, or has a sequence
+            number that its kind does not allow. The stream cannot be read any further.
         """
         self._buffer += data
         frames = []

@@ -70,12 +70,13 @@ def connect(
         If the rank of this process is not defined, ranks or settings do not fit together, the port
         is in use, or there is no secret or no rail. The message says what to do.
     TransportTimeout
-        If not all ranks arrive within ``config.init_timeout_s``; the message names the missing
-        ranks.
+        If rank 0 is not reached, or not all ranks arrive, within ``config.init_timeout_s``; the
+        message names the missing ranks.
     PeerLost
         If a rank exits during the rendezvous.
     TransportError
-        If the NICs of this host cannot be listed.
+        If the NICs of this host cannot be listed. The other ranks then raise InvalidArgument, and
+        so does rank 0 of several ranks if its own NICs cannot be listed.
     """
     identity = identify(config, comm, os.environ if env is None else env)
     with identity.listener or contextlib.nullcontext():

@@ -80,7 +80,7 @@ async def dial(
     HandshakeTimeout
         If authenticating takes too long.
     HandshakeRejected
-        If the other side does not know the secret, or does not accept this connection now.
+        As for `prove`.
     """
     async with asyncio.timeout(timeout_s):
         sock = await reach(target, source)
@@ -110,7 +110,7 @@ def explain_failure(
     """
     where = f"{target[0]}:{target[1]}"
     if isinstance(exc, HandshakeRejected):
-        return f"{where} rejected the connection ({exc.reason})", "see the log of the rank there"
+        return f"the handshake with {where} failed ({exc.reason})", "see the log of the rank there"
     if isinstance(exc, HandshakeTimeout):
         return (
             f"{where} accepted the connection but did not authenticate it within {exc.limit_s:g} s",
@@ -179,7 +179,8 @@ def open_socket(target_host: str, source: str = "") -> socket.socket:
     Raises
     ------
     OSError
-        If the process can open no more files, or `source` is not an address of this host.
+        If the process can open no more files, `source` is not an address of this host, or no port
+        is free.
     """
     family = socket.AF_INET6 if ":" in target_host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -200,7 +201,8 @@ def listen(host: str, port: int = 0) -> socket.socket:
     Raises
     ------
     OSError
-        As for `open_socket`, or if the port is in use.
+        If the process can open no more files, `host` is not an address of this host, or the port is
+        in use.
     """
     sock = open_socket(host)
     try:
@@ -222,7 +224,8 @@ def reserve_port(host: str) -> socket.socket:
     Raises
     ------
     OSError
-        As for `open_socket`.
+        If the process can open no more files, `host` is not an address of this host, or no port is
+        free.
     """
     sock = open_socket(host)
     try:
@@ -267,6 +270,8 @@ async def resolve(host: str, port: int) -> str:
     ------
     OSError
         If `host` has no address, or cannot be resolved.
+    UnicodeError
+        If `host` is malformed.
     """
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(host))  # needs no resolver thread

@@ -32,7 +32,8 @@ Invariants:
 A *probe* tests whether a port of the peer still answers. The peer's NIC or kernel answers, not its
 process: the probe of a stopped process is answered too. Invariants: a probe never uses the socket
 or queue pair of a path, so it works while the path is fenced and does not disturb the path; every
-probe that was started is reported by exactly one `Probed`, whatever happens to the port.
+probe that was started is reported by exactly one `Probed`, whatever happens to the port, unless the
+transport is closed first.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Confirmed(msgspec.Struct, gc=False):
 
 
 class Sent(msgspec.Struct, gc=False):
-    """Event: progress of slice ``seq`` of ``channel``, which ``isend`` was given.
+    """Event: progress of a slice that was passed to ``isend``: number ``seq`` of ``channel``.
 
     For a cleared slice: the transport no longer reads its view. For an eager slice: the slice is
     queued, and its view must stay unchanged until the peer has confirmed it or the path is fenced.
@@ -128,7 +129,7 @@ class Failed(msgspec.Struct, gc=False):
 
 
 class Joined(msgspec.Struct, gc=False):
-    """Event: the test of a new connection ended, which `Endpoint.join` began at the caller.
+    """Event, only at the end with ``is_caller``: the test that `Endpoint.join` began has ended.
 
     ``endpoint`` is this rank's end. ``error`` tells why the test failed; empty if it succeeded.
     """
@@ -400,8 +401,8 @@ class Transport(Protocol):
     def poll(self, timeout_s: float) -> list[Event]:
         """Return new events; if there are none, wait for one up to `timeout_s` seconds.
 
-        The list is empty after a timeout or `wake`. Payloads of `Arrived` events are borrowed until
-        the next call.
+        The list is empty after a timeout or `wake`, and may be empty earlier. Payloads of `Arrived`
+        events are borrowed until the next call.
         """
         ...
 

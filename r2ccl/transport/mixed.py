@@ -103,6 +103,8 @@ class MixedTransport:
         ------
         TransportError
             If a part cannot reach the memory; it is then registered with none.
+        InvalidArgument
+            If the bytes are not part of one allocation.
         """
         made: list[Registered] = []
         try:

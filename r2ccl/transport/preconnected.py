@@ -23,7 +23,7 @@ class Unregistered:
 class PreconnectedTransport:
     """Base class of transports over sockets, which need neither endpoints nor registered memory.
 
-    Implements the methods of `Transport` for both.
+    Implements the methods of `Transport` that concern endpoints and registration.
     """
 
     def joins(self, rail: int) -> bool:
@@ -33,8 +33,8 @@ class PreconnectedTransport:
     def offer(self, key: PathKey | ProbeKey) -> Endpoint:
         """Raise InternalError: the control plane makes the connections of this transport."""
         raise InternalError(
-            f"rail {key.rail} to rank {key.peer} was asked for endpoint info, but its connections "
-            "are made by the control plane"
+            f"an endpoint was requested for rail {key.rail} to rank {key.peer}, but the control "
+            "plane makes the connections of this rail"
         )
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:

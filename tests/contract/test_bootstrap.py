@@ -512,7 +512,7 @@ def test_a_dial_goes_on_until_it_is_expected(start_job: Callable[..., Job]) -> N
     assert job.planes[1].rejections()["path not expected"] == 1
     host, port = job.planes[1].peers[1].rails[0]
     (why,) = failures
-    assert why.startswith(f"{host}:{port} rejected the connection (closed during the handshake)")
+    assert why.startswith(f"the handshake with {host}:{port} failed (closed during the handshake)")
 
 
 def test_a_fork_knows_a_connection_that_waits(start_job: Callable[..., Job]) -> None:
@@ -542,7 +542,7 @@ def test_both_ends_tell_why_a_path_is_not_connected(
     job.planes[0].dial_path(1, 0, 3, lambda _: failed.set())
     assert failed.wait(WAIT_S)
     turned_away, hint = job.planes[0].obstacles(1)
-    assert turned_away.startswith(f"rail 0: {host}:{port} rejected the connection")
+    assert turned_away.startswith(f"rail 0: the handshake with {host}:{port} failed")
     assert hint == "see the log of the rank there"
     (told,) = job.planes[1].obstacles(0)
     assert "path not expected (1 times)" in told

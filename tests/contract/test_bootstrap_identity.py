@@ -448,5 +448,5 @@ def test_all_ranks_hear_why_rank_0_cannot_listen() -> None:
             pool.submit(identify, Config(port=port), comm.as_seen_by(rank), {}) for rank in range(2)
         ]
         for future in futures:
-            with pytest.raises(InvalidArgument, match="rank 0 cannot listen for the other ranks"):
+            with pytest.raises(InvalidArgument, match="rank 0 cannot start the rendezvous"):
                 future.result(10)

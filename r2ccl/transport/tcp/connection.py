@@ -63,7 +63,7 @@ class Connection:
     buffer_nbytes : int
         Size of the receive buffer.
     is_loopback : bool
-        True if both ranks are on this machine; each slice is then sent as one fragment.
+        True if the socket has a loopback address; each slice is then sent as one fragment.
     """
 
     __slots__ = (

@@ -97,7 +97,7 @@ class TcpTransport(PreconnectedTransport):
         Largest eager payload accepted from a peer.
     congestion : str
         TCP congestion control to set on each socket: ``auto`` for reno on loopback and cubic
-        elsewhere, empty for the system's default.
+        elsewhere, empty for the system's default. The default is also used if it cannot be set.
     sources : mapping of int to Nic
         Local NIC of each rail, for probes.
     targets : mapping of PathKey to (str, int)
@@ -197,7 +197,8 @@ class TcpTransport(PreconnectedTransport):
     def poll(self, timeout_s: float) -> list[Event]:
         """Read and write ready sockets and return events; wait up to `timeout_s` seconds for one.
 
-        The list is empty after a timeout, `wake`, or sockets that were ready but gave no event.
+        The list may be empty earlier: after `wake`, when a probe must be continued, or if the ready
+        sockets gave no event.
         """
         if self._prober.is_busy:
             timeout_s = self._prober.limit_s(timeout_s)
@@ -240,8 +241,9 @@ class TcpTransport(PreconnectedTransport):
         Returns
         -------
         list of Connection or None
-            In the order of `paths`. None, and nothing is lent, if a connection is not open or has
-            something queued or half read, or if events are waiting for `poll`.
+            In the order of `paths`. None, and nothing is lent, if a connection is not open, has
+            landing places announced, or something queued or half read, or if events are waiting for
+            `poll`.
         """
         if self._events:
             return None
@@ -276,8 +278,8 @@ class TcpTransport(PreconnectedTransport):
     def has_other_events(self, lent: Collection[Connection]) -> bool:
         """Return True if `poll` must be called although the connections `lent` are lent.
 
-        This is so if another socket is ready or a probe is in flight. A `wake` before this call
-        does not make a later `poll` return.
+        This is so if another socket is ready, or a probe is in flight or not yet reported. A `wake`
+        before this call does not make a later `poll` return.
         """
         fds = [conn.fd for conn in lent]
         ready = [fd for fd, _ in self._epoll.poll(0)]
@@ -309,7 +311,7 @@ class TcpTransport(PreconnectedTransport):
         self._wakeup.wake()
 
     def fence(self, path: PathKey) -> None:
-        """Close the socket of `path`; the next `poll` reports `Fenced`, even if none was open.
+        """Close the socket of `path`; the next `poll` reports `Fenced`, even if it is not open.
 
         Raises
         ------

@@ -3,8 +3,8 @@
 pyverbs holds the GIL in every call, so this module makes no pyverbs call that could block: it polls
 descriptors before it reads events from them, and queue pairs are connected only to peers whose
 link-layer address the kernel already knows. Compiled code polls the completion queue and posts
-requests instead of pyverbs (`r2ccl.transport.verbs.fastpath`), if libibverbs' structs are found and
-verified.
+requests instead of pyverbs (`r2ccl.transport.verbs.fastpath`), if the parameter `fastpath` allows
+it and libibverbs' structs are found and verified.
 
 Invariant: `close` closes what was opened in the order that verbs requires. Queue pairs must be
 closed before the completion queue, memory regions before the protection domain.
@@ -318,7 +318,7 @@ class RdmaDevice:
         Raises
         ------
         TransportError
-            If the port has no usable GID now.
+            If the port has no usable GID now, or its GID cannot be read.
         """
         if not self._is_stale:
             return

@@ -219,7 +219,8 @@ class DeviceMemory:
         Raises
         ------
         TransportError
-            If no method works; the message has the reason of each. Status ENOMEM if BAR space or
+            If no method works (the message has the reason of each), the allocation is not
+            GPUDirect RDMA capable, or SYNC_MEMOPS cannot be set. Status ENOMEM if BAR space or
             locked memory is used up: ending other registrations may help.
         """
         known = self._refused.get(allocation.base)
@@ -282,7 +283,7 @@ class DeviceMemory:
 
 
 class _DescriptorTaker:
-    """NIC that registers a part of a dma-buf, whatever address it is given."""
+    """Registrar that registers a part of a dma-buf, and ignores the address given to `register`."""
 
     def __init__(self, nic: DmabufRegistrar, fd: int, offset: int) -> None:
         self.name = nic.name

@@ -139,7 +139,7 @@ class VerbsEndpoint:
     def lend(self, nbytes: int) -> bool:
         """Count a message of `nbytes` ring bytes as lent: events borrow it until the next poll.
 
-        Return True if no other message was lent.
+        Return True if no other message is lent now.
         """
         self.lent += 1
         self._lent_nbytes += nbytes

@@ -1,9 +1,9 @@
 """Polling and posting by compiled code, which releases the GIL and makes no object per request.
 
 In C, ``ibv_poll_cq``, ``ibv_post_send`` and ``ibv_post_recv`` are inline functions that call
-through the function table of the context. Numba compiles the same calls here, and fills the records
-that the provider reads in place. `r2ccl.transport.verbs.layout` found and verified the addresses.
-pyverbs still opens, modifies and closes all objects.
+through the function table of the context. Numba compiles the same calls here, together with code
+that fills in the records that the provider reads. `r2ccl.transport.verbs.layout` found and verified
+the addresses. pyverbs still opens, modifies and closes all objects.
 
 Importing this module imports Numba and loads three functions from its cache on disk (0.7 s; 0.5 s
 more when they are compiled for the first time), so `r2ccl.transport.verbs.device` imports it only
@@ -124,7 +124,7 @@ def _repeats(wcs: Any, count: int, at: int) -> bool:
 def _poll(queue_at: int) -> int:
     """Poll completions into the records of the `_QUEUE` at address `queue_at`; return their number.
 
-    Return the result of poll_cq instead if its first call returns a negative one.
+    If the first call of poll_cq returns a negative number (an error), return that number instead.
     """
     queue = carray(_pointer(queue_at), (1,), _QUEUE)[0]
     wcs = carray(_pointer(queue.wcs), (queue.capacity,), WC)

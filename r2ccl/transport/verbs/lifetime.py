@@ -131,7 +131,7 @@ class Lifetime:
         return self._held is not None
 
     def is_of(self, owner: Any) -> bool:
-        """Return True if this object watches or holds `owner`."""
+        """Return True if this object watches or holds `owner`; for None, if there is no owner."""
         if owner is None:
             return self._finalizer is None and self._held is None
         held = self._held

@@ -13,8 +13,8 @@ same outcome, "not answered". After that their outcome is None: no connection ex
 
 An end makes its queue pair at first use, so an end that cannot reach its peer costs nothing.
 
-Invariant: a probe that was started is reported once. A queue pair belongs to its end until the end
-is discarded.
+Invariant: a probe that was started is reported once, unless the prober is closed first. A queue
+pair belongs to its end until the end is discarded.
 """
 
 from __future__ import annotations
@@ -259,6 +259,8 @@ class VerbsProber:
     ) -> None:
         """Handle the completion of a probe's write; ignore it if its queue pair was discarded.
 
+        The first write of an end tests the connection, and is reported as `Joined`.
+
         Parameters
         ----------
         nic : int
@@ -329,10 +331,10 @@ class VerbsProber:
 
     def _without_connection(self, key: ProbeKey) -> Probed:
         if key not in self._lost:
-            return Probed(key, None, "its connection was never established")
+            return Probed(key, None, "the connection for its probes was never established")
         when_s, detail = self._lost[key]
         age_s = self._clock() - when_s
-        said = f"last probe failed {age_s:.1f} s ago, not connected again since: {detail}"
+        said = f"a probe failed {age_s:.1f} s ago ({detail}); its connection is not restored yet"
         return Probed(key, False if age_s < _SILENCE_S else None, said)
 
     def _finish(self, key: ProbeKey, is_answered: bool, detail: str) -> None:

@@ -21,8 +21,8 @@ module, `r2ccl.transport.verbs.device` and `r2ccl.transport.verbs.probe` use que
 A queue pair is reused: `reset` ends a connection, `renew` prepares the next one. Each connection is
 a *life* of the queue pair, with its own packet sequence number, mark, and life number in the wr_id
 of its requests. A queue pair is destroyed only when the transport is closed, or if flushing,
-resetting or renewing it fails. Destroying can take seconds, because the NIC first waits for packets
-that are not on the wire yet.
+resetting or renewing it fails, or the flush takes too long. Destroying can take seconds, because
+the NIC first waits for packets that are not on the wire yet.
 
 Invariants: a request is posted only while the queue has room; requests are retired in the order in
 which they were posted.

@@ -209,7 +209,7 @@ _NAMES = {errno.EOPNOTSUPP: "EOPNOTSUPP"}
 _HINTS = {
     "ENOMEM": (
         "the limit of locked memory is {memlock}, and memory counts once per NIC: raise the limit "
-        "(`ulimit -l unlimited`, or LimitMEMLOCK= of the service), or lower "
+        "if there is one (`ulimit -l unlimited`, or LimitMEMLOCK= of the service), or lower "
         "R2CC_REGISTRATION_LIMIT_NBYTES"
     ),
     "EPERM": (

@@ -291,6 +291,8 @@ class RegistrationCache:
     def register(self, address: int, nbytes: int, owner: Any) -> Registration:
         """Register the allocation that contains `nbytes` bytes at `address`; add a user to it.
 
+        If a host allocation exceeds the limit, only the `nbytes` bytes are registered.
+
         Parameters
         ----------
         address, nbytes : int

@@ -67,7 +67,8 @@ class SendRing:
     def credit(self, count: int) -> None:
         """Free the space of the first `count` messages, which the reader has consumed.
 
-        `count` includes all messages since the beginning, modulo `COUNT_MODULUS`.
+        `count` includes all messages since the beginning, modulo `COUNT_MODULUS`. Does nothing if a
+        higher count arrived before.
 
         Raises
         ------

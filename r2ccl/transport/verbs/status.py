@@ -53,7 +53,8 @@ STATUSES: dict[int, CompletionStatus] = {
         "LOC_QP_OP_ERR",
         "the local queue pair cannot execute the request: wrong operation, flag or size; Soft-RoCE "
         "also reports this for requests in flight when a queue pair breaks",
-        _REPORT,
+        "on Soft-RoCE, look for the first failure of the same rail, here or at the peer; elsewhere "
+        + _REPORT,
     ),
     3: CompletionStatus(
         "LOC_EEC_OP_ERR", "a local end-to-end context refused the request", _NOT_USED

@@ -156,16 +156,16 @@ class VerbsTransport:
         Raises
         ------
         TransportError
-            If the port is down or has no GID, or if the NIC refuses, has lost completions, or can
-            no longer be polled.
+            If the port is down or has no GID, or if the NIC refuses, or no longer reports
+            completions.
         """
         rail = key.via if isinstance(key, ProbeKey) else key.rail
         nic = rail - self._first_rail
         device = self._devices[nic]
         if nic in self._broken:
             raise TransportError(
-                f"rank {self._rank}: {device.name} (rail {rail}, to rank {key.peer}) has lost "
-                "completions and cannot be used until the job is restarted",
+                f"rank {self._rank}: {device.name} (rail {rail}, to rank {key.peer}) no "
+                "longer reports completions and cannot be used until the job is restarted",
                 rank=self._rank, peer=key.peer, rail=rail, status=_LOST_COMPLETIONS,
             )  # fmt: skip
         if not device.is_active():
@@ -200,7 +200,7 @@ class VerbsTransport:
         """Stop the queue pair of `path`; `poll` reports `Fenced` when all its requests completed.
 
         If that takes more than `_DRAIN_TIMEOUT_S`, or the device refuses, the queue pair is
-        destroyed and then reported as fenced.
+        destroyed, and `Fenced` is reported then.
         """
         endpoint = self._by_path.pop(path, None)
         if endpoint is None:
@@ -534,7 +534,7 @@ class VerbsTransport:
     def _on_received(self, end: VerbsEndpoint, imm_data: int) -> None:
         tagged = end.qp.untag(imm_data)
         if tagged is None:
-            self._fail(end, "EBADMSG", f"immediate data {imm_data:#x} has a wrong mark or kind")
+            self._fail(end, "EBADMSG", f"the peer wrote invalid immediate data {imm_data:#x}")
             return
         tag, value = tagged
         if tag is Tag.MESSAGE:

@@ -158,7 +158,7 @@ def test_a_queue_that_overran_takes_its_rail_out_of_use(start: Any) -> None:
     assert "completion queue overflowed" in changed.why
     for key in (PathKey(1, 0), ProbeKey(1, 0, 0)):
         with pytest.raises(
-            TransportError, match=r"near0 \(rail 0, to rank 1\) has lost completions"
+            TransportError, match=r"near0 \(rail 0, to rank 1\) no longer reports completions"
         ) as caught:
             job.near.offer(key)
         assert caught.value.status == "CQ_ERR"
