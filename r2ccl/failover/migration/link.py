@@ -387,7 +387,8 @@ class RecvLink:
         0 means that the transport must not confirm by itself. A confirmation covers all earlier
         slices too, and only slices on one path keep their order. The count is therefore 0 unless
         every slice still expected travels on the path of `landing`. It is also 0 for a slice that
-        is replayed: it overtakes queued slices, so its arrival does not prove that they arrived.
+        is not the last of its call, and for one that is replayed: a replay overtakes queued slices,
+        so its arrival does not prove that they arrived.
         """
         if not landing.is_last or landing.was_lost:
             return 0

@@ -63,7 +63,10 @@ class Routes:
         return self._paths[key].state is PathState.UP
 
     def go_home(self, peer: int) -> None:
-        """Move each channel to `peer` to its home rail or, if that is down, to another path."""
+        """Return the channels between this rank and `peer` to their home rails.
+
+        A channel whose home rail is down gets another path, if one is up.
+        """
         for channel in self._channels(peer):
             self._set(peer, channel, self._home(peer, channel))
         self.reroute(peer)
