@@ -51,7 +51,7 @@ class VerdictKind(enum.Enum):
     REMOTE_NIC = "remote_nic"
     LINK = "link"
     RAIL = "rail"
-    #: The peer's process: the ports of the path work, so no slices move.
+    #: The peer's process: the ports of the path work, so the path stays in use.
     PEER_SLOW = "peer_slow"
     #: One connection: it fails although its ports work, so its slices move.
     FLOW = "flow"
