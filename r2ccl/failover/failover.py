@@ -391,7 +391,7 @@ class Failover:
 
         Detect silent paths, advance the connector, failback, diagnoses and the health agreement,
         and search for bypasses. End the communicator with `NoHealthyRail` if a rank of `peers` has
-        been without a path that is up for longer than ``config.no_rail_timeout_s``.
+        been cut off (no path to it is up) for longer than ``config.no_rail_timeout_s``.
 
         Parameters
         ----------

@@ -12,10 +12,9 @@ Theory of operation
     round over   -> verdict
 
 A slow peer, by far the most frequent cause of a suspicion, therefore costs one probe. A round ends
-with its last answer or at its deadline; probes without an answer by then count as not made. It does
-not wait for the peer's own probe once another answer shows that a port of the peer works. A round
-also ends as soon as the verdict is LINK, which further answers cannot change. An *auxiliary* is one
-of:
+with its last answer or at its deadline; probes without an answer by then count as not made. A round
+does not wait for the probe by the peer once another answer shows a working port of the peer, and it
+ends as soon as the verdict is LINK, which further answers cannot change. An *auxiliary* is one of:
 
 * a third rank on the same rail. A control message asks the third rank to probe the remote port,
   while this rank probes the third rank's port. A third rank shares only the switch with the
