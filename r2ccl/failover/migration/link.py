@@ -445,7 +445,7 @@ class RecvLink:
         return LinkReport(self.channel, self.consumed, self.received, early)
 
     def is_awaiting(self, path: PathKey) -> bool:
-        """Return whether a receive waits for the first missing slice, which `path` may have lost."""
+        """Return whether the first missing slice is expected and may have been lost on `path`."""
         landing = self.landings.get(self.received)
         return landing is not None and (landing.region is None or landing.path == path)
 
