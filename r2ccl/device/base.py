@@ -244,7 +244,7 @@ class Device(Protocol):
     def exchange_words(
         self, stream: Stream, value: int, written: tuple[int, ...], awaited: tuple[int, ...]
     ) -> None:
-        """Enqueue writes of `value` to 32-bit words, then waits until other words reach it.
+        """Enqueue writes of `value` to 32-bit words, then make `stream` wait until others reach it.
 
         This is `write_word` for each address in `written`, then `wait_word` for each in `awaited`.
         A device may keep prepared operations per pair of tuples, so pass the same tuples again and

@@ -175,7 +175,7 @@ class PrimaryContext:
         self.call(_FREED_BY[kind], number)
 
     def wait_until(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """Poll `is_over` at growing intervals until it is true; False after `timeout_s` seconds."""
+        """Poll `is_over` at growing intervals; return whether it was true within `timeout_s` s."""
         start = self._clock()
         npolls = 0
         while not is_over():
@@ -191,7 +191,7 @@ class PrimaryContext:
         """Wait for all registered streams and events, then free all resources and the context.
 
         `timeout_s` is the longest time to wait for streams and events, in seconds.
-        After a timeout, `close` can be called again. After success, it does nothing.
+        After a timeout, `close` can be called again. Otherwise, further calls do nothing.
 
         Raises
         ------

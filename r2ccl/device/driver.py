@@ -54,8 +54,8 @@ _MOST_BATCHES = 64
 class _Batch(NamedTuple):
     """Prepared operations on words for one driver call.
 
-    ``words`` has the structs in ``operations`` whose field ``value`` each call sets; hold ``lock``
-    meanwhile.
+    ``words`` has the structs in ``operations`` whose field ``value`` each call sets. Hold ``lock``
+    from then until the driver call has returned.
     """
 
     operations: list[Any]
@@ -198,7 +198,7 @@ class CudaDevice:
         Raises
         ------
         InvalidArgument
-            If the memory does not consist of whole pages.
+            If the memory is not contiguous, or does not consist of whole pages.
         TransportError
             If the driver refuses; status ``CUDA_ERROR_OUT_OF_MEMORY``: the limit of locked memory
             is reached.
@@ -207,7 +207,7 @@ class CudaDevice:
         if address % page or memory.nbytes % page or not memory.flags.c_contiguous:
             raise InvalidArgument(
                 f"{memory.nbytes} bytes at {address:#x} cannot be pinned: pass whole pages of "
-                f"{page} bytes"
+                f"{page} bytes, contiguous in memory"
             )
         self._call("cuMemHostRegister", address, memory.nbytes, _PORTABLE_AND_MAPPED)
         self._context.keep("pinning", address)
@@ -254,7 +254,8 @@ class CudaDevice:
         Raises
         ------
         TransportError
-            If memory of this kind has no handle (status ``NO_IPC``); the message names the kind.
+            If memory of this kind has no handle (status ``NO_IPC``); the message names the kind. If
+            the driver refuses, with its status: `address` is not in device memory, for example.
         """
         with self.current():
             self._check_exportable(address)
@@ -342,8 +343,9 @@ class CudaDevice:
         """Implement `Device.make_stream`.
 
         The stream has the highest priority, so the caller's kernels do not delay it. A stream with
-        `waits` has the next lower priority: streams that share a hardware queue
-        (CUDA_DEVICE_MAX_CONNECTIONS) have the same priority.
+        `waits` has the next lower priority, if there is one. It then shares no hardware queue
+        (CUDA_DEVICE_MAX_CONNECTIONS) with the others, because all streams in a queue have the same
+        priority.
         """
         lowest, highest = self._call("cuCtxGetStreamPriorityRange")
         priority = min(highest + waits, lowest)  # the highest is the least number
@@ -485,9 +487,9 @@ class CudaDevice:
         Raises
         ------
         TransportError
-            If the driver's compiler rejects the PTX, with the compiler's log and the driver's
-            status. ``CUDA_ERROR_UNSUPPORTED_PTX_VERSION``: the driver is too old for the PTX.
-            ``CUDA_ERROR_NOT_FOUND``: the PTX has no such entry.
+            If the driver refuses, with its status. If its compiler rejects the PTX, the message
+            contains the compiler's log. ``CUDA_ERROR_UNSUPPORTED_PTX_VERSION``: the driver is too
+            old for the PTX. ``CUDA_ERROR_NOT_FOUND``: the PTX has no such entry.
         """
         log = bytearray(_LOG_NBYTES)
         options = self._cuda.api.CUjit_option
@@ -527,7 +529,7 @@ class CudaDevice:
     def close(self) -> None:
         """Implement `Device.close`; no other call may be in progress.
 
-        After a timeout, `close` can be called again. After success, it does nothing.
+        After a timeout, `close` can be called again. Otherwise, further calls do nothing.
 
         Raises
         ------

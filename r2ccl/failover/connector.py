@@ -11,9 +11,9 @@ success. Then both ends take the path into use::
 After any failure the caller begins again with new endpoints, any number of times. Before it does
 so, it pauses; the pause doubles up to a cap. After a timeout of a path there is no pause, because
 the caller has waited already. An answerer whose port is not ready tries to answer the same offer
-again until a newer one arrives. The messages of an attempt carry its number (``attempt``) and the
-path's ``epoch``. The control session, which carries the endpoint info, is authenticated, so the
-endpoints need no authentication.
+again until a newer one arrives or, for a probe, for `_ANSWER_TIMEOUT_S`. The messages of an attempt
+carry its number (``attempt``) and the path's ``epoch``. The control session, which carries the
+endpoint info, is authenticated, so the endpoints need no authentication.
 
 The connection of a probe serves only the rank that probes over it. That rank is therefore the
 caller, even if it is the higher rank, and need not report that the connection is ready::
@@ -55,7 +55,7 @@ _ANSWER_TIMEOUT_S = 2.0
 _PROOF_TIMEOUT_S = 10.0
 #: Reason of a failure by one of these timeouts.
 _TIMED_OUT = (
-    f"no answer to the offer within {_ANSWER_TIMEOUT_S:g} s, or no verification within "
+    f"the peer did not answer within {_ANSWER_TIMEOUT_S:g} s, or no test message passed within "
     f"{_PROOF_TIMEOUT_S:g} s"
 )
 
@@ -195,9 +195,10 @@ class Connector:
         return [f"rail {key.rail}: {why}" for key, why in failures.items() if key.peer == peer]
 
     def begin(self, key: PathKey, epoch: int) -> None:
-        """Begin to connect path `key` in `epoch`: send an offer (lower rank) or wait for one.
+        """Begin to connect path `key` in `epoch`.
 
-        An earlier attempt for the path is cancelled.
+        The lower rank sends an offer. The higher rank answers one, now or when it arrives. An
+        earlier attempt for the path is cancelled.
         """
         self.cancel(key)
         attempt = self._attempts[key] = _Attempt(epoch)
@@ -233,7 +234,9 @@ class Connector:
     def kick(self, rail: int, peer: int | None = None) -> None:
         """Retry the attempts of `rail` without delay, because a port of the rail is up again.
 
-        Attempts of paths begin again now, those of probes at the next tick.
+        For a path, the lower rank sends a new offer now, and the higher rank repeats an answer that
+        failed. The connection of a probe is retried at the next tick, if it waits for the end of a
+        pause.
 
         Parameters
         ----------
@@ -256,7 +259,9 @@ class Connector:
             attempt.hurry()
 
     def tick(self, now: float, is_calm: bool = True) -> None:
-        """Send the offers and answers that are due; those of probes only if `is_calm`.
+        """End attempts that timed out, and send the offers and answers that are due.
+
+        For probes, this is done only if `is_calm`.
 
         Parameters
         ----------
@@ -330,8 +335,9 @@ class Connector:
                 self._on_reply(key, attempt, message)
 
     def on_joined(self, event: Joined) -> None:
-        """Handle the end of the verification of an endpoint: hand it over, or schedule a retry.
+        """Handle the end of the verification that this rank, as the caller, made of an endpoint.
 
+        If it succeeded, take the endpoint into use and tell the answerer; else schedule a retry.
         Ignore the event if another attempt has replaced the endpoint since.
         """
         key = event.key

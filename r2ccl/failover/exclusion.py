@@ -46,7 +46,7 @@ def declared(peers: Sequence[PeerInfo]) -> Declared:
     Raises
     ------
     InvalidArgument
-        If a rank has no other rail, or two ranks have no other common rail.
+        If a rank with such a port has no other rail, or no other rail in common with some rank.
     """
     nodes = list(dict.fromkeys(info.host for info in peers))
     ports = {(info.rank, rail) for info in peers for rail in info.excluded}
@@ -150,9 +150,10 @@ def _check(peers: Sequence[PeerInfo], ports: set[Port]) -> None:
         for peer, info in enumerate(peers):
             if not left[rank] & left[peer]:
                 raise InvalidArgument(
-                    f"the NICs declared failed (R2CC_FAILED_NICS) leave no rail from rank {rank} "
-                    f"on {peers[rank].hostname}, which has {', '.join(peers[rank].nics)}, to rank "
-                    f"{peer} on {info.hostname}; declare fewer"
+                    "the NICs excluded before a shrink or declared failed (R2CC_FAILED_NICS) leave "
+                    f"no rail from rank {rank} on {peers[rank].hostname}, which has "
+                    f"{', '.join(peers[rank].nics)}, to rank {peer} on {info.hostname}; exclude "
+                    "fewer"
                 )
 
 

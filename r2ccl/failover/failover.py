@@ -191,9 +191,10 @@ class Failover:
         The caller then waits for the paths, and calls `joined` with the same ranks when it waits no
         longer. Until then, paths that a peer closes as idle are connected again.
 
-        If more than ``R2CC_MAX_CONNECTIONS`` peers would be connected, close idle paths to as many
-        other ranks as exceed the limit, least recently used first. Paths made by `start` are never
-        closed.
+        If more than ``R2CC_MAX_CONNECTIONS`` (0: no limit) peers would be connected, close the
+        paths to as many other ranks as exceed the limit, least recently used first. Only idle paths
+        are closed, and none that `start` made or that a running call uses or waits for. In the
+        fail-stop baseline, no path is closed.
         """
         self._joining.update(peers)
         self._make_room(peers)
@@ -206,7 +207,7 @@ class Failover:
         self._joining = +self._joining
 
     def _make_room(self, peers: frozenset[int]) -> None:
-        """Close idle paths until connecting `peers` does not exceed ``R2CC_MAX_CONNECTIONS``."""
+        """Close idle paths as far as connecting `peers` would exceed ``R2CC_MAX_CONNECTIONS``."""
         config = self._config
         surplus = len(self._links.connected | peers) - config.max_connections
         if surplus > 0 and config.max_connections and config.is_resilient:
@@ -317,7 +318,10 @@ class Failover:
         self._report_down(self._rank, rail)
 
     def _port_up(self, rail: int) -> None:
-        """Make the lower rank of each path of a local port that is not up probe the path soon."""
+        """Have the paths of local port `rail`, which came up, probed soon by their lower ranks.
+
+        Paths that are up are left out.
+        """
         self._ports_down.pop(rail, None)
         for peer in self._links.peers:
             key = PathKey(peer, rail)
@@ -386,8 +390,8 @@ class Failover:
         """Do the periodic work of all parts; do nothing if the communicator has ended.
 
         Detect silent paths, advance the connector, failback, diagnoses and the health agreement,
-        and search for bypasses. End the communicator with `NoHealthyRail` if no path to one of
-        `peers` has been up for ``config.no_rail_timeout_s``.
+        and search for bypasses. End the communicator with `NoHealthyRail` if a rank of `peers` has
+        been cut off (no path to it is up) for longer than ``config.no_rail_timeout_s``.
 
         Parameters
         ----------

@@ -77,7 +77,7 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
 
 
 class Spared(msgspec.Struct, frozen=True, tag="spared"):
-    """Control message: for its sender the loss of `rank` is no error, as `rank` was leaving."""
+    """Control message: some rank continues after the loss of `rank`, because `rank` was leaving."""
 
     rank: int
 
@@ -208,7 +208,7 @@ class Revocation:
         self._announce(Leaving.of([self._rank]))
 
     def tell_why(self) -> None:
-        """Send the reason for which the communicator ended on all sessions; nothing if it has not.
+        """Send the reason for which the communicator has ended, if it has, on all its sessions.
 
         Each rank calls this before it closes its control sessions. Otherwise its `Goodbye` could
         reach a peer before the `Revoke` of another rank, and the peer would report a wrong reason.
@@ -267,8 +267,8 @@ class Revocation:
     def on_revoke(self, peer: int, message: Revoke) -> None:
         """End the communicator with the error that `message` causes, and pass the message on.
 
-        `peer` sent the message to this rank; ``message.rank`` may be another rank. See `Revoke`
-        for the class of the error.
+        Do nothing if the communicator has ended already. `peer` sent the message to this rank;
+        ``message.rank`` may be another rank. See `Revoke` for the class of the error.
         """
         if self.error is None:
             self._control.gossip(message, peer)

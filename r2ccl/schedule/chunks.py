@@ -124,7 +124,8 @@ def layout(
     parts : sequence of Range, optional
         Elements of each part. Default: equal parts that follow one another.
     whole : int
-        A part of at most this many elements is not divided: it belongs to the first channel.
+        A part of at most this many elements is not divided among the channels: the first channel
+        gets all of it.
 
     Returns
     -------

@@ -160,7 +160,7 @@ def check_slices(arrays: ScheduleArrays, events: Events) -> None:
             waits,
             f"waits for all slices of {_describe(arrays, waited)}, whose later slices wait for the "
             "first slices of this op: a deadlock when chunks are cut into slices; wait for an op "
-            "on the same chunk index",
+            "on the same chunk index or, if both are receives from one rank, change their order",
         )
 
 

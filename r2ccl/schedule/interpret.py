@@ -73,8 +73,9 @@ def interpret(
     Raises
     ------
     InvalidArgument
-        If there is not one flat array per rank, if the arrays differ in length or dtype, if there
-        is not one weight per channel, or if the collective cannot be in place.
+        If there is not one flat array per rank, if the arrays differ in length or dtype, if
+        `in_place` is True and the collective cannot be in place, or if `r2ccl.schedule.chunks`
+        cannot divide the arrays with these `weights` and `parts` (see `layout` there).
     ScheduleError
         If the ops deadlock, or wait for messages that no rank sends.
     """

@@ -82,7 +82,8 @@ class Op(msgspec.Struct, frozen=True, gc=False):
         Ops of the same rank and channel that this op waits for: indices below its own, ascending.
     is_final : bool
         True if the op completes a reduction: its destination then holds every contribution. AVG
-        divides here; every output passes exactly one such op.
+        divides here. Never in a scan or exscan. In the other reductions, the data of each output
+        chunk passes exactly one such op.
     is_proof : bool
         RECV only. True if the message cannot be sent before the peers of all SENDs in ``after``
         have received the messages of these SENDs. The message then implies their confirmation, so

@@ -55,7 +55,7 @@ def replay(
     Raises
     ------
     ScheduleError
-        If an op reads memory that no op has written, or reduces a complete chunk; if a contribution
+        If an op reads memory that holds no data, or reduces a complete chunk; if a contribution
         is missing, is added twice, or does not belong in an output; if an ``is_final`` is wrong; if
         ranks reduce in different orders, or not in rank order although the collective requires it.
     """
@@ -134,8 +134,8 @@ class _Lane:
             raise error_at(
                 self._arrays,
                 op,
-                f"reads {Space(place[1]).name}, which no earlier op has written ({self._mode}); "
-                "wait for the op that writes it",
+                f"reads {Space(place[1]).name}, which holds no data at that time ({self._mode}); "
+                "read another space, or wait for the op that writes the chunk",
             )
         return held
 

@@ -135,7 +135,7 @@ def read_gpus(source: GpuSource, open_links: Callable[[], LinkSource]) -> GpuFac
 
 
 def find_gpus() -> GpuFacts:
-    """Read the GPUs of this machine; if CUDA does not work, return no GPU and a remark with why.
+    """Read the GPUs of this machine; if CUDA does not work, return only a remark with the reason.
 
     Notes
     -----
@@ -154,7 +154,8 @@ class BindingsSource:
     Raises
     ------
     TransportError
-        If the bindings or the driver are missing, or there is no GPU; the message says which.
+        If the bindings or the driver are missing, the driver cannot be initialised, or there is no
+        GPU; the message says which.
     """
 
     def __init__(self) -> None:

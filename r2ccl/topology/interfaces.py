@@ -60,7 +60,8 @@ def discover(
     config : Config
         ``socket_ifname`` selects interfaces, ``rails`` sets their number (0: all, and 2 rails on
         loopback), and ``last_resort`` sets the interface of the last-resort rail, which carries
-        data only between two ranks that have no other rail left.
+        data only between two ranks that have no other rail left. ``last_resort`` is ignored if the
+        rails are on loopback or `rdma_names` is not empty.
     exclude_addresses : collection of str
         Addresses of the management interface. Interfaces with one of these addresses are left out
         unless ``socket_ifname`` names them or no other interface qualifies.
@@ -166,7 +167,8 @@ def _last_resort(
     if not named and all(each.name != config.last_resort for each in chosen):
         raise InvalidArgument(
             f"R2CC_LAST_RESORT={config.last_resort!r} names no interface besides loopback that is "
-            "up and has an address; allowed are auto, none or one of these interfaces: "
+            "up, has an address and is not excluded by R2CC_SOCKET_IFNAME; allowed are auto, none "
+            "or one of these interfaces: "
             f"{_describe(each for each in usable if not each.is_loopback)}"
         )
     return named
@@ -223,7 +225,8 @@ def _carries(interface: Interface, addresses: Collection[str]) -> bool:
 def _nothing_found(interfaces: Iterable[Interface], config: Config) -> InvalidArgument:
     asked = f"R2CC_SOCKET_IFNAME={config.socket_ifname!r}: " if config.socket_ifname else ""
     return InvalidArgument(
-        f"{asked}no interface qualifies as a rail (it must be up and have an address); "
+        f"{asked}no interface qualifies as a rail (it must be up and have an address; loopback, "
+        "docker and virbr interfaces must be selected by name); "
         f"interfaces of this machine: {_describe(interfaces)}; "
         "select some with R2CC_SOCKET_IFNAME, e.g. eth,ib or =eth0,eth1"
     )

@@ -170,7 +170,7 @@ class Machine(msgspec.Struct, frozen=True):
         nvlinks: Iterable[NvLink] = (),
         remarks: Iterable[str] = (),
     ) -> Self:
-        """Create a machine with its parts, given in any order, in canonical order.
+        """Create a machine from parts in any order; the machine has them in canonical order.
 
         Raises
         ------

@@ -6,8 +6,8 @@ last verdict on each path. It never moves slices: a path that failed was taken o
 (`r2ccl.failover.migration.driver`), and the path to a slow peer stays in use.
 
 The diagnosis of a failure begins at a tick after running repairs are done, because repairs have
-priority, or after `_GIVE_WAY_S`. Requests of other ranks are checked: a request for a rail that
-does not exist, for a probe of the rank that receives it, or beyond `MAX_SERVED`, is refused.
+priority, or after `_GIVE_WAY_S`. Requests of other ranks are checked: a request for a rank or rail
+that does not exist, for a probe of the rank that receives it, or beyond `MAX_SERVED`, is refused.
 
 Invariants: at most one diagnosis per path and `MAX_DIAGNOSES` in all; every probe gets an answer,
 or counts as not made when its time is over.

@@ -5,15 +5,16 @@ Theory of operation
 ::
 
     begin        -> probe local -> remote   (a port that reports itself down gives the verdict)
-    answered     -> PEER_SLOW, or FLOW
+    answered     -> PEER_SLOW; FLOW if the path failed or only retransmits
+    not made     -> PATH, if the path is only suspected; else as unanswered
     unanswered   -> round 1: two auxiliaries, the peer itself, the other rails to the peer
     round over   -> verdict, or round 2 with two more auxiliaries if the kind is PATH or RAIL
     round over   -> verdict
 
 A slow peer, by far the most frequent cause of a suspicion, therefore costs one probe. A round ends
 with its last answer or at its deadline; probes without an answer by then count as not made. A round
-also ends as soon as the verdict is LINK, which further answers cannot change. An *auxiliary* is one
-of:
+does not wait for the probe by the peer once another answer shows a working port of the peer, and it
+ends as soon as the verdict is LINK, which further answers cannot change. An *auxiliary* is one of:
 
 * a third rank on the same rail. A control message asks the third rank to probe the remote port,
   while this rank probes the third rank's port. A third rank shares only the switch with the

@@ -10,7 +10,8 @@ third port (aux) show which part is at fault::
 
     local -> remote   aux -> remote   local -> aux   verdict
     ------------------------------------------------------------------------------------
-    works             -               -              the peer is slow: nothing migrates
+    works             -               -              the peer is slow: nothing migrates; or this one
+                                                     connection, if it failed or only retransmits
     fails             fails           works          the remote NIC
     fails             works           fails          the local NIC
     fails             works           works          the link between them
@@ -50,7 +51,7 @@ class VerdictKind(enum.Enum):
     REMOTE_NIC = "remote_nic"
     LINK = "link"
     RAIL = "rail"
-    #: The peer's process: the ports of the path work, so no slices move.
+    #: The peer's process: the ports of the path work, so the path stays in use.
     PEER_SLOW = "peer_slow"
     #: One connection: it fails although its ports work, so its slices move.
     FLOW = "flow"
@@ -188,9 +189,9 @@ WORDS: dict[VerdictKind, str] = {
     VerdictKind.REMOTE_NIC: "the remote NIC, its cable or its switch port failed",
     VerdictKind.LINK: "the link failed, both NICs work",
     VerdictKind.RAIL: "the rail (its switch) failed",
-    VerdictKind.PEER_SLOW: "the process is slow, its port answers; no slices move",
+    VerdictKind.PEER_SLOW: "the process is slow, its port answers; the path stays in use",
     VerdictKind.FLOW: "one connection failed, its ports answer",
-    VerdictKind.PATH: "path, the part at fault is not known",
+    VerdictKind.PATH: "it is not known which part of this path is at fault",
     VerdictKind.PEER: "dead or cut off, neither a rail nor the control session answers",
 }
 

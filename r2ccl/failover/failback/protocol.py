@@ -142,7 +142,10 @@ class Quarantine:
         self.hurry(now)
 
     def hurry(self, now: float) -> None:
-        """Make a probe due at once, and reset the pause, which then does not grow for a while."""
+        """Make a probe due at once, and reset the pause, which then does not grow for a while.
+
+        If a probe has no result yet, the next one is due as usual after this result.
+        """
         self._next_s = now
         self._pause_s = self._policy.spacing_s
         self._keen_until_s = now + _KEEN_NCAPS * self._policy.cap_s

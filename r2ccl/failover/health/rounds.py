@@ -139,8 +139,8 @@ class Member:
         if op not in (self.started, self.started + 1) or not self.may_start(op):
             bound = "" if self.limit is None else f", up to {self.limit} until the Commit"
             raise InternalError(
-                f"rank {self._rank}: collective {op} started after {self.started}: only that one "
-                f"or the next may start{bound}"
+                f"rank {self._rank}: collective {op} started after {self.started}: only "
+                f"{self.started}, again, or {self.started + 1} may start{bound}"
             )
         self.started = op
         while len(self._plans) > 1 and self._plans[1][0] <= op:
@@ -157,7 +157,8 @@ class Member:
         if self.steady is None or op < self.started:
             raise InternalError(
                 f"rank {self._rank}: cannot count collectives up to {op} as started: the last one "
-                f"started is {self.started}, the last one that the promise allows is {self.limit}"
+                f"started is {self.started}"
+                + ("" if self.limit is None else f", the last one allowed now is {self.limit}")
             )
         self.started = op
 
@@ -315,8 +316,8 @@ class Coordinator:
     def exclude(self, request: ExcludeRails) -> RailsExcluded:
         """Let the next round carry out `request`, or refuse it; return the answer.
 
-        An exclusion that leaves a rank without a rail, or two ranks without a common rail, is
-        refused.
+        An exclusion that leaves a rank without a rail, or takes the last common rail from two
+        ranks, is refused.
 
         Raises
         ------

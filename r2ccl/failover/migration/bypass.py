@@ -126,8 +126,9 @@ class Bypasses:
         """Begin a round of the search for a way to `peer` if one is due.
 
         No round is due at the higher rank of the pair, while a path on a home rail is up or the
-        bypass is not down, or before the time of the previous round is over. While a path on a last
-        resort is up, at most one round is due; none if the home rails are RDMA rails.
+        bypass is not down, or before the time that `connecting`, `lost` or the previous round has
+        set. While a path on a last resort is up, at most one round is due; none if the home rails
+        are RDMA rails.
 
         Returns
         -------
@@ -158,7 +159,7 @@ class Bypasses:
         return any(self._paths[PathKey(peer, rail)].state is PathState.UP for rail in rails)
 
     def _ways(self, peer: int, nrounds: int, *, with_forwarders: bool) -> list[BypassWay]:
-        """Return ways to `peer`, alternating between the two kinds, of each the likeliest first."""
+        """Return ways to `peer`, alternating between the two kinds; likeliest first in each."""
         cross: list[BypassWay] = [] if self._fabric == "rail" else self._cross_ways(peer, nrounds)
         others: list[BypassWay] = []
         if with_forwarders and self._fabric != "full":

@@ -228,8 +228,8 @@ class Migration:
     def is_connected(self, peer: int) -> bool:
         """Return whether the connection to `peer` is complete.
 
-        It is if at least one path to `peer` is up (a bypass counts), and every path on a rail is up
-        except those with a port that is known to be down.
+        It is complete if at least one path to `peer` is up (a bypass counts), and every path on a
+        rail is up except those with a port that is known to be down.
         """
         return bool(self.up(peer)) and all(
             path.state is PathState.UP
@@ -415,7 +415,7 @@ class Migration:
             self.routes.lose(path.key)
             return
         self.log.failed(path.key, path.epoch, path.cause, failed_s)
-        _log.info("rank %d: %s to rank %d is being fenced: %s", self._rank, rail, peer, path.cause)
+        _log.info("rank %d: takes %s to rank %d out of use: %s", self._rank, rail, peer, path.cause)
         self.routes.lose(path.key)
         if self._bypasses is not None and not self._revocation.is_leaving:
             self._bypasses.lost(path.key)
@@ -529,7 +529,7 @@ class Migration:
             path.cause = ""  # it was closed, which is no failure
 
     def _share(self, key: PathKey) -> float:
-        """Return the share of the worse of the path's two ports, 1 to 16."""
+        """Return the share of the worse of the path's two ports, 1 to 16; if one is down, 1."""
         return max(1, min(self._port_share(self._rank, key.rail), self._port_share(*key)))
 
 

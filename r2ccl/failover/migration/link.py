@@ -273,7 +273,7 @@ class SendLink:
         return released + self._release()
 
     def waiting(self) -> list[Slice]:
-        """Assign the eager slices without a path to the route and return them.
+        """Assign the route to the eager slices that have no path, and return them.
 
         The caller writes them now. The route must not be None.
         """
@@ -387,7 +387,8 @@ class RecvLink:
         0 means that the transport must not confirm by itself. A confirmation covers all earlier
         slices too, and only slices on one path keep their order. The count is therefore 0 unless
         every slice still expected travels on the path of `landing`. It is also 0 for a slice that
-        is replayed: it overtakes queued slices, so its arrival does not prove that they arrived.
+        is not the last of its call, and for one that is replayed: a replay overtakes queued slices,
+        so its arrival does not prove that they arrived.
         """
         if not landing.is_last or landing.was_lost:
             return 0
@@ -444,12 +445,12 @@ class RecvLink:
         return LinkReport(self.channel, self.consumed, self.received, early)
 
     def is_awaiting(self, path: PathKey) -> bool:
-        """Return whether a receive waits for the first missing slice, possibly lost on `path`."""
+        """Return whether the first missing slice is expected and may have been lost on `path`."""
         landing = self.landings.get(self.received)
         return landing is not None and (landing.region is None or landing.path == path)
 
     def resume(self, path: PathKey) -> None:
-        """Mark the landing places announced on `path` whose slices have not arrived as lost.
+        """Mark as lost the landing places announced on `path` whose slices have not arrived.
 
         Call it once both ends of `path` are fenced.
         """
@@ -459,7 +460,7 @@ class RecvLink:
                 landing.was_lost = True
 
     def unnamed(self) -> list[Landing]:
-        """Assign the landing places without a path to the route and return them.
+        """Assign the route to the landing places that have no path, and return them.
 
         The caller announces them now. Landing places whose slices have arrived are left out. The
         route must not be None.

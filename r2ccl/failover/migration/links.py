@@ -124,7 +124,10 @@ class Links:
         self._wanted[peer] = self.ncalls
 
     def on_added(self, route: Callable[[int, int], None]) -> None:
-        """Register ``route(peer, channel)``, called whenever the two links of both are created."""
+        """Register ``route(peer, channel)``, called whenever a pair of links is created.
+
+        The pair is the sending and the receiving end for `channel` to and from `peer`.
+        """
         self._on_added = route
 
     def sender(self, peer: int, channel: int) -> SendLink:
@@ -234,8 +237,8 @@ class Links:
     def idle_peers(self) -> list[int]:
         """Return the connected peers with whom no slice is under way, least recently used first.
 
-        Peers are left out if a message from them waits for its receive, if no path to them on a
-        rail is up, if a path to them is being repaired, or if a bypass to them is up.
+        Peers are left out if a message needs the paths to them (`Calls.busy`), if no path to them
+        on a rail is up, if a path to them is being repaired, or if a bypass to them is up.
         """
         idle = self.connected.difference(*(calls.busy for calls in self.calls.values()))
         # By slices posted here: a peer that only confirms slices names no call.
@@ -334,7 +337,7 @@ class Links:
         """Pass the slices that have arrived and have a posted receive to their consumers, in order.
 
         Slices of a call that has ended are dropped. For a slice without a posted receive,
-        `Calls.on_unposted` is called.
+        `Calls.on_unposted` is called; if that is None, the slice waits.
         """
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
         while link.delivered in link.arrivals:
@@ -350,7 +353,10 @@ class Links:
                 calls.on_unposted(link)
 
     def expect(self, link: RecvLink, consumer: Consumer) -> None:
-        """Post a receive, whose index is the peer, of an eager slice that has already arrived."""
+        """Post the receive of an eager slice that has already arrived.
+
+        The index of the receive (`Landing.index`) is the number of the peer.
+        """
         link.last_used = self.ncalls
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
         link.post(None, calls.op, calls.signature, consumer, link.peer)

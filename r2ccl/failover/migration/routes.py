@@ -63,7 +63,10 @@ class Routes:
         return self._paths[key].state is PathState.UP
 
     def go_home(self, peer: int) -> None:
-        """Move each channel to `peer` to its home rail or, if that is down, to another path."""
+        """Return the channels between this rank and `peer` to their home rails.
+
+        A channel whose home rail is down gets another path, if one is up.
+        """
         for channel in self._channels(peer):
             self._set(peer, channel, self._home(peer, channel))
         self.reroute(peer)
@@ -80,14 +83,14 @@ class Routes:
                 self._set(peer, channel, None)
 
     def proposal(self, peer: int) -> dict[int, int]:
-        """Return the rail to propose for each channel to `peer` without a route.
+        """Return the rail to propose to `peer` for each channel that has no route to it.
 
         No route is assigned yet.
         """
         return {channel: key.rail for channel, key in self._choose(peer).items()}
 
     def reroute(self, peer: int, proposed: Mapping[int, int] | None = None) -> dict[int, int]:
-        """Assign a route to every channel to `peer` without one; send what waited for a route.
+        """Assign routes to the channels to `peer` that have none; send what waited for a route.
 
         Eager slices, announcements of landing places, and confirmations may have waited. If no path
         to `peer` is up, nothing is assigned and nothing is sent.
@@ -136,7 +139,7 @@ class Routes:
         return self._homes[local_channel(channel) % len(self._homes)]
 
     def _choose(self, peer: int) -> dict[int, PathKey]:
-        """Choose one of the paths that are up for each channel to `peer` without a route.
+        """For each channel to `peer` that has no route, choose one of the paths that are up.
 
         Only channels away from their home rail count as load. The channels of one schedule that
         lost their home rail therefore go to different rails, whatever schedules ran before.

@@ -229,7 +229,7 @@ def test_an_offer_that_is_not_answered_is_recorded_as_failure() -> None:
     assert pair.joiners[0].obstacles(1) == []
     pair.pass_time(2.0)
     (obstacle,) = pair.joiners[0].obstacles(1)
-    assert obstacle.startswith("rail 0: no answer to the offer within 2 s")
+    assert obstacle.startswith("rail 0: the peer did not answer within 2 s")
     assert len(pair.mail) == 2, "the next offer leaves at once: the wait was pause enough"
     pair.begin(ranks=(1,))
     pair.settle()
