@@ -86,9 +86,10 @@ Direct = Callable[[int, int, int, int, int], int]
 
 @inlined
 def _put_message(table: Any, words: Any, call: Any, source: Any) -> Any:
-    """Put the message into the ring, or announce it if it is long; return an event.
+    """Put the message into the ring, or only announce it; return an event.
 
-    If the ring has no room, put nothing and return IDLE.
+    A message is announced if it is long, or if the receiver has too many bytes of short messages to
+    take (`MOST_UNTAKEN`). If the ring has no room, put nothing and return IDLE.
     """
     nbytes = call[CALL_NBYTES]
     is_short = nbytes == 0

@@ -171,7 +171,8 @@ class SymmetricMemory:
         if len(self._shared) == MAX_NSEGMENTS:
             raise TransportError(
                 f"rank {ranks[self._place.index]} has {MAX_NSEGMENTS} segments of shared memory "
-                "in use: drop arrays that are not needed, or use slices of larger arrays",
+                "in use, one for each call of empty(): on all ranks, delete arrays that are not "
+                "needed, or use slices of larger arrays",
                 status="ENOMEM",
             )
 
