@@ -254,7 +254,7 @@ class BackendSelector:
         )
 
     def _why_no_ipc(self) -> str:
-        """Return why no rank tries CUDA IPC, or an empty string; the same on all ranks."""
+        """Return why no rank tries CUDA IPC; an empty string, on all ranks, if all ranks try it."""
         sizes = {len(node) for node in self._nodes}
         if self._config.ipc == "0":
             return "R2CC_IPC=0"

@@ -231,7 +231,7 @@ class LocalGroup:
         Notes
         -----
         *Collective*: all ranks of `ranks`. *Cost*: 0.8 MiB of memory per rank, and up to 32 MiB for
-        messages, allocated per peer at the first message to it; one descriptor per peer during the
+        messages, allocated per peer when messages with it begin; one descriptor per peer during the
         connection. The first group on a host takes some seconds to compile code.
         """
         place = Place(tuple(ranks), index, communicator)

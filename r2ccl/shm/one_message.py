@@ -1,10 +1,10 @@
 """Compiled send, receive, or both at once, with one peer each: a *direct call*.
 
-It runs only if no other message of the communicator is in progress. The loop makes the steps of the
-send and of the receive from one frame to the next, as `r2ccl.runtime.messages.protocol` describes
-them. If a peer is late or sends a frame that the call does not expect, the loop returns OPEN, and
-Python continues the call from the steps that are stored in the call's words. The functions for
-single steps return an event: MOVED, IDLE if nothing could be done, or OPEN.
+It may run only if no other message of the communicator is in progress. The loop makes the steps of
+the send and of the receive from one frame to the next, as `r2ccl.runtime.messages.protocol`
+describes them. If a peer is late or sends a frame that the call does not expect, the loop returns
+OPEN, and Python continues the call from the steps that are stored in the call's words. The
+functions for single steps return an event: MOVED, IDLE if nothing could be done, or OPEN.
 """
 
 from __future__ import annotations

@@ -272,7 +272,8 @@ class DirectCall:
     ----------
     rings : Rings
     sent, received : Operand or None
-        What the call sends, and into what it receives; None if it does not.
+        Array that the call sends, and array into which it receives; None if it does not send, or
+        does not receive.
     is_short : bool
         True if the message can be sent in its first frame.
     has_form : bool

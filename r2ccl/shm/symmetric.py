@@ -104,7 +104,8 @@ class SymmetricMemory:
         InvalidArgument
             If the ranks ask for different sizes; then no rank has an array.
         TransportError
-            If memory, descriptors or segments are exhausted on any rank; then no rank has an array.
+            If memory, descriptors or segments are exhausted on any rank, or two ranks cannot pass
+            their segments to each other; then no rank has an array.
 
         Notes
         -----
@@ -129,6 +130,11 @@ class SymmetricMemory:
 
         Its elements are zero afterwards. An output outside of the segments is not changed. The
         group must not be used any more.
+
+        Raises
+        ------
+        OSError
+            If there is no memory.
         """
         start = int(output.ctypes.data)
         for each in self._shared.values():
