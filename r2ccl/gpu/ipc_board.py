@@ -177,7 +177,10 @@ class IpcBoard:
         return reader * RANK_NBYTES + _DONE + 4 * writer
 
     def has_done(self, number: int) -> bool:
-        """Return whether this rank's stream has finished the kernel of round `number`."""
+        """Return whether this rank's stream has finished the kernel of round `number`.
+
+        Also return True if this rank called `release` with `number` or a higher number.
+        """
         return _is_reached(int(self._words[self.index, _DONE // 4 + self.index]), number)
 
     def is_complete(self, number: int) -> bool:
