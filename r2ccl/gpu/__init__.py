@@ -6,7 +6,8 @@
 `peer`           within a node, GPUs read and write each other's memory (CUDA IPC)
 `hierarchical`   `peer` within nodes, another backend between them
 `gpudirect`      NICs read and write GPU memory
-`staged`         copies through pinned host memory
+`staged`         copies through pinned host memory, in windows
+`copied`         copies of whole arrays in pinned host memory, for scans and calls with parts
 ===============  ==================================================================================
 
 `nic_affinity` finds the NICs near each GPU, `pxn` reaches distant NICs through other GPUs, and

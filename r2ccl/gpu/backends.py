@@ -5,7 +5,10 @@ The backends are, in order of preference:
 1. Kernels access the memory of all GPUs of the node (`r2ccl.gpu.peer`). On several nodes, such
    kernels work within the nodes, and backend 2 or 3 between them (`r2ccl.gpu.hierarchical`).
 2. NICs read and write slices in GPU memory (`r2ccl.gpu.gpudirect`).
-3. Data is copied through pinned host memory (`r2ccl.gpu.staged`). This always works.
+3. Data is copied through pinned host memory (`r2ccl.gpu.staged`). This supports every call.
+
+On one node, backend 2 is only tried if backend 1 does not work. `r2ccl.gpu.copied` executes scans
+and calls with parts on any node; it is not selected here.
 
 The ranks try a backend to find out whether it works, because device attributes alone do not show
 it reliably.
@@ -79,6 +82,8 @@ class GpuBackend(Protocol):
         ------
         InvalidArgument
             If the GPU is too old for the kernels.
+        TransportTimeout
+            If the device is still busy with earlier calls after the timeout.
         TransportError
             If the device or a NIC failed, if memory is full, or if a kernel cannot be compiled.
         """
@@ -87,7 +92,8 @@ class GpuBackend(Protocol):
     def begin(self, call: DeviceCall, stream: Stream) -> Any:
         """Begin a prepared call that follows all work enqueued on `stream` so far.
 
-        Return its `DeviceJob`, for `finish`. See `StagedBackend.begin` for errors.
+        Return its `DeviceJob`, for `finish`. See `StagedBackend.begin` and `PeerBackend.begin` for
+        errors.
         """
         ...
 
@@ -121,7 +127,7 @@ class GpuBackend(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` seconds for the device, then free all resources.
+        """Wait for the device, then free all resources; `timeout_s` limits each wait, in seconds.
 
         Raises
         ------
@@ -192,7 +198,8 @@ class BackendSelector:
         Raises
         ------
         InvalidArgument
-            On all ranks, if they have different numbers of RDMA rails, or more than 64.
+            On all ranks, if several nodes use CUDA IPC, and the ranks have different numbers of
+            RDMA rails, or more than 64.
         TransportError
             If streams of the GPU cannot wait for the host, if R2CC_IPC=1 is set and the GPUs cannot
             access each other's memory, or if the device failed or its memory is full.
@@ -247,7 +254,7 @@ class BackendSelector:
         )
 
     def _why_no_ipc(self) -> str:
-        """Return why no rank tries CUDA IPC, or an empty string; the same on all ranks."""
+        """Return why no rank tries CUDA IPC; an empty string, on all ranks, if all ranks try it."""
         sizes = {len(node) for node in self._nodes}
         if self._config.ipc == "0":
             return "R2CC_IPC=0"

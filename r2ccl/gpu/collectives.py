@@ -183,10 +183,11 @@ class DeviceCollectives:
         ------
         InvalidArgument
             If the arrays are not on the GPU of earlier calls, if `stream` is not a stream, or if it
-            captures a CUDA graph.
+            captures a CUDA graph. In the first call also as for `BackendSelector.select`.
         TransportError
             If the device or a NIC failed, memory is full, a kernel cannot be compiled, or the GPU
-            is too old for the kernels (status ``GPU_TOO_OLD``); the caller must end the
+            is too old for the kernels (status ``GPU_TOO_OLD``). In the first call also if the
+            driver is missing, or as for `BackendSelector.select`. The caller must end the
             communicator.
         TransportTimeout
             If the call needs kernels or memory that are not ready yet (`GpuBackend.prepare`), and
@@ -259,7 +260,7 @@ class DeviceCollectives:
     def _still_running(self) -> TransportTimeout:
         return TransportTimeout(
             f"rank {self._rank}: earlier collectives did not finish in {self._timeout_s:g} s; look "
-            "for a kernel that hangs, or raise R2CC_TIMEOUT_S",
+            "for a rank that is late or a kernel that hangs, or raise R2CC_TIMEOUT_S",
             rank=self._rank,
             status="TIMEOUT",
         )

@@ -176,7 +176,7 @@ class GpuDirectBackend(SignalledStream):
         TransportTimeout
             If the device did not finish the caller's earlier work, or a kernel, in time.
         TransportError
-            If the device failed, or is out of memory.
+            If the device or a NIC failed, or memory is full.
         R2cclError
             If the collective failed.
         """

@@ -124,7 +124,7 @@ class HierarchicalBackend(PeerBackend):
         )
 
     def prepare(self, call: DeviceCall) -> None:
-        """Load the kernels of `call`, and prepare its parts between the nodes.
+        """Prepare `call` within the node, like `PeerBackend`, and its parts between the nodes.
 
         Raises the errors of `PeerBackend.prepare` and of `GpuDirectBackend.prepare`.
         """
@@ -166,7 +166,7 @@ class HierarchicalBackend(PeerBackend):
         self._launch(whole, 1, self._nlocal - 1, table[_SECOND:], [mine, *others])
 
     def _parts(self, call: DeviceCall) -> Iterator[tuple[DeviceCall, InterNodeBackend]]:
-        """Yield the calls between the nodes for which `prepare` is needed, with their backends.
+        """Yield the calls between the nodes that `call` may need, each with its backend.
 
         All windows of `call` have one of at most two sizes, and their results are in the output or
         in this rank's area. One call is yielded for each combination.

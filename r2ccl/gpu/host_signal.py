@@ -222,8 +222,8 @@ class SignalledStream:
         """Return the error of a device that is still busy; `works` is a verb, such as "copies"."""
         return TransportTimeout(
             f"rank {self._rank}: the GPU still {works} for earlier collectives after a wait of "
-            f"{timeout_s:g} s, so its memory was not freed; look for a kernel that hangs, and end "
-            "the process",
+            f"{timeout_s:g} s; look for a kernel that hangs, and end the process, which frees the "
+            "memory that the GPU uses",
             rank=self._rank,
             status="TIMEOUT",
         )
@@ -294,10 +294,12 @@ class HostMemoryBackend(SignalledStream, Generic[_Job]):
     def close(self, timeout_s: float) -> None:
         """Wait for the device, then free all resources; the worker must be idle.
 
+        `timeout_s` limits the wait for the backend's stream, and for each stream of a caller.
+
         Raises
         ------
         TransportTimeout
-            If the device is still busy after `timeout_s` seconds; nothing was freed.
+            If one of these streams is still busy after its wait; nothing was freed.
         TransportError
             If the device failed; not all resources were freed.
         """

@@ -18,6 +18,8 @@ kernel by all ranks of the node, between two barriers (`r2ccl.gpu.peer`); rounds
     mapped   for each rank of the node and slot, the newest     written by the owner's CPU
              offer of memory that the owner has mapped
 
+Slots and offers are explained in `r2ccl.gpu.peer_memory`.
+
 Only the owner's stream waits for the words ``ready`` and ``done`` of a section. After a failure the
 owner's CPU overwrites them, so that this stream continues; no other rank is affected.
 
@@ -125,7 +127,8 @@ class IpcBoard:
     def read(self, peer: int, number: int) -> bytes | None:
         """Return message `number` of `peer`; None if `peer` has not posted it yet.
 
-        The result has `MESSAGE_NBYTES` bytes. If the message is shorter, any bytes follow it.
+        The result has `MESSAGE_NBYTES` bytes; those after the end of a shorter message are
+        undefined.
         """
         if not _is_reached(int(self._words[peer, _POSTED // 4]), number):
             return None
@@ -174,7 +177,10 @@ class IpcBoard:
         return reader * RANK_NBYTES + _DONE + 4 * writer
 
     def has_done(self, number: int) -> bool:
-        """Return whether this rank's stream has finished the kernel of round `number`."""
+        """Return whether this rank's stream has finished the kernel of round `number`.
+
+        Also return True if this rank called `release` with `number` or a higher number.
+        """
         return _is_reached(int(self._words[self.index, _DONE // 4 + self.index]), number)
 
     def is_complete(self, number: int) -> bool:
@@ -305,7 +311,7 @@ def _check_owner(found: os.stat_result, nbytes: int) -> None:
         raise TransportError(
             f"the shared memory of the ranks of this host belongs to user {found.st_uid} and has "
             f"{found.st_size} bytes, but this rank expects user {os.geteuid()} and {nbytes} bytes; "
-            "run all ranks as one user",
+            "run all ranks as one user, with the same version of r2ccl",
             status="NO_SHARED_MEMORY",
         )
 

@@ -308,8 +308,8 @@ def _assign(mine: _MachineReport, machine: Machine) -> tuple[tuple[int, ...], tu
 def _homes(affinity: Affinity, share: int) -> dict[str, list[str]]:
     """Return the home ports of each GPU, by the GPU's bus ID.
 
-    A GPU gets `share` ports, at least one, or fewer if it cannot use so many. One additional flow
-    per GPU shows which GPUs can use a spare port. A spare port goes to the first GPU for which it
+    A GPU gets max(1, `share`) ports, or fewer if it cannot use as many. One additional flow per GPU
+    shows which GPUs can use a spare port. A spare port goes to the first GPU for which it
     is no more distant than this GPU's other ports; over a longer path it could delay other flows.
     """
     nflows = max(1, share)

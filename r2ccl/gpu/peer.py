@@ -162,7 +162,7 @@ class PeerKernels(Protocol):
         call : CallSignature
             Call with the dtype and the op.
         ninputs, noutputs : int
-            Number of inputs and outputs. A single input is copied.
+            Number of inputs and outputs. A single input is copied, and with AVG divided.
         table : int
             Address of a table with the addresses of all inputs, then of all outputs, 8 bytes each.
             If the first address is 0 when the kernel runs, the kernel does nothing.
@@ -358,7 +358,10 @@ class PeerBackend(SignalledStream):
         """
         if not self._board.is_complete(self._nrounds):
             self._release_streams(
-                CommunicatorRevoked(f"rank {self._rank}: closed before its collectives were done")
+                CommunicatorRevoked(
+                    f"rank {self._rank}: the communicator was closed before its collectives on GPU "
+                    "memory were done; wait for them first"
+                )
             )
         if not self._let_go(timeout_s):
             raise self._still_busy("works", timeout_s)
@@ -373,7 +376,7 @@ class PeerBackend(SignalledStream):
         self._kernels.prepare_from_table(call, *_operands(call.collective, self._nlocal))
 
     def _enqueue_new(self, job: PeerJob, packed: tuple[bytes, ...], until_s: float) -> None:
-        """Enqueue the work of a call whose messages differ from those of earlier calls."""
+        """Enqueue the work of a call for which `_repeated` has no addresses."""
         infos = [CallInfo.unpack(each) for each in packed]
         self._require_same(infos)
         for at, info in enumerate(infos):
@@ -403,7 +406,7 @@ class PeerBackend(SignalledStream):
     ) -> None:
         while not is_over(number):
             self._device.is_done(job.before)  # raises if the device failed
-            self._pause(job.number, until_s, "the GPU has not caught up with earlier work")
+            self._pause(job.number, until_s, "GPUs of this node have not finished earlier work")
 
     def _limit(self, is_copied: bool) -> int:
         """Return the size limit in bytes of the windows of a call, the same on all ranks.
@@ -542,7 +545,7 @@ class PeerBackend(SignalledStream):
         """Wait until all ranks of the node have read the message that this call overwrites."""
         until_s = self._clock() + self._timeout_s
         while not self._board.may_post(number):
-            self._pause(number, until_s, "other ranks of this node have not caught up")
+            self._pause(number, until_s, "ranks of this node have been 64 calls behind")
 
     def _read(self, at: int, number: int, until_s: float) -> bytes:
         packed = self._board.read(at, number)
@@ -556,7 +559,8 @@ class PeerBackend(SignalledStream):
         if self._clock() >= until_s:
             raise TransportTimeout(
                 f"rank {self._rank}: {why} for {self._timeout_s:g} s, in collective {number} on "
-                "GPU memory; check what that rank or GPU does, or raise R2CC_TIMEOUT_S",
+                "GPU memory; look for a rank of this node that is late or a kernel that hangs, or "
+                "raise R2CC_TIMEOUT_S",
                 rank=self._rank,
                 status="TIMEOUT",
             )

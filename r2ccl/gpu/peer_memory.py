@@ -171,7 +171,10 @@ class PeerMemory:
         return news
 
     def _consider(self, allocation: int, address: int) -> None:
-        """Prepare the offer of an allocation, if this is its second use and it can be exported."""
+        """Prepare the offer of an allocation, if this is its second use and it can be exported.
+
+        Do nothing if another offer still waits for `take_news`.
+        """
         if not self._seen.get(allocation, True) or self._offer.number or not allocation:
             return
         if self._seen.pop(allocation, None) is None:

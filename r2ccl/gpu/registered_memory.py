@@ -108,7 +108,7 @@ class RegisteredDeviceMemory:
         self._run_in_data_loop(registered.close)
 
     def has(self, purpose: AreaPurpose, nbytes: int) -> bool:
-        """Return whether the area for `purpose` has `nbytes` bytes, so that none is allocated.
+        """Return whether the present area for `purpose` has at least `nbytes` bytes.
 
         If `nbytes` is 0, return True.
         """

@@ -1,8 +1,10 @@
 """Reductions of slices: one table of operations and element types, one module per device.
 
 `table` lists the supported operations, `host` implements them with NumPy, `half` and `float8` have
-the compiled loops for 16-bit and 8-bit floats, `conversion` scales and widens inputs, `user` has
-the operations of the user, and `cuda` implements the operations on GPUs.
+the compiled loops for 16-bit and 8-bit floats, `fold` reduces the arrays of several ranks at once,
+`conversion` scales and widens inputs, `user` has the operations of the user, and `cuda` implements
+the operations on GPUs. `compiling` and `native` compile, store and load the loops, and `arrays`
+lets them read NumPy arrays.
 
 Invariant: each element of a result depends only on the operands' elements at the same index, never
 on where a slice begins or ends. A replayed or differently cut slice therefore gives the same bits.

@@ -108,7 +108,8 @@ def premul_sum(factor: complex) -> ConvertedOp:
     factor : int, float or complex
         May differ between ranks; a rank that passes SUM has factor 1. Integer dtypes need an
         integer that they can hold, and only complex dtypes accept a complex factor. For 16-bit and
-        8-bit floats, the factor is rounded to float32, and the product once to the dtype.
+        8-bit floats, the factor is rounded to float32, and the product once to the dtype. With any
+        other factor, the call raises InvalidArgument.
 
     Returns
     -------
@@ -130,7 +131,8 @@ def accumulate_float32(op: ReduceOp | ConvertedOp = ReduceOp.SUM) -> ConvertedOp
     Parameters
     ----------
     op : ReduceOp or ConvertedOp
-        SUM, PROD, MIN, MAX, AVG or a `premul_sum`. The inputs are 16-bit or 8-bit floats.
+        SUM, PROD, MIN, MAX, AVG or a `premul_sum`. The inputs are 16-bit or 8-bit floats. With
+        another op or dtype, the call raises InvalidArgument.
 
     Returns
     -------

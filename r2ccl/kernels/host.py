@@ -108,10 +108,13 @@ def reducer(dtype_code: int, op: ReduceOp | int) -> Reducer:
     ------
     InvalidArgument
         If the dtype is unknown, or does not support `op`.
+    ImportError, TransportError
+        For 16-bit and 8-bit floats, if `r2ccl.kernels.native.callable_of` raises it.
 
     Notes
     -----
     Integers wrap. MIN and MAX give NaN if either operand is NaN, MINLOC and MAXLOC a pair with NaN.
+    Of two pairs with equal values, or with NaN, the latter two keep the one with the lower index.
     16-bit and 8-bit floats are computed in float32 and rounded to their own type at every step.
     NumPy warns about overflow and invalid values in float32, float64 and complex, so call the
     function inside `quiet_context`.
@@ -164,6 +167,8 @@ def divider(dtype_code: int, nranks: int) -> Divider:
     ------
     InvalidArgument
         If the dtype is unknown or `nranks` is below 1.
+    ImportError, TransportError
+        For 16-bit and 8-bit floats, if `r2ccl.kernels.native.callable_of` raises it.
 
     Notes
     -----

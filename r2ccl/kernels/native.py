@@ -1,8 +1,9 @@
 """Machine code of compiled functions: made by Numba once per host, and loaded without Numba.
 
 Importing Numba and loading from its disk cache takes 0.4 s of CPU time and 80 MiB in every process.
-This module stores the machine code in files of its own, next to the package or in the user's cache
-directory, and needs only llvmlite to load it: 25 ms and 12 MiB. A file is used only on the kind of
+This module stores the machine code in files of its own, and needs only llvmlite to load it: 25 ms
+and 12 MiB. The files are in NUMBA_CACHE_DIR if it is set, otherwise next to the package or in the
+user's cache directory. A file is used only on the kind of
 processor for which it was made, and as long as the modules with compiled code are unchanged.
 
 The functions take and return 64-bit integers. A function is identified by its *maker*, a text
@@ -152,7 +153,8 @@ def _address_of_symbol(name: str) -> int:
         with suppress(AttributeError):
             return int(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
     raise TransportError(
-        f"libc lacks {name}, which compiled code needs; set R2CC_SHM=0 and R2CC_COMPILED=0",
+        f"neither Python nor libc has {name}, which compiled code needs; set R2CC_SHM=0 and "
+        "R2CC_COMPILED=0",
         status="NO_SHARED_MEMORY",
     )
 
@@ -247,7 +249,7 @@ def _sources(module: str) -> bytes:
 
 @functools.cache
 def _directory() -> Path | None:
-    """Return the directory of the files; None if no directory can be written to.
+    """Return the directory of the files; None if there is none that this user owns and can write.
 
     A missing directory is made.
     """
@@ -273,7 +275,10 @@ def _home_cache() -> Path:
 
 
 def _read(file: Path, sources: bytes) -> MachineCode | None:
-    """Return the code in a file if it was made from `sources`, else None."""
+    """Return the code in a file if it was made from `sources`, else None.
+
+    Return None with a warning if the file cannot be read, or if another user could have written it.
+    """
     try:
         with file.open("rb") as opened:
             status = os.fstat(opened.fileno())

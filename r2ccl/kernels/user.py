@@ -115,8 +115,8 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
     Raises
     ------
     InvalidArgument
-        If `function` has another form, or uses an object of an enclosing function that is neither a
-        number, a string, an array nor a function.
+        If `function` has another form, or if an object of an enclosing function that it uses, or a
+        default argument, is neither a number, a string, an array nor a function.
 
     Notes
     -----

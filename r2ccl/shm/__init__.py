@@ -1,6 +1,7 @@
 """Collectives and messages between ranks of one host, through memory that they share.
 
-For each communicator, a rank owns one segment, a sealed memfd that the other ranks map. Modules:
+For each communicator, a rank owns one segment for collectives and messages, a sealed memfd that the
+other ranks map; segments for arrays of the user are made on request. Modules:
 
 - `segment` creates and maps segments, `passing` passes them to the other ranks;
 - `layout` has the offsets in a segment, and the state in which a rank keeps its position in a call;

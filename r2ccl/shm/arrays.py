@@ -1,4 +1,4 @@
-"""Form of a pair of arrays: what a call in shared memory checks before it uses them again."""
+"""Form of a pair of arrays, which a prepared call in shared memory checks before it runs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ DISTANCE, IS_APART = 2 * ARRAY_NWORDS, 2 * ARRAY_NWORDS + 1
 def form_of(source: Array, output: Array) -> npt.NDArray[np.int64]:
     """Return the *form* of two arrays: the properties that `r2ccl.shm.rounds.fits` compares.
 
-    For each array these are the address of the dtype, the flags, the size in bytes of one element
-    and of all elements. Two words follow: the distance in bytes from input to output, and 1 if the
-    arrays do not overlap, else 0. The caller must keep the dtypes alive while it uses the form.
+    For each array these are the address of the dtype, the `CHECKED_FLAGS`, the size in bytes of one
+    element and of all elements. Two words follow: the distance in bytes from input to output, and 1
+    if the arrays do not overlap, else 0. The caller must keep the dtypes alive while it uses the
+    form.
     """
     distance = data_of(output) - data_of(source)
     is_apart = distance >= source.nbytes or -distance >= output.nbytes

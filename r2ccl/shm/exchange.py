@@ -12,7 +12,8 @@ receivers, so copies into and out of slots overlap. Each part is written and rea
 With the flag `REACHING`, if the inputs of all senders are in memory that all ranks map
 (`r2ccl.shm.symmetric`), a receiver reads its parts from these inputs instead, and a sender waits
 until the receivers have read them: each part is written and read once. In an allreduce, the outputs
-must be in such memory, too; then each rank reduces one share of the data for all ranks.
+must be in such memory, too; then each rank reduces one share of the data for all ranks. An alltoall
+whose input and output overlap always uses the slots.
 """
 
 from __future__ import annotations

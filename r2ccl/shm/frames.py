@@ -65,7 +65,7 @@ def peer_words(table_at: Any, peer: Any) -> Any:
 def ring_bell(bell: Any) -> None:
     """Wake the sleeping threads of the peer whose bell has the address `bell`.
 
-    Store the value that they wait for before.
+    The caller must have stored the value for which they wait.
     """
     fence()
     if load_acquire(bell + WAITERS) > 0:

@@ -158,8 +158,9 @@ class LocalGroup:
     the same calls in the same order, one at a time.
 
     If a peer does not arrive soon, `run` passes a function to `attend`, which calls this function
-    until it returns True; the call has finished then. `attend` may raise an error to give the call
-    up. After any error the contents of outputs are undefined, and no further call may be made.
+    until it returns True; then the call has finished, or `run` raises `CallsDiffer`. `attend` may
+    raise an error to give the call up. After any error the contents of outputs are undefined, and
+    no further call may be made.
     """
 
     def __init__(
@@ -229,8 +230,9 @@ class LocalGroup:
 
         Notes
         -----
-        *Collective*: all ranks of `ranks`. *Cost*: 0.8 MiB of memory per rank; one descriptor per
-        peer during the connection. The first group on a host takes some seconds to compile code.
+        *Collective*: all ranks of `ranks`. *Cost*: 0.8 MiB of memory per rank, and up to 32 MiB for
+        messages, allocated per peer when messages with it begin; one descriptor per peer during the
+        connection. The first group on a host takes some seconds to compile code.
         """
         place = Place(tuple(ranks), index, communicator)
         problem, own, host = obstacle or UNSUPPORTED, None, b""
@@ -273,7 +275,7 @@ class LocalGroup:
 
     @property
     def awaited(self) -> int:
-        """Index of the rank for which a late call waits, or whose call differs."""
+        """Index of the rank for which the current call waits, or whose call differs."""
         return int(self._memory[AWAITED])
 
     def absent(self) -> list[int]:
@@ -364,7 +366,8 @@ class LocalGroup:
         Raises
         ------
         CallsDiffer
-            If another rank makes a different call.
+            If another rank makes a different call, or sends a part of another size than this rank
+            expects.
         Exception
             Any error that `attend` raises.
         """
@@ -376,7 +379,7 @@ class LocalGroup:
         return True
 
     def has_kernel(self, code: int, op: int) -> bool:
-        """Return whether reductions in shared memory support the dtype with number `code` and `op`.
+        """Return whether shared memory supports reductions with `op` of the dtype number `code`.
 
         Raises
         ------

@@ -107,8 +107,9 @@ def pass_segments(
         for peer in found.values():
             peer.close()
         raise TransportError(
-            f"ranks {list(place.ranks)} cannot share memory ({next(filter(None, problems))}); the "
-            "same user must run them, in the same network and PID namespace"
+            f"ranks {list(place.ranks)} cannot share memory ({next(filter(None, problems))}); if "
+            "they run as different users or in different network or PID namespaces, run them as "
+            "one user in one container"
         )
     return found
 

@@ -66,13 +66,19 @@ def publish_places(state: Any, source: Any, target: Any) -> None:
 
 @inlined
 def input_of(state: Any, peer: Any) -> Any:
-    """Return the address in this process of the input of rank `peer`; its header has the place."""
+    """Return the address in this process of the input of rank `peer`.
+
+    The header of that rank must have the place of the array.
+    """
     return _address_of(state, peer, INPUTS)
 
 
 @inlined
 def output_of(state: Any, peer: Any) -> Any:
-    """Return the address in this process of the output of rank `peer`; its header has the place."""
+    """Return the address in this process of the output of rank `peer`.
+
+    The header of that rank must have the place of the array.
+    """
     return _address_of(state, peer, OUTPUTS)
 
 

@@ -94,7 +94,7 @@ def leave_sleep(bell: Any) -> None:
 
 @inlined
 def rest(state: Any, nidle: Any, limit: Any) -> Any:
-    """Pause or yield after idle round `nidle`, and return True; False if the thread has to sleep.
+    """Pause or yield after idle round `nidle`; return False instead if the thread has to sleep.
 
     `limit` is the result of `number_of_pauses`.
     """
@@ -243,8 +243,8 @@ def make_begin() -> Callable[[int, int, int, int, int, int], int]:
     -------
     callable
         ``begin(table, peer, data, nbytes, is_in, least_streamed)``; `data` is the address of the
-        data to send to the peer or, with `is_in`, of the memory that receives. A message received
-        with at least `least_streamed` bytes is written without storing it in the caches. Returns 0.
+        data to send to the peer or, with `is_in`, of the memory that receives. A received message
+        of at least `least_streamed` bytes is written without storing it in the caches. Returns 0.
     """
 
     def begin(

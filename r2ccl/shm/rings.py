@@ -67,7 +67,7 @@ class Rings:
 
     Only one thread at a time may call the methods, except `wake`. `rank` and `peer` are indices of
     ranks in the group. The memory of a long message is borrowed until `pump` returns SENT_ALL or
-    RECEIVED_ALL for its peer.
+    RECEIVED_ALL for its peer, or until `forget`.
 
     Parameters
     ----------
@@ -156,8 +156,8 @@ class Rings:
     def admits(self, peer: int, nbytes: int) -> bool:
         """Return whether a short message of `nbytes` bytes may be sent to `peer` now.
 
-        If so, count it as sent. The bytes of short messages that receives of the peer have not
-        taken yet are limited.
+        If so, count it as sent. The message must fit (`fits`), and the bytes of short messages that
+        receives of the peer have not taken yet are limited.
         """
         words = self._words[peer]
         untaken = int(words[layout.SENT]) - int(self._taken_by[peer][0])
@@ -208,7 +208,7 @@ class Rings:
         return RingFrame(word & KIND_MASK, word >> KIND_BITS, tag, ident, size, piece)
 
     def consume(self, peer: int, nbytes: int) -> None:
-        """Remove the frame that `frame` returned from the ring of `peer`.
+        """Remove from the ring of `peer` the frame that `frame` returned.
 
         `nbytes` is the length of its data.
         """
@@ -231,7 +231,10 @@ class Rings:
         self._begin(self.table, peer, _address(view), len(view), 1, least)
 
     def forget(self) -> None:
-        """Stop moving the data of all long messages, whose memory is no longer borrowed."""
+        """Stop moving the data of all long messages, whose memory is no longer borrowed.
+
+        Frames that wait for room in a ring are forgotten too.
+        """
         for words in self._words.values():
             words[layout.OUT_LEFT] = words[layout.IN_LEFT] = words[layout.WANTED] = 0
 
@@ -241,7 +244,8 @@ class Rings:
         """Move data until an event occurs; return the event, see `r2ccl.shm.message_layout`.
 
         The property `peer` is the peer of the event. If there is no event and no data can move,
-        return IDLE; with `is_waiting`, wait up to some milliseconds before, without the GIL.
+        return IDLE; with `is_waiting`, first wait up to some milliseconds for an event, without the
+        GIL.
         """
         return self._pump(self.state, self.table, is_waiting)
 
@@ -268,7 +272,8 @@ class DirectCall:
     ----------
     rings : Rings
     sent, received : Operand or None
-        What the call sends, and into what it receives; None if it does not.
+        Array that the call sends, and array into which it receives; None if it does not send, or
+        does not receive.
     is_short : bool
         True if the message can be sent in its first frame.
     has_form : bool

@@ -120,7 +120,7 @@ def compare_headers(state: Any, address: Any, signature: Any) -> Any:
 def wait_for_all(state: Any, address: Any, offset: Any, value: Any) -> Any:
     """Wait until the word at `offset` of every peer's segment is at least `value`.
 
-    Return True if it is. Return False if the wait for a peer, then AWAITED, ended before.
+    Return True if it is. If the wait for a peer ended before, return False; AWAITED is this peer.
     """
     for peer in range(state[NRANKS]):
         if peer != state[RANK] and not wait(state, address, state[BASES + peer] + offset, value):

@@ -176,7 +176,7 @@ def _check(descriptor: int, nbytes: int) -> None:
 def _translated(what: str, nbytes: int, exc: OSError) -> TransportError:
     return TransportError(
         f"cannot {what} {nbytes} bytes of shared memory: {describe_os_error(exc)}; free "
-        "memory, or use fewer ranks on this host",
+        "memory or file descriptors, or use fewer ranks on this host",
         status=errno_name(exc),
     )
 

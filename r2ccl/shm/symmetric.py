@@ -104,7 +104,8 @@ class SymmetricMemory:
         InvalidArgument
             If the ranks ask for different sizes; then no rank has an array.
         TransportError
-            If memory, descriptors or segments are exhausted on any rank; then no rank has an array.
+            If memory, descriptors or segments are exhausted on any rank, or two ranks cannot pass
+            their segments to each other; then no rank has an array.
 
         Notes
         -----
@@ -129,6 +130,11 @@ class SymmetricMemory:
 
         Its elements are zero afterwards. An output outside of the segments is not changed. The
         group must not be used any more.
+
+        Raises
+        ------
+        OSError
+            If there is no memory.
         """
         start = int(output.ctypes.data)
         for each in self._shared.values():
@@ -171,7 +177,8 @@ class SymmetricMemory:
         if len(self._shared) == MAX_NSEGMENTS:
             raise TransportError(
                 f"rank {ranks[self._place.index]} has {MAX_NSEGMENTS} segments of shared memory "
-                "in use: drop arrays that are not needed, or use slices of larger arrays",
+                "in use, one for each call of empty(): on all ranks, delete arrays that are not "
+                "needed, or use slices of larger arrays",
                 status="ENOMEM",
             )
 

@@ -73,7 +73,8 @@ def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
 
     The scheduler often wakes a thread on the CPU of the thread that wakes it. Two ranks that share
     a CPU wait for each other's time slices, and stay on this CPU, because both sleep. The set of
-    CPUs on which this thread may run is the same afterwards.
+    CPUs on which this thread may run is the same afterwards. Do not move it if this set lacks
+    `HOME`, or if `HOME` is -1.
     """
     home = state[HOME]
     if home < 0:
@@ -96,7 +97,8 @@ def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
 def number_of_pauses(state: Any, address: Any, word: Any) -> Any:
     """Return how often a wait for the owner of `word` may pause.
 
-    `word` is an address in the first page of the owner's segment.
+    `word` is an address in the first page of the owner's segment. After `_PROBE_EVERY` misses,
+    return the largest number, and call `leave_cpu_of_peer` first.
     """
     if state[MISSES] < _PROBE_EVERY:
         return state[SPIN]

@@ -144,9 +144,9 @@ class PxnRoutes:
     def close(self, timeout_s: float) -> bool:
         """Close all routes and free their memory; no slice may be in flight.
 
-        If copies of a route do not end within `timeout_s` seconds, the slots of that route are not
-        freed. If a route cannot be closed because of an error, the other routes are closed
-        nevertheless. A warning is logged in both cases.
+        If copies of a route do not end within `timeout_s` seconds, its slots are not freed, and the
+        copies of the remaining routes are not waited for. If a route cannot be closed because of an
+        error, the other routes are closed nevertheless. A warning is logged in both cases.
 
         Returns
         -------
@@ -173,7 +173,10 @@ class PxnRoutes:
         return not hanging
 
     def _needed(self, health: Health) -> list[int]:
-        """List the rails whose routes are necessary with `health` and were not attempted yet."""
+        """List the rails whose routes are necessary with `health` and were not attempted yet.
+
+        A rail that is down at this rank needs no route.
+        """
         if all(health.share(*port) == WHOLE for port in self._meets):
             return []
         return [rail for rail in self._wanted if health.share(self._rank, rail)]

@@ -259,7 +259,7 @@ class PxnTransport:
     # Paths
 
     def is_open(self, path: PathKey) -> bool:
-        """Return whether the path is open: neither the path nor a copy for it has failed."""
+        """Implement `Transport.is_open`; return False also after a copy for the path failed."""
         state = self._states.get(path)
         return (state is None or not state.has_failed) and self._inner.is_open(path)
 

@@ -37,7 +37,8 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     op : ReduceOp
         Operation; AVG combines like SUM.
     ninputs, noutputs : int
-        Number of inputs and outputs, 1 to `MOST`. A single input is copied; then `op` is ignored.
+        Number of inputs and outputs, 1 to `MOST`. A single input is not combined: the kernel only
+        scales, divides or copies it, and a copy ignores `op`.
     is_scaled : bool
         Multiply each input by a real factor first. The factor is passed at launch and rounded to
         float32 (float64 for float64 and complex128). Floats and complex numbers only.
@@ -107,7 +108,10 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def has_kernels(call: CallSignature) -> bool:
-    """Return whether there are kernels for the dtype and op of a call."""
+    """Return whether there are kernels for the dtype and op of a call.
+
+    A call that does not reduce only needs copies, which exist for every dtype.
+    """
     return call.collective not in REDUCTIONS or call.op in ON_GPU.get(call.dtype, ())
 
 

@@ -135,10 +135,12 @@ class Launcher:
         call : CallSignature
             Call signature with the dtype and the op.
         ninputs, noutputs : int
-            Number of inputs and outputs, 1 to `MOST`. A single input is copied.
+            Number of inputs and outputs, 1 to `MOST`. A single input is copied, and with AVG
+            divided.
         table : int
             Device address of a table with the addresses of the inputs, then of the outputs, 8 bytes
             each. The table must be filled before the kernel runs, and is borrowed until it has run.
+            If the first address is 0 when the kernel runs, the kernel does nothing.
         count : int
             Number of elements of each operand; with 0, nothing is launched.
         nranks : int

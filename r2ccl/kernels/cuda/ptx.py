@@ -181,7 +181,7 @@ def _compile(form: Form, target: tuple[int, int]) -> bytes:
         text, entry = compile_kernel(form, target, (NTHREADS, NBLOCKS_AT_ONCE))
     except (ImportError, RuntimeError) as exc:  # a library of NVIDIA's compiler is not found
         raise TransportError(
-            f"{form.name} cannot be compiled ({exc}); install the compiler with "
+            f"the GPU kernel {form.name} cannot be compiled ({exc}); install the compiler with "
             "`pip install r2ccl[gpu]`",
             status="NO_CUDA",
         ) from exc
