@@ -68,7 +68,7 @@ class TwoLevelPlans:
     ----------
     rank : int
     teams : sequence of sequence of int
-        Ranks of each node, in ascending order; at least two, the same number on all nodes.
+        Ranks of each node, in ascending order: two or more, equally many on all nodes.
     plans : PlanCache
         Plans of the communicator for calls in one level.
     config : Config
