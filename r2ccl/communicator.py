@@ -1141,7 +1141,8 @@ class Communicator:
         Notes
         -----
         *Local*; callable in any thread and in a signal handler. Running calls on all ranks end with
-        `CommunicatorRevoked`. Idempotent. Does nothing in a forked child.
+        `CommunicatorRevoked`; all other communicators of the job end, too. Idempotent. Does nothing
+        in a forked child.
         """
         self._job.abort(why)
 
@@ -1156,8 +1157,8 @@ class Communicator:
         Notes
         -----
         *Local*; callable in any thread and in a signal handler, does not wait. Every running and
-        every later call on all ranks ends with `CommunicatorRevoked`. If the communicator has ended
-        already, its first reason stays.
+        every later call on all ranks ends with `CommunicatorRevoked`, also on all other
+        communicators of the job. If the communicator has ended already, its first reason stays.
         """
         self._participant.revoke(why)
 

@@ -76,7 +76,8 @@ def span(nranks: int, reach: Reach, root: int = 0) -> Parents:
             at += 1
     if waiting:
         raise InvalidArgument(
-            f"ranks {waiting} share no rail with any of {sorted(placed)}; no tree spans both"
+            f"ranks {waiting} share no rail with any of {sorted(placed)}, so no tree connects all "
+            "ranks: pass a reach that connects them"
         )
     return tuple(parents)
 
