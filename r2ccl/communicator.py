@@ -556,7 +556,7 @@ class Communicator:
             Receives the parts from all ranks. May be `x` itself. Default: a new flat array that
             ends with the last part.
         sendcounts, senddispls : sequence of int
-            Parts of `x`: one for each rank. They differ between ranks.
+            Parts of `x`: one for each rank. They may differ between ranks.
         recvcounts, recvdispls : sequence of int
             Parts of `out`: one from each rank.
 
@@ -728,9 +728,10 @@ class Communicator:
         Notes
         -----
         See `Communicator` for the other errors. A message of at most ``R2CC_EAGER_NBYTES``, less a
-        header of 32 bytes, is copied, and the call returns; a longer one waits for its `recv`.
-        *After failure*: no message is lost or doubled. Messages and collectives do not wait for
-        each other.
+        header of 32 bytes, is copied, and the call returns. A longer one waits for its `recv`, and
+        so does a short one if more than 1 MiB of short messages to `to` would otherwise wait for
+        theirs. *After failure*: no message is lost or doubled. Messages and collectives do not wait
+        for each other.
         """
         return self._messages.send(x, to, tag, is_synchronous=is_synchronous, is_async=async_op)
 
@@ -941,7 +942,8 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            As for `split` and `create`, or if this rank is not among `ranks`.
+            If `ranks` has a number twice, one that is not a rank, or not this rank; or if a rank
+            has too many communicators open.
 
         Notes
         -----
@@ -1016,13 +1018,17 @@ class Communicator:
         Notes
         -----
         *Local*: uses the health that this rank knows. The next allreduce may be planned with a
-        health that is one version newer or older; all ranks use the same version for a call.
+        health that is one version newer or older; all ranks use the same version for a call. The
+        schedules are those of the network: if all ranks share memory, none of them runs.
         """
         return self._participant.explain(nbytes)
 
     @property
     def ncalls(self) -> int:
-        """Number of collectives started so far, including the measurements of `r2ccl.init`."""
+        """Number of the last collective started, including the measurements of `r2ccl.init`.
+
+        The numbers begin at 1; in a communicator made from another one, they may begin higher.
+        """
         return self._engine.op
 
     def repairs(self) -> tuple[Repair, ...]:
@@ -1053,8 +1059,9 @@ class Communicator:
 
         The health covers the rails of all ranks. All ranks start to plan with it at the same
         collective, on which they may not have agreed yet. The time is a reading of CLOCK_MONOTONIC
-        in seconds. In version 0, all rails have their full bandwidth; with ``R2CC_MODE=failstop``
-        there is no other version, and the time is 0.
+        in seconds. In version 0, all rails have their full bandwidth, except those that
+        ``R2CC_FAILED_NICS`` excludes; with ``R2CC_MODE=failstop`` there is no other version, and
+        the time is 0.
         """
         return self._participant.known_health()
 
@@ -1063,8 +1070,8 @@ class Communicator:
 
         ``str()`` of the result is a text for people. This rank learns that a peer has called the
         collective from the peer's slices or from its answer to the desync check. A call starts the
-        desync check after ``R2CC_SUSPICION_TIMEOUT_S`` without progress, or after half of
-        ``R2CC_TIMEOUT_S``.
+        desync check after ``R2CC_SUSPICION_TIMEOUT_S`` without progress and, even if it makes
+        progress, after half of ``R2CC_TIMEOUT_S``.
         """
         return self._engine.pending()
 
@@ -1090,7 +1097,8 @@ class Communicator:
 
         Notes
         -----
-        *Local*. A second call replaces the handler of the first.
+        *Local*. A second call replaces the handler of the first. In a communicator made by `split`
+        and the like, the status written is that of the communicator that `init` returned.
         """
         self._job.dump_on_signal(signum)
 
@@ -1102,7 +1110,9 @@ class Communicator:
         """Wait until every rank has received all its data, then release all resources. Idempotent.
 
         Waits for asynchronous calls. Acts as `abort` if a blocking collective runs in another
-        thread, or any blocking call was interrupted by the signal handler that calls `close`.
+        thread, or any blocking call was interrupted by the signal handler that calls `close`. A
+        communicator made by `split` and the like is closed alone: `close` waits for the calls and
+        messages of this rank only, and the shared connections stay open.
 
         Raises
         ------
@@ -1131,7 +1141,8 @@ class Communicator:
         Notes
         -----
         *Local*; callable in any thread and in a signal handler. Running calls on all ranks end with
-        `CommunicatorRevoked`. Idempotent. Does nothing in a forked child.
+        `CommunicatorRevoked`; all other communicators of the job end, too. Idempotent. Does nothing
+        in a forked child.
         """
         self._job.abort(why)
 
@@ -1146,8 +1157,8 @@ class Communicator:
         Notes
         -----
         *Local*; callable in any thread and in a signal handler, does not wait. Every running and
-        every later call on all ranks ends with `CommunicatorRevoked`. If the communicator has ended
-        already, its first reason stays.
+        every later call on all ranks ends with `CommunicatorRevoked`, also on all other
+        communicators of the job. If the communicator has ended already, its first reason stays.
         """
         self._participant.revoke(why)
 
@@ -1175,8 +1186,9 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If `quorum` is unknown, or ``R2CC_DUMP_SIGNAL`` is set and this is not the main thread.
-            The communicator stays as it is.
+            If `quorum` is unknown, this communicator was made by `split` and the like, or
+            ``R2CC_DUMP_SIGNAL`` is set and this is not the main thread. The communicator stays as
+            it is.
         NoQuorum
             If too few ranks survive.
         TransportTimeout

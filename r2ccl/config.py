@@ -79,9 +79,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Access of a node's GPUs to each other's memory. 1: direct, or an error if it is not possible;
     #: 0: through pinned host memory; auto: direct if it is possible between all GPUs of the node.
     ipc: str = "auto"
-    #: Shared memory instead of the network, in communicators whose ranks are all on one host. 1:
-    #: used, or an error if that is not possible; 0: not used; auto: used if it is possible, unless
-    #: `algo` selects a schedule, or faults are injected into the network (testing).
+    #: Shared memory instead of the network: between all ranks if they are on one host; on several
+    #: hosts with equally many ranks each, in allreduces, within each host. 1: used, or an error if
+    #: ranks of a host cannot share memory; 0: not used; auto: used if they can, unless `algo`
+    #: selects a schedule, or faults are injected into the network (testing).
     shm: str = "auto"
     #: Use of compiled code for calls over TCP. 1: used, or an error if that is not possible; 0: not
     #: used; auto: used if it can be loaded.
@@ -109,7 +110,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     peer_timeout_s: float = 10.0
     #: A call, blocking or asynchronous, fails with TransportTimeout after this long.
     timeout_s: float = 1800.0
-    #: init() and close() fail with TransportTimeout after this long.
+    #: init(), shrink() and close() fail with TransportTimeout after this long.
     init_timeout_s: float = 60.0
     #: init() waits this long for all rails, then continues with those that are up.
     connect_timeout_s: float = 5.0
@@ -170,7 +171,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 raise _bad(name, getattr(self, name), f"{least} to {most}")
         for name in self.__struct_fields__:
             if name.endswith("timeout_s") and not 0 < getattr(self, name) < 1e9:
-                raise _bad(name, getattr(self, name), "seconds, above 0")
+                raise _bad(name, getattr(self, name), "seconds, above 0 and below 1e9")
 
     def __repr__(self) -> str:
         """Return all settings with their values, with the secret masked."""
@@ -348,7 +349,8 @@ def _typed(name: str, given: Any, kind: Any) -> Any:
     Raises
     ------
     InvalidArgument
-        If the value has another type. A bool is not a number, and text is not parsed.
+        If the value has another type, or is an integer too large for a float. A bool is not a
+        number, and text is not parsed.
     """
     accepted: Any = {str: str, int: Integral, float: Real}[kind]
     if isinstance(given, accepted) and not isinstance(given, bool):
@@ -359,7 +361,8 @@ def _typed(name: str, given: Any, kind: Any) -> Any:
 
 
 def _bad(name: str, given: object, allowed: str) -> InvalidArgument:
-    return InvalidArgument(f"{name}={given!r} (R2CC_{name.upper()}): allowed is {allowed}")
+    also = "".join(f" or {variable}" for variable in ALIASES.get(name, ()))
+    return InvalidArgument(f"{name}={given!r} (R2CC_{name.upper()}{also}): allowed is {allowed}")
 
 
 __all__ = ["Config", "parse_failures"]

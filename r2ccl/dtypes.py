@@ -78,6 +78,8 @@ def pair_dtype(value: Any) -> np.dtype[Any]:
     ------
     InvalidArgument
         If `value` is not one of these types.
+    TypeError
+        If NumPy cannot interpret `value` as a dtype.
     """
     wanted = np.dtype(value)
     for dtype in _PAIRS.values():

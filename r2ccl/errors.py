@@ -99,7 +99,7 @@ class RailDown(TransportError):
 class TransportTimeout(TransportError):
     """Timeout of a wait; the message says what it waited for.
 
-    If the ``wait`` of a request times out, its operation continues.
+    If the ``wait`` of a request reaches the timeout that it was given, the operation continues.
     """
 
 
@@ -165,7 +165,7 @@ class PeerLost(R2cclError):
         if last_heard_s is not None:
             signs.append(f"last heard {last_heard_s:.3f} s ago")
         if last_op is not None:
-            signs.append(f"last seen in call {last_op}")
+            signs.append(f"last seen in call {last_op}" if last_op else "not seen in any call")
         if is_met:
             super().__init__(
                 f"rank {rank}: lost rank {peer}{where} ({'; '.join(signs)}); look at that rank's "
@@ -215,7 +215,11 @@ class NoQuorum(R2cclError):
 
 
 class CommunicatorRevoked(R2cclError):
-    """Use of a communicator that was revoked or closed; ``reason`` is the error that revoked it."""
+    """Use of a communicator that was revoked or closed, or revocation during a call.
+
+    ``reason`` is the first error, which revoked the communicator; None if there was none, because
+    the communicator was closed, or if this exception is itself the first error.
+    """
 
     def __init__(self, message: str, *, reason: BaseException | None = None) -> None:
         super().__init__(message)
@@ -237,7 +241,8 @@ class InternalError(R2cclError):
 def describe_os_error(exc: BaseException) -> str:
     """Return the name and text of an error, with advice: ``EMFILE: Too many open files; ...``.
 
-    An exception without an error number is described by its text or, without a text, by its type.
+    An exception without a known error number is described by its text or, without a text, by its
+    type.
     """
     code = getattr(exc, "errno", None)
     if not isinstance(exc, OSError) or not isinstance(code, int) or code not in errno.errorcode:
@@ -246,7 +251,7 @@ def describe_os_error(exc: BaseException) -> str:
 
 
 def errno_name(exc: OSError) -> str:
-    """Return the name of the error's number, such as ``EMFILE``; ``EIO`` if it has no number."""
+    """Return the name of the error's number, such as ``EMFILE``; ``EIO`` if it has no known one."""
     return errno.errorcode.get(exc.errno or 0, "EIO")
 
 

@@ -102,7 +102,8 @@ def init(
         If a rank exits during `init`.
     TransportError
         If this process or its host has run out of file descriptors, ports or memory, its NICs
-        cannot be listed, or an RDMA NIC cannot be opened.
+        cannot be listed, an RDMA NIC cannot be opened, or ranks of a host cannot share memory
+        although ``R2CC_SHM=1``.
 
     Notes
     -----
@@ -262,7 +263,17 @@ def _set_log_level(config: Config) -> None:
 
 
 def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca, ...]:
-    """Return the RDMA ports of this rank; on a single host none, unless R2CC_HCA is set."""
+    """Return the RDMA ports that this rank uses.
+
+    There are none with ``R2CC_HCA=none``. If ``R2CC_HCA`` is empty, there are none on a single
+    host or without pyverbs. Ports that cannot serve all ranks are used only if ``R2CC_HCA`` names
+    them.
+
+    Raises
+    ------
+    InvalidArgument
+        If `select_hcas` refuses ``R2CC_HCA``, or it is set but pyverbs is not installed.
+    """
     if config.hca == "none" or (is_one_host and not config.hca):
         return ()
     chosen = select_hcas(list_hcas(), config.hca)

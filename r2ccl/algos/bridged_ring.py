@@ -80,8 +80,9 @@ def bridge(order: Sequence[int], reach: Reach) -> tuple[int, ...]:
             a, b = found[gaps[0] - 1], found[gaps[0]]
             raise InvalidArgument(
                 f"no ring of {len(found)} nodes was found in which all neighbours share a rail: "
-                f"nodes {a} and {b} share none, and reversing a part of the ring cannot separate "
-                "them without making neighbors of two others that share none; use a spanning tree"
+                f"nodes {a} and {b} share none, and no reversal of a part of the ring separates "
+                "them without joining another pair that shares none; use a tree of "
+                "r2ccl.algos.spanning_tree.span"
             )
         found = mended
     at = found.index(order[0]) if found else 0

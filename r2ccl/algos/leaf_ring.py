@@ -25,8 +25,8 @@ earlier segments, so that the core has other work while it waits for a slow leaf
 overlap with other segments: the reduce-scatter of the first segment, for which the leaves wait, and
 the allgather of the last segment. Both are shorter with more segments.
 
-Steps: 2(m - 1) dependent messages for one segment, at least 4 with a relay, and up to 2(m - 2) more
-for each further segment. Bytes on the wire: as above.
+Steps: 2(m - 1) dependent messages for one segment (2 if m is 1), at least 4 with a relay, and up to
+2(m - 2) more for each further segment (less than one if m is 2). Bytes on the wire: as above.
 
 Use it for large messages with few stragglers among many ranks. Every leaf must share a rail with
 every core rank, and neighbours in the core with each other.
@@ -159,8 +159,8 @@ def _require_parts(
         len(each) >= len(core) or len(set(each) & set(leaves)) != len(each) for each in relays
     ):
         raise InvalidArgument(
-            f"relays={relays!r}: give for each segment fewer than {len(core)} different ranks of "
-            f"the leaves {leaves}"
+            f"relays={relays!r}: give one tuple or more, one per segment, each with fewer than "
+            f"{len(core)} different ranks out of the leaves {leaves}"
         )
 
 

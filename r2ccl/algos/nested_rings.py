@@ -106,7 +106,8 @@ def allreduce(
 def rings(bandwidths: Sequence[int]) -> tuple[Ring, ...]:
     """Return the rings and their shares, from the ring of all nodes to that of the fastest.
 
-    The module docstring derives the shares.
+    The module docstring derives the shares. With one or two nodes, the ring of all nodes is the
+    only one.
 
     Raises
     ------

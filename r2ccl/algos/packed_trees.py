@@ -267,7 +267,8 @@ def _next(
                 if (left[parent] > 0) == has_room and reach(node, parent):
                     return node, parent
     raise InvalidArgument(
-        f"nodes {sorted(waiting)} share no rail with any of {sorted(placed)}; no tree spans both"
+        f"nodes {sorted(waiting)} share no rail with any of {sorted(placed)}, so no tree connects "
+        "all nodes: pass a reach that connects them"
     )
 
 

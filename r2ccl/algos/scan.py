@@ -11,10 +11,10 @@ In a `chain`, a rank receives the reduction of all ranks below, reduces it with 
 sends it to the next rank, as a pipeline. In its exscan, the reduction received is the result of the
 rank, which reduces its own data into a copy of the result.
 
-Steps: with doubling, a scan takes ceil(log2 n) exchanges, of which floor(log2 n) depend on each
-other; an exscan takes one exchange, and then those of a scan over n - 1 ranks. A chain takes n - 1
-dependent messages. Bytes on the wire: a rank sends the data once per exchange with doubling, and
-once in a chain.
+Steps: with doubling, a scan takes ceil(log2 n) exchanges; floor(log2 n) of them, for some n all,
+depend on each other. An exscan takes one exchange, and then those of a scan over n - 1 ranks. A
+chain takes n - 1 dependent messages. Bytes on the wire: a rank sends the data once per exchange
+with doubling, and once in a chain.
 
 References
 ----------

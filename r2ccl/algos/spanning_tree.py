@@ -7,8 +7,8 @@ module has allgather and reduce-scatter.
 In the allgather every rank forwards each chunk to all neighbours except the one it came from. In
 the reduce-scatter chunk r is reduced on its way to rank r.
 
-Steps: the diameter of the tree. Bytes on the wire: an edge that separates a ranks from the other
-n - a carries a/n of the data in one direction and (n - a)/n in the other.
+Steps: the diameter of the tree. Bytes on the wire: an edge that separates k of the n ranks from the
+others carries k/n of the data in one direction and (n - k)/n in the other.
 
 Use these collectives only if no ring is possible in which all neighbours share a rail.
 """
@@ -76,7 +76,8 @@ def span(nranks: int, reach: Reach, root: int = 0) -> Parents:
             at += 1
     if waiting:
         raise InvalidArgument(
-            f"ranks {waiting} share no rail with any of {sorted(placed)}; no tree spans both"
+            f"ranks {waiting} share no rail with any of {sorted(placed)}, so no tree connects all "
+            "ranks: pass a reach that connects them"
         )
     return tuple(parents)
 

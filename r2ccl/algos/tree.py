@@ -200,8 +200,11 @@ def _schedule(
 ) -> Schedule:
     trees = [grow(each) for each in parents]
     roots = {tree.root for tree in trees}
-    if not trees or len({len(tree.parents) for tree in trees}) != 1:
-        raise InvalidArgument(f"{len(trees)} trees: give one or more, all of the same ranks")
+    sizes = sorted({len(tree.parents) for tree in trees})
+    if len(sizes) != 1:
+        raise InvalidArgument(
+            f"trees of {sizes} ranks: give one tree or more, all with the same number of ranks"
+        )
     if collective != "allreduce" and len(roots) != 1:
         raise InvalidArgument(f"{collective} over trees with roots {sorted(roots)}: give one root")
     n = len(trees[0].parents)

@@ -9,8 +9,8 @@ A program for CuPy changes one import::
 
 The `Backend` that it returns has all collectives, ``barrier`` and ``stop``. It has no ``send``,
 ``recv`` or ``send_recv``, because `Communicator` sends messages from host memory only. Arrays may
-be CuPy's or NumPy's, of any dtype that r2ccl supports. They must be C-contiguous; others raise
-`InvalidArgument`.
+be CuPy's or NumPy's, of any dtype that r2ccl supports. They must be C-contiguous, except NumPy
+arrays that are only read, and read as a whole; others raise `InvalidArgument`.
 
 This module does not import CuPy.
 
@@ -77,14 +77,15 @@ def init_process_group(
     Raises
     ------
     InvalidArgument
-        If `rank` is not in 0 to ``n_devices - 1``, `backend` is unknown, or `rank` and `n_devices`
-        do not agree with the launcher or MPI; and for the reasons given in `r2ccl.init`.
+        If `rank` is not in 0 to ``n_devices - 1``, `backend` is unknown, `rank` and `n_devices` do
+        not agree with the launcher or MPI, mpi4py cannot be imported, or
+        ``CUPYX_DISTRIBUTED_PORT`` is not a number; and for the reasons given in `r2ccl.init`.
     TransportTimeout
         If a rank does not connect within ``R2CC_INIT_TIMEOUT_S``.
     PeerLost
         If a rank exits during `init_process_group`.
     TransportError
-        If this process or its host has run out of file descriptors, ports or memory.
+        For the reasons given in `r2ccl.init`.
 
     Notes
     -----
@@ -99,9 +100,9 @@ def init_process_group(
     FILE``, because this function, like CuPy's, has no argument for the secret.
 
     If the ranks are connected neither over MPI nor by the addresses of a launcher, this function
-    temporarily sets the environment variables ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``LOCAL_WORLD_SIZE`` of the process. Until it returns, no other thread may start a process or
-    create a communicator.
+    temporarily sets the environment variables ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and, on
+    one host, ``LOCAL_WORLD_SIZE`` of the process, and removes ``R2CC_LISTEN_FD``. Until it returns,
+    no other thread may start a process or create a communicator.
     """
     if not 0 <= rank < n_devices:
         raise InvalidArgument(

@@ -231,7 +231,8 @@ def _counts(terms: Terms, degree: int) -> list[int]:
     """Return channel counts that evenly fill the ports of the node with the least bandwidth.
 
     Each channel has `degree` edges into a node and `degree` out of it. The result has the smallest
-    counts whose time is within 1, 3 and 7 % of the least time.
+    counts whose time is within 1, 3 and 7 % of the least time; if no count fits the ports, it is
+    the number of channels in `terms`.
     """
     found: dict[int, Fraction] = {}
     for edges in range(1, MOST_EDGES + 1):

@@ -2,9 +2,10 @@
 
 A part is what one rank sends to another. It is divided evenly among channels, and each channel of
 each pair of ranks is placed on a rail. Channel 0 carries undivided parts
-(`r2ccl.algos.direct_exchange`); its load is neglected. If all ports have their full bandwidth,
-channel c uses home rail ``c - 1``, modulo their number, for all pairs, which loads all ports of a
-rank alike. In a degraded network, one of two rules applies:
+(`r2ccl.algos.direct_exchange`); its load is neglected. If all ports have their full bandwidth, all
+rails share one wire, or there are more than `_MOST_EDGES_PLACED` edges, channel c uses home rail
+``c - 1``, modulo their number, for all pairs, which loads all ports of a rank alike. Otherwise, one
+of two rules applies:
 
 1. Parts of equal size: channels are placed so that the ports of each rank are loaded in proportion
    to their shares.
@@ -53,8 +54,8 @@ def place_exchange(
     root : int
         Root rank of gather and scatter; otherwise ignored.
     nchannels : int
-        Number of channels among which a part is divided. 0: as many as `fabric` has rails that add
-        bandwidth (``nwires``), and twice as many in a degraded network.
+        Number of channels among which a part is divided. 0: as many as `fabric` has home rails that
+        add bandwidth and, if there are two or more, twice as many in a degraded network.
     fabric : Fabric
     health : Health
     """

@@ -89,7 +89,8 @@ class Layout(msgspec.Struct, frozen=True):
     slice_nbytes : int
         Largest size of a slice: whole elements, at least one.
     lanes : tuple of Lane
-        One lane per channel of the schedule; channels without any step are left out.
+        One lane per channel of the schedule. If `lower` was called with ``whole_nbytes``, channels
+        without any step are left out.
     peers : frozenset of int
         Ranks that this rank sends to or receives from.
     uses_scratch : bool
@@ -142,8 +143,8 @@ def lower(
         parts that follow one another everywhere.
     whole_nbytes : int
         If above 0, parts of at most this size are sent whole and eagerly on the first channel, all
-        others on the other channels. No channel then sends empty chunks, unless another op depends
-        on them, or no part has data.
+        others on the other channels. Ops of empty chunks that wait for no op, and that no op waits
+        for, are then left out. On the first channel they are kept if no part has data.
     announces_parts : bool
         If True, the first channel sends an empty message for each part that travels on other
         channels, so that a receiver that expects another size learns this at once.
@@ -151,8 +152,9 @@ def lower(
     Raises
     ------
     InvalidArgument
-        If, without `parts`, `count` is not a multiple of the program's ``nparts``, or the weights
-        are not one integer per channel, 0 or more and not all 0.
+        If `parts` does not have one range per part; if, without `parts`, `count` is not a multiple
+        of the program's ``nparts``; or if the weights are not one integer per channel, 0 or more
+        and not all 0.
     """
     nchannels = len(program.channels)
     pieces = _pieces(program, count, itemsize, weights or program.weights, parts, whole_nbytes)

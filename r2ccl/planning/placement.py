@@ -345,7 +345,8 @@ class _Ports:
     def take_best(self, flow: Flow) -> int:
         """Add `flow` to the rail on which the busier of its two ports ends first; return the rail.
 
-        Returns its index among the home rails; if none is up at both ends, that of the channel.
+        Returns its index among the home rails. If none is up at both ends, it is the home rail of
+        the channel with the number of the flow's channel.
         """
         low, high = self.ends(flow)
         sent, received, scale = self._sent[low], self._received[low], self._scale[low]

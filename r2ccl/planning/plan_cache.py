@@ -1,10 +1,10 @@
 """Plan cache: the plan of each call shape, made on first use and kept.
 
 `planner` chooses the schedule and its placement on the rails, the checker refuses a wrong schedule,
-`lowering` cuts the schedule into slices, and `kernels` has the arithmetic. Apart from the rank, a
-plan depends only on values that are equal on all ranks: the call's signature, number and own
-schedule, the settings, the fabric with its agreed rates, and the agreed health. The plans of all
-ranks therefore match.
+`lowering` cuts the schedule into slices, and `kernels` has the arithmetic. Apart from the rank, and
+the places of parts in its memory, a plan depends only on values that are equal on all ranks: the
+call's signature, its number and the user's schedule, the settings, the fabric with its agreed
+rates, and the agreed health. The plans of all ranks therefore match.
 
 Invariant: a cache holds at most `_KEPT` plans and evicts the oldest first.
 """
@@ -257,7 +257,8 @@ class PlanCache:
         InvalidArgument
             If the dtype does not support the reduction.
         ScheduleError
-            If `own` is not a correct schedule.
+            If `own` is not a correct schedule, or does not reduce in rank order although the
+            operation is not commutative.
         """
         is_bandwidth_sample = (
             op is not None and own is None and self.is_bandwidth_sample(call, health, op)
@@ -370,7 +371,8 @@ class PlanCache:
         Samples are frequent soon after the health changed, because it may change back. Later they
         are rare enough to cost at most `_BUDGET` of the predicted time. The result is equal on all
         ranks, because all plan with a new health from the same call on. Calls that must keep the
-        rank order, and direct exchanges, are never samples.
+        rank order, and direct exchanges, are never samples. No call is one if the network was not
+        measured, or with ``R2CC_BALANCE=0``.
         """
         if not self._measures or self.fabric.rates == UNMEASURED or call.op == ORDERED_OP:
             return False

@@ -5,12 +5,13 @@ configuration, the fabric with the agreed rates, and the agreed health. The plan
 from call to call; this saves time and never changes a choice.
 
 A collective whose data fits one eager slice is bound by latency and runs recursive doubling,
-dissemination or a binary tree. Larger collectives run the candidate with the least predicted time,
-or a preferred one whose time is within 2 % of it (`r2ccl.planning.cost_model`, `best`). An
+dissemination or a tree of few levels. Larger collectives run the candidate with the least predicted
+time, or a preferred one whose time is within 2 % of it (`r2ccl.planning.cost_model`, `best`). An
 alltoall, and a gather or a scatter except of little data, is a direct exchange
-(`r2ccl.planning.exchange_placement`). ``R2CC_ALGO`` fixes the schedule family, ``R2CC_MODE``
-restricts the families. If some nodes have no common rail, a schedule runs whose neighbours all have
-common rails, if there is one.
+(`r2ccl.planning.exchange_placement`). A reduction by an operation that is not commutative runs
+recursive doubling, or chains in rank order. ``R2CC_ALGO`` fixes the schedule family of larger
+allreduces, ``R2CC_MODE`` restricts the families. If some nodes have no common rail, a schedule runs
+whose neighbours all have common rails, if there is one.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ within its node. All groups run at the same time, in one of two ways:
   lost NICs.
 
 The rails are divided in the order of their numbers, because rails and ranks are usually both
-numbered in the order of the NUMA nodes. Modes that do not plan by health always use the same
-division, so that their results keep the same bits.
+numbered in the order of the NUMA nodes. With ``R2CC_MODE`` failstop, migrate or balance, the
+division is always the same, so that the results keep the same bits.
 
 Invariant: equal health gives equal divisions, on every rank.
 """
@@ -68,7 +68,7 @@ class TwoLevelPlans:
     ----------
     rank : int
     teams : sequence of sequence of int
-        Ranks of each node, in ascending order; at least two, the same number on all nodes.
+        Ranks of each node, in ascending order: two or more, equally many on all nodes.
     plans : PlanCache
         Plans of the communicator for calls in one level.
     config : Config
@@ -123,8 +123,10 @@ class TwoLevelPlans:
 
         Notes
         -----
-        A call runs in one level if that is predicted to take less time, or if it must sample the
-        bandwidth of the rails (`PlanCache.is_bandwidth_sample`).
+        A call runs in one level if it must sample the bandwidth of the rails
+        (`PlanCache.is_bandwidth_sample`). So does a call of at most ``R2CC_EAGER_NBYTES`` unless
+        two levels need fewer steps, and, in the modes r2cc and auto, a larger one if that is
+        predicted to take less time.
         """
         if self._plans.is_bandwidth_sample(call, health, op):
             return None

@@ -93,9 +93,9 @@ class Call(msgspec.Struct, frozen=True, eq=False):
         )
 
     def drop(self, work: Any) -> None:
-        """Raise `MpiError`, because MPI forbids freeing the request of a running collective."""
+        """Raise `MpiError`, because MPI forbids freeing the active request of a collective."""
         raise MpiError(
-            "the collective of the request is running: wait for the request before Free()",
+            "the request is active, and its call is a collective: wait for it before Free()",
             MPI.ERR_REQUEST,
         )
 

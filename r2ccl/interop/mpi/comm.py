@@ -133,10 +133,10 @@ class Comm(MPI.Intracomm):
 
     Notes
     -----
-    *Collective*: all ranks of `comm`. The connections are shared with communicators made by `Split`
-    and `Dup`. `Free` closes the connections if all these communicators are freed; otherwise they
-    are closed when the process ends. If the process ends with an exception, the calls of the other
-    ranks end with an error.
+    *Collective*: all ranks of `comm`. Communicators made from this one, by `Split`, `Dup` and the
+    like, share its connections. `Free` of this one closes the connections if all others have been
+    freed before; otherwise they are closed when the process ends. If the process ends with an
+    exception, the calls of the other ranks end with an error.
     """
 
     def __new__(cls, comm: Any, **options: Any) -> Comm:  # noqa: D102  # see the class

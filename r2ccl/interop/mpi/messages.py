@@ -113,7 +113,7 @@ class MessageCall(msgspec.Struct, frozen=True, eq=False):
         return self.wait(self.begin())
 
     def wait(self, work: Delivery, timeout_s: float | None = None) -> CallOutcome:
-        """Wait for `work`, which `start` returned, and call `finish` with the message received."""
+        """Wait for `work`, which `start` returned; if it received a message, call `finish`."""
         found = work.wait(timeout_s)
         if found is None or found is NO_MESSAGE:
             return _outcome(found, work)
@@ -128,10 +128,10 @@ class MessageCall(msgspec.Struct, frozen=True, eq=False):
         work.cancel()
 
     def drop(self, work: Delivery) -> None:
-        """Let a running send continue; raise `MpiError` if a receive is running."""
+        """Let a running send continue; raise `MpiError` if the request of a receive is active."""
         if work.received is not None:
             raise MpiError(
-                "the receive of the request is running: wait for the request, or cancel it, "
+                "the request is active, and its call is a receive: wait for it, or cancel it, "
                 "before Free()",
                 MPI.ERR_REQUEST,
             )

@@ -66,6 +66,7 @@ def recv(
     """Receive an object from rank `source`, like mpi4py's recv.
 
     It may have any size, unless `buf` gives the memory for the pickle, or its size in bytes.
+    Without `buf`, this function itself waits for the message.
     """
     if buf is not None or source == MPI.PROC_NULL:
         return irecv(comm, buf, source, tag)

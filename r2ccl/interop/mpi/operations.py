@@ -154,11 +154,12 @@ def reduction(op: Any, datatype: Any) -> tuple[ReduceOp | UserOp, np.dtype[Any]]
     dtype, allowed = _DATATYPES[datatype.handle]
     if isinstance(op, MpiOp) and op != MPI.OP_NULL and dtype.names is None:
         return op.converted, dtype
-    name = _OP_NAMES.get(op.handle, "made by mpi4py's MPI.Op.Create")
+    maker = "Op.Create" if isinstance(op, MpiOp) else "mpi4py's MPI.Op.Create"
+    name = _OP_NAMES.get(op.handle, f"made by {maker}")
     if name not in allowed:
         raise MpiError(
-            f"op {name} for datatype {datatype.name}: allowed are {', '.join(allowed)} and, for "
-            "numbers, operations made by r2ccl.interop.mpi.Op.Create; to let MPI itself reduce, "
+            f"op {name} for datatype {datatype.name}: allowed are {', '.join(allowed)} and, except "
+            "for pairs, operations made by r2ccl.interop.mpi.Op.Create; to let MPI itself reduce, "
             "call the method of comm.mpi",
             MPI.ERR_OP,
         )

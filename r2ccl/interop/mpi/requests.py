@@ -298,7 +298,11 @@ class MpiRequest:
 
 
 class MpiPrequest(MpiRequest):
-    """Handle of a persistent call, for any number of starts; in place of ``MPI.Prequest``."""
+    """Handle of a persistent call, for any number of starts; in place of ``MPI.Prequest``.
+
+    Unlike for an `MpiRequest`, the constructor does not start the call. The request is true, and
+    not equal to ``MPI.REQUEST_NULL``, until it is freed.
+    """
 
     def __init__(self, comm: Any, call: Call | MessageCall) -> None:
         self._comm = comm

@@ -1,9 +1,11 @@
 """Buffer arguments of the collectives whose blocks have counts and displacements of their own.
 
-A specification is as in `buffers`, but with a count, or a sequence of counts, for each rank:
-``[array, counts]``, ``[array, counts, datatype]``, ``[array, (counts, displacements), datatype]``
-or ``[array, counts, displacements, datatype]``. Counts and displacements are in elements. Without
-displacements the blocks follow one another; one displacement is the distance between blocks.
+A specification is as in `buffers`, but with a sequence of counts, one per rank, or one count for
+all ranks: ``[array, counts]``, ``[array, counts, datatype]``, ``[array, (counts, displacements),
+datatype]`` or ``[array, counts, displacements, datatype]``. Counts and displacements are in
+elements. Without counts the array is divided evenly; if elements are left over, the first blocks
+get one more each. Without displacements the blocks follow one another; one displacement is the
+distance between blocks.
 """
 
 from __future__ import annotations

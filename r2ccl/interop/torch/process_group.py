@@ -106,9 +106,9 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     Notes
     -----
-    Collectives run in the order of the calls. A collective with ``async_op=True``, or with a
-    shorter timeout than the communicator's, runs in another thread. Methods raise the errors of
-    r2ccl as `torch.distributed.DistBackendError`.
+    Collectives run in the order of the calls. A collective runs in another thread if it has
+    ``async_op=True`` or a shorter timeout than the communicator's, or if an earlier one has not
+    finished. Methods raise the errors of r2ccl as `torch.distributed.DistBackendError`.
     """
 
     supports_splitting = True
@@ -313,7 +313,8 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if not 0 < timeout.total_seconds() <= limit_s:
             raise InvalidArgument(
                 f"timeout={timeout}; allowed are more than 0 s and up to {limit_s:g} s, with which "
-                "the ranks were connected: pass a longer one to init_process_group"
+                "the ranks were connected: to raise this limit, pass a longer timeout to "
+                "init_process_group or, if R2CC_TIMEOUT_S is set, raise that"
             )
         self._timeout_s = timeout.total_seconds()
         self._options = c10d.Backend.Options("r2ccl", timeout)
@@ -321,7 +322,10 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     _set_default_timeout = set_timeout
 
     def abort(self) -> None:
-        """End all calls on all ranks with an error, and leave the group. *Local*."""
+        """End all calls on all ranks with an error, and leave the group. *Local*.
+
+        The calls of all groups that share the connections end, too.
+        """
         self.communicator.abort("abort() of the process group was called")
         self._end()
 
@@ -409,7 +413,7 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         kinds = dist.Backend.backend_capability["r2ccl"]
         if torch.device(device).type not in kinds:
             raise InvalidArgument(
-                f"r2ccl has no tensors on {device}: allowed are {', '.join(kinds)}"
+                f"r2ccl does not support tensors on {device}: allowed are {', '.join(kinds)}"
             )
         return self
 

@@ -28,7 +28,7 @@ _PREFIX = "r2ccl"
 class StoreRanks:
     """Exchange of values among ranks through a store, with the methods that `r2ccl.init` calls.
 
-    The methods are those of a communicator of mpi4py.
+    The methods, except `allgather_bytes`, are named as those of a communicator of mpi4py.
 
     Parameters
     ----------

@@ -146,8 +146,8 @@ class MessageWork(_AnyWork):
     tensors : list of Tensor
         Tensors of the call.
     timeout_s : float
-        Timeout of the message, in seconds, counted from the beginning of a wait. A wait that
-        reaches it cancels the message, which then has failed.
+        Timeout of the message, in seconds, counted from the beginning of a wait. If a wait reaches
+        it, the message counts as failed, and a receive that no message has matched is withdrawn.
     finish : callable, optional
         Called once after the message was received, for example to copy it to a tensor.
     """
