@@ -26,7 +26,7 @@ Port: TypeAlias = tuple[int, int]
 class Declared(NamedTuple):
     """Ports that are excluded at the start, and the entries that name no NIC of this job.
 
-    ``unknown`` has such entries of ``R2CC_FAILED_NICS`` as ``host:nic``.
+    ``unknown``: the entries of ``R2CC_FAILED_NICS`` that name no NIC, each written ``host:nic``.
     """
 
     ports: frozenset[Port]

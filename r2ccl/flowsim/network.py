@@ -43,8 +43,8 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     nodes : tuple of int
         Node of each rank. Default: one rank per node, in order.
     alpha_s : float
-        Latency between nodes: seconds from the moment at which a slice has left the wire to the
-        moment at which it has landed.
+        Latency between nodes: seconds from the end of sending a slice, its last byte, to the moment
+        at which it has landed.
     inside_bandwidth : float
         Total bandwidth in bytes/s, in each direction, between a rank and the other ranks of its
         node. Infinite: transfers within a node take no time besides `inside_alpha_s`.

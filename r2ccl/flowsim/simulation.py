@@ -102,7 +102,7 @@ def simulate(
     -----
     A slice is sent when the link has sent all its earlier slices, the dependencies of its send are
     done, and, if the peer's op is a RECV, the dependencies of that RECV are done. A link sends one
-    slice at a time. The slice lands `Network.alpha_s` after it left the wire, or within a node
+    slice at a time. The slice lands `Network.alpha_s` after its last byte is sent, or within a node
     `Network.inside_alpha_s`; then the sender's memory is released. The number of landing places and
     the latency of a clear-to-send are not modelled.
 

@@ -27,7 +27,8 @@ _SUMMED_APART = frozenset({Collective.REDUCE, Collective.REDUCE_SCATTER})
 class Window(NamedTuple):
     """Columns ``[start, start + length)`` of every row, and the signature of their collective.
 
-    ``start`` and ``length`` are in elements; ``call.count`` is the number of elements of all rows.
+    ``start`` and ``length`` are in elements of one row; ``call.count`` is the number of elements of
+    the window in all rows together.
     """
 
     start: int

@@ -224,7 +224,7 @@ def _compile(maker: str, given: tuple[Any, ...], name: str) -> MachineCode:
 
 @functools.cache
 def _processor() -> str:
-    """Return a digest of the kind of this host's processor and of the version of LLVM."""
+    """Return a digest of the kind of this host's processor and the version of llvmlite."""
     kind = (
         binding.get_process_triple(),
         binding.get_host_cpu_name(),

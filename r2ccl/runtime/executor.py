@@ -2,8 +2,8 @@
 
 One `LaneRun` per channel of the call runs the lane's steps slice by slice. It posts a send when the
 data to send is complete, announces a landing place when the memory to overwrite is free, and
-reduces a slice as soon as it has arrived. Nothing here waits: `LaneRun.advance` posts every send
-and receive that is possible now and returns.
+reduces a slice that has arrived once the steps before it allow that. Nothing here waits:
+`LaneRun.advance` posts every send and receive that is possible now and returns.
 
 A slice to be reduced lands in separate memory and is reduced only when it is complete. A slice that
 was received in part can therefore be sent again without being added twice.
@@ -15,7 +15,8 @@ the work of the steps that it depends on is deferred. A step whose memory the tr
 writes must wait until that work is done.
 
 Invariant: memory is overwritten only after every step that reads it is done. A send is done when
-its slices are released.
+its slices are released. For a receive with `Op.is_proof` it suffices that they are retired, because
+the message that overwrites the memory implies their confirmation.
 """
 
 from __future__ import annotations

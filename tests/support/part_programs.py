@@ -184,7 +184,7 @@ def usable_after_wrong_parts() -> None:
             ("sendcounts=.4.; give 2", lambda: comm.alltoallv(x, sendcounts=[4], recvcounts=[1])),
             ("displs=.0, 0.5.; give 2", lambda: comm.allgatherv(x, counts=own, displs=[0, 0.5])),  # type: ignore[list-item]
             ("overlap in out", lambda: comm.alltoallv(x, sendcounts=[2, 2], **overlapping)),  # type: ignore[arg-type]
-            ("0 to 5 of x, which has 4", lambda: comm.scatterv(x, root=mine, counts=[5, 0])),
+            ("from element 0 on, but x has 4", lambda: comm.scatterv(x, root=mine, counts=[5, 0])),
             ("must be equal", lambda: comm.alltoallv(x, sendcounts=own, recvcounts=[1, 1])),
             ("add up to 9", lambda: comm.reduce_scatterv(x, counts=[4, 5])),
             ("x has 4 elements, out has 7", lambda: comm.gather(x, np.ones(7), root=mine)),

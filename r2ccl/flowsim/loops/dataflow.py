@@ -2,7 +2,7 @@
 
 `r2ccl.flowsim.loops.state` defines the terms. The interface to the models of port sharing is
 narrow: in ``starting``, this module lists the links whose next slice may be sent, and the model
-calls `sent` when a slice has left the wire. A waiter is in at most one queue: that of the first
+calls `sent` when a slice is sent completely. A waiter is in at most one queue: that of the first
 unfinished op it depends on, or that of its lane. A waiter is woken when enough slices of that op
 are done, or when the lane is free to reduce.
 
@@ -164,7 +164,10 @@ def _land(s: FlowState, link: int) -> None:
 
 @inlined
 def sent(s: FlowState, link: int) -> None:
-    """Record that the link's current slice has left the wire, and schedule its landing."""
+    """Record that the link's current slice is sent completely, and schedule its landing.
+
+    Add the link to ``starting`` if its next slice is ready.
+    """
     me = s.links[link]
     s.counts[SLICES] += 1
     if me.egress >= 0:

@@ -120,7 +120,7 @@ PORT_DTYPE = np.dtype(
 #: ``mark`` (fair queues) is the virtual time of the port at which the slice has been served.
 SEAT_DTYPE = np.dtype([("next", np.int32), ("previous", np.int32), ("mark", np.float64)])
 
-#: A slice that has left the wire, and the time at which it lands.
+#: A slice that is sent completely, and the time at which it lands.
 LANDING_DTYPE = np.dtype([("time", np.float64), ("link", np.int64)])
 
 #: States of a link: nothing to send; a slice on the wire; between two slices; no port to use.
@@ -169,7 +169,7 @@ class FlowState(NamedTuple):
     landing_first: npt.NDArray[np.int64]
     landing_count: npt.NDArray[np.int64]
     starting: npt.NDArray[np.int32]  # links whose next slice is ready to be sent
-    rested: npt.NDArray[np.int32]  # links whose slice has just left the wire
+    rested: npt.NDArray[np.int32]  # links whose slice has just been sent
     instant: npt.NDArray[np.int32]  # links whose slice takes no time to send
     woken: npt.NDArray[np.int32]  # waiters that may continue
     dirty: npt.NDArray[np.int32]  # max-min: ports whose links or bandwidth have changed

@@ -308,8 +308,8 @@ def _require_parts(name: str, parts: Sequence[Any], nranks: int) -> None:
 def _require_alike(name: str, part: Tensor, tensor: Tensor) -> None:
     if part.shape != tensor.shape or part.dtype != tensor.dtype:
         raise InvalidArgument(
-            f"the {name} list has a tensor of {part.dtype} and shape {tuple(part.shape)} where "
-            f"{tensor.dtype} and shape {tuple(tensor.shape)} is needed"
+            f"the {name} list has a tensor of dtype {part.dtype} and shape {tuple(part.shape)}: "
+            f"dtype {tensor.dtype} and shape {tuple(tensor.shape)} are needed"
         )
 
 

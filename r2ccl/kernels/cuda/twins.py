@@ -104,7 +104,10 @@ def _nregisters(lane: str) -> int:
 
 
 def _stored(lane: str, itemsize: int) -> Any:
-    """Return the NumPy type in memory of one register of an element."""
+    """Return the NumPy type, in memory, of the part of an element that one register takes.
+
+    It may be narrower than the register.
+    """
     return np.dtype(f"{lane[0]}{itemsize // _nregisters(lane)}").type
 
 

@@ -143,7 +143,7 @@ def test_a_core_is_made_of_ranks(core: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("relays", [[], [(0,)], [(3,), (9,)], [(3, 3)], [(4, 3, 5)]])
 def test_relays_are_leaves_and_few(relays: list[tuple[int, ...]]) -> None:
     with pytest.raises(
-        InvalidArgument, match=r"fewer than 3 different ranks of the leaves \(3, 4, 5\)"
+        InvalidArgument, match=r"fewer than 3 different ranks out of the leaves \(3, 4, 5\)"
     ):
         leaf_ring.part(6, (0, 1, 2), relays)
 

@@ -101,7 +101,7 @@ def test_there_is_no_double_tree_without_ranks(nranks: int) -> None:
 
 @pytest.mark.parametrize("trees", [[], [(-1,), (-1, 0)]])
 def test_trees_are_of_the_same_ranks(trees: list[tree.Parents]) -> None:
-    with pytest.raises(InvalidArgument, match="all of the same ranks"):
+    with pytest.raises(InvalidArgument, match="all with the same number of ranks"):
         tree.allreduce(trees)
 
 
