@@ -1,12 +1,13 @@
 """Port sharing by fair queues: every port serves all its slices at equal rates.
 
 A slice is queued at its egress port and at its ingress port at the same time, and is sent
-completely when both have served it. A port that is not the bottleneck of a slice serves it early and then has
-more bandwidth for its other slices. Over several slices a link therefore gets about its max-min
-fair share, at the cost of a few heap operations per event, without a computation over other links.
-The time of a single slice may be inaccurate. Measured against `r2ccl.flowsim.loops.max_min`, rings
-take the same time; double binary trees and packed trees over 8 nodes take from 2.1 % less to 0.7 %
-more; 28 packed trees with 16 slices over 1,024 nodes take 2.8 % less.
+completely when both have served it. A port that is not the bottleneck of a slice serves it early
+and then has more bandwidth for its other slices. Over several slices a link therefore gets about
+its max-min fair share, at the cost of a few heap operations per event, without a computation over
+other links. The time of a single slice may be inaccurate. Measured against
+`r2ccl.flowsim.loops.max_min`, rings take the same time; double binary trees and packed trees over 8
+nodes take from 2.1 % less to 0.7 % more; 28 packed trees with 16 slices over 1,024 nodes take 2.8 %
+less.
 
 Between two events, `FlowState.heap` holds for each busy port the time at which it finishes its next
 slice.
