@@ -162,7 +162,7 @@ class Collectives:
         error = self._worker.unseen()
         if error is not None:
             raise CommunicatorRevoked(
-                f"rank {self._rank}: the communicator was revoked: {error}",
+                f"rank {self._engine.rank_in_job}: the communicator was revoked: {error}",
                 reason=error if isinstance(error, R2cclError) else None,
             ) from error
 
@@ -694,10 +694,10 @@ class Collectives:
 
     def _concurrent(self) -> ConcurrentCalls:
         return ConcurrentCalls(
-            f"rank {self._rank}: a call was made while another call is in progress, in another "
-            "thread, or in this thread, where a signal handler interrupted it: calls are allowed "
-            "from one thread at a time, and not from a signal handler; if several threads make "
-            "calls, create one communicator for each"
+            f"rank {self._engine.rank_in_job}: a call was made while another call is in progress, "
+            "in another thread, or in this thread, where a signal handler interrupted it: calls "
+            "are allowed from one thread at a time, and not from a signal handler; if several "
+            "threads make calls, create one communicator for each"
         )
 
 

@@ -118,6 +118,8 @@ class Engine:
     ----------
     rank, nranks : int
         This rank in the communicator, and number of its ranks.
+    rank_in_job : int
+        This rank in the job, which errors name.
     context : Context
     waits : Waits
     waiting, since_s, is_calling, has_raised, peers
@@ -139,6 +141,7 @@ class Engine:
         self.context = context
         self.rank = context.members.index(job.rank)
         self.nranks = len(context.members)
+        self.rank_in_job = job.rank
         self.config = job.config
         #: Home rails: the rails that channels use while all are up.
         self.homes = job.homes

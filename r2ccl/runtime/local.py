@@ -203,8 +203,8 @@ class LocalCalls:
     def _refuse(self) -> None:
         self._engine.check()
         raise CommunicatorRevoked(
-            f"rank {self._engine.rank}: the communicator was revoked: a call in shared memory "
-            "failed before; fix the first error"
+            f"rank {self._engine.rank_in_job}: the communicator was revoked: a call in shared "
+            "memory failed before; fix the first error"
         )
 
     # The same call again
@@ -340,7 +340,7 @@ def connect(
     -----
     *Collective*: all ranks.
     """
-    require_no_obstacle(engine.context.members[engine.rank], exchange, obstacle)
+    require_no_obstacle(engine.rank_in_job, exchange, obstacle)
     from r2ccl.shm.group import LocalGroup
 
     calls: list[LocalCalls] = []

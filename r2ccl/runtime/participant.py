@@ -233,7 +233,7 @@ class Participant:
         """Return the state of this rank's rails and of their paths to other ranks."""
         rails = self.engine.rails(self.rails)
         memory = self.engine.memory(self._pool.nbytes)
-        return HealthReport(self.engine.rank, monotonic(), rails, memory)
+        return HealthReport(self._control.rank, monotonic(), rails, memory)
 
     def dump(self) -> str:
         """Return the full status of this rank as one line of JSON."""
@@ -279,10 +279,10 @@ class Participant:
         """
         if not self.worker.drain(self._config.init_timeout_s):
             raise TransportTimeout(
-                f"rank {self.engine.rank}: close() waited {self._config.init_timeout_s:g} s for "
+                f"rank {self._control.rank}: close() waited {self._config.init_timeout_s:g} s for "
                 f"asynchronous calls: {self.engine.pending()}; wait for them before close(), or "
                 "raise R2CC_INIT_TIMEOUT_S",
-                rank=self.engine.rank,
+                rank=self._control.rank,
                 status="TIMEOUT",
             )
 
@@ -296,7 +296,7 @@ class Participant:
             _log.error(
                 "rank %d: a call still runs %g s after the communicator was closed: its shared "
                 "memory stays in use; end the process to free it",
-                self.engine.rank, timeout_s,
+                self._control.rank, timeout_s,
             )  # fmt: skip
 
     def end_calls(self, deadline_s: float) -> None:
@@ -315,7 +315,7 @@ class Participant:
             _log.error(
                 "rank %d: an asynchronous call did not end, so its memory was not freed; end the "
                 "process to free it",
-                self.engine.rank,
+                self._control.rank,
             )
             return
         self._on_device.close(deadline_s)

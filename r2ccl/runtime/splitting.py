@@ -158,9 +158,9 @@ def agree(
             contexts.withdraw(is_last=False)
             if monotonic() >= give_up_s:
                 raise TransportTimeout(
-                    f"rank {engine.rank}: other threads were making communicators for "
+                    f"rank {engine.rank_in_job}: other threads were making communicators for "
                     f"{timeout_s:g} s, so none was made here: try again",
-                    rank=engine.rank,
+                    rank=engine.rank_in_job,
                 )
             if not is_first:
                 time.sleep(_PAUSE_S * random.random())

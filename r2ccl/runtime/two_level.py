@@ -419,7 +419,7 @@ def connect(
     *Collective*: all ranks.
     """
     members = engine.context.members
-    require_no_obstacle(members[engine.rank], allgather, obstacle)
+    require_no_obstacle(engine.rank_in_job, allgather, obstacle)
     from r2ccl.shm.group import LocalGroup
 
     team = next(each for each in teams if engine.rank in each)

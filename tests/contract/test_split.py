@@ -66,6 +66,11 @@ def test_misuse_is_refused_and_the_job_stays_usable() -> None:
     assert "rank 0, which calls create_among(), must be among them" in found[4]
 
 
+def test_errors_of_a_child_number_ranks_as_in_the_job() -> None:
+    found = launch(programs.numbered, 2, timeout_s=TIMEOUT_S)
+    assert found == [[], ["rank 1"] * 5]
+
+
 def test_an_error_in_one_communicator_ends_all_of_the_job() -> None:
     for found in launch(programs.differing, 2, timeout_s=TIMEOUT_S):
         assert len(found) == 2

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 import r2ccl
 from r2ccl import Communicator, InvalidArgument
 from r2ccl.errors import CommunicatorRevoked, R2cclError
+from r2ccl.runtime import splitting
 from r2ccl.testing import Action, Fault, FaultPlan
 
 TIMEOUT_S = 60.0
@@ -137,6 +139,38 @@ def misused() -> list[str]:
         comm.allreduce(np.ones(2))
     refused(other.allreduce, np.ones(2))
     return found
+
+
+def numbered() -> list[str]:
+    """Make a child of rank 1 alone; return the rank that its report and its errors name."""
+    with r2ccl.init() as comm:
+        child = comm.create([1])
+        if child is None:
+            return []
+        found = [str(child.health())]
+        engine = child._engine
+
+        def below_a_call() -> None:
+            with child._collectives._turn:
+                child.allreduce(np.ones(1))
+
+        def too_long() -> None:
+            child.send(np.ones(2), 0)
+            child.recv(np.ones(1), 0)
+
+        def too_late() -> None:
+            splitting.agree(engine, lambda mine: [mine], 0, 0, 0.0)
+
+        def not_drained() -> None:
+            with patch.object(child._participant.worker, "drain", lambda timeout_s: False):
+                child._participant.drain()
+
+        for fail in (below_a_call, too_long, too_late, not_drained):
+            try:
+                fail()
+            except R2cclError as exc:
+                found.append(str(exc))
+        return [text[: len("rank 1")] for text in found]
 
 
 def differing() -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from r2ccl.errors import R2cclError, TransportTimeout
+from r2ccl.errors import ConcurrentCalls, R2cclError, TransportTimeout
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import message_context
@@ -43,13 +43,7 @@ class MessageRequest:
         self._owner: object | None = owner
 
     def is_done(self) -> bool:
-        """Return, without blocking, whether `wait` would return or raise an error at once.
-
-        Raises
-        ------
-        R2cclError
-            If an error has ended the communicator.
-        """
+        """Return, without blocking, whether `wait` would return or raise an error at once."""
         return self._messenger.test(self._request)
 
     def wait(self, timeout_s: float | None = None) -> Message | None:
@@ -295,8 +289,8 @@ class Messenger:
         """
         find = partial(self._way.driver.probe, source, tag)
         found: Message | None = self._own(find, is_step=True)
-        wanted = f"a message of {_named('rank', source)} with {_named('tag', tag)}"
         peer = ANY if source == ANY else self._members[source]
+        wanted = f"a message of {_named('rank', peer)} with {_named('tag', tag)}"
 
         def is_over() -> bool:
             return find() is not None or self._refusal is not None
@@ -307,10 +301,21 @@ class Messenger:
         return found
 
     def test(self, request: SendRequest | ReceiveRequest) -> bool:
-        """Return whether `request` is done, or calls are refused; if not, advance messages once."""
-        if request.is_done or self._refusal is not None:
+        """Return whether a wait for `request` is over; if not, advance messages once.
+
+        The wait is over if the request is done, calls are refused or the communicator has ended. An
+        error that ends the communicator is left to `wait`.
+        """
+        if request.is_done or self._refusal is not None or self._loop.error is not None:
             return True
-        return bool(self._own(lambda: request.is_done, is_step=True))
+        had_raised = self.has_raised
+        try:
+            return bool(self._own(lambda: request.is_done, is_step=True))
+        except ConcurrentCalls:  # in a signal handler
+            return request.is_done
+        except R2cclError:
+            self.has_raised = had_raised
+            return True
 
     def cancel(self, request: SendRequest | ReceiveRequest) -> bool:
         """Withdraw a receive that has taken no message; return whether it was withdrawn.

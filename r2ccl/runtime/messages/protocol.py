@@ -187,9 +187,10 @@ class MessageProtocol(ABC):
     def _refuse(self, request: ReceiveRequest, envelope: Envelope) -> None:
         """End a receive that the message does not fit; if the message was announced, refuse it."""
         given = f"{len(request.view) // dtype_of(request.dtype).itemsize}"
+        source, own = self._members[envelope.source], self._members[self._rank]
         request.error = InvalidArgument(
-            f"rank {envelope.source} sent {_described(envelope).count} elements of "
-            f"{dtype_name(envelope.dtype)} with tag {envelope.tag}, but rank {self._rank} receives "
+            f"rank {source} sent {_described(envelope).count} elements of "
+            f"{dtype_name(envelope.dtype)} with tag {envelope.tag}, but rank {own} receives "
             f"up to {given} of {dtype_name(request.dtype)}: pass arrays of the same dtype, and a "
             "large enough one to recv(); probe() tells the number of elements"
         )

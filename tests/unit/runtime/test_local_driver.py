@@ -77,7 +77,8 @@ def test_a_message_that_does_not_fit_is_refused_and_not_lost():
         assert short.is_done
         assert short.error is None
         assert str(long.error) == str(small[1].error)
-        assert "up to 2 of float64" in str(small[0].error)
+        assert "rank 10 sent 3 elements" in str(small[0].error)
+        assert "rank 11 receives up to 2 of float64" in str(small[0].error)
         out = np.zeros(3)
         assert receiver.receive(_bytes(out), _F64, 0, 0).is_done
         assert (out == 1).all()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
+import pytest
 from support.still import make_engine
 
+from r2ccl.errors import TransportTimeout
 from r2ccl.failover.migration.calls import first_channel, message_context
 from r2ccl.failover.migration.path import PathState
+from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.types import PathKey
 
 _ENVELOPE = struct.Struct("<BBxxIqQQ")
@@ -59,3 +63,25 @@ def test_an_empty_synchronous_message_leaves_no_peer_busy() -> None:
     engine._links.deliver(answer)
     assert sent.is_done
     assert busy == {}
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_only_wait_raises_the_error_of_a_message(in_step: bool) -> None:
+    """The error ends the communicator before `is_done` is called, or within it."""
+    engine, _ = make_engine()
+    out = np.zeros(1, np.uint8)
+    request = engine.messenger.receive(Buffer(out, 0, 1, 1, 1, out), 1, 7)
+    assert not request.is_done()
+    error = TransportTimeout("the first error", rank=0, status="TIMEOUT")
+
+    def step(*args: object) -> None:
+        raise error
+
+    if in_step:
+        engine._loop.progress.step = step  # type: ignore[method-assign]
+    else:
+        engine._loop.fail(error)
+    assert request.is_done()
+    assert request.is_done()
+    with pytest.raises(TransportTimeout, match="the first error"):
+        request.wait()
