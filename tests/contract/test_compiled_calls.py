@@ -36,3 +36,8 @@ def test_bandwidth_is_measured_as_in_python():
 def test_eager_slices_that_sockets_do_not_take_are_sent_later():
     program = functools.partial(programs.unread, 3)
     assert launch(program, 3, timeout_s=60.0) == [0, 0, 0]
+
+
+def test_a_call_that_cannot_run_in_it_leaves_no_reference():
+    """To the caller's arrays."""
+    assert launch(programs.refused, 2, timeout_s=60.0) == [(1, 0), (1, 0)]

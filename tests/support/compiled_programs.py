@@ -81,3 +81,18 @@ def unread(ncalls: int) -> int:
             comm.broadcast(x, root=0)
             nwrong += not np.array_equal(x, expected)
         return nwrong
+
+
+def refused() -> tuple[int, int]:
+    """Reduce while no connection can be lent to compiled code.
+
+    Return the number of programs that needed scratch memory, and of those that refer to arrays.
+    """
+    with r2ccl.init(shm="0", compiled="1", algo="one_shot") as comm:
+        compiled = compiled_of(comm)
+        transport: Any = compiled._transport
+        transport.lend = lambda paths: None
+        comm.allreduce(np.ones(700_001, np.float32))
+        programs = [program for _, program in compiled._programs.values() if program is not None]
+        kept = [program for program in programs if program.call is not None]
+        return sum(each.layout.uses_scratch for each in programs), len(kept)

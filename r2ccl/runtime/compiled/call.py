@@ -214,18 +214,19 @@ class CompiledCalls:
         for end in program.ends:
             if not self._import(program, end):
                 return None
-        program.call = lanes.call(program.plan) if program.layout.uses_scratch else None
+        call = lanes.call(program.plan) if program.layout.uses_scratch else None
         words[at.OP] = calls.op
         words[at.ARENA] = word_at(id(arena) + DATA).value
         words[at.SPACES] = word_at(id(lanes.source) + DATA).value
         words[at.SPACES + 1] = word_at(id(lanes.output) + DATA).value
-        if program.call is not None:
-            words[at.SPACES + 2] = word_at(id(program.call.spaces[2]) + DATA).value
+        if call is not None:
+            words[at.SPACES + 2] = word_at(id(call.spaces[2]) + DATA).value
         if self.limit:
             words[at.LIMIT] = self.limit
         conns = self._transport.lend(program.paths)
         if conns is None:
             return None
+        program.call = call
         at_conn = program.conns_at
         for conn in conns:
             words[at_conn + at.FD] = conn.fd
