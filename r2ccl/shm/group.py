@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -245,28 +245,30 @@ class LocalGroup:
                 problem = f"/proc/self/ns: {describe_os_error(exc)}"
             except TransportError as exc:
                 problem = str(exc)
-        # Ranks that cannot share memory tell the others, which would wait for them otherwise.
-        told = exchange(host if own is not None else bytes(_HOST_NBYTES))
-        if own is None or set(told) != {host}:
+
+        def make_symmetric(state: npt.NDArray[np.int64]) -> SymmetricMemory:
+            return SymmetricMemory(state, place, secret, connect_timeout_s)
+
+        with ExitStack() as on_error:
             if own is not None:
-                own.close()
+                on_error.callback(own.close)
+            # Ranks that cannot share memory tell the others, which would wait for them otherwise.
+            told = exchange(host if own is not None else bytes(_HOST_NBYTES))
+            if own is not None and set(told) != {host}:
                 unable = [rank for rank, each in zip(ranks, told, strict=True) if each != host]
                 problem = (
                     f"ranks {unable} cannot, or they run as another user or in other namespaces; "
                     "run all ranks of a host as one user in one container"
                 )
-            raise TransportError(f"rank {ranks[index]} cannot share memory: {problem}")
-        try:
+            if own is None or problem:
+                raise TransportError(f"rank {ranks[index]} cannot share memory: {problem}")
             peers = pass_segments(own, place, exchange, secret, connect_timeout_s)
-        except BaseException:
-            own.close()
-            raise
-        own.close_descriptor()
-
-        def make_symmetric(state: npt.NDArray[np.int64]) -> SymmetricMemory:
-            return SymmetricMemory(state, place, secret, connect_timeout_s)
-
-        return cls(own, peers, place, attend, make_symmetric)
+            for peer in peers.values():
+                on_error.callback(peer.close)
+            own.close_descriptor()
+            group = cls(own, peers, place, attend, make_symmetric)
+            on_error.pop_all()
+            return group
 
     @property
     def ncalls(self) -> int:

@@ -189,12 +189,16 @@ class SymmetricMemory:
             own = Segment.create(size)
         except TransportError as exc:
             problem = f"rank {self._place.ranks[self._place.index]}: {exc}"
-        told = exchange(problem.encode()[:_PROBLEM_NBYTES].ljust(_PROBLEM_NBYTES, b"\0"))
-        problems = [each.rstrip(b"\0").decode(errors="replace") for each in told]
-        if own is None or any(problems):
+        try:
+            told = exchange(problem.encode()[:_PROBLEM_NBYTES].ljust(_PROBLEM_NBYTES, b"\0"))
+            problems = [each.rstrip(b"\0").decode(errors="replace") for each in told]
+            if any(problems):
+                raise TransportError(next(filter(None, problems)), status="ENOMEM")
+        except BaseException:
             if own is not None:
                 own.close()
-            raise TransportError(next(filter(None, problems)), status="ENOMEM")
+            raise
+        assert own is not None  # otherwise this rank has a problem
         return own
 
     def _add(self, shared: _Shared) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 from support.local_ranks import run_ranks
 from support.slow import slow_but
+
+from r2ccl.bootstrap.auth import Secret
+from r2ccl.shm.group import LocalGroup
+from r2ccl.shm.symmetric import SymmetricMemory
 
 # The first test compiles the kernels of all dtypes and ops: 35 s of CPU time.
 pytestmark = pytest.mark.timeout(300)
@@ -68,3 +75,53 @@ def test_group_leaves_nothing_behind():
     for _, (names, open_before, *during, names_after, open_after) in _run(2, "leave_nothing"):
         assert during[0] == names_after == names
         assert open_after == open_before
+
+
+def _opened():
+    maps = Path("/proc/self/maps").read_text()
+    return len(os.listdir("/proc/self/fd")), maps.count("memfd:r2ccl")
+
+
+def _connect(exchange):
+    return LocalGroup.connect([0], 0, exchange, Secret(b"s" * 32), attend=lambda *_: None)
+
+
+def _interrupted_after(nexchanges):
+    left = [None] * nexchanges
+
+    def exchange(mine):
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return [mine]
+
+    return exchange
+
+
+@pytest.mark.parametrize("nexchanges", range(3))
+def test_an_interrupted_connection_leaves_nothing_open(nexchanges):
+    before = _opened()
+    with pytest.raises(KeyboardInterrupt):
+        _connect(_interrupted_after(nexchanges))
+    assert _opened() == before
+
+
+def test_a_group_that_cannot_be_made_leaves_nothing_open(monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(SymmetricMemory, "__init__", fail)
+    before = _opened()
+    with pytest.raises(MemoryError):
+        _connect(lambda mine: [mine])
+    assert _opened() == before
+
+
+@pytest.mark.parametrize("nexchanges", range(5))
+def test_an_interrupted_allocation_leaves_nothing_open(nexchanges):
+    group = _connect(lambda mine: [mine])
+    before = _opened()
+    with pytest.raises(KeyboardInterrupt):
+        group.symmetric.allocate(4096, _interrupted_after(nexchanges), lambda fn: fn())
+    assert _opened() == before
+    group.close()
