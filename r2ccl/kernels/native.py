@@ -305,8 +305,13 @@ def _write(file: Path, stored: _Stored) -> None:
     """Store code for later processes; if this fails, log why, and each process compiles."""
     try:
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as made:  # of mode 0600
-            made.write(msgspec.msgpack.encode(stored))
-        os.replace(made.name, file)
+            try:
+                made.write(msgspec.msgpack.encode(stored))
+                made.flush()
+                os.replace(made.name, file)
+            except BaseException:
+                os.unlink(made.name)
+                raise
     except OSError as exc:
         _log.warning(
             "cannot store compiled code in %s (%s), so every process compiles it again; free "

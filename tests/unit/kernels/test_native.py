@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import subprocess
 import sys
@@ -140,6 +141,18 @@ def test_without_a_directory_each_process_compiles(
     assert native.callable_of(MAKER, 3)(10, 5, 4) == RIGHT
     assert "set NUMBA_CACHE_DIR to such a directory" in caplog.text
     assert not list(cache.glob("*.o"))
+
+
+def test_code_that_cannot_be_stored_leaves_no_file(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    assert native.callable_of(MAKER, 3)(10, 5, 4) == RIGHT
+    assert "cannot store compiled code" in caplog.text
+    assert [each.name for each in cache.iterdir()] == ["r2ccl.lock"]
 
 
 def test_a_missing_symbol_is_an_error() -> None:
