@@ -15,12 +15,13 @@ import logging
 import secrets
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.device.base import Device
+from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import CODES
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.gpu.ipc_board import RANK_NBYTES, IpcBoard, SharedFile
@@ -42,11 +43,12 @@ _COPY = CallSignature(Collective.ALLGATHER, CODES[np.dtype(np.int64)], 0, _NWORD
 _TIMEOUT_S = 20.0
 
 
-class _Attempt(NamedTuple):
+class _Attempt(msgspec.Struct):
     """State of this rank's attempt to use CUDA IPC.
 
     ``members`` are the ranks of the node, ``at`` is the index of this rank in ``members``, and
     ``areas`` has the address of each member's area in this process, 0 while it is not mapped.
+    ``is_stuck`` is True if work on the GPU did not end in time, so that it may still use the areas.
     """
 
     device: Device
@@ -55,6 +57,7 @@ class _Attempt(NamedTuple):
     at: int
     areas: list[int]
     allgather: AllgatherBytes
+    is_stuck: bool = False
 
 
 def connect_peers(
@@ -104,13 +107,30 @@ def connect_peers(
     if file is not None:
         board = IpcBoard(file.memory, at, len(members))
         return PeerMemory(device, rank, board, attempt.areas, area_nbytes)
-    for peer, address in enumerate(attempt.areas):
-        if address and peer != at:
-            device.unmap(address)
-    # Barrier: no rank frees its area before all ranks have unmapped it.
-    allgather(b"\0")
-    device.free(own)
+    _release(attempt)
     return why
+
+
+def _release(attempt: _Attempt) -> None:
+    """Unmap the areas of the other ranks, and free that of this rank.
+
+    Areas that a GPU may still use stay mapped and allocated, because these calls would wait for the
+    GPU without a time limit.
+    """
+    device, members, at = attempt.device, attempt.members, attempt.at
+    for peer, address in enumerate(attempt.areas):
+        if address and peer != at and not attempt.is_stuck:
+            device.unmap(address)
+    # Also a barrier: no rank frees its area before all ranks have unmapped it.
+    answers = attempt.allgather(bytes([attempt.is_stuck]))
+    stuck = [rank for rank in members if answers[rank][0]]
+    if stuck:
+        _log.error(
+            "rank %d: GPU work of ranks %s did not end, so the memory for CUDA IPC was not freed; "
+            "end the process to free it", members[at], stuck,
+        )  # fmt: skip
+        return
+    device.free(attempt.areas[at])
 
 
 def _offer(attempt: _Attempt) -> tuple[str, SharedFile | None]:
@@ -188,8 +208,7 @@ def _write_patterns(attempt: _Attempt, tokens: Sequence[int]) -> None:
             tables[peer] = patterns[peer].ctypes.data, target
             table = int(tables[peer].ctypes.data)
             kernels.launch_from_table(_COPY, 1, 1, table, _NWORDS, 1, stream)
-    device.record(done, stream)
-    if not device.synchronize(done, _TIMEOUT_S):
+    if not _has_ended(attempt, done, stream):
         raise TransportError(
             f"a kernel did not write to the GPU memory of the other ranks of this host within "
             f"{_TIMEOUT_S:g} s; run `r2ccl doctor`",
@@ -206,8 +225,7 @@ def _verify_patterns(attempt: _Attempt, token: int) -> str:
     stream, done = device.make_stream(), device.make_event()
     pinned = device.allocate_pinned(nbytes)
     device.copy(int(pinned.ctypes.data), attempt.areas[attempt.at], nbytes, stream)
-    device.record(done, stream)
-    if not device.synchronize(done, _TIMEOUT_S):
+    if not _has_ended(attempt, done, stream):
         return f"a copy of {nbytes} bytes did not end within {_TIMEOUT_S:g} s"
     found = pinned.view(np.uint64).reshape(-1, _NWORDS)
     wrong = [
@@ -225,6 +243,13 @@ def _verify_patterns(attempt: _Attempt, token: int) -> str:
         f"{attempt.members[attempt.at]} did not arrive; an IOMMU or PCIe access control (ACS) may "
         "corrupt access between GPUs: run `nvidia-smi topo -p2p w`"
     )
+
+
+def _has_ended(attempt: _Attempt, done: Event, stream: Stream) -> bool:
+    """Wait for the work on `stream`; return False, and note it, if it does not end in time."""
+    attempt.device.record(done, stream)
+    attempt.is_stuck = not attempt.device.synchronize(done, _TIMEOUT_S)
+    return not attempt.is_stuck
 
 
 def _pattern(token: int, writer: int) -> npt.NDArray[Any]:

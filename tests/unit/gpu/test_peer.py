@@ -396,6 +396,32 @@ def test_memory_that_maps_but_loses_data_is_not_used() -> None:
         device.close()
 
 
+@pytest.mark.parametrize("nbefore", [0, 1])
+def test_memory_that_a_gpu_may_still_use_is_not_freed(nbefore: int) -> None:
+    """Rank 1 times out while it writes patterns, or while it copies those of others."""
+    gpu, gathering, nwaits = FakeGpu(), Gathering(3), [nbefore]
+    devices = [FakeDevice(gpu, f"rank {rank}") for rank in range(3)]
+    synchronize = devices[1].synchronize
+
+    def late(event: Any, timeout_s: float) -> bool:
+        nwaits[0] -= 1
+        return nwaits[0] >= 0 and synchronize(event, timeout_s)
+
+    devices[1].synchronize = late  # type: ignore[method-assign]
+    devices[1].refusals["unmap"] = "CUDA_ERROR_WOULD_HANG"
+    for device in devices:
+        device.refusals["free"] = "CUDA_ERROR_WOULD_HANG"
+    found = together(
+        3,
+        lambda rank: connect_peers(
+            devices[rank], PlainKernels(devices[rank]), rank, [range(3)],
+            lambda mine: gathering(rank, mine), AREA_NBYTES,
+        ),
+    )  # fmt: skip
+    assert "within 20 s" in found[1]
+    assert found[0] == found[2] == "rank 1 cannot use CUDA IPC; see its log"
+
+
 def test_a_kernel_that_does_not_compile_is_no_failure_of_others() -> None:
     gpu, gathering = FakeGpu(), Gathering(2)
     devices = [FakeDevice(gpu, f"rank {rank}") for rank in range(2)]
