@@ -91,9 +91,11 @@ class VerbsEndpoint:
         #: Landing places by number, and the numbers that are free.
         self.places: dict[int, LandingPlace] = {}
         self.numbers = deque(range(NLANDINGS))
-        #: Send queues: messages (header, payload), landing places without a number yet, slices.
+        #: Send queues: messages (header, payload), landing places without a number yet, replays,
+        #: other cleared slices.
         self.small: deque[tuple[bytearray, bytes | memoryview]] = deque()
         self.unnamed: deque[tuple[Frame, memoryview]] = deque()
+        self.replays: deque[Outgoing] = deque()
         self.bulk: deque[Outgoing] = deque()
         #: Slices being written by the NIC, by the count of their request (`QueuePair.retire`).
         self.writing: dict[int, tuple[Frame, Reach]] = {}
@@ -134,7 +136,7 @@ class VerbsEndpoint:
     @property
     def has_waiting(self) -> bool:
         """True while a send queue is not empty."""
-        return bool(self.small or self.bulk or self.unnamed)
+        return bool(self.small or self.replays or self.bulk or self.unnamed)
 
     def lend(self, nbytes: int) -> bool:
         """Count a message of `nbytes` ring bytes as lent: events borrow it until the next poll.
@@ -164,7 +166,7 @@ class VerbsEndpoint:
 
     def forget_waiting(self) -> None:
         """Discard the messages, announcements and slices that wait in the send queues."""
-        for queue in (self.small, self.unnamed, self.bulk):
+        for queue in (self.small, self.unnamed, self.replays, self.bulk):
             queue.clear()
 
     def take_back(self) -> Iterator[Reach]:

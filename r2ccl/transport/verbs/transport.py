@@ -277,7 +277,7 @@ class VerbsTransport:
         self, path: PathKey, frame: Frame, view: memoryview, token: Any,
         is_replay: bool = False,
     ) -> None:  # fmt: skip
-        """Queue a slice; a replay is sent before all queued cleared slices."""
+        """Queue a slice; a replay is sent before all cleared slices that are not replays."""
         end = self._live(path)
         if end is None:
             return
@@ -287,11 +287,7 @@ class VerbsTransport:
         else:
             if frame.ack > end.acked.get(frame.channel, 0):  # a cleared slice has no header
                 self._queue(end, CONFIRM, frame)
-            item = Outgoing(frame, view, token)
-            if is_replay:
-                end.bulk.appendleft(item)
-            else:
-                end.bulk.append(item)
+            (end.replays if is_replay else end.bulk).append(Outgoing(frame, view, token))
         self._mark(end)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
@@ -348,8 +344,8 @@ class VerbsTransport:
                 break
             end.told()  # only now: a queued message does not carry its credit to the peer yet
             end.small.popleft()
-        while end.bulk and not end.small and end.qp.has_room():
-            self._write(end, end.bulk.popleft())
+        while (queue := end.replays or end.bulk) and not end.small and end.qp.has_room():
+            self._write(end, queue.popleft())
         # Even if messages wait for the peer's credits: the peer may be waiting for this credit.
         if end.is_credit_due and end.qp.write_credit(end.consumed):
             end.told()

@@ -19,7 +19,7 @@ from r2ccl.testing.fakepyverbs import (
     FakeRegion,
     installed,
 )
-from r2ccl.transport.base import Confirmed, Fenced, Joined, RailChanged
+from r2ccl.transport.base import Arrived, Cleared, Confirmed, Fenced, Frame, Joined, RailChanged
 from r2ccl.transport.verbs.registration import RegistrationCache
 from r2ccl.types import PathKey, ProbeKey
 
@@ -112,6 +112,20 @@ def test_a_refused_flush_is_told_once_with_its_rail(
         "rank 0: rail 0 to rank 1: n0r0 refused to flush a queue pair: gone; the queue pair is "
         "destroyed"
     ]
+
+
+def test_replays_overtake_other_slices_in_their_order(pair: Pair) -> None:
+    pair.connect()
+    for seq in range(4):
+        pair.far.irecv(PathKey(0, 0), Frame(0, seq, 0, 1, 0), memoryview(bytearray(8)))
+    pair.far.flush()
+    cleared = [event for event in pair.near.poll(0.0) if isinstance(event, Cleared)]
+    for seq, event in enumerate(cleared):
+        frame, view = Frame(0, seq, 0, 1, 0), memoryview(bytes(8))
+        pair.near.isend(PATH, frame, view, event.token, is_replay=seq >= 2)
+    pair.near.flush()
+    arrived = [event for event in pair.far.poll(0.0) if isinstance(event, Arrived)]
+    assert [event.frame.seq for event in arrived] == [2, 3, 0, 1]
 
 
 def test_a_queue_pair_that_is_not_reset_is_told_with_its_rail(
