@@ -11,6 +11,7 @@ import os
 import sys
 from typing import NoReturn
 
+from r2ccl.cli.values import seconds
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.fault_plan import FaultPlan
@@ -63,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--ranks-per-node", type=int, default=default.ranks_per_node)
     parser.add_argument("--fault", action="append", default=[], metavar="FAULT", help="repeatable")
     parser.add_argument("--plan", metavar="FILE", help="JSON list of faults")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
+    parser.add_argument("--timeout", type=seconds, default=600.0, metavar="SECONDS")
     parser.add_argument(
         "--clean",
         action="store_true",

@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from r2ccl.cli.values import seconds
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.rdmalab import MachineShape, RdmaLabError, VirtualMachine, VmResult, prepare, run
 
@@ -46,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="memory of the virtual machine (default %(default)s)",
     )
     parser.add_argument("--kvm", action="store_true", help="use KVM instead of emulation")
-    parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS")
+    parser.add_argument("--timeout", type=seconds, default=900.0, metavar="SECONDS")
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="directory for results; created if missing"
     )

@@ -139,10 +139,12 @@ class Fault(
         self._check_ranges()
 
     def _check_ranges(self) -> None:
-        for name in ("node", "rail", "peer", "rank", "at_s", "at_op", "at_step", "seed"):
+        for name in ("node", "rail", "peer", "rank", "at_op", "at_step", "seed"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:  # NaN fails each comparison
+            if value is not None and not value >= 0:
                 raise self._bad(f"has {name}={value}; it must be 0 or more")
+        if self.at_s is not None and not 0 <= self.at_s < 1e6:  # NaN fails each comparison
+            raise self._bad(f"has at_s={self.at_s}; it must be 0 or more and less than 1e6 seconds")
         for name in ("duration_s", "mean_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e6:

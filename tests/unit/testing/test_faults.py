@@ -40,6 +40,7 @@ def test_an_action_may_be_spelt_in_python() -> None:
         ("kill:rank=1,rail=0", "does not take rail"),
         ("nic_down:node=1,rail=-1", "rail=-1; it must be 0 or more"),
         ("nic_down:node=1,rail=2,at_s=nan", "at_s=nan; it must be 0 or more"),
+        ("nic_down:node=1,rail=2,at_s=inf", "at_s=inf; it must be 0 or more and less than 1e6"),
         ("nic_down:node=1,rail=2,at_s=1,at_op=1", "give only one"),
         ("nic_down:node=1,rail=2,at_step=1", "at_step without at_op"),
         ("nic_down:node=1,rail=2,duration_s=0", "more than 0"),
