@@ -57,13 +57,15 @@ class Repair(msgspec.Struct):
 class RepairLog:
     """Log of a rank's path failures and repairs.
 
-    ``repairs`` has the last `_KEPT` records, oldest first. ``open`` has the resumed repairs that
-    still wait for the first byte of a missing slice.
+    ``repairs`` has the last `_KEPT` records, oldest first. ``open`` has those that are resumed and
+    still wait for the first byte of a missing slice, each with the number of the first missing
+    slice of each channel.
     """
 
     def __init__(self) -> None:
-        self.repairs: deque[Repair] = deque(maxlen=_KEPT)
-        self.open: list[Repair] = []
+        self.repairs: deque[Repair] = deque()
+        self.open: list[tuple[Repair, dict[int, int]]] = []
+        #: First missing slices of the paths that are fenced and not resumed.
         self._awaited: dict[PathKey, dict[int, int]] = {}
 
     def failed(self, key: PathKey, epoch: int, cause: str, now: float) -> None:
@@ -71,6 +73,9 @@ class RepairLog:
 
         `now` is the time of the failure in seconds; in the other methods, that of the event.
         """
+        if len(self.repairs) == _KEPT:
+            dropped = self.repairs.popleft()
+            self.open = [each for each in self.open if each[0] is not dropped]
         self.repairs.append(Repair(key.peer, key.rail, epoch, cause, now))
 
     def explained(self, key: PathKey, epoch: int, cause: str) -> None:
@@ -98,8 +103,9 @@ class RepairLog:
                 continue
             repair.resumed_s = now
             repair.moved = moved
-            if self._awaited.get(key):
-                self.open.append(repair)
+            awaited = self._awaited.pop(key, None)
+            if awaited:
+                self.open.append((repair, awaited))
 
     def replayed(self, lost_on: PathKey | None, nbytes: int) -> None:
         """Count `nbytes` of a slice that was lost on path `lost_on` as replayed.
@@ -115,12 +121,11 @@ class RepairLog:
 
         `path` is the path that the slice arrived on, `began_s` the time of its first byte.
         """
-        for repair in list(self.open):
-            key = PathKey(repair.peer, repair.rail)
-            first = self._awaited.get(key, {}).get(channel)
-            if path.peer == repair.peer and first == seq:
+        for each in list(self.open):
+            repair, awaited = each
+            if path.peer == repair.peer and awaited.get(channel) == seq:
                 repair.first_byte_s = began_s
-                self.open.remove(repair)
+                self.open.remove(each)
 
     def opened(self, key: PathKey, epoch: int, now: float) -> None:
         """Record that `key` is in use again, in `epoch`."""

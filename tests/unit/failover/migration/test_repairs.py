@@ -84,6 +84,28 @@ def test_a_path_that_fails_again_has_two_records() -> None:
     assert [r.restored_s for r in log.repairs] == [3.0, 5.0]
 
 
+def test_a_repair_still_waits_while_its_path_fails_again() -> None:
+    log = RepairLog()
+    failed(log, epoch=0, at=1.0)
+    log.opened(A, 1, 3.0)
+    log.failed(A, 1, "EIO: gone", 4.0)
+    log.awaits(A, {0: 9})
+    log.resumed(A, {0: 1}, 4.2)
+    log.arrived(B, 2, 8, 4.5)
+    log.arrived(B, 0, 9, 4.6)
+    assert [r.first_byte_s for r in log.repairs] == [4.5, 4.6]
+    assert not log.open
+
+
+def test_a_dropped_record_is_not_open() -> None:
+    log = RepairLog()
+    failed(log)
+    for epoch in range(1, 1025):
+        log.failed(B, epoch, "EIO", 2.0)
+    assert len(log.repairs) == 1024
+    assert not log.open
+
+
 def test_an_epoch_never_used_here_leaves_the_last_record_alone() -> None:
     """The peer's end came up and failed before this one was in use."""
     log = RepairLog()
@@ -92,7 +114,7 @@ def test_an_epoch_never_used_here_leaves_the_last_record_alone() -> None:
     log.resumed(A, {}, 7.0)
     (repair,) = log.repairs
     assert (repair.resumed_s, repair.moved) == (1.2, {0: 1, 2: 1})
-    assert log.open.count(repair) == 1
+    assert [each for each, _ in log.open] == [repair]
 
 
 def test_the_peer_explains_the_failure_of_one_epoch_only() -> None:
