@@ -71,7 +71,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Code that polls RDMA completions and posts requests. 1: compiled code; 0: pyverbs; auto: 1,
     #: except 0 on Soft-RoCE and Soft-iWARP.
     fastpath: str = "auto"
-    #: Maximum amount of memory registered with NICs; the least recently used is deregistered first.
+    #: Maximum amount of host memory registered with NICs, and of GPU memory; the least recently
+    #: used is deregistered first.
     registration_limit_nbytes: int = 4 << 30
     #: Staging memory of collectives on GPU memory: pinned host memory if the rails reach only host
     #: memory (at least 64 bytes per rank are used), else GPU memory that slices land in.

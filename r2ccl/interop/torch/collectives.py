@@ -26,6 +26,7 @@ from r2ccl.interop.torch.tensors import (
     copy_back,
     divide,
     in_order,
+    is_in_order,
     joined,
     one,
     tensors_of,
@@ -269,8 +270,8 @@ def _outputs_in_order(comm: Communicator, outputs: Sequence[Tensor]) -> Iterator
 
 
 def _ordered_output(output: Tensor) -> Tensor:
-    """Return `output` if it is contiguous, otherwise a new contiguous tensor like it."""
-    if output.is_contiguous():
+    """Return `output` if it is in order, otherwise a new tensor like it that is."""
+    if is_in_order(output):
         return output
     return torch.empty_like(output, memory_format=torch.contiguous_format)
 

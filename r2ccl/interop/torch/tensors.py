@@ -72,6 +72,14 @@ def cannot_view(tensor: Tensor, why: object) -> InvalidArgument:
     )
 
 
+def is_in_order(tensor: Tensor) -> bool:
+    """Return whether the memory of a dense tensor has its elements, one after another.
+
+    A tensor with a lazy conjugation or negation has others in its memory.
+    """
+    return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
+
+
 def in_order(tensor: Tensor) -> Tensor:
     """Return `tensor` if it is in order, otherwise a copy that is in order.
 
@@ -82,7 +90,7 @@ def in_order(tensor: Tensor) -> Tensor:
     """
     if tensor.layout is not torch.strided:
         raise cannot_view(tensor, "it has no dense memory")
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if is_in_order(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
@@ -148,7 +156,7 @@ def _are_adjacent(tensors: Sequence[Tensor]) -> bool:
     for each in tensors:
         if (
             each.data_ptr() != at
-            or not each.is_contiguous()
+            or not is_in_order(each)
             or each.untyped_storage().data_ptr() != storage
         ):
             return False
@@ -163,6 +171,7 @@ __all__ = [
     "copy_back",
     "divide",
     "in_order",
+    "is_in_order",
     "joined",
     "one",
     "tensors_of",
