@@ -174,6 +174,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         InvalidArgument
             If the node does not exist, or `fraction` is negative or not finite.
         """
+        _check_finite("fraction", [fraction])
         return self._scaled(node, range(self.nrails), fraction)
 
     def _scaled(self, node: int, rails: Iterable[int], fraction: float) -> Network:

@@ -63,8 +63,9 @@ def _number(file: Path, name: str) -> int:
         If the file has no such line.
     """
     for line in file.read_text().splitlines():
-        if line.split()[0] == name:
-            return int(line.split()[1])
+        words = line.split()
+        if len(words) > 1 and words[0] == name:
+            return int(words[1])
     raise ValueError(f"{file} has no {name}")
 
 

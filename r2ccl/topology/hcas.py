@@ -18,7 +18,8 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -103,7 +104,7 @@ def list_hcas(root: Path = SYSFS) -> tuple[Hca, ...]:
     Raises
     ------
     OSError
-        If an attribute exists and cannot be read.
+        If an attribute exists and cannot be read, or has no value that the kernel writes (EIO).
     """
     found = [
         _read_port(root, device, port)
@@ -149,7 +150,7 @@ class GidFinder:
         InvalidArgument
             If the port no longer exists, or has no usable GID.
         OSError
-            If an attribute exists and cannot be read.
+            As `list_hcas`.
         """
         device = self._root / self._name
         port = device / "ports" / str(self._port)
@@ -238,7 +239,21 @@ def choose_gid(hca: Hca, index: int = -1, address: str = "") -> Gid:
     return candidates[0]
 
 
+@contextmanager
+def _parsing(port: Path) -> Iterator[None]:
+    """Translate a ValueError, of an attribute of `port` that cannot be parsed, to an OSError."""
+    try:
+        yield
+    except ValueError as exc:
+        raise OSError(errno.EIO, f"cannot parse the attributes of {port}: {exc}") from exc
+
+
 def _read_port(root: Path, device: Path, port: Path) -> Hca:
+    with _parsing(port):
+        return _parse_port(root, device, port)
+
+
+def _parse_port(root: Path, device: Path, port: Path) -> Hca:
     number = int(port.name)
     link_layer = _read(port / "link_layer")
     gids = _read_gids(port)
@@ -275,9 +290,10 @@ def _read_gid(port: Path, slot: str) -> Gid | None:
     kind = _read(attributes / "types" / slot)
     if not kind:
         return None
-    # str() of an IPv6Address spells mapped addresses differently in different Python versions.
-    address = socket.inet_ntop(socket.AF_INET6, ipaddress.IPv6Address(text).packed)
-    return Gid(int(slot), kind, address, _read(attributes / "ndevs" / slot))
+    with _parsing(port):
+        # str() of an IPv6Address spells mapped addresses differently in different Python versions.
+        address = socket.inet_ntop(socket.AF_INET6, ipaddress.IPv6Address(text).packed)
+        return Gid(int(slot), kind, address, _read(attributes / "ndevs" / slot))
 
 
 def _netdev_of(device: Path, port: int, gids: Iterable[Gid]) -> str:

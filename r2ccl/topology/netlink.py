@@ -19,6 +19,8 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from r2ccl.clock import monotonic
+
 # linux/netlink.h
 NLMSG_ERROR = 2
 NLMSG_DONE = 3
@@ -139,8 +141,8 @@ class RouteSocket:
     Parameters
     ----------
     timeout_s : float
-        Time in seconds to wait for each datagram of an answer. The kernel answers within the send
-        call, so a timeout means a broken kernel, not a slow one.
+        Time in seconds to wait for the whole answer to a request. The kernel answers within the
+        send call, so a timeout means a broken kernel, not a slow one.
 
     Raises
     ------
@@ -150,7 +152,7 @@ class RouteSocket:
 
     def __init__(self, *, timeout_s: float = 5.0) -> None:
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
-        self._socket.settimeout(timeout_s)
+        self._timeout_s = timeout_s
         self._sequence = 0
 
     def transact(self, kind: int, body: bytes, *, flags: int = 0) -> None:
@@ -210,16 +212,24 @@ class RouteSocket:
 
     def _send(self, kind: int, flags: int, body: bytes) -> None:
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
+        self._socket.settimeout(self._timeout_s)
         self._socket.send(request(kind, flags, self._sequence, body))
 
     def _answers(self) -> Iterator[NetlinkMessage]:
         """Yield the answers to the last request; skip late answers to earlier requests."""
-        while True:
+        until_s = monotonic() + self._timeout_s
+        while (left_s := until_s - monotonic()) > 0:
+            self._socket.settimeout(left_s)
             for message in messages(self._socket.recv(RECEIVE_NBYTES)):
                 if message.sequence == self._sequence:
                     if message.kind == NLMSG_ERROR:
                         _raise_if_refused(message)
                     yield message
+        raise OSError(
+            errno.ETIMEDOUT,
+            f"the kernel did not finish its answer to a netlink request within "
+            f"{self._timeout_s:g} s",
+        )
 
 
 def _raise_if_refused(message: NetlinkMessage) -> None:

@@ -531,6 +531,28 @@ def beyond_transposed_tensors() -> bool:
     )
 
 
+def beyond_outputs_with_a_lazy_negation() -> bool:
+    """Their memory has the negative of their elements."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+
+    def lazy(count: int) -> torch.Tensor:
+        return torch._neg_view(torch.zeros(count))
+
+    def full(value: float) -> torch.Tensor:
+        return torch.full((2,), float(value))
+
+    gathered, part, traded = lazy(2 * n), lazy(2), list(lazy(2 * n).chunk(n))
+    dist.all_gather_into_tensor(gathered, full(rank))
+    dist.scatter(part, [full(i) for i in range(n)] if rank == 0 else None)
+    dist.all_to_all(traded, [full(rank) for _ in range(n)])
+    pieces = [full(i) for i in range(n)]
+    return (
+        torch.equal(gathered.resolve_neg(), torch.cat(pieces))
+        and torch.equal(part.resolve_neg(), pieces[rank])
+        and all(torch.equal(a.resolve_neg(), b) for a, b in zip(traded, pieces, strict=True))
+    )
+
+
 def beyond_all_gather_of_parts_of_any_size() -> bool:
     n = dist.get_world_size()
     out = [torch.zeros(i + 1) for i in range(n)]

@@ -66,7 +66,7 @@ def test_changes_come_in_the_order_of_their_times() -> None:
         (lambda: WHOLE.without(0, 1, time_s=math.nan), "time_s=nan"),
         (lambda: WHOLE.without(0, 1, time_s=math.inf), "time_s=inf"),
         (lambda: WHOLE.degraded(-1, 0.5), r"\(-1, 0\)"),
-        (lambda: WHOLE.degraded(0, -0.5), "bandwidth=-5.0"),
+        (lambda: WHOLE.degraded(0, -0.5), "fraction=-0.5"),
         (lambda: WHOLE.changed(Change(-1.0, 0, 0, 1.0)), "change=-1.0"),
     ],
 )

@@ -27,6 +27,11 @@ def machine(tmp_path):
     return made
 
 
+def test_lines_without_a_number_are_skipped(machine):
+    machine.write("proc/meminfo", "\nMemAvailable:\nMemAvailable: 900 kB\n")
+    assert room_nbytes(machine.path) == 900 << 10
+
+
 def test_host_alone_has_what_is_available(machine):
     assert room_nbytes(machine.path) == 900 << 10
 

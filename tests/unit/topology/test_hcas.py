@@ -244,6 +244,21 @@ def test_an_unreadable_tree_is_an_error(tree: Tree) -> None:
         list_hcas(tree.root)
 
 
+@pytest.mark.parametrize(
+    ("attribute_of_port", "value"),
+    [("gids/0", "fe80::x"), ("rate", "1.2.3 Gb/sec"), ("../../device/numa_node", "near")],
+)
+def test_an_attribute_that_cannot_be_parsed_is_an_oserror(
+    tree: Tree, attribute_of_port: str, value: str
+) -> None:
+    port = roce_port(tree, "mlx5_0", "eth0", host=1)
+    find = GidFinder("mlx5_0", 1, root=tree.root)
+    attribute(port / attribute_of_port, value)
+    for read in (find, lambda: list_hcas(tree.root)):
+        with pytest.raises(OSError, match=r"mlx5_0/ports/1: .*"):
+            read()
+
+
 def test_devices_are_in_natural_order(tree: Tree) -> None:
     for name in ("mlx5_10", "mlx5_2", "mlx5_0"):
         tree.port(name)

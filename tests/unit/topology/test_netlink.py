@@ -1,6 +1,7 @@
 """Netlink frames: what is packed is what is parsed, and torn input ends quietly."""
 
 import errno
+import itertools
 import os
 import socket
 import struct
@@ -67,6 +68,9 @@ class ScriptedKernel:
             for kind, flags, late, body in self._answers.pop(0)
         )
 
+    def settimeout(self, timeout_s: float) -> None:
+        pass
+
     def recv(self, nbytes: int) -> bytes:
         data, self._waiting = self._waiting, b""
         if not data:
@@ -102,6 +106,17 @@ def test_an_answer_to_an_earlier_request_is_skipped(monkeypatch: pytest.MonkeyPa
         scripted(monkeypatch, [late, refusal]).transact(netlink.RTM_SETLINK, b"")
     with pytest.raises(TimeoutError):
         scripted(monkeypatch, [late]).transact(netlink.RTM_SETLINK, b"")
+
+
+def test_datagrams_do_not_extend_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count()
+    monkeypatch.setattr(netlink, "monotonic", lambda: float(next(now)))
+    part = [(netlink.RTM_NEWLINK, 0, 0, b"part")]
+    route = scripted(monkeypatch, part)
+    kernel = route._socket
+    monkeypatch.setattr(kernel, "recv", lambda nbytes: kernel._waiting)  # type: ignore[attr-defined]
+    with pytest.raises(TimeoutError, match="within 5 s"):
+        route.dump(netlink.RTM_GETLINK, b"")
 
 
 def test_monitor_is_quiet_on_a_quiet_machine_and_closes_twice() -> None:
