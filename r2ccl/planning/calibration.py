@@ -36,15 +36,16 @@ def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -
     -----
     *Collective*: all ranks, because `time_ns` runs allreduces.
     """
-    small, large = (of(nbytes).schedule.cost.steps for nbytes in (_SMALL_NBYTES, _MOST_NBYTES))
+    small = of(_SMALL_NBYTES).schedule.cost.steps
     alpha_ns = min(time_ns(_SMALL_NBYTES, 2) for _ in range(_NSMALL)) // small
     nbytes = _FIRST_NBYTES
     while nbytes < _MOST_NBYTES and time_ns(nbytes, 1) < _ENOUGH_NS:
         nbytes *= 2
     took_ns = _settled(lambda: time_ns(nbytes, _NLARGE))
+    large = of(nbytes)
     # If latency dominates, the difference is mostly noise; use at least half of the measured time.
-    wire_ns = max(took_ns - large * alpha_ns, took_ns // 2, 1)
-    beta = of(nbytes).load * nbytes * 10**9 / wire_ns
+    wire_ns = max(took_ns - large.schedule.cost.steps * alpha_ns, took_ns // 2, 1)
+    beta = large.load * nbytes * 10**9 / wire_ns
     return Rates(max(1, alpha_ns), max(1, int(beta)))
 
 

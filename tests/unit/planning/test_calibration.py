@@ -11,6 +11,7 @@ from r2ccl.algos import recursive_doubling, ring
 from r2ccl.planning.calibration import calibrate
 from r2ccl.planning.cost_model import Choice
 from r2ccl.planning.placement import Placement
+from r2ccl.schedule.ir import Schedule
 
 LOAD = Fraction(3, 8)
 ALPHA_NS = 50_000
@@ -18,14 +19,20 @@ ALPHA_NS = 50_000
 
 def choice(nbytes: int) -> Choice:
     schedule = recursive_doubling.allreduce(4) if nbytes < 65536 else ring.allreduce(4)
+    return choice_of(schedule)
+
+
+def choice_of(schedule: Schedule) -> Choice:
     return Choice(schedule.name, schedule, Placement((0,), (1,)), 1 << 20, LOAD)
 
 
-def network(beta: int, seen: list[int] | None = None) -> Callable[[int, int], int]:
+def network(
+    beta: int, seen: list[int] | None = None, of: Callable[[int], Choice] = choice
+) -> Callable[[int, int], int]:
     def time_ns(nbytes: int, ntimes: int) -> int:
         if seen is not None:
             seen.append(nbytes)
-        steps = choice(nbytes).schedule.cost.steps
+        steps = of(nbytes).schedule.cost.steps
         return steps * ALPHA_NS + int(LOAD * nbytes * 10**9 / beta)
 
     return time_ns
@@ -36,6 +43,17 @@ def test_what_a_network_gives_is_found(beta: int) -> None:
     rates = calibrate(network(beta), choice)
     assert rates.alpha_ns == pytest.approx(ALPHA_NS, rel=0.1)
     assert rates.beta == pytest.approx(beta, rel=0.01)
+
+
+def test_the_steps_of_the_measured_schedule_count() -> None:
+    """Not those of the schedule of a larger allreduce."""
+
+    def of(nbytes: int) -> Choice:
+        many, few = ring.allreduce(400), ring.allreduce(4)
+        return choice_of(many if nbytes > 1 << 20 else few)
+
+    beta = 5 * 10**6
+    assert calibrate(network(beta, of=of), of).beta == pytest.approx(beta, rel=0.01)
 
 
 def test_slow_networks_are_measured_with_less_data_than_fast() -> None:
