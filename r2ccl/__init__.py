@@ -33,6 +33,7 @@ from r2ccl.runtime.messages.matching import Message
 from r2ccl.runtime.messages.messenger import MessageRequest
 from r2ccl.runtime.status import HealthReport, Pending
 from r2ccl.types import ReduceOp
+from r2ccl.version import __version__ as __version__
 
 SUM = ReduceOp.SUM
 PROD = ReduceOp.PROD
@@ -47,8 +48,6 @@ LXOR = ReduceOp.LXOR
 BXOR = ReduceOp.BXOR
 MINLOC = ReduceOp.MINLOC
 MAXLOC = ReduceOp.MAXLOC
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ANY_SOURCE",

@@ -120,6 +120,8 @@ class _Member:
         self._timeout_s = timeout_s
         self._control_address = control_address
         self._last_failure = "rank 0 has not published the secret yet"
+        #: Error of the last attempt if it could not resolve the name of rank 0, else None.
+        self._unresolved: OSError | None = None
         self._leader = LeaderName(identity.rank, identity.address, identity.port)
 
     async def run(self) -> Meeting:
@@ -173,6 +175,9 @@ class _Member:
                 return found
             await asyncio.sleep(min(pause, left_s))
             pause = min(2 * pause, _MAX_PAUSE_S)
+        if self._unresolved is not None:
+            name = self._identity.address
+            raise naming.unresolvable(self._hello.rank, name, self._unresolved)
         raise TransportTimeout(
             f"rank {self._hello.rank}: rank 0 was not reached at {self._where()} within "
             f"{self._timeout_s:g} s (last attempt: {self._last_failure}): check that rank 0 is "
@@ -190,8 +195,9 @@ class _Member:
         try:
             target = (await self._leader.find(), self._identity.port)
         except OSError as exc:
-            self._last_failure = f"its name cannot be resolved: {naming.describe(exc)}"
+            self._unresolved = exc
             return None
+        self._unresolved = None
         try:
             return await wire.dial(secret, claim, target, timeout_s=timeout_s), secret
         except (OSError, HandshakeRejected) as exc:

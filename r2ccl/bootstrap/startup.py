@@ -7,13 +7,14 @@ opens the listeners. The caller chooses the NICs that become rails, through a ca
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from r2ccl.bootstrap import wire
+from r2ccl.bootstrap import logs, variables, wire
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, SECRET_NBYTES, Secret
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.greetings import Hello, Meeting
@@ -25,6 +26,8 @@ from r2ccl.bootstrap.rendezvous import meet
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument, TransportError, describe_os_error, errno_name
 from r2ccl.types import Nic
+
+logger = logging.getLogger("r2ccl.bootstrap")
 
 NicsFor = Callable[[int, bool, str], tuple[Nic, ...]]
 HcasFor = Callable[[], tuple[str, ...]]
@@ -78,7 +81,12 @@ def connect(
         If the NICs of this host cannot be listed. The other ranks then raise InvalidArgument, and
         so does rank 0 of several ranks if its own NICs cannot be listed.
     """
-    identity = identify(config, comm, os.environ if env is None else env)
+    env = os.environ if env is None else env
+    identity = identify(config, comm, env)
+    logs.set_rank(identity.rank)
+    if identity.rank == 0:
+        for name, advice in variables.unknown(env):
+            logger.warning("%s is no setting of r2ccl and has no effect: %s", name, advice)
     with identity.listener or contextlib.nullcontext():
         listeners = _Listeners(identity, config, nics_for, hcas_for)
         rejections = Rejections(identity.rank)
