@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from r2ccl.bootstrap.launch import launch
 from r2ccl.communicator import ANY_SOURCE, ANY_TAG, Communicator
-from r2ccl.config import Config
+from r2ccl.config import VERSION, Config
 from r2ccl.dtypes import pair_dtype
 from r2ccl.errors import (
     CommunicatorRevoked,
@@ -33,7 +33,6 @@ from r2ccl.runtime.messages.matching import Message
 from r2ccl.runtime.messages.messenger import MessageRequest
 from r2ccl.runtime.status import HealthReport, Pending
 from r2ccl.types import ReduceOp
-from r2ccl.version import __version__ as __version__
 
 SUM = ReduceOp.SUM
 PROD = ReduceOp.PROD
@@ -48,6 +47,8 @@ LXOR = ReduceOp.LXOR
 BXOR = ReduceOp.BXOR
 MINLOC = ReduceOp.MINLOC
 MAXLOC = ReduceOp.MAXLOC
+
+__version__ = VERSION
 
 __all__ = [
     "ANY_SOURCE",

@@ -18,6 +18,9 @@ import msgspec
 
 from r2ccl.errors import InvalidArgument
 
+#: Version of the package, which the log of a job names; `r2ccl.__version__`.
+VERSION = "0.1.0"
+
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a communicator; the variable of a field is ``R2CC_`` + its name in capitals.
@@ -413,4 +416,4 @@ def _bad(name: str, given: object, allowed: str) -> InvalidArgument:
     return InvalidArgument(f"{name}={given!r} (R2CC_{name.upper()}{also}): allowed is {allowed}")
 
 
-__all__ = ["Config", "nearest", "parse_failures"]
+__all__ = ["VERSION", "Config", "nearest", "parse_failures"]

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from r2ccl.bootstrap.control import ControlPlane
-from r2ccl.config import Config
+from r2ccl.config import VERSION, Config
 from r2ccl.types import Nic
-from r2ccl.version import __version__
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ def announce(
     """
     if control.rank == 0 and config.debug.upper() in ("VERSION", "WARN"):
         # Handlers get the record although the level of the logger is WARNING.
-        text, values = "r2ccl version %s, %d ranks", (__version__, control.nranks)
+        text, values = "r2ccl version %s, %d ranks", (VERSION, control.nranks)
         record = _log.makeRecord(_log.name, logging.INFO, __file__, 0, text, values, None)
         _log.handle(record)
         return
@@ -41,7 +40,7 @@ def announce(
         "rank %d of %d: r2ccl %s; rails: %s; transport: %s; schedules: %s; mode: %s",
         control.rank,
         control.nranks,
-        __version__,
+        VERSION,
         ", ".join(_rail(rail, nic) for rail, nic in enumerate(rails)),
         _transport(control, is_local=is_local, is_shared=is_shared),
         config.algo if config.is_planned else "ring",

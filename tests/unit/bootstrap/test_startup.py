@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from r2ccl.bootstrap.startup import connect
-from r2ccl.bootstrap.variables import unknown
+from r2ccl.bootstrap.startup import connect, unknown
 from r2ccl.config import Config
 from r2ccl.types import Nic
 
