@@ -21,6 +21,7 @@ Runs in the control thread. Invariant: the rendezvous ends by its deadline.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from typing import TypeVar
 
@@ -47,10 +48,14 @@ from r2ccl.bootstrap.naming import LeaderName
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument, PeerLost, R2cclError, TransportTimeout
 
+logger = logging.getLogger("r2ccl.bootstrap")
+
 #: Communicator id in claims that are made before rank 0 has chosen the id.
 _NO_COMMUNICATOR = bytes(COMMUNICATOR_ID_NBYTES)
 _FIRST_PAUSE_S = 0.02
 _MAX_PAUSE_S = 0.5
+#: Time after which a rank reports that it has not reached rank 0 yet, in seconds.
+_REPORT_AFTER_S = 2.0
 
 _T = TypeVar("_T")
 
@@ -168,11 +173,18 @@ class _Member:
 
     async def _reach_leader(self) -> tuple[socket.socket, Secret]:
         pause = _FIRST_PAUSE_S
-        give_up_at = monotonic() + self._timeout_s
+        began_s = monotonic()
+        give_up_at, is_said = began_s + self._timeout_s, False
         while (left_s := give_up_at - monotonic()) > 0:
             found = await self._try_leader(left_s)
             if found is not None:
                 return found
+            if not is_said and monotonic() > began_s + _REPORT_AFTER_S:
+                is_said = True
+                logger.info(
+                    "rank %d: rank 0 was not reached yet at %s (%s); trying again for up to %g s",
+                    self._hello.rank, self._where(), self._last_failure, self._timeout_s,
+                )  # fmt: skip
             await asyncio.sleep(min(pause, left_s))
             pause = min(2 * pause, _MAX_PAUSE_S)
         if self._unresolved is not None:
@@ -196,6 +208,7 @@ class _Member:
             target = (await self._leader.find(), self._identity.port)
         except OSError as exc:
             self._unresolved = exc
+            self._last_failure = f"its name cannot be resolved: {naming.describe(exc)}"
             return None
         self._unresolved = None
         try:

@@ -22,7 +22,7 @@ from support.planes import RAILS, WAIT_S, Job, Number, Recorder, Text, environme
 from support.planes import start_job as start_job  # the fixture
 from support.slow import slow_but
 
-from r2ccl.bootstrap import ControlPlane, Goodbye, connect, leader, startup, wire
+from r2ccl.bootstrap import ControlPlane, Goodbye, connect, leader, rendezvous, startup, wire
 from r2ccl.bootstrap.auth import PROOF_NBYTES, PROTOCOL_VERSION, Claim, Dialer, Purpose, Secret
 from r2ccl.bootstrap.identity import Identity, identify
 from r2ccl.bootstrap.launch import LocalJob
@@ -102,6 +102,17 @@ def test_rank_0_says_for_whom_it_waits(
     assert re.search(r"^rank 0: init has waited 0\.1 s \(of [\d.]+ s\) for ranks ", said[0])
     assert all(text.endswith("for ranks [2]") for text in said[1:])
     assert 2 <= len(said) <= 5, "the interval doubles"
+
+
+def test_a_rank_says_once_that_rank_0_is_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "_REPORT_AFTER_S", 0.1)
+    with caplog.at_level(logging.INFO, "r2ccl"), LocalJob(2) as job:
+        port = free_port()
+        join_all(job, {1: {"R2CC_PORT": port}}, ranks=[1])
+    (said,) = [text for text in caplog.messages if "was not reached yet" in text]
+    assert said.startswith(f"rank 1: rank 0 was not reached yet at 127.0.0.1:{port} (")
 
 
 def test_only_some_of_many_missing_ranks_are_named() -> None:

@@ -226,7 +226,7 @@ def _ask_torch(x: Any, torch: Any, library: Library) -> _Given:
     if x.layout is not torch.strided:
         raise cannot_view(x, f"its layout is {x.layout}; pass x.to_dense()")
     if x.requires_grad:
-        raise cannot_view(x, "it requires grad; pass x.detach()")
+        raise cannot_view(x, "it requires grad")
     if x.is_conj() or x.is_neg():
         raise cannot_view(
             x, "its memory holds the conjugate or negative; pass x.resolve_conj().resolve_neg()"
