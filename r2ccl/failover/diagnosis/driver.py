@@ -411,7 +411,7 @@ class Diagnosis:
 
     def _is_repeated(self, verdict: Verdict) -> bool:
         """Return whether a verdict on another path that is down has just named the same part."""
-        return verdict.kind in _OF_ALL_PATHS and any(
+        return any(
             other.where == verdict.where
             and other.path != verdict.path
             and not self._is_up(other.path)
@@ -449,10 +449,8 @@ MAX_SERVED = 64
 _REPLY_S = 0.3
 #: Maximum delay of a diagnosis while paths are being repaired, in seconds.
 _GIVE_WAY_S = 0.1
-#: Kinds of failures that end all paths of this rank on a rail.
-_OF_ALL_PATHS = frozenset({VerdictKind.LOCAL_NIC, VerdictKind.RAIL})
-#: Minimum interval between two messages about the same slow peer, or two warnings about the paths
-#: of the same NIC or rail, in seconds.
+#: Minimum interval between two messages about the same slow peer, or two warnings about paths
+#: that failed for the same reason, in seconds.
 _SAY_AGAIN_S = 60.0
 #: Prefix that `path.announced` gives to the cause of a failure that the peer announced.
 _ECHO = "reported by rank "

@@ -322,6 +322,15 @@ def test_a_nic_that_dies_is_one_warning_not_one_per_path(
     assert failures(caplog) == [(logging.WARNING, " rail 1 to rank 2")], "it failed again"
 
 
+def test_two_nics_that_die_are_two_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    with caplog.at_level(logging.WARNING, "r2ccl.failover.diagnosis.driver"):
+        for path in world.paths:
+            world.fail(path, CARRIER)
+        world.tick()
+    assert [text for _, text in failures(caplog)] == [" rail 0 to rank 1", " rail 1 to rank 1"]
+
+
 def test_nics_of_two_peers_that_die_are_two_warnings(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     with caplog.at_level(logging.INFO, "r2ccl.failover.diagnosis.driver"):
