@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from r2ccl.bootstrap.launch import launch
 from r2ccl.communicator import ANY_SOURCE, ANY_TAG, Communicator
-from r2ccl.config import Config
+from r2ccl.config import VERSION, Config
 from r2ccl.dtypes import pair_dtype
 from r2ccl.errors import (
     CommunicatorRevoked,
@@ -48,7 +48,7 @@ BXOR = ReduceOp.BXOR
 MINLOC = ReduceOp.MINLOC
 MAXLOC = ReduceOp.MAXLOC
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "ANY_SOURCE",

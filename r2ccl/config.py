@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import msgspec
 
 from r2ccl.errors import InvalidArgument
+
+#: Version of the package, which the log of a job names; `r2ccl.__version__`.
+VERSION = "0.1.0"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,11 +154,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in positive:
             if getattr(self, name) <= 0:
                 raise _bad(name, getattr(self, name), "a number above 0")
-        switches = dict.fromkeys(("fastpath", "balance", "ipc", "shm", "compiled"), SWITCHES)
+        switches = dict.fromkeys(SWITCHED, SWITCHES)
         allowed = {"mode": MODES, "algo": ALGOS, "fabric": FABRICS, **switches}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
-                raise _bad(name, getattr(self, name), f"one of {', '.join(values)}")
+                numbers = ", or 0 to 3 for the first four" if name == "mode" else ""
+                raise _bad(name, getattr(self, name), f"one of {', '.join(values)}{numbers}")
         if self.debug.upper() not in DEBUG_LEVELS:
             raise _bad("debug", self.debug, f"one of {', '.join(filter(None, DEBUG_LEVELS))}")
         if self.dump_signal not in DUMP_SIGNALS:
@@ -242,16 +247,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                             env[variable], field.type, strict=False
                         )
                     except msgspec.ValidationError as exc:
+                        allowed = _number_like(field, env[variable])
                         raise InvalidArgument(
-                            f"{variable}={env[variable]!r}: {exc}; see docs/tuning.md"
+                            f"{variable}={env[variable]!r}: allowed is {allowed}; see "
+                            "docs/tuning.md"
                         ) from exc
                     break
             if field.name in overrides:
-                values[field.name] = _typed(field.name, overrides[field.name], field.type)
-        unknown = overrides.keys() - set(cls.__struct_fields__)
-        if unknown:
+                values[field.name] = _typed(field, overrides[field.name])
+        for name in sorted(overrides.keys() - set(cls.__struct_fields__)):
+            near = nearest(name, cls.__struct_fields__)
+            advice = f"did you mean {near}? known" if near else "known"
             raise InvalidArgument(
-                f"unknown setting {sorted(unknown)}; known: {', '.join(cls.__struct_fields__)}"
+                f"unknown setting {name}; {advice}: {', '.join(cls.__struct_fields__)}"
             )
         return cls(**values)
 
@@ -260,6 +268,8 @@ MODES = ("failstop", "migrate", "balance", "r2cc", "auto")
 MODE_NUMBERS = dict(zip("0123", MODES, strict=False))
 FABRICS = ("auto", "full", "rail", "none")
 SWITCHES = ("0", "1", "auto")
+#: Fields whose values are `SWITCHES`.
+SWITCHED = ("fastpath", "balance", "ipc", "shm", "compiled")
 ALGOS = (
     "auto",
     "ring",
@@ -344,8 +354,19 @@ def _published_failures(env: Mapping[str, str]) -> dict[str, Any]:
     return {"failed_nics": ",".join(f"{node}:{name}" for name in names)} if names else {}
 
 
-def _typed(name: str, given: Any, kind: Any) -> Any:
-    """Return the value of a keyword as a str, int or float, whichever `kind` is.
+def nearest(name: str, names: Sequence[str]) -> str:
+    """Return the one of `names` that is most similar to `name`; "" if none is similar."""
+    from difflib import get_close_matches  # only for an error or a warning
+
+    # Close matches omit timeout_s for timeout, which lacks only a unit.
+    longer = [each for each in names if each.startswith(f"{name}_")]
+    return next(iter((*longer, *get_close_matches(name, names, 1))), "")
+
+
+def _typed(field: msgspec.structs.FieldInfo, given: Any) -> Any:
+    """Return the value of a keyword as a str, int or float, whichever the field has.
+
+    The fields of which a value is a number, ``mode`` and `SWITCHED`, may be given as an int.
 
     Raises
     ------
@@ -353,12 +374,42 @@ def _typed(name: str, given: Any, kind: Any) -> Any:
         If the value has another type, or is an integer too large for a float. A bool is not a
         number, and text is not parsed.
     """
+    kind = field.type
     accepted: Any = {str: str, int: Integral, float: Real}[kind]
+    if field.name in ("mode", *SWITCHED):
+        accepted = (str, Integral)
     if isinstance(given, accepted) and not isinstance(given, bool):
         with contextlib.suppress(OverflowError):  # an int beyond the range of floats
             return kind(given)
-    shown = "***" if name == "secret" else given
-    raise _bad(name, shown, f"a value of type {kind.__name__}")
+    shown = "***" if field.name == "secret" else given
+    allowed = f"a value of type {kind.__name__}"
+    if kind is not str:
+        allowed = f"{_number_like(field, str(given))}, of type {kind.__name__}"
+    elif isinstance(accepted, tuple):
+        allowed = f"{allowed}, such as {field.default!r}, or a number"
+    raise _bad(field.name, shown, allowed)
+
+
+#: Factors of the units that users write after a number of seconds, and after one of bytes.
+_SECONDS = {"": 1, "s": 1, "ms": 1e-3, "us": 1e-6, "min": 60, "h": 3600}
+_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def _number_like(field: msgspec.structs.FieldInfo, given: str) -> str:
+    """Return the kind of number that a field allows, with an example.
+
+    The example is the value that `given` means if it is a number with a unit, else the default.
+    """
+    is_size = field.name.endswith("nbytes")
+    example: Any = field.default
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)", given.strip().lower())
+    if found is not None and (is_size or field.type is float):
+        number, unit = found.groups()
+        factor = _BYTES.get(re.sub("i?b$", "", unit)) if is_size else _SECONDS.get(unit)
+        example = example if factor is None else float(number) * factor
+    if field.type is float:
+        return f"a number of seconds, such as {example:g}"
+    return f"a whole number{' of bytes' * is_size}, such as {int(example)}"
 
 
 def _bad(name: str, given: object, allowed: str) -> InvalidArgument:
@@ -366,4 +417,4 @@ def _bad(name: str, given: object, allowed: str) -> InvalidArgument:
     return InvalidArgument(f"{name}={given!r} (R2CC_{name.upper()}{also}): allowed is {allowed}")
 
 
-__all__ = ["Config", "parse_failures"]
+__all__ = ["VERSION", "Config", "nearest", "parse_failures"]

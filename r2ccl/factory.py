@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from r2ccl import bootstrap
+from r2ccl.bootstrap import logs
 from r2ccl.communicator import Communicator
-from r2ccl.config import DEBUG_LEVELS, Config
+from r2ccl.config import Config
 from r2ccl.errors import (
     InvalidArgument,
     PeerLost,
@@ -110,7 +111,7 @@ def init(
     *Collective*: all ranks.
     """
     config = Config.from_env(os.environ, **settings)
-    _set_log_level(config)
+    logs.set_level(config)
     if config.dump_signal:
         require_main_thread()
     hcas: list[Hca] = []
@@ -250,16 +251,6 @@ def _open_transport(
 
     relayed = PxnTransport(verbs)
     return MixedTransport((tcp, relayed)), relayed
-
-
-def _set_log_level(config: Config) -> None:
-    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; add a stderr handler if it has no handler."""
-    level = DEBUG_LEVELS[config.debug.upper()]
-    logger = logging.getLogger("r2ccl")
-    if level:
-        logger.setLevel(level)
-        if not logger.hasHandlers():
-            logger.addHandler(logging.StreamHandler())
 
 
 def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca, ...]:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from r2ccl.bootstrap import naming, wire
+from r2ccl.bootstrap import logs, naming, wire
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.greetings import (
     Greeting,
@@ -43,7 +43,6 @@ from r2ccl.config import AGREED
 from r2ccl.errors import (
     InvalidArgument,
     R2cclError,
-    TransportTimeout,
     decode_errno,
     exhaustion_advice,
     is_exhaustion,
@@ -62,6 +61,11 @@ VERDICT_MARGIN_S = 5.0
 _BIND_PATIENCE_S = 3.0
 _BIND_PAUSE_S = 0.25
 _RESOLVE_PAUSE_S = 0.5
+#: First and longest interval between two messages about missing ranks, in seconds.
+_FIRST_REPORT_S = 2.0
+_LAST_REPORT_S = 30.0
+#: Maximum number of ranks that such a message names.
+_MAX_NAMED = 16
 
 
 class _Member:
@@ -157,7 +161,7 @@ class Leader:
         await self._welcome(communicator_id, is_on_one_host)
         self._infos[0] = self._prepare(is_on_one_host, self._own_address(sock))
         while self._awaited and not self._faults:
-            await self._progress.wait()
+            await self._await_progress(lambda: f"the addresses of {_ranks(self._awaited)}")
         if self._faults:
             await self._await_others(lambda: not self._awaited)
             raise InvalidArgument("; ".join(self._faults))
@@ -195,12 +199,7 @@ class Leader:
                 return await name.find()
             except OSError as exc:
                 if monotonic() > give_up_at:
-                    raise TransportTimeout(
-                        f"rank 0: MASTER_ADDR={identity.address!r} could not be resolved within "
-                        f"{self._timeout_s:g} s ({naming.describe(exc)}): set it to an address of "
-                        "this host, or raise R2CC_INIT_TIMEOUT_S to wait longer",
-                        rank=0,
-                    ) from exc
+                    raise naming.unresolvable(0, identity.address, exc) from exc
             await asyncio.sleep(_RESOLVE_PAUSE_S)
 
     def _own_address(self, listening: socket.socket) -> str:
@@ -287,7 +286,7 @@ class Leader:
 
     async def _gather_hellos(self) -> None:
         while len(self._hellos) < self._identity.nranks and not self._faults:
-            await self._progress.wait()
+            await self._await_progress(lambda: _ranks(self._missing()))
         if self._faults:
             await self._await_others(lambda: len(self._hellos) == self._identity.nranks)
         odd = [hello.rank for hello in self._hellos.values() if hello.digest != self._hello.digest]
@@ -299,6 +298,28 @@ class Leader:
             )
         if self._faults:
             raise InvalidArgument("; ".join(self._faults))
+
+    async def _await_progress(self, awaited: Callable[[], str]) -> None:
+        """Wait until `_progress` is set; say at growing intervals what rank 0 waits for.
+
+        ``awaited()`` is called for each of these messages.
+        """
+        pause_s, waited_s = _FIRST_REPORT_S, 0.0
+        waiting = asyncio.ensure_future(self._progress.wait())
+        try:
+            while not (await asyncio.wait({waiting}, timeout=pause_s))[0]:
+                waited_s += pause_s
+                pause_s = min(2 * pause_s, _LAST_REPORT_S)
+                logs.progress(
+                    logger,
+                    f"rank 0: init has waited {waited_s:g} s (of {self._timeout_s:g} s) for "
+                    f"{awaited()}",
+                )
+        finally:
+            waiting.cancel()
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._identity.nranks) if rank not in self._hellos]
 
     async def _await_others(self, is_complete: Callable[[], bool]) -> None:
         """Wait until `is_complete`, for at most `_FAULT_GRACE_S`, after an error.
@@ -363,7 +384,7 @@ class Leader:
     def _account_of_timeout(self) -> MeetingFailed:
         if self._faults:
             return MeetingFailed("; ".join(self._faults))
-        missing = [rank for rank in range(self._identity.nranks) if rank not in self._hellos]
+        missing = self._missing()
         where = f"{self._identity.address}:{self._identity.port}"
         if not missing:
             return MeetingFailed(
@@ -404,6 +425,13 @@ def _with_common_rails(infos: Iterable[PeerInfo]) -> tuple[PeerInfo, ...]:
         )
         for info in ordered
     )
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Return the ranks as text; only the first `_MAX_NAMED` are named."""
+    found = sorted(ranks)
+    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+    return f"ranks {found[:_MAX_NAMED]}{more}"
 
 
 def _name(hello: Hello) -> str:

@@ -21,6 +21,7 @@ Runs in the control thread. Invariant: the rendezvous ends by its deadline.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from typing import TypeVar
 
@@ -47,10 +48,14 @@ from r2ccl.bootstrap.naming import LeaderName
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument, PeerLost, R2cclError, TransportTimeout
 
+logger = logging.getLogger("r2ccl.bootstrap")
+
 #: Communicator id in claims that are made before rank 0 has chosen the id.
 _NO_COMMUNICATOR = bytes(COMMUNICATOR_ID_NBYTES)
 _FIRST_PAUSE_S = 0.02
 _MAX_PAUSE_S = 0.5
+#: Time after which a rank reports that it has not reached rank 0 yet, in seconds.
+_REPORT_AFTER_S = 2.0
 
 _T = TypeVar("_T")
 
@@ -120,6 +125,8 @@ class _Member:
         self._timeout_s = timeout_s
         self._control_address = control_address
         self._last_failure = "rank 0 has not published the secret yet"
+        #: Error of the last attempt if it could not resolve the name of rank 0, else None.
+        self._unresolved: OSError | None = None
         self._leader = LeaderName(identity.rank, identity.address, identity.port)
 
     async def run(self) -> Meeting:
@@ -166,13 +173,23 @@ class _Member:
 
     async def _reach_leader(self) -> tuple[socket.socket, Secret]:
         pause = _FIRST_PAUSE_S
-        give_up_at = monotonic() + self._timeout_s
+        began_s = monotonic()
+        give_up_at, is_said = began_s + self._timeout_s, False
         while (left_s := give_up_at - monotonic()) > 0:
             found = await self._try_leader(left_s)
             if found is not None:
                 return found
+            if not is_said and monotonic() > began_s + _REPORT_AFTER_S:
+                is_said = True
+                logger.info(
+                    "rank %d: rank 0 was not reached yet at %s (%s); trying again for up to %g s",
+                    self._hello.rank, self._where(), self._last_failure, self._timeout_s,
+                )  # fmt: skip
             await asyncio.sleep(min(pause, left_s))
             pause = min(2 * pause, _MAX_PAUSE_S)
+        if self._unresolved is not None:
+            name = self._identity.address
+            raise naming.unresolvable(self._hello.rank, name, self._unresolved)
         raise TransportTimeout(
             f"rank {self._hello.rank}: rank 0 was not reached at {self._where()} within "
             f"{self._timeout_s:g} s (last attempt: {self._last_failure}): check that rank 0 is "
@@ -190,8 +207,10 @@ class _Member:
         try:
             target = (await self._leader.find(), self._identity.port)
         except OSError as exc:
+            self._unresolved = exc
             self._last_failure = f"its name cannot be resolved: {naming.describe(exc)}"
             return None
+        self._unresolved = None
         try:
             return await wire.dial(secret, claim, target, timeout_s=timeout_s), secret
         except (OSError, HandshakeRejected) as exc:

@@ -1,19 +1,22 @@
 """Entry point of bootstrap: `connect` makes the control plane of a job from its settings.
 
 `connect` determines this process's rank, address of rank 0 and secret, runs the rendezvous and
-opens the listeners. The caller chooses the NICs that become rails, through a callback.
+opens the listeners. The caller chooses the NICs that become rails, through a callback. Rank 0 warns
+of variables that look like settings but are none, since a misspelt setting would have no effect.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from r2ccl.bootstrap import wire
+from r2ccl.bootstrap import logs, wire
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, SECRET_NBYTES, Secret
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.greetings import Hello, Meeting
@@ -22,14 +25,25 @@ from r2ccl.bootstrap.listener import Rejections, cannot_listen
 from r2ccl.bootstrap.loop import ControlLoop
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.rendezvous import meet
-from r2ccl.config import Config
+from r2ccl.config import Config, nearest
 from r2ccl.errors import InvalidArgument, TransportError, describe_os_error, errno_name
 from r2ccl.types import Nic
+
+logger = logging.getLogger("r2ccl.bootstrap")
 
 NicsFor = Callable[[int, bool, str], tuple[Nic, ...]]
 HcasFor = Callable[[], tuple[str, ...]]
 
 _STOP_S = 1.0
+
+#: Variables of the published R2CCL that are also read.
+_PUBLISHED = ("R2CC_FAILED_HCA", "R2CC_FAILED_NODE")
+#: Variables that the library and its tests set for their own processes.
+_OWN = (
+    "R2CC_LISTEN_FD", "R2CC_FAULT_SOCKET", "R2CC_NETLAB_UNSHARED", "R2CC_CAMPAIGN_RUNS",
+    "R2CC_FRESH", "R2CC_MATRIX_EVERY", "R2CC_SIM_EXAMPLES",
+)  # fmt: skip
+_OWN_PREFIXES = ("R2CC_RDMALAB", "R2CC_RDMA_")
 
 
 def connect(
@@ -78,7 +92,11 @@ def connect(
         If the NICs of this host cannot be listed. The other ranks then raise InvalidArgument, and
         so does rank 0 of several ranks if its own NICs cannot be listed.
     """
-    identity = identify(config, comm, os.environ if env is None else env)
+    env = os.environ if env is None else env
+    identity = identify(config, comm, env)
+    logs.set_rank(identity.rank)
+    if identity.rank == 0:
+        warn_of_unknown(env)
     with identity.listener or contextlib.nullcontext():
         listeners = _Listeners(identity, config, nics_for, hcas_for)
         rejections = Rejections(identity.rank)
@@ -100,6 +118,31 @@ def connect(
             listeners.close()
             loop.close(_STOP_S)
             raise
+
+
+def warn_of_unknown(env: Mapping[str, str]) -> None:
+    """Log a warning for each variable in `env` that begins like a setting but has no effect."""
+    for name, advice in unknown(env):
+        logger.warning("%s is no setting of r2ccl and has no effect: %s", name, advice)
+
+
+def unknown(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Return the variables in `env` that begin like settings but have no effect.
+
+    Yields
+    ------
+    name, advice : str
+        The variable, and what to do about it.
+    """
+    settings = [f"R2CC_{name.upper()}" for name in Config.__struct_fields__]
+    known = {*settings, *_PUBLISHED, *_OWN}
+    for name in sorted(env):
+        found = re.fullmatch("R2CCL?_(.+)", name)
+        if found is None or name in known or name.startswith(_OWN_PREFIXES):
+            continue
+        stems = [each.removeprefix("R2CC_") for each in (*settings, *_PUBLISHED)]
+        near = nearest(found[1].upper(), stems)
+        yield name, f"did you mean R2CC_{near}?" if near else "unset it or correct its name"
 
 
 def _meet_nobody(listeners: _Listeners, config: Config) -> Meeting:
@@ -229,4 +272,4 @@ def _address(sock: socket.socket) -> wire.Address:
     return (str(host), int(port))
 
 
-__all__ = ["HcasFor", "NicsFor", "connect"]
+__all__ = ["HcasFor", "NicsFor", "connect", "unknown", "warn_of_unknown"]

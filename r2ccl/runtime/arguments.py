@@ -26,6 +26,7 @@ import numpy as np
 from r2ccl import kernels
 from r2ccl.dtypes import CODES, dtype_name, names, raw_dtype
 from r2ccl.errors import InvalidArgument
+from r2ccl.runtime.advice import refused_output, require_op
 from r2ccl.runtime.arrays.buffers import (
     Buffer,
     Extent,
@@ -358,7 +359,10 @@ def _scatter(
             "pass the array that receives this rank's part"
         )
     if source is None:
-        output = view(out, writable=True)
+        try:
+            output = view(out, writable=True)
+        except InvalidArgument as exc:
+            raise refused_output(out, exc) from exc.__cause__
         source = output.part(0, 0)
     else:
         output = _output(source, out)
@@ -605,6 +609,7 @@ def _with_operation(request: Request, op: Operation) -> Request:
         call = msgspec.structs.replace(request.signature, op=op.number, user=op.digest)
         return msgspec.structs.replace(request, signature=call)
     if not isinstance(op, kernels.ConvertedOp):
+        require_op(op)
         call = msgspec.structs.replace(request.signature, op=kernels.check_op(code, op))
         return msgspec.structs.replace(request, signature=call)
     op.check(code)
@@ -630,7 +635,10 @@ def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
 
 def _output(source: Memory, out: Any) -> Memory:
     """Return a view of an output, which must be on the same device as the input `source`."""
-    output = view(out, writable=True)
+    try:
+        output = view(out, writable=True)
+    except InvalidArgument as exc:
+        raise refused_output(out, exc) from exc.__cause__
     places = [getattr(each, "ordinal", None) for each in (source, output)]
     if places[0] != places[1]:
         where = ["in host memory" if at is None else f"on GPU {at}" for at in places]

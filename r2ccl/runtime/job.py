@@ -25,6 +25,7 @@ from r2ccl.failover.shrink.driver import EventQueue, Successor, regroup
 from r2ccl.failover.shrink.protocol import Shrinking
 from r2ccl.planning.cost_model import UNMEASURED, Fabric
 from r2ccl.runtime import forking
+from r2ccl.runtime.announcement import announce
 from r2ccl.runtime.ending import Ending
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LandingPool
@@ -196,6 +197,7 @@ class Job:
             self._start()
             self._participants[0].calibrate()
             self.share_memory(self._participants[0])
+            self._announce()
         except BaseException as exc:
             self.abort_surely(f"init() failed: {exc!r}")
             raise
@@ -209,6 +211,17 @@ class Job:
         """
         nshared = sum(each.collectives.shares_memory for each in tuple(self._participants))
         participant.share_memory(nshared, self._sharing_obstacle)
+
+    def _announce(self) -> None:
+        is_shared = self._participants[0].collectives.shares_memory
+        is_one_host = self.control.is_on_one_host
+        announce(
+            self.control,
+            self.config,
+            self.rails,
+            is_local=is_shared and is_one_host,
+            is_shared=is_shared,
+        )
 
     def _start(self) -> None:
         self._ending.prepare()

@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import queue
+import re
 import socket
 import threading
 import time
@@ -21,7 +22,7 @@ from support.planes import RAILS, WAIT_S, Job, Number, Recorder, Text, environme
 from support.planes import start_job as start_job  # the fixture
 from support.slow import slow_but
 
-from r2ccl.bootstrap import ControlPlane, Goodbye, connect, startup, wire
+from r2ccl.bootstrap import ControlPlane, Goodbye, connect, leader, rendezvous, startup, wire
 from r2ccl.bootstrap.auth import PROOF_NBYTES, PROTOCOL_VERSION, Claim, Dialer, Purpose, Secret
 from r2ccl.bootstrap.identity import Identity, identify
 from r2ccl.bootstrap.launch import LocalJob
@@ -91,6 +92,34 @@ def test_a_missing_rank_is_named_on_all_others() -> None:
     assert all("ranks [2] have not arrived" in str(error) for error in errors)
 
 
+def test_rank_0_says_for_whom_it_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leader, "_FIRST_REPORT_S", 0.1)
+    with caplog.at_level(logging.INFO, "r2ccl"), LocalJob(4) as job:
+        join_all(job, {}, ranks=[0, 1, 3])
+    said = [text for text in caplog.messages if "init has waited" in text]
+    assert re.search(r"^rank 0: init has waited 0\.1 s \(of [\d.]+ s\) for ranks ", said[0])
+    assert all(text.endswith("for ranks [2]") for text in said[1:])
+    assert 2 <= len(said) <= 5, "the interval doubles"
+
+
+def test_a_rank_says_once_that_rank_0_is_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "_REPORT_AFTER_S", 0.1)
+    with caplog.at_level(logging.INFO, "r2ccl"), LocalJob(2) as job:
+        port = free_port()
+        join_all(job, {1: {"R2CC_PORT": port}}, ranks=[1])
+    (said,) = [text for text in caplog.messages if "was not reached yet" in text]
+    assert said.startswith(f"rank 1: rank 0 was not reached yet at 127.0.0.1:{port} (")
+
+
+def test_only_some_of_many_missing_ranks_are_named() -> None:
+    assert leader._ranks(range(16)) == f"ranks {list(range(16))}"
+    assert leader._ranks(range(100)) == f"ranks {list(range(16))} and 84 more"
+
+
 def test_a_rank_without_rank_0_says_where_it_looked() -> None:
     with LocalJob(2) as job:
         port = free_port()
@@ -153,7 +182,7 @@ def test_a_name_that_cannot_exist_ends_init_at_once(
         itertools.product([0, 1], [socket.EAI_AGAIN, socket.EAI_NONAME]),
     ),
 )
-def test_a_name_that_does_not_come_in_time_is_in_the_timeout(
+def test_a_name_that_does_not_come_in_time_is_invalid(
     resolver: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
     rank: int,
@@ -162,8 +191,8 @@ def test_a_name_that_does_not_come_in_time_is_in_the_timeout(
     resolver(code)
     with LocalJob(2) as job:
         error = join_named(job, rank)
-    assert isinstance(error, TransportTimeout)
-    assert "head-node" in str(error)
+    assert isinstance(error, InvalidArgument)
+    assert f"rank {rank}: MASTER_ADDR='head-node' cannot be resolved" in str(error)
     assert "the resolver's words" in str(error)
     said = [each for each in caplog.records if "cannot be resolved yet" in each.getMessage()]
     assert len(said) == 1

@@ -18,6 +18,61 @@ def test_a_mode_is_known_by_its_number_too(number: int, name: str) -> None:
     assert by_number.digest() == Config(mode=name).digest()
 
 
+@pytest.mark.parametrize("number", [2, np.int64(2), "balance"])
+def test_a_keyword_may_be_the_number_of_a_mode(number: Any) -> None:
+    assert Config.from_env({}, mode=number) == Config(mode="balance")
+
+
+@pytest.mark.parametrize("given", [0, "0", np.int8(0)])
+def test_a_switch_may_be_a_number(given: Any) -> None:
+    assert Config.from_env({}, shm=given) == Config(shm="0")
+
+
+@pytest.mark.parametrize(("name", "given"), [("mode", 4), ("mode", True), ("shm", 2), ("ipc", 1.0)])
+def test_a_number_that_is_no_value_is_refused(name: str, given: Any) -> None:
+    with pytest.raises(InvalidArgument, match=rf"\(R2CC_{name.upper()}\): allowed is"):
+        Config.from_env({}, **{name: given})
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "allowed"),
+    [
+        ("R2CC_TIMEOUT_S", "3s", "a number of seconds, such as 3"),
+        ("R2CC_TIMEOUT_S", "500ms", "a number of seconds, such as 0.5"),
+        ("R2CC_TIMEOUT_S", "2 min", "a number of seconds, such as 120"),
+        ("R2CC_TIMEOUT_S", "", "a number of seconds, such as 1800"),
+        ("R2CC_SLICE_NBYTES", "1M", "a whole number of bytes, such as 1048576"),
+        ("R2CC_SLICE_NBYTES", "64KiB", "a whole number of bytes, such as 65536"),
+        ("R2CC_SLICE_NBYTES", "much", "a whole number of bytes, such as 1048576"),
+        ("R2CC_IB_TIMEOUT", "20s", "a whole number, such as 16"),
+        ("NCCL_IB_RETRY_CNT", "2.5", "a whole number, such as 3"),
+    ],
+)
+def test_text_that_is_no_number_is_told_what_it_means(
+    variable: str, text: str, allowed: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        Config.from_env({variable: text})
+    assert str(caught.value) == f"{variable}={text!r}: allowed is {allowed}; see docs/tuning.md"
+
+
+def test_a_keyword_that_is_text_is_told_the_number() -> None:
+    text: Any = "3s"
+    with pytest.raises(InvalidArgument, match=r"a number of seconds, such as 3, of type float$"):
+        Config.from_env({}, timeout_s=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("timeout", "timeout_s"), ("slice_bytes", "slice_nbytes"), ("nrails", "rails")],
+)
+def test_an_unknown_keyword_names_the_nearest_setting(name: str, near: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"^unknown setting {name}; did you mean {near}\?"):
+        Config.from_env({}, **{name: 1})
+    with pytest.raises(InvalidArgument, match=r"^unknown setting xyzzy; known: mode, "):
+        Config.from_env({}, xyzzy=1)
+
+
 def test_a_mode_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"R2CC_MODE.*failstop, migrate"):
         Config.from_env({"R2CC_MODE": "4"})

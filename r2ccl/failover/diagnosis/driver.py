@@ -396,9 +396,10 @@ class Diagnosis:
 
     def _say(self, verdict: Verdict) -> None:
         peer = verdict.path.peer
-        level = logging.WARNING
+        level = logging.INFO if self._is_repeated(verdict) else logging.WARNING
         if not verdict.is_down:
             # A process that computes for long is suspected on every rail, repeatedly.
+            level = logging.INFO
             said_s = self._said_slow_s.get(peer, float("-inf"))
             if verdict.when_s < said_s + _SAY_AGAIN_S:
                 level = logging.DEBUG
@@ -406,6 +407,17 @@ class Diagnosis:
                 self._said_slow_s[peer] = verdict.when_s
         _log.log(
             level, "rank %d: rail %d to rank %d: %s", self._rank, verdict.path.rail, peer, verdict
+        )
+
+    def _is_repeated(self, verdict: Verdict) -> bool:
+        """Return whether a verdict on another path that is down has just named the same part."""
+        return any(
+            other.where == verdict.where
+            and other.path != verdict.path
+            and not self._is_up(other.path)
+            and verdict.when_s < other.when_s + _SAY_AGAIN_S
+            for other in self._verdicts.values()
+            if other.kind is verdict.kind
         )
 
     def _forget_questions(self, case: _Case) -> None:
@@ -437,7 +449,8 @@ MAX_SERVED = 64
 _REPLY_S = 0.3
 #: Maximum delay of a diagnosis while paths are being repaired, in seconds.
 _GIVE_WAY_S = 0.1
-#: Minimum interval between two warnings about the same slow peer, in seconds.
+#: Minimum interval between two messages about the same slow peer, or two warnings about paths
+#: that failed for the same reason, in seconds.
 _SAY_AGAIN_S = 60.0
 #: Prefix that `path.announced` gives to the cause of a failure that the peer announced.
 _ECHO = "reported by rank "

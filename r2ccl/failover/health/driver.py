@@ -299,7 +299,7 @@ class HealthAgreement:
                         list(self.known.health.degraded()) or "none",
                     )  # fmt: skip
                 case Late():
-                    _log.warning(
+                    _log.info(
                         "rank %d: the agreement on health version %d is delayed; still waiting "
                         "for ranks %s: check that they run and can be reached",
                         self._rank, action.version, list(action.ranks),

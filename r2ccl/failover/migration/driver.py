@@ -456,9 +456,11 @@ class Migration:
     def _say_repaired(self, path: Path, moved: dict[int, int]) -> None:
         rails = ", ".join(map(rail_name, sorted(set(moved.values()))))
         outcome = f"moved channels {sorted(moved)} to {rails}" if rails else "no channels moved"
-        # While all ranks leave, the ranks that finish first close their connections: no failure.
+        # The verdict on the path is the warning, and a bypass gets none. While all ranks leave,
+        # those that finish first close their connections: no failure.
+        is_warning = path.key.is_bypass and not self._revocation.is_leaving
         _log.log(
-            logging.INFO if self._revocation.is_leaving else logging.WARNING,
+            logging.WARNING if is_warning else logging.INFO,
             "rank %d: %s to rank %d is out of use (%s); %s",
             self._rank, rail_name(path.key.rail), path.key.peer, path.cause, outcome,
         )  # fmt: skip
@@ -523,7 +525,11 @@ class Migration:
         if path.key.is_bypass:
             _log.warning("rank %d: a bypass to rank %d is up", self._rank, peer)
         elif path.epoch and not path.is_idle:
-            _log.warning("rank %d: rail %d to rank %d is up again", self._rank, path.key.rail, peer)
+            rail = path.key.rail
+            _log.info("rank %d: rail %d to rank %d is up again", self._rank, rail, peer)
+            others = (other for key, other in self._paths.items() if key.rail == rail)
+            if all(each is path or each.is_idle or each.state is PathState.UP for each in others):
+                _log.warning("rank %d: rail %d is up again on all its paths", self._rank, rail)
         if path.is_idle:
             path.is_idle = False
             path.cause = ""  # it was closed, which is no failure

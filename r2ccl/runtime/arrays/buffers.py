@@ -19,6 +19,7 @@ import numpy as np
 
 from r2ccl.dtypes import CODES, EXTENSIONS, dtype_name, dtype_of, names
 from r2ccl.errors import InvalidArgument
+from r2ccl.runtime import advice
 from r2ccl.runtime.arrays.libraries import is_device_array, library_of, torch_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -228,7 +229,8 @@ def type_name(x: Any) -> str:
 
 def cannot_view(x: Any, why: object) -> InvalidArgument:
     """Return the error for an array whose library does not export its memory unchanged."""
-    return InvalidArgument(f"{type_name(x)} was given and cannot be viewed: {why}")
+    fix = "; pass x.detach()" if getattr(x, "requires_grad", False) else ""
+    return InvalidArgument(f"{type_name(x)} was given and cannot be viewed: {why}{fix}")
 
 
 def host_array(x: Any) -> Array:
@@ -275,7 +277,8 @@ def _tensor_array(x: Any) -> Array:
     if not hasattr(x, "__dlpack__"):
         if hasattr(x, "__cuda_array_interface__"):
             raise _on_device(x, "CUDA")
-        raise InvalidArgument(f"{type_name(x)} was given: {_ALLOWED}{names()}")
+        fix = advice.as_array(x)
+        raise InvalidArgument(f"{type_name(x)} was given: {_ALLOWED}{names()}{fix}")
     device = int(x.__dlpack_device__()[0])
     if device not in _HOST_DEVICES:
         raise _on_device(x, f"DLPack device type {device}")
@@ -294,7 +297,8 @@ def _tensor_array(x: Any) -> Array:
 def _on_device(x: Any, where: str) -> InvalidArgument:
     return InvalidArgument(
         f"{type_name(x)} in device memory ({where}) was given: host memory is needed here; "
-        "copy it to the host, or, in a collective, pass input and output both in CUDA memory"
+        f"copy it to the host with {advice.on_host(x)}, or, in a collective, pass input and output "
+        "both in CUDA memory"
     )
 
 
@@ -308,14 +312,18 @@ def refusal(x: Any, array: Array, writable: bool) -> InvalidArgument:
     if not array.flags.c_contiguous:
         return InvalidArgument(
             f"{given} and strides {array.strides} is not C-contiguous: the result is written to "
-            "it, so pass np.ascontiguousarray(x) and read the result from there, or a view of "
+            f"it, so pass {advice.contiguous(x)} and read the result from there, or a view of "
             "whole leading rows"
         )
     if not array.flags.aligned:
         return InvalidArgument(
-            f"{given} is not aligned to {array.dtype.alignment} bytes: pass a copy of it"
+            f"{given} is not aligned to {array.dtype.alignment} bytes: pass a copy of it, such as "
+            f"{advice.copy(x)}"
         )
-    return InvalidArgument(f"{given} is read-only, but the result is written to it: pass a copy")
+    return InvalidArgument(
+        f"{given} is read-only, but the result is written to it: pass a copy, such as "
+        f"{advice.copy(x)}"
+    )
 
 
 def _what(extent: Extent) -> str:

@@ -25,6 +25,7 @@ from r2ccl.device.base import Stream
 from r2ccl.device.bindings import Cuda
 from r2ccl.dtypes import DTYPES, EXTENSIONS, dtype_name, dtype_of
 from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.runtime import advice
 from r2ccl.runtime.arrays.buffers import cannot_view, type_name
 from r2ccl.runtime.arrays.libraries import Library, Torch, is_device_array, library_of, torch_of
 from r2ccl.runtime.arrays.streams import LEGACY, producer_stream, stream_of
@@ -225,7 +226,7 @@ def _ask_torch(x: Any, torch: Any, library: Library) -> _Given:
     if x.layout is not torch.strided:
         raise cannot_view(x, f"its layout is {x.layout}; pass x.to_dense()")
     if x.requires_grad:
-        raise cannot_view(x, "it requires grad; pass x.detach()")
+        raise cannot_view(x, "it requires grad")
     if x.is_conj() or x.is_neg():
         raise cannot_view(
             x, "its memory holds the conjugate or negative; pass x.resolve_conj().resolve_neg()"
@@ -367,7 +368,7 @@ def _memory_refusal(x: Any, given: _Given, dtype: np.dtype[Any]) -> InvalidArgum
     if not _is_contiguous(given, dtype.itemsize):
         return InvalidArgument(
             f"{what} and strides {given.strides} is not C-contiguous: "
-            "pass a contiguous copy, or a view of whole leading rows"
+            f"pass {advice.contiguous(x)}, or a view of whole leading rows"
         )
     if given.address % dtype.alignment:
         return InvalidArgument(

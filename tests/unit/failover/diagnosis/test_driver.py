@@ -283,7 +283,7 @@ def test_a_slow_peer_costs_one_probe_and_one_mention_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = World()
-    with caplog.at_level(logging.WARNING, "r2ccl.failover.diagnosis.driver"):
+    with caplog.at_level(logging.INFO, "r2ccl.failover.diagnosis.driver"):
         for _ in range(3):
             world.now += 0.5
             for rail in (0, 1):
@@ -293,7 +293,52 @@ def test_a_slow_peer_costs_one_probe_and_one_mention_a_minute(
     assert world.kinds() == {A: VerdictKind.PEER_SLOW, PathKey(1, 1): VerdictKind.PEER_SLOW}
     assert world.findings() == []
     (record,) = caplog.records
+    assert record.levelno == logging.INFO
     assert record.getMessage().startswith("rank 0: rail 0 to rank 1: rank 1: the process is slow")
+
+
+def failures(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    return [(each.levelno, each.getMessage().split(":")[1]) for each in caplog.records]
+
+
+def test_a_nic_that_dies_is_one_warning_not_one_per_path(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(nranks=5)
+    with caplog.at_level(logging.INFO, "r2ccl.failover.diagnosis.driver"):
+        for peer in range(1, 5):
+            world.fail(PathKey(peer, 1), CARRIER)
+        world.tick()
+    assert set(world.kinds().values()) == {VerdictKind.LOCAL_NIC}
+    levels = [level for level, _ in failures(caplog)]
+    assert levels == [logging.WARNING, *[logging.INFO] * 3]
+    caplog.clear()
+    for path in world.paths.values():
+        path.state = PathState.UP
+        path.epoch += 1
+    with caplog.at_level(logging.INFO, "r2ccl.failover.diagnosis.driver"):
+        world.fail(PathKey(2, 1), CARRIER)
+        world.tick()
+    assert failures(caplog) == [(logging.WARNING, " rail 1 to rank 2")], "it failed again"
+
+
+def test_two_nics_that_die_are_two_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    with caplog.at_level(logging.WARNING, "r2ccl.failover.diagnosis.driver"):
+        for path in world.paths:
+            world.fail(path, CARRIER)
+        world.tick()
+    assert [text for _, text in failures(caplog)] == [" rail 0 to rank 1", " rail 1 to rank 1"]
+
+
+def test_nics_of_two_peers_that_die_are_two_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    with caplog.at_level(logging.INFO, "r2ccl.failover.diagnosis.driver"):
+        for peer in (1, 2):
+            world.fail(PathKey(peer, 1), CARRIER, is_own=False)
+        world.tick()
+    assert set(world.kinds().values()) == {VerdictKind.REMOTE_NIC}
+    assert [level for level, _ in failures(caplog)] == [logging.WARNING] * 2
 
 
 def test_who_is_slow_is_known_and_from_when_on() -> None:

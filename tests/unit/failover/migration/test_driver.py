@@ -1,5 +1,6 @@
 """What failover decides by itself, with a transport and a control plane that only take notes."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -246,6 +247,33 @@ def test_channels_live_on_joining_rails_while_there_are_any() -> None:
     world.heal(B)
     world.open(1, 1)
     assert routes_of(world) == [B] * 4
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    return [(each.levelno, each.getMessage()) for each in caplog.records]
+
+
+def test_what_happens_to_a_path_is_info_and_to_a_rail_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world, other = World(nranks=3), PathKey(2, 1)
+    world.migration.on_opened(*other, 0, Endpoint())
+    with caplog.at_level(logging.INFO, "r2ccl.failover.migration.driver"):
+        for key in (B, other):
+            world.fail(key)
+            world.migration.on_fenced(Fenced(key))
+            world.failover.on_message(key.peer, Announcement(1, 0, "EIO", ()))
+    assert {level for level, _ in logged(caplog)} == {logging.INFO}
+    assert sum("is out of use" in text for _, text in logged(caplog)) == 2
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "r2ccl.failover.migration.driver"):
+        world.migration.on_opened(*B, 1, Endpoint())
+        world.migration.on_opened(*other, 1, Endpoint())
+    assert logged(caplog) == [
+        (logging.INFO, "rank 0: rail 1 to rank 1 is up again"),
+        (logging.INFO, "rank 0: rail 1 to rank 2 is up again"),
+        (logging.WARNING, "rank 0: rail 1 is up again on all its paths"),
+    ]
 
 
 def test_a_port_going_down_fails_its_paths_one_coming_up_calls() -> None:

@@ -321,7 +321,7 @@ class TestTorch:
     @pytest.mark.parametrize(
         ("facts", "words"),
         [
-            ({"requires_grad": True}, r"cannot be viewed: it requires grad; pass x.detach\(\)"),
+            ({"requires_grad": True}, r"cannot be viewed: it requires grad; pass x.detach\(\)$"),
             ({"layout": "torch.sparse_coo"}, r"layout is torch.sparse_coo; pass x.to_dense\(\)"),
             ({"is_lazy": "conj"}, "resolve_conj"),
             ({"is_lazy": "neg"}, "resolve_neg"),

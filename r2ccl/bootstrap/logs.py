@@ -1,0 +1,68 @@
+"""Log of r2ccl: the level that ``R2CC_DEBUG`` sets, and the form of the lines on stderr.
+
+Without ``R2CC_DEBUG``, and if the program has configured handlers, nothing is changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from r2ccl.config import DEBUG_LEVELS, Config
+
+_ROOT = "r2ccl"
+
+
+class RankFormatter(logging.Formatter):
+    """Formats a record as time, level, logger, rank and message.
+
+    The rank is left out if the message begins with it. Before the rank of the process is known, the
+    process id stands in its place.
+
+    Attributes
+    ----------
+    rank : int
+        Rank of this process; -1: not known yet.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self.rank = -1
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Implement `logging.Formatter.formatMessage`."""
+        if not record.message.startswith("rank "):
+            who = f"pid {record.process}" if self.rank < 0 else f"rank {self.rank}"
+            record.message = f"{who}: {record.message}"
+        return super().formatMessage(record)
+
+
+def set_level(config: Config) -> None:
+    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; add a stderr handler if it has no handler."""
+    level = DEBUG_LEVELS[config.debug.upper()]
+    if not level:
+        return
+    logger = logging.getLogger(_ROOT)
+    logger.setLevel(level)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(RankFormatter())
+        logger.addHandler(handler)
+
+
+def set_rank(rank: int) -> None:
+    """Give the rank of this process to the handler that `set_level` has added, if any."""
+    for handler in logging.getLogger(_ROOT).handlers:
+        if isinstance(handler.formatter, RankFormatter):
+            handler.formatter.rank = rank
+
+
+def progress(logger: logging.Logger, text: str) -> None:
+    """Report that something takes long: as an INFO record, or as a line on a terminal."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", text)
+    elif sys.stderr is not None and sys.stderr.isatty():
+        print(f"r2ccl: {text}", file=sys.stderr, flush=True)
+
+
+__all__ = ["RankFormatter", "progress", "set_level", "set_rank"]

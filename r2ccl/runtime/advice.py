@@ -1,0 +1,111 @@
+"""Advice for wrong arguments, in the words of the library that the caller's object is from.
+
+Nothing here runs in a call whose arguments are right.
+"""
+
+from __future__ import annotations
+
+import sys
+from numbers import Integral
+from typing import Any
+
+from r2ccl.errors import InvalidArgument
+from r2ccl.types import ReduceOp
+
+#: Names of functions and of other libraries' constants, for the operations that they stand for.
+_OP_NAMES = {
+    "ADD": "SUM", "MUL": "PROD", "MULTIPLY": "PROD", "PRODUCT": "PROD", "MINIMUM": "MIN",
+    "MAXIMUM": "MAX", "MEAN": "AVG", "AVERAGE": "AVG", "LOGICAL_AND": "LAND", "LOGICAL_OR": "LOR",
+    "LOGICAL_XOR": "LXOR", "BITWISE_AND": "BAND", "BITWISE_OR": "BOR", "BITWISE_XOR": "BXOR",
+    "AND_": "BAND", "OR_": "BOR", "XOR": "BXOR",
+}  # fmt: skip
+
+#: By the caller's library: what to pass instead of ``x``.
+_CONTIGUOUS = {"torch": "x.contiguous()", "cupy": "cupy.ascontiguousarray(x)"}
+_COPY = {
+    "torch": "x.clone()", "jax": "np.array(x)", "jaxlib": "np.array(x)", "builtins": "bytearray(x)",
+}  # fmt: skip
+_ON_HOST = {"torch": "x.cpu()", "cupy": "x.get()", "numba": "x.copy_to_host()"}
+_ARRAY = {
+    "pandas": "x.to_numpy()", "polars": "x.to_numpy()", "tensorflow": "x.numpy()",
+    "builtins": "a NumPy array, such as np.array(x)",
+}  # fmt: skip
+
+
+def contiguous(x: Any) -> str:
+    """Return an expression for a C-contiguous copy of the array `x`."""
+    return _CONTIGUOUS.get(_library(x), "np.ascontiguousarray(x)")
+
+
+def copy(x: Any) -> str:
+    """Return an expression for a copy of the array `x` that can be written to."""
+    return _COPY.get(_library(x), "x.copy()")
+
+
+def on_host(x: Any) -> str:
+    """Return an expression for a copy of the device array `x` in host memory."""
+    return _ON_HOST.get(_library(x), "np.asarray(x)")
+
+
+def as_array(x: Any) -> str:
+    """Return advice for an object that is no array, to be added to a message; perhaps ""."""
+    found = _ARRAY.get(_library(x), "")
+    return f"; pass {found}" if found else ""
+
+
+def require_op(op: object) -> None:
+    """Check that an ``op`` that is none of r2ccl's own types is at least the number of one.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is not, such as ``"sum"`` or ``MPI.SUM``.
+    """
+    if isinstance(op, Integral):
+        return
+    name = _op_name(op)
+    advice = f"pass r2ccl.{name}"
+    if not name:
+        advice = f"pass r2ccl.SUM, or one of {', '.join(ReduceOp.__members__)}"
+    if type(op).__module__.startswith("mpi4py"):
+        advice += ", or use r2ccl.interop.mpi, which takes the operations of mpi4py"
+    elif callable(op):
+        advice += ", or r2ccl.user_op(...) of a function"
+    raise InvalidArgument(f"op={op!r}: {advice}")
+
+
+def refused_output(out: object, why: InvalidArgument) -> InvalidArgument:
+    """Return the error for an ``out`` that was refused with the error `why`.
+
+    A number, or an operation, was meant for another parameter.
+    """
+    if isinstance(out, str) or callable(out) or "Op" in type(out).__name__:
+        return InvalidArgument(
+            f"out={out!r}: the second argument is out; give the operation as op=..., such as "
+            "op=r2ccl.SUM"
+        )
+    if isinstance(out, Integral):
+        return InvalidArgument(
+            f"out={out!r}: the second argument is out; give the root as root={out}"
+        )
+    return why
+
+
+def _op_name(op: object) -> str:
+    """Return the name of the `ReduceOp` that `op` of another library stands for, or ""."""
+    module = sys.modules.get(type(op).__module__)
+    if module is not None and module.__name__ == "mpi4py.MPI":
+        names = (name for name in ReduceOp.__members__ if getattr(module, name, None) == op)
+        return next(names, "")
+    given = getattr(op, "__name__", None) if callable(op) else None
+    # Constants of torch and of other libraries print as ReduceOp.SUM.
+    name = str(given or op).rpartition(".")[2].upper()
+    name = _OP_NAMES.get(name, name)
+    return name if name in ReduceOp.__members__ else ""
+
+
+def _library(x: Any) -> str:
+    return type(x).__module__.partition(".")[0]
+
+
+__all__ = ["as_array", "contiguous", "copy", "on_host", "refused_output", "require_op"]

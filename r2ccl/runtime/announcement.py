@@ -1,0 +1,64 @@
+"""Announcement of a job in the log of each rank: what runs, over which NICs, and how."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from r2ccl.bootstrap.control import ControlPlane
+from r2ccl.config import VERSION, Config
+from r2ccl.types import Nic
+
+_log = logging.getLogger(__name__)
+
+
+def announce(
+    control: ControlPlane, config: Config, rails: Sequence[Nic], *, is_local: bool, is_shared: bool
+) -> None:
+    """Log a line (INFO) about a job that is connected; on rank 0, also for VERSION and WARN.
+
+    As in NCCL, the levels VERSION and WARN of ``R2CC_DEBUG`` show the version once per job.
+
+    Parameters
+    ----------
+    control : ControlPlane
+    config : Config
+    rails : sequence of Nic
+        Local NIC of each rail: those of TCP, then RDMA ports.
+    is_local : bool
+        True if all ranks share memory.
+    is_shared : bool
+        True if the ranks of each host share memory.
+    """
+    if control.rank == 0 and config.debug.upper() in ("VERSION", "WARN"):
+        # Handlers get the record although the level of the logger is WARNING.
+        text, values = "r2ccl version %s, %d ranks", (VERSION, control.nranks)
+        record = _log.makeRecord(_log.name, logging.INFO, __file__, 0, text, values, None)
+        _log.handle(record)
+        return
+    _log.info(
+        "rank %d of %d: r2ccl %s; rails: %s; transport: %s; schedules: %s; mode: %s",
+        control.rank,
+        control.nranks,
+        VERSION,
+        ", ".join(_rail(rail, nic) for rail, nic in enumerate(rails)),
+        _transport(control, is_local=is_local, is_shared=is_shared),
+        config.algo if config.is_planned else "ring",
+        config.mode,
+    )
+
+
+def _rail(rail: int, nic: Nic) -> str:
+    """Return the name of a rail's NIC, and its address if it has one."""
+    at = f" {nic.address}" * bool(nic.address)
+    return f"{rail} {nic.name}{at}{' (last resort)' * nic.is_last_resort}"
+
+
+def _transport(control: ControlPlane, *, is_local: bool, is_shared: bool) -> str:
+    network = "RDMA, TCP as the last resort" if control.nhcas else "TCP"
+    if is_local:
+        return f"shared memory, {network} for calls that cannot use it"
+    return f"{network}, shared memory within each host" if is_shared else network
+
+
+__all__ = ["announce"]

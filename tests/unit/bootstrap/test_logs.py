@@ -1,0 +1,113 @@
+"""What the variables for logs, ours and NCCL's, let through, and the form of the records."""
+
+import io
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from r2ccl.bootstrap.logs import RankFormatter, progress, set_level, set_rank
+from r2ccl.config import Config
+from r2ccl.errors import InvalidArgument
+
+
+@contextmanager
+def bare() -> Iterator[logging.Logger]:
+    """Give the logger ``r2ccl`` without the handlers that pytest adds for each test."""
+    found = logging.getLogger("r2ccl")
+    kept = found.level, found.handlers, found.propagate
+    found.handlers, found.propagate = [], False
+    try:
+        yield found
+    finally:
+        found.setLevel(kept[0])
+        found.handlers, found.propagate = kept[1:]
+
+
+@pytest.mark.parametrize(
+    ("env", "level"),
+    [
+        ({"NCCL_DEBUG": "INFO"}, logging.INFO),
+        ({"NCCL_DEBUG": "warn"}, logging.WARNING),
+        ({"NCCL_DEBUG": "VERSION"}, logging.WARNING),
+        ({"NCCL_DEBUG": "ABORT"}, logging.INFO),
+        ({"NCCL_DEBUG": "TRACE"}, logging.DEBUG),
+        ({"R2CC_DEBUG": "TRACE", "NCCL_DEBUG": "WARN"}, logging.DEBUG),
+    ],
+)
+def test_levels_are_mapped_and_our_own_variable_wins(env: dict[str, str], level: int) -> None:
+    with bare() as logger:
+        set_level(Config.from_env(env))
+        assert logger.level == level
+        assert logger.hasHandlers()
+
+
+def test_without_a_variable_logging_is_left_alone() -> None:
+    with bare() as logger:
+        logger.setLevel(logging.CRITICAL)
+        set_level(Config.from_env({}))
+        assert logger.level == logging.CRITICAL
+        assert not logger.handlers
+
+
+def test_a_handler_of_the_program_is_left_alone() -> None:
+    own = logging.NullHandler()
+    with bare() as logger:
+        logger.addHandler(own)
+        set_level(Config(debug="INFO"))
+        set_rank(1)
+        assert (logger.handlers, own.formatter) == ([own], None)
+
+
+def test_another_level_is_refused_by_name() -> None:
+    with pytest.raises(InvalidArgument, match="R2CC_DEBUG"):
+        Config.from_env({"R2CC_DEBUG": "LOUD"})
+
+
+def test_a_record_has_time_level_logger_and_rank_once() -> None:
+    lines = io.StringIO()
+    with bare() as logger:
+        set_level(Config(debug="INFO"))
+        (handler,) = logger.handlers
+        assert isinstance(handler, logging.StreamHandler)
+        assert isinstance(handler.formatter, RankFormatter)
+        handler.setStream(lines)
+        part = logging.getLogger("r2ccl.some.part")
+        part.info("compiling %s", "this")
+        set_rank(3)
+        part.info("compiling %s", "that")
+        logger.warning("rank 3: a rail failed")
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
+    wanted = [
+        rf"{time} INFO r2ccl\.some\.part: pid \d+: compiling this",
+        rf"{time} INFO r2ccl\.some\.part: rank 3: compiling that",
+        rf"{time} WARNING r2ccl: rank 3: a rail failed",
+    ]
+    for line, pattern in zip(lines.getvalue().splitlines(), wanted, strict=True):
+        assert re.fullmatch(pattern, line), line
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("debug", "stream", "shown"),
+    [("", Terminal(), "r2ccl: waiting\n"), ("", io.StringIO(), ""), ("INFO", Terminal(), "")],
+)
+def test_progress_is_a_line_on_a_terminal_or_a_record(
+    debug: str,
+    stream: io.StringIO,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stderr", stream)
+    with bare() as logger:
+        logger.addHandler(logging.NullHandler())
+        logger.setLevel(logging.WARNING)
+        set_level(Config(debug=debug))
+        progress(logger, "waiting")
+    assert stream.getvalue() == shown
