@@ -522,6 +522,11 @@ class Collectives:
         """True if ranks of the communicator share memory."""
         return self._local is not None or self._two_level is not None
 
+    @property
+    def is_local(self) -> bool:
+        """True if all ranks of the communicator share memory."""
+        return self._local is not None
+
     def count_chunks(self, nbytes: int, health: Health) -> int:
         """Return the number of chunks of a two-level allreduce of `nbytes`; 0: it has one level."""
         return 0 if self._two_level is None else self._two_level.count_chunks(nbytes, health)
