@@ -84,8 +84,9 @@ class ControlHandler(Protocol):
             Evidence of the loss.
         last_heard_s : float or None
             Seconds between the last sign of life of `peer` and the finding of its loss, at the rank
-            that found it. If `peer` reported that it has given this rank up: seconds since the last
-            sign of life of this rank. None if all ranks that have a session with `peer` are lost.
+            that found it. If `peer` has given this rank up: seconds since its last sign of life at
+            this rank. None if this rank has no session with such a peer, or if all ranks that have
+            a session with `peer` are lost.
         """
 
     def on_tick(self, now: float) -> None:
@@ -469,7 +470,10 @@ class ControlPlane:
         if news.rank == self.rank:
             # The other ranks are not told of these losses: they follow the report of the witness.
             for peer in {sender, news.witness} & self._everyone:
-                self._lose(peer, f"it has given this rank up: {news.why}", news.last_heard_s)
+                # Not `news.last_heard_s`, which is the silence of this rank.
+                session = self._sessions.get(peer)
+                silence_s = None if session is None else session.silence_s
+                self._lose(peer, f"it has given this rank up: {news.why}", silence_s)
         elif news.rank in self._everyone:
             why = f"{news.why}, says rank {news.witness}"
             if self._lose(news.rank, why, news.last_heard_s, news.witness):

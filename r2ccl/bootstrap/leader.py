@@ -86,6 +86,10 @@ class _Member:
         self.rank = -1
 
 
+class _FoundFaults(R2cclError):
+    """Faults of other ranks, or of their settings, which rank 0 has found."""
+
+
 class Leader:
     """Rank 0's part of a rendezvous; see `r2ccl.bootstrap.rendezvous.meet` for the parameters."""
 
@@ -142,10 +146,13 @@ class Leader:
             failed = self._account_of_timeout()
             await self._tell_everyone(failed)
             raise failed.error(0) from None
-        except R2cclError as exc:
+        except _FoundFaults as exc:
             failed = self._account_of(exc)
             await self._tell_everyone(failed)
             raise failed.error(0) from exc
+        except R2cclError as exc:  # of this rank itself
+            await self._tell_everyone(MeetingFailed(str(exc)))
+            raise
         finally:
             await listener.close()
             self._readers.close()
@@ -164,7 +171,7 @@ class Leader:
             await self._await_progress(lambda: f"the addresses of {_ranks(self._awaited)}")
         if self._faults:
             await self._await_others(lambda: not self._awaited)
-            raise InvalidArgument("; ".join(self._faults))
+            raise _FoundFaults("; ".join(self._faults))
         peers = _with_common_rails(self._infos.values())
         near = set(children(0, self._identity.nranks))
         table = encode(Table.of(peers))
@@ -297,7 +304,7 @@ class Leader:
                 f"these must be equal on all ranks: {names}"
             )
         if self._faults:
-            raise InvalidArgument("; ".join(self._faults))
+            raise _FoundFaults("; ".join(self._faults))
 
     async def _await_progress(self, awaited: Callable[[], str]) -> None:
         """Wait until `_progress` is set; say at growing intervals what rank 0 waits for.
@@ -375,7 +382,7 @@ class Leader:
         except TimeoutError:
             logger.debug("rank 0 could not send to all ranks")
 
-    def _account_of(self, error: R2cclError) -> MeetingFailed:
+    def _account_of(self, error: _FoundFaults) -> MeetingFailed:
         if len(self._faults) == len(self._left) > 0:
             first, why = next(iter(self._left.items()))
             return MeetingFailed(why, lost=first, host=_name(self._hellos[first]))

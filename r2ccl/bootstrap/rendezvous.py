@@ -96,8 +96,7 @@ async def meet(
         If rank 0 is not reached, or not all ranks arrive in time; on all ranks that reached rank 0,
         the message names the missing ones.
     TransportError
-        If `prepare` raises it on this rank. The other ranks then raise InvalidArgument, and so does
-        rank 0 if its own `prepare` raises it.
+        If `prepare` raises it on this rank. The other ranks then raise InvalidArgument.
     PeerLost
         If rank 0 exits, or another rank does.
     """

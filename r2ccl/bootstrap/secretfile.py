@@ -8,6 +8,7 @@ directory of this user, no link, with mode 0700; it is opened once and used thro
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import stat
@@ -18,6 +19,8 @@ from typing import Protocol
 
 from r2ccl.bootstrap.auth import SECRET_NBYTES, Secret
 from r2ccl.errors import InternalError, InvalidArgument
+
+_log = logging.getLogger("r2ccl.bootstrap")
 
 _MAX_FILE_NBYTES = 256
 
@@ -125,11 +128,19 @@ class RuntimeFileSecret:
             os.replace(draft, self._name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def retract(self) -> None:
-        """Remove the file if it still holds this job's secret."""
-        with contextlib.suppress(FileNotFoundError), _open_folder(self._folder) as folder:
-            found = _read_secret(self._name, folder, os.O_NOFOLLOW)
-            if self._secret is not None and found.hex() == self._secret.hex():
-                os.unlink(self._name, dir_fd=folder)
+        """Remove the file if it still holds this job's secret; log a warning if that fails."""
+        try:
+            with _open_folder(self._folder) as folder:
+                found = _read_secret(self._name, folder, os.O_NOFOLLOW)
+                if self._secret is not None and found.hex() == self._secret.hex():
+                    os.unlink(self._name, dir_fd=folder)
+        except FileNotFoundError:
+            return
+        except (OSError, InvalidArgument) as exc:
+            _log.warning(
+                "rank 0: cannot remove %s, which holds the secret of this job (%s): remove it",
+                self._folder / self._name, exc,
+            )  # fmt: skip
 
 
 def read_secret_file(path: str) -> Secret:

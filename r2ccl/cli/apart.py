@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from r2ccl.bootstrap.launch import describe_exit
 
+#: Beginning of the error of a process that was killed because it took too long.
+NO_ANSWER = "no answer"
 #: Longest wait for a killed process, which may be stuck in a system call of a driver.
 _KILL_TIMEOUT_S = 5.0
 
@@ -59,7 +61,7 @@ def run(code: str, *, timeout_s: float, is_inner: bool = False) -> Ended:
         said, complaint = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         _kill(process, is_inner)
-        return Ended(_rest(process), f"no answer within {timeout_s:g} s")
+        return Ended(_rest(process), f"{NO_ANSWER} within {timeout_s:g} s")
     except BaseException:
         _kill(process, is_inner)
         raise
@@ -98,4 +100,4 @@ def _text(written: bytes) -> str:
     return written.decode(errors="replace")
 
 
-__all__ = ["Ended", "run"]
+__all__ = ["NO_ANSWER", "Ended", "run"]

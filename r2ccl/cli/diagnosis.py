@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from r2ccl.cli.apart import NO_ANSWER
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.rdmalab.packages import DISTRIBUTION_PYTHON, DISTRIBUTION_PYVERBS
 from r2ccl.topology.hcas import Hca, choose_gid
@@ -96,6 +97,13 @@ def check_pyverbs(facts: Facts) -> DoctorFinding:
             "error",
             f"lacks a library: {error}",
             "apt-get install libibverbs1 ibverbs-providers librdmacm1",
+        )
+    if error.startswith(NO_ANSWER):
+        return DoctorFinding(
+            "pyverbs",
+            "error",
+            f"does not list the devices: {error}",
+            "try again; if that fails too, look at `dmesg`: a driver may hang",
         )
     return DoctorFinding(
         "pyverbs",
@@ -254,7 +262,7 @@ def check_listing(facts: Facts) -> DoctorFinding:
     names = {hca.name for hca in facts.hcas}
     unlisted = sorted(names - set(facts.verbs_devices))
     if _is_import_failure(facts.pyverbs_error):
-        return DoctorFinding("listing", "skipped", "pyverbs cannot be imported")
+        return DoctorFinding("listing", "skipped", "pyverbs does not work")
     if not names:
         return DoctorFinding("listing", "skipped", "there is no device")
     if not unlisted:

@@ -33,7 +33,7 @@ import contextlib
 from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.device.base import Device, Event, Stream
-from r2ccl.errors import TransportError, TransportTimeout
+from r2ccl.errors import R2cclError, TransportError, TransportTimeout
 from r2ccl.failover.migration.links import Links
 from r2ccl.gpu.device_reduction import ReductionKernels, ReductionStream
 from r2ccl.gpu.host_signal import LINE_NBYTES, DeviceCall, DeviceJob, SignalledStream
@@ -189,7 +189,8 @@ class GpuDirectBackend(SignalledStream):
             with contextlib.suppress(TransportError):
                 self._reductions.drain(_FAILED_S)
             if self._pxn_routes is not None:
-                self._pxn_routes.drain(_FAILED_S)
+                with contextlib.suppress(R2cclError):
+                    self._pxn_routes.drain(_FAILED_S)
             raise
         finally:
             self._end(job)

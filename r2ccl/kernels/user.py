@@ -116,7 +116,7 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
     ------
     InvalidArgument
         If `function` has another form, or if an object of an enclosing function that it uses, or a
-        default argument, is neither a number, a string, an array nor a function.
+        default argument, is neither a number, a string, an array, a function nor a tuple of these.
 
     Notes
     -----
@@ -217,18 +217,24 @@ def _facts(function: Any, name: str) -> Iterator[object]:
     values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
     values += [cell.cell_contents for cell in function.__closure__ or ()]
     for value in values:
-        if isinstance(value, np.ndarray | np.generic):
-            yield (str(value.dtype), value.shape, value.tobytes())
-        elif hasattr(_python_of(value), "__code__") or isinstance(value, np.ufunc):
-            yield from _facts(value, name)
-        elif isinstance(value, int | float | complex | str | bytes | tuple | None):
-            yield value
-        else:
-            raise InvalidArgument(
-                f"user_op({name}): the function depends on {value!r}, from an enclosing function "
-                "or a default argument, which cannot be compared between ranks: use only numbers, "
-                "strings, arrays and functions there"
-            )
+        yield from _facts_of_value(value, name)
+
+
+def _facts_of_value(value: Any, name: str) -> Iterator[object]:
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        yield (str(value.dtype), value.shape, value.tobytes())
+    elif hasattr(_python_of(value), "__code__") or isinstance(value, np.ufunc):
+        yield from _facts(value, name)
+    elif isinstance(value, tuple):
+        yield tuple(fact for each in value for fact in _facts_of_value(each, name))
+    elif isinstance(value, int | float | complex | str | bytes | None):
+        yield value
+    else:
+        raise InvalidArgument(
+            f"user_op({name}): the function depends on {value!r}, from an enclosing function "
+            "or a default argument, which cannot be compared between ranks: use only numbers, "
+            "strings, arrays, functions and tuples of these there"
+        )
 
 
 def _facts_of_code(code: CodeType) -> Iterator[object]:

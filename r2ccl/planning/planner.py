@@ -62,6 +62,9 @@ class Explanation(NamedTuple):
         0 if the allreduce runs in one level. Otherwise it runs in two levels, shared memory within
         the nodes and the network between them (`r2ccl.planning.two_level`), in this number of
         chunks; `chosen` and `others` are then the schedules that would run in one level.
+    is_local : bool
+        True if the allreduce runs in memory that all ranks share; `chosen` and `others` are then
+        the schedules that would run on the network.
     """
 
     nbytes: int
@@ -70,6 +73,7 @@ class Explanation(NamedTuple):
     why: str
     excluded: tuple[tuple[int, int], ...] = ()
     nchunks: int = 0
+    is_local: bool = False
 
     def __str__(self) -> str:
         lines = [
@@ -86,6 +90,10 @@ class Explanation(NamedTuple):
             lines.append(
                 f"  runs in two levels, in {self.nchunks} chunks: shared memory within the nodes, "
                 "the network between them; the schedules above are those of one level"
+            )
+        if self.is_local:
+            lines.append(
+                "  runs in memory that all ranks share; the schedules above are for the network"
             )
         if self.excluded:
             ports = (f"rail {rail} of rank {rank}" for rank, rail in self.excluded)

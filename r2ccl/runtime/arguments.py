@@ -453,20 +453,21 @@ def view(x: Any, *, writable: bool) -> Memory:
     return as_buffer(x, writable=writable)
 
 
-def rank_of(value: SupportsIndex, nranks: int, name: str = "root") -> int:
-    """Return the argument `name`, a rank, as an int.
+def rank_of(value: SupportsIndex, nranks: int, name: str = "root", *, is_any: bool = False) -> int:
+    """Return the argument `name`, a rank, as an int; if `is_any`, it may also be `ANY`.
 
     Raises
     ------
     InvalidArgument
-        If `value` is not an integer from 0 to ``nranks - 1``.
+        If `value` is neither an integer from 0 to ``nranks - 1`` nor an allowed `ANY`.
     """
     try:
         rank = index(value)
     except TypeError:  # 1.5, or a string
-        rank = -1
-    if not 0 <= rank < nranks:
-        raise InvalidArgument(f"{name}={value!r}; allowed is 0 to {nranks - 1}")
+        rank = _NO_INTEGER
+    if not (0 <= rank < nranks or (is_any and rank == ANY)):
+        more = " or r2ccl.ANY_SOURCE" * is_any
+        raise InvalidArgument(f"{name}={value!r}; allowed is 0 to {nranks - 1}{more}")
     return rank
 
 
@@ -524,8 +525,8 @@ def form_of(shape: Any, dtype: Any, like: Any) -> tuple[tuple[int, ...], np.dtyp
     return sizes, kind
 
 
-def tag(value: Any, *, is_any: bool = False) -> int:
-    """Return the tag of a message as an int; if `is_any`, the tag may also be `ANY`.
+def tag(value: Any, name: str = "tag", *, is_any: bool = False) -> int:
+    """Return the argument `name`, the tag of a message, as an int; if `is_any`, it may be `ANY`.
 
     Raises
     ------
@@ -535,9 +536,10 @@ def tag(value: Any, *, is_any: bool = False) -> int:
     try:
         number = index(value)
     except TypeError:
-        number = -2
+        number = _NO_INTEGER
     if not (0 <= number < 1 << 63 or (is_any and number == ANY)):
-        raise InvalidArgument(f"tag={value!r}; allowed are 0 to 2^63 - 1")
+        more = " and r2ccl.ANY_TAG" * is_any
+        raise InvalidArgument(f"{name}={value!r}; allowed are 0 to 2^63 - 1{more}")
     return number
 
 
@@ -647,6 +649,9 @@ def _output(source: Memory, out: Any) -> Memory:
         )
     return output
 
+
+#: Stands for an argument that is no integer; neither a rank, a tag nor `ANY`.
+_NO_INTEGER = -2
 
 __all__ = [
     "Layout",

@@ -251,11 +251,7 @@ class Collectives:
             self._check(request)
             if isinstance(request.source, DeviceBuffer):
                 return self._start_on_device(request, stream, is_async)
-            if stream is not None:
-                raise InvalidArgument(
-                    f"stream={stream!r} was given for arrays in host memory, which streams do not "
-                    "apply to: leave it out"
-                )
+            self._refuse_stream(stream)
             return self._submit(request)
         except (InvalidArgument, ScheduleError, ConcurrentCalls):
             raise
@@ -339,8 +335,18 @@ class Collectives:
         if is_async:
             raise self._is_async_in_group()
         self._check(request)
+        if not isinstance(request.source, DeviceBuffer):
+            self._refuse_stream(stream)
         group.add(request, stream)
         return request.result
+
+    def _refuse_stream(self, stream: Any) -> None:
+        """Raise `InvalidArgument` if a stream was given for a request on host memory."""
+        if stream is not None:
+            raise InvalidArgument(
+                f"stream={stream!r} was given for arrays in host memory, which streams do not "
+                "apply to: leave it out"
+            )
 
     def _run_batches(self, requests: Sequence[Request]) -> None:
         for batch in batches(requests):
@@ -515,6 +521,11 @@ class Collectives:
     def shares_memory(self) -> bool:
         """True if ranks of the communicator share memory."""
         return self._local is not None or self._two_level is not None
+
+    @property
+    def is_local(self) -> bool:
+        """True if all ranks of the communicator share memory."""
+        return self._local is not None
 
     def count_chunks(self, nbytes: int, health: Health) -> int:
         """Return the number of chunks of a two-level allreduce of `nbytes`; 0: it has one level."""

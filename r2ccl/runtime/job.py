@@ -242,11 +242,14 @@ class Job:
         InvalidArgument
             If this is not the main thread, or the signal cannot be handled.
         """
+        require_main_thread()
         path = self.config.dump_file.replace("{rank}", str(self.rank))
-        if self._signal_dump is not None:
-            self._signal_dump.close()
-        first = self._participants[0]
+        first, old = self._participants[0], self._signal_dump
+        if old is not None and old.signum == signum:
+            old.close()  # first, because the new handler would call the old one
         self._signal_dump = SignalDump(signum, lambda: write_line(first.dump(), path))
+        if old is not None:
+            old.close()
 
     def close(self, participant: Participant) -> None:
         """Close a communicator; if it is that of all ranks, close all: see `Communicator.close`.

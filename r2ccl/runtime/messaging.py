@@ -13,7 +13,7 @@ from r2ccl.errors import R2cclError
 from r2ccl.runtime import arguments
 from r2ccl.runtime.collectives import Collectives
 from r2ccl.runtime.messages.local import NOT_RUN, Delayed, LocalEnd, NotRun, Outcome
-from r2ccl.runtime.messages.matching import ANY, Message
+from r2ccl.runtime.messages.matching import Message
 from r2ccl.runtime.messages.messenger import MessageRequest, Messenger
 
 
@@ -51,17 +51,19 @@ class MessageCalls:
         begun: MessageRequest | None = self._collectives.start_message(post, is_async)
         return begun
 
-    def recv(self, out: Any, source: SupportsIndex, tag: int, *, is_async: bool) -> Any:
-        """Receive into `out`; see `Communicator.recv`."""
+    def recv(
+        self, out: Any, source: SupportsIndex, tag: int, *, is_async: bool, tag_name: str = "tag"
+    ) -> Any:
+        """Receive into `out`; see `Communicator.recv`. `tag_name` is for messages."""
         if not is_async and self._collectives.is_plain and (local := self._messenger.local):
             key = (source, tag, 0) if type(source) is type(tag) is int else None
             found = NOT_RUN if key is None else local.repeat(key, _NOTHING, out)
             if found is NOT_RUN:
-                end = self._from(out, source, tag)
+                end = self._from(out, source, tag, tag_name)
                 found = local.begin((end.peer, end.tag, 0), None, end)
             if found is not NOT_RUN:
                 return self._finish(found, None, out)
-        post = partial(self._messenger.receive, *self._from(out, source, tag))
+        post = partial(self._messenger.receive, *self._from(out, source, tag, tag_name))
         return self._collectives.start_message(post, is_async)
 
     def sendrecv(
@@ -80,13 +82,15 @@ class MessageCalls:
             if type(to) is type(source) is type(tag) is type(recv_tag) is int:
                 found = local.repeat((to, tag, source, recv_tag), x, out)
             if found is NOT_RUN:
-                sent, end = self._to(x, to, tag), self._from(out, source, recv_tag)
+                sent, end = self._to(x, to, tag), self._from(out, source, recv_tag, "recv_tag")
                 key = (sent.peer, sent.tag, end.peer, end.tag)
                 found = local.begin(key, sent, end)
             if found is not NOT_RUN:
                 return self._finish(found, x, out)
         is_grouped = self._collectives.group_here() is not None
-        received: MessageRequest | None = self.recv(out, source, recv_tag, is_async=not is_grouped)
+        received: MessageRequest | None = self.recv(
+            out, source, recv_tag, is_async=not is_grouped, tag_name="recv_tag"
+        )
         send = partial(self.send, x, to, tag, is_synchronous=False, is_async=False)
         return self._exchange(received, send)
 
@@ -136,9 +140,9 @@ class MessageCalls:
         buffer = arguments.as_buffer(x, writable=False)
         return LocalEnd(buffer, arguments.rank_of(to, self._nranks, "to"), arguments.tag(tag))
 
-    def _from(self, out: Any, source: SupportsIndex, tag: int) -> LocalEnd:
+    def _from(self, out: Any, source: SupportsIndex, tag: int, tag_name: str) -> LocalEnd:
         buffer = arguments.as_buffer(out, writable=True)
-        return LocalEnd(buffer, self._source_of(source), arguments.tag(tag, is_any=True))
+        return LocalEnd(buffer, self._source_of(source), arguments.tag(tag, tag_name, is_any=True))
 
     def probe(self, source: SupportsIndex, tag: int, *, is_blocking: bool) -> Message | None:
         """Find a message without receiving it; see `Communicator.probe`."""
@@ -147,7 +151,7 @@ class MessageCalls:
         )
 
     def _source_of(self, source: SupportsIndex) -> int:
-        return ANY if source == ANY else arguments.rank_of(source, self._nranks, "source")
+        return arguments.rank_of(source, self._nranks, "source", is_any=True)
 
 
 _NOTHING = np.empty(0, np.uint8)

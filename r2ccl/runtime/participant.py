@@ -220,7 +220,8 @@ class Participant:
             raise InvalidArgument(f"nbytes={nbytes}; allowed is 0 or more")
         health = self.known_health().health
         found = self.plans.explain(nbytes, health)
-        return found._replace(nchunks=self.collectives.count_chunks(nbytes, health))
+        nchunks = self.collectives.count_chunks(nbytes, health)
+        return found._replace(nchunks=nchunks, is_local=self.collectives.is_local)
 
     def known_health(self) -> Known:
         """Return the newest health that this rank has received, and the time of its arrival.

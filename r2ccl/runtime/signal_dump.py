@@ -39,7 +39,7 @@ class SignalDump:
 
     def __init__(self, signum: int, write: Callable[[], None]) -> None:
         require_main_thread()
-        self._signum = signum
+        self.signum = signum
         self._write: Callable[[], None] | None = write
         try:
             self._previous = signal.signal(signum, self._on_signal)
@@ -57,11 +57,11 @@ class SignalDump:
         if self._write is None:
             return
         self._write = None
-        is_ours = signal.getsignal(self._signum) == self._on_signal
+        is_ours = signal.getsignal(self.signum) == self._on_signal
         if is_ours and threading.current_thread() is threading.main_thread():
             # None means that the previous handler was not installed from Python and cannot be
             # restored.
-            signal.signal(self._signum, self._previous or signal.SIG_DFL)
+            signal.signal(self.signum, self._previous or signal.SIG_DFL)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._write is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -49,6 +50,8 @@ from r2ccl.types import (
     ReduceOp,
     signed_word,
 )
+
+_log = logging.getLogger(__name__)
 
 #: Flat, C-contiguous array.
 Array: TypeAlias = npt.NDArray[Any]
@@ -422,10 +425,20 @@ class LocalGroup:
                 self._attend(resume, signature % _WORD)
             except BaseException:
                 if CallSignature.unpack(signature % _WORD).collective == Collective.ALLREDUCE:
-                    self.symmetric.withdraw(output)  # in no other call do peers write to it
+                    self._withdraw(output)  # in no other call do peers write to it
                 raise
         if result:
             raise self._differs(call, result, signature % _WORD)
+
+    def _withdraw(self, output: Array) -> None:
+        try:
+            self.symmetric.withdraw(output)
+        except OSError as exc:
+            _log.warning(
+                "rank %d: other ranks may still write to the output of a call that failed, because "
+                "its memory cannot be replaced (%s): do not use that array any more",
+                self._place.ranks[self.rank], describe_os_error(exc),
+            )  # fmt: skip
 
     # State
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.errors import TransportError, describe_os_error, errno_name
+from r2ccl.errors import TransportError, decode_errno, errno_name, exhaustion_advice
 from r2ccl.shm.layout import SEGMENT_NBYTES
 from r2ccl.shm.mapping import Mapping, bytes_of
 from r2ccl.shm.message_layout import memory_nbytes, ring_nbytes, rings_at
@@ -174,9 +174,12 @@ def _check(descriptor: int, nbytes: int) -> None:
 
 
 def _translated(what: str, nbytes: int, exc: OSError) -> TransportError:
+    code = exc.errno or 0
+    advice = "free memory, or use fewer ranks on this host"
+    if code in (errno.EMFILE, errno.ENFILE):
+        advice = exhaustion_advice(code)
     return TransportError(
-        f"cannot {what} {nbytes} bytes of shared memory: {describe_os_error(exc)}; free "
-        "memory or file descriptors, or use fewer ranks on this host",
+        f"cannot {what} {nbytes} bytes of shared memory: {decode_errno(code)}; {advice}",
         status=errno_name(exc),
     )
 

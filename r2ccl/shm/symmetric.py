@@ -188,12 +188,14 @@ class SymmetricMemory:
         try:
             own = Segment.create(size)
         except TransportError as exc:
-            problem = f"rank {self._place.ranks[self._place.index]}: {exc}"
+            rank = self._place.ranks[self._place.index]
+            problem = f"{exc.status or 'ENOMEM'} rank {rank}: {exc}"
         try:
             told = exchange(problem.encode()[:_PROBLEM_NBYTES].ljust(_PROBLEM_NBYTES, b"\0"))
             problems = [each.rstrip(b"\0").decode(errors="replace") for each in told]
             if any(problems):
-                raise TransportError(next(filter(None, problems)), status="ENOMEM")
+                status, _, text = next(filter(None, problems)).partition(" ")
+                raise TransportError(text, status=status)
         except BaseException:
             if own is not None:
                 own.close()

@@ -81,8 +81,8 @@ class MixedTransport:
         return self._by_rail[rail].joins(rail)
 
     def offer(self, key: PathKey | ProbeKey) -> Endpoint:
-        """Implement `Transport.offer`."""
-        return self._by_rail[key.rail].offer(key)
+        """Implement `Transport.offer`; the part is that of this rank's port, as in the parts."""
+        return self._by_rail[key.via if isinstance(key, ProbeKey) else key.rail].offer(key)
 
     def open(self, path: PathKey, endpoint: Any) -> None:
         """Implement `Transport.open`."""

@@ -146,6 +146,17 @@ def test_a_leader_takes_back_only_its_own_file(tmp_path: Path) -> None:
     assert found.hex() == own.hex()
 
 
+def test_a_file_that_cannot_be_taken_back_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    leader, _ = sources(tmp_path)
+    leader.publish()
+    (file,) = (tmp_path / "r2ccl").iterdir()
+    file.chmod(0o644)
+    leader.retract()
+    assert f"rank 0: cannot remove {file}" in caplog.text
+
+
 def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r2ccl").mkdir()
     (tmp_path / "r2ccl").chmod(0o755)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from support.planes import Job, Number, Text
 from support.planes import start_job as start_job  # the fixture
 
-from r2ccl.bootstrap import Goodbye
+from r2ccl.bootstrap import Goodbye, PeerDown
 from r2ccl.bootstrap.overlay import neighbors
 
 NRANKS = 9
@@ -154,3 +154,17 @@ def test_a_rank_without_neighbors_has_lost_all_ranks(start_job: Callable[..., Jo
     assert {job.seen[0].lost[rank] for rank in far} == {
         "all ranks that have a session with it are lost"
     }
+
+
+def test_a_rank_given_up_tells_when_it_heard_the_others(start_job: Callable[..., Job]) -> None:
+    job = start_job(NRANKS)
+    job.wait_until_connected()
+    near = min(job.planes[FAR[0]].neighbors)
+    job.planes[near].gossip(PeerDown(FAR[0], "silent for 99.0 s", FAR[1], 99.0))
+    seen = job.seen[FAR[0]]
+    seen.wait_for(lambda: seen.lost.keys() >= {near, FAR[1]})
+    assert seen.lost[near] == "it has given this rank up: silent for 99.0 s"
+    silence_s = seen.silent_s[near]
+    assert silence_s is not None
+    assert silence_s < 10.0
+    assert seen.silent_s[FAR[1]] is None  # there is no session with it

@@ -315,6 +315,21 @@ def calls_have_a_timeout() -> None:
     dist.destroy_process_group()
 
 
+def messages_have_a_timeout() -> None:
+    init(timeout=timedelta(seconds=30))
+    group().set_timeout(timedelta(seconds=0.2))
+    if dist.get_rank() == 0:
+        error = raised(dist.irecv(torch.ones(3), 1).wait)
+        assert "of 0.2 s and was withdrawn" in str(error), error
+        sent = dist.isend(torch.ones(1 << 24), 1)  # not buffered, and no rank receives it
+        error = raised(sent.wait)
+        assert "a message has reached its timeout of 0.2 s" in str(error), error
+        assert isinstance(error.__cause__, r2ccl.CommunicatorRevoked), error
+    else:
+        time.sleep(1)
+    dist.destroy_process_group()
+
+
 def monitored_barrier_names_the_missing() -> None:
     init()
     group().monitored_barrier(timedelta(seconds=20))

@@ -79,6 +79,8 @@ def misused() -> list[float]:
             comm.recv(x, async_op=True)
         with raises(r2ccl.InvalidArgument, match="allowed"), comm.group():
             comm.allreduce(np.ones(2, bool))
+        with raises(r2ccl.InvalidArgument, match="arrays in host memory"), comm.group():
+            comm.allreduce(x, stream=1)
         with comm.group():
             pass
         found = float(x[0])

@@ -37,6 +37,8 @@ class Recorder:
         self.messages: list[tuple[int, object]] = []
         self.paths: dict[tuple[int, int, int], socket.socket] = {}
         self.lost: dict[int, str] = {}
+        #: Seconds since each lost rank was last heard; None: not known.
+        self.silent_s: dict[int, float | None] = {}
         self.ticks = 0
         self._changed = threading.Condition()
 
@@ -54,6 +56,7 @@ class Recorder:
         with self._changed:
             assert peer not in self.lost
             self.lost[peer] = why
+            self.silent_s[peer] = last_heard_s
             self._changed.notify_all()
 
     def on_tick(self, now: float) -> None:

@@ -32,6 +32,7 @@ def ways_to_call() -> tuple[int, int, int]:
         n, rank = comm.nranks, comm.rank
         local, before = comm._collectives._local, comm.ncalls
         assert local is not None
+        assert comm.explain(1 << 20).is_local
         shared = local.ncalls
 
         def call(name: str, *given: Any, **named: Any) -> Any:

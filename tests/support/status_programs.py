@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from support.raising import raises
 
 import r2ccl
 from r2ccl.runtime.status import RankStatus
@@ -74,7 +75,10 @@ def dumped_by_signal(folder: str) -> tuple[str, bool]:
 
 
 def handler_after_close() -> list[bool]:
-    """Return whether the signal's handler is the program's, except while a dump is requested."""
+    """Return whether the signal's handler is the program's, except while a dump is requested.
+
+    A request with a signal that cannot be handled changes nothing.
+    """
     mine = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     mine = signal.getsignal(signal.SIGUSR1)
     seen = []
@@ -82,6 +86,12 @@ def handler_after_close() -> list[bool]:
         seen.append(signal.getsignal(signal.SIGUSR1) == mine)
         comm.dump_on_signal()
         seen.append(signal.getsignal(signal.SIGUSR1) != mine)
+        with raises(r2ccl.InvalidArgument, match="cannot be handled"):
+            comm.dump_on_signal(signal.SIGKILL)
+        seen.append(signal.getsignal(signal.SIGUSR1) != mine)
+        comm.dump_on_signal()
+        comm.dump_on_signal(signal.SIGUSR2)
+        seen.append(signal.getsignal(signal.SIGUSR1) == mine)
     seen.append(signal.getsignal(signal.SIGUSR1) == mine)
     return seen
 

@@ -195,7 +195,7 @@ def fail(host: Host, what: str) -> list[str]:
 
         def refuse(nbytes: int) -> Segment:
             if nbytes > 4096:
-                raise TransportError("no memory is left, in a test")
+                raise TransportError("no memory is left, in a test", status="EMFILE")
             return create(nbytes)
 
         Segment.create = refuse  # type: ignore[method-assign,assignment]
@@ -203,7 +203,7 @@ def fail(host: Host, what: str) -> list[str]:
     try:
         allocate(group, host, 4096 * (3 if what == "size" and host.index == 1 else 2))
     except (InvalidArgument, TransportError) as exc:
-        said = f"{type(exc).__name__}: {exc}"
+        said = f"{type(exc).__name__}: {exc} {getattr(exc, 'status', '')}"
     local_programs.barrier(group)
     assert _count_mapped() == mapped
     assert not allocate(group, host, 10).any()

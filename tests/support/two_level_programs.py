@@ -73,6 +73,7 @@ def counted(sizes: list[int]) -> list[int]:
     with hosts(sizes) as comm:
         divided()
         assert comm.explain(4000).nchunks == NCHUNKS
+        assert not comm.explain(4000).is_local
         assert f"runs in two levels, in {NCHUNKS} chunks" in str(comm.explain(4000))
         found = []
         for way in ("blocking", "async", "group", "float16"):

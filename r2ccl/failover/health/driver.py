@@ -21,6 +21,7 @@ import msgspec
 
 from r2ccl.bootstrap.base import Post
 from r2ccl.clock import Clock
+from r2ccl.errors import InvalidArgument
 from r2ccl.failover.health.protocol import (
     Action,
     Agreement,
@@ -216,7 +217,11 @@ class HealthAgreement:
         self._nasked += 1
         request = ExcludeRails(self._nasked, tuple(ports), is_excluded)
         self._asked[request.number] = on_answer
-        self._event(lambda: self._agreement.exclude(self._clock(), request))
+        try:
+            self._event(lambda: self._agreement.exclude(self._clock(), request))
+        except InvalidArgument:
+            del self._asked[request.number]
+            raise
 
     def _on_answered(self, action: ExclusionAnswered) -> None:
         number, version, refusal = msgspec.structs.astuple(action.answer)

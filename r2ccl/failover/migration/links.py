@@ -105,6 +105,7 @@ class Links:
         self.unconfirmed: dict[RecvLink, None] = {}
         self._confirm_after = context.config.confirm_after
         self._on_added: Callable[[int, int], None] | None = None
+        self._drops_messages = False
 
     def add_peer(self, peer: int) -> list[Path]:
         """Create the paths to `peer`, all down; return those on rails, without the bypass."""
@@ -152,7 +153,12 @@ class Links:
 
         A peer may use a new communicator before this rank has made it.
         """
-        return self.calls.get(context_id) or self.calls.setdefault(context_id, Calls(context_id))
+        calls = self.calls.get(context_id)
+        if calls is None:
+            calls = self.calls[context_id] = Calls(context_id)
+            if self._drops_messages and is_of_messages(context_id):
+                calls.on_unposted = self._drop
+        return calls
 
     def begin(
         self,
@@ -373,7 +379,11 @@ class Links:
             self.unconfirmed[link] = None
 
     def drop_messages(self) -> None:
-        """From now on, drop messages for closed communicators, so that senders do not wait."""
+        """From now on, drop messages for closed communicators, so that senders do not wait.
+
+        Also drop messages for communicators that this rank never made.
+        """
+        self._drops_messages = True
         for calls in self.calls.values():
             if is_of_messages(calls.context_id) and calls.on_unposted is None:
                 calls.on_unposted = self._drop

@@ -394,11 +394,11 @@ class _Regrouping(Generic[_S]):
             return f"ranks {absent} have not called shrink()"
         if undecided := self._table.undecided():
             attempt = f" in attempt {self._table.attempt + 1}" * bool(self._table.attempt)
-            return f"ranks {undecided} have not agreed that ranks {self._gone()} are gone{attempt}"
-        return (
-            f"ranks {self._table.unbuilt()} have not connected the new communicator "
-            f"({self._failure or 'no error reported'})"
-        )
+            who = f"ranks {gone} are" if (gone := self._gone()) else "no rank is"
+            return f"ranks {undecided} have not agreed that {who} gone{attempt}"
+        unbuilt = self._table.unbuilt()
+        who = f"ranks {unbuilt} have" if unbuilt else "this rank has"
+        return f"{who} not connected the new communicator ({self._failure or 'no error reported'})"
 
     def _gone(self) -> list[int]:
         return sorted(self._table.gone)

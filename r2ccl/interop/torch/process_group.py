@@ -201,7 +201,7 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         with translated():
             copy = in_order(one(tensors))
             request: Any = self.communicator.send(array_of(copy), to, tag, async_op=True)
-        return MessageWork(request, tensors, self._timeout_s)
+        return MessageWork(request, tensors, self._timeout_s, self._revoke)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> MessageWork:
         """Begin to receive from rank `source` into the only tensor in `tensors`."""
@@ -211,7 +211,8 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             tensor = one(tensors)
             copy = in_order(tensor)
             request = self.communicator.recv(array_of(copy), source, tag, async_op=True)
-        return MessageWork(request, tensors, self._timeout_s, partial(copy_back, tensor, copy))
+        finish = partial(copy_back, tensor, copy)
+        return MessageWork(request, tensors, self._timeout_s, self._revoke, finish)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MessageWork:
         """Begin to receive from any rank into the only tensor in `tensors`."""

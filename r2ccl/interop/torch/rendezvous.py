@@ -17,7 +17,8 @@ from typing import Any
 
 from torch.distributed.constants import default_pg_timeout
 
-from r2ccl import Communicator, TransportTimeout, init
+from r2ccl import Communicator, TransportError, TransportTimeout, init
+from r2ccl.clock import monotonic
 
 #: Variable that `r2ccl launch` sets: its listening socket at R2CC_PORT, for ranks without a store.
 _LISTENER = "R2CC_LISTEN_FD"
@@ -40,7 +41,8 @@ class StoreRanks:
     Notes
     -----
     *Collective*: all ranks call the same methods in the same order. Methods that exchange values
-    raise `TransportTimeout` if a rank does not take part within `timeout`.
+    raise `TransportTimeout` if a rank does not take part within `timeout`, and `TransportError` if
+    the store fails meanwhile.
     """
 
     def __init__(self, store: Any, rank: int, nranks: int, timeout: timedelta) -> None:
@@ -82,17 +84,28 @@ class StoreRanks:
 
     def _wait(self, keys: dict[int, str]) -> None:
         """Wait until the ranks in `keys` have set their keys."""
+        began_s = monotonic()
         try:
             self._store.wait(list(keys.values()), self._timeout)
-        except RuntimeError as exc:
+            return
+        except RuntimeError as exc:  # a timeout, or the store has failed
+            why = exc
+        try:
             missing = [str(rank) for rank, key in keys.items() if not self._store.check([key])]
+        except RuntimeError as exc:
+            raise TransportError(
+                f"rank {self._rank}: torch's store does not answer ({exc}): look at the log of the "
+                "process that serves it, usually rank 0 or the launcher",
+                rank=self._rank,
+            ) from exc
+        if missing:
             raise TransportTimeout(
-                f"rank {self._rank} waited {self._timeout.total_seconds():g} s in torch's store "
-                f"for rank {', '.join(missing)} to make the same process group ({exc}): look at "
+                f"rank {self._rank} waited {round(monotonic() - began_s, 1):g} s in torch's store "
+                f"for rank {', '.join(missing)} to make the same process group ({why}): look at "
                 "that rank's own log",
                 rank=self._rank,
                 status="TIMEOUT",
-            ) from exc
+            ) from why
 
     def _next_prefix(self) -> str:
         self._nrounds += 1
@@ -120,6 +133,8 @@ class TorchConnections:
         ------
         TransportTimeout
             If a rank of the group does not make the group within ``opts.timeout``.
+        TransportError
+            If the store fails.
         R2cclError
             If `r2ccl.init` or `Communicator.create_among` raises it.
 

@@ -147,7 +147,10 @@ class MessageWork(_AnyWork):
         Tensors of the call.
     timeout_s : float
         Timeout of the message, in seconds, counted from the beginning of a wait. If a wait reaches
-        it, the message counts as failed, and a receive that no message has matched is withdrawn.
+        it, the message has failed: a receive that no message has matched is withdrawn; in all other
+        cases the communicator ends.
+    on_timeout : callable
+        ``on_timeout(reason)`` ends the communicator.
     finish : callable, optional
         Called once after the message was received, for example to copy it to a tensor.
     """
@@ -157,12 +160,14 @@ class MessageWork(_AnyWork):
         request: MessageRequest,
         tensors: list[Any],
         timeout_s: float,
+        on_timeout: Callable[[str], None],
         finish: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self._request = request
         self._tensors = tensors
         self._timeout_s = timeout_s
+        self._on_timeout = on_timeout
         self._finish = finish
         self._error: BaseException | None = None
         self._source = -1
@@ -210,20 +215,48 @@ class MessageWork(_AnyWork):
             if self._is_over:
                 return True
             try:
-                with translated():
-                    found = self._request.wait(min(timeout_s, self._timeout_s))
-                self._source = -1 if found is None else found.source
-                if self._finish is not None:
-                    self._finish()
+                self._receive(min(timeout_s, self._timeout_s))
             except RuntimeError as exc:
-                is_late = getattr(exc.__cause__, "status", "") == "TIMEOUT"
+                is_late = _is_timeout(exc)
                 if is_late and timeout_s < self._timeout_s:
                     return False
-                self._error = exc
-                if is_late:
-                    self._request.cancel()  # the tensor must not change any more
+                self._error = self._give_up(exc) if is_late else exc
             self._is_over = True
             return True
+
+    def _receive(self, timeout_s: float) -> None:
+        with translated():
+            found = self._request.wait(timeout_s)
+        self._source = -1 if found is None else found.source
+        if self._finish is not None:
+            self._finish()
+
+    def _give_up(self, late: RuntimeError) -> RuntimeError | None:
+        """End the message, which has reached its timeout; return its error.
+
+        Return None if the message has finished meanwhile. On return, the tensor is not used any
+        more: a message that has begun to move, or may do so, ends with its communicator only.
+        """
+        try:
+            with translated():
+                is_withdrawn = self._request.cancel()
+            if not is_withdrawn:
+                if not self._request.is_done():
+                    self._on_timeout(f"a message has reached its timeout of {self._timeout_s:g} s")
+                self._receive(self._timeout_s)
+                return None
+        except RuntimeError as exc:
+            return exc
+        error: RuntimeError = dist.DistBackendError(
+            f"a receive has reached its timeout of {self._timeout_s:g} s and was withdrawn, "
+            "because no message matched it: check that the peer sends one"
+        )
+        error.__cause__ = late.__cause__
+        return error
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    return getattr(error.__cause__, "status", "") == "TIMEOUT"
 
 
 __all__ = ["CollectiveWork", "MessageWork", "seconds", "translated"]

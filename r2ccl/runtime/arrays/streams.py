@@ -100,7 +100,7 @@ def producer_stream(x: Any, entry: Any) -> Stream | None:
     """
     if entry is None:
         return None
-    if isinstance(entry, int) and 0 < entry < _END:
+    if isinstance(entry, int) and not isinstance(entry, bool) and 0 < entry < _END:
         return Stream(entry)
     raise cannot_view(
         x,

@@ -370,13 +370,18 @@ class LocalMessages:
     def _failed(self, error: BaseException) -> BaseException:
         """End the communicator; return `error`, for the call to raise.
 
-        Afterwards no thread reads or writes the memory of a message. Further Ctrl-C does not
-        interrupt this method.
+        Afterwards no thread reads or writes the memory of a message, unless a warning was logged.
+        Further Ctrl-C does not interrupt this method.
         """
         self._has_ended = True
         for _ in range(_MOST_INTERRUPTS):
             try:
-                self._forget(_LAST_TURN_S)
+                if not self._forget(_LAST_TURN_S):
+                    _log.warning(
+                        "rank %d: a thread still moves messages %g s after an error and may write "
+                        "to the arrays of messages: do not use them, end the process",
+                        self._loop.rank, _LAST_TURN_S,
+                    )  # fmt: skip
                 self._engine.fail_local(error)
                 break
             except KeyboardInterrupt:

@@ -80,6 +80,8 @@ def ensure_privileged() -> None:
         raise LabError(reason)
     enter = _enter_command()
     refusal = _why_not_inside(enter)
+    if refusal and os.geteuid() == 0:
+        raise LabError(f"{reason}; in a user namespace: {refusal}")
     if refusal:
         raise LabError(f"netlab needs root or working user namespaces: {refusal}")
     argv = [*enter, sys.executable, *sys.orig_argv[1:]]

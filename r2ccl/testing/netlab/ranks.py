@@ -20,6 +20,7 @@ from typing import Self
 import msgspec
 
 from r2ccl.testing.netlab.fabric import LabShape, nic_name
+from r2ccl.testing.netlab.namespaces import LabError
 from r2ccl.testing.programs import find_program
 
 #: Seconds between SIGTERM and SIGKILL.
@@ -130,19 +131,22 @@ class LabJob:
         alive = [each.popen for each in self.ranks if each.popen.poll() is None]
         for popen in alive:
             _terminate(popen)
-        deadline = time.monotonic() + TERM_GRACE_S
+        alive = _wait_for(alive, TERM_GRACE_S)
         for popen in alive:
-            try:
-                popen.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                _signal_group(popen, signal.SIGKILL)
-                popen.wait(_KILL_TIMEOUT_S)
+            _signal_group(popen, signal.SIGKILL)
+        alive = _wait_for(alive, _KILL_TIMEOUT_S)
         for each in self.ranks:
             for pipe in (each.popen.stdin, each.popen.stdout):
                 if pipe is not None:
                     # Closing flushes the pipe, which fails if the process has ended.
                     with contextlib.suppress(BrokenPipeError):
                         pipe.close()
+        if alive:
+            raise LabError(
+                f"processes {[popen.pid for popen in alive]} did not end within "
+                f"{_KILL_TIMEOUT_S:g} s of SIGKILL: look at /proc/PID/stack, they may hang in the "
+                "kernel"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -275,6 +279,17 @@ def _terminate(popen: subprocess.Popen[bytes]) -> None:
     _signal_group(popen, signal.SIGTERM)
     # A stopped process handles SIGTERM only after SIGCONT.
     _signal_group(popen, signal.SIGCONT)
+
+
+def _wait_for(
+    processes: Sequence[subprocess.Popen[bytes]], timeout_s: float
+) -> list[subprocess.Popen[bytes]]:
+    """Wait up to `timeout_s` for all processes; return those that have not ended."""
+    deadline = time.monotonic() + timeout_s
+    for popen in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            popen.wait(max(0.0, deadline - time.monotonic()))
+    return [popen for popen in processes if popen.returncode is None]
 
 
 def _signal_group(popen: subprocess.Popen[bytes], number: signal.Signals) -> None:

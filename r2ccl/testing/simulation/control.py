@@ -240,7 +240,9 @@ class SimControl:
             case PeerDown(rank=rank) if rank == self._host.rank:
                 why = f"it has given this rank up: {message.why}"
                 for each in sorted({peer, message.witness}):
-                    self._lose(each, why, message.last_heard_s)
+                    session = self._sessions.get(each)
+                    now = self._timeline.now
+                    self._lose(each, why, None if session is None else session.silence_s(now))
             case PeerDown():
                 why = f"{message.why}, says rank {message.witness}"
                 if self._lose(message.rank, why, message.last_heard_s, message.witness):

@@ -21,7 +21,7 @@ from r2ccl.bootstrap.listener import Rejections
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.rendezvous import meet
 from r2ccl.bootstrap.secretfile import GivenSecret
-from r2ccl.errors import InvalidArgument, PeerLost, R2cclError, TransportTimeout
+from r2ccl.errors import InvalidArgument, PeerLost, R2cclError, TransportError, TransportTimeout
 
 HOST = "node{}/7a1e04c5-2f5e-4a5a-9d3c-0c1d2e3f4a5b/4026531840"
 NRAILS = 8
@@ -181,6 +181,25 @@ def test_ranks_without_rails_are_named_on_all(broken: set[int]) -> None:
             for each in {rank} if rank in broken else broken:
                 assert f"rank {each}: no rail" in str(error)
             assert "left during init" not in str(error)
+
+    run(main)
+
+
+def test_an_error_of_rank_0_itself_keeps_its_class_and_text() -> None:
+    own = TransportError("rank 0: no descriptor is left", status="EMFILE")
+    ranks = Ranks(3)
+
+    def prepare(rank: int) -> PeerInfo:
+        if rank == 0:
+            raise own
+        return info_of(rank)
+
+    async def main() -> None:
+        first, *others = await fail_together(ranks, prepare)
+        assert first is own
+        for rank, error in enumerate(others, 1):
+            assert isinstance(error, InvalidArgument)
+            assert str(error) == f"rank {rank}: rank 0: no descriptor is left"
 
     run(main)
 

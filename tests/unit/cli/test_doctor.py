@@ -99,6 +99,7 @@ NO_LIBRARY = "ImportError: libibverbs.so.1: cannot open shared object file: No s
             "signal SIGSEGV",
             "--reinstall",
         ),
+        ({"pyverbs_error": "no answer within 60 s"}, "pyverbs", "does not list", "dmesg"),
         ({"platform": "darwin"}, "kernel", "darwin", "Linux"),
         ({"has_rdma_class": False}, "kernel", "/sys/class/infiniband", "r2ccl rdmalab"),
         (

@@ -183,8 +183,8 @@ def test_the_collector_sees_the_places_that_raise() -> None:
         if isinstance(node, ast.FunctionDef) and node.returns is not None
         and any(each in ast.unparse(node.returns) for each in CLASSES)
     }  # fmt: skip
-    inner = {"_failure", "HandshakeRejected", "HandshakeTimeout", "FrameError", "Violation",
-             "_RemoteTraceback", "FakePyverbsError"}  # fmt: skip
+    inner = {"_failure", "_FoundFaults", "HandshakeRejected", "HandshakeTimeout", "FrameError",
+             "Violation", "_RemoteTraceback", "FakePyverbsError"}  # fmt: skip
     builtin = {"AssertionError", "AttributeError", "BufferError", "ConnectionAbortedError",
                "ConnectionResetError", "KeyError", "OSError", "SystemExit", "TypeError",
                "ValueError"}  # fmt: skip

@@ -6,6 +6,7 @@ work late, in any order that streams, events and words allow.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -142,6 +143,24 @@ def test_a_call_that_fails_lets_the_stream_go_on() -> None:
     with pytest.raises(CommunicatorRevoked, match="for a test"):
         mine.direct.examine(job)
     mine.get(place, np.arange(300))
+    group.close()
+
+
+def test_copies_that_cannot_be_waited_for_hide_no_error() -> None:
+    group = Group(2)
+    group.open()
+    call = CallSignature(Collective.ALLREDUCE, CODES[np.dtype(np.int64)], ReduceOp.SUM, 300)
+    mine = group.ranks[0]
+    place = mine.put(np.arange(300))
+    job = mine.begin(call, place, place)
+
+    def drain(timeout_s: float) -> bool:
+        raise TransportTimeout("the data loop is busy", rank=0)
+
+    mine.direct._pxn_routes = SimpleNamespace(drain=drain, close=lambda timeout_s: True)
+    mine.engine.revoke("for a test")
+    with pytest.raises(CommunicatorRevoked, match="for a test"):
+        mine.direct.finish(job)
     group.close()
 
 

@@ -102,6 +102,21 @@ def test_digests_differ_where_the_operations_do() -> None:
     assert user_op(made(2)).digest == user_op(made(2)).digest
 
 
+def with_default(weight: Any) -> Callable[[Array, Array], Array]:
+    def weighted(left: Array, right: Array, *, weight: Any = weight) -> Array:
+        return left + weight * right
+
+    return weighted
+
+
+@pytest.mark.parametrize("make", [lambda w: made((1, w)), with_default], ids=["tuple", "keyword"])
+def test_long_arrays_within_values_are_compared(make: Callable[..., Any]) -> None:
+    weights = [np.ones(5_000) for _ in range(2)]
+    assert user_op(make(weights[0])).digest == user_op(make(weights[1])).digest
+    weights[1][2_500] = 2.0  # which repr() leaves out
+    assert user_op(make(weights[0])).digest != user_op(make(weights[1])).digest
+
+
 def test_digests_are_equal_in_all_processes() -> None:
     script = (
         "import numba, numpy as np, r2ccl\n"
@@ -138,6 +153,9 @@ def failing(left: Array, right: Array) -> Array:
         (lambda: user_op(lambda a: a, name="one"), r"user_op\(one\): .*two parameters, or three"),
         (lambda: user_op(np.exp), r"user_op\(exp\): .*two parameters"),
         (lambda: user_op(made(object())), r"user_op\(weighted\): .*depends on <object.*use only"),
+        (lambda: user_op(made((1, object()))), r"user_op\(weighted\): .*depends on <object"),
+        (lambda: user_op(with_default(object())), r"user_op\(weighted\): .*depends on <object"),
+        (lambda: user_op(made(np.array([object()]))), r"user_op\(weighted\): .*depends on array"),
         (lambda: user_op(failing).reducer(7), "for dtype float32: ZeroDivisionError: on purpose"),
         (lambda: user_op(no_array).reducer(7), r"user_op\(no_array\) for dtype float32"),
         (lambda: user_op(of_scalars).reducer(9), r"user_op\(of_scalars\) for dtype bfloat16: Num"),

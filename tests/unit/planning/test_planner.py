@@ -219,6 +219,8 @@ def test_what_is_compared_can_be_read() -> None:
         assert why in str(Planner(fabric, config).explain(64 * MIB, health()))
     assert "eager" in str(Planner(fabric, Config()).explain(100, health()))
     assert "excluded" not in str(said)
+    assert "all ranks share" not in str(said)
+    assert "runs in memory that all ranks share" in str(said._replace(is_local=True))
     excluded = health().changed((), [(1, 0), (2, 3)])
     text = str(Planner(fabric, Config()).explain(64 * MIB, excluded))
     assert text.endswith("\n  excluded: rail 0 of rank 1, rail 3 of rank 2")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from support.local_ranks import run_ranks
 from support.slow import slow_but
 
 from r2ccl.bootstrap.auth import Secret
+from r2ccl.dtypes import CODES
 from r2ccl.shm.group import LocalGroup
+from r2ccl.shm.layout import WAITING
 from r2ccl.shm.symmetric import SymmetricMemory
+from r2ccl.types import CallSignature, Collective, ReduceOp
 
 # The first test compiles the kernels of all dtypes and ops: 35 s of CPU time.
 pytestmark = pytest.mark.timeout(300)
@@ -125,3 +132,21 @@ def test_an_interrupted_allocation_leaves_nothing_open(nexchanges):
         group.symmetric.allocate(4096, _interrupted_after(nexchanges), lambda fn: fn())
     assert _opened() == before
     group.close()
+
+
+def test_an_output_that_stays_shared_is_logged_beside_the_error(caplog):
+    def attend(resume, call):
+        raise TimeoutError("a peer is late")
+
+    def withdraw(output):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    x = np.ones(2)
+    call = CallSignature(Collective.ALLREDUCE, CODES[x.dtype], ReduceOp.SUM, x.size)
+    group = LocalGroup.__new__(LocalGroup)
+    group._attend, group.symmetric = attend, SimpleNamespace(withdraw=withdraw)
+    group._place, group.rank = SimpleNamespace(ranks=(3, 7)), 1
+    caplog.set_level(logging.WARNING)
+    with pytest.raises(TimeoutError, match="a peer is late"):
+        group._continue(SimpleNamespace(given=(call.pack(), 0)), x, x, WAITING)
+    assert "rank 7: other ranks may still write to the output" in caplog.text

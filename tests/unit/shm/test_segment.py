@@ -78,13 +78,21 @@ def test_memory_of_another_size_is_refused():
         Segment(descriptor, SEGMENT_NBYTES)
 
 
-def test_full_memory_is_an_error_with_advice(monkeypatch):
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.ENOSPC, "free memory, or use fewer ranks on this host"),
+        (errno.ENOMEM, "free memory, or use fewer ranks on this host"),
+        (errno.ENFILE, "the system has reached its limit of open files: .*fs.file-max"),
+    ],
+)
+def test_full_memory_is_an_error_with_advice(monkeypatch, code, advice):
     def refuse(descriptor, offset, nbytes):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(TransportError, match="cannot allocate"):
+    with pytest.raises(TransportError, match=f"cannot allocate .* {os.strerror(code)}; {advice}$"):
         Segment.create_of_group(3)
     assert os.listdir("/proc/self/fd") == before
 

@@ -19,6 +19,7 @@ from r2ccl.transport.mixed import MixedTransport
 from r2ccl.transport.tcp.transport import TcpTransport
 from r2ccl.transport.verbs.registration import RegistrationCache
 from r2ccl.transport.verbs.staging import Staging
+from r2ccl.types import PathKey, ProbeKey
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 #: Where no processor can read: whoever touches the bytes dies.
@@ -208,6 +209,16 @@ class Part:
 
     def _let_go(self) -> None:
         self.nheld -= 1
+
+
+def test_the_part_with_the_port_makes_the_end_of_a_probe() -> None:
+    parts = Part(2), Part(2)
+    for number, part in enumerate(parts):
+        part.offer = lambda key, number=number: (number, key)  # type: ignore[attr-defined]
+    mixed = MixedTransport(parts)  # type: ignore[arg-type]
+    for key, number in ((ProbeKey(1, 3, 0), 0), (ProbeKey(1, 0, 2), 1), (PathKey(1, 3), 1)):
+        assert mixed.offer(key) == (number, key)
+    mixed.close()
 
 
 @pytest.mark.parametrize("nrails", [0, 1])

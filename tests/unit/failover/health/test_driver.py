@@ -316,6 +316,7 @@ def test_an_order_about_no_rail_is_refused_at_once() -> None:
     with pytest.raises(InvalidArgument, match="rail 7 of rank 1"):
         order(world, 2, (1, 7))
     assert not world.queue
+    assert not world.agreements[2]._asked
 
 
 def test_a_health_that_is_adopted_brings_its_excluded_rails() -> None:

@@ -20,6 +20,7 @@ from r2ccl.failover.connector import Answer, Offer
 from r2ccl.failover.failover import PortUp
 from r2ccl.failover.health.rounds import Promise
 from r2ccl.failover.health.table import WHOLE, Health
+from r2ccl.failover.migration.calls import first_channel, message_context
 from r2ccl.failover.migration.link import LinkReport
 from r2ccl.failover.migration.path import (
     Announcement,
@@ -1165,3 +1166,18 @@ def test_bypasses_of_an_excluded_port_are_fenced_and_sought_anew() -> None:
     world.open(BYPASS, 0)
     order(world, is_excluded=True, port=(1, 0))
     assert world.transport.fenced == [A, PathKey(1, BYPASS)]
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["before", "after"])
+def test_messages_that_no_rank_will_take_are_confirmed(is_early: bool) -> None:
+    world = World()
+    channel = first_channel(message_context(3))
+    arrived = Arrived(A, Frame(channel, 0, 0, 0, 0), memoryview(b"text"), 0.0)
+    if is_early:
+        world.progress._on_arrived(arrived)
+    world.links.drop_messages()
+    if not is_early:
+        world.progress._on_arrived(arrived)
+    assert world.links.receiver(1, channel).consumed == 1
+    world.links.confirm_all()
+    assert world.transport.confirmed == [(A, channel, 1)]

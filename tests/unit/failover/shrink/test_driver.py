@@ -261,6 +261,26 @@ def test_one_that_does_not_come_to_the_next_attempt_is_named(
     assert caught.value.__cause__ is LOST
 
 
+def test_a_rank_that_alone_could_not_connect_names_itself() -> None:
+    here = Survivor(Successor(failure=LOST))
+    for message in (View((2,), b""), Built((2,))):
+        here.hear(message)
+    missing = "this rank has not connected the new communicator .*lost rank 1"
+    with pytest.raises(TransportTimeout, match=missing):
+        here.regroup()
+
+
+def test_survivors_that_miss_no_rank_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_RETRY_S", PATIENCE_S / 10)
+    here = Survivor(Successor(failure=LOST))
+    here.event_queue.take(0.0)  # the loss of rank 2
+    for peer in (1, 2):
+        here.event_queue.on_message(peer, View((), b""))
+    missing = r"ranks \[1, 2\] have not agreed that no rank is gone in attempt 2"
+    with pytest.raises(TransportTimeout, match=missing):
+        here.regroup()
+
+
 def test_too_few_are_told_at_once() -> None:
     here = Survivor()
     here.event_queue.on_peer_lost(1, "dead too", 0.0)

@@ -130,7 +130,7 @@ class TestOfTheInterface:
     def test_what_it_may_say(self, entry: int | None) -> None:
         assert producer_stream(object(), entry) == entry
 
-    @pytest.mark.parametrize("entry", [0, -1, 2**64, "1", 1.0])
+    @pytest.mark.parametrize("entry", [0, -1, 2**64, "1", 1.0, True])
     def test_what_it_must_not_say(self, entry: Any) -> None:
         with pytest.raises(InvalidArgument, match=r"'stream' is .*allowed are None, 1"):
             producer_stream(object(), entry)

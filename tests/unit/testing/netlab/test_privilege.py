@@ -66,6 +66,16 @@ def test_one_that_does_not_is_not(
     assert "\n" not in str(refused.value)
 
 
+def test_root_is_told_why_it_cannot_build_a_lab(
+    user: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(privilege, "unavailable_reason", lambda: "no veth here")
+    answers(monkeypatch, 1, err="Operation not permitted")
+    with pytest.raises(LabError, match=r"^no veth here; in a user namespace: .*not permitted"):
+        ensure_privileged()
+
+
 def test_missing_tools_are_no_reason_to_enter_anything(
     user: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

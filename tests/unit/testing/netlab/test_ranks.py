@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from r2ccl.testing.netlab import ranks
+from r2ccl.testing.netlab import LabError, ranks
 from r2ccl.testing.netlab.ranks import LabJob, RankProcess
 
 #: Twice what a pipe holds.
@@ -60,3 +60,18 @@ def test_a_rank_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) 
         (result,) = job.stream(0.0, lambda rank, line: None)
     assert result.is_timed_out
     assert result.returncode == -9
+
+
+def test_a_rank_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "TERM_GRACE_S", 0.05)
+    monkeypatch.setattr(ranks, "_KILL_TIMEOUT_S", 0.05)
+    closed: list[bool] = []
+    job = start(IGNORES_SIGTERM)
+    job._on_close = lambda: closed.append(True)
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "_signal_group", lambda popen, number: None)
+        with pytest.raises(LabError, match=rf"processes \[{job.ranks[0].pid}\] did not end"):
+            job.close()
+    assert closed
+    job.ranks[0].popen.kill()
+    job.ranks[0].popen.wait(10)
