@@ -11,6 +11,8 @@ from support.jobs import launch
 from support.slow import slow_but
 
 LIMITS = (0, 1, 2, 3, 4, 5, 7, 11, 16, 25)
+#: Limit that large calls certainly reach; they have fewer events if sockets take more at once.
+SURE = 5
 #: Many slices, and confirmations that peers wait for.
 SMALL = {"eager_nbytes": 1 << 10, "slice_nbytes": 1 << 12, "eager_slots": 2}
 
@@ -24,7 +26,7 @@ def test_results_are_exact_wherever_a_call_leaves(limit, nranks, is_small):
     found = launch(program, nranks, timeout_s=100.0)
     assert [nwrong for nwrong, _, _ in found] == [0] * nranks
     assert sum(nfinished for _, nfinished, _ in found) > 0
-    if limit:
+    if 0 < limit <= SURE:
         assert sum(nleft for _, _, nleft in found) > 0
 
 

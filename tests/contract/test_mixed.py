@@ -17,6 +17,7 @@ MOST_GROWTH_MIB = 12
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("ncalls", "nfaults"), slow_but([(60, 3)], [(60, 3), (3400, 60)]))
 def test_any_mixture_of_calls_is_exact_and_holds_nothing(ncalls: int, nfaults: int) -> None:
+    programs.compile_kernels()
     run = functools.partial(programs.mixed, ncalls, nfaults, 7)
     reports = launch(run, 4, timeout_s=540.0)
     for rank, report in enumerate(reports):
