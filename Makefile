@@ -43,7 +43,7 @@ help: ## list the targets
 demo: $(VENV)/.demo ## train a small model over four rails per node and lose one rail during the training
 	@$(BIN)/python examples/train_digits.py
 
-test: $(VENV)/.test ## run all tests except the slow ones, in 6 to 7 minutes; TESTS="tests/unit/algos ..." selects tests
+test: $(VENV)/.test ## run all tests except the slow ones, in 6 minutes; TESTS="tests/unit/algos ..." selects tests
 	@$(call pytest,$(if $(TESTS),,-m "not slow"))
 
 test-slow: $(VENV)/.test ## run the tests that `make test` leaves out

@@ -66,6 +66,9 @@ class SimOutcome(msgspec.Struct, frozen=True):
         Actions of the network and the ranks; each tuple begins with the virtual time in seconds.
     repairs : int
         Number of repairs of failed paths, counted at each end.
+    interruption_s : float
+        Time from the first failure of a path to the first byte of a slice that was replayed, in
+        seconds; 0 if none was.
     nbypasses : int
         Number of bypass connections made.
     verdicts : tuple of tuple of Verdict
@@ -85,6 +88,7 @@ class SimOutcome(msgspec.Struct, frozen=True):
     time_s: float
     trace: list[tuple[Any, ...]]
     repairs: int
+    interruption_s: float
     nbypasses: int
     verdicts: tuple[tuple[Verdict, ...], ...]
     known: tuple[Health, ...]
@@ -211,12 +215,18 @@ class World:
             self.timeline.now,
             self.network.trace,
             sum(len(rank.migration.log.repairs) for rank in self.ranks),
+            self._interruption_s(),
             self.network.nbypasses,
             tuple(rank.verdicts() for rank in self.ranks),
             tuple(rank.known_health() for rank in self.ranks),
             self.checker.plans,
             self.checker.began,
         )
+
+    def _interruption_s(self) -> float:
+        repairs = [each for rank in self.ranks for each in rank.migration.log.repairs]
+        replayed_s = [each.first_byte_s for each in repairs if each.first_byte_s]
+        return min(replayed_s) - min(each.failed_s for each in repairs) if replayed_s else 0.0
 
     # Faults
 
