@@ -15,9 +15,10 @@ _log = logging.getLogger(__name__)
 def announce(
     control: ControlPlane, config: Config, rails: Sequence[Nic], *, is_local: bool, is_shared: bool
 ) -> None:
-    """Log a line (INFO) about a job that is connected; on rank 0, also for VERSION and WARN.
+    """Log what this rank runs with, once the job is connected: one INFO line.
 
-    As in NCCL, the levels VERSION and WARN of ``R2CC_DEBUG`` show the version once per job.
+    If ``R2CC_DEBUG`` is VERSION or WARN, rank 0 instead logs a short line, with the version and the
+    number of ranks, and the other ranks log nothing, as in NCCL.
 
     Parameters
     ----------

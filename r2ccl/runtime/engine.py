@@ -690,19 +690,20 @@ class Engine:
         return self._transport.register_device(address, nbytes)
 
     def exclude(self, ports: Iterable[tuple[int, int]], *, is_excluded: bool) -> None:
-        """Exclude rails, or end their exclusion; wait until all ranks know. Any thread may call it.
+        """Exclude NICs, or end their exclusion; wait until all ranks know. Any thread may call it.
 
         Parameters
         ----------
         ports : iterable of (int, int)
             Rank (in the job) and rail of each NIC.
         is_excluded : bool
-            True: exclude the rails; False: end their exclusion.
+            True: exclude the NICs; False: end their exclusion.
 
         Raises
         ------
         InvalidArgument
-            If the ranks do not agree on health (mode failstop), or too few rails would be left.
+            If the ranks do not agree on health (mode failstop), or if a rank would have no rail
+            left or two ranks no common one.
         TransportTimeout
             If not all ranks know within ``R2CC_TIMEOUT_S``.
         CommunicatorRevoked

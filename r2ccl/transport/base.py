@@ -1,7 +1,8 @@
 """The transport interface: NCCL's net plugin in Python, with a fence.
 
-A transport moves slices over paths. Only transports and bootstrap use sockets, and only transports
-use verbs; these calls hide the differences between a socket and a queue pair:
+A transport moves slices over paths. Only transports and bootstrap open network connections to other
+ranks, and only transports use verbs; these calls hide the differences between a socket and a queue
+pair:
 
 ========================  ==============================  ====================================
 call                      over TCP                        over verbs

@@ -133,11 +133,10 @@ class Cupy:
 class Numba:
     """`Library` adapter of ``numba.cuda``.
 
-    Numba has no current stream. An array can have a stream, which its transfers use. Transfers of
-    an array without one, and kernels launched without a stream, use the default stream. That is the
-    legacy default stream or, with ``NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM``, the thread's default
-    stream. These two streams wait for each other (CUDA driver API, stream synchronization
-    behavior).
+    Numba has no current stream, so `stream` returns the stream of the array or, without one, the
+    default stream. With ``NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM``, Numba itself uses the thread's
+    default stream instead of the legacy one; these two wait for each other (CUDA driver API, stream
+    synchronization behavior).
     """
 
     def __init__(self, cuda: Any) -> None:

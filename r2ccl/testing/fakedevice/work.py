@@ -122,7 +122,7 @@ class FakeOperation:
         return self.is_ready()
 
     def learn(self, clock: Clock) -> None:
-        """Merge into `clock`, the stream's, the clocks of all that the operation waited for."""
+        """Merge the clocks of all that the operation waited for into `clock`, the stream's."""
         join(clock, self.clock)
 
     def touch(self, stamp: Stamp, clock: Clock) -> None:

@@ -11,7 +11,9 @@ A failure that breaks the connection of a probe breaks paths as well, so more pr
 ports follow within seconds, before the connection is made again. For `_SILENCE_S` they have the
 same outcome, "not answered". After that their outcome is None: no connection exists to probe with.
 
-An end makes its queue pair at first use, so an end that cannot reach its peer costs nothing.
+An end makes its queue pair when `info` is first read, or in `join` once the peer's link-layer
+address is resolved. At the probed rank, where `join` comes first, an address that cannot be
+resolved therefore costs no queue pair.
 
 Invariant: a probe that was started is reported once, unless the prober is closed first. A queue
 pair belongs to its end until the end is discarded.
