@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,19 @@ def replaced_messages(MPI: Any, comm: Any) -> Any:
     comm.Sendrecv_replace([own, 2], comm.rank, 1, comm.rank)
     comm.Sendrecv(own, MPI.PROC_NULL, 0, x[:0], MPI.PROC_NULL)
     return x, y, z.sum(), own, described(MPI, status)
+
+
+@case
+def replaced_by_a_message_that_waits(MPI: Any, comm: Any) -> Any:
+    """What is sent is the array as it was before the message, which has come already."""
+    after, before = around(comm)
+    x, y = ramp(comm), blank()
+    comm.Send(ramp(comm) + 0.5, after)
+    comm.Barrier()
+    time.sleep(0.05)
+    comm.Sendrecv_replace(x, after, source=before)
+    comm.Recv(y, before)
+    return x, y
 
 
 @case

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import random
+import re
 import threading
 from typing import NamedTuple
 
@@ -88,7 +89,8 @@ def _calls(comm: Communicator, numbers: range, seed: int, wrong: list[str]) -> N
 
 def _make_calls(comm: Communicator, numbers: range, seed: int, wrong: list[str]) -> None:
     n, rank = comm.nranks, comm.rank
-    matrix = list(matrix_programs.rows(rank))
+    # Small floats load their types and loops at their first reduction.
+    matrix = [row for row in matrix_programs.rows(rank) if not re.search("float(8|16)", row[1])]
     for at in numbers:
         choice = random.Random(f"{seed} {at}")  # the same on all ranks
         count, kind = choice.choice(COUNTS), choice.randrange(9)

@@ -200,8 +200,14 @@ def sendrecv_replace(
     """Send a copy of `buf` and receive into `buf`, like mpi4py's Sendrecv_replace."""
     given = message(buf, writable=True)
     copy = np.empty(given.block_nbytes, np.uint8)
-    sent = sending(comm, copy, dest, sendtag, pack=lambda: given.pack(copy))
-    return _both(recv(comm, buf, source, recvtag), sent)
+    received = recv(comm, buf, source, recvtag)
+
+    def begin() -> Delivery:
+        given.pack(copy)  # before the receive begins: its message may have arrived already
+        return received.begin()
+
+    sent = sending(comm, copy, dest, sendtag)
+    return _both(MessageCall(begin, received.finish), sent)
 
 
 # Helpers of the functions above and of those in `object_messages`
