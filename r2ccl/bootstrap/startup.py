@@ -20,7 +20,7 @@ from r2ccl.bootstrap import logs, wire
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, SECRET_NBYTES, Secret
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.greetings import Hello, Meeting
-from r2ccl.bootstrap.identity import Identity, host_id, identify
+from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE, Identity, host_id, identify
 from r2ccl.bootstrap.listener import Rejections, cannot_listen
 from r2ccl.bootstrap.loop import ControlLoop
 from r2ccl.bootstrap.messages import PeerInfo
@@ -40,7 +40,7 @@ _STOP_S = 1.0
 _PUBLISHED = ("R2CC_FAILED_HCA", "R2CC_FAILED_NODE")
 #: Variables that the library and its tests set for their own processes.
 _OWN = (
-    "R2CC_LISTEN_FD", "R2CC_FAULT_SOCKET", "R2CC_NETLAB_UNSHARED", "R2CC_CAMPAIGN_RUNS",
+    LISTEN_FD_VARIABLE, "R2CC_FAULT_SOCKET", "R2CC_NETLAB_UNSHARED", "R2CC_CAMPAIGN_RUNS",
     "R2CC_FRESH", "R2CC_MATRIX_EVERY", "R2CC_SIM_EXAMPLES",
 )  # fmt: skip
 _OWN_PREFIXES = ("R2CC_RDMALAB", "R2CC_RDMA_")

@@ -358,14 +358,10 @@ def _scatter(
             f"{name} on rank {rank} without out: only the root, rank {root}, may omit out; "
             "pass the array that receives this rank's part"
         )
+    output = _output(source, out)
     if source is None:
-        try:
-            output = view(out, writable=True)
-        except InvalidArgument as exc:
-            raise refused_output(out, exc) from exc.__cause__
         source = output.part(0, 0)
     else:
-        output = _output(source, out)
         is_in_place(_part(source, places[rank]), output, whole_source=source)
     targets: list[Range] = [(0, 0)] * len(places)
     targets[rank] = (0, output.count)
@@ -635,12 +631,14 @@ def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
     return source, output
 
 
-def _output(source: Memory, out: Any) -> Memory:
-    """Return a view of an output, which must be on the same device as the input `source`."""
+def _output(source: Memory | None, out: Any) -> Memory:
+    """Return a view of an output, which must be on the same device as the input, if any."""
     try:
         output = view(out, writable=True)
     except InvalidArgument as exc:
         raise refused_output(out, exc) from exc.__cause__
+    if source is None:
+        return output
     places = [getattr(each, "ordinal", None) for each in (source, output)]
     if places[0] != places[1]:
         where = ["in host memory" if at is None else f"on GPU {at}" for at in places]

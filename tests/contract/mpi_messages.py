@@ -204,7 +204,7 @@ def replaced_messages(MPI: Any, comm: Any) -> Any:
 
 @case
 def replaced_by_a_message_that_waits(MPI: Any, comm: Any) -> Any:
-    """What is sent is the array as it was before the message, which has come already."""
+    """The array is sent as it was before the message to receive, which has arrived already."""
     after, before = around(comm)
     x, y = ramp(comm), blank()
     comm.Send(ramp(comm) + 0.5, after)

@@ -158,4 +158,4 @@ def test_any_mixture_of_calls_is_exact_and_holds_nothing(ncalls: int) -> None:
     assert [report.wrong for report in reports] == [[]] * 4
     for report in reports:
         assert report.late[:2] == report.early[:2]
-        assert report.late[2] <= report.early[2] + 16
+        assert report.late[2] <= report.early[2] + 12

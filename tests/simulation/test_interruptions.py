@@ -1,4 +1,4 @@
-"""How long a lost NIC interrupts a job, for growing numbers of ranks, in virtual time.
+"""The time for which a lost NIC interrupts a job does not grow with the ranks, in virtual time.
 
 Ranks of a simulation do not wait for processors, so the times are those of the protocol alone.
 """

@@ -15,9 +15,8 @@ from support.jobs import MARK
 import r2ccl.runtime.compiled.call
 import r2ccl.shm.group
 
-#: Variables that identify a rank in its job.
-_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "R2CC_PORT",
-        "R2CC_SECRET", "R2CC_LISTEN_FD")  # fmt: skip
+#: Environment of the process that forks the ranks; a rank has that of its job in addition.
+_BEFORE = dict(os.environ)
 
 r2ccl.shm.group.preload()
 r2ccl.runtime.compiled.call.preload()
@@ -25,7 +24,7 @@ r2ccl.runtime.compiled.call.preload()
 
 def main(argument: str) -> None:
     given = json.loads(argument)
-    own = {name: os.environ[name] for name in _OWN if name in os.environ}
+    own = {name: each for name, each in os.environ.items() if _BEFORE.get(name) != each}
     os.environ.clear()
     os.environ.update(given["environment"] | own)
     os.chdir(given["folder"])

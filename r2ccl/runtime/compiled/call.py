@@ -216,6 +216,7 @@ class CompiledCalls:
                 return None
         call = lanes.call(program.plan) if program.layout.uses_scratch else None
         words[at.OP] = calls.op
+        # As `data_of`, without a function call for each array.
         words[at.ARENA] = word_at(id(arena) + DATA).value
         words[at.SPACES] = word_at(id(lanes.source) + DATA).value
         words[at.SPACES + 1] = word_at(id(lanes.output) + DATA).value

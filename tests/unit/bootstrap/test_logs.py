@@ -1,4 +1,4 @@
-"""What the variables for logs, ours and NCCL's, let through, and the form of the records."""
+"""The variables for logs, ours and NCCL's, set the level; records have one form."""
 
 import io
 import logging

@@ -130,13 +130,19 @@ def test_calls_back_to_back_keep_their_order() -> None:
     group.close()
 
 
-def test_a_call_that_fails_lets_the_stream_go_on() -> None:
+def begun_by_rank_0() -> tuple[Group, Any, int, Any]:
+    """Return two ranks, of which rank 0 has begun an allreduce in place: rank 0, place and job."""
     group = Group(2)
     group.open()
     call = CallSignature(Collective.ALLREDUCE, CODES[np.dtype(np.int64)], ReduceOp.SUM, 300)
     mine = group.ranks[0]
     place = mine.put(np.arange(300))
     job = mine.begin(call, place, place)
+    return group, mine, place, job
+
+
+def test_a_call_that_fails_lets_the_stream_go_on() -> None:
+    group, mine, place, job = begun_by_rank_0()
     mine.engine.revoke("for a test")
     with pytest.raises(CommunicatorRevoked, match="for a test"):
         mine.direct.finish(job)
@@ -147,12 +153,7 @@ def test_a_call_that_fails_lets_the_stream_go_on() -> None:
 
 
 def test_copies_that_cannot_be_waited_for_hide_no_error() -> None:
-    group = Group(2)
-    group.open()
-    call = CallSignature(Collective.ALLREDUCE, CODES[np.dtype(np.int64)], ReduceOp.SUM, 300)
-    mine = group.ranks[0]
-    place = mine.put(np.arange(300))
-    job = mine.begin(call, place, place)
+    group, mine, _, job = begun_by_rank_0()
 
     def drain(timeout_s: float) -> bool:
         raise TransportTimeout("the data loop is busy", rank=0)

@@ -17,7 +17,7 @@ from r2ccl.runtime.arrays.buffers import cannot_view
 from r2ccl.types import ReduceOp
 
 X = np.ones(4, np.float32)
-#: What each function takes besides the arrays.
+#: Arguments of each function besides the arrays.
 CALLS: dict[str, Any] = {
     "allreduce": lambda op: arguments.allreduce(X, None, op),
     "reduce": lambda op: arguments.reduce(X, None, op, 0, 0),

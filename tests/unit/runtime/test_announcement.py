@@ -1,4 +1,4 @@
-"""What each rank says about itself when a job starts."""
+"""The line that each rank logs about itself when a job starts."""
 
 import logging
 from types import SimpleNamespace
