@@ -17,7 +17,7 @@ import contextlib
 import socket
 from functools import partial
 
-from r2ccl.bootstrap import wire
+from r2ccl.bootstrap import dialing, wire
 from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.greetings import (
     MeetingFailed,
@@ -238,11 +238,11 @@ class Branch:
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                return await wire.dial(secret, claim, address)
+                return await dialing.dial(secret, claim, address)
             except ConnectionRefusedError:
                 raise
             except (OSError, HandshakeRejected) as exc:
-                self._obstacle = wire.describe_failure(exc, address, wire.HANDSHAKE_TIMEOUT_S)
+                self._obstacle = dialing.describe_failure(exc, address, wire.HANDSHAKE_TIMEOUT_S)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE_S)
 

@@ -23,7 +23,7 @@ import socket
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from r2ccl.bootstrap import wire
+from r2ccl.bootstrap import dialing, wire
 from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose
 from r2ccl.bootstrap.listener import Handover
 from r2ccl.bootstrap.messages import PeerInfo
@@ -117,8 +117,8 @@ async def dial(
                 forward = Claim(
                     Purpose.FORWARD, setting.communicator_id, setting.rank, way.to, beyond=key.peer
                 )
-                await wire.prove(sock, setting.secret, forward)
-            await wire.prove(sock, setting.secret, data)
+                await dialing.prove(sock, setting.secret, forward)
+            await dialing.prove(sock, setting.secret, data)
         return sock
 
     sock = await first_of([lambda way=way: attempt(way) for way in ways])  # type: ignore[misc]

@@ -339,7 +339,8 @@ class ControlPlane:
     def open_session(self, peer: int) -> None:
         """Connect a session with `peer`, which must call this, too; the lower rank dials.
 
-        Does nothing if there is a session already.
+        It dials when a message is sent over the session, at the latest after 20 ms. Does nothing if
+        there is a session already.
         """
         self._check(peer)
         self._do(functools.partial(self._open_session, peer))
@@ -595,7 +596,7 @@ class ControlPlane:
             if self._overlay.is_closed(peer):
                 session.drop("it is lost or has left", self.rank)
             else:
-                session.start()
+                session.start_soon()
         return session
 
     def _check(self, peer: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from r2ccl.bootstrap import bypass, wire
+from r2ccl.bootstrap import bypass, dialing, wire
 from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose
 from r2ccl.bootstrap.listener import Handover, Unneeded
 from r2ccl.bootstrap.messages import PeerInfo
@@ -32,6 +32,9 @@ _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 #: Long enough for one retransmission of a SYN, which Linux sends after 1 s.
 _CONNECT_TIMEOUT_S = 2.0
+#: A last-resort path is dialed when no other dial of its peer is pending, at the latest after this
+#: time: a call may wait for the other paths.
+_GIVE_WAY_S = 0.02
 #: Maximum number of connections of one rail that a rank dials and authenticates at a time. If ranks
 #: that share a machine started all at once, no handshake would end in time.
 _MAX_HANDSHAKES = 4
@@ -43,6 +46,13 @@ class _Dial(msgspec.Struct):
     epoch: int
     on_failed: Callable[[str], None] | None
     task: asyncio.Task[None] | None = None
+    #: Starts the dial of a last-resort path, unless that was done.
+    starter: asyncio.TimerHandle | None = None
+
+    def stop(self) -> None:
+        for work in (self.task, self.starter):
+            if work is not None:
+                work.cancel()
 
 
 class Paths:
@@ -147,7 +157,11 @@ class Paths:
         self._stop_dial(key)
         entry = _Dial(epoch, on_failed)
         self._dials[key] = entry
-        self._start_dial(key, entry)
+        if self._is_last_resort(key) and self._is_dialing(key.peer):
+            loop = asyncio.get_running_loop()
+            entry.starter = loop.call_later(_GIVE_WAY_S, self._start_dial, key, entry)
+        else:
+            self._start_dial(key, entry)
 
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
         """Try each of `ways` to `peer` once; the first that works becomes the bypass.
@@ -163,8 +177,8 @@ class Paths:
     def kick(self, rail: int) -> None:
         """Try every pending dial of `rail` again now, without waiting for the end of its pause."""
         for key, entry in list(self._dials.items()):
-            if key.rail == rail and entry.task is not None:
-                entry.task.cancel()
+            if key.rail == rail:
+                entry.stop()
                 self._start_dial(key, entry)
 
     def cancel(self, key: PathKey) -> None:
@@ -192,15 +206,25 @@ class Paths:
         for key in [*self._dials, *self._expected]:
             self.cancel(key)
 
+    def _is_last_resort(self, key: PathKey) -> bool:
+        return self._setting.nics[key.rail].is_last_resort
+
+    def _is_dialing(self, peer: int) -> bool:
+        """Return whether a dial to `peer` is pending, except those that have not been started."""
+        return any(
+            key.peer == peer and entry.task is not None for key, entry in self._dials.items()
+        )
+
     def _start_dial(self, key: PathKey, entry: _Dial) -> None:
+        entry.starter = None
         work = self._keep_dialing(key, entry)
         entry.task = asyncio.get_running_loop().create_task(work)
 
     def _stop_dial(self, key: PathKey) -> None:
         entry = self._dials.pop(key, None)
         self._failures.pop(key, None)
-        if entry is not None and entry.task is not None:
-            entry.task.cancel()
+        if entry is not None:
+            entry.stop()
 
     async def _keep_dialing(self, key: PathKey, entry: _Dial) -> None:
         pause = _FIRST_PAUSE_S
@@ -210,7 +234,8 @@ class Paths:
                     sock = await self._dial_once(key, entry.epoch)
             except (OSError, HandshakeRejected) as exc:
                 target = self._peers[key.peer].rails[key.rail]
-                text = self._failures[key] = wire.explain_failure(exc, target, _CONNECT_TIMEOUT_S)
+                text = dialing.explain_failure(exc, target, _CONNECT_TIMEOUT_S)
+                self._failures[key] = text
                 if entry.on_failed is not None:
                     entry.on_failed(text[0])
             else:
@@ -220,6 +245,15 @@ class Paths:
         del self._dials[key]
         self._failures.pop(key, None)
         self._on_path(key.peer, key.rail, entry.epoch, sock)
+        self._start_waiting(key.peer)
+
+    def _start_waiting(self, peer: int) -> None:
+        """Start the dial of the last-resort path to `peer`, if no other dial is pending."""
+        if not self._is_dialing(peer):
+            for key, entry in list(self._dials.items()):
+                if key.peer == peer and entry.starter is not None:
+                    entry.stop()
+                    self._start_dial(key, entry)
 
     async def _try_ways(self, key: PathKey, entry: _Dial, ways: Sequence[BypassWay]) -> None:
         try:
@@ -236,7 +270,7 @@ class Paths:
         claim = Claim(
             Purpose.DATA, setting.communicator_id, setting.rank, key.peer, key.rail, epoch
         )
-        return await wire.dial(
+        return await dialing.dial(
             setting.secret,
             claim,
             self._peers[key.peer].rails[key.rail],

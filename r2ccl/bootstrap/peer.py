@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from r2ccl.bootstrap import wire
+from r2ccl.bootstrap import dialing, wire
 from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.listener import Rejections
 from r2ccl.bootstrap.messages import Codec, Goodbye, PeerDown, PeerInfo
@@ -49,6 +49,9 @@ _FIRST_PAUSE_S = 0.02
 _MAX_PAUSE_S = 0.5
 #: Timeout of connecting, after which the next address is tried.
 _DIAL_TIMEOUT_S = 1.0
+#: A session that is opened for data paths is dialed when a message is sent over it, at the latest
+#: after this time: the paths, which a call waits for, are connected first.
+_GIVE_WAY_S = 0.02
 #: A carrier that ends sooner is replaced only after a pause, in case the next one ends as soon.
 _SHORT_LIFE_S = 1.0
 
@@ -180,6 +183,8 @@ class Peer:
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        #: Calls `start`, if `start_soon` was called and the session is not started yet.
+        self._starter: asyncio.TimerHandle | None = None
         #: Set while no carrier exists, or all are silent.
         self._is_dark = asyncio.Event()
         self._is_leaving = False
@@ -190,8 +195,13 @@ class Peer:
 
     # -- for the control plane --------------------------------------------------------------
 
+    def start_soon(self) -> None:
+        """Call `start` when a message is sent or the peer has dialed, at the latest after 20 ms."""
+        self._starter = asyncio.get_running_loop().call_later(_GIVE_WAY_S, self.start)
+
     def start(self) -> None:
         """Start dialing the peer, or, on the higher of the two ranks, watching for its loss."""
+        self._cancel_starter()
         self._session.excuse(self._session.silence_s(self._setting.clock()))
         if self._setting.rank > self.rank:
             self._is_dark.set()
@@ -207,6 +217,8 @@ class Peer:
     def send(self, body: bytes) -> None:
         """Queue an encoded message, or drop it if the peer has left or is lost."""
         if self.state is PeerState.OPEN:
+            if self._starter is not None:
+                self.start()
             self._session.post(body)
             self._flush()
 
@@ -222,6 +234,8 @@ class Peer:
         Takes ownership of `sock`, and closes it if the peer has left or is lost.
         """
         if self.state is PeerState.OPEN:
+            if self._starter is not None:
+                self.start()
             task = self._spawn(self._adopt_quietly(sock))
             task.add_done_callback(lambda done: sock.close() if done.cancelled() else None)
         else:
@@ -319,15 +333,15 @@ class Peer:
         claim = Claim(Purpose.CONTROL, self._setting.communicator_id, self._setting.rank, self.rank)
         for target, source in itertools.cycle(targets):
             try:
-                sock = await wire.dial(
+                sock = await dialing.dial(
                     self._setting.secret, claim, target, source=source, timeout_s=_DIAL_TIMEOUT_S
                 )
                 return await self._adopt(sock)
             except ConnectionRefusedError as exc:
-                self._obstacle = wire.describe_failure(exc, target, _DIAL_TIMEOUT_S)
+                self._obstacle = dialing.describe_failure(exc, target, _DIAL_TIMEOUT_S)
                 self._judge_refusal(target)
             except (OSError, HandshakeRejected) as exc:
-                self._obstacle = wire.describe_failure(exc, target, _DIAL_TIMEOUT_S)
+                self._obstacle = dialing.describe_failure(exc, target, _DIAL_TIMEOUT_S)
                 logger.debug("rank %d: no carrier: %s", self._setting.rank, self._obstacle)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE_S)
@@ -450,7 +464,13 @@ class Peer:
         self._stop_tasks()
         self.is_settled.set()
 
+    def _cancel_starter(self) -> None:
+        if self._starter is not None:
+            self._starter.cancel()
+            self._starter = None
+
     def _stop_tasks(self) -> None:
+        self._cancel_starter()
         for task in self._tasks:
             task.cancel()
         if self._timer is not None:

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import msgspec
 
-from r2ccl.bootstrap import naming, wire
+from r2ccl.bootstrap import dialing, naming, wire
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.branch import Branch
 from r2ccl.bootstrap.greetings import (
@@ -211,9 +211,9 @@ class _Member:
             return None
         self._unresolved = None
         try:
-            return await wire.dial(secret, claim, target, timeout_s=timeout_s), secret
+            return await dialing.dial(secret, claim, target, timeout_s=timeout_s), secret
         except (OSError, HandshakeRejected) as exc:
-            self._last_failure = wire.describe_failure(exc, target, timeout_s)
+            self._last_failure = dialing.describe_failure(exc, target, timeout_s)
         return None
 
     def _take(self, kind: type[_T], body: bytes) -> _T:

@@ -1,30 +1,15 @@
-"""TCP in an asyncio loop: listening, authenticated dialing, port probes, length-prefixed messages.
-
-Runs the dialing side of `r2ccl.bootstrap.auth`; `r2ccl.bootstrap.listener` runs the accepting side.
-Invariant: the far end of a socket that `dial` returns has proved the secret.
-"""
+"""TCP in an asyncio loop: sockets, port probes and length-prefixed messages."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ipaddress
-import os
 import socket
 import struct
 from collections.abc import Callable, Iterable
 
-from r2ccl.bootstrap.auth import (
-    ANSWER_NBYTES,
-    NONCE_NBYTES,
-    OPENING_NBYTES,
-    Claim,
-    Dialer,
-    HandshakeRejected,
-    Secret,
-)
 from r2ccl.bootstrap.readers import ReadLoop
-from r2ccl.errors import decode_errno, exhaustion_advice
 
 Address = tuple[str, int]
 
@@ -39,92 +24,6 @@ _MAX_MESSAGE_NBYTES = 16 << 20
 _CLOSED = "the other side closed the connection"
 #: Bytes that a `MessageReader` reads at once: more than a `Hello` or `Ready` has.
 _READ_NBYTES = 16 << 10
-
-
-class Visitor(Exception):
-    """Error: the stream ended, or was reset, before the first byte of the expected data."""
-
-
-class HandshakeTimeout(TimeoutError):
-    """Error: a connection was made, but not authenticated within ``limit_s`` seconds."""
-
-    def __init__(self, limit_s: float) -> None:
-        super().__init__(f"the connection was not authenticated within {limit_s:g} s")
-        self.limit_s = limit_s
-
-
-async def dial(
-    secret: Secret,
-    claim: Claim,
-    target: Address,
-    *,
-    source: str = "",
-    timeout_s: float = HANDSHAKE_TIMEOUT_S,
-) -> socket.socket:
-    """Connect to `target` (numeric) from local address `source` and authenticate with `claim`.
-
-    Connecting takes at most `timeout_s`, since the peer's kernel answers. Authenticating takes at
-    most `timeout_s` or `HANDSHAKE_TIMEOUT_S`, whichever is longer, since the peer may be busy.
-
-    Returns
-    -------
-    socket.socket
-        Non-blocking, with TCP_NODELAY; no bytes beyond the handshake were read.
-
-    Raises
-    ------
-    OSError
-        If the connection fails (``ConnectionRefusedError`` only while connecting).
-    TimeoutError
-        If connecting takes too long.
-    HandshakeTimeout
-        If authenticating takes too long.
-    HandshakeRejected
-        As for `prove`.
-    """
-    async with asyncio.timeout(timeout_s):
-        sock = await reach(target, source)
-    limit_s = max(timeout_s, HANDSHAKE_TIMEOUT_S)
-    try:
-        async with asyncio.timeout(limit_s):
-            await prove(sock, secret, claim)
-    except TimeoutError as exc:
-        if exc.errno is not None:  # from the kernel: the connection was lost
-            raise
-        raise HandshakeTimeout(limit_s) from exc
-    return sock
-
-
-def explain_failure(
-    exc: OSError | HandshakeRejected, target: Address, timeout_s: float
-) -> tuple[str, str]:
-    """Return why a dial of `target` failed, and advice for the user, which may be empty.
-
-    Parameters
-    ----------
-    exc : OSError or HandshakeRejected
-        Raised by `dial`.
-    target : Address
-    timeout_s : float
-        Timeout that was passed to `dial`.
-    """
-    where = f"{target[0]}:{target[1]}"
-    if isinstance(exc, HandshakeRejected):
-        return f"the handshake with {where} failed ({exc.reason})", "see the log of the rank there"
-    if isinstance(exc, HandshakeTimeout):
-        return (
-            f"{where} accepted the connection but did not authenticate it within {exc.limit_s:g} s",
-            "check whether the process there hangs, or is not a rank",
-        )
-    if isinstance(exc, TimeoutError) and exc.errno is None:
-        return f"{where} did not answer within {timeout_s:g} s", "check filters and routes"
-    code = exc.errno or 0
-    return f"{where}: {decode_errno(code) if code else exc}", exhaustion_advice(code)
-
-
-def describe_failure(exc: OSError | HandshakeRejected, target: Address, timeout_s: float) -> str:
-    """Return the cause and the advice of `explain_failure` as one text."""
-    return "; ".join(filter(None, explain_failure(exc, target, timeout_s)))
 
 
 async def reach(target: Address, source: str = "") -> socket.socket:
@@ -142,35 +41,6 @@ async def reach(target: Address, source: str = "") -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-async def prove(sock: socket.socket, secret: Secret, claim: Claim) -> None:
-    """Authenticate the connection `sock` as its dialer, with `claim`; close `sock` on failure.
-
-    Raises
-    ------
-    OSError
-        If the connection fails, other than by a close or a reset.
-    HandshakeRejected
-        If the other side does not know the secret, has another protocol version, or closes or
-        resets the connection: it does not accept it now, or its process has ended.
-    """
-    try:
-        await _shake_hands(sock, Dialer(secret, claim, os.urandom(NONCE_NBYTES)))
-    except BaseException:
-        sock.close()
-        raise
-
-
-async def _shake_hands(sock: socket.socket, dialer: Dialer) -> None:
-    loop = asyncio.get_running_loop()
-    try:
-        await loop.sock_sendall(sock, dialer.opening())
-        proof = dialer.prove(await receive_exactly(sock, OPENING_NBYTES))
-        await loop.sock_sendall(sock, proof)
-        dialer.confirm(await receive_exactly(sock, ANSWER_NBYTES))
-    except (Visitor, ConnectionError) as exc:
-        raise HandshakeRejected("closed during the handshake") from exc
 
 
 def open_socket(target_host: str, source: str = "") -> socket.socket:
@@ -236,33 +106,6 @@ def reserve_port(host: str) -> socket.socket:
     return sock
 
 
-async def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
-    """Read exactly `nbytes` bytes from `sock` and return them.
-
-    Raises
-    ------
-    Visitor
-        If the stream ends, or is reset, before the first byte.
-    ConnectionError
-        If the stream ends, or is reset, after fewer than `nbytes` bytes.
-    OSError
-        If the connection fails otherwise.
-    """
-    loop = asyncio.get_running_loop()
-    data = bytearray()
-    while len(data) < nbytes:
-        try:
-            piece = await loop.sock_recv(sock, nbytes - len(data))
-        except ConnectionResetError:
-            piece = b""
-        if not piece:
-            if not data:
-                raise Visitor
-            raise ConnectionResetError(f"the stream ended after {len(data)} of {nbytes} bytes")
-        data += piece
-    return bytes(data)
-
-
 async def resolve(host: str, port: int) -> str:
     """Return the first numeric address of `host`, which may be numeric already.
 
@@ -322,11 +165,19 @@ async def receive_message(sock: socket.socket) -> bytes:
     OSError
         If the connection fails otherwise.
     """
-    try:
-        nbytes = _unpack_length(await receive_exactly(sock, _LENGTH.size))
-        return await receive_exactly(sock, nbytes)
-    except Visitor:
-        raise ConnectionResetError(_CLOSED) from None
+    nbytes = _unpack_length(await _receive_exactly(sock, _LENGTH.size))
+    return await _receive_exactly(sock, nbytes)
+
+
+async def _receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < nbytes:
+        piece = await loop.sock_recv(sock, nbytes - len(data))
+        if not piece:
+            raise ConnectionResetError(_CLOSED)
+        data += piece
+    return data
 
 
 def _unpack_length(prefix: bytes | bytearray) -> int:
@@ -437,20 +288,13 @@ __all__ = [
     "BACKLOG",
     "HANDSHAKE_TIMEOUT_S",
     "Address",
-    "HandshakeTimeout",
     "MessageReader",
-    "Visitor",
     "close_hard",
-    "describe_failure",
-    "dial",
-    "explain_failure",
     "limit_silence",
     "listen",
     "open_socket",
     "probe_port",
-    "prove",
     "reach",
-    "receive_exactly",
     "receive_message",
     "reserve_port",
     "resolve",

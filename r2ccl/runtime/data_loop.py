@@ -63,6 +63,8 @@ _LAST_CALL_S = 10.0
 #: Interval in seconds of timer checks while a call waits; the default suspicion timeout is 25 times
 #: as long.
 _TICK_S = 0.02
+#: Time in seconds from the begin of a wait to its first check of timers.
+_FIRST_TICK_S = 0.005
 #: Longest duration of `DataLoop.poll`, and its longest wait for one more event, in seconds.
 _POLL_S, _EVENT_S = 0.004, 0.0005
 
@@ -375,8 +377,24 @@ class DataLoop:
 
     # Waits
 
-    def wait(self, caller: Caller, is_done: Callable[[], bool], patience: Patience) -> None:
+    def wait(
+        self,
+        caller: Caller,
+        is_done: Callable[[], bool],
+        patience: Patience,
+        *,
+        spins: bool = True,
+    ) -> None:
         """Run the data loop until ``is_done()``; the calling thread must own it.
+
+        Parameters
+        ----------
+        caller : Caller
+        is_done : callable
+        patience : Patience
+        spins : bool
+            True: look for events for ``R2CC_SPIN_S`` before each sleep. False: sleep at once,
+            because the wait is for work of the control thread, which needs the GIL and the core.
 
         Raises
         ------
@@ -388,6 +406,8 @@ class DataLoop:
         clock, progress = self._clock, self.progress
         caller.since_s = clock()
         deadline = caller.since_s + patience.timeout_s
+        # After a pause between calls, timers can wait for the first events of this call.
+        self._next_tick = max(self._next_tick, caller.since_s + _FIRST_TICK_S)
         caller.waiting = patience
         self._control.is_busy = True
         idle_since = 0.0
@@ -424,7 +444,7 @@ class DataLoop:
                     raise timed_out(patience)
                 if not idle_since:
                     idle_since = now
-                if now - idle_since < self._config.spin_s:
+                if spins and now - idle_since < self._config.spin_s:
                     os.sched_yield()
                 elif progress.is_computing:
                     # No file descriptor reports the end of a kernel, so poll with short sleeps.

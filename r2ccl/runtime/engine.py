@@ -440,7 +440,7 @@ class Engine:
                 awaited = self._links.peers - self._revocation.left
                 return is_late and all(map(self._migration.up, awaited))
 
-            loop.wait(self, is_connected, self._patience(self._pending_init))
+            loop.wait(self, is_connected, self._patience(self._pending_init), spins=False)
         finally:
             loop.release()
 
@@ -627,13 +627,18 @@ class Engine:
             self._loop.submit(self._loop.fail, error)
 
     def _connect(self, peers: frozenset[int]) -> None:
-        """Connect data paths to the `peers`, ranks of the job, that have none; wait for them."""
+        """Connect data paths to the `peers`, ranks of the job, that have none; wait for them.
+
+        Paths on last-resort rails are connected, too, but not waited for: only a loss of all other
+        rails needs them.
+        """
         self.nconnects += 1
         self._failover.connect_peers(peers)
         enough_s = self._clock() + STANDBY_S
+        last_resorts = self._job.last_resorts
 
         def is_connected() -> bool:
-            if all(map(self._migration.is_connected, peers)):
+            if all(self._migration.is_connected(peer, apart=last_resorts) for peer in peers):
                 return True
             return self._clock() >= enough_s and all(map(self._migration.up, peers))
 
@@ -643,7 +648,7 @@ class Engine:
 
         patience = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending)
         try:
-            self._loop.wait(self, is_connected, patience)
+            self._loop.wait(self, is_connected, patience, spins=False)
         finally:
             self._failover.joined(peers)
 

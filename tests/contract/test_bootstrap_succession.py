@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from r2ccl.bootstrap import ControlPlane, connect, wire
+from r2ccl.bootstrap import ControlPlane, connect, dialing, wire
 from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.launch import LocalJob
 from r2ccl.bootstrap.succession import Succession, derive
@@ -101,7 +101,7 @@ def test_the_old_secret_opens_nothing(planes: list[ControlPlane]) -> None:
         claim = Claim(Purpose.CONTROL, second.communicator_id, 0, 1)
         old = planes[1].setting.secret
         with pytest.raises(HandshakeRejected):
-            asyncio.run(wire.dial(old, claim, second.peers[1].rails[0]))
+            asyncio.run(dialing.dial(old, claim, second.peers[1].rails[0]))
         assert second.rejections() == {"wrong proof": 1}
     finally:
         first.close(0)

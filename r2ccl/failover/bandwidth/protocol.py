@@ -121,10 +121,13 @@ class Balance:
         #: Active time at the last train of each rail, and the last estimate of each rail.
         self._measured_s = dict.fromkeys(self._meters, 0.0)
         self._last_known: dict[int, float] = {}
+        #: Active time of the last update, if it changed no weight.
+        self._updated_s = -1.0
 
     def set_nominal_rate(self, rate: int) -> None:
         """Set the nominal rate that all rails have, in bytes/s; 0 means unknown."""
         self._nominal = rate
+        self._updated_s = -1.0
 
     def posted(self, rail: int, peer: int, now: float) -> None:
         """Record that a cleared slice for `peer` was posted to `rail`.
@@ -222,10 +225,12 @@ class Balance:
         Call it periodically: a weight changes only after all calls within `_SETTLE_S` of active
         time have found another weight for the rail.
         """
+        active_s = self.active_s(now)
+        if active_s == self._updated_s:
+            return False  # no new measurement
         estimates, level = self.estimates(now), self.level()
         rates = {rail: each and each * level for rail, each in estimates.items()}
         proposed = shares(rates, self.weights, nominal=1.0 if level < 1.0 else None)
-        active_s = self.active_s(now)
         settled = {}
         for rail, weight in proposed.items():
             if weight == self.weights[rail]:
@@ -234,6 +239,7 @@ class Balance:
                 del self._proposed_s[rail]
                 settled[rail] = weight
         self.weights = self.weights | settled
+        self._updated_s = -1.0 if settled else active_s
         return bool(settled)
 
     def _record(self, rail: int, train: Train, active_s: float) -> None:

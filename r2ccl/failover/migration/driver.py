@@ -9,7 +9,7 @@ blocks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from r2ccl.errors import CompletionError, RailDown, TransportError
@@ -225,14 +225,15 @@ class Migration:
     def _on_rails(self, peer: int) -> list[Path]:
         return [self._paths[PathKey(peer, rail)] for rail in range(self._transport.nrails)]
 
-    def is_connected(self, peer: int) -> bool:
+    def is_connected(self, peer: int, apart: Collection[int] = ()) -> bool:
         """Return whether the connection to `peer` is complete.
 
         It is complete if at least one path to `peer` is up (a bypass counts), and every path on a
-        rail is up except those with a port that is known to be down.
+        rail is up except those with a port that is known to be down and those on the rails `apart`.
         """
         return bool(self.up(peer)) and all(
             path.state is PathState.UP
+            or path.key.rail in apart
             or not (self._port_share(self._rank, path.key.rail) and self._port_share(*path.key))
             for path in self._on_rails(peer)
         )

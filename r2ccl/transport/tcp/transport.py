@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import ipaddress
 import logging
 import os
@@ -665,7 +666,12 @@ class TcpTransport(PreconnectedTransport):
 
 
 def _is_loopback(sock: socket.socket) -> bool:
-    return ipaddress.ip_address(sock.getsockname()[0]).is_loopback
+    return _is_loopback_address(sock.getsockname()[0])
+
+
+@functools.lru_cache(maxsize=64)  # a rank has few addresses, and parsing one takes 15 us
+def _is_loopback_address(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback
 
 
 def _pack_confirmation(channel: int, ack: int) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.slow import slow_but
 
-from r2ccl.bootstrap import leader, wire
+from r2ccl.bootstrap import dialing, leader, wire
 from r2ccl.bootstrap.auth import SECRET_NBYTES, Claim, Purpose, Secret
 from r2ccl.bootstrap.branch import Branch
 from r2ccl.bootstrap.greetings import Hello, Meeting, Table, encode
@@ -261,14 +261,14 @@ def test_a_rank_that_hangs_is_named_by_its_parent(monkeypatch: pytest.MonkeyPatc
 
 def test_a_parent_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(8, timeout_s=0.7)
-    dial = wire.dial
+    dial = dialing.dial
 
     async def filtered(secret: Secret, claim: Claim, *rest: Any, **more: Any) -> socket.socket:
         if (claim.src, claim.dst) == (5, 4):
             raise TimeoutError
         return await dial(secret, claim, *rest, **more)
 
-    monkeypatch.setattr(wire, "dial", filtered)
+    monkeypatch.setattr(dialing, "dial", filtered)
 
     async def main() -> None:
         errors = await fail_together(ranks, info_of)
@@ -303,7 +303,7 @@ def test_only_the_children_connect_to_a_rank(monkeypatch: pytest.MonkeyPatch) ->
     async def refused(secret: Secret, **changes: Any) -> None:
         claim = Claim(Purpose.RENDEZVOUS, found[4]._communicator_id, 5, 4)._replace(**changes)
         with pytest.raises(R2cclError, match="closed during the handshake"):
-            await wire.dial(secret, claim, addresses[4])
+            await dialing.dial(secret, claim, addresses[4])
 
     async def main() -> None:
         ranks.start()

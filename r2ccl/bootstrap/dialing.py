@@ -1,0 +1,245 @@
+"""Dialing side of `r2ccl.bootstrap.auth`: connects TCP sockets and authenticates them.
+
+A connection is made by callbacks of the event loop, and a coroutine waits only for its end. A first
+call to a rank waits for these connections, and waking a task costs as much as a step of the
+handshake. `r2ccl.bootstrap.listener` runs the accepting side.
+
+Invariant: the far end of a socket that `dial` returns has proved the secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+
+from r2ccl.bootstrap import wire
+from r2ccl.bootstrap.auth import (
+    ANSWER_NBYTES,
+    NONCE_NBYTES,
+    OPENING_NBYTES,
+    Claim,
+    Dialer,
+    HandshakeRejected,
+    Secret,
+)
+from r2ccl.bootstrap.wire import HANDSHAKE_TIMEOUT_S, Address
+from r2ccl.errors import decode_errno, exhaustion_advice
+
+
+class HandshakeTimeout(TimeoutError):
+    """Error: a connection was made, but not authenticated within ``limit_s`` seconds."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"the connection was not authenticated within {limit_s:g} s")
+        self.limit_s = limit_s
+
+
+class _Dialing:
+    """Connection that is being made and authenticated.
+
+    Parameters
+    ----------
+    sock : socket.socket
+        Non-blocking. Closed unless `wait` returns.
+    dialer : Dialer
+    limit_s : float
+        Longest time of the handshake in seconds.
+    """
+
+    def __init__(self, sock: socket.socket, dialer: Dialer, limit_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._dialer = dialer
+        self._limit_s = limit_s
+        self._is_connected = False
+        self._has_proved = False
+        #: Bytes of the acceptor's opening, then of its answer.
+        self._received = b""
+        self._timer: asyncio.TimerHandle | None = None
+        self._end: asyncio.Future[None] = self._loop.create_future()
+
+    async def wait(self) -> socket.socket:
+        """Return the socket once it is authenticated; for the errors see `dial`."""
+        try:
+            await self._end
+        except BaseException:
+            self._forget()
+            self._sock.close()
+            raise
+        self._forget()
+        return self._sock
+
+    def connect(self, target: Address, timeout_s: float) -> None:
+        """Begin to connect to `target`, within `timeout_s` seconds; the handshake follows."""
+        self._expire_after(timeout_s, TimeoutError())
+        self._run(self._connect, target)
+
+    def shake_hands(self) -> None:
+        """Begin the handshake; the socket is connected."""
+        self._is_connected = True
+        self._expire_after(self._limit_s, HandshakeTimeout(self._limit_s))
+        self._run(self._open)
+
+    def _run(self, step: Callable[..., None], *args: object) -> None:
+        """Run a step; an error, after which no step follows, ends the waiting."""
+        if self._end.done():
+            return
+        try:
+            step(*args)
+        except (OSError, HandshakeRejected) as exc:
+            if self._is_connected and isinstance(exc, ConnectionError):
+                rejection = HandshakeRejected("closed during the handshake")
+                rejection.__cause__ = exc
+                self._end.set_exception(rejection)
+            else:
+                self._end.set_exception(exc)
+
+    def _connect(self, target: Address) -> None:
+        try:
+            self._sock.connect(target)
+        except (BlockingIOError, InterruptedError):
+            self._loop.add_writer(self._fd, self._run, self._on_connected, target)
+        else:
+            self.shake_hands()
+
+    def _on_connected(self, target: Address) -> None:
+        self._loop.remove_writer(self._fd)
+        code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, f"cannot connect to {target[0]}:{target[1]}")
+        self.shake_hands()
+
+    def _open(self) -> None:
+        self._sock.send(self._dialer.opening())  # always fits into the buffer of a new connection
+        self._loop.add_reader(self._fd, self._run, self._read)
+
+    def _read(self) -> None:
+        wanted = ANSWER_NBYTES if self._has_proved else OPENING_NBYTES
+        try:
+            piece = self._sock.recv(wanted - len(self._received))
+        except (BlockingIOError, InterruptedError):
+            return
+        if not piece:
+            raise ConnectionResetError("the stream ended")
+        self._received += piece
+        if len(self._received) < wanted:
+            return
+        message, self._received = self._received, b""
+        if self._has_proved:
+            self._dialer.confirm(message)
+            self._forget()
+            self._end.set_result(None)
+        else:
+            self._sock.send(self._dialer.prove(message))
+            self._has_proved = True
+
+    def _expire_after(self, timeout_s: float, error: TimeoutError) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(timeout_s, self._expire, error)
+
+    def _expire(self, error: TimeoutError) -> None:
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    def _forget(self) -> None:
+        """Stop the timer, and watching the socket; idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._loop.remove_reader(self._fd)
+            self._loop.remove_writer(self._fd)
+            self._timer = None
+
+
+async def dial(
+    secret: Secret,
+    claim: Claim,
+    target: Address,
+    *,
+    source: str = "",
+    timeout_s: float = HANDSHAKE_TIMEOUT_S,
+) -> socket.socket:
+    """Connect to `target` (numeric) from local address `source` and authenticate with `claim`.
+
+    Connecting takes at most `timeout_s`, since the peer's kernel answers. Authenticating takes at
+    most `timeout_s` or `HANDSHAKE_TIMEOUT_S`, whichever is longer, since the peer may be busy.
+
+    Returns
+    -------
+    socket.socket
+        Non-blocking, with TCP_NODELAY; no bytes beyond the handshake were read.
+
+    Raises
+    ------
+    OSError
+        If the connection fails (``ConnectionRefusedError`` only while connecting).
+    TimeoutError
+        If connecting takes too long.
+    HandshakeTimeout
+        If authenticating takes too long.
+    HandshakeRejected
+        As for `prove`.
+    """
+    dialer = Dialer(secret, claim, os.urandom(NONCE_NBYTES))
+    sock = wire.open_socket(target[0], source)
+    dialing = _Dialing(sock, dialer, max(timeout_s, HANDSHAKE_TIMEOUT_S))
+    dialing.connect(target, timeout_s)
+    return await dialing.wait()
+
+
+async def prove(
+    sock: socket.socket, secret: Secret, claim: Claim, limit_s: float = HANDSHAKE_TIMEOUT_S
+) -> None:
+    """Authenticate the connection `sock` as its dialer, with `claim`; close `sock` on failure.
+
+    Raises
+    ------
+    OSError
+        If the connection fails, other than by a close or a reset.
+    HandshakeTimeout
+        If it takes longer than `limit_s` seconds.
+    HandshakeRejected
+        If the other side does not know the secret, has another protocol version, or closes or
+        resets the connection: it does not accept it now, or its process has ended.
+    """
+    dialing = _Dialing(sock, Dialer(secret, claim, os.urandom(NONCE_NBYTES)), limit_s)
+    dialing.shake_hands()
+    await dialing.wait()
+
+
+def explain_failure(
+    exc: OSError | HandshakeRejected, target: Address, timeout_s: float
+) -> tuple[str, str]:
+    """Return why a dial of `target` failed, and advice for the user, which may be empty.
+
+    Parameters
+    ----------
+    exc : OSError or HandshakeRejected
+        Raised by `dial`.
+    target : Address
+    timeout_s : float
+        Timeout that was passed to `dial`.
+    """
+    where = f"{target[0]}:{target[1]}"
+    if isinstance(exc, HandshakeRejected):
+        return f"the handshake with {where} failed ({exc.reason})", "see the log of the rank there"
+    if isinstance(exc, HandshakeTimeout):
+        return (
+            f"{where} accepted the connection but did not authenticate it within {exc.limit_s:g} s",
+            "check whether the process there hangs, or is not a rank",
+        )
+    if isinstance(exc, TimeoutError) and exc.errno is None:
+        return f"{where} did not answer within {timeout_s:g} s", "check filters and routes"
+    code = exc.errno or 0
+    return f"{where}: {decode_errno(code) if code else exc}", exhaustion_advice(code)
+
+
+def describe_failure(exc: OSError | HandshakeRejected, target: Address, timeout_s: float) -> str:
+    """Return the cause and the advice of `explain_failure` as one text."""
+    return "; ".join(filter(None, explain_failure(exc, target, timeout_s)))
+
+
+__all__ = ["HandshakeTimeout", "describe_failure", "dial", "explain_failure", "prove"]
