@@ -110,9 +110,7 @@ class Migration:
         self.repairing: set[PathKey] = set()
         self.log = RepairLog()
         #: Path of each channel.
-        self.routes = Routes(
-            links, nrails=context.nrails, homes=context.homes, share=self._share, log=self.log
-        )
+        self.routes = Routes(links, homes=context.homes, share=self._share, log=self.log)
         links.on_added(self.routes.begin)
         #: Peers to be connected again once all their paths, closed as idle, are fenced.
         self._reopening: set[int] = set()
@@ -222,8 +220,8 @@ class Migration:
                 if path.is_idle and path.state is PathState.DOWN:
                     self.connect(path.key)
 
-    def _on_rails(self, peer: int) -> list[Path]:
-        return [self._paths[PathKey(peer, rail)] for rail in range(self._transport.nrails)]
+    def _on_rails(self, peer: int) -> tuple[Path, ...]:
+        return self._links.paths_to(peer)[: self._transport.nrails]
 
     def is_connected(self, peer: int, apart: Collection[int] = ()) -> bool:
         """Return whether the connection to `peer` is complete.
@@ -231,12 +229,12 @@ class Migration:
         It is complete if at least one path to `peer` is up (a bypass counts), and every path on a
         rail is up except those with a port that is known to be down and those on the rails `apart`.
         """
-        return bool(self.up(peer)) and all(
+        return all(
             path.state is PathState.UP
             or path.key.rail in apart
             or not (self._port_share(self._rank, path.key.rail) and self._port_share(*path.key))
             for path in self._on_rails(peer)
-        )
+        ) and bool(self.up(peer))
 
     def up(self, peer: int) -> list[PathKey]:
         """Return the paths to `peer` that are up, in the order of their rails, the bypass last."""

@@ -85,6 +85,7 @@ class Links:
         self.on_rails: dict[PathKey, Path] = {}
         #: All paths: those on rails and the bypasses.
         self.paths: dict[PathKey, Path] = {}
+        self._paths_to: dict[int, tuple[Path, ...]] = {}
         #: Number of calls begun, of all communicators.
         self.ncalls = 0
         for peer in context.first_peers:
@@ -114,10 +115,17 @@ class Links:
         added = [Path(PathKey(peer, rail)) for rail in self._rails]
         self.on_rails.update({path.key: path for path in added})
         self.paths.update({path.key: path for path in added})
-        if self._has_bypasses:
-            key = PathKey(peer, BYPASS)
-            self.paths[key] = Path(key)
+        bypasses = [Path(PathKey(peer, BYPASS))] if self._has_bypasses else []
+        self.paths.update({path.key: path for path in bypasses})
+        self._paths_to[peer] = (*added, *bypasses)
         return added
+
+    def paths_to(self, peer: int) -> tuple[Path, ...]:
+        """Return the paths to `peer`, in the order of their rails, the bypass last.
+
+        Empty if this rank never had paths to `peer`.
+        """
+        return self._paths_to.get(peer, ())
 
     def note_connected(self, peer: int) -> None:
         """Add `peer` to `connected`, and record that its paths are used now."""

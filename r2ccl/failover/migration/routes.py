@@ -18,7 +18,7 @@ from r2ccl.failover.migration.link import RecvLink, SendLink
 from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import PathState, choose_routes
 from r2ccl.failover.migration.repairs import RepairLog
-from r2ccl.types import BYPASS, PathKey
+from r2ccl.types import PathKey
 
 
 class Routes:
@@ -28,7 +28,6 @@ class Routes:
     ----------
     links : Links
         Links and paths of this rank.
-    nrails : int
     homes : sequence of int
         Home rails: channel c of a communicator has ``homes[c % len(homes)]``. Other rails are last
         resorts.
@@ -42,22 +41,19 @@ class Routes:
         self,
         links: Links,
         *,
-        nrails: int,
         homes: Sequence[int],
         share: Callable[[PathKey], float],
         log: RepairLog,
     ) -> None:
         self._links = links
         self._paths = links.paths
-        self._nrails = nrails
         self._homes = homes
         self._share = share
         self._log = log
 
     def up(self, peer: int) -> list[PathKey]:
         """Return the paths to `peer` that are up, in the order of their rails, the bypass last."""
-        keys = (PathKey(peer, rail) for rail in (*range(self._nrails), BYPASS))
-        return [key for key in keys if key in self._paths and self._is_up(key)]
+        return [path.key for path in self._links.paths_to(peer) if path.state is PathState.UP]
 
     def _is_up(self, key: PathKey) -> bool:
         return self._paths[key].state is PathState.UP

@@ -24,11 +24,12 @@ def make_routes(channels: list[int]) -> tuple[Routes, Any]:
         confirm_all=lambda links: None,
     )
     links.paths = {
-        PathKey(PEER, rail): SimpleNamespace(state=PathState.DOWN if rail == LOST else PathState.UP)
-        for rail in range(NRAILS)
+        key: SimpleNamespace(key=key, state=PathState.DOWN if key.rail == LOST else PathState.UP)
+        for key in (PathKey(PEER, rail) for rail in range(NRAILS))
     }
+    links.paths_to = lambda peer: tuple(links.paths.values())
     log: Any = None
-    routes = Routes(links, nrails=NRAILS, homes=range(NRAILS), share=lambda key: 1.0, log=log)
+    routes = Routes(links, homes=range(NRAILS), share=lambda key: 1.0, log=log)
     routes.go_home(PEER)
     return routes, links
 
