@@ -1,4 +1,4 @@
-"""Compiled loop that moves the data of messages of all peers, and waits for something to move."""
+"""Compiled loop that moves the data of messages to and from all peers, or waits until it can."""
 
 from __future__ import annotations
 

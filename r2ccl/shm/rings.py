@@ -51,7 +51,7 @@ class RingFrame(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """Array that a direct call sends or receives into; its peer, dtype code and tag.
+    """Array that a direct call sends, or into which it receives; its peer, dtype code and tag.
 
     In a receive, the tag -1 stands for any tag.
     """
