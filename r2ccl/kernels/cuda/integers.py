@@ -54,7 +54,7 @@ def _split(name: str) -> tuple[int, bool]:
 
 
 def _whole(op: ReduceOp, word: Any, compared: Any) -> Function:
-    """Return ``f(left, right)`` for lanes of one `word`; MIN and MAX compare as `compared`."""
+    """Return ``f(left, right)`` for lanes of one integer; MIN and MAX compare as `compared`."""
     if op is ReduceOp.SUM:
         return lambda a, b: word(a + b)
     if op is ReduceOp.PROD:
