@@ -3,7 +3,7 @@
 Every rank gets torchrun's environment variables plus R2CC_PORT and R2CC_SECRET. The launcher prints
 the ranks' standard output and standard error line by line on its own standard output.
 
-Its exit status is that of the first rank that failed; if a signal ended this rank, the status is
+The exit status is that of the first rank that failed; if a signal ended this rank, the status is
 128 + the signal number. If the launcher gets SIGINT or SIGTERM before any failure, the status is
 128 + the number of that signal. Otherwise it is 0.
 

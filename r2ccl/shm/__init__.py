@@ -30,7 +30,7 @@ therefore found before any output is written. If the headers say that the ranks 
 other's arrays directly, the call has no further round, and a rank returns when the other ranks are
 done with its arrays.
 
-Messages are frames in rings, one ring for each ordered pair of ranks, which the sender writes. A
+Messages are frames in rings. Each ordered pair of ranks has one ring, which the sender writes. The
 receiver takes frames in the order in which they were put. A message that no receive has taken does
 not block the messages behind it: it is copied out of the ring, up to a limit, or only announced.
 

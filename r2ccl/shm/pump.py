@@ -195,7 +195,7 @@ def make_pump() -> Pump:
 
 
 def make_put() -> Callable[[int, int, int, int, int, int, int, int], int]:
-    """Return the function that puts a frame, which `r2ccl.kernels.native` compiles.
+    """Return the function that puts a frame; `r2ccl.kernels.native` compiles it.
 
     Returns
     -------

@@ -35,8 +35,8 @@ from r2ccl.shm.waiting import wait
 def fits(form: Any, source_at: Any, target_at: Any) -> Any:
     """Return whether two arrays have a form that `r2ccl.shm.arrays.form_of` returned.
 
-    Their addresses may differ from those of the arrays of the form. Their distance may differ only
-    if neither pair overlaps.
+    Their addresses may differ from those of the arrays of the form. Their distance may differ from
+    that in the form only if neither these two arrays overlap nor those of the form.
 
     Parameters
     ----------

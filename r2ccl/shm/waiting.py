@@ -70,12 +70,13 @@ def publish(word: Any, value: Any) -> None:
 
 @inlined
 def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
-    """Move this thread to CPU `HOME` if the owner of `word` last waited long on this thread's CPU.
+    """Move this thread to the CPU `HOME` if it shares its CPU with the owner of `word`.
 
-    The scheduler often wakes a thread on the CPU of the thread that wakes it. Two ranks that share
-    a CPU wait for each other's time slices, and stay on this CPU, because both sleep. The set of
-    CPUs on which this thread may run is the same afterwards. The thread is not moved if this set
-    lacks `HOME`, or if `HOME` is -1.
+    The CPU of the owner is taken to be that of its last long wait. The scheduler often wakes a
+    thread on the CPU of the thread that wakes it. Two ranks that share a CPU wait for each other's
+    time slices, and stay on this CPU, because both sleep. The set of CPUs on which this thread may
+    run is the same afterwards. The thread is not moved if this set lacks `HOME`, or if `HOME` is
+    -1.
     """
     home = state[HOME]
     if home < 0:

@@ -8,10 +8,9 @@ are done, or when the lane is free to reduce.
 
 The rules are those of `r2ccl.schedule.ir`: if an op and its dependency work on the same chunk
 index, slice k of the op waits for slice k of the dependency; otherwise every slice waits for the
-whole dependency. A slice for a RECV can be sent
-only when the dependencies of the RECV are done. A slice for a RECV_REDUCE can land at once, in
-separate memory, and is reduced when the dependencies of the RECV_REDUCE are done. A slice that has
-landed completes the same slice of its send.
+whole dependency. A slice for a RECV can be sent only when the dependencies of the RECV are done. A
+slice for a RECV_REDUCE can land at once, in separate memory, and is reduced when the dependencies
+of the RECV_REDUCE are done. A slice that has landed completes the same slice of its send.
 """
 
 from __future__ import annotations

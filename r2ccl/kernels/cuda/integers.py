@@ -1,4 +1,4 @@
-"""Arithmetic of integers in lanes: one of 32 or 64 bits, two of 16 or four of 8 per lane.
+"""Arithmetic of integers in lanes: one of 32 or 64 bits, two of 16 bits, or four of 8 bits.
 
 As in `r2ccl.kernels.cuda.arithmetic`, both Numba and NumPy run these functions; this module must
 not import Numba.
