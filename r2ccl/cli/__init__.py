@@ -20,8 +20,8 @@ _COMMANDS = ("doctor", "launch", "netlab", "rdmalab")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
-    The status is 2 if the subcommand raises an `R2cclError`; its message is printed on standard
-    error.
+    The status is 2 if the subcommand raises an `R2cclError`; the message of the error is printed on
+    standard error.
 
     Parameters
     ----------

@@ -45,8 +45,9 @@ def run(code: str, *, timeout_s: float, is_inner: bool = False) -> Ended:
     -------
     Ended
         Output and error. The output is the text that the process wrote to standard output before
-        it ended, crashed or was killed. The error is empty if the exit status is 0; otherwise it is
-        the last line of standard error, or says that the process did not answer in time or how it
+        it ended, crashed or was killed. The error is empty if the exit status is 0. After a
+        timeout, it says that the process did not answer in time. Otherwise it is the last line of
+        standard error or, if there is none or a signal ended the process, says how the process
         ended.
     """
     process = subprocess.Popen(

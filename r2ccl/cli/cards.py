@@ -25,8 +25,9 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     succeeded, None if it was not run. The test of ``open_error`` makes a context, that of
     ``kernel_error`` compiles and loads a kernel, that of ``ipc_error`` maps an allocation in
     another process, and that of ``dmabuf_error`` exports an allocation as a dma-buf. ``nics`` has,
-    for each RDMA port tried, its label and the method by which it registered an allocation;
-    ``route`` is the method by which all ports together registered it, None if no port was tried.
+    for each RDMA port tried, its label and the method by which the port registered an allocation;
+    ``route`` is the method by which all ports together registered the allocation, None if no port
+    was tried.
     """
 
     ordinal: int

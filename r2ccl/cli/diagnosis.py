@@ -300,7 +300,7 @@ def is_usable(findings: tuple[DoctorFinding, ...]) -> bool:
 
 
 def _is_import_failure(error: str) -> bool:
-    """Return True if `error` says that pyverbs could not be imported; False if it is empty.
+    """Return True unless `error` is empty or is an exception that pyverbs raised after its import.
 
     The exceptions that pyverbs raises after its import have Pyverbs in the class name.
     """

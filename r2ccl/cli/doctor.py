@@ -3,8 +3,8 @@
 `gather` and `r2ccl.cli.gpufacts` collect facts about the machine. `r2ccl.cli.rails`,
 `r2ccl.cli.gpus`, `r2ccl.cli.machine` (which NIC each GPU uses) and `r2ccl.cli.diagnosis` (verbs)
 interpret the facts. pyverbs and CUDA are tried in separate processes, because a pyverbs that does
-not match its library, or a broken driver, may crash, and because importing pyverbs configures
-logging.
+not match its library, or a broken driver, may crash the process, and because importing pyverbs
+configures logging.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def main(args: argparse.Namespace) -> int:
 def examine_sharing(config: Config) -> DoctorFinding:
     """Return a finding that says whether ranks on this machine can share memory.
 
-    To find out, create a segment of shared memory and remove it.
+    To find out, load the compiled code, then create a segment of shared memory and remove it.
     """
     problem = ""
     try:

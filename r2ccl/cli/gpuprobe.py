@@ -57,7 +57,7 @@ class Journal:
         self.facts = facts
 
     def begin(self, doing: str) -> None:
-        """Print the facts known so far, with the next step in `doing`: empty after the last."""
+        """Print the facts known so far and the next step, `doing`; empty after the last step."""
         self.learn(doing=doing)
         print(msgspec.json.encode(self.facts).decode(), flush=True)
 
@@ -155,8 +155,8 @@ def open_gpus(
 def try_kernels(journal: Journal, opened: Sequence[Opened], directory: Path | None) -> None:
     """Compile a kernel for each architecture without the cache, and load it on every GPU.
 
-    `directory` is that of the kernel cache, None if the user has none. The
-    kernel is not written to it; the test only checks that it could be (`why_not_kept`).
+    `directory` is the directory of the kernel cache, None if the user has none. The kernel is not
+    written there; `why_not_kept` only tests whether it could be written.
     """
     journal.learn(cache=str(directory or ""), cache_error=why_not_kept(directory))
     compiled: dict[tuple[int, int], Ptx] = {}

@@ -1,13 +1,16 @@
 """``r2ccl launch -n 4 -- python script.py``: run a command as n ranks on this machine.
 
 Every rank gets torchrun's environment variables plus R2CC_PORT and R2CC_SECRET. The launcher prints
-the ranks' standard output and standard error line by line on its own standard output. Its exit
-status is that of the first rank that failed, or 128 + the signal number if a signal ended that
-rank, or reached the launcher before any failure. After a failure the other ranks have some time to
-exit by themselves and are then terminated; with ``--keep-going`` they run on and can continue
-without the failed rank (``comm.shrink()``). SIGINT and SIGTERM are forwarded to the ranks, which
-then have the same time to exit. A SIGINT or SIGTERM that arrives while ranks have this time, also
-after a failure, kills them.
+the ranks' standard output and standard error line by line on its own standard output.
+
+The exit status is that of the first rank that failed; if a signal ended this rank, the status is
+128 + the signal number. If the launcher gets SIGINT or SIGTERM before any failure, the status is
+128 + the number of that signal. Otherwise it is 0.
+
+After a failure the other ranks have some time to exit by themselves and are then terminated; with
+``--keep-going`` they run on and can continue without the failed rank (``comm.shrink()``). SIGINT
+and SIGTERM are forwarded to the ranks, which then have the same time to exit. A SIGINT or SIGTERM
+that arrives while ranks have this time, also after a failure, kills them.
 """
 
 from __future__ import annotations
@@ -151,8 +154,7 @@ class _Launcher:
     async def run(self) -> int:
         """Start all ranks and wait until all have ended.
 
-        Return the exit status of the first rank that failed, or 128 + the number of a signal that
-        the launcher got before; 0 if there was neither.
+        Return the exit status, as the module's docstring describes it.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""Types of values in command lines that several subcommands have."""
+"""Types of command-line arguments that several subcommands share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 def seconds(text: str) -> float:
-    """Return a number of seconds in the range that waits of the operating system allow.
+    """Parse a number of seconds for which the operating system can wait.
 
     Raises
     ------

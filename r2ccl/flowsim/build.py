@@ -35,8 +35,8 @@ class Channels(NamedTuple):
     Parameters
     ----------
     op_bases : ndarray of int64, shape (nchannels,)
-        Offset of each channel: the op of a channel with the row ``row`` in ``program.rows`` has the
-        number ``op_bases[channel] + row``.
+        Offset of each channel in the numbering of ops: a channel's op at index ``row`` of
+        ``program.rows`` has the number ``op_bases[channel] + row``.
     chunk_bases : ndarray of int64, shape (nchannels,)
         Number of each channel's first chunk.
     links : ndarray of int64, shape (nlinks,)
@@ -157,7 +157,7 @@ def _with_nobody(count: int, dtype: np.dtype[np.void], *fields: str) -> Records:
 
 
 def with_room(state: FlowState) -> FlowState:
-    """Return `state` with the capacity of ``landings`` doubled; other arrays are shared with it."""
+    """Return `state` with twice the capacity of ``landings``; the result shares other arrays."""
     room = state.landings.shape[1]
     grown = np.empty((2, 2 * room), LANDING_DTYPE)
     for way, first in enumerate(state.landing_first):

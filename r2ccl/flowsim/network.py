@@ -1,7 +1,7 @@
 """Simulated network: nodes, their ports, and the changes of port bandwidth over time.
 
 `Network` checks its arguments when it is constructed: every port has a bandwidth in each direction,
-every rank has an existing node, and the changes are in order of time.
+and every rank has an existing node. It sorts the changes by time.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     nodes : tuple of int
         Node of each rank. Default: one rank per node, in order.
     alpha_s : float
-        Latency between nodes: seconds from the end of sending a slice, its last byte, to the moment
-        at which it has landed.
+        Latency between nodes: seconds from the moment at which the last byte of a slice is sent to
+        the moment at which the slice has landed.
     inside_bandwidth : float
         Total bandwidth in bytes/s, in each direction, between a rank and the other ranks of its
         node. Infinite: transfers within a node take no time besides `inside_alpha_s`.

@@ -134,8 +134,9 @@ def _links(ops: npt.NDArray[np.void], other: Ints, lane: Ints, nranks: int) -> t
 class _Leaders:
     """Generator of the ops of each shape's first channel, its leader; other channels get no ops.
 
-    ``channels`` is the leader of every channel, as assumed so far. ``seen`` is the leader of every
-    channel after the shapes were split whose channels differ on a rank generated so far.
+    ``channels`` has the assumed leader of every channel. ``seen`` has the leader that every channel
+    needs in view of the ranks generated so far: channels that differ on one of these ranks have
+    different leaders.
     """
 
     def __init__(self, schedule: Schedule, channels: list[int]) -> None:

@@ -168,8 +168,8 @@ def latency(
 ) -> Latency:
     """Return the latency of a request with a prompt of `length` tokens.
 
-    The prefill runs the prompt alone. The decode step runs it in a batch of `nsequences` sequences
-    that all have `length` earlier tokens.
+    The prefill processes the prompt alone. In the decode step, the request is one of `nsequences`
+    sequences that all have `length` earlier tokens.
     """
     return Latency(
         prefill(model, server, 1, length, allreduce_s).time_s,

@@ -64,7 +64,8 @@ def simulate(
     itemsize : int
         Bytes of an element; chunks and slices consist of whole elements.
     slice_nbytes, nslices : int
-        Maximum bytes of a slice, or number of slices per chunk. Give exactly one of the two.
+        Maximum bytes of a slice, or maximum number of slices per chunk. Give exactly one of the
+        two.
     counts : sequence of int, optional
         Elements of each part of the buffer. Default: equal parts, as many as the schedule has.
     weights : sequence of int, optional

@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
     slice_nbytes : int
         Maximum bytes of a slice, as in `r2ccl.planning.lowering.lower`; 0 if `nslices` is given.
     nslices : int
-        Number of slices per chunk; 0 if `slice_nbytes` is given.
+        Maximum number of slices per chunk; 0 if `slice_nbytes` is given.
     counts : sequence of int
         Elements of each part of the buffer. Empty: ``program.nparts`` equal parts.
     """

@@ -46,6 +46,8 @@ def arithmetic(call: CallSignature, nranks: int) -> tuple[Reducer, Divider | Non
     ------
     InvalidArgument
         If `reducer`, `divider` or `UserOp.reducer` raises it.
+    ImportError, TransportError
+        If `reducer` or `divider` raises it.
     """
     if call.collective not in REDUCTIONS:
         return _refuse, None

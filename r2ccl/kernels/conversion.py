@@ -56,7 +56,7 @@ class ConvertedOp(msgspec.Struct, frozen=True):
         if self.is_wide and dtype.name not in SMALL:
             raise InvalidArgument(
                 f"accumulate_float32 for dtype {dtype_name(dtype_code)}: allowed are "
-                f"{', '.join(sorted(SMALL))}; pass the op itself"
+                f"{', '.join(sorted(SMALL))}; pass the op without accumulate_float32"
             )
         if self.factor is not None:
             _factor_of(dtype, self.factor)

@@ -232,7 +232,7 @@ def make_scaler(dtype_name: str) -> Callable[..., int]:
 
 
 def make_widener(dtype_name: str) -> Callable[..., int]:
-    """Return a loop like that of `make_scaler`, which stores the products as float32."""
+    """Return a loop like that of `make_scaler`, but one that stores the products as float32."""
     widen, _ = _CONVERT[dtype_name]
 
     def widen_bits(source: Any, out: Any, count: Any, factor: Any) -> int:

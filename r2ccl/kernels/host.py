@@ -113,11 +113,11 @@ def reducer(dtype_code: int, op: ReduceOp | int) -> Reducer:
 
     Notes
     -----
-    Integers wrap. MIN and MAX give NaN if either operand is NaN, MINLOC and MAXLOC a pair with NaN.
-    Of two pairs with equal values, or with NaN, the latter two keep the one with the lower index.
-    16-bit and 8-bit floats are computed in float32 and rounded to their own type at every step.
-    NumPy warns about overflow and invalid values in float32, float64 and complex, so call the
-    function inside `quiet_context`.
+    Integers wrap. MIN and MAX give NaN if either operand is NaN. MINLOC and MAXLOC give the pair
+    whose value is NaN, if there is one. Of two pairs with equal values, or with NaN in both, they
+    keep the pair with the lower index. 16-bit and 8-bit floats are computed in float32 and rounded
+    to their own type at every step. NumPy warns about overflow and invalid values in float32,
+    float64 and complex, so call the function inside `quiet_context`.
 
     *Cost*: 0.3 µs per call in addition to the arithmetic (1 µs for 16-bit floats). The first call
     for a 16-bit or 8-bit float loads a compiled loop in some ms; the first one on a host compiles

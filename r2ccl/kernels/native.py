@@ -3,12 +3,13 @@
 Importing Numba and loading from its disk cache takes 0.4 s of CPU time and 80 MiB in every process.
 This module stores the machine code in files of its own, and needs only llvmlite to load it: 25 ms
 and 12 MiB. The files are in NUMBA_CACHE_DIR if it is set, otherwise next to the package or in the
-user's cache directory. A file is used only on the kind of
-processor for which it was made, and as long as the modules with compiled code are unchanged.
+user's cache directory. A file is used only on the kind of processor for which it was made, and as
+long as the modules with compiled code are unchanged.
 
 The functions take and return 64-bit integers. A function is identified by its *maker*, a text
-``module:function`` that names a function which returns the Python function to compile. The maker's
-module imports Numba; it is imported, and the maker called, only to compile.
+``module:function`` that names a function which returns the Python function to compile. The maker,
+or its module, may import Numba; this module imports the maker's module, and calls the maker, only
+to compile.
 
 Invariant: a file is loaded only if this user owns it and nobody else can write to it.
 """
@@ -236,7 +237,7 @@ def _processor() -> str:
 
 @functools.cache
 def _sources(module: str) -> bytes:
-    """Return a digest of the modules on which the code of a maker in `module` may depend.
+    """Return a digest of the modules whose change makes the files of a maker in `module` unusable.
 
     These are the modules of the packages of `module` and of this module.
     """

@@ -1,7 +1,8 @@
-"""Operations defined by the user: compiled element by element, or called with whole slices.
+"""Operations defined by the user: a compiled loop over elements, or calls with whole slices.
 
-The ranks agree on an operation by a digest of its name and of its function's code, which is part of
-the call signature. The digest is also the key of the operation in this process.
+The call signature contains a digest of the operation's name and of its function's code, so a call
+to which the ranks pass different operations is refused. The digest is also the key of the operation
+in this process.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class UserOp:
                 reason = (str(exc).splitlines() or [""])[0]
                 raise InvalidArgument(
                     f"{self} for dtype {dtype_name(dtype_code)}: {type(exc).__name__}: {reason}; "
-                    "pass a function that supports this dtype and, if it takes arrays, empty ones"
+                    "pass a function that supports this dtype; a function of arrays must also "
+                    "accept empty arrays"
                 ) from exc
             self._reducers[dtype_code] = found
         return found
@@ -146,7 +148,7 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
 
 
 def user_reducer(digest: int, dtype_code: int) -> Reducer:
-    """Return `UserOp.reducer` of an operation with digest `digest` that this process has made.
+    """Return the reducer of the operation with digest `digest`, which this process has made.
 
     Raises
     ------
@@ -231,9 +233,9 @@ def _facts_of_value(value: Any, name: str) -> Iterator[object]:
         yield value
     else:
         raise InvalidArgument(
-            f"user_op({name}): the function depends on {value!r}, from an enclosing function "
-            "or a default argument, which cannot be compared between ranks: use only numbers, "
-            "strings, arrays, functions and tuples of these there"
+            f"user_op({name}): the function depends on {value!r}, which cannot be compared between "
+            "ranks: in variables of an enclosing function and in default arguments, use only "
+            "numbers, strings, arrays, functions and tuples of these"
         )
 
 

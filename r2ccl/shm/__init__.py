@@ -5,31 +5,32 @@ other ranks map; segments for arrays of the user are made on request. Modules:
 
 - `segment` creates and maps segments, `passing` passes them to the other ranks;
 - `layout` has the offsets in a segment, and the state in which a rank keeps its position in a call;
-- `atomics` has the loads, stores and system calls that compiled code makes on them;
+- `atomics` has the loads, stores and system calls that compiled code makes on shared memory;
 - `waiting` waits in compiled code until a peer has advanced;
-- `arrays` has the layout of NumPy's array objects, which compiled code reads;
+- `arrays` describes the arrays of a prepared call by numbers, which compiled code compares;
 - `rounds` has the compiled steps that all collectives share;
 - `places` has the compiled steps that find arrays in memory which all ranks map, and `single_copy`
   those that move data between such arrays;
-- `exchange` is the compiled loop of all collectives that move parts, or reduce them once;
-- `allreduce` is the compiled pipeline of large allreduces, `scan` that of scans;
-- `symmetric` makes the memory that all ranks map for a user's arrays, `room` finds out whether
-  there is enough, `mapping` maps it;
+- `allreduce` is the compiled pipeline of large allreduces, `scan` that of scans, and `exchange` the
+  compiled loop of all other collectives;
+- `symmetric` makes the memory that all ranks map for a user's arrays, `room` finds out how much
+  memory is left on the host, `mapping` maps shared memory;
 - `group` has `LocalGroup`, the object that a communicator calls;
 - `message_layout` has the offsets in the memory for messages, and those of a rank's table;
 - `frames` has the compiled steps of messages, `pump` the compiled loop that moves them;
 - `one_message` sends and receives in one compiled call;
-- `rings` has `Rings`, which `r2ccl/runtime/messages/local_driver.py` calls.
+- `rings` has `Rings`, which `r2ccl/runtime/messages/local_driver.py` calls;
+- `machine` tells whether ranks can share memory on this kind of machine.
 
-All collectives have one structure. Ranks number *rounds*, which never restart: in round j a rank
-copies data into stage slot ``j % 3`` of its segment and stores j in its word ``posted``; peers wait
-for that, read the slot, and store j in their word ``done``. In the first round of a call, each rank
-posts a header with the call's signature, and every rank waits for the headers of all others. Calls
-that differ are therefore found before any output is written. If the headers say that peers reach
-the arrays themselves, the call has no further round, and a rank returns when the other ranks are
+All collectives consist of *rounds*, whose numbers never restart: in round j a rank copies data into
+stage slot ``j % 3`` of its segment and stores j in its word ``posted``; peers wait for that, read
+the slot, and store j in their word ``done``. In the first round of a call, each rank posts a header
+with the call's signature, and every rank waits for the headers of all others. Calls that differ are
+therefore found before any output is written. If the headers say that the ranks can access each
+other's arrays directly, the call has no further round, and a rank returns when the other ranks are
 done with its arrays.
 
-Messages are frames in rings, one ring for each ordered pair of ranks, which the sender writes. A
+Messages are frames in rings. Each ordered pair of ranks has one ring, which the sender writes. The
 receiver takes frames in the order in which they were put. A message that no receive has taken does
 not block the messages behind it: it is copied out of the ring, up to a limit, or only announced.
 

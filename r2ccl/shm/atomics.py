@@ -5,8 +5,8 @@ The functions are Numba intrinsics, which take addresses as int64. x86-64 and ar
 futex compares, have the address of the word.
 
 Ordering, as C11 names it: loads acquire and stores release. A store that must be ordered before a
-later load of another word, as in the check for sleeping peers, needs `fence` between them; `add`
-and `fence` are sequentially consistent on both machines.
+later load of another word, as in the check for sleeping peers, needs `fence` between them; `add`,
+`load_ordered` and `fence` are sequentially consistent.
 """
 
 from __future__ import annotations
@@ -167,10 +167,10 @@ def write_affinity(typing_context: Any, address: Any, nbytes: Any) -> Any:
 
 @intrinsic
 def futex_wait(typing_context: Any, address: Any, value: Any, timeout: Any) -> Any:
-    """Sleep while the lower 32 bits of the word at `address` are those of `value`.
+    """Sleep until woken, unless the lower 32 bits at `address` differ from those of `value`.
 
-    `timeout` is the address of a ``struct timespec``, the longest duration. The function may return
-    earlier: woken, or because the thread received a signal.
+    `timeout` is the address of a ``struct timespec``, the longest duration of the sleep. The
+    sleep also ends when the thread receives a signal.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -6,8 +6,9 @@ small allreduces combine the parts of all ranks, in rank order, with a kernel of
 `r2ccl.kernels.fold`. A barrier copies nothing.
 
 In each round, a sender copies the next piece of each part into its stage slot and posts the round.
-A receiver waits for the post of each sender and takes its piece. Senders are one round ahead of the
-receivers, so copies into and out of slots overlap. Each part is written and read twice.
+A receiver waits until each sender has posted the round, and takes its piece from the sender's slot.
+Senders are one round ahead of the receivers, so copies into and out of slots overlap. Each part
+is written and read twice.
 
 With the flag `REACHING`, if the inputs of all senders are in memory that all ranks map
 (`r2ccl.shm.symmetric`), a receiver reads its parts from these inputs instead, and a sender waits
@@ -77,9 +78,9 @@ def make_exchange() -> Exchange:
         root, kernel, signature, flags)``; returns one of the results in `r2ccl.shm.layout`. `state`
         is the address of the state. `source_at` and `target_at` are addresses of pointers to the
         input and the output. `form` is the address of the form of the two arrays, or 0, see
-        `r2ccl.shm.rounds.fits`. `root` is the index of the root; it is ignored without `FROM_ROOT`
-        and `TO_ROOT`. `signature` is the packed signature of the call, which must be equal on all
-        ranks. `flags` combines flags of `r2ccl.shm.layout`.
+        `r2ccl.shm.rounds.fits`. `root` is the index of the root; it is ignored if `flags` has
+        neither `FROM_ROOT` nor `TO_ROOT`. `signature` is the packed signature of the call, which
+        must be equal on all ranks. `flags` combines flags of `r2ccl.shm.layout`.
 
         The part that rank s sends to rank d has `nbytes` bytes at ``input + d * source_step`` of
         rank s, and is copied to ``output + s * target_step`` of rank d. If `kernel` is the address

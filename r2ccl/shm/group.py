@@ -162,8 +162,8 @@ class LocalGroup:
 
     If a peer does not arrive soon, `run` passes a function to `attend`, which calls this function
     until it returns True; then the call has finished, or `run` raises `CallsDiffer`. `attend` may
-    raise an error to give the call up. After any error the contents of outputs are undefined, and
-    no further call may be made.
+    raise an error to give the call up. After an error of `run`, the contents of outputs are
+    undefined, and no further call may be made.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class LocalGroup:
         obstacle : str
             Reason why this rank cannot share memory; empty if the caller knows none.
         connect_timeout_s : float
-            Seconds to wait for each peer.
+            Time limit in seconds of `r2ccl.shm.passing.pass_segments`.
         communicator : bytes
             Id of the communicator, 16 bytes.
 
@@ -230,12 +230,15 @@ class LocalGroup:
         TransportError
             If any two of the ranks cannot share memory, or memory or descriptors are exhausted;
             then no rank has a group.
+        ImportError, TransportError
+            On this rank only, if the compiled code cannot be loaded; `preload` finds this out
+            before.
 
         Notes
         -----
         *Collective*: all ranks of `ranks`. *Cost*: 0.8 MiB of memory per rank, and up to 32 MiB for
-        messages, allocated per peer when messages with it begin; one descriptor per peer during the
-        connection. The first group on a host takes some seconds to compile code.
+        messages, allocated per peer when messages with it begin; a few descriptors until the method
+        returns. The first group on a host takes some seconds to compile code.
         """
         place = Place(tuple(ranks), index, communicator)
         problem, own, host = obstacle or UNSUPPORTED, None, b""
@@ -306,13 +309,15 @@ class LocalGroup:
         parts : tuple of Ranges, optional
             For parts that differ in size: the parts of the input that this rank sends to each rank,
             and the parts of the output that it receives from each rank. In an allgather, a rank
-            sends the same part to all ranks. In a reduce_scatter, the parts that a rank receives
-            are equal, because they are reduced to one part.
+            sends the same part to all ranks. In a reduce_scatter, all parts that a rank receives
+            are the same range of the output, because they are reduced to one part.
 
         Raises
         ------
         InvalidArgument
-            If there is no kernel for the dtype and op; see `has_kernel`.
+            If the dtype does not support the op, or there is no kernel for them; see `has_kernel`.
+        ImportError, TransportError
+            If `r2ccl.kernels.native.address_of` raises it.
 
         Notes
         -----
@@ -390,6 +395,8 @@ class LocalGroup:
         ------
         InvalidArgument
             If the dtype does not support the op.
+        ImportError, TransportError
+            If `r2ccl.kernels.native.address_of` raises it.
         """
         return fold_kernel(code, op) != 0
 
@@ -435,8 +442,8 @@ class LocalGroup:
             self.symmetric.withdraw(output)
         except OSError as exc:
             _log.warning(
-                "rank %d: other ranks may still write to the output of a call that failed, because "
-                "its memory cannot be replaced (%s): do not use that array any more",
+                "rank %d: other ranks may still write to the output of a failed call, because the "
+                "memory of this output cannot be replaced (%s): do not use that array any more",
                 self._place.ranks[self.rank], describe_os_error(exc),
             )  # fmt: skip
 
@@ -464,7 +471,7 @@ class LocalGroup:
         if not kernel:
             raise InvalidArgument(
                 f"op={ReduceOp(call.op).name} for dtype {dtype_name(call.dtype)}: there is no "
-                "kernel for shared memory; use a communicator, which reduces it over the network"
+                "kernel for shared memory; use a communicator, which reduces over the network"
             )
         return kernel
 
@@ -492,9 +499,9 @@ def _cache_nbytes() -> int:
 
 
 def _least_reached(collective: int, nranks: int) -> int:
-    """Return the smallest size in bytes, per part, of a call whose arrays peers read directly.
+    """Return the smallest size in bytes of a part that peers read directly from the array.
 
-    For an allreduce it is the size of the whole input.
+    For an allreduce, the size is that of the whole input.
     """
     if collective == Collective.ALLREDUCE:
         return SHARE_NBYTES * nranks
@@ -534,7 +541,9 @@ _FORMS: dict[int, tuple[int, bool, bool]] = {
 
 
 def _host_of_process() -> bytes:
-    """Return a digest that is equal for two processes only if they may share memory.
+    """Return a digest of the user and the namespaces of this process.
+
+    Two processes of one host share memory only if their digests are equal.
 
     Raises
     ------

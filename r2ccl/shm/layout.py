@@ -1,8 +1,8 @@
 """Layout of a segment, and of the state that a rank keeps for compiled code.
 
-A segment has control words, most of them on lines of their own, and then slots of `SLOT_NBYTES`.
-Only its owner writes it, apart from the counts of waiters. The state is private to a process: an
-array of 64-bit words, most of which are indexed by the names below.
+A segment has control words, most of them on cache lines of their own, and then slots of
+`SLOT_NBYTES`. Only its owner writes it, apart from the counts of waiters. The state is private to a
+process: an array of 64-bit words, most of which are indexed by the names below.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Machines whose ranks can share memory, and the numbers of the system calls that they make."""
+"""Machines on which ranks can share memory, and the numbers of the system calls used there."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Layout of the memory for messages, and of the table that a rank keeps for compiled code.
 
 The memory for messages of a rank follows its segment in the same memfd. It has a *bell*, a word
-that peers increment to wake the owner; then for each peer the positions in the two rings of that
-pair; then for each peer the ring of frames to that peer. Only its owner writes it, apart from the
-bell. The pages of a ring are allocated when it is first used.
+that peers increment to wake the owner; then for each peer the owner's positions in the two
+rings between the owner and that peer; then for each peer the ring of frames to that peer. Only the
+owner writes this memory, apart from the bell. The pages of a ring are allocated when it is first
+used.
 
 A frame consists of a header of eight words, and data. Frames begin at multiples of 64 bytes; the
 positions in a ring count bytes and never restart. The table is private to a process: `FIRST_PEER`

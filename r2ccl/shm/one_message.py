@@ -1,10 +1,11 @@
 """Compiled send, receive, or both at once, with one peer each: a *direct call*.
 
-It may run only if no other message of the communicator is in progress. The loop makes the steps of
-the send and of the receive from one frame to the next, as `r2ccl.runtime.messages.protocol`
-describes them. If a peer is late or sends a frame that the call does not expect, the loop returns
-OPEN, and Python continues the call from the steps that are stored in the call's words. The
-functions for single steps return an event: MOVED, IDLE if nothing could be done, or OPEN.
+It may run only if no other message of the communicator is in progress. A compiled loop makes the
+steps of the send and of the receive, which `r2ccl.runtime.messages.protocol` describes. The loop
+returns OPEN if a peer is late, if it sends a frame that the call does not expect, or after
+`MOST_ROUNDS` rounds that moved data. Python then continues the call from the steps that are stored
+in the call's words. The functions for single steps return an event: MOVED, IDLE if nothing could be
+done, or OPEN.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ Direct = Callable[[int, int, int, int, int], int]
 def _put_message(table: Any, words: Any, call: Any, source: Any) -> Any:
     """Put the message into the ring, or only announce it; return an event.
 
-    A message is announced if it is long, or if the receiver has too many bytes of short messages to
-    take (`MOST_UNTAKEN`). If the ring has no room, put nothing and return IDLE.
+    A message is announced if it is long, or if with it more than `MOST_UNTAKEN` bytes of short
+    messages would wait for receives of the peer. If the ring has no room, put nothing and return
+    IDLE.
     """
     nbytes = call[CALL_NBYTES]
     is_short = nbytes == 0

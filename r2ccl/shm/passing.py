@@ -3,9 +3,9 @@
 Each rank listens at a random name in the abstract namespace, which leaves no file behind, and each
 pair of ranks connects once: the higher rank connects to the lower one. Ranks in different network
 namespaces do not reach each other, and ranks in different PID namespaces or of different users
-refuse each other. The attempt therefore shows whether two ranks are in the same container. Both
-ends prove that they know the secret of the job (`r2ccl.bootstrap.auth`) before they pass their
-descriptor.
+refuse each other. The attempt to connect therefore shows whether two ranks are in the same
+container. Both ends prove that they know the secret of the job (`r2ccl.bootstrap.auth`) before they
+pass the descriptors of their segments.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ _HANDSHAKE_S = 5.0
 class Place(msgspec.Struct, frozen=True):
     """Place of this rank among the ranks of its host.
 
-    ``ranks`` has the numbers of these ranks in the communicator, which messages name. ``index`` is
-    the index of this rank in ``ranks``. ``communicator`` is the id of the communicator, 16 bytes.
+    ``ranks`` has the numbers of these ranks in the communicator; error messages name these numbers.
+    ``index`` is the index of this rank in ``ranks``. ``communicator`` is the id of the
+    communicator, 16 bytes.
     """
 
     ranks: Sequence[int]
@@ -67,7 +68,7 @@ def pass_segments(
         Allgathers bytes between the ranks of `place`; see `AllgatherBytes`.
     secret : Secret
     timeout_s : float
-        Seconds to wait for each peer.
+        Seconds to wait for each answer of a lower rank, and for all higher ranks together.
 
     Returns
     -------
@@ -178,7 +179,10 @@ def _swap(connection: socket.socket, own: Segment) -> Segment:
 
 
 def _check_process(connection: socket.socket) -> None:
-    """Raise HandshakeRejected if the peer has another user or PID namespace than this process."""
+    """Raise HandshakeRejected if another user runs the peer, or if its process is not visible here.
+
+    A process of another PID namespace is visible only if its namespace is below this one.
+    """
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(packed)
     if uid != os.geteuid():

@@ -1,4 +1,4 @@
-"""Compiled loop that moves the data of messages of all peers, and waits for something to move."""
+"""Compiled loop that moves the data of messages to and from all peers, or waits until it can."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def make_pump() -> Pump:
 
 
 def make_put() -> Callable[[int, int, int, int, int, int, int, int], int]:
-    """Return the function that puts a frame, which `r2ccl.kernels.native` compiles.
+    """Return the function that puts a frame; `r2ccl.kernels.native` compiles it.
 
     Returns
     -------

@@ -51,7 +51,7 @@ class RingFrame(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """Array that a direct call sends or receives into; its peer, dtype code and tag.
+    """Array that a direct call sends, or into which it receives; its peer, dtype code and tag.
 
     In a receive, the tag -1 stands for any tag.
     """
@@ -215,7 +215,7 @@ class Rings:
         self._consume(self.table, peer, nbytes)
 
     def took(self, peer: int, nbytes: int) -> None:
-        """Tell `peer` that a receive has taken a short message of `nbytes` bytes from it."""
+        """Tell `peer` that a receive has taken one of its short messages, of `nbytes` bytes."""
         self._words[peer][layout.TAKEN] += nbytes
         self._taken_from[peer][0] = self._words[peer][layout.TAKEN]
 
@@ -275,7 +275,7 @@ class DirectCall:
         Array that the call sends, and array into which it receives; None if it does not send, or
         does not receive.
     is_short : bool
-        True if the message can be sent in its first frame.
+        True if the message to send is short, so that one frame can carry it.
     has_form : bool
         True: each call may pass other arrays, and checks that they have the form of the arrays
         given here. False: each call must pass the arrays given here.

@@ -35,8 +35,8 @@ from r2ccl.shm.waiting import wait
 def fits(form: Any, source_at: Any, target_at: Any) -> Any:
     """Return whether two arrays have a form that `r2ccl.shm.arrays.form_of` returned.
 
-    Their addresses may differ from those of the arrays of the form. Their distance may differ only
-    if neither pair overlaps.
+    Their addresses may differ from those of the arrays of the form. Their distance may differ from
+    that in the form only if neither these two arrays overlap nor those of the form.
 
     Parameters
     ----------
@@ -76,10 +76,10 @@ def begin(state: Any, total: Any) -> None:
 
 @inlined
 def write_header(state: Any, address: Any, signature: Any) -> Any:
-    """Write the header of the call and return True; the first stage slot of the call is then free.
+    """Wait until the first stage slot of the call is free, write the header and return True.
 
-    If the slot is not free, because the peer AWAITED still reads it, write nothing and return
-    False.
+    If a peer still reads the slot when the wait for it ends, write nothing and return False;
+    AWAITED is this peer.
     """
     oldest = state[LAST] + 1 - NSLOTS
     if state[SAFE] < oldest:
@@ -120,7 +120,8 @@ def compare_headers(state: Any, address: Any, signature: Any) -> Any:
 def wait_for_all(state: Any, address: Any, offset: Any, value: Any) -> Any:
     """Wait until the word at `offset` of every peer's segment is at least `value`.
 
-    Return True if it is. If the wait for a peer ended before, return False; AWAITED is this peer.
+    Return True then. If the wait for a peer ends earlier (see `wait`), return False; AWAITED is
+    this peer.
     """
     for peer in range(state[NRANKS]):
         if peer != state[RANK] and not wait(state, address, state[BASES + peer] + offset, value):

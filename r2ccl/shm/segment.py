@@ -103,12 +103,19 @@ class Segment:
     def of_peer(self, descriptor: int) -> Segment:
         """Return the mapped segment of a peer, which has the same size and structure as this one.
 
-        The result owns `descriptor`. The constructor of the class describes the errors.
+        The result owns `descriptor`.
+
+        Raises
+        ------
+        TransportError
+            As for `Segment`.
         """
         return Segment(descriptor, self.nbytes, self.nranks)
 
     def allocate_ring(self, peer: int) -> None:
         """Allocate the memory of the ring from the owner of the segment to rank `peer`.
+
+        Before Linux 5.14 this does nothing, and the first write to each page allocates the page.
 
         Raises
         ------

@@ -76,8 +76,8 @@ def copy_inputs(
     """Copy `nbytes` bytes, from `offset` on, of the input of each rank in the range `senders`.
 
     The bytes of rank s are copied to address ``target + s * step``. Each rank begins with its own
-    part and continues with that of the next rank, so that the ranks do not all read the same memory
-    at the same time.
+    input and continues with that of the next rank, so that the ranks do not all read the same
+    memory at the same time.
     """
     rank, nranks = state[RANK], state[NRANKS]
     for number in range(nranks):

@@ -6,7 +6,7 @@ and slices are found as well.
 
 A rank's own segment stays mapped as long as the group or an array needs it. The group frees a
 segment when the group is closed, or when all ranks have dropped their arrays in the segments of one
-`allocate`; they tell each other in the next `allocate`. Until then the addresses of the segment are
+`allocate`; they tell each other in the next `allocate`. Until a segment is freed, its addresses are
 not used again, so no other array can be mistaken for one in it.
 """
 
@@ -66,7 +66,7 @@ class SymmetricMemory:
     secret : Secret
         Secret of the job.
     timeout_s : float
-        Seconds that `allocate` waits for each peer.
+        Time limit in seconds of `r2ccl.shm.passing.pass_segments`, which `allocate` calls.
     """
 
     def __init__(

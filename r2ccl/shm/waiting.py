@@ -7,9 +7,10 @@ number of pauses grows as long as waits end during the pauses, and shrinks as lo
 It therefore also adapts to two ranks that the scheduler has put on one core, to another busy
 process, and to a peer that computes for a long time.
 
-The sleep ends after the time in the state (`SLEEP_S`, `SLEEP_NS`), or when the thread receives a
-signal. The compiled call then returns `WAITING`, so that its caller, in Python, handles signals,
-deadlines and failures and continues the call.
+A sleep ends when the peer advances, after the time in the state (`SLEEP_S`, `SLEEP_NS`), or when
+the thread receives a signal. If the peer has not advanced, the compiled collective returns
+`WAITING`, so that its caller, in Python, handles signals, deadlines and failures and continues the
+call.
 """
 
 from __future__ import annotations
@@ -69,12 +70,13 @@ def publish(word: Any, value: Any) -> None:
 
 @inlined
 def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
-    """Move this thread to the CPU `HOME` if the owner of `word` waits on this thread's CPU.
+    """Move this thread to the CPU `HOME` if it shares its CPU with the owner of `word`.
 
-    The scheduler often wakes a thread on the CPU of the thread that wakes it. Two ranks that share
-    a CPU wait for each other's time slices, and stay on this CPU, because both sleep. The set of
-    CPUs on which this thread may run is the same afterwards. Do not move it if this set lacks
-    `HOME`, or if `HOME` is -1.
+    The CPU of the owner is taken to be that of its last long wait. The scheduler often wakes a
+    thread on the CPU of the thread that wakes it. Two ranks that share a CPU wait for each other's
+    time slices, and stay on this CPU, because both sleep. The set of CPUs on which this thread may
+    run is the same afterwards. The thread is not moved if this set lacks `HOME`, or if `HOME` is
+    -1.
     """
     home = state[HOME]
     if home < 0:
@@ -97,8 +99,9 @@ def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
 def number_of_pauses(state: Any, address: Any, word: Any) -> Any:
     """Return how often a wait for the owner of `word` may pause.
 
-    `word` is an address in the first page of the owner's segment. After `_PROBE_EVERY` misses,
-    return the largest number, and call `leave_cpu_of_peer` first.
+    `word` is an address in the first page of the owner's segment. After `_PROBE_EVERY` successive
+    waits for which the pauses did not suffice, call `leave_cpu_of_peer` and return the largest
+    number.
     """
     if state[MISSES] < _PROBE_EVERY:
         return state[SPIN]
@@ -109,7 +112,7 @@ def number_of_pauses(state: Any, address: Any, word: Any) -> Any:
 
 @inlined
 def note_pauses(state: Any, limit: Any, has_sufficed: Any) -> None:
-    """Adapt the number of pauses after a wait of at most `limit` pauses.
+    """Adapt the number of pauses after a wait in which `limit` pauses were allowed.
 
     `has_sufficed` is True if the wait ended during the pauses.
     """

@@ -47,8 +47,8 @@ def _take_off(s: FlowState, link: int, bandwidths: Rates, is_fair: bool) -> None
 def _move(s: FlowState, bandwidths: Rates, ports: Ports, is_fair: bool) -> int:
     """Set the new ports of all links.
 
-    List the busy links whose ports changed in ``rested``, and the parked ones in ``starting``.
-    Return the number of links in ``rested``.
+    Of the links whose ports changed, list the busy ones in ``rested``, and the parked ones in
+    ``starting``. Return the number of links in ``rested``.
     """
     count = 0
     for link in range(s.links.size):

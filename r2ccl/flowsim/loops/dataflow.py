@@ -6,11 +6,11 @@ calls `sent` when a slice is sent completely. A waiter is in at most one queue: 
 unfinished op it depends on, or that of its lane. A waiter is woken when enough slices of that op
 are done, or when the lane is free to reduce.
 
-The rules are those of `r2ccl.schedule.ir`: if two ops work on the same chunk index, slice k of one
-waits for slice k of the other; otherwise it waits for the whole op. A slice for a RECV can be sent
-only when the dependencies of the RECV are done. A slice for a RECV_REDUCE can land at once, in
-separate memory, and is reduced when the dependencies of the RECV_REDUCE are done. A slice that has
-landed completes the same slice of its send.
+The rules are those of `r2ccl.schedule.ir`: if an op and its dependency work on the same chunk
+index, slice k of the op waits for slice k of the dependency; otherwise every slice waits for the
+whole dependency. A slice for a RECV can be sent only when the dependencies of the RECV are done. A
+slice for a RECV_REDUCE can land at once, in separate memory, and is reduced when the dependencies
+of the RECV_REDUCE are done. A slice that has landed completes the same slice of its send.
 """
 
 from __future__ import annotations
@@ -293,7 +293,8 @@ def land_and_reduce(s: FlowState) -> None:
 def goes_on_a_wire(s: FlowState, link: int) -> bool:
     """Set the size of a link's next slice; return True if the slice must be sent over ports.
 
-    An empty slice, or one on a free link, is added to ``instant``. A link without a port is parked.
+    If the slice is empty, or transfers of the link take no time (`FREE`), list the link in
+    ``instant``. Otherwise park a link without a port.
     """
     me = s.links[link]
     chunk = me.chunk_base + s.rows[s.messages[me.message].send].chunk

@@ -44,7 +44,7 @@ from r2ccl.flowsim.loops.state import AWAY, BATCHES, BUSY, HEAP, IDLE, STARTING,
 
 @inlined
 def settle(s: FlowState, port: int) -> None:
-    """Advance the port's virtual time to the current time; if it is idle, set it to 0."""
+    """Advance the port's virtual time to the current time; for an idle port, set it to 0."""
     here = s.ports[port]
     if here.count == 0:
         here.virtual = 0.0
@@ -55,7 +55,7 @@ def settle(s: FlowState, port: int) -> None:
 
 @inlined
 def requeue(s: FlowState, port: int) -> None:
-    """Set the port's heap entry to the end of its next slice; if it is idle, remove the entry."""
+    """Set the port's heap entry to the end of its next slice; an idle port gets no entry."""
     here = s.ports[port]
     if here.count == 0:
         clear_time(s, port)
@@ -109,7 +109,7 @@ def lift(s: FlowState, link: int) -> None:
 
 @called
 def _start(s: FlowState) -> None:
-    """Queue the slices that are ready to be sent at their ports."""
+    """Queue at their ports the slices that are ready to be sent."""
     for i in range(s.counts[STARTING]):
         link = s.starting[i]
         if goes_on_a_wire(s, link):

@@ -49,7 +49,7 @@ def inlined(function: _F) -> _F:
 def called(function: _F) -> _F:
     """Compile `function` for calls from loops, not inline.
 
-    Use it for long functions that handle many slices per call.
+    Use this decorator for long functions that handle many slices per call.
     """
     made: _F = register_jitable(_nrt=False)(function)
     return made

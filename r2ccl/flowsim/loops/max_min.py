@@ -188,8 +188,8 @@ def _gather(s: FlowState) -> tuple[int, int]:
 def _fill(s: FlowState, nports: int) -> None:
     """Compute the rates of the links in ``part_links`` by progressive filling.
 
-    The port that has the least bandwidth left per link is next. `nports` is the number of ports in
-    ``part_ports``.
+    The next port is always the one with the least bandwidth left per link that has no rate yet.
+    `nports` is the number of ports in ``part_ports``.
     """
     count = 0
     for i in range(nports):

@@ -1,6 +1,6 @@
 """Arithmetic of one lane: converting an input, combining two, converting the result for storing.
 
-The functions use only what both Numba can compile and NumPy can run, on the instructions of a given
+The functions use only what Numba can compile and NumPy can also run, on the instructions of a given
 `InstructionSet`, so the simulator runs the same source lines as a GPU. This module must not import
 Numba.
 

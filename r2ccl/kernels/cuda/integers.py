@@ -1,4 +1,4 @@
-"""Arithmetic of integers in lanes: one of 32 or 64 bits, two of 16 or four of 8 per lane.
+"""Arithmetic of integers in lanes: one of 32 or 64 bits, two of 16 bits, or four of 8 bits.
 
 As in `r2ccl.kernels.cuda.arithmetic`, both Numba and NumPy run these functions; this module must
 not import Numba.
@@ -54,7 +54,7 @@ def _split(name: str) -> tuple[int, bool]:
 
 
 def _whole(op: ReduceOp, word: Any, compared: Any) -> Function:
-    """Return ``f(left, right)`` for lanes of one `word`; MIN and MAX compare as `compared`."""
+    """Return ``f(left, right)`` for lanes of one integer; MIN and MAX compare as `compared`."""
     if op is ReduceOp.SUM:
         return lambda a, b: word(a + b)
     if op is ReduceOp.PROD:

@@ -2,8 +2,8 @@
 
 The module implements `r2ccl.kernels.cuda.machine.InstructionSet`. Importing it imports Numba.
 
-Invariants: every floating-point instruction names its rounding mode, so no compiler fuses two of
-them; loads and stores keep their order in the source. Requires compute capability 8.0.
+Invariants: every floating-point instruction that rounds names its rounding mode, so no compiler
+fuses two of them; loads and stores keep their order in the source. Requires compute capability 8.0.
 
 References
 ----------
@@ -151,7 +151,7 @@ def _vector(lane: str) -> Any:
 
 
 def _registers(lane: str, itemsize: int) -> tuple[str, int, int]:
-    """Return PTX type and size in memory, in bytes, of an element's registers, and their number."""
+    """Return PTX type, size in memory in bytes, and number of an element's registers."""
     count = len(_leaves(_TYPES[lane]))
     nbytes = itemsize // count
     return f"{lane[0]}{8 * nbytes}", nbytes, count

@@ -4,8 +4,8 @@ Numba takes half a second to import and as long to compile a kernel, so it is im
 kernel that the cache lacks. No GPU is needed.
 
 Invariant: the cache returns exactly the PTX that compiling would give. The file name of an entry is
-a digest of the form, the target, the sources of this package and the compiler's version; its first
-line is a digest of the PTX.
+a digest of the form, the target, the sources of this package and the compiler's version; the first
+line of the file is a digest of the PTX.
 """
 
 from __future__ import annotations

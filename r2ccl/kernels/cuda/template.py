@@ -1,4 +1,4 @@
-"""Generates the source of the kernel for a form, and builds a function from it for a machine.
+"""Generates the source of a form's kernel, and builds a function from the source.
 
 The source is flat: the kernel calls only functions that the instruction set provides. Numba
 compiles other device functions only on a machine with a GPU, or inlines them at ten times the cost.
@@ -47,8 +47,9 @@ class _Unit(NamedTuple):
 def source(form: Form) -> str:
     """Return the Python source of the kernel of a canonical form.
 
-    It contains two functions that compute one unit of the result, an element and a vector, and the
-    kernel, whose arguments are those in `parameters`, then ``factor`` and ``divisor``.
+    It contains the kernel and two functions that the kernel calls: one computes an element of the
+    result, the other a vector. The arguments of the kernel are those in `parameters`, then
+    ``factor`` and ``divisor``.
     """
     element, vector = _units(form)
     lines = [
@@ -162,7 +163,8 @@ def _look_up(operands: list[str]) -> list[str]:
 def _split(form: Form) -> list[str]:
     """Return the lines that compute where vectors begin (``head``) and end (``body``), in bytes.
 
-    If the operands are not aligned alike, there are no vectors: both are ``nbytes``.
+    If the operands are not aligned alike, or an element lies across a multiple of 16 bytes, there
+    are no vectors: both are ``nbytes``.
     """
     first, *rest = _operands(form)
     differ = " | ".join(f"({name} ^ {first})" for name in rest)

@@ -128,7 +128,7 @@ def _memory(address: int, scalar: Any, count: int, alignment: int = 0) -> Any:
 
 
 def _packed(function: Function, half: Any, a: Any, b: Any) -> Any:
-    """Return the word that results from applying a function to two words of two 16-bit floats."""
+    """Apply a function to two words, each of two 16-bit floats; return the resulting word."""
     left, right = (np.array([word], np.uint32).view(half) for word in (a, b))
     return function(left, right).astype(half).view(np.uint32)[0]
 
