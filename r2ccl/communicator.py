@@ -620,7 +620,7 @@ class Communicator:
         Parameters
         ----------
         x, out, op
-            As for `scan`. On rank 0, `out` is not modified.
+            As for `scan`. On rank 0, `out`, or `x` without `out`, is not modified.
 
         Notes
         -----
@@ -640,7 +640,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Run an allreduce by a user-defined schedule; the call survives rail failures.
+        """Run an allreduce by a user-defined schedule; a failed rail is handled as in `allreduce`.
 
         Parameters
         ----------

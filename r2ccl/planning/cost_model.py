@@ -145,7 +145,8 @@ class Placed(NamedTuple):
     mean : Fraction
         Average load of all ports, in the same unit.
     nlinks : int
-        Largest number of links that end at one port; 0 if it does not limit the slice size.
+        Largest number of links that one rank, or node, has on one rail; 0 if it does not limit the
+        slice size.
     has_way : bool
         True if all neighbours have a common home rail. Otherwise some use the last-resort rail,
         whose bandwidth is unknown, or cannot exchange data.

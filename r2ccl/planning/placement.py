@@ -178,7 +178,7 @@ def placed_at(schedule: Schedule, width: int, edges: Iterable[EdgeAtHome]) -> Pl
 
 
 def inlets(placement: Placement, homes: Sequence[int]) -> int:
-    """Return the largest number of separately placed edges that end at one port."""
+    """Return the largest number of separately placed edges that one rank has on one rail."""
     found = Counter(
         (rank, number % len(homes))
         for _, low, high, number in placement.edges

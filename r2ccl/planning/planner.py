@@ -204,7 +204,7 @@ class Planner:
         """Return the choice for a reduction that must combine the ranks' data in rank order.
 
         A reduce-scatter, and a reduce of little data, run as an allreduce, from whose result each
-        rank takes its part.
+        rank takes what it needs.
         """
         nranks = health.nranks
         if nbytes <= self._config.eager_nbytes:
