@@ -99,7 +99,7 @@ class RailDown(TransportError):
 class TransportTimeout(TransportError):
     """Timeout of a wait; the message says what it waited for.
 
-    If it is raised by ``wait(timeout_s)`` of a `Work` or `MessageRequest`, the operation continues.
+    If ``wait(timeout_s)`` of a `Work` or `MessageRequest` raises it, the operation continues.
     """
 
 

@@ -23,15 +23,15 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     """An op with its position in memory and its slice boundaries.
 
     ``cuts`` holds the slice boundaries, as indices of elements in the memory that the op writes;
-    for a send, in the memory that it reads. An op that reads and writes reads element
-    ``i + shift`` of its source for element i of its destination. ``is_final`` is that of
-    `r2ccl.schedule.ir.Op`. ``is_left`` is true if the received data is the left operand of the
-    reduction. Each entry of ``after`` describes another op that this one waits for:
+    for a send, in the memory that it reads. For element i that an op writes, it reads element
+    ``i + shift``, if it reads memory. ``is_final`` is that of `r2ccl.schedule.ir.Op`. ``is_left``
+    is true if the received data is the left operand of the reduction. Each entry of ``after``
+    describes another op that this one waits for:
 
     1. Index of the other op.
     2. True if slice k waits only for slice k of the other op; False if it waits for all slices.
-    3. For a send: True if a slice of it is awaited only until the transport no longer reads its
-       memory; False if the peer must also have confirmed it.
+    3. Applies if the other op is a send. True if the wait for its slice ends when the transport no
+       longer reads the slice's memory; False if the peer must also have confirmed the slice.
     """
 
     kind: OpKind

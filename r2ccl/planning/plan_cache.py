@@ -248,8 +248,8 @@ class PlanCache:
         call : CallSignature
         health : Health
         op : int, optional
-            Number of the last collective before this one, equal on all ranks. It decides whether
-            the plan must be a bandwidth sample. Default: it need not be.
+            Number of the collective before this one, equal on all ranks. It decides whether the
+            plan must be a bandwidth sample. Default: it need not be.
         own : Schedule, optional
             Schedule of the user, which replaces the planner's choice. The caller has verified that
             its collective and its number of ranks are those of the call.
@@ -372,7 +372,7 @@ class PlanCache:
     def is_bandwidth_sample(self, call: CallSignature, health: Health, op: int) -> bool:
         """Return whether `call` must run as a bandwidth sample, although others may be faster.
 
-        `op` is the number of the last collective before it, equal on all ranks. Samples are
+        `op` is the number of the collective before `call`, equal on all ranks. Samples are
         frequent soon after the health changed, because it may change back. Later they are rare
         enough to cost at most `_BUDGET` of the predicted time, but not rarer than `_RAREST` allows.
         The result is equal on all ranks, because all plan with a new health from the same call on.
