@@ -1,4 +1,4 @@
-"""Communicator: collectives among a group of ranks, status of the group, and orderly shutdown.
+"""Communicator: collectives and messages of a group of ranks, its status, and orderly shutdown.
 
 The methods contain no logic: each passes its call to a module of `r2ccl.runtime`.
 """
@@ -48,8 +48,8 @@ class Communicator:
     rank, nranks : int
         Number of this process, from 0, and number of ranks.
     members : tuple of int
-        For each rank, its rank in the communicator from which `shrink` or `split` made this one. In
-        a communicator made by `r2ccl.init`, each rank's own number.
+        For each rank, its rank in the communicator from which this one was made, for example by
+        `split`. In a communicator made by `r2ccl.init`, each rank's own number.
     config : Config
         Settings of this communicator.
 
@@ -57,7 +57,7 @@ class Communicator:
     ----------------------------
     x : array_like
         The input, of any shape, in host memory on all ranks or in device memory on all ranks.
-        Dtype and number of elements must be equal on all ranks, the number except where parts may
+        The dtype must be equal on all ranks, and so must the number of elements, unless parts may
         have unequal sizes. Must be C-contiguous in device memory, or if it receives the result;
         other inputs are copied first if they are not. Borrowed until the collective has finished.
     out : array_like, optional
@@ -67,12 +67,12 @@ class Communicator:
         An operation that the dtype supports; docs/reductions.md has the table. `premul_sum`,
         `accumulate_float32` and `user_op` make others.
     root : int
-        Rank that sends, or receives, the data of all ranks.
+        Rank that sends data to all ranks, or receives data from all ranks.
     counts, displs : sequence of int
-        For each rank, the number of elements of its part, and the first element of the part; equal
-        on all ranks, except where the method says otherwise. A count may be 0. Parts of `out` must
-        not overlap, and elements of `out` outside all parts are not modified. By default, the parts
-        follow one another in rank order.
+        For each rank, the number of elements of its part, and the index of the part's first
+        element; equal on all ranks, except where the method says otherwise. A count may be 0. Parts
+        of `out` must not overlap, and elements of `out` outside all parts are not modified. Without
+        `displs`, the parts follow one another in rank order.
     stream : optional
         For device memory only. The collective runs after the work enqueued on this stream before
         the call, and work enqueued on it later sees the result. A handle, a stream of CuPy, Numba
@@ -90,19 +90,20 @@ class Communicator:
     Errors of all collectives and messages
     --------------------------------------
     InvalidArgument
-        If an argument is not as described: before any data moves, and the communicator stays
-        usable. Or if the ranks disagree on the call, which revokes the communicator on every rank.
+        If an argument is not as described; then no data has moved, and the communicator stays
+        usable. Also if the ranks disagree on the call, which revokes the communicator on every
+        rank.
     NoHealthyRail, PeerLost, TransportTimeout
-        If the collective failed (see `r2ccl.errors`); the communicator is revoked. With
-        ``async_op``, `Work.wait` raises the error. For a call on device memory without
-        ``async_op``, the next call raises `CommunicatorRevoked`, whose ``reason`` is the error.
+        If the call failed (see `r2ccl.errors`); the communicator is revoked. With ``async_op``,
+        `Work.wait` raises the error. For a call on device memory without ``async_op``, the next
+        call raises `CommunicatorRevoked`, whose ``reason`` is the error.
     TransportError
         If a GPU or its driver failed or, with ``R2CC_MODE=failstop``, a path failed.
     CommunicatorRevoked
-        If the communicator was revoked before, or another rank revokes it during the call.
+        If the communicator was revoked or closed before, or is revoked during the call.
     ConcurrentCalls
-        If this call is blocking while another blocking call runs, either in another thread or in
-        this one, interrupted by the signal handler that makes this call.
+        If this call is blocking, and another blocking call runs in another thread or was
+        interrupted by the signal handler that makes this call.
 
     After a failure
     ---------------
@@ -113,9 +114,9 @@ class Communicator:
     Order and threads
     -----------------
     The collectives of one communicator, blocking or asynchronous, run in the order in which they
-    were called. Calls marked *local* need no other rank. `repairs`, `health`, `verdicts`,
-    `known_health`, `pending` and `dump` are callable in any thread, also while a call blocks, and
-    do not wait.
+    were called. A call marked *local* is made by one rank; no other rank has to call the method.
+    `repairs`, `health`, `verdicts`, `known_health`, `pending` and `dump` are callable in any
+    thread, also while a call blocks, and do not wait.
     """
 
     def __init__(
@@ -140,14 +141,15 @@ class Communicator:
         self._messages = MessageCalls(self._collectives, engine.messenger, self.nranks)
 
     def connect(self) -> None:
-        """Start the control plane, connect the rails and, if needed, measure them.
+        """Start the control plane, connect the rails, measure them if needed, and share memory.
 
         `r2ccl.init` and `shrink` call it once. If it raises, the communicator has been aborted.
 
         Raises
         ------
         TransportTimeout
-            If a peer has no path, or a rank does not call it, within ``R2CC_INIT_TIMEOUT_S``.
+            If a peer has no path, or a rank does not call `connect`, within
+            ``R2CC_INIT_TIMEOUT_S``.
         R2cclError
             If the communicator fails in the meantime.
 
@@ -207,10 +209,10 @@ class Communicator:
         TransportError
             If a GPU or its driver failed or, with ``R2CC_MODE=failstop``, a path failed.
         CommunicatorRevoked
-            If the communicator was revoked before, or another rank revokes it during the call.
+            If the communicator was revoked or closed before, or is revoked during the call.
         ConcurrentCalls
-            If this call is blocking while another blocking call runs, either in another thread or
-            in this one, interrupted by the signal handler that makes this call.
+            If this call is blocking, and another blocking call runs in another thread or was
+            interrupted by the signal handler that makes this call.
 
         Notes
         -----
@@ -618,7 +620,7 @@ class Communicator:
         Parameters
         ----------
         x, out, op
-            As for `scan`. On rank 0, `out` is not modified.
+            As for `scan`. On rank 0, `out`, or `x` without `out`, is not modified.
 
         Notes
         -----
@@ -638,7 +640,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Run an allreduce by a user-defined schedule; the call survives rail failures.
+        """Run an allreduce by a user-defined schedule; a failed rail is handled as in `allreduce`.
 
         Parameters
         ----------
@@ -723,15 +725,16 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If an argument is invalid, or the receive that took the message cannot hold it.
+            If an argument is invalid, or the message is long or synchronous and its receive has
+            another dtype or too few elements.
 
         Notes
         -----
         See `Communicator` for the other errors. A message of at most ``R2CC_EAGER_NBYTES``, less a
-        header of 32 bytes, is copied, and the call returns. A longer one waits for its `recv`, and
-        so does a short one if more than 1 MiB of short messages to `to` would otherwise wait for
-        theirs. *After failure*: no message is lost or doubled. Messages and collectives do not wait
-        for each other.
+        header of 32 bytes, is short: it is copied, and the call returns. A longer one waits for its
+        `recv`. So does a short one with which more than 1 MiB of short messages to `to` would be
+        waiting for a `recv`. *After failure*: no message is lost or doubled. Messages and
+        collectives do not wait for each other.
         """
         return self._messages.send(x, to, tag, is_synchronous=is_synchronous, is_async=async_op)
 
@@ -836,11 +839,12 @@ class Communicator:
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: about 1 ms, and whole pages of memory on every rank, so
-        allocate few large arrays and use parts of them. The memory is freed by the first `empty`
-        after all ranks have dropped their arrays in it, or when the communicator has ended. Without
-        memory that all ranks share, as on several hosts, the array is registered as by `register`.
-        A forked child shares its contents.
+        *Collective*: all ranks; see `Communicator` for the other errors. *Cost*: about 1 ms, and
+        whole pages of memory on every rank, so allocate few large arrays and use parts of them. The
+        memory is freed by the first `empty` after all ranks have dropped their arrays in it, or
+        when the communicator has ended. A forked child shares the contents of this memory. If the
+        ranks do not all share memory, as on several hosts, the array has ordinary memory instead,
+        registered as by `register`.
         *After failure*: an output in this memory contains zeros after a failed `allreduce`.
         """
         return self._collectives.empty(*arguments.form_of(shape, dtype, like))
@@ -936,14 +940,15 @@ class Communicator:
         ranks : sequence of int
             Different ranks of this communicator, among them this one; the same on all of them.
         allgather : callable
-            ``allgather(data)`` returns the bytes that each of `ranks` passed, in their order. It is
-            called a few times, because this communicator cannot exchange data among `ranks` alone.
+            ``allgather(data)`` returns the bytes that each of `ranks` passed, in the order of
+            `ranks`. Needed because this communicator cannot exchange data among `ranks` alone;
+            called a few times.
 
         Raises
         ------
         InvalidArgument
-            If `ranks` has a number twice, one that is not a rank, or not this rank; or if a rank
-            has too many communicators open.
+            If a number in `ranks` occurs twice or is not a rank, this rank is not among `ranks`, or
+            one of `ranks` has too many communicators open.
 
         Notes
         -----
@@ -993,8 +998,9 @@ class Communicator:
 
         Notes
         -----
-        *Local*; callable also while a call runs in another thread. When it returns, every rank has
-        stopped using the NIC for data. The control plane may still use the NIC until it fails.
+        *Local*; callable also while a call runs in another thread. When `exclude` returns, every
+        rank has stopped using the NIC for data. The control plane may use the NIC as long as the
+        NIC works.
         *Cost*: waits for one round of the health agreement.
         """
         self._participant.exclude(rank, nic, is_excluded=True)
@@ -1048,9 +1054,10 @@ class Communicator:
         return self._participant.health()
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return the last verdict of this rank on each path; ``str()`` of a verdict is a text.
+        """Return the last verdict on each path that this rank has diagnosed.
 
-        Empty with ``R2CC_MODE=failstop``, which does not diagnose failures.
+        ``str()`` of a verdict is a text for people. The result is empty with
+        ``R2CC_MODE=failstop``, which does not diagnose failures.
         """
         return self._engine.verdicts()
 
@@ -1069,9 +1076,10 @@ class Communicator:
         """Return the ranks, slices and other objects that the blocked call of this rank waits for.
 
         ``str()`` of the result is a text for people. This rank learns that a peer has called the
-        collective from the peer's slices or from its answer to the desync check. A call starts the
-        desync check after ``R2CC_SUSPICION_TIMEOUT_S`` without progress and, even if it makes
-        progress, after half of ``R2CC_TIMEOUT_S``.
+        collective from the peer's slices, or from its answer to the desync check, which asks all
+        ranks for their last call. A call starts the desync check after
+        ``R2CC_SUSPICION_TIMEOUT_S`` without progress and, even if it makes progress, after half of
+        ``R2CC_TIMEOUT_S``.
         """
         return self._engine.pending()
 
@@ -1118,7 +1126,9 @@ class Communicator:
         ------
         TransportTimeout
             If asynchronous calls did not end, or some rank did not confirm its data or call
-            `close`, each within ``R2CC_INIT_TIMEOUT_S``; the message names the ranks.
+            `close`, each within ``R2CC_INIT_TIMEOUT_S``; the message names the ranks. For a
+            communicator made by `split` and the like, also if its messages did not end within
+            ``R2CC_TIMEOUT_S``.
         NoHealthyRail, PeerLost, CommunicatorRevoked
             If the communicator failed during `close`.
         CommunicatorRevoked

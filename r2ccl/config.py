@@ -194,9 +194,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def inbox_nbytes(self) -> int:
-        """Size of the largest eager frame that can arrive, in bytes.
+        """Size of the largest eager payload that can arrive, in bytes.
 
-        It is at least 1024, because announcements of messages are eager whatever `eager_nbytes` is.
+        It is at least 1024: the frame that announces a message (`r2ccl.Communicator.send`) is eager
+        even if `eager_nbytes` is less than its size.
         """
         return max(self.eager_nbytes, 1024)
 
@@ -212,7 +213,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_planned(self) -> bool:
-        """True if the planner may choose schedules other than rings for large calls."""
+        """True in modes r2cc and auto: large calls may run schedules besides rings and chains."""
         return self.mode in ("r2cc", "auto")
 
     def digest(self) -> str:
@@ -235,8 +236,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Raises
         ------
         InvalidArgument
-            If a value does not parse or is out of range (the message names the variable), or an
-            override is no setting or has another type.
+            If a value does not parse or is not allowed (the message names the variable), or an
+            override is not a field or has a wrong type.
         """
         values: dict[str, Any] = _published_failures(env)
         for field in msgspec.structs.fields(cls):
@@ -364,9 +365,10 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
 
 def _typed(field: msgspec.structs.FieldInfo, given: Any) -> Any:
-    """Return the value of a keyword as a str, int or float, whichever the field has.
+    """Return the value of a keyword as a str, int or float, whichever type the field has.
 
-    The fields of which a value is a number, ``mode`` and `SWITCHED`, may be given as an int.
+    ``mode`` and the fields in `SWITCHED` have type str, but may be given as an int, for example 1
+    for ``"1"``.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """Exceptions of r2ccl, and descriptions of operating system errors.
 
 Transports translate errors of the operating system and of verbs into these exceptions once, at
-their edge, with ``raise ... from exc``. The functions that describe an ``errno`` add advice if a
-resource is exhausted; they open no file descriptor, so they work when none is left.
+their edge, with ``raise ... from exc``. `describe_os_error` and `describe_errno` add advice if a
+resource is exhausted. They open no file descriptor, so they work when none is left.
 
 Convention: the message of an error names the rank that raises it and, if involved, the peer and the
 rail. The message of an `InvalidArgument` about one argument names the argument instead of the rank.
@@ -61,7 +61,7 @@ class ScheduleError(R2cclError):
 class TransportError(R2cclError):
     """Failure of a path, or of a device, memory, port or file descriptor that the call needs.
 
-    Links recover from broken paths, so a broken path ends a call only with
+    Links recover from broken paths, so a broken path raises this error only with
     ``R2CC_MODE=failstop``.
 
     Parameters
@@ -99,7 +99,7 @@ class RailDown(TransportError):
 class TransportTimeout(TransportError):
     """Timeout of a wait; the message says what it waited for.
 
-    If the ``wait`` of a request reaches the timeout that it was given, the operation continues.
+    If ``wait(timeout_s)`` of a `Work` or `MessageRequest` raises it, the operation continues.
     """
 
 
@@ -137,7 +137,7 @@ class PeerLost(R2cclError):
     peer : int
         Rank that is lost.
     last_heard_s : float or None
-        Seconds since the last sign of life; None if another rank reported the loss.
+        Seconds since the last sign of life of `peer`; None: not known.
     why : str
         Evidence of the loss.
     host : str
@@ -217,8 +217,8 @@ class NoQuorum(R2cclError):
 class CommunicatorRevoked(R2cclError):
     """Use of a communicator that was revoked or closed, or revocation during a call.
 
-    ``reason`` is the first error, which revoked the communicator; None if there was none, because
-    the communicator was closed, or if this exception is itself the first error.
+    ``reason`` is the earlier error that revoked the communicator. It is None if there was no such
+    error, as on a closed communicator, or if this exception is itself the first error.
     """
 
     def __init__(self, message: str, *, reason: BaseException | None = None) -> None:
@@ -227,10 +227,11 @@ class CommunicatorRevoked(R2cclError):
 
 
 class ConcurrentCalls(R2cclError):
-    """Blocking call made while another one runs, in another thread or interrupted by a signal.
+    """Blocking call made while another one is in progress.
 
-    The second call is rejected before it starts; the first one continues. While asynchronous calls
-    are running, blocking calls are queued instead.
+    The earlier call runs in another thread, or was interrupted by the signal handler that makes the
+    later one. The later call is rejected before it starts; the earlier one continues. While
+    asynchronous calls are running, blocking calls are queued instead.
     """
 
 
@@ -239,7 +240,7 @@ class InternalError(R2cclError):
 
 
 def describe_os_error(exc: BaseException) -> str:
-    """Return the name and text of an error, with advice: ``EMFILE: Too many open files; ...``.
+    """Return the name and text of an error, and advice if a resource is exhausted.
 
     An exception without a known error number is described by its text or, without a text, by its
     type.
@@ -251,7 +252,7 @@ def describe_os_error(exc: BaseException) -> str:
 
 
 def errno_name(exc: OSError) -> str:
-    """Return the name of the error's number, such as ``EMFILE``; ``EIO`` if it has no known one."""
+    """Return the name of the error's number, such as ``EMFILE``; ``EIO`` for an unknown number."""
     return errno.errorcode.get(exc.errno or 0, "EIO")
 
 

@@ -101,6 +101,8 @@ def init(
         ``R2CC_INIT_TIMEOUT_S``; the message names the missing ranks.
     PeerLost
         If a rank exits during `init`.
+    CommunicatorRevoked, NoHealthyRail
+        If another rank fails, or every path to a peer is lost, during `init`.
     TransportError
         If this process or its host has run out of file descriptors, ports or memory, its NICs
         cannot be listed, an RDMA NIC cannot be opened, or ranks of a host cannot share memory
@@ -215,8 +217,8 @@ def _open_transport(
 ) -> tuple[Transport, PxnTransport | None]:
     """Open the TCP transport and, if every rank has RDMA ports, the verbs transport beside it.
 
-    Returns the transport to use, and the part of it that can use PXN routes (through the memory of
-    other GPUs), or None without RDMA or CUDA.
+    Returns the transport to use, and the part of it that can use PXN routes, which pass through the
+    memory of other GPUs. The part is None if RDMA is not used or the CUDA bindings are missing.
     """
     tcp = TcpTransport(
         control.rank,
@@ -234,8 +236,8 @@ def _open_transport(
     )
     if control.nhcas < len(hcas):
         _log.warning(
-            "rank %d has %d RDMA ports, but another rank has only %d; the last ports of this rank "
-            "are not used. Give every rank the same number of ports, or select ports with R2CC_HCA",
+            "rank %d has %d RDMA ports, but another rank has only %d, so this rank uses no more; "
+            "give every rank the same number of ports, or select ports with R2CC_HCA",
             control.rank, len(hcas), control.nhcas,
         )  # fmt: skip
     if not control.nhcas:
@@ -263,7 +265,8 @@ def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca
     Raises
     ------
     InvalidArgument
-        If `select_hcas` refuses ``R2CC_HCA``, or it is set but pyverbs is not installed.
+        If `select_hcas` refuses ``R2CC_HCA``, or if ``R2CC_HCA`` is set and selects ports, but
+        pyverbs is not installed.
     """
     if config.hca == "none" or (is_one_host and not config.hca):
         return ()
@@ -271,8 +274,8 @@ def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca
     if chosen and find_spec("pyverbs") is None:
         if config.hca:
             raise InvalidArgument(
-                "R2CC_HCA names RDMA NICs, but pyverbs is not installed: install the "
-                "distribution's package (Debian: python3-pyverbs)"
+                "R2CC_HCA selects RDMA NICs, but pyverbs is not installed: install the "
+                "distribution's package (Debian: python3-pyverbs), or set R2CC_HCA=none"
             )
         _log.warning(
             "RDMA NICs were found, but pyverbs is not installed, so data travels over TCP; to use "

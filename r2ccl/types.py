@@ -42,9 +42,10 @@ ORDERED_OP = 15
 class EnvelopeKind(enum.IntEnum):
     """Kinds of the frames by which a message is sent, and their numbers on the wire.
 
-    MESSAGE contains a short message. REQUEST announces a long one. GRANT or REFUSE answers it;
-    after a GRANT, the data follows as DATA in shared memory, or as slices of a link. TAKEN, on
-    links only, tells a sender how many bytes of its messages the peer's receives have taken.
+    MESSAGE contains a short message. REQUEST announces any other message: a long one, a synchronous
+    one, or a short one that would exceed `MOST_UNTAKEN`. GRANT or REFUSE answers a REQUEST; after a
+    GRANT, the data follows as DATA in shared memory, or as slices of a link. TAKEN, on links only,
+    tells a sender how many bytes of its short messages the peer's receives have taken.
     """
 
     MESSAGE = 1
@@ -210,7 +211,7 @@ class CallSignature(msgspec.Struct, frozen=True):
     user: int = 0
 
     def with_digest(self, digest: int) -> CallSignature:
-        """Return the signature with `digest` of a schedule or of counts as its root."""
+        """Return the signature with a root made from `digest`, a digest of a schedule or counts."""
         return msgspec.structs.replace(self, root=1 + digest % _ROOT_MASK)
 
     def pack(self) -> int:

@@ -1,9 +1,10 @@
 """Candidate schedules of a large allreduce, built for the bandwidth that each node has left.
 
 Each schedule family has one function, which yields one candidate per variant, for example per
-number of trees. Candidates are schedules over nodes. If several ranks share a node, `expand` turns
-the chosen candidate into a schedule over ranks (`r2ccl.algos.hierarchy`), in which a node's ports
-carry each byte once for all ranks of the node.
+number of trees. Candidates are schedules over nodes, except some rings and spanning trees over
+ranks. If several ranks share a node, `expand` turns a chosen schedule over nodes into one over
+ranks (`r2ccl.algos.hierarchy`), in which a node's ports carry each byte once for all ranks of the
+node.
 
 Invariant: equal terms give equal candidates in the same order, on every rank.
 """
@@ -73,7 +74,7 @@ class Terms(NamedTuple):
 
     @property
     def bandwidths(self) -> list[int]:
-        """Usable bandwidth of each node, in shares; 1 if only the last-resort rail reaches it."""
+        """Usable bandwidth of each node, in shares; 1 if no home rail reaches the node."""
         return [max(1, sum(row)) for row in self.usable]
 
     @property
@@ -127,7 +128,7 @@ class Terms(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """True if `is_joined`, but two nodes share at most half the bandwidth of the poorer one."""
+        """True if `is_joined`, but some two nodes share at most half of the poorer's bandwidth."""
         if not self.is_joined:
             return False
         return any(
@@ -160,7 +161,7 @@ class Candidate(NamedTuple):
         Time to fill and drain the pipeline, during which some ports are idle, in units of the time
         of one slice of a channel.
     is_ring : bool
-        True if every channel is a ring of all ranks, placed on one rail as a whole.
+        True if every channel is a ring of all ranks or nodes, placed on one rail as a whole.
     flows : Flows or None
         Load of each edge, if it is known without generating the ops of the schedule.
     is_among_nodes : bool
@@ -186,10 +187,10 @@ def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
     Parameters
     ----------
     name : str
-        One of `FAMILIES`, or ``spanning_tree``. If nodes have several ranks, schedules over nodes
-        require leaders whose rank numbers ascend with their nodes (`r2ccl.algos.hierarchy`). If
-        they do not, only ``spanning_tree`` and ``ring`` have candidates, because these two can be
-        built over ranks.
+        One of `FAMILIES`, or ``spanning_tree``. If nodes have several ranks, a schedule over nodes
+        requires that the leaders of each channel, one per node, have rank numbers that ascend from
+        node to node (`r2ccl.algos.hierarchy`). If the ranks are numbered otherwise, only
+        ``spanning_tree`` and ``ring`` have candidates, because these two can be built over ranks.
     terms : Terms
     """
     is_flat = all(len(team) == 1 for team in terms.teams)
@@ -238,7 +239,7 @@ def expand(
 
 
 def _can_lead(teams: Sequence[Sequence[int]]) -> bool:
-    """Return whether the leaders of each channel have rank numbers that ascend with their nodes.
+    """Return whether the leaders of each channel have rank numbers that ascend from node to node.
 
     Every rank of a node leads some channels. `r2ccl.algos.hierarchy` explains why this matters.
     """
@@ -317,8 +318,8 @@ def _counts_of_trees(terms: Terms) -> list[tuple[int, list[int]]]:
     """Return tree counts whose edges fill the ports evenly, each with the nodes' edge capacities.
 
     If a port with its full bandwidth takes k edges, at most t trees fit the ports (`Terms.rooms`),
-    and their time is proportional to k / t. The lower bound would need a fractional k; for some
-    integers k, the time is close to it. For each factor in `_EVEN`, the result has the smallest
+    and their time is proportional to k / t. Only a fractional k could reach the lower bound of the
+    time; some integers k come close. For each factor in `_EVEN`, the result has the smallest
     tree count whose time is at most that factor times the least time. Above `_MANY_NODES` nodes,
     `_TIGHT` and `_LOOSE` replace `_EVEN`. If no tree fits, the result is one tree per home rail.
     """

@@ -2,10 +2,11 @@
 
 Allgather and reduce-scatter run as rings or disseminations; broadcast and reduce run as chains or
 packed trees. If no ring of all ranks is found, all four run as a spanning tree. Scan and exscan run
-as chains in rank order or by doubling. Where possible, each channel of a ring or dissemination is
-placed on one home rail; otherwise, and for all other candidates, each edge is placed separately. A
-ring has one edge into a node and one out of it per channel, so on a degraded network its number of
-channels is chosen to fill the ports of the node with the least bandwidth.
+as chains in rank order or by doubling. As a rule, each channel of a ring or a dissemination is
+placed on one home rail in a healthy network. In a degraded one, and for all other candidates, each
+edge is placed separately. A ring has one edge into a node and one out of it per channel, so on a
+degraded network its number of channels is chosen to fill the ports of the node with the least
+bandwidth.
 
 Invariant: equal terms give equal candidates in the same order, on every rank.
 """

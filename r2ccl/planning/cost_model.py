@@ -7,9 +7,10 @@
 A port is a node's end of a rail. `load` is the part of the data D that the busiest port carries,
 divided by the share of its bandwidth that the port has left. It includes slices that detour from a
 failed port. `mean` is the average load of all ports. A pipeline must be filled and drained: in a
-chain of n ranks, this takes the time of n - 1 slices at the busiest port; in a tree of height h,
-the time of h slices at the average port, minus the overlap of trees that take turns at a port
-(`_fill_of_trees`). alpha and beta are measured (`r2ccl.planning.calibration`).
+chain of n ranks, this takes the time of n - 1 slices at the busiest port (`load` replaces `mean`);
+in a tree of height h, the time of h slices at the average port, minus the overlap of trees that
+take turns at a port (`_fill_of_trees`). In trees and disseminations, steps overlap, so only a
+fraction of alpha counts. alpha and beta are measured (`r2ccl.planning.calibration`).
 
 Invariant: the model uses only integers and fractions, so all ranks predict the same times.
 """
@@ -83,7 +84,7 @@ class Fabric(NamedTuple):
 
     @property
     def inlet_nbytes(self) -> int:
-        """In-flight data budget of a port with several senders, in bytes."""
+        """Number of bytes that may be in flight to a port with several senders."""
         return max(_LEAST_INLET_NBYTES, int(self.rates.beta * _INLET_S))
 
 
@@ -144,7 +145,8 @@ class Placed(NamedTuple):
     mean : Fraction
         Average load of all ports, in the same unit.
     nlinks : int
-        Largest number of links that end at one port; 0 if it does not limit the slice size.
+        Largest number of links that one rank, or node, has on one rail; 0 if it does not limit the
+        slice size.
     has_way : bool
         True if all neighbours have a common home rail. Otherwise some use the last-resort rail,
         whose bandwidth is unknown, or cannot exchange data.
@@ -252,9 +254,9 @@ def _fill_of_trees(fill: Fraction, nranks: int, ntrees: int, nwires: int) -> Fra
     """Return the time to fill and drain trees, as a fraction of the time of the average port.
 
     `fill` is the height of a tree divided by the number of slices of its channel. Trees on one rail
-    take turns at a port: some fill it while others wait, and the fewer slices, the more they
-    overlap. (Fitted to simulations of 1,220 trees on 400 random clusters of 3 to 64 nodes, 1 to
-    16 MiB: 94 % of the predictions are within 10 %.)
+    take turns at a port: some use the port while others wait. The fewer slices there are, the more
+    the trees overlap. (Fitted to simulations of 1,220 trees on 400 random clusters of 3 to 64
+    nodes, 1 to 16 MiB: 94 % of the predictions are within 10 %.)
     """
     root = Fraction(isqrt(10_000 * ntrees // nwires), 100)
     shown = Fraction(15, 7) * fill * (1 - Fraction(2, 3 * nranks))

@@ -53,7 +53,7 @@ def even_out(
 
     Notes
     -----
-    *Cost*: some microseconds per edge for each capacity `edges` tried, usually a few.
+    *Cost*: some microseconds per edge for each value of `edges` tried; a few are usually enough.
     """
     given = _Colouring(ends, allowed, shares, colours)
     for edges in range(_least(ends, shares), given.most()):
@@ -85,7 +85,7 @@ class _Colouring:
         self._room: dict[int, list[int]] = {}
 
     def most(self) -> int:
-        """Return the number `edges` (see the module) at which the current colours fit."""
+        """Return the smallest number `edges` (see the module) at which the current colours fit."""
         return max(
             (
                 -(-len(edges) * WHOLE // share) if share else 0

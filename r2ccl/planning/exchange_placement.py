@@ -1,22 +1,23 @@
 """Placement of direct exchanges: alltoall, gather and scatter, also with parts of unequal size.
 
-A part is what one rank sends to another. It is divided evenly among channels, and each channel of
-each pair of ranks is placed on a rail. Channel 0 carries undivided parts
-(`r2ccl.algos.direct_exchange`); its load is neglected. If all ports have their full bandwidth, all
-rails share one wire, or there are more than `_MOST_EDGES_PLACED` edges, channel c uses home rail
-``c - 1``, modulo their number, for all pairs, which loads all ports of a rank alike. Otherwise, one
-of two rules applies:
+A part is what one rank sends to another. Small parts travel undivided on channel 0
+(`r2ccl.algos.direct_exchange`), whose load is neglected. Each larger part is divided evenly among
+the other channels, and each channel of each pair of ranks is placed on a rail. If all ports have
+their full bandwidth, all rails share one wire, or there are more than `_MOST_EDGES_PLACED` edges,
+channel c uses home rail ``(c - 1) % n``, of n home rails, for all pairs, which loads all ports of a
+rank alike. Otherwise, one of two rules applies:
 
 1. Parts of equal size: channels are placed so that the ports of each rank are loaded in proportion
    to their shares.
 2. Collectives in `PAIRWISE`, whose parts may differ in size: each pair divides its part among the
    rails that both ranks have, in proportion to the smaller of the two shares, independently of all
-   other pairs. No rank knows the sizes of all parts, but all ranks must place them equally.
+   other pairs. This rule needs no sizes: no rank knows all of them, but all ranks must place all
+   parts equally.
 
 Times in simulations of 30 degraded clusters of up to 12 nodes (`bench/clusters.py --seed 11`), as
-multiples of the lower bound: with equal parts, 1.005 (median) to 1.09 by the first rule and 1.07 to
-1.53 by the second; with parts whose sizes differ by up to 1000x, 1.17 to 1.95 by the first rule and
-1.09 to 1.39 by the second.
+multiples of the lower bound, from the median to the worst: with equal parts, 1.005 to 1.09 by the
+first rule and 1.07 to 1.53 by the second; with parts whose sizes differ by up to 1000x, 1.17 to
+1.95 by the first rule and 1.09 to 1.39 by the second.
 """
 
 from __future__ import annotations

@@ -22,13 +22,16 @@ from r2ccl.schedule.ir import Op, OpKind, RankProgram, Space
 class Step(msgspec.Struct, frozen=True, gc=False):
     """An op with its position in memory and its slice boundaries.
 
-    ``cuts`` holds the slice boundaries in elements of the memory that the op writes; for a send, of
-    the memory that it reads. ``shift`` is the distance, in elements, from there to the same element
-    of the memory that the op reads. Each entry of ``after`` has the index of an op to wait for,
-    whether slice k waits only for slice k of that op, and, if that op is a send, whether it is
-    enough that its local request is retired (otherwise the peer must also have confirmed it).
-    ``is_final`` is that of `r2ccl.schedule.ir.Op`. ``is_left`` is true if the received data is the
-    left operand of the reduction.
+    ``cuts`` holds the slice boundaries, as indices of elements in the memory that the op writes;
+    for a send, in the memory that it reads. For element i that an op writes, it reads element
+    ``i + shift``, if it reads memory. ``is_final`` is that of `r2ccl.schedule.ir.Op`. ``is_left``
+    is true if the received data is the left operand of the reduction. Each entry of ``after``
+    describes another op that this one waits for:
+
+    1. Index of the other op.
+    2. True if slice k waits only for slice k of the other op; False if it waits for all slices.
+    3. Applies if the other op is a send. True if the wait for its slice ends when the transport no
+       longer reads the slice's memory; False if the peer must also have confirmed the slice.
     """
 
     kind: OpKind
@@ -144,7 +147,8 @@ def lower(
     whole_nbytes : int
         If above 0, parts of at most this size are sent whole and eagerly on the first channel, all
         others on the other channels. Ops of empty chunks that wait for no op, and that no op waits
-        for, are then left out. On the first channel they are kept if no part has data.
+        for, are then left out. On the first channel, they are kept if `count` is 0 or with
+        `announces_parts`.
     announces_parts : bool
         If True, the first channel sends an empty message for each part that travels on other
         channels, so that a receiver that expects another size learns this at once.

@@ -7,7 +7,8 @@ rail of link channel c is ``homes[c % len(homes)]``, so choosing a link channel 
 Rings: all hops of a channel use the same rail. A ring is as slow as its slowest channel, and a
 channel as slow as its slowest hop. Each channel therefore gets work in proportion to the worst port
 of its home rail, so that all channels end together. A port that is down does not reduce the share
-of its rail: the rail's channels detour at that one hop only, and carry as much as any other.
+of its rail: the rail's channels detour only at the hops that use this port, and carry as much as
+any other channel.
 
 Schedules for unequal nodes: each edge is placed on its own rail, so that the ports of a node are
 loaded in proportion to their shares, and no port that is down is used.
@@ -117,10 +118,11 @@ def place_edges(
     """Place the edges of any schedule on the home rails, one by one.
 
     Edges of nodes with few rails are placed first, and among these the edges with the highest load.
-    Each edge gets the rail on which the busier of its two ports ends first. Then edges are moved:
-    if all loads are equal, by edge colouring (`r2ccl.planning.edge_colouring`); otherwise away from
-    the busiest port, also in exchange for another edge, as long as that shortens the time. An edge
-    between nodes without a common home rail gets an arbitrary rail; routing chooses its path.
+    Each edge gets the rail on which the busier of its two ports ends earliest. Then edges are
+    moved: if all loads are equal, by edge colouring (`r2ccl.planning.edge_colouring`); otherwise
+    away from the busiest port, also in exchange for another edge, as long as that shortens the
+    time. An edge between nodes without a common home rail gets an arbitrary rail; routing chooses
+    its path.
 
     Parameters
     ----------
@@ -176,7 +178,7 @@ def placed_at(schedule: Schedule, width: int, edges: Iterable[EdgeAtHome]) -> Pl
 
 
 def inlets(placement: Placement, homes: Sequence[int]) -> int:
-    """Return the largest number of separately placed edges that end at one port."""
+    """Return the largest number of separately placed edges that one rank has on one rail."""
     found = Counter(
         (rank, number % len(homes))
         for _, low, high, number in placement.edges
@@ -343,10 +345,10 @@ class _Ports:
         return bool(left)
 
     def take_best(self, flow: Flow) -> int:
-        """Add `flow` to the rail on which the busier of its two ports ends first; return the rail.
+        """Add `flow` to the rail where the busier of its two ports ends earliest; return the rail.
 
-        Returns its index among the home rails. If none is up at both ends, it is the home rail of
-        the channel with the number of the flow's channel.
+        Returns the rail's index among the home rails. If no home rail is up at both ends, the index
+        is the number of the flow's channel, modulo the number of home rails.
         """
         low, high = self.ends(flow)
         sent, received, scale = self._sent[low], self._received[low], self._scale[low]
@@ -418,7 +420,10 @@ def _even_out(flows: Sequence[Flow], chosen: Sequence[int], ports: _Ports) -> li
 
 
 def _improve(flows: Sequence[Flow], chosen: list[int], ports: _Ports) -> None:
-    """Move edges away from the busiest port, in `chosen`, until no move helps or all is even."""
+    """Change `chosen`, the rails of edges, so that the busiest port has less load.
+
+    Stop when no move helps, the loads are nearly even, or `_MOST_TRIED` moves were tried.
+    """
     crowds: dict[tuple[int, int], set[int]] = {}
     for index, (flow, at) in enumerate(zip(flows, chosen, strict=True)):
         for node in ports.ends(flow):

@@ -84,7 +84,10 @@ Place = Callable[[Layout], Layout]
 
 
 def in_job(members: Sequence[int], first_channel: int) -> Place:
-    """Return the `Place` of a communicator: its ranks in the job, and its lowest link channel."""
+    """Return the `Place` of a communicator with the ranks `members` of the job.
+
+    `first_channel` is the lowest of its link channels in the job.
+    """
     return lambda layout: renumbered(layout, members, lambda number: first_channel + number)
 
 
@@ -136,7 +139,8 @@ class GroupPlanCache:
     def __call__(self, call: CallSignature, health: Health) -> Plan:
         """Return the plan of an allreduce of the group, given the health of all ranks.
 
-        The plan has ranks and link channels of the whole communicator, mapped by `place`.
+        The plan has the ranks and link channels of the whole communicator, or those that the
+        argument `place` of the cache maps them to.
 
         Raises
         ------
@@ -244,8 +248,8 @@ class PlanCache:
         call : CallSignature
         health : Health
         op : int, optional
-            Number of the collective, which decides whether the plan is a bandwidth sample.
-            Default: the plan is not one.
+            Number of the collective before this one, equal on all ranks. It decides whether the
+            plan must be a bandwidth sample. Default: it need not be.
         own : Schedule, optional
             Schedule of the user, which replaces the planner's choice. The caller has verified that
             its collective and its number of ranks are those of the call.
@@ -366,13 +370,14 @@ class PlanCache:
         return min(self._config.eager_nbytes, self.fabric.inlet_nbytes // self._nranks)
 
     def is_bandwidth_sample(self, call: CallSignature, health: Health, op: int) -> bool:
-        """Return whether collective number `op` must run as a bandwidth sample, even if slower.
+        """Return whether `call` must run as a bandwidth sample, although others may be faster.
 
-        Samples are frequent soon after the health changed, because it may change back. Later they
-        are rare enough to cost at most `_BUDGET` of the predicted time. The result is equal on all
-        ranks, because all plan with a new health from the same call on. Calls that must keep the
-        rank order, and direct exchanges, are never samples. No call is one if the network was not
-        measured, or with ``R2CC_BALANCE=0``.
+        `op` is the number of the collective before `call`, equal on all ranks. Samples are
+        frequent soon after the health changed, because it may change back. Later they are rare
+        enough to cost at most `_BUDGET` of the predicted time, but not rarer than `_RAREST` allows.
+        The result is equal on all ranks, because all plan with a new health from the same call on.
+        Calls that must keep the rank order, and direct exchanges, are never samples. No call is one
+        if the network was not measured, or with ``R2CC_BALANCE=0``.
         """
         if not self._measures or self.fabric.rates == UNMEASURED or call.op == ORDERED_OP:
             return False

@@ -5,8 +5,9 @@ configuration, the fabric with the agreed rates, and the agreed health. The plan
 from call to call; this saves time and never changes a choice.
 
 A collective whose data fits one eager slice is bound by latency and runs recursive doubling,
-dissemination or a tree of few levels. Larger collectives run the candidate with the least predicted
-time, or a preferred one whose time is within 2 % of it (`r2ccl.planning.cost_model`, `best`). An
+dissemination or a tree of few levels; with settings that allow only rings, a small allgather or
+reduce-scatter runs a ring. Larger collectives run the candidate with the least predicted time, or a
+preferred one whose time is within 2 % of it (`r2ccl.planning.cost_model`, `best`). An
 alltoall, and a gather or a scatter except of little data, is a direct exchange
 (`r2ccl.planning.exchange_placement`). A reduction by an operation that is not commutative runs
 recursive doubling, or chains in rank order. ``R2CC_ALGO`` fixes the schedule family of larger
@@ -203,7 +204,7 @@ class Planner:
         """Return the choice for a reduction that must combine the ranks' data in rank order.
 
         A reduce-scatter, and a reduce of little data, run as an allreduce, from whose result each
-        rank takes its part.
+        rank takes what it needs.
         """
         nranks = health.nranks
         if nbytes <= self._config.eager_nbytes:
@@ -235,7 +236,7 @@ class Planner:
         return not self._config.is_planned or self._config.algo == "ring"
 
     def allreduce(self, nbytes: int, health: Health) -> Choice:
-        """Return the choice for an allreduce of `nbytes`, which is equal for all dtypes and ops."""
+        """Return the choice for an allreduce of `nbytes`, for any dtype and commutative op."""
         return self.plan(CallSignature(Collective.ALLREDUCE, 0, 0, nbytes), nbytes, health)
 
     def compare(

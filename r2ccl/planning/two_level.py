@@ -119,7 +119,7 @@ class TwoLevelPlans:
         health : Health
             Health to plan the call with, equal on all ranks.
         op : int
-            Number of the collective, equal on all ranks.
+            Number of the collective before this one, equal on all ranks.
 
         Notes
         -----

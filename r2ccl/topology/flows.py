@@ -114,9 +114,10 @@ class Options:
         return self._paths.between(Vertex(VertexKind.GPU, gpu), Vertex(VertexKind.PORT, port))
 
     def _nearest(self, gpus: Sequence[str], port: str) -> Iterator[tuple[str, TopologyPath]]:
-        """Yield the GPUs nearest to a port, and their paths to it.
+        """Yield the GPUs that may relay the traffic of other GPUs to a port, and their paths to it.
 
-        These GPUs may relay the traffic of other GPUs to the port.
+        These are the GPUs with the best path to the port. If the class of the best path is farther
+        than `Distance.P2C`, there are none.
         """
         paths = [(gpu, path) for gpu in gpus if (path := self._path(gpu, port)) is not None]
         if paths:

@@ -5,7 +5,7 @@ the CUDA driver; `BindingsLinks` implements `LinkSource` with ``cuda.bindings.nv
 imports when created.
 
 Invariant: for `find_gpus`, a machine without CUDA is no error: it has no GPUs, and a remark gives
-the reason. If NVML is missing, a remark states what was assumed instead.
+the reason. If NVML is missing and there are several GPUs, a remark states what was assumed instead.
 
 References
 ----------

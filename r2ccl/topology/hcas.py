@@ -104,7 +104,7 @@ def list_hcas(root: Path = SYSFS) -> tuple[Hca, ...]:
     Raises
     ------
     OSError
-        If an attribute exists and cannot be read, or has no value that the kernel writes (EIO).
+        If an attribute exists but cannot be read, or cannot be parsed (EIO).
     """
     found = [
         _read_port(root, device, port)

@@ -150,7 +150,7 @@ class Machine(msgspec.Struct, frozen=True):
 
     ``gpus`` are in the order of their bus ids, which is also NVML's order. ``pci`` are the PCI
     devices of the GPUs and the NICs, and the PCI switches above these. ``remarks`` tell people what
-    was assumed because a fact was missing.
+    was assumed because a fact was missing, and what works below its limits.
     """
 
     nodes: tuple[NumaNode, ...]

@@ -1,4 +1,4 @@
-"""Monitor that reports at once if a local NIC loses its carrier or an address, or is removed.
+"""Monitor that reports at once if a local NIC goes up or down, or gains or loses an address.
 
 Netlink notifications are the fastest evidence of a failure at the local end of a rail. The module
 only reports changes as values; `r2ccl.failover` decides what they mean. Invariant: each event
@@ -36,8 +36,8 @@ class LinkEvent(msgspec.Struct, frozen=True, gc=False):
 
     ``index`` is the kernel's number of the interface, and ``name`` its name. ``address`` is the
     address added or removed, and empty if the link itself changed. ``is_up`` is True if the link
-    can now carry data, and for an address, if the address also exists. ``time`` is the time on the
-    monitor's clock at which `LinkMonitor.read` read the change, in seconds.
+    can now carry data and, if an address changed, the address was added. ``time`` is the time on
+    the monitor's clock at which `LinkMonitor.read` read the change, in seconds.
     """
 
     index: int

@@ -63,7 +63,8 @@ def read_machine(
     Returns
     -------
     Machine
-        Its ``remarks`` are those of `gpus`, and one for each value that was assumed.
+        Its ``remarks`` are those of `gpus`, one for each value that was assumed or is unknown, and
+        one for each PCIe link that uses fewer lanes than both its ends support.
     """
     facts = gpus or GpuFacts()
     there = {gpu.bus_id: gpu for gpu in facts.gpus}  # partitions of a GPU have the same bus id
@@ -98,7 +99,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 class _Reader:
     """Reader of attributes below one root; missing or garbled ones give an empty or default value.
 
-    ``remarks`` collects what was assumed.
+    ``remarks`` collects the remarks of `Machine.remarks`.
     """
 
     def __init__(self, root: Path) -> None:
