@@ -7,7 +7,7 @@
 `hierarchical`   `peer` within nodes, another backend between them
 `gpudirect`      NICs read and write GPU memory
 `staged`         copies through pinned host memory, in windows
-`copied`         copies of whole arrays in pinned host memory, for scans and calls with parts
+`copied`         whole arrays are copied to pinned host memory, for scans, gathers and alltoalls
 ===============  ==================================================================================
 
 `nic_affinity` finds the NICs near each GPU, `pxn` reaches distant NICs through other GPUs, and

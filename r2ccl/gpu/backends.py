@@ -1,14 +1,16 @@
 """Selects the backends for collectives on GPU memory, the same on all ranks.
 
-The backends are, in order of preference:
+Scans, and calls whose parts are listed (gather, alltoallv and the like), always run in
+`r2ccl.gpu.copied`, which is not selected here. The backends for all other calls are, in order of
+preference:
 
-1. Kernels access the memory of all GPUs of the node (`r2ccl.gpu.peer`). On several nodes, such
-   kernels work within the nodes, and backend 2 or 3 between them (`r2ccl.gpu.hierarchical`).
+1. Kernels access the memory of all GPUs of the node (`r2ccl.gpu.peer`). With several nodes this is
+   for allreduces only: such kernels work within the nodes, and backend 2 or 3 between them
+   (`r2ccl.gpu.hierarchical`).
 2. NICs read and write slices in GPU memory (`r2ccl.gpu.gpudirect`).
-3. Data is copied through pinned host memory (`r2ccl.gpu.staged`). This supports every call.
+3. Data is copied through pinned host memory (`r2ccl.gpu.staged`). This supports all these calls.
 
-On one node, backend 2 is only tried if backend 1 does not work. `r2ccl.gpu.copied` executes scans
-and calls with parts on any node; it is not selected here.
+On one node, backend 2 is only tried if backend 1 does not work.
 
 The ranks try a backend to find out whether it works, because device attributes alone do not show
 it reliably.
@@ -107,7 +109,8 @@ class GpuBackend(Protocol):
     def hold(self, stream: Stream, number: int) -> None:
         """Make work enqueued on `stream` from now on wait until a call has ended.
 
-        `number` is the `DeviceJob.number` of the call, which was already submitted to the worker.
+        `number` is the `DeviceJob.number` of the call, which must have been submitted to the
+        worker.
         """
         ...
 
@@ -198,8 +201,8 @@ class BackendSelector:
         Raises
         ------
         InvalidArgument
-            On all ranks, if several nodes use CUDA IPC, and the ranks have different numbers of
-            RDMA rails, or more than 64.
+            On all ranks, if there are several nodes, CUDA IPC works within them, and the ranks have
+            different numbers of RDMA rails or more than 64 of them.
         TransportError
             If streams of the GPU cannot wait for the host, if R2CC_IPC=1 is set and the GPUs cannot
             access each other's memory, or if the device failed or its memory is full.
@@ -308,7 +311,7 @@ class BackendSelector:
         )
 
     def _find_affinity(self, device: Device) -> NicAffinity | None:
-        """Return the home rails of each rank's GPU; None if the rails are sockets."""
+        """Return the rails near each rank's GPU, and PXN routes; None if the rails are sockets."""
         if not self._labels:
             return None
         return find_nic_affinity(
@@ -334,7 +337,7 @@ class BackendSelector:
         group: Sequence[int],
         homes: Sequence[int],
     ) -> PxnRoutes | None:
-        """Return this rank's PXN routes, or None if it has none.
+        """Return this rank's PXN routes; None if it has none, or without a health agreement.
 
         A route is opened when a rail in `homes` has lost bandwidth at a rank in `group`.
         """
@@ -377,7 +380,7 @@ class BackendSelector:
         )
 
     def _slot_nbytes(self) -> int:
-        """Return the size in bytes of a slot of pinned memory, and of each half of an area."""
+        """Return the size in bytes of a `StagedBackend` slot and of half a `PeerMemory` area."""
         return max(least_limit_nbytes(self._nranks), self._config.staging_nbytes // 2)
 
     def _waiting(self) -> dict[str, Any]:

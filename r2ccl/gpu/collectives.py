@@ -182,8 +182,9 @@ class DeviceCollectives:
         Raises
         ------
         InvalidArgument
-            If the arrays are not on the GPU of earlier calls, if `stream` is not a stream, or if it
-            captures a CUDA graph. In the first call also as for `BackendSelector.select`.
+            If the arrays are not on the GPU of earlier calls, if `stream` is not a stream, or if
+            `stream` or the stream of an array captures a CUDA graph. In the first call also as for
+            `BackendSelector.select`.
         TransportError
             If the device or a NIC failed, memory is full, a kernel cannot be compiled, or the GPU
             is too old for the kernels (status ``GPU_TOO_OLD``). In the first call also if the
@@ -369,7 +370,7 @@ def require_no_capture(device: Device, stream: Stream) -> None:
 def device_collectives(
     participant: Participant, *, hardware: Hardware, pxn: PxnTransport | None
 ) -> DeviceCollectives:
-    """Return the collectives on GPU memory of one communicator.
+    """Return the `DeviceCollectives` of one communicator.
 
     Parameters
     ----------

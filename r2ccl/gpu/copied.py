@@ -10,8 +10,8 @@ The output array, too, is copied to the host before the collective runs. Element
 collective does not write therefore keep their values when the output is copied back: elements
 outside of all parts, and the output of rank 0 in an exscan.
 
-Invariant: all copies run on one stream. The host uses the pinned memory only after the copies of a
-call to this memory are done, and before the copy back is enqueued.
+Invariant: all copies run on one stream. In each call the host uses the pinned memory only after the
+copies into it are done, and before the copy back is enqueued.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ which the host learns how much of the work is done.
 *Order.* Work on the stream runs in order, so the host need not order kernels among each other, even
 those of different channels. The host orders kernels and NICs. A NIC reads a kernel's output after
 the host has seen that the kernel's event is done. A kernel that reads a NIC's output is launched
-after the host has polled the completion: "only CUDA synchronization and work submission APIs
-provide memory ordering of GPUDirect RDMA operations". On a device that reorders remote writes, one
-flush precedes the first work after each `commit`. That suffices, because the work for a slice is
-enqueued after the slice arrived, and a `commit` follows each poll of the transport.
+after the host has polled the completion of the NIC's write: "only CUDA synchronization and work
+submission APIs provide memory ordering of GPUDirect RDMA operations". On a device that reorders
+remote writes, one flush precedes the first work after each `commit`. That suffices, because the
+work for a slice is enqueued after the slice arrived, and a `commit` follows each poll of the
+transport.
 
 Only `ReductionStream.drain` waits for the device. Invariant: work counts as done only after the
 host has seen that its event is done.
@@ -216,7 +217,7 @@ class ReductionStream:
             self._device.destroy_event(event)
 
     def _flush(self) -> None:
-        """Make NIC writes visible to the work that is enqueued next; once per `commit`."""
+        """Make NIC writes visible to later work, unless this was done since the last `commit`."""
         if not self._is_flushed:
             if self._device.reorders_remote_writes:
                 self._device.flush_remote_writes()

@@ -9,9 +9,10 @@ stream, runs the collective until its last kernel is done, and then lets the cal
 continue (`r2ccl.gpu.host_signal`). After a failure the stream continues too, but the result is
 undefined and the communicator ends.
 
-*Remote writes.* A kernel of the caller that reads data written by a NIC may have been launched
-before the write, and wait for the call. Therefore the last work of every call is enqueued after the
-last completion was polled, and the call ends once that work is done.
+*Remote writes.* The caller may enqueue a kernel that reads the result before NICs have written it;
+on the device, this kernel waits for the end of the call. So that it sees the data, the last work of
+every call is enqueued after the last completion was polled, and the call ends once that work is
+done.
 
 *Memory and kernels* of a call are prepared in `GpuDirectBackend.prepare`, while no stream waits for
 a call, because allocating and loading may wait for the device. The worker allocates only memory of

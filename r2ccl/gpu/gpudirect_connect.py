@@ -1,4 +1,4 @@
-"""Creates `GpuDirectBackend` if the NICs of all ranks can access the memory of their GPUs.
+"""Creates `GpuDirectBackend` if, on every rank, all NICs can access the memory of the rank's GPU.
 
 To find this out, every rank allocates the memory for its landing places and tries to register it
 with every NIC.
@@ -53,7 +53,7 @@ def connect_gpudirect(
     Raises
     ------
     TransportError
-        If the device failed after all ranks had registered memory; other ranks may have the
+        If the device failed after this rank had registered memory; other ranks may have the
         backend, so the communicator must end.
 
     Notes

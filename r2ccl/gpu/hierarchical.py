@@ -1,11 +1,11 @@
-"""Allreduces on several nodes with several GPUs each: within the nodes, then between them.
+"""Allreduces on several nodes with several GPUs each, in steps within nodes and between them.
 
 Within a node the GPUs access each other's memory (`r2ccl.gpu.peer`). Between nodes NICs access GPU
 memory (`r2ccl.gpu.gpudirect`), or windows of the data pass through pinned memory
 (`r2ccl.gpu.staged`). Member i of every node owns part i of the data: it reduces this part of its
 node's inputs, runs an allreduce with the members i of the other nodes, and distributes the result
-in its node. The rails carry each byte once per node, over the home rails of all members at once.
-Work on the stream, between ``ready`` and ``done`` of `PeerBackend`, in this order:
+in its node. Thus the rails carry as much data as for one rank per node, over the home rails of all
+members at once. Work on the stream, between ``ready`` and ``done`` of `PeerBackend`, in this order:
 
 ::
 
@@ -13,10 +13,11 @@ Work on the stream, between ``ready`` and ``done`` of `PeerBackend`, in this ord
     allreduce part i among the members i of all nodes, over the rails
     kernel: copy part i to the outputs of the node's other ranks
 
-A call is always divided into windows that fit the ranks' areas, because the number of collectives
-between the nodes must not depend on what one node has mapped. The lengths of the parts differ by
-some elements, and a part may be empty. All ranks must use the same backend and the same number of
-collectives between nodes, so they derive both from the widest part.
+A call is always divided into windows that fit the ranks' areas (`r2ccl.gpu.peer_memory`), because
+the number of collectives between the nodes must not depend on the arrays that the ranks of one node
+have mapped. The lengths of the parts differ by some elements, and a part may be empty. All ranks
+must use the same backend and the same number of collectives between nodes, so they derive both from
+the widest part.
 
 Invariant: member i of a node writes only part i of an array that other ranks of the node access.
 """

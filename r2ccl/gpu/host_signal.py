@@ -1,4 +1,4 @@
-"""Base class of the GPU backends: calls in order, and streams of the caller that wait for them.
+"""Base classes of the GPU backends: calls in order, and streams of the caller that wait for them.
 
 The caller's thread records an event on the caller's stream and submits the call to the
 communicator's worker. Only then does it let the caller's stream wait for a word in pinned memory
@@ -196,7 +196,7 @@ class SignalledStream:
         return is_over
 
     def _let_go(self, timeout_s: float) -> bool:
-        """Let callers' streams pass all calls, and wait for them and for the backend's stream.
+        """Let callers' streams pass all calls; wait for these streams and for the backend's stream.
 
         The worker must be idle. `timeout_s` limits each wait. Return True if all streams are done;
         only then may the pinned memory with the word be freed.

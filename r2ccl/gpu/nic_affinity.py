@@ -3,8 +3,9 @@
 Every rank sends a report to all others: the part of its host's topology between its GPU and its
 NICs. The reports of a host's ranks are merged into one machine. For this machine
 `r2ccl.topology.affinity` assigns home rails to GPUs, and finds the rails that a GPU reaches best
-through the memory of another GPU (NCCL's PXN). If a rank has no usable report, or if the ranks of a
-host name different NICs for a rail, all rails are home rails of all GPUs of that host.
+through the memory of another GPU (NCCL's PXN). All rails are home rails of all GPUs of a host if
+one of its ranks has no usable report, if its ranks name different NICs for a rail, or if its merged
+machine exceeds a limit.
 
 A GPU gets n_rails // n_gpus home rails, at least one, but no more than its own PCIe link can use. A
 spare rail goes to one GPU that can use it, if it is no more distant than that GPU's other home
@@ -175,7 +176,7 @@ def _encode_report(
 
 
 def _report_of(bus_id: str, labels: Sequence[str], machine: Machine) -> _MachineReport:
-    """Return a report with only the devices of `machine` that the GPU's data passes to the ports.
+    """Return a report with only the devices of `machine` between the GPU and the ports.
 
     Raises
     ------
@@ -308,9 +309,10 @@ def _assign(mine: _MachineReport, machine: Machine) -> tuple[tuple[int, ...], tu
 def _homes(affinity: Affinity, share: int) -> dict[str, list[str]]:
     """Return the home ports of each GPU, by the GPU's bus ID.
 
-    A GPU gets max(1, `share`) ports, or fewer if it cannot use as many. One additional flow per GPU
-    shows which GPUs can use a spare port. A spare port goes to the first GPU for which it
-    is no more distant than this GPU's other ports; over a longer path it could delay other flows.
+    A GPU gets max(1, `share`) ports, or fewer if it cannot use as many. `Affinity.assign` places
+    one more flow per GPU than that; the additional flows show which GPUs can use a spare port. A
+    spare port goes to the first GPU for which it is no more distant than this GPU's other ports;
+    over a longer path it could delay other flows.
     """
     nflows = max(1, share)
     routes = affinity.assign(nflows + 1)

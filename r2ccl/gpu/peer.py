@@ -2,11 +2,11 @@
 
 Theory of operation
 -------------------
-Each rank does an equal part of the work: one kernel reads that part of every rank's input and
-writes the result to its destinations. No data passes through the host or a rail. When the user
-calls a collective, the rank posts the location of its arrays on an `IpcBoard`, in memory that all
-processes of the node and their GPUs share. The communicator's worker reads the messages of all
-ranks, and then enqueues the work of the call on a stream of its own, in *rounds*:
+Each rank does an equal part of the work: one kernel reads that part of the inputs and writes the
+result to its destinations. No data passes through the host or a rail. When the user calls a
+collective, the rank posts the location of its arrays on an `IpcBoard`, in memory that all processes
+of the node and their GPUs share. The communicator's worker reads the messages of all ranks, and
+then enqueues the work of the call on a stream of its own, in *rounds*:
 
 ::
 
@@ -21,13 +21,13 @@ call is one round if all ranks have mapped all its arrays (`r2ccl.gpu.peer_memor
 call is divided into windows that fit the ranks' areas, with a round for each; a rank whose array is
 not mapped copies each window to its area, or from there, or both.
 
-If a rank dies, the host of each other rank writes the words for which its own stream waits, so that
-no stream hangs, and the communicator ends. Kernels that have not run do nothing then: a kernel
-reads the addresses of its operands from a table in pinned memory, which the host clears.
+If a rank dies, the CPU of each surviving rank writes the words for which this rank's stream waits,
+so that no stream hangs, and the communicator ends. Kernels that have not run do nothing then: a
+kernel reads the addresses of its operands from a table in pinned memory, which the CPU clears.
 
-Invariants: a stream waits only for its own earlier work, or for a word that another rank's stream
-writes without waiting for later work; a peer's memory is accessed only between the peer's ``ready``
-and this rank's ``done``.
+Invariants: a stream waits only for earlier work of its own rank, or for a word that another rank's
+stream writes without waiting for later work; a peer's memory is accessed only between the peer's
+``ready`` and this rank's ``done``.
 """
 
 from __future__ import annotations
@@ -303,9 +303,9 @@ class PeerBackend(SignalledStream):
     def finish(self, job: PeerJob) -> None:
         """Execute the call of `job`: enqueue its work when all ranks have called, and wait for it.
 
-        This method runs in the worker thread. It does not wait for the device if a later call was
-        begun. After an error, no stream of the node waits for this rank any more, and all later
-        calls fail.
+        This method runs in the worker thread. If a later call was begun, the final wait for the
+        device is left to that call. After an error, this rank lets its own stream continue and, if
+        its GPU still works, the streams of the other ranks; all later calls fail.
 
         Raises
         ------
@@ -347,7 +347,8 @@ class PeerBackend(SignalledStream):
     def close(self, timeout_s: float) -> None:
         """Wait for the device, then free all resources; calls that are not complete fail.
 
-        The worker must be idle.
+        The worker must be idle. Only the area of this rank (`PeerMemory`) stays allocated until the
+        device is closed.
 
         Raises
         ------
@@ -478,7 +479,7 @@ class PeerBackend(SignalledStream):
 
     @staticmethod
     def _window_of(grid: WindowGrid, window: Window) -> tuple[int, int, int]:
-        """Return the offset of a window in a row, its size, and the pitch of rows, in bytes."""
+        """Return a window's offset and size in one row, and the distance between rows, in bytes."""
         itemsize = dtype_of(window.call.dtype).itemsize
         return window.start * itemsize, window.length * itemsize, grid.width * itemsize
 
@@ -528,9 +529,9 @@ class PeerBackend(SignalledStream):
     def _share_of(self, call: CallSignature, at: int | None = None) -> _Share:
         """Return the elements of a call on which the kernel of member `at` works.
 
-        The default of `at` is this rank. Parts begin at multiples of `_VECTOR_NBYTES` bytes; no
-        part is larger than the first. In allgather and reduce_scatter every member works on one
-        whole row, so its part starts at 0.
+        The default of `at` is this rank. Parts that are not empty begin at multiples of
+        `_VECTOR_NBYTES` bytes; no part is larger than the first. In allgather and reduce_scatter
+        every member works on one whole row, so its part starts at 0.
         """
         if call.collective in (Collective.ALLGATHER, Collective.REDUCE_SCATTER):
             return _Share(0, call.count // self._nlocal)

@@ -114,8 +114,8 @@ def connect_peers(
 def _release(attempt: _Attempt) -> None:
     """Unmap the areas of the other ranks, and free that of this rank.
 
-    Areas that a GPU may still use stay mapped and allocated, because these calls would wait for the
-    GPU without a time limit.
+    Areas that a GPU may still use stay mapped and allocated, because unmapping and freeing them
+    would wait for the GPU without a time limit.
     """
     device, members, at = attempt.device, attempt.members, attempt.at
     for peer, address in enumerate(attempt.areas):
@@ -246,7 +246,7 @@ def _verify_patterns(attempt: _Attempt, token: int) -> str:
 
 
 def _has_ended(attempt: _Attempt, done: Event, stream: Stream) -> bool:
-    """Wait for the work on `stream`; return False, and note it, if it does not end in time."""
+    """Wait for the work on `stream`; if it does not end in time, set `is_stuck`, return False."""
     attempt.device.record(done, stream)
     attempt.is_stuck = not attempt.device.synchronize(done, _TIMEOUT_S)
     return not attempt.is_stuck

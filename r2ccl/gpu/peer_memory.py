@@ -5,9 +5,10 @@ is created. An array in an allocation that the other ranks have not mapped is co
 owner's area, so every kind of memory works.
 
 When an allocation is used for the second time, its rank *offers* it to the other ranks: the rank's
-message of this call contains the IPC handle of the allocation. The other ranks map the allocation
-before a later call, while none of their streams waits for a call, because mapping may wait for the
-device. When all of them have mapped it, collectives use arrays in the allocation without a copy.
+message of this call contains the IPC handle of the allocation. A message has room for one offer; a
+further allocation is offered at its next use. The other ranks map the allocation before a later
+call, while none of their streams waits for a call, because mapping may wait for the device. When
+all of them have mapped it, collectives use arrays in the allocation without a copy.
 
 Each rank has `NSLOTS` slots, and an offer names the slot of its allocation. If all slots are in
 use, the offer takes the slot of the allocation that was not used for the longest time. When the
@@ -134,7 +135,8 @@ class PeerMemory:
 
         Pass 0 for an array that this rank does not have; the slot is `ABSENT` then. Until all other
         ranks have mapped the array's allocation, the slot is `COPIED`. The second use of an
-        allocation prepares an offer, which `take_news` returns.
+        allocation prepares an offer, which `take_news` returns. If another offer is prepared
+        already, the next use of the allocation prepares it.
 
         Raises
         ------
@@ -171,7 +173,7 @@ class PeerMemory:
         return news
 
     def _consider(self, allocation: int, address: int) -> None:
-        """Prepare the offer of an allocation, if this is its second use and it can be exported.
+        """Prepare the offer of an allocation, if it was used before and can be exported.
 
         Do nothing if another offer still waits for `take_news`.
         """
@@ -223,7 +225,7 @@ class PeerMemory:
     # Arrays of other ranks
 
     def learn(self, peer: int, offer: AllocationOffer, gone: int) -> None:
-        """Store the news in a message of another rank, until `map_news` acts on them.
+        """Store the news from a message of another rank, until `map_news` acts on them.
 
         Only the worker thread calls it, for the messages of each rank in their order.
 

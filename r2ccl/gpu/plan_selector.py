@@ -17,8 +17,7 @@ EnterCall = Callable[[CallSignature, Schedule | None], Plan]
 class PlanSelector:
     """Function object that enters a collective and returns the plan that all ranks select for it.
 
-    The thread that calls it then runs the plan; it must enter collectives in the order in which the
-    other ranks do.
+    The calling thread then runs the plan. All ranks must enter their collectives in the same order.
 
     Parameters
     ----------

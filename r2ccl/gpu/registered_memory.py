@@ -119,7 +119,7 @@ class RegisteredDeviceMemory:
         """Return the address of the area for `purpose`, which has at least `nbytes` bytes.
 
         If `nbytes` is 0, return 0. If the present area is too small, allocate and register a larger
-        one, without its contents. The replaced area stays valid until `free_replaced`.
+        one; the contents are not copied. The replaced area stays valid until `free_replaced`.
 
         Raises
         ------

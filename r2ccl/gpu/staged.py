@@ -5,7 +5,7 @@ Theory of operation
 A call is divided into windows (`r2ccl.gpu.staged_windows`), which use two slots of pinned memory in
 turn. The communicator's worker enqueues the copy of a window to its slot on one stream, waits for
 it, runs the collective on the slot, and enqueues the copy of the result on another stream. Two
-copies out are enqueued ahead, so the copies of one window overlap the collective of the next. The
+copies to slots are enqueued ahead, so the collective of one window overlaps copies of others. The
 caller's stream waits for the call (`r2ccl.gpu.host_signal`); no stream of this module waits for the
 host.
 

@@ -6,7 +6,7 @@ of every row, packed. The collective of a window is of the same kind as the call
 elements; all windows together perform the call.
 
 Invariant: equal calls and limits give equal windows on every rank. Every call has at least one
-window; an empty call has one empty window.
+window; the windows of an empty call are empty.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ NICs normally use the caller's arrays, which are registered with every NIC durin
 that NICs cannot access (in the stream-ordered pool, managed, or not aligned to its elements) is
 copied to and from an area of `r2ccl.gpu.registered_memory`. The call cannot use another backend
 instead, because all ranks must use the same backend, and only this rank knows that its array needs
-a copy. Partial sums that are not this rank's result are kept in such an area too.
+a copy. Partial sums for which the output is missing or too small are kept in such an area too.
 
-Invariant: the first attempt to register an allocation is made before any stream waits for the host,
+Invariant: the first attempt to register an allocation is made while no stream waits for the host,
 because the attempt may wait for the device.
 """
 
@@ -204,7 +204,7 @@ class StagingBuffers:
 
 
 def nbytes_of(call: CallSignature) -> int:
-    """Return the size in bytes of ``call.count`` elements: of a call's whole input or output."""
+    """Return the size in bytes of a call's input or output, whichever is larger."""
     return call.count * dtype_of(call.dtype).itemsize
 
 
@@ -226,7 +226,7 @@ def _arrays(call: DeviceCall) -> list[_CallerArray]:
 
 
 def _sums_apart(call: DeviceCall) -> bool:
-    """Return whether the partial sums of a call need an area: they do not fit into an output."""
+    """Return whether partial sums need an area: the output is missing or too small for them."""
     return call.signature.collective == Collective.REDUCE_SCATTER or not call.output
 
 

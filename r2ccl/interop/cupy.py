@@ -90,9 +90,10 @@ def init_process_group(
     Notes
     -----
     *Collective*: all ranks. Defaults of `host` and `port` are ``CUPYX_DISTRIBUTED_HOST`` and
-    ``CUPYX_DISTRIBUTED_PORT``. If neither argument nor variable is set, the addresses of the
-    launcher that started the process (torchrun, ``r2ccl launch``) are used; without a launcher,
-    127.0.0.1 and 13333. All other settings come from the ``R2CC_*`` variables.
+    ``CUPYX_DISTRIBUTED_PORT``. If none of these arguments and variables is set, the
+    addresses of the launcher that started the process (torchrun, ``r2ccl launch``) are used. If one
+    is set, or there is no launcher, a missing host is 127.0.0.1 and a missing port is 13333. All
+    other settings come from the ``R2CC_*`` variables.
 
     Every connection is authenticated with the secret of the job. On 127.0.0.1 and with MPI the
     ranks share a secret automatically. With another `host` every rank needs the same

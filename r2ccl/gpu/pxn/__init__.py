@@ -1,1 +1,1 @@
-"""PXN: sends slices to distant NICs through the memory of the GPUs near these NICs, over NVLink."""
+"""PXN: slices reach and leave distant NICs through the GPUs near these NICs, over NVLink."""

@@ -238,7 +238,7 @@ class _CopyStream:
     def begin(self, slot: Slot, target: int, source: int, nbytes: int) -> None:
         """Begin a copy of `nbytes` bytes from address `source` to address `target`.
 
-        Either is in `slot`, which must have no copy in progress.
+        One of the two addresses is in `slot`, which must have no copy in progress.
         """
         device = self._device
         if device.reorders_remote_writes:

@@ -127,9 +127,9 @@ class PxnRoutes:
     def drain(self, timeout_s: float) -> bool:
         """Wait for the copies of all routes; return whether they ended.
 
-        Wait up to `timeout_s` seconds for each direction of each route, but do not wait any more
-        after one of them did not end in time. Call this method after a collective has failed, which
-        ends the communicator, so that no new copy begins.
+        Wait up to `timeout_s` seconds for each direction of a route; after a route whose copies did
+        not end in time, do not wait for the remaining routes. Call this method only after a
+        collective has failed: the communicator ends, so no new copy begins.
         """
 
         # Run in the data loop, because the transport polls copies there until it is closed.
@@ -206,8 +206,8 @@ class PxnRoutes:
             yield
         except TransportError as exc:
             _log.warning(
-                "rank %d: the PXN route through GPU %s failed while it was closed: %s; check the "
-                "driver's messages (dmesg, Xid)", self._rank, via, exc,
+                "rank %d: closing the PXN route through GPU %s failed: %s; check the driver's "
+                "messages (dmesg, Xid)", self._rank, via, exc,
             )  # fmt: skip
 
     def _open(self, rail: int, via: str) -> str:

@@ -1,8 +1,8 @@
-"""A transport that sends slices of some rails through another GPU's memory (NCCL's PXN).
+"""A transport that passes slices of some rails through another GPU's memory (NCCL's PXN).
 
 `PxnTransport` wraps another `TransportPart`. On rails for which `use` set a `Relay`, an outgoing
 slice of device memory is copied to a slot near the NIC and sent from the slot; an incoming slice
-lands in a slot and is copied to its landing place. All other calls are forwarded unchanged.
+lands in a slot and is copied to its landing place. All other slices and calls are forwarded.
 
 Theory of operation
 -------------------
@@ -365,7 +365,7 @@ class PxnTransport:
         state.held.append(event)
 
     def _release(self, state: _PathState, events: list[Event]) -> None:
-        """Move the events of a path that can be reported to `events`."""
+        """Append to `events` those held events of a path that can be reported now."""
         held = state.held
         while held:
             event = held[0]
@@ -462,7 +462,7 @@ class PxnTransport:
         if not all(relay.drain(_CLOSE_TIMEOUT_S) for relay in self._copying):
             _log.warning(
                 "copies through another GPU's memory did not end within %g s after the paths were "
-                "closed: that GPU hangs; end the process and check dmesg",
+                "closed: a GPU may hang; end the process, and check dmesg for driver errors (Xid)",
                 _CLOSE_TIMEOUT_S,
             )
         self._collect()

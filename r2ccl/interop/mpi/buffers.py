@@ -38,8 +38,8 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
     Parameters
     ----------
     memory : ndarray of uint8, shape (nbytes,)
-        Memory of the caller from the first element on; longer than the elements if the caller
-        passed a count. Read-only if the caller's array is.
+        Memory of the caller from the first element on; may be longer than the elements if the
+        caller passed a count. Read-only if the caller's array is.
     count : int
         Number of elements of one block.
     nblocks : int
@@ -60,7 +60,7 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_contiguous(self) -> bool:
-        """True if the elements lie in memory in their order and without gaps."""
+        """True if there are no elements, or they have a predefined datatype without gaps."""
         if not self.count:
             return True
         datatype = self.datatype
@@ -138,9 +138,10 @@ def message(spec: Any, *, writable: bool, nblocks: int = 1) -> BufferSpec:
     Raises
     ------
     TypeError, ValueError, KeyError, BufferError
-        As in mpi4py: if `spec` has none of the forms, its count cannot be inferred, its datatype is
-        unknown, or its memory is not contiguous, or is read-only although `writable`. Unlike in
-        mpi4py, also if the elements do not fit in the memory.
+        As in mpi4py: if `spec` has none of the forms, its count or displacement is negative or not
+        an integer, its count cannot be inferred, its datatype is unknown, or its memory is not
+        contiguous, or is read-only although `writable`. Unlike in mpi4py, also if the elements do
+        not fit in the memory.
     MpiError
         ``ERR_BUFFER`` for ``MPI.BOTTOM`` and memory of a GPU, ``ERR_TYPE`` for a datatype that
         `require_usable` refuses.

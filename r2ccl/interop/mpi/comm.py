@@ -3,7 +3,7 @@
 `Comm` derives from ``MPI.Intracomm`` and has its handle, because windows, files and other libraries
 take a communicator as an argument. Each public name of ``MPI.Intracomm`` is in one of three sets:
 
-- defined by `Comm`: runs on r2ccl
+- defined by `Comm`: runs on r2ccl, or on r2ccl and MPI together, such as `Split` and `Free`
 - in `PASSED`: runs on MPI
 - all others: raise `MpiError`, as do names that a later mpi4py adds
 
@@ -225,7 +225,10 @@ class Comm(MPI.Intracomm):
         recvtag: int = MPI.ANY_TAG,
         status: Any = None,
     ) -> Any:
-        """Send an object and receive one at the same time; return it, like mpi4py's sendrecv."""
+        """Send an object and receive one at the same time, like mpi4py's sendrecv.
+
+        Return the received object.
+        """
         with handled(self.mpi):
             outcome = object_messages.sendrecv(
                 self, sendobj, dest, sendtag, recvbuf, source, recvtag

@@ -1,7 +1,7 @@
 """Methods of mpi4py, made from functions that return a `Call` or `MessageCall`.
 
 Each function gives up to three methods: blocking, nonblocking and persistent, such as ``Bcast``,
-``Ibcast`` and ``Bcast_init``.
+``Ibcast`` and ``Bcast_init``. Collectives on objects have the blocking one only (`on_objects`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def sent(make: Make) -> tuple[Any, Any, Any]:
 
 
 def received(make: Make) -> tuple[Any, Any, Any]:
-    """Return the three methods of a receive, as `sent`; the blocking one takes a status."""
+    """Return the three methods of a receive, like `sent`; the blocking one takes a status, too."""
     return blocking_with_status(make), nonblocking(make), persistent(make)
 
 
@@ -76,7 +76,7 @@ def nonblocking(make: Make) -> Any:
 
 
 def persistent(make: Make, *more: inspect.Parameter) -> Any:
-    """Return the method that makes an `MpiPrequest`, which starts the call any number of times.
+    """Return the method that makes an `MpiPrequest`, which can start the call many times.
 
     The method also accepts the parameters `more`, and ignores them.
     """
@@ -93,7 +93,7 @@ def persistent(make: Make, *more: inspect.Parameter) -> Any:
 
 
 def on_objects(function: Callable[..., Any]) -> Any:
-    """Return the method of a collective on pickled objects."""
+    """Return the method that calls `function`, which itself runs a collective on objects."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         with handled(self.mpi):

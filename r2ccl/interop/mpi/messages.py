@@ -29,7 +29,7 @@ NO_MESSAGE = Message(MPI.PROC_NULL, MPI.ANY_TAG, 0)
 
 
 class Delivery:
-    """Messages of a started call: one to receive, one to send, or both.
+    """Messages of a started call: at most one to receive, and at most one to send.
 
     Parameters
     ----------
@@ -149,7 +149,10 @@ def send(comm: Any, buf: Any, dest: int, tag: int = 0) -> MessageCall:
 
 
 def ssend(comm: Any, buf: Any, dest: int, tag: int = 0) -> MessageCall:
-    """Send `buf` to rank `dest`; done once a receive has taken it, like mpi4py's Ssend."""
+    """Send `buf` to rank `dest`, like mpi4py's Ssend.
+
+    The call has finished only when a receive has taken the message.
+    """
     return _sending_buffer(comm, buf, dest, tag, is_synchronous=True)
 
 

@@ -35,7 +35,10 @@ def send(comm: Any, obj: Any, dest: int, tag: int = 0) -> MessageCall:
 
 
 def ssend(comm: Any, obj: Any, dest: int, tag: int = 0) -> MessageCall:
-    """Send an object to rank `dest`; done once a receive has taken it, like mpi4py's ssend."""
+    """Send an object to rank `dest`, like mpi4py's ssend.
+
+    The call has finished only when a receive has taken the message.
+    """
     return sending(comm, pickled(obj), dest, tag, is_synchronous=True)
 
 
@@ -65,7 +68,8 @@ def recv(
 ) -> MessageCall:
     """Receive an object from rank `source`, like mpi4py's recv.
 
-    It may have any size, unless `buf` gives the memory for the pickle, or its size in bytes.
+    The object may have any size, unless `buf` is the memory for its pickle, or the size of this
+    memory in bytes.
     Without `buf`, this function itself waits for the message.
     """
     if buf is not None or source == MPI.PROC_NULL:

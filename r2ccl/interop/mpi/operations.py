@@ -1,7 +1,8 @@
 """Table of the operations and element types of MPI that r2ccl can reduce.
 
-The allowed pairs of operation and datatype are those of the MPI standard. Other pairs raise an
-`MpiError` that names them, before any data moves. Its error class is ``ERR_OP``, as in MPI.
+The allowed pairs of operation and datatype are those of the MPI standard whose datatype has a dtype
+in r2ccl. Other pairs raise an `MpiError` that names them, before any data moves. Its error class is
+``ERR_OP``, as in MPI.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ _OP_NAMES = {
 class MpiOp(MPI.Op):
     """User-defined operation, in place of ``MPI.Op``.
 
-    r2ccl can run only operations that `Create` of this class made, because one that
-    ``mpi4py.MPI.Op.Create`` made does not give access to its function.
+    Of the user-defined operations, r2ccl can run only those that `Create` of this class made. One
+    that ``mpi4py.MPI.Op.Create`` made does not give access to its function.
 
     Attributes
     ----------

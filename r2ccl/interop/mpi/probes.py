@@ -28,7 +28,7 @@ from r2ccl.interop.mpi.requests import MpiRequest
 def probe(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -> Message | None:
     """Return the message that a receive would take, and write it to `status`.
 
-    Returns None if there is no such message yet, unless `is_blocking`: then wait for one.
+    If there is no such message yet, wait for one if `is_blocking`, otherwise return None.
     """
     wanted = wanted_of(comm, source, tag)
     if source == MPI.PROC_NULL:
@@ -45,8 +45,8 @@ def probe(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -
 def claim(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -> Any:
     """Take the message that a receive would take, write it to `status`, and return it.
 
-    Returns an `MpiMessage`; for ``MPI.PROC_NULL``, mpi4py's ``MESSAGE_NO_PROC``. Returns None if
-    there is no such message yet, unless `is_blocking`: then wait for one.
+    The result is an `MpiMessage`; for ``MPI.PROC_NULL``, mpi4py's ``MESSAGE_NO_PROC``. If there is
+    no such message yet, wait for one if `is_blocking`, otherwise return None.
     """
     if source == MPI.PROC_NULL:
         probe(comm, source, tag, status, is_blocking=False)

@@ -1,7 +1,8 @@
 """Reductions of mpi4py, as calls of a `Communicator`.
 
 Each function takes a `Comm` and the arguments of one method of mpi4py, checks them and returns a
-`Call`. `Comm` makes the blocking, the nonblocking and the persistent method of mpi4py from it.
+`Call`. From each function `Comm` makes the blocking, the nonblocking and the persistent method of
+mpi4py.
 """
 
 from __future__ import annotations
@@ -104,7 +105,10 @@ def _elementwise(run: Callable[..., Any], sendbuf: Any, recvbuf: Any, op: Any) -
 
 
 def _at_start(run: Callable[..., Any], received: BufferSpec, count: int, op: Any) -> Call:
-    """Return a call that reduces all of `received` and writes `count` elements to its start."""
+    """Return a call that reduces `received` over all ranks, in place, and scatters the result.
+
+    This rank's part, which has `count` elements, is written to the start of `received`.
+    """
     found, dtype = reduction(op, received.datatype)
     x = received.elements(dtype)
     out = np.empty(count, dtype)  # r2ccl would write the result to the part of this rank

@@ -3,10 +3,11 @@
 The methods that take a list of requests also accept requests of mpi4py in it, because a program may
 wait together for a call of r2ccl and for a call of MPI on a window or a file.
 
-A request is *active* from the start of its call until a method has reported that the call has
-finished.
+A method that waits or tests *completes* a request when it reports that the call has finished;
+`MpiRequest.Get_status` and its variants do not complete it. A request is *active* from the start of
+its call until it is completed or freed.
 
-Invariant: the result is in the memory of the caller when a request is no longer active.
+Invariant: when a request was completed without an error, its result is in the caller's memory.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _PAUSE_S = 50e-6
 class MpiRequest:
     """Handle of a nonblocking collective or message, in place of ``MPI.Request``.
 
-    Once a method has reported that the call has finished, the request is false and equal to
-    ``MPI.REQUEST_NULL``. Methods that report it raise `MpiError` if the call failed.
+    Once a method has completed the request, it is false and equal to ``MPI.REQUEST_NULL``. If the
+    call failed, the method that completes the request raises `MpiError`.
 
     Parameters
     ----------
@@ -45,7 +46,7 @@ class MpiRequest:
 
     @property
     def is_active(self) -> bool:
-        """True if the call was started and no method has reported that it has finished."""
+        """True from the start of the call until the request is completed or freed."""
         return self._work is not None
 
     def __bool__(self) -> bool:

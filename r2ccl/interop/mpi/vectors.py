@@ -4,8 +4,8 @@ A specification is as in `buffers`, but with a sequence of counts, one per rank,
 all ranks: ``[array, counts]``, ``[array, counts, datatype]``, ``[array, (counts, displacements),
 datatype]`` or ``[array, counts, displacements, datatype]``. Counts and displacements are in
 elements. Without counts the array is divided evenly; if elements are left over, the first blocks
-get one more each. Without displacements the blocks follow one another; one displacement is the
-distance between blocks.
+get one more each. Without displacements the blocks follow one another; a single displacement is the
+distance from the start of each block to the start of the next.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class VectorSpec(msgspec.Struct, frozen=True, eq=False):
     def data(self, *, writable: bool) -> Array:
         """Return bytes for a call of r2ccl: the caller's memory if possible, otherwise new memory.
 
-        New memory holds the elements only after `pack`. The blocks start at `displs`. `writable` is
-        True if r2ccl needs memory that it can write to.
+        New memory need not contain the elements before `pack`. The blocks start at `displs`.
+        `writable` is True if r2ccl needs memory that it can write to.
         """
         if not self.is_contiguous:
             return np.empty(sum(self.counts), np.uint8)

@@ -6,9 +6,9 @@ A program changes one line, and imports this package::
 
     torch.distributed.init_process_group("r2ccl")
 
-The import registers the backend. In the process group of all ranks, the ranks meet through torch's
-store and connect the rails; all other groups share these connections. docs/torch.md lists what is
-supported and what differs from gloo.
+The import registers the backend. When the process group of all ranks is made, its ranks meet
+through torch's store and connect the rails; all other groups share these connections. docs/torch.md
+lists what is supported and what differs from gloo.
 
 Modules, in the order a call passes through them: ``process_group`` has the methods that torch
 calls; ``call_queue`` runs the calls of a group in order; ``collectives`` translates them to calls

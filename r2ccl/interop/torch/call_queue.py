@@ -1,9 +1,9 @@
 """`CallQueue`: runs the collectives of one process group one at a time, in the order of the calls.
 
-A blocking call runs in the caller's thread if no other call is queued or running. All others run in
-threads of the queue. Completing a future runs the callbacks of the program, which may wait for a
-later call of the same group (PowerSGD does). A thread therefore lets another thread run the queue
-before it completes a future.
+`CallQueue.run` runs a call in the caller's thread if no other call is queued or running. All other
+calls run in threads of the queue. Completing a future runs the callbacks of the program, which may
+wait for a later call of the same group (PowerSGD does). A thread therefore lets another thread run
+the queue before it completes a future.
 
 Invariant: at most one thread runs a call, and every call that was added ends exactly once.
 """
@@ -178,7 +178,7 @@ class CallQueue:
             thread.start()
 
     def _leave(self) -> None:
-        """End the call of this thread, and let another thread run the next one, if any."""
+        """End the turn of this thread, and let another thread run the next call, if any."""
         with self._changed:
             self._is_running = False
             if self._calls:

@@ -176,8 +176,8 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _start(self, fn: Callable[[], None], results: Any, opts: Any) -> CollectiveWork:
         """Run `fn` after the earlier calls and return its handle; if it is blocking, wait for it.
 
-        A blocking call runs in this thread if no other call is queued and its timeout is not
-        shorter than the communicator's.
+        A blocking call runs in this thread if no other call is queued or running, and if its
+        timeout is not shorter than the communicator's.
         """
         self._ncalls += 1
         timeout_s = seconds(opts.timeout, self._timeout_s)
@@ -234,8 +234,8 @@ class R2cclProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         Raises
         ------
         DistBackendError
-            On every rank that called `monitored_barrier`, if a rank did not call it in time. The
-            error names the missing ranks on rank 0, and rank 0 on the other ranks.
+            On every rank that called `monitored_barrier`, if a rank did not call it in time. On
+            rank 0 the error names the missing ranks; on the other ranks it names rank 0.
         """
         limit_s = seconds(timeout, self._timeout_s)
         tag = _BARRIER_TAG + next(self._nbarriers)

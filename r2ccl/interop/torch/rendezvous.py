@@ -2,7 +2,7 @@
 
 For the process group of all ranks, `r2ccl.init` makes the communicator; the ranks exchange their
 addresses through the store. The communicators of all other groups are made from this one and share
-its connections.
+its connections; if the group of all ranks has another backend, each group uses `r2ccl.init`.
 
 The keys in the store contain the number of the attempt, because a program may call
 ``init_process_group`` again on the store of torchrun, which still has the keys of the last time.
@@ -164,9 +164,9 @@ class TorchConnections:
 
 
 def timeout_of(communicator: Communicator, opts: Any) -> timedelta:
-    """Return the timeout of the calls of a group: that of r2ccl, or a shorter one in `opts`.
+    """Return the timeout of a group's calls: that of `communicator`, or a shorter one in `opts`.
 
-    It is always that of r2ccl if R2CC_TIMEOUT_S is set, or if `opts` has torch's default timeout,
+    It is that of `communicator` if R2CC_TIMEOUT_S is set, or if `opts` has torch's default timeout,
     which ``new_group`` passes if the program gives none.
     """
     limit, given = timedelta(seconds=communicator.config.timeout_s), opts.timeout

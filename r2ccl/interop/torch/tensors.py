@@ -64,7 +64,7 @@ def array_of(tensor: Tensor) -> Any:
 
 
 def cannot_view(tensor: Tensor, why: object) -> InvalidArgument:
-    """Return the error for a tensor that no array can view; `why` is the cause, for people."""
+    """Return the error for a tensor that no array can view; `why` is told as the cause."""
     return InvalidArgument(
         f"r2ccl cannot view a tensor of {tensor.dtype} on {tensor.device} with layout "
         f"{tensor.layout} as an array ({why}): convert it to a dense tensor on the CPU, of a dtype "
@@ -73,9 +73,9 @@ def cannot_view(tensor: Tensor, why: object) -> InvalidArgument:
 
 
 def is_in_order(tensor: Tensor) -> bool:
-    """Return whether the memory of a dense tensor has its elements, one after another.
+    """Return whether a dense tensor is in order; see the module.
 
-    A tensor with a lazy conjugation or negation has others in its memory.
+    The memory of a tensor with a lazy conjugation or negation has other values than its elements.
     """
     return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
@@ -96,7 +96,7 @@ def in_order(tensor: Tensor) -> Tensor:
 
 
 def apart(source: Tensor, target: Tensor, first: int) -> Tensor:
-    """Return `source`, or a copy of it if it overlaps `target` elsewhere than in an in-place call.
+    """Return `source`, or a copy if it overlaps `target` but not as in an in-place call.
 
     Both are in order. In an in-place call, `source` begins at element `first` of `target`; if
     `first` is negative, `target` begins at element ``-first`` of `source`.

@@ -235,7 +235,8 @@ class MessageWork(_AnyWork):
         """End the message, which has reached its timeout; return its error.
 
         Return None if the message has finished meanwhile. On return, the tensor is not used any
-        more: a message that has begun to move, or may do so, ends with its communicator only.
+        more: if the message cannot be withdrawn, because it may have begun to move, the
+        communicator ends.
         """
         try:
             with translated():
