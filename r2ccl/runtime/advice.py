@@ -1,6 +1,6 @@
 """Advice for wrong arguments, in the words of the library that the caller's object is from.
 
-Nothing here runs in a call whose arguments are right.
+In a call whose arguments are right, only `require_op` runs, and only if ``op`` is a plain number.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def on_host(x: Any) -> str:
 
 
 def as_array(x: Any) -> str:
-    """Return advice for an object that is no array, to be added to a message; perhaps ""."""
+    """Return the end of a message about `x`, which is no array: what to pass instead, or ""."""
     found = _ARRAY.get(_library(x), "")
     return f"; pass {found}" if found else ""
 
 
 def require_op(op: object) -> None:
-    """Check that an ``op`` that is none of r2ccl's own types is at least the number of one.
+    """Check that `op`, which has none of r2ccl's own types, is an integer.
 
     Raises
     ------
     InvalidArgument
-        If it is not, such as ``"sum"`` or ``MPI.SUM``.
+        If `op` is no integer, such as ``"sum"`` or ``MPI.SUM``; the message says what to pass.
     """
     if isinstance(op, Integral):
         return
@@ -75,9 +75,10 @@ def require_op(op: object) -> None:
 
 
 def refused_output(out: object, why: InvalidArgument) -> InvalidArgument:
-    """Return the error for an ``out`` that was refused with the error `why`.
+    """Return the error to raise for `out`, which cannot be viewed because of the error `why`.
 
-    A number, or an operation, was meant for another parameter.
+    If `out` is an operation or a number, the error names the parameter to pass it as. Otherwise the
+    error is `why`.
     """
     if isinstance(out, str) or callable(out) or "Op" in type(out).__name__:
         return InvalidArgument(

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 def announce(
     control: ControlPlane, config: Config, rails: Sequence[Nic], *, is_local: bool, is_shared: bool
 ) -> None:
-    """Log what this rank runs with, once the job is connected: one INFO line.
+    """Log one INFO line about the connected job: what this rank runs, over which NICs, and how.
 
     If ``R2CC_DEBUG`` is VERSION or WARN, rank 0 instead logs a short line, with the version and the
     number of ranks, and the other ranks log nothing, as in NCCL.

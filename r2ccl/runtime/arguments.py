@@ -1,15 +1,16 @@
 """Validation of the arguments of a collective.
 
 Each collective except the barrier has one function here. The function takes views of the arrays in
-host or device memory, allocates the output if the caller passed none, and returns a `Request` with
-the call signature that must be equal on all ranks. It does not communicate, and reads array data
-only to copy an input that is not C-contiguous. Its arguments and errors are those of the method of
-`Communicator` with the same name.
+host or device memory and returns a `Request` with the call signature that must be equal on all
+ranks. If the caller passed no output, but the call needs one and its size is known, the function
+allocates it. The function does not communicate, and reads array data only to copy an input that is
+not C-contiguous. Its arguments and errors are those of the method of `Communicator` with the same
+name.
 
-Invariant: the arrays of every `Request` are valid and fit together, and its op is an `Operation`.
-All other arguments raise `InvalidArgument` here, before any data moves, with three exceptions: the
-caller checks the root, `check_op` or planning checks that the dtype supports the op, and
-`PlanCache` checks the schedule.
+Invariant: the arrays of every `Request` are valid and fit together, and its operation exists. Other
+arrays and operations raise `InvalidArgument` here, before any data moves. Three things are checked
+elsewhere: the root by the caller, whether the dtype supports a `ReduceOp` by `check_op` or
+planning, and the ops of the schedule by `PlanCache`.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     conversion : ConvertedOp or None
         Conversion of the input before the collective; then the request is staged.
     is_staged : bool
-        True if the collective needs more than `source`, `output` and the signature: data is copied
-        before or after it, partial sums need separate memory, or `parts` are given.
+        True if the collective may need more than `source`, `output` and the signature: copies of
+        data before or after it, separate memory for partial sums, or `parts`.
     """
 
     signature: CallSignature
@@ -475,7 +476,7 @@ def layout_of(counts: Any, displs: Any, nranks: int, prefix: str = "") -> Layout
     Raises
     ------
     InvalidArgument
-        If they are not `nranks` integers of 0 or more; `displs` may also be None.
+        If `counts` is not `nranks` integers of 0 or more, or `displs` is neither such nor None.
     """
     sizes = _numbers(prefix + "counts", counts, nranks)
     return sizes, None if displs is None else _numbers(prefix + "displs", displs, nranks)
@@ -555,9 +556,9 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
     Raises
     ------
     InvalidArgument
-        If `x` is not such an object, is a masked array, or does not export its memory, or if this
-        memory is on a device, not aligned, byte-swapped, of an unsupported dtype, or, if `writable`
-        is True, not C-contiguous or read-only.
+        If `x` is not such an object, is a masked array, or does not export its memory; if this
+        memory is on a device, not aligned, byte-swapped or of an unsupported dtype; or, with
+        `writable`, if it is read-only or not C-contiguous.
 
     Notes
     -----
@@ -599,7 +600,8 @@ def check_op(request: Request) -> None:
 def _with_operation(request: Request, op: Operation) -> Request:
     """Return `request` with the operation `op`, which is not a `ReduceOp`.
 
-    Raise InvalidArgument if the dtype or the memory of the request does not support `op`.
+    Raise InvalidArgument if `op` is no operation, or if the dtype or the memory of the request does
+    not support `op`.
     """
     code = request.signature.dtype
     if isinstance(op, kernels.UserOp):
@@ -632,7 +634,7 @@ def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
 
 
 def _output(source: Memory | None, out: Any) -> Memory:
-    """Return a view of an output, which must be on the same device as the input, if any."""
+    """Return a view of `out`; raise InvalidArgument if `source` is given and in another place."""
     try:
         output = view(out, writable=True)
     except InvalidArgument as exc:

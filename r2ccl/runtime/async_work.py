@@ -235,7 +235,7 @@ class Worker:
             self._changed.notify_all()
 
     def settle(self, task: Task) -> None:
-        """Wait until `task` has ended or is no longer queued; Ctrl-C does not end the wait."""
+        """Wait while `task` is queued or running; Ctrl-C does not end the wait."""
         while task in self._tasks and not task.has_ended:
             try:
                 task.wait(_LOOK_S)
@@ -243,9 +243,9 @@ class Worker:
                 continue
 
     def unseen(self) -> BaseException | None:
-        """Return the error of the first failed task, and mark the error as seen.
+        """Return the error of the first task that failed since the last call of this method.
 
-        Return None if no task has failed, or a caller has seen the error.
+        Mark the error as seen. Return None if no task failed, or if a caller has seen the error.
         """
         failed, self.failed = self.failed, None
         if failed is None or failed.is_seen:
@@ -259,7 +259,7 @@ class Worker:
             return self._changed.wait_for(lambda: not self._tasks, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse later tasks and all in the queue but the first, which may be running; wait for it.
+        """Refuse new tasks and all queued ones but the first, which may run; wait for the thread.
 
         Parameters
         ----------

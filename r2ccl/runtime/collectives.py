@@ -1,10 +1,10 @@
 """Start of the collectives of one communicator, and execution of those on host memory.
 
 Collectives run one at a time, in the order of the calls. On host memory, a blocking collective runs
-in the caller's thread, unless an asynchronous one is queued or running. All others run in the
-communicator's worker thread. A call that fails outside the data loop ends the communicator, so that
-no peer waits for that call. A call that is rejected (invalid arguments, or another call is in
-progress) does not.
+in the caller's thread, unless an asynchronous one is queued or running. All other collectives on
+host memory run in the communicator's worker thread. A call that fails outside the data loop ends
+the communicator, so that no peer waits for that call. A call that is rejected (invalid arguments,
+or another call is in progress) does not.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Collectives:
 
     @property
     def is_blocking(self) -> bool:
-        """True if a blocking call runs, in any thread, and no asynchronous call does."""
+        """True if a blocking call runs, in any thread, and no asynchronous call is in progress."""
         return self._worker.is_idle and self._turn.locked()
 
     @property
@@ -528,7 +528,7 @@ class Collectives:
         return self._local is not None
 
     def count_chunks(self, nbytes: int, health: Health) -> int:
-        """Return the number of chunks of a two-level allreduce of `nbytes`; 0: it has one level."""
+        """Return how many chunks a two-level allreduce of `nbytes` has; 0 if one level is used."""
         return 0 if self._two_level is None else self._two_level.count_chunks(nbytes, health)
 
     def free_memory(self, timeout_s: float) -> bool:
@@ -579,7 +579,7 @@ class Collectives:
         return calibrate(time_ns, lambda nbytes: self._plans.choose(nbytes, health))
 
     def _check(self, request: Request) -> None:
-        """Check op and schedule of a call to be queued: once queued, errors end the communicator.
+        """Check the op and the schedule of a call now; later, an error would end the communicator.
 
         Raises
         ------
@@ -706,9 +706,9 @@ class Collectives:
     def _concurrent(self) -> ConcurrentCalls:
         return ConcurrentCalls(
             f"rank {self._engine.rank_in_job}: a call was made while another call is in progress, "
-            "in another thread, or in this thread, where a signal handler interrupted it: calls "
-            "are allowed from one thread at a time, and not from a signal handler; if several "
-            "threads make calls, create one communicator for each"
+            "which runs in another thread or was interrupted by this signal handler: calls are "
+            "allowed from one thread at a time, and not from a signal handler; if several threads "
+            "make calls, create one communicator for each"
         )
 
 

@@ -142,13 +142,18 @@ class Contexts:
         self._parents: dict[int, int] = {}
 
     def offer(self, parent: int) -> bytes:
-        """Return this rank's offer for a new communicator: free ids, and lowest first call.
+        """Return this rank's offer for a new communicator: free ids, and lowest free call number.
 
         The ranks exchange their offers and pass them to `choose`. `parent` is the context id of the
-        communicator that the new one is made from. The result is `NO_OFFER` if another thread is
-        making a communicator, if a waiting thread has a parent with a lower id, or if all ids are
-        in use and one will become free soon. Because lower parents come first, the threads of all
-        ranks take turns in the same order. The caller must call `withdraw` afterwards.
+        communicator that the new one is made from. The result is `NO_OFFER` in three cases:
+
+        - another thread is making a communicator;
+        - another thread waits to make one from a parent with a lower id. Because lower parents come
+          first, the threads of all ranks take turns in the same order;
+        - all ids are in use, but this rank has closed a communicator whose id becomes free once all
+          its ranks have closed it.
+
+        The caller must call `withdraw` after the exchange.
         """
         with self._lock:
             self._parents[get_ident()] = parent

@@ -193,7 +193,7 @@ class DataLoop:
     # Ownership
 
     def acquire(self) -> None:
-        """Become the owner of the data loop; if a call in another thread owns it, it stands aside.
+        """Become the owner of the data loop; a call in another thread that owns it stands aside.
 
         Call it inside of ``try: ... finally: release()``, so that the loop is released even if
         Ctrl-C interrupts this method.
@@ -233,7 +233,7 @@ class DataLoop:
                 follower.turn.set()
 
     def _stand_aside(self, caller: Caller, is_done: Callable[[], bool], deadline: float) -> None:
-        """Let another thread own the loop until it is free, or this thread's wait is over.
+        """Let another thread own the loop until the loop is free, or this thread's wait is over.
 
         After Ctrl-C, `give_up` takes the loop back.
         """
@@ -319,7 +319,7 @@ class DataLoop:
             poll()
 
     def send_rest(self) -> None:
-        """Have the control thread send data of finished calls that sockets did not accept.
+        """Have the control thread send the data of finished calls that no socket has accepted yet.
 
         A call whose slices are all eager ends as soon as they are copied, before they are sent.
         """
@@ -468,10 +468,10 @@ class DataLoop:
         self.progress.advance()
 
     def run_compiled(self, caller: Caller, patience: Patience, run: Callable[[], int]) -> int:
-        """Run a call in compiled code: call ``run()`` again while it returns `PAUSED`.
+        """Run a call in compiled code: call ``run()`` until its result is not `PAUSED`.
 
-        Return its last result, or `PAUSED` as soon as the loop has other work. The calling thread
-        must own the loop.
+        Return this result, or `PAUSED` as soon as the loop has other work. The calling thread must
+        own the loop.
         """
         assert self.compiled is not None
         caller.since_s = self._clock()
@@ -521,8 +521,8 @@ class DataLoop:
     def give_up(self, caller: Caller, exc: BaseException) -> None:
         """End the communicators, unless they have ended, because a call of `caller` raises `exc`.
 
-        Afterwards no peer can write into the call's memory. Further Ctrl-C does not interrupt this
-        method. The calling thread owns the loop, also if Ctrl-C arrived while it stood aside.
+        If the calling thread stood aside when Ctrl-C arrived, take the loop back first. Afterwards
+        no peer can write into the call's memory. Further Ctrl-C does not interrupt this method.
         """
         is_sound = isinstance(exc, R2cclError)
         for _ in range(_MOST_INTERRUPTS):
@@ -543,8 +543,8 @@ class DataLoop:
     def _settle(self, is_sound: bool) -> None:
         """Fence all paths and run the data loop until none is in use.
 
-        Close the transport if some path stays in use. If not `is_sound`, close it at once, because
-        an exception may have lost events of the transport.
+        Close the transport if some path stays in use. If not `is_sound`, close the transport at
+        once, because an exception may have lost events of the transport.
         """
         if self.is_settled:
             return
@@ -612,7 +612,7 @@ def _compiled_calls(context: RankContext, links: Links, progress: Progress) -> C
     Raises
     ------
     TransportError
-        If they cannot be used, and ``R2CC_COMPILED=1`` requires it.
+        If compiled code cannot be used for calls over TCP, and ``R2CC_COMPILED=1`` requires it.
     """
     if context.config.compiled == "0" or not isinstance(context.transport, TcpTransport):
         return None

@@ -60,7 +60,7 @@ class DesyncCheck:
         self._quiet_since_s = 0.0
 
     def on_calling(self, message: Calling, op: int) -> None:
-        """Store the reports of a neighbor and pass its question on, if it is new.
+        """Store the reports of a neighbor; if its question is new, pass the question on.
 
         `op` is the last collective that this rank has called.
         """
@@ -77,7 +77,7 @@ class DesyncCheck:
         self._unspread.add(self._rank)
 
     def answer(self, op: int) -> None:
-        """Call `called` if a rank has asked for `op` and this rank has not reported it yet."""
+        """Call `called` if a rank has asked for `op` or a later call, and `op` is not reported."""
         if self._own < op <= self.asked_op:
             self.called(op)
 

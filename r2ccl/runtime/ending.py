@@ -6,8 +6,8 @@ thread waits until the resources are no longer in use; a requester waits for tha
 timeout.
 
 The thread is started in advance, because Ctrl-C can arrive between any two Python instructions and
-would leave a thread half started. Invariant: each step runs exactly once, even if an earlier step
-raises.
+would leave a thread half started. Invariant: after `Ending.begin`, each step runs exactly once,
+even if an earlier step raises an exception.
 """
 
 from __future__ import annotations

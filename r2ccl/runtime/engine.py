@@ -417,7 +417,8 @@ class Engine:
         """Connect the paths to the first peers (`RankContext.first_peers`).
 
         Return when all these paths are up or, after ``R2CC_CONNECT_TIMEOUT_S``, when at least one
-        path to each of these peers is up.
+        path to each of these peers is up. Paths of excluded NICs are not waited for; after
+        ``R2CC_CONNECT_TIMEOUT_S``, nor are peers that have left already.
 
         Raises
         ------
@@ -586,7 +587,7 @@ class Engine:
     # Calls in shared memory
 
     def attach(self, local: LocalPath) -> None:
-        """Count the calls of `local` as calls of this engine; call ``local.end()`` at its end."""
+        """Count the calls of `local` too; call ``local.end()`` when the communicator ends."""
         self._local = local
         self.watch_end(local.end)
 
@@ -597,7 +598,7 @@ class Engine:
         self.unwatch_end(local.end)
 
     def watch_end(self, act: Callable[[], None]) -> None:
-        """Call `act` when the communicator ends, in any thread; at once if it has ended."""
+        """Call `act`, in whichever thread, when the communicator ends; at once if it has ended."""
         self._revocation.on_end.append(act)
         if self._revocation.error is not None:
             act()
@@ -627,10 +628,10 @@ class Engine:
             self._loop.submit(self._loop.fail, error)
 
     def _connect(self, peers: frozenset[int]) -> None:
-        """Connect data paths to the `peers`, ranks of the job, that have none; wait for them.
+        """Connect and await data paths to those `peers`, ranks of the job, that have none.
 
-        Paths on last-resort rails are connected, too, but not waited for: only a loss of all other
-        rails needs them.
+        After `STANDBY_S`, one path to each peer is enough. Paths on last-resort rails are connected
+        too, but not waited for: only a loss of all other rails needs them.
         """
         self.nconnects += 1
         self._failover.connect_peers(peers)
@@ -685,7 +686,7 @@ class Engine:
     def register_device(self, address: int, nbytes: int) -> Registered:
         """Register `nbytes` of device memory at `address` with the transport.
 
-        The caller must own the data loop, as in `call`.
+        The caller must own the data loop, as a function that `call` runs does.
 
         Raises
         ------

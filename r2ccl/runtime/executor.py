@@ -1,9 +1,9 @@
 """Executor: runs the steps of a plan over links, with the kernels of its reductions.
 
-One `LaneRun` per channel of the call runs the lane's steps slice by slice. It posts a send when the
-data to send is complete, announces a landing place when the memory to overwrite is free, and
-reduces a slice that has arrived once the steps before it allow that. Nothing here waits:
-`LaneRun.advance` posts every send and receive that is possible now and returns.
+The steps of one channel of a call are a *lane*. One `LaneRun` per lane runs these steps slice by
+slice. It posts a send when the data to send is complete, announces a landing place when the memory
+to overwrite is free, and reduces a slice that has arrived once the steps before it allow that.
+Nothing here waits: `LaneRun.advance` posts every send and receive that is possible now and returns.
 
 A slice to be reduced lands in separate memory and is reduced only when it is complete. A slice that
 was received in part can therefore be sent again without being added twice.
@@ -15,8 +15,10 @@ the work of the steps that it depends on is deferred. A step whose memory the tr
 writes must wait until that work is done.
 
 Invariant: memory is overwritten only after every step that reads it is done. A send is done when
-its slices are released. For a receive with `Op.is_proof` it suffices that they are retired, because
-the message that overwrites the memory implies their confirmation.
+its slices are released: eager slices are copied; of other slices, the transport no longer reads the
+memory and, if `Config.is_resilient`, the peer has confirmed them. A receive with `Op.is_proof` may
+overwrite the memory of slices that the transport no longer reads but the peer has not confirmed,
+because the received message implies their confirmation.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class Operands(Protocol):
 
     @property
     def computed(self) -> int:
-        """Number of the last work from `apply` known to be done; all earlier work is done too."""
+        """Number of the latest deferred work that is known to be done; earlier work is done too."""
         ...
 
     def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:

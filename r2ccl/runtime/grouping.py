@@ -63,7 +63,7 @@ class Group:
         Raises
         ------
         R2cclError
-            The first error of a collective or, if all succeed, of a message.
+            The first error of beginning a message, of a collective, or of waiting for a message.
         """
         begun: list[MessageRequest] = []
         try:

@@ -352,7 +352,8 @@ class Job:
     def free(self, deadline_s: float) -> None:
         """Start the cleanup unless it has started; wait for it, `deadline_s` + `_BOUND_S` at most.
 
-        `deadline_s`, in seconds, is also the timeout of the cleanup's steps. Do nothing in a forked
+        `deadline_s`, in seconds, is also the timeout of the cleanup's steps. In a signal handler
+        that interrupted a call, wait only until the control plane is closed. Do nothing in a forked
         process.
         """
         if self.is_forked:

@@ -1,9 +1,10 @@
 """Calls of one communicator in memory that its ranks share, if all of them are on one host.
 
-The signature of a call alone decides whether the call runs in shared memory. It is equal on all
-ranks, so all ranks decide alike. A blocking call runs in the calling thread, an asynchronous one in
-the worker thread. Such calls are numbered together with those in the data loop, but do not use it.
-A call that waits long for a peer asks the engine whether the communicator has ended, or time is up.
+Whether a call runs in shared memory follows from its signature, and from whether the caller passed
+a schedule. Both are equal on all ranks, so all ranks decide alike. A blocking call runs in the
+calling thread, unless asynchronous calls are in progress; all others run in the worker thread.
+Calls in shared memory are numbered together with those in the data loop, but do not use it. A call
+that waits long for a peer asks the engine whether the communicator has ended, or time is up.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class LocalCalls:
     def run(self, request: Request) -> LocalCall | None:
         """Run `request`, which has no conversion, in shared memory; return the prepared call.
 
-        Return None, and do nothing, if such calls do not run in shared memory. Any error of the
+        Return None, and do nothing, if `request` cannot run in shared memory. Any error of the
         running call ends the communicator.
 
         Raises

@@ -54,7 +54,7 @@ class MessageCalls:
     def recv(
         self, out: Any, source: SupportsIndex, tag: int, *, is_async: bool, tag_name: str = "tag"
     ) -> Any:
-        """Receive into `out`; see `Communicator.recv`. `tag_name` is for messages."""
+        """Receive into `out`; see `Communicator.recv`. `tag_name` names the argument in errors."""
         if not is_async and self._collectives.is_plain and (local := self._messenger.local):
             key = (source, tag, 0) if type(source) is type(tag) is int else None
             found = NOT_RUN if key is None else local.repeat(key, _NOTHING, out)
@@ -99,7 +99,7 @@ class MessageCalls:
     ) -> Message | None:
         """Call ``send()``, then wait for the receive `received`; return its message.
 
-        If ``send()`` raises, the receive is withdrawn or waited for first.
+        If ``send()`` raises, withdraw the receive or wait for it before the error is passed on.
         """
         try:
             send()

@@ -133,8 +133,8 @@ class Participant:
         """Use shared memory within each host, if ``R2CC_SHM`` allows it.
 
         With several hosts, it is used only if all of them have the same number of ranks, at least
-        two. Otherwise the network is used, even if ``R2CC_SHM=1``. The network is also used if
-        ``R2CC_ALGO`` is set and ``R2CC_SHM`` is not 1, or if `MOST_GROUPS` communicators of this
+        two. Otherwise the network is used, even if ``R2CC_SHM=1``. Unless ``R2CC_SHM=1``, the
+        network is also used if ``R2CC_ALGO`` is set, or if `MOST_GROUPS` communicators of this
         process share memory already.
 
         Parameters
@@ -303,7 +303,8 @@ class Participant:
     def end_calls(self, deadline_s: float) -> None:
         """End the asynchronous calls and free the devices.
 
-        If a call does not end within `deadline_s` seconds, log an error and free nothing.
+        If calls are queued or running, revoke the communicator to end them. If a call does not end
+        within `deadline_s` seconds, log an error and free nothing.
 
         Raises
         ------

@@ -54,7 +54,7 @@ class Computer(Protocol):
 
     @property
     def computed(self) -> int:
-        """Number of the last work known to be done; all earlier work is done too."""
+        """Number of the latest work that is known to be done; all earlier work is done too."""
         ...
 
     @property

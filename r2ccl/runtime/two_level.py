@@ -351,8 +351,8 @@ class _TeamExchange:
     """Allgather of bytes among the ranks of a node, as part of an allgather among all ranks.
 
     Nodes may need different numbers of allgathers: a node whose ranks cannot share memory stops
-    early. Each message tells whether its sender needs another one; `finish` takes part in the
-    allgathers of the other nodes until none needs another.
+    early. In each allgather, every rank tells whether its node may need another one. `finish` takes
+    part in the allgathers of the other nodes until no node needs another one.
 
     Parameters
     ----------
@@ -405,7 +405,7 @@ def connect(
     obstacle : str
         Reason why this rank cannot share memory; empty if it can.
     teams : sequence of sequence of int
-        Ranks of each node, numbered as in the communicator; the same number on all nodes.
+        Ranks of each node, numbered as in the communicator; equally many on all nodes.
     one_level, pool, run_engine
         See `TwoLevelCalls`.
 

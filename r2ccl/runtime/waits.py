@@ -146,8 +146,8 @@ class Waits:
             ``resume()`` waits some milliseconds for peers, without the GIL, and returns whether the
             call has ended.
         missing : callable
-            ``missing()`` returns the ranks that have not made the call, and the one that it waits
-            for.
+            ``missing()`` returns the ranks that have not made the call, and the rank that the call
+            waits for.
         has_begun : bool
             True in a later step of a call: all ranks are known to have made the same call.
         is_part : bool

@@ -228,7 +228,7 @@ def type_name(x: Any) -> str:
 
 
 def cannot_view(x: Any, why: object) -> InvalidArgument:
-    """Return the error for an array whose library does not export its memory unchanged."""
+    """Return the error for an array `x` that cannot be viewed, for the reason `why`."""
     fix = "; pass x.detach()" if getattr(x, "requires_grad", False) else ""
     return InvalidArgument(f"{type_name(x)} was given and cannot be viewed: {why}{fix}")
 

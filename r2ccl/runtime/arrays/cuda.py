@@ -60,16 +60,16 @@ class DeviceBuffer(msgspec.Struct, frozen=True, eq=False):
     ordinal : int
         Number of the GPU in this process.
     stream : Stream
-        Stream that a call without a ``stream`` argument uses: `Library.stream` of the array when
-        the view was made. For an array of no known library: ``after``, or the legacy default stream
-        if ``after`` is None.
+        Stream of this array for calls without a ``stream`` argument (see `streams_of`):
+        `Library.stream` of the array when the view was made. For an array of no known library:
+        ``after``, or the legacy default stream if ``after`` is None.
     owner : object
         Object that the caller passed; the buffer keeps it alive.
     after : Stream or None
         Stream that every call on this array must be ordered with, whichever stream the call uses
-        (see `streams_of`). None if there is no such stream, as for all arrays of CuPy, Numba and
-        torch: as with NCCL, a caller that passes another stream than the library's current one must
-        order the two streams.
+        (see `streams_of`). None if there is no such stream. It is None for all arrays of CuPy,
+        Numba and torch: a caller that passes another stream than the library's current one must
+        order the two streams, as with NCCL.
     view : object
         For an array read through DLPack, the object that keeps its memory alive.
     """
@@ -118,9 +118,10 @@ def as_device_buffer(x: Any, *, writable: bool) -> DeviceBuffer:
     Raises
     ------
     InvalidArgument
-        If `x` is not such an object, or does not export its memory (it requires grad, is masked or
-        sparse, or has a pending conjugation), or its memory is not C-contiguous, not aligned,
-        byte-swapped, of an unsupported dtype, or read-only when `writable` is True.
+        If `x` is not such an object, has an invalid ``__cuda_array_interface__``, or does not
+        export its memory (it requires grad, is masked or sparse, or has a pending conjugation); if
+        this memory is not C-contiguous, not aligned, byte-swapped or of an unsupported dtype; or,
+        with `writable`, if it is read-only.
     TransportError
         If `x` supports DLPack only and `cuda.core` is not installed, or if only the CUDA driver
         can report the GPU of `x` and the query fails.
@@ -173,8 +174,8 @@ def streams_of(given: Any, *buffers: DeviceBuffer) -> tuple[Stream, tuple[Stream
     others : tuple of Stream
         The call must run after the work enqueued on these streams before the call, and before the
         work enqueued on them later. If `given` is None, they are `DeviceBuffer.stream` of the other
-        buffers; otherwise only the streams that producers require every consumer to be ordered with
-        (`DeviceBuffer.after`).
+        buffers. Otherwise they are only the streams that producers require every consumer to be
+        ordered with: `DeviceBuffer.after` of all buffers.
 
     Raises
     ------
@@ -260,7 +261,7 @@ def _read_interface(x: Any, interface: Any, library: Library | None) -> _Given:
         )
     if interface.get("mask") is not None:
         raise InvalidArgument(
-            "a masked array was given and its mask would be ignored: pass its data without it"
+            "a masked array was given and its mask would be ignored: pass its data without the mask"
         )
     if not dtype.isnative:
         raise InvalidArgument(
@@ -280,7 +281,7 @@ def _read_interface(x: Any, interface: Any, library: Library | None) -> _Given:
 
 
 def _dtype_of_interface(x: Any, typestr: str) -> np.dtype[Any]:
-    """Return the dtype of a type string: the own dtype of `x` if it fits, else NumPy's."""
+    """Return ``x.dtype`` if its type string is `typestr`; otherwise NumPy's dtype of `typestr`."""
     own = getattr(x, "dtype", None)
     return own if isinstance(own, np.dtype) and own.str == typestr else np.dtype(typestr)
 

@@ -1,7 +1,7 @@
 """Adapters of the array libraries other than NumPy: torch, CuPy and Numba.
 
-An adapter reports whether an array is on a GPU, on which GPU, and the current stream of its
-library, and allocates arrays of the library. The adapters use the modules that the caller has
+An adapter reports whether an array is on a GPU, which GPU that is, and the current stream of the
+library. It also allocates arrays of the library. The adapters use the modules that the caller has
 imported already, and import none of these libraries.
 
 Invariant: no function here waits for a GPU or reads the data of an array.
@@ -32,7 +32,7 @@ class Library(Protocol):
     def stream(self, x: Any) -> int:
         """Return the handle of the library's current stream on the GPU of `x`.
 
-        Libraries have one current stream per thread; the result is that of the calling thread.
+        If the library has one current stream per thread, return that of the calling thread.
         """
         ...
 

@@ -8,8 +8,8 @@ of a connection, it returns, and the data loop finishes the call. The modules:
 - `system` has the system calls, `tables` the access to the tables, `steps` the dependencies and
   reductions, `sending` and `receiving` the frames, and `loop` the loop itself; these modules are
   compiled;
-- `call` fills in the tables before a call; if the call ends in compiled code, it also updates the
-  links;
+- `call` fills in the tables before a call, and updates the links after a call that ended in
+  compiled code;
 - `replay` brings links, lanes and connections to the state that compiled code has reached, if the
   data loop has to finish the call.
 

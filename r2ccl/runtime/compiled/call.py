@@ -39,7 +39,7 @@ _MOST_ARENA_NBYTES = 64 << 20
 
 
 class _Ended:
-    """`Consumer` of eager slices whose call has ended; none of its methods is called."""
+    """`Consumer` of eager slices whose call has ended; has no methods, because none is called."""
 
     is_bandwidth_sample = False
 
@@ -96,8 +96,8 @@ class CompiledCalls:
         calls : Calls
             Calls of the communicator.
         repeat : callable
-            ``repeat(loop)`` calls ``loop()`` again while it returns PAUSED and the data loop has
-            nothing else to do; returns the last result.
+            ``repeat(loop)`` calls ``loop()`` until its result is not PAUSED, and returns this
+            result. It returns PAUSED as soon as the data loop has other work.
 
         Returns
         -------

@@ -404,7 +404,7 @@ class CompiledProgram:
 def is_supported(plan: Plan) -> bool:
     """Return whether compiled code can run a plan.
 
-    Its reduction, if any, must have a compiled kernel and no final division, as AVG has.
+    Its reduction, if any, must have a compiled kernel, and no final division such as that of AVG.
     """
     call = CallSignature.unpack(plan.signature)
     if call.op >= USER_OP or plan.finish is not None:

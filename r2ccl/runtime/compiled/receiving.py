@@ -72,8 +72,8 @@ from r2ccl.runtime.compiled.system import count_unread, load32, load64, move_byt
 from r2ccl.runtime.compiled.tables import first_of, log_event, pair_of, size_of, step_of
 from r2ccl.shm.atomics import words_at
 
-#: Results of the functions: an event was logged; more bytes are needed; bytes were handled, but no
-#: event was logged; compiled code does not handle the frame.
+#: Results of the functions: an event was logged; more bytes are needed; bytes of a slice were
+#: handled that is not complete; compiled code does not handle the frame.
 EVENT, MORE, TAKEN, FOREIGN = 1, 0, 2, -1
 
 
@@ -89,9 +89,10 @@ def confirm(state: Any, pair: Any, ack: Any) -> None:
 def parse(state: Any, number: Any, conn: Any) -> Any:
     """Parse the next frame of a connection; its header must be complete in the buffer.
 
-    Return EVENT if an event was logged, TAKEN if the frame was handled without one, MORE if bytes
-    are missing, and FOREIGN if Python must handle the frame. If the frame belongs to a later call,
-    set IS_STALLED, leave the frame in the buffer and return MORE.
+    Return EVENT if the frame was handled and an event was logged. Return TAKEN for a fragment of a
+    slice that is not complete yet; only the fragment's confirmation may have been logged. Return
+    MORE if bytes are missing, and FOREIGN if Python must handle the frame. If the frame belongs to
+    a later call, set IS_STALLED, leave the frame in the buffer and return MORE.
     """
     at = conn[BUFFER] + conn[PARSED]
     kind, channel, nbytes = load32(at) & 0xFF, load32(at + 4), load32(at + 8)

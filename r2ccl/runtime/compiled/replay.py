@@ -178,7 +178,10 @@ class Replay:
                 yield Arrived(path, frame, payload, monotonic(), is_confirmed)
 
     def measure(self) -> None:
-        """Tell the bandwidth measurement that the slices that only `run` posted were posted now."""
+        """Report the cleared slices that `run` posted, but compiled code did not, as posted now.
+
+        The report goes to the bandwidth measurement.
+        """
         balance, now = self._links.balance, monotonic()
         assert balance is not None
         for path, frame, _, token in self._recorder.posted.values():

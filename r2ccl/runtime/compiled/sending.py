@@ -200,7 +200,7 @@ def ask(state: Any, pair: Any) -> None:
 
 @inlined
 def confirm_consumed(state: Any) -> None:
-    """Stage the confirmations of consumed slices that no other frame has carried."""
+    """Stage a confirmation for each pair that has `IS_UNCONFIRMED`, as far as there is room."""
     for number in range(state[NPAIRS]):
         pair = pair_of(state, number)
         if pair[IS_UNCONFIRMED]:

@@ -134,7 +134,7 @@ def count_unread(typing_context: Any, fd: Any, address: Any) -> Any:
 
 @intrinsic
 def errno(typing_context: Any) -> Any:
-    """Return the errno of the last system call of this thread."""
+    """Return the errno of the last failed system call of this thread."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = _libc(builder, "__errno_location", _I32.as_pointer(), [])

@@ -63,7 +63,7 @@ class LocalEngine(Protocol):
         ...
 
     def watch_end(self, act: Callable[[], None]) -> None:
-        """Call `act` when the communicator ends, in any thread; at once if it has ended."""
+        """Call `act`, in whichever thread, when the communicator ends; at once if it has ended."""
         ...
 
     def unwatch_end(self, act: Callable[[], None]) -> None:
@@ -117,7 +117,7 @@ class LocalMessages:
     driver : LocalDriver
         Exchange of the messages; no other object calls it.
     engine : LocalEngine
-        Ended by each error of a message.
+        Engine of the same communicator; told of the errors that end the communicator.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class LocalMessages:
         self._rest_later()
 
     def _step(self, is_done: Callable[[], bool]) -> bool:
-        """Return ``is_done()``; if it is False, first move messages for some milliseconds."""
+        """Return ``is_done()``; if False, move messages for some milliseconds and ask again."""
         try:
             self._acquire()
             if is_done():
@@ -294,8 +294,8 @@ class LocalMessages:
         Parameters
         ----------
         key : tuple of int
-            Peers and tags of the call. The length tells a send (2), a receive (3) and both (4)
-            apart.
+            Peers and tags of the call, followed by a 0 if it only receives. The length tells a send
+            (2), a receive (3) and both (4) apart.
         sent, received : LocalEnd or None
             The send and the receive; None if the call has none.
 

@@ -31,7 +31,10 @@ _MOST_EVENTS = 1000
 
 
 class _Waiting(NamedTuple):
-    """Envelope that waits for room in a ring; `request`, if any, is done when the ring has it."""
+    """Envelope that waits for room in a ring.
+
+    ``request``, if any, is done once the ring holds the envelope.
+    """
 
     kind: int
     dtype: int
@@ -217,7 +220,7 @@ class LocalDriver(MessageProtocol):
     # Direct calls that compiled code has not finished
 
     def take_over_send(self, call: DirectCall, view: memoryview, dtype: int) -> SendRequest:
-        """Return a request that sends `view`, from the step on that `call` has reached."""
+        """Return a request that sends `view`; it continues where `call` stopped."""
         words = call.words
         to, step = int(words[layout.CALL_TO]), int(words[layout.SEND_STEP])
         if step == layout.TO_PUT:
@@ -232,7 +235,7 @@ class LocalDriver(MessageProtocol):
         return request
 
     def take_over_receive(self, call: DirectCall, view: memoryview, dtype: int) -> ReceiveRequest:
-        """Return a request that receives into `view`, from the step on that `call` has reached."""
+        """Return a request that receives into `view`; it continues where `call` stopped."""
         words = call.words
         source, step = int(words[layout.CALL_SOURCE]), int(words[layout.RECV_STEP])
         tag = int(words[layout.CALL_RECV_TAG])

@@ -220,12 +220,16 @@ class Messenger:
         return False
 
     def finish(self) -> None:
-        """Withdraw the receives that have taken no message, and wait until the others are done.
+        """Withdraw the receives that have taken no message, and wait until no data is moving.
+
+        The data is that of granted messages: see `MessageProtocol.nmoving`.
 
         Raises
         ------
         TransportTimeout
             If that takes longer than ``R2CC_TIMEOUT_S``; the communicator has ended.
+        R2cclError
+            If the communicator has ended.
         """
         driver = self._way.driver
 

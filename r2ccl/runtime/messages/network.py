@@ -55,10 +55,9 @@ class NetworkMessages:
             loop.release()
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
-        """Call ``fn()`` as the owner of the data loop, and return its result.
+        """Call ``fn()`` as the owner of the data loop, send what it posted, and return its result.
 
-        Then send the slices that it posted. If `is_step`, first run the data loop once. An
-        exception ends the communicator.
+        If `is_step`, run the data loop once before the call. An exception ends the communicator.
         """
         progress = self._loop.progress
 
