@@ -7,8 +7,8 @@ The order is found by repeated reversals. While the ring has a gap, that is neig
 not reach each other, find neighbours c, d further along the ring such that a reaches c and b
 reaches d, and reverse the piece from b to c. Each reversal closes a gap and opens none, so the
 procedure ends.
-Such a pair c, d exists if every two nodes that do not reach each other have degrees, in the graph
-of nodes that reach each other, that add up to at least the number of nodes (Ore's condition).
+Such a pair c, d always exists under Ore's condition: if two nodes do not reach each other, the
+numbers of nodes that they reach add up to at least the number of all nodes.
 
 Steps, bytes and time are those of a ring, which is as slow as its slowest node. Use a bridged ring
 if all nodes have about the same bandwidth but some pairs share no rail. The order can also be used

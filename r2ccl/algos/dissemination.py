@@ -10,7 +10,8 @@ messages. Bytes on the wire: every rank sends and receives (n - 1)/n of the data
 as in a ring.
 
 Dissemination beats a ring if the latency of n - 1 steps exceeds the time to transfer the data. Each
-rank exchanges half of its data with one distant rank, so it suits networks whose rails are equal.
+rank exchanges about half of its data with one distant rank, so dissemination suits networks whose
+rails are equal.
 
 References
 ----------

@@ -1,9 +1,9 @@
 """Leaf ring: ring allreduce among the fast ranks; slow ranks exchange data with it as leaves.
 
-Every allreduce takes 2(n - 1) transfers of each byte. In a ring each rank makes 2(n - 1)/n of them,
-so a ring is as slow as its slowest rank. Here m ranks, the core, form the ring, and the other ranks
-are leaves. A leaf sends and receives each byte once, which is the minimum. A leaf with bandwidth
-left also relays for the core; it then sends and receives a byte twice.
+An allreduce takes at least 2(n - 1) transfers of each byte. In a ring each rank makes 2(n - 1)/n of
+them, so a ring is as slow as its slowest rank. Here m ranks, the core, form the ring, and the other
+ranks are leaves. A leaf sends and receives each byte once, which is the minimum. A leaf with
+bandwidth left also relays for the core; it then sends and receives a byte twice.
 
 The data is divided into segments, and each segment into m sections, one per position in the ring.
 The section that starts at position p is reduced along positions p, p + 1, ... and ends at its
@@ -15,10 +15,10 @@ p + 1. The leaf reduces this data with its own and sends the result to the owner
 leaf sends the sum to position p - 2, instead of position p - 3 doing so. A second relay does the
 same for positions p + 1 and p - 3, and so on.
 
-A core rank sends and receives (n + m - 2 - r)/m of the data, where r is the number of relaying
-leaves. A leaf sends and receives the data once, and twice in segments in which it relays.
-`r2ccl.algos.roles` chooses the leaves and how often they relay, so that all ranks finish together:
-with one straggler, and mostly with several, in the time `packed_trees.lower_bound`.
+A core rank sends and receives (n + m - 2 - r)/m of the data, where r is the mean number of leaves
+that relay in a segment. A leaf sends and receives the data once, and twice in segments in which it
+relays. `r2ccl.algos.roles` chooses the leaves and how often they relay, so that all ranks finish
+together: with one straggler, and mostly with several, in the time `packed_trees.lower_bound`.
 
 Segments overlap. On each link, the reduce-scatter of a segment comes before the remaining steps of
 earlier segments, so that the core has other work while it waits for a slow leaf. Two steps do not

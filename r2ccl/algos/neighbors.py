@@ -1,4 +1,4 @@
-"""Ranks that one rank exchanges data with as long as no rail has failed.
+"""Ranks that one rank exchanges data with as long as no rail has failed, direct exchanges apart.
 
 Rings and chains connect consecutive ranks; recursive doubling and dissemination connect ranks at
 distances of powers of two. If nodes have several ranks, the same holds among nodes. A rank thus has
@@ -17,7 +17,8 @@ from r2ccl.errors import InvalidArgument
 def neighbors(rank: int, nranks: int, nodes: Sequence[int] = ()) -> frozenset[int]:
     """Return the ranks that `rank` exchanges data with as long as no rail has failed.
 
-    If a is a neighbor of b, b is a neighbor of a.
+    Direct exchanges, which connect all ranks, are not included. If a is a neighbor of b, b is a
+    neighbor of a.
 
     Parameters
     ----------

@@ -4,8 +4,8 @@ All ranks reduce in the same order, from the highest rank down to rank 0, indepe
 otherwise their sums would differ in the last bits. In scratch memory, a rank first reduces the data
 of the ranks above it, then its own data, then the data of each rank below it. The data of the ranks
 below lands in OUTPUT, one rank at a time, after the data of the previous rank is reduced. The first
-of it waits until the rank has sent its own data, which is in the same memory in an in-place call.
-One chunk of scratch memory is enough.
+of these receives waits until the rank has sent its own data: in an in-place call, OUTPUT holds that
+data. One chunk of scratch memory is enough.
 
 Steps: 1. Bytes on the wire: each rank sends and receives n - 1 times the data.
 

@@ -7,9 +7,10 @@ trees are built in three steps:
 
 1. Compute the mean degree of every node (`degrees`): in proportion to its bandwidth, at least 1
    (every tree contains the node) and at most n - 1, with the sum 2(n - 1) of a tree's degrees.
-2. Round the total degrees over all trees, and assign edges to nodes tree by tree, to the node that
-   lags most behind its total. Edges are assigned in pairs, as in a double binary tree: a node is a
-   leaf or has two children. Single edges would make long paths; pairs keep the height logarithmic.
+2. Round the total degree of each node over all trees. Then assign edges tree by tree, always to the
+   node that lags most behind its total. Edges are assigned in pairs, as in a double binary tree: a
+   node is a leaf or has two children. Single edges would make long paths; pairs keep the height
+   logarithmic.
 3. Build each tree as flat as its degrees allow (`flat_tree`).
 
 With equal bandwidths this nearly reaches the bandwidth of a ring, at the height of a binary tree. A
@@ -134,7 +135,7 @@ def pack_rooted(rooms: Sequence[int], ntrees: int, root: int) -> tuple[tree.Pare
     Parameters
     ----------
     rooms : sequence of int
-        Maximum number of edges to children of each node, over all trees; `ntrees` or more.
+        For each node, its maximum number of edges to children over all trees; `ntrees` or more.
     ntrees : int
         Number of trees, one per channel.
     root : int

@@ -14,8 +14,8 @@ sends the sum to the straggler. The times are:
 
 The published choice is Y = X. The optimum (`split`) is T1 = T2 if a byte costs the straggler less
 in the tail than in the ring, that is 1 + 1/K < 2(n - 1)/n, or K > n/(n - 2); otherwise it is Y = 0,
-the ring alone. The last rank of the chain returns the sum to the straggler. If the helper did so,
-it would send 2 Y D in the tail, which would take longer than T3 for X < 1/2.
+the ring alone. The helper does not return the sum to the straggler itself: it would then send 2 Y D
+in the tail, which would take longer than T3 if X < 1/2 and K is large.
 
 Steps: 3n - 5, but at least 2(n - 1); 2(n - 1) if Y = 0. Bytes on the wire: for the straggler, those
 of T1 and T3; for the others, (2(n - 1)/n (1 - Y) + (2(m - 1)/m + 1) Y) D.

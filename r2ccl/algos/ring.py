@@ -109,7 +109,7 @@ def add_reduce_scatter(
         Chunks of each section; one section per position. At the end, the rank has the sum of
         section ``seat.place + 1``, modulo the number of sections.
     is_final : bool
-        True if that sum is the result: no rank outside the ring contributes to it.
+        True if that sum is the result; False if a rank outside the ring contributes to it later.
     """
     for step in range(seat.size - 1):
         for chunk in sections[(seat.place - step) % seat.size]:

@@ -9,12 +9,12 @@ runs over the data received.
 
 In a `chain`, a rank receives the reduction of all ranks below, reduces it with its own data and
 sends it to the next rank, as a pipeline. In its exscan, the reduction received is the result of the
-rank, which reduces its own data into a copy of the result.
+rank, which reduces its own data into a copy of the result and sends that copy to the next rank.
 
-Steps: with doubling, a scan takes ceil(log2 n) exchanges; floor(log2 n) of them, for some n all,
-depend on each other. An exscan takes one exchange, and then those of a scan over n - 1 ranks. A
-chain takes n - 1 dependent messages. Bytes on the wire: a rank sends the data once per exchange
-with doubling, and once in a chain.
+Steps: with doubling, a scan takes ceil(log2 n) exchanges; its longest chain of dependent messages
+has as many messages, or for some n one fewer. An exscan takes one exchange, and then those of a
+scan over n - 1 ranks. A chain takes n - 1 dependent messages. Bytes on the wire: a rank sends the
+data at most once per exchange with doubling, and at most once in a chain.
 
 References
 ----------

@@ -1,7 +1,8 @@
 """Allreduce, reduce and broadcast over trees, one tree per channel.
 
-In the allreduce a leaf sends its data to its parent. An inner rank reduces the data of its children
-and sends the sum to its parent. The root gets the result, which is broadcast over the same edges.
+In the allreduce a leaf sends its data to its parent. An inner rank reduces its own data and that of
+its children, and sends the sum to its parent. The root gets the result, which is broadcast over the
+same edges.
 Slices are in flight up and down the tree at the same time. The child with the lowest subtree is
 reduced first, because its data arrives first.
 

@@ -2,8 +2,8 @@
 
 In the gather every rank sends its own part and those of its descendants to its parent; in the
 scatter parts travel the other way. Parts that a rank only forwards stay in scratch memory. In a
-`binomial` tree, ranks are neighbours at distances of powers of two, as in dissemination, so that a
-call opens no connections that other calls do not use.
+`binomial` tree, the distance between two neighbours is a power of two, as in dissemination, so a
+call needs no connections that dissemination does not need.
 
 Steps: the height of the tree; at most floor(log2 n) in a binomial tree. Bytes on the wire: a part
 crosses each edge between its rank and the root once.
@@ -89,7 +89,7 @@ def _schedule(
 
 
 def _order(tree: Tree, rank: int) -> list[int]:
-    """Return the parts of `rank` and its descendants, in the order in which it sends them."""
+    """Return the parts of `rank` and its descendants, in their order on the edge to its parent."""
     found, waiting = [], [rank]
     while waiting:
         found.append(waiting.pop())

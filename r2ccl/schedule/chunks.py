@@ -49,8 +49,9 @@ class Parts(msgspec.Struct, frozen=True):
     ----------
     inputs, outputs : tuple of Range
         Elements of each part in the input and in the output; empty for parts that the rank does not
-        have there. A part number stands for a rank; in an alltoall, part k of rank r goes to rank
-        ``r + k`` and comes from rank ``r - k``, both modulo the number of ranks.
+        have there. A part number stands for a rank, except in an alltoall: there, the input part k
+        of rank r goes to rank ``r + k``, and its output part k comes from rank ``r - k``, both
+        modulo the number of ranks.
     """
 
     inputs: tuple[Range, ...]

@@ -105,8 +105,8 @@ def svg(schedule: Schedule, caption: str = "", max_panels: int = DEFAULT_PANELS)
     -------
     str
         An SVG document with its own background. Arrows are messages; wider arrows carry more data.
-        They are numbered and coloured by chunk, or, on channels with one chunk, coloured by
-        channel.
+        On a channel with several chunks, arrows are numbered and coloured by chunk. On a channel
+        with one chunk, they have no numbers, and all have the channel's colour.
 
     Raises
     ------

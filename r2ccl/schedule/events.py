@@ -6,11 +6,11 @@ here is a deadlock of such an executor.
 
 Op ``i`` has three events, the nodes ``3 i``, ``3 i + 1`` and ``3 i + 2``:
 
-====== ===============================================================================
-BEGIN  the ops in its ``after`` are done: a SEND may read, a RECV names its landing place
+====== =======================================================================================
+BEGIN  the ops in its ``after`` are done: a SEND may read, a RECV may announce a landing place
 LAND   receives only: the message is in this rank's memory
 END    the op is done for ops with it in ``after``: delivered, reduced, copied or released
-====== ===============================================================================
+====== =======================================================================================
 
 The smallest buffers are no eager slot, and room for one unreduced slice per link. A SEND therefore
 ends when its message lands, which is after the receiver announced a landing place; and a message

@@ -1,7 +1,7 @@
 """Algorithms on directed graphs in arrays: topological levels, strong components, cycles.
 
-Nodes are ``0 .. nnodes - 1``; edge ``i`` leads from ``source[i]`` to ``target[i]``. Apart from one
-sort of the edges, the time is linear in the number of nodes and edges.
+Nodes are ``0 .. nnodes - 1``; edge ``i`` leads from ``source[i]`` to ``target[i]``. Apart from
+sorts, the time is linear in the number of nodes and edges.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reference interpreter: runs a schedule on NumPy arrays, all ranks in one thread.
 
-It runs the ops as `r2ccl.schedule.ir` defines them, on whole chunks. Tests compare the results of
-the executor with its results. It does not use the checker, so tests can compare these two as well.
+It runs the ops as `r2ccl.schedule.ir` defines them, on whole chunks. Tests compare its results with
+those of the executor. It does not use the checker, so tests can verify the checker with it as well.
 """
 
 from __future__ import annotations

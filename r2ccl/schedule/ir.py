@@ -115,7 +115,7 @@ class Op(msgspec.Struct, frozen=True, gc=False):
 class RankProgram(msgspec.Struct, frozen=True):
     """Ops of one rank in one collective: ``channels[c][i]`` is op ``i`` of channel ``c``.
 
-    The other fields are those of the `Schedule`.
+    ``nranks``, ``nparts``, ``nchunks`` and ``weights`` are those of the `Schedule`.
     """
 
     rank: int

@@ -1,8 +1,8 @@
-"""The transport interface: NCCL's net plugin in Python, with a fence.
+"""The transport interface: like NCCL's net plugin, but in Python and with a fence.
 
 A transport moves slices over paths. Only transports and bootstrap open network connections to other
-ranks, and only transports use verbs; these calls hide the differences between a socket and a queue
-pair:
+ranks, and only transports use verbs. The calls of this interface hide the differences between a
+socket and a queue pair:
 
 ========================  ==============================  ====================================
 call                      over TCP                        over verbs
@@ -26,8 +26,8 @@ Invariants:
   transport no longer reads any view that ``isend`` was given on it.
 - A slice that the transport confirmed on its own is in the receiver's kernel and still reaches its
   landing place, even if the path is fenced.
-- Cleared slices of one path arrive in the order of their ``isend`` calls, and so do eager slices.
-  Eager slices and replays may overtake cleared slices.
+- Eager slices of one path arrive in the order of their ``isend`` calls, and so do cleared slices
+  that are not replays. Eager slices and replays may overtake cleared slices.
 - Every event of a path names the path. A path that fails reports `Failed` once.
 
 A *probe* tests whether a port of the peer still answers. The peer's NIC or kernel answers, not its
@@ -55,7 +55,7 @@ class Frame(msgspec.Struct, gc=False):
     ``ack`` is a confirmation for the link in the opposite direction: the sender of this header has
     consumed every slice of that link with a number below ``ack``. ``op`` is the number of the
     collective within the communicator; ``signature`` is its packed `CallSignature`, which must be
-    equal on all ranks.
+    equal at both ends of the link.
 
     Over verbs, a cleared slice travels without a header: its `Arrived` contains the frame that the
     receiver passed to ``irecv``, with ``ack`` set to 0.
@@ -73,9 +73,9 @@ class Arrived(msgspec.Struct, gc=False):
 
     A cleared slice is in its landing place and ``payload`` is None. An eager slice is in
     ``payload``, which is borrowed until the next ``poll``. ``began_s`` is the clock's time, in
-    seconds, when the transport saw the first byte; over verbs, when it polled the completion of the
-    whole slice. ``is_confirmed`` is True if the transport has already confirmed the slice to the
-    sender.
+    seconds, when the transport saw the header of the slice; for an eager slice, and always over
+    verbs, when it saw the whole slice. ``is_confirmed`` is True if the transport has already
+    confirmed the slice to the sender.
     """
 
     path: PathKey
@@ -106,7 +106,7 @@ class Confirmed(msgspec.Struct, gc=False):
 
 
 class Sent(msgspec.Struct, gc=False):
-    """Event: progress of a slice that was passed to ``isend``: number ``seq`` of ``channel``.
+    """Event: progress of slice ``seq`` of ``channel``, which was passed to ``isend``.
 
     For a cleared slice: the transport no longer reads its view. For an eager slice: the slice is
     queued, and its view must stay unchanged until the peer has confirmed it or the path is fenced.
@@ -130,9 +130,10 @@ class Failed(msgspec.Struct, gc=False):
 
 
 class Joined(msgspec.Struct, gc=False):
-    """Event, only at the end with ``is_caller``: the test that `Endpoint.join` began has ended.
+    """Event: the connection test that `Endpoint.join` began with ``is_caller`` has ended.
 
-    ``endpoint`` is this rank's end. ``error`` tells why the test failed; empty if it succeeded.
+    ``endpoint`` is this rank's end. ``error`` tells why the test failed; empty if it succeeded. The
+    other end reports no `Joined`.
     """
 
     key: PathKey | ProbeKey
@@ -154,9 +155,10 @@ class Probed(msgspec.Struct, gc=False):
 
 
 class RailChanged(msgspec.Struct, gc=False):
-    """Event: the local port of ``rail`` went up, or went down or became unusable (not ``is_up``).
+    """Event: the state of the local port of ``rail`` changed.
 
-    ``why`` is the reason that the device gave; empty if it gave none.
+    ``is_up`` is True if the port went up, False if it went down or became unusable. ``why`` is the
+    reason that the device gave; empty if it gave none.
     """
 
     rail: int
@@ -251,8 +253,8 @@ class MemoryUse(NamedTuple):
 class Transport(Protocol):
     """Interface of a transport, which moves slices over paths.
 
-    Only ``poll`` waits, and only ``poll`` reports events. One thread at a time may call the
-    methods, except ``wake``.
+    Only ``poll`` waits, and only ``poll`` reports events. Any thread may call ``wake`` and
+    ``memory_use`` at any time; the other methods may be called by one thread at a time.
     """
 
     #: Number of rails, without the bypass.
@@ -363,13 +365,13 @@ class Transport(Protocol):
         frame : Frame
             Header of the slice. Its ``ack`` is sent too, so it needs no separate `confirm`.
         view : memoryview
-            The bytes of the slice. A cleared slice's are borrowed until `Sent` or `Fenced`, an
-            eager slice's until the peer has confirmed the slice, or `Fenced`.
+            The bytes of the slice. Those of a cleared slice are borrowed until `Sent` or `Fenced`;
+            those of an eager slice until the peer has confirmed the slice, or until `Fenced`.
         token : object
             ``Cleared.token`` of the landing place; None sends the slice eagerly.
         is_replay : bool
-            True sends a cleared slice before those queued earlier that are not replays. It may
-            overtake other replays too.
+            True sends a cleared slice before the cleared slices that were queued earlier and are
+            not replays; it may overtake other replays too. Ignored for an eager slice.
         """
         ...
 
@@ -395,7 +397,8 @@ class Transport(Protocol):
     def flush(self) -> None:
         """Send queued slices, announcements and confirmations, without waiting for room.
 
-        What the sockets and send queues do not accept now stays queued for a later `poll`.
+        What the sockets and send queues do not accept now stays queued; later calls of `poll` and
+        `flush` send it.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Transport made of several others, so that one communicator can have both TCP and RDMA rails.
+"""Transport made of other transports, its parts: a communicator can have TCP and RDMA rails.
 
 A link can migrate between rails of different transports as it can between rails of one. The rails
 are numbered consecutively: the first part's rails come first, then the second part's. Every rail
@@ -31,7 +31,8 @@ class TransportPart(Transport, Protocol):
     def arm(self) -> None:
         """Make the descriptor of `fileno` become readable at the next event.
 
-        Call `poll` once more before waiting on it: an event may have occurred before this call.
+        An earlier event may leave the descriptor unreadable. So call `poll` once more between `arm`
+        and the wait.
         """
         ...
 
@@ -81,7 +82,7 @@ class MixedTransport:
         return self._by_rail[rail].joins(rail)
 
     def offer(self, key: PathKey | ProbeKey) -> Endpoint:
-        """Implement `Transport.offer`; the part is that of this rank's port, as in the parts."""
+        """Implement `Transport.offer` by the part that has this rank's port of the connection."""
         return self._by_rail[key.via if isinstance(key, ProbeKey) else key.rail].offer(key)
 
     def open(self, path: PathKey, endpoint: Any) -> None:

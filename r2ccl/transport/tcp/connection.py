@@ -116,7 +116,7 @@ class Connection:
 
 
 def pack(kind: int, frame: Frame, nbytes: int) -> bytes:
-    """Return the encoded header of a DATA, CLEAR or CONFIRM frame.
+    """Return the encoded header of a DATA or CLEAR frame.
 
     `nbytes` is the size of the payload (DATA), or of the landing place (CLEAR).
     """

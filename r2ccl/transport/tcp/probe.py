@@ -208,7 +208,7 @@ class TcpProber:
         )  # fmt: skip
 
     def _judge(self, probe: _Probe, code: int) -> None:
-        """Handle the outcome of one connect: end the probe if it is an answer or the last error.
+        """Handle the outcome of a connect; end the probe if it is an answer or no connect is left.
 
         `code` is the errno of the connect; 0 if it succeeded.
         """

@@ -98,7 +98,8 @@ class TcpTransport(PreconnectedTransport):
         Largest eager payload accepted from a peer.
     congestion : str
         TCP congestion control to set on each socket: ``auto`` for reno on loopback and cubic
-        elsewhere, empty for the system's default. The default is also used if it cannot be set.
+        elsewhere, empty for the system's default. If the chosen one cannot be set, the system's
+        default is used.
     sources : mapping of int to Nic
         Local NIC of each rail, for probes.
     targets : mapping of PathKey to (str, int)
@@ -141,7 +142,7 @@ class TcpTransport(PreconnectedTransport):
         self._unread = array("i", [0])
 
     def open(self, path: PathKey, endpoint: socket.socket) -> None:
-        """Begin to use a connected, authenticated socket as `path`; the transport closes it."""
+        """Begin to use a connected, authenticated socket as `path`; the transport now owns it."""
         self._discard(path)
         self._tune(endpoint)
         nbytes = buffer_nbytes(self._eager_nbytes)
@@ -237,14 +238,15 @@ class TcpTransport(PreconnectedTransport):
         """Lend the connections of `paths` to compiled code, which reads and writes their sockets.
 
         The borrower may change the fields of the connections. Until `take_back` was called for each
-        of them, only `wake` and `has_other_events` may be called.
+        connection, no other method of the transport but `wake` and `has_other_events` may be
+        called.
 
         Returns
         -------
         list of Connection or None
-            In the order of `paths`. None, and nothing is lent, if a connection is not open, has
-            landing places announced, or something queued or half read, or if events are waiting for
-            `poll`.
+            In the order of `paths`. None if events are waiting for `poll`, or if one of the paths
+            is not open, has announced landing places, has something queued, or has read only a part
+            of a slice; nothing is lent then.
         """
         if self._events:
             return None

@@ -6,8 +6,8 @@ link-layer address the kernel already knows. Compiled code polls the completion 
 requests instead of pyverbs (`r2ccl.transport.verbs.fastpath`), if the parameter `fastpath` allows
 it and libibverbs' structs are found and verified.
 
-Invariant: `close` closes what was opened in the order that verbs requires. Queue pairs must be
-closed before the completion queue, memory regions before the protection domain.
+Invariant: `RdmaDevice.close` closes the objects of the device in the order that verbs requires. All
+queue pairs and memory regions must be closed before that call.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class RdmaDevice:
     port : int
     find_gid : callable
         Returns index and text form of the GID by which peers address the port. Called by the
-        constructor, and by `refresh` after the port had an event.
+        constructor, and by `refresh` after the NIC reported an async event.
     neighbours : NeighbourTable, optional
         Neighbour table of the port's interface. Owned. None on InfiniBand, where the subnet
         manager resolves addresses.

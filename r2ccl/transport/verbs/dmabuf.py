@@ -13,9 +13,9 @@ staging    data pass through pinned host memory instead (`r2ccl.gpu.staged`)
 
 `DeviceMemoryRoute` holds the method used and why each better method failed.
 
-*Whole allocations.* Memory pools hand out pieces of 512 bytes, and BAR space is scarce, so the
-whole allocation around a pointer is registered, and found again by its base. Memory of the
-stream-ordered pool and managed memory can move while registered, so they are staged.
+*Whole allocations.* A framework's memory pool cuts an allocation into many pieces, and BAR space is
+scarce. So the whole allocation around a pointer is registered, once for all its pieces. Memory of
+the stream-ordered pool and managed memory can move while registered, so they are staged.
 
 *Alignment and addresses.* CUDA exports only whole host pages, so the dma-buf covers the pages that
 the allocation touches; the region begins at the allocation's base. pyverbs registers a dma-buf with
@@ -23,8 +23,9 @@ an I/O virtual address equal to the region's offset in the dma-buf. So the NIC's
 ``p`` is ``p - first page``, and ``iova_base`` is minus the address of the first page. The
 descriptor is closed as soon as the NICs have registered it.
 
-*Reallocation.* No Python object owns an allocation, so each lookup compares CUDA's buffer id
-instead (`RegistrationCache.find`). The caller must not free the memory while work is in flight.
+*Reallocation.* No Python object owns an allocation, so nothing reports that it was freed. Each
+lookup therefore compares CUDA's buffer id, which is never reused (`RegistrationCache.find`). The
+caller must not free the memory while work is in flight.
 
 *Ordering.* SYNC_MEMOPS is set before registration: CUDA then completes a synchronous copy before
 its call returns, so a NIC never reads data that the copy has not written yet.

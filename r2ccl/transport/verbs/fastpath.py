@@ -1,4 +1,4 @@
-"""Polling and posting by compiled code, which releases the GIL and makes no object per request.
+"""Polling and posting by compiled code, which releases the GIL and makes no pyverbs objects.
 
 In C, ``ibv_poll_cq``, ``ibv_post_send`` and ``ibv_post_recv`` are inline functions that call
 through the function table of the context. Numba compiles the same calls here, together with code
@@ -109,9 +109,9 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 @register_jitable  # type: ignore[untyped-decorator, unused-ignore]
 def _repeats(wcs: Any, count: int, at: int) -> bool:
-    """Return True if one of the first `count` entries is a flush of the same request as `at`.
+    """Return True if entry `at` repeats one of the first `count` entries, a flushed request.
 
-    That is, it has the same wr_id and queue pair number.
+    Both entries then have the same wr_id and queue pair number.
     """
     for i in range(count):
         is_same = wcs[i].wr_id == wcs[at].wr_id and wcs[i].qp_num == wcs[at].qp_num

@@ -3,10 +3,10 @@
 A provider maps queues and doorbells of a device into the process. Such a mapping keeps the device
 open, as a descriptor does. In a child that outlives a killed parent, it would keep the parent's
 queue pairs alive, and the peers' NICs would continue to write to memory that nobody reads. So, in
-each child, a fork handler replaces every such mapping by zeroed memory before other code runs,
-including mappings of other libraries: queue pairs do not work in a child anyway. The address range
-stays reserved: if the child frees the provider's objects, the provider unmaps these addresses, and
-nothing else may be mapped there by then.
+each child, a fork handler replaces every such mapping by zeroed memory before other code of the
+child runs. Mappings that other libraries made are replaced too: queue pairs do not work in a child
+anyway. The address range stays reserved: if the child frees the provider's objects, the provider
+unmaps these addresses, and nothing else may be mapped there by then.
 """
 
 from __future__ import annotations

@@ -325,7 +325,7 @@ class QueuePair:
         return self.posted
 
     def write_credit(self, count: int) -> bool:
-        """Tell the peer that `count` of its messages were consumed in this life, by a credit.
+        """Post a credit: the peer learns that `count` of its messages were consumed in this life.
 
         Return False and post nothing if the send queue has no room.
 

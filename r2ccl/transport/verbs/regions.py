@@ -58,10 +58,11 @@ class Registrar(Protocol):
         Raises
         ------
         TransportError
-            If the NIC refuses; the message names the NIC, and callers must not change it.
+            If the NIC refuses and the registrar explains why: callers must pass on the error
+            unchanged.
         Exception
-            If the NIC refuses, with the attribute ``errno`` or ``error_code``: callers must
-            translate it by `refusal`.
+            If the NIC refuses and the exception has only an error number, ``errno`` or
+            ``error_code``: callers must translate it by `refusal`.
         """
         ...
 

@@ -86,8 +86,9 @@ class RegistrationStats(msgspec.Struct):
 class Registration:
     """Allocation that is registered with every NIC; made by `RegistrationCache.register`.
 
-    Its *users* are the calls of ``register`` without a matching `close`. Its *pins* stand for work
-    requests in flight; a pinned registration does not end before the cache is closed.
+    Its *users* are the calls of `RegistrationCache.register` and `share` without a matching
+    `close`. Its *pins* stand for work requests in flight; a pinned registration does not end before
+    the cache is closed.
     """
 
     __slots__ = (
@@ -428,7 +429,7 @@ class RegistrationCache:
             self._retire(registration)
 
     def _settle(self, registration: Registration) -> None:
-        """End a registration if it has no pins, and its memory was freed or nothing keeps it.
+        """End a registration without pins whose memory was freed or that nothing keeps.
 
         Users keep it; so does the index, unless the registration holds its owner.
         """

@@ -3,14 +3,14 @@
 Every device is a rail; a path is one queue pair (`r2ccl.transport.verbs.queuepair`). The NIC writes
 slices from registered memory to registered memory; memory that is not registered is copied through
 registered buffers. Each device has one completion queue, which is polled while there is work. While
-there is none, ``poll`` waits in epoll for its completion channel and the device's async events.
+there is none, ``poll`` waits in epoll for the completion channels and async events of all devices.
 
 A fence takes the queue pair to ERR and waits for two markers, the last requests of its send queue
 and of its receive queue: once both have completed, no late write can land any more. If a device
 does not complete them by a deadline, the queue pair is destroyed.
 
-Invariants: no event of a path is reported after its `Fenced`; requests that completed before the
-fence, or while it drained, are reported.
+Invariants: after `Fenced`, no event of the fenced connection is reported. A slice whose transfer
+completed before the fence, or during it, is still reported.
 """
 
 from __future__ import annotations
@@ -414,7 +414,8 @@ class VerbsTransport:
     def arm(self) -> None:
         """Make the descriptor of `fileno` become readable at the next completion.
 
-        Call `poll` once more before waiting on it: a completion may have come before this call.
+        An earlier completion may leave the descriptor unreadable. So call `poll` once more between
+        `arm` and the wait.
         """
         for nic, device in enumerate(self._devices):
             if nic not in self._broken:
@@ -484,8 +485,8 @@ class VerbsTransport:
     def _take_batch(self, nic: int, batch: list[Completion]) -> bool:
         """Handle completions; return True if any of them failed.
 
-        A batch omits repeated flush errors. So if one failed, the queue may have more completions
-        even though the batch has fewer than `BATCH`.
+        A batch omits repeated flush errors. So if a completion failed, the queue may have more of
+        them even though the batch has fewer than `BATCH`.
         """
         has_failed = False
         ends = self._by_number[nic]
@@ -608,7 +609,7 @@ class VerbsTransport:
             self._events.append(Failed(end.path, status, detail))
 
     def _reap(self) -> None:
-        """Destroy the fenced queue pairs whose requests did not complete in time."""
+        """Destroy the fenced queue pairs that were not flushed in time, or could not be flushed."""
         now = self._clock()
         for end in [end for end in self._draining if now >= end.give_up_s]:
             if end.give_up_s:  # 0: the device refused the flush, which `fence` has logged
