@@ -15,8 +15,8 @@ can be neither replayed nor reflected. The acceptor reads the claim only after v
 The handshake authenticates the two ends of the connection. Later bytes are neither encrypted nor
 authenticated: an attacker who can rewrite packets on the path is outside the fault model.
 
-This module does no I/O; nonces are arguments. Invariant: a secret never appears in a repr, a
-message or a pickle.
+This module does no I/O; nonces are arguments. Invariant: a `Secret` shows its key neither in a
+repr, nor in an error message, nor in a pickle.
 """
 
 from __future__ import annotations
@@ -134,10 +134,11 @@ class Purpose(enum.IntEnum):
 class Claim(NamedTuple):
     """Dialer's description of its connection, which can be trusted after `Acceptor.verify`.
 
-    ``src`` and ``dst`` are the ranks of dialer and acceptor. ``rail`` and ``epoch`` identify the
-    path of a DATA connection, and are 0 for other purposes. ``beyond`` is the rank to which a
-    FORWARD connection is forwarded, else 0. ``communicator`` is the communicator's id of 16 bytes;
-    all are zero until the rendezvous has chosen it.
+    ``src`` and ``dst`` are the ranks of dialer and acceptor; for SEGMENT, their indices among the
+    ranks of the host. ``rail`` and ``epoch`` identify the path of a DATA connection, and are 0 for
+    other purposes. ``beyond`` is the rank to which a FORWARD connection is forwarded, else 0.
+    ``communicator`` is the communicator's id of 16 bytes; all bytes are zero until the rendezvous
+    has chosen the id.
     """
 
     purpose: Purpose
@@ -187,7 +188,7 @@ class Dialer:
     Raises
     ------
     InternalError
-        If methods are called in another order, or `nonce` or an opening has the wrong length.
+        If `confirm` is called before `prove`, or `nonce` or an opening has the wrong length.
     """
 
     def __init__(self, secret: Secret, claim: Claim, nonce: bytes) -> None:
@@ -243,7 +244,8 @@ class Acceptor:
     Raises
     ------
     InternalError
-        If methods are called in another order, or `nonce` or an opening has the wrong length.
+        If `verify` is called before `challenge` or `answer` before `verify`, or `nonce` or an
+        opening has the wrong length.
     """
 
     def __init__(self, secret: Secret, nonce: bytes) -> None:

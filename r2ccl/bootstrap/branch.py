@@ -127,7 +127,7 @@ class Branch:
     def account(self) -> str:
         """Return what this rank waits for, as a clause for an error message.
 
-        Empty if it waits for rank 0 only, or for the addresses of all ranks.
+        Empty unless it waits for a child in the tree, or has failed to connect to its parent.
         """
         if self._awaited and self._communicator_id:
             return f"waits for the addresses of ranks {sorted(self._awaited)}"
@@ -136,7 +136,7 @@ class Branch:
         return ""
 
     async def close(self) -> None:
-        """Close all connections except that to rank 0. Idempotent."""
+        """Close all connections except that to rank 0; call it once."""
         for reader in self._readers.values():
             reader.stop()
         for sock in self._children.values():
@@ -153,9 +153,10 @@ class Branch:
             self._outcome.set_result(body)
 
     def _on_leader_end(self, exc: OSError) -> None:
-        """Handle the end of the connection to rank 0, which has failed or has finished.
+        """Handle the end of the connection to rank 0: rank 0 exited or has done its part.
 
-        Rank 0 finishes only when it has this rank's addresses and has sent its children the table.
+        Its part is done only when it has the addresses of all ranks and has sent the table of
+        addresses to its children in the tree.
         """
         self._is_leader_gone = True
         if self._parent == 0 or not self._has_passed_up:
@@ -204,10 +205,10 @@ class Branch:
     # -- parent -----------------------------------------------------------------------------
 
     async def _climb(self, own: PeerInfo, secret: Secret, address: wire.Address) -> None:
-        """Send the addresses of this part of the tree to the parent; wait for those of all ranks.
+        """Wait for the children's addresses, then send this part of the tree to the parent.
 
-        The children send their parts first. If one of them sends anything else, tell rank 0 that
-        the rendezvous has failed instead.
+        A parent other than rank 0 answers with the addresses of all ranks: wait for this answer. If
+        a child sends anything but addresses, send the parent nothing, and rank 0 the error.
         """
         if self._awaited:
             await self._is_collected.wait()

@@ -50,7 +50,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 class Table(msgspec.Struct, frozen=True, tag="table"):
     """Last message, from each rank to its children: the addresses of all ranks.
 
-    ``packed`` is the compressed encoding, a quarter of the plain one in size.
+    ``packed`` is the compressed encoding, about a quarter of the plain one in size.
     """
 
     packed: bytes

@@ -67,8 +67,8 @@ class LocalJob:
     def environment(self, rank: int) -> dict[str, str]:
         """Return the environment variables of `rank`, which contain the secret.
 
-        Rank 0 also needs `LISTEN_FD_VARIABLE`, which the process that starts rank 0 must set to the
-        descriptor of ``listener`` there.
+        Rank 0 also needs `LISTEN_FD_VARIABLE`: the number of the descriptor of ``listener`` in
+        rank 0. The process that starts rank 0 must set it.
         """
         return {
             "RANK": str(rank),
@@ -100,8 +100,8 @@ def launch(
     timeout_s : float, optional
         Longest time to wait for the results, in seconds. Default: no limit.
     env : mapping, optional
-        Additional environment variables for every rank, set before `fn` is imported (the main
-        script is imported earlier).
+        Additional environment variables for every rank, set before the rank imports the main
+        script and `fn`.
 
     Returns
     -------

@@ -1,6 +1,7 @@
 """Log of r2ccl: the level that ``R2CC_DEBUG`` sets, and the form of the lines on stderr.
 
-Without ``R2CC_DEBUG``, and if the program has configured handlers, nothing is changed.
+Without ``R2CC_DEBUG``, nothing is changed. If the program has configured handlers, only the level
+is set.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def set_rank(rank: int) -> None:
 
 
 def progress(logger: logging.Logger, text: str) -> None:
-    """Report that something takes long: as an INFO record, or as a line on a terminal."""
+    """Report that something takes long: as an INFO record or, if INFO is off, on a terminal.
+
+    The terminal is stderr. If stderr is no terminal, nothing is reported.
+    """
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", text)
     elif sys.stderr is not None and sys.stderr.isatty():

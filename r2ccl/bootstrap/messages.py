@@ -32,8 +32,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
         and reach each other by loopback; two namespaces of one machine count as two hosts.
     pid : int
     control_addresses : tuple of (str, int)
-        Address and port of the control listeners, that of the rendezvous network first. Rail
-        listeners accept control connections, too.
+        Address and port of each control listener. Rail listeners accept control connections, too.
     rails : tuple of (str, int)
         Address and port of rail i's listener. All ranks have the same number of rails.
     probe_ports : tuple of int
@@ -49,7 +48,8 @@ class PeerInfo(msgspec.Struct, frozen=True):
     failed_nics : str
         NICs that this rank declares failed (``R2CC_FAILED_NICS``).
     excluded : tuple of int
-        Rails of this rank that were excluded before; empty except after a shrink.
+        Rails of this rank that were excluded before the shrink that made this communicator; empty
+        if no shrink made it.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag="boot.goodbye"):
 
 
 class PeerDown(msgspec.Struct, frozen=True, tag="boot.peer_down"):
-    """Message that rank ``witness`` found ``rank`` lost; each receiver passes it on.
+    """Message that rank ``witness`` found ``rank`` lost; a rank to which this is new passes it on.
 
     ``why`` is the evidence. ``last_heard_s`` is the time in seconds between the last sign of life
     that ``witness`` received and its finding. A rank that receives this message about itself has

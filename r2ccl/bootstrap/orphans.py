@@ -23,7 +23,7 @@ def end_with(parent: int) -> None:
     Parameters
     ----------
     parent : int
-        Process id of the launcher.
+        Id of the process that started this one: the launcher or its rank server.
 
     Raises
     ------

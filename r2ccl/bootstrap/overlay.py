@@ -8,7 +8,8 @@ by every rank to its neighbors, so it arrives as long as the ranks that are aliv
 failure of some ranks delays no such message and needs no repair. A binomial tree with root 0, whose
 edges all join neighbors, collects answers from all ranks with one message per rank.
 
-There is no I/O here. Invariant: ranks with the same set of lost ranks compute the same results.
+There is no I/O here: results depend only on the rank, the number of ranks, and the ranks recorded
+as lost or as having left.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Overlay:
         self._is_checked = False
 
     def open_neighbors(self) -> list[int]:
-        """Return the neighbors that are neither lost nor have left."""
+        """Return the neighbors that are not lost and have not left."""
         return [rank for rank in self.neighbors if not self.is_closed(rank)]
 
     def next_hop(self, destination: int) -> int | None:

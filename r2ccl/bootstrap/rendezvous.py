@@ -12,10 +12,10 @@ choice of rails depends on whether all ranks share a host::
     Ready(PeerInfo of its part of the tree)    ->  rank 0: waits for all
                                                <-  Table(peers), all with the same number of rails
 
-The second round goes through the tree, so that rank 0 sends and receives the addresses of all ranks
-log2(n) times, not n times. Rank 0's children use the connection that they have. An error on any
+The second round goes through the tree, so that rank 0 exchanges addresses with log2(n) ranks only.
+Rank 0's children use the connection that they have. An error on any
 rank becomes a ``MeetingFailed``, which rank 0 sends to all ranks, so that all raise the same error.
-Runs in the control thread. Invariant: the rendezvous ends by its deadline.
+Runs in the control thread. Invariant: every wait has a time limit.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ async def meet(
     rejections : Rejections
         Counts rejected connections.
     timeout_s : float
-        Limit for the arrival of all ranks, in seconds.
+        Time limit in seconds, first for reaching rank 0, then again for the two rounds.
     control_address : str, optional
         Address at which other ranks reach this one; by default the local address of its connection
         to rank 0.

@@ -1,8 +1,9 @@
 """Secret of a job in files: a file of the user, or one that rank 0 writes for ranks of its host.
 
 Invariant: nothing is read from or written to a path that another user could have prepared. A file
-must be a regular file of this user that no other user may read. The runtime directory must be a
-directory of this user, no link, with mode 0700; it is opened once and used through its descriptor.
+must be a regular file of this user that no other user may access. The runtime directory must be a
+directory of this user, no link, that no other user may access. Each operation opens the directory
+once and uses it through the descriptor.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class RuntimeFileSecret:
             return
         except (OSError, InvalidArgument) as exc:
             _log.warning(
-                "rank 0: cannot remove %s, which holds the secret of this job (%s): remove it",
+                "rank 0: cannot remove %s, which may hold the secret of this job (%s): remove it",
                 self._folder / self._name, exc,
             )  # fmt: skip
 

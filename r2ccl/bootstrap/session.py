@@ -245,7 +245,7 @@ class Session:
         self._ack_at = float("-inf")
 
     def excuse(self, gap_s: float) -> None:
-        """Exclude `gap_s` seconds, in which this process did not run, from the current silence."""
+        """Exclude `gap_s` seconds, in which no frame could arrive, from the current silence."""
         self._excused_s += gap_s
 
     # -- state and output -------------------------------------------------------------------
@@ -261,7 +261,7 @@ class Session:
         return self._heard_at
 
     def silence_s(self, now: float) -> float:
-        """Return the seconds since the last frame, less those excluded by `excuse`."""
+        """Return the seconds since `last_heard`, less those excluded by `excuse`."""
         return max(0.0, now - self._heard_at - self._excused_s)
 
     def carrier_silence_s(self, carrier: int, now: float) -> float:

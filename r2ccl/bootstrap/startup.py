@@ -89,8 +89,7 @@ def connect(
     PeerLost
         If a rank exits during the rendezvous.
     TransportError
-        If the NICs of this host cannot be listed. The other ranks then raise InvalidArgument, and
-        so does rank 0 of several ranks if its own NICs cannot be listed.
+        If the NICs of this host cannot be listed. The other ranks then raise InvalidArgument.
     """
     env = os.environ if env is None else env
     identity = identify(config, comm, env)
@@ -127,7 +126,7 @@ def warn_of_unknown(env: Mapping[str, str]) -> None:
 
 
 def unknown(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Return the variables in `env` that begin like settings but have no effect.
+    """Yield the variables in `env` that begin like settings but have no effect.
 
     Yields
     ------

@@ -3,7 +3,7 @@
 ==============  ===================================================================================
 `migration`     moves the slices of a channel from a failed path to another path
 `diagnosis`     determines what failed: local NIC, remote NIC, link, rail or slow peer
-`health`        makes all ranks agree which NICs are down or slow, and from which collective on
+`health`        makes all ranks plan with the same state of the NICs from the same collective on
 `bandwidth`     measures the bandwidth of each rail from the traffic
 `failback`      decides when a failed path is probed and used again
 `shrink`        makes the surviving ranks agree on their new communicator

@@ -76,7 +76,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """Control message: endpoint info of the answerer; the other fields are those of `Offer`.
+    """Control message: endpoint info of the answerer; the other fields mean the same as in `Offer`.
 
     The answerer's endpoint is already joined to the one that was offered.
     """

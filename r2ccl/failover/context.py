@@ -93,7 +93,10 @@ class RankContext(NamedTuple):
 
     @property
     def has_bypasses(self) -> bool:
-        """True if bypasses may be used: not in the fail-stop baseline or with R2CC_FABRIC=none."""
+        """True if bypasses may be used.
+
+        They are used neither in the fail-stop baseline nor with R2CC_FABRIC=none.
+        """
         return self.config.is_resilient and self.config.fabric != "none"
 
 

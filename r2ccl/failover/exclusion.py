@@ -1,12 +1,12 @@
 """Translation of NICs that an operator declares failed into rails of ranks.
 
-``R2CC_FAILED_NICS`` gives the node of a NIC by its host, `Communicator.exclude` by one of its
-ranks. A NIC given by name is excluded for all ranks of the node that use it. A NIC given by the
-number of a rail is excluded for all ranks of the host (``R2CC_FAILED_NICS``) or for the given rank
-only (`Communicator.exclude`).
+``R2CC_FAILED_NICS`` names the host of a NIC, `Communicator.exclude` one rank of the host. A NIC
+given by name is excluded for all ranks of the host that use it. A NIC given by the number of a rail
+is excluded for all ranks of the host (``R2CC_FAILED_NICS``) or for the given rank only
+(`Communicator.exclude`).
 
-All functions are pure. Their argument, the `PeerInfo` of all ranks, is equal on all ranks, and
-therefore the results are too.
+All functions are pure. The `PeerInfo` of all ranks, which `declared` and `ports_of` read, is equal
+on all ranks, so all ranks get the same results.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def declared(peers: Sequence[PeerInfo]) -> Declared:
 def ports_of(
     peers: Sequence[PeerInfo], rank: SupportsIndex, nic: str | SupportsIndex
 ) -> tuple[Port, ...]:
-    """Return the ports that a NIC of the node of `rank` serves.
+    """Return the ports that a NIC on the host of `rank` serves.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def ports_of(
         One per rank.
     rank : int
     nic : str or int
-        Name of a NIC, whose ports of all ranks of the node are returned; or number of a rail, of
+        Name of a NIC, whose ports of all ranks of the host are returned; or number of a rail, of
         which only the port of `rank` is returned.
 
     Raises

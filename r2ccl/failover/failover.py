@@ -368,7 +368,9 @@ class Failover:
             self.agreement.on_message(peer, message)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
-        """End the communicator because the control plane lost `peer`, unless `peer` was leaving.
+        """End the communicator because the control plane lost `peer`; see `Revocation.spares`.
+
+        Do nothing if that method returns True: the loss is then no error.
 
         Parameters
         ----------
@@ -564,7 +566,7 @@ class Failover:
         agreement.report_bandwidth(balance.weights, balance.toward)
 
     def _on_verdict(self, verdict: Verdict) -> None:
-        """Report the NIC that a verdict names as failed to the health agreement.
+        """Report to the health agreement the NIC that a verdict names as failed.
 
         A peer's port is reported only if the verdict rests on probes. Otherwise the verdict repeats
         the peer's own evidence, and the peer reports its port itself.

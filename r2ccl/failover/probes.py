@@ -1,7 +1,8 @@
 """Probes of ports, and detection of paths that make no progress.
 
 A TCP rail is probed without preparation. An RDMA rail needs a connection for each `ProbeKey`. This
-connection is made once the paths are up, and again after an unanswered probe, which breaks it.
+connection is begun once the paths are up or the time for connecting them is over, and made again
+after an unanswered probe, which breaks it.
 
 Not thread-safe. Invariant: every caller of `Probes.ask` gets exactly one result.
 """

@@ -208,7 +208,7 @@ class Revocation:
         self._announce(Leaving.of([self._rank]))
 
     def tell_why(self) -> None:
-        """Send the reason for which the communicator has ended, if it has, on all its sessions.
+        """Send the reason why the communicator has ended, if it has, on all sessions of this rank.
 
         Each rank calls this before it closes its control sessions. Otherwise its `Goodbye` could
         reach a peer before the `Revoke` of another rank, and the peer would report a wrong reason.

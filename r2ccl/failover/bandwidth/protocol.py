@@ -64,8 +64,8 @@ _SETTLE_S = 0.5
 _LEVEL_NSPELLS = 16
 _LEVEL_QUANTILE = 0.75
 _WHOLE_LEVEL = 0.7
-#: Active time without a train of a rail after which the rail's estimate begins to rise. The
-#: estimate doubles with each further period of this length.
+#: Active time without a train that does not raise the estimate of a rail. The estimate doubles with
+#: each further period of this length; see `Balance.estimates`.
 _FRESH_S = 2.0
 
 
@@ -184,11 +184,12 @@ class Balance:
         return found
 
     def estimates(self, now: float) -> dict[int, float | None]:
-        """Return the rate of each rail as a multiple of the median of the rails of highest weight.
+        """Return the rate of each rail as a multiple of the median rate of those of highest weight.
 
-        None means that the rate is not known. If a rail had no train for more than `_FRESH_S` of
-        active time, its last estimate doubles with every further `_FRESH_S`, at most to the
-        estimate of the best rail: it then gets work, without which it cannot be measured.
+        None means that the rate is not known. If no spell of the last `_MEMORY_S` of active time
+        compares a rail, its last estimate is used, doubled for every `_FRESH_S` of active time
+        since its last train except the first, at most the estimate of the best rail. So the rail
+        gets work, without which it cannot be measured.
         """
         active_s = self.active_s(now)
         self._forget(active_s)
@@ -243,7 +244,7 @@ class Balance:
         return bool(settled)
 
     def _record(self, rail: int, train: Train, active_s: float) -> None:
-        """Divide the bytes and busy time of a train, which ends now, over the spells it spans."""
+        """Divide the bytes and busy time of a train over the spells it spans, as if ending now."""
         begun_s = active_s - train.length_s
         first = max(int(begun_s / _SPELL_S), int((active_s - _MEMORY_S) / _SPELL_S), 0)
         for number in range(first, int(active_s / _SPELL_S) + 1):

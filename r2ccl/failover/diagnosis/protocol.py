@@ -163,7 +163,7 @@ class PathDiagnosis:
         return self._ask([self._direct], now)
 
     def on_cause(self, now: float, cause: str, *, is_own: bool) -> None:
-        """Add `cause`, evidence of a failure (``STATUS: detail``), that arrived after `begin`.
+        """Add `cause`, which `begin` was not given: evidence of a failure (``STATUS: detail``).
 
         A port that reports itself down gives, or revises, the verdict. Other evidence turns a
         suspicion into a failure, and is ignored once there is a verdict.

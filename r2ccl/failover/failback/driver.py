@@ -9,7 +9,7 @@ excluded at either end is neither probed nor connected; it stays in quarantine u
 ends.
 
 Only one thread may use a `Failback` at a time; any thread may call `held`. Invariant: at the lower
-rank, a path is in quarantine, being fenced or connected, or in use.
+rank, a path is in quarantine, being fenced or connected, in use, or closed because it was idle.
 """
 
 from __future__ import annotations

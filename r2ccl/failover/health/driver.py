@@ -262,7 +262,7 @@ class HealthAgreement:
         self._event(lambda: self._agreement.on_message(self._clock(), peer, message))
 
     def tick(self, now: float) -> None:
-        """Begin a postponed round if it is due; warn if the current round takes too long.
+        """Begin a postponed round if it is due; log a message if the current round takes too long.
 
         `now` is a clock reading in seconds.
         """

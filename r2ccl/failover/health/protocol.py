@@ -46,7 +46,7 @@ and up to the limit of the promise otherwise.
 Why the agreement makes progress
 --------------------------------
 The thread that runs a rank's data loop answers a Prepare even during a collective, so a round
-waits for no collective. A rank that does not answer is reported to the user (`Late`). A dead rank
+waits for no collective. A rank that does not answer is named in the log (`Late`). A dead rank
 ends the communicator and with it the agreement (`peer_lost`).
 
 W is at least 1. A rank that has not begun the collective which the others run can therefore begin
@@ -111,7 +111,7 @@ class HealthAgreed(msgspec.Struct, frozen=True):
 
 
 class Late(msgspec.Struct, frozen=True):
-    """Action: warn the user that the round for `version` has waited too long for `ranks`."""
+    """Action: log that the round for `version` has waited too long for `ranks`."""
 
     version: int
     ranks: tuple[int, ...]

@@ -92,7 +92,7 @@ class AgreementLimits(msgspec.Struct, frozen=True, kw_only=True):
     rest_s : float
         Shortest time from a commit to the next round, in seconds.
     late_s : float
-        Duration of a round after which a warning is logged, and again after each further `late_s`.
+        Duration of a round after which a message is logged, and again after each further `late_s`.
         The default is well above the time for which a call holds the interpreter lock.
 
     Raises

@@ -71,8 +71,8 @@ class Health(msgspec.Struct, frozen=True):
     InvalidArgument
         If the table is empty or incomplete, a share exceeds `WHOLE`, the version is negative, or an
         excluded rail does not exist or its share is not 0. For a table in a message, msgspec raises
-        `ValidationError` instead. Also raised by every method for a rank or rail that does not
-        exist.
+        `ValidationError` instead. Also raised by every method except `excluded_rails` for a rank or
+        rail that does not exist.
     """
 
     version: int

@@ -3,8 +3,8 @@
 A way is either a connection between ports of different rails (*cross way*), or one through a third
 rank that forwards. The lower rank dials when no path to the peer on a home rail is up. It gives the
 control plane a list of ways; the first way that works becomes the bypass. On a fabric where all
-NICs reach each other, a cross way works before a third rank is asked. A bypass that fails is
-fenced, and its slices are replayed, as for any other path. Each round of the search begins with
+NICs reach each other, a cross way usually works before a third rank is asked. A bypass that fails
+is fenced, and its slices are replayed, as for any other path. Each round of the search begins with
 different ways. The higher rank always accepts a bypass.
 
 If the path to the peer on a TCP rail that is a last resort is up, only cross ways are tried, and
@@ -127,8 +127,8 @@ class Bypasses:
 
         No round is due at the higher rank of the pair, while a path on a home rail is up or the
         bypass is not down, or before the time that `connecting`, `lost` or the previous round has
-        set. While a path on a last resort is up, at most one round is due; none if the home rails
-        are RDMA rails.
+        set. While a path on another TCP rail is up, at most one round is due; none if the home
+        rails are RDMA rails.
 
         Returns
         -------
@@ -159,7 +159,10 @@ class Bypasses:
         return any(self._paths[PathKey(peer, rail)].state is PathState.UP for rail in rails)
 
     def _ways(self, peer: int, nrounds: int, *, with_forwarders: bool) -> list[BypassWay]:
-        """Return ways to `peer`, alternating between the two kinds; likeliest first in each."""
+        """Return ways to `peer`, alternating between the two kinds.
+
+        Within each kind, the likeliest come first; later rounds begin at another place in the list.
+        """
         cross: list[BypassWay] = [] if self._fabric == "rail" else self._cross_ways(peer, nrounds)
         others: list[BypassWay] = []
         if with_forwarders and self._fabric != "full":

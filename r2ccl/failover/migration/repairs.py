@@ -90,9 +90,9 @@ class RepairLog:
             repair.fenced_s = now
 
     def awaits(self, key: PathKey, received: dict[int, int]) -> None:
-        """Store the number of the first slice that is missing after the fence of path `key`.
+        """Store which slice is the first that each channel misses after the fence of path `key`.
 
-        `received` has this number for each channel on which a slice is expected.
+        `received` has the number of this slice for each channel on which a slice is expected.
         """
         self._awaited[key] = received
 
