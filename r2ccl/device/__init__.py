@@ -2,7 +2,7 @@
 
 `base` defines the interface, `driver` implements it with the CUDA driver, and `views` represents
 device memory as buffers for transports. `r2ccl.testing.fakedevice` implements the interface without
-a GPU and fails if two accesses to the same memory are not ordered.
+a GPU and raises an error if a write is not ordered with another access to the same memory.
 
 Invariant: enqueuing work never waits for the GPU. Allocating, freeing, mapping and loading may
 wait.

@@ -2,14 +2,16 @@
 
 Work is enqueued on *streams*. Work on one stream runs in the order it was enqueued; work on two
 streams runs in any order unless an *event* orders it. The host may rely on the effects of work only
-after `is_done` returned True for an event recorded after that work. In the other direction, a
-stream can wait until the host, or a stream of another process, writes a word in pinned memory.
+after `is_done` or `synchronize` returned True for an event recorded after that work. In the other
+direction, a stream can wait until the host, or a stream of another process, writes a word in pinned
+memory.
 
 Addresses are integers. Callers must not allocate memory, create streams or load kernels while a
 collective is in progress, because these calls may wait for all work of the device.
 
 Invariants: a call that the device cannot execute raises `TransportError`; if the driver refused the
-call, ``status`` is the driver's name of the error. Any thread may make any call.
+call, the ``status`` of the exception is the driver's name of the error. Any thread may make any
+call.
 
 References
 ----------
@@ -131,7 +133,7 @@ class Device(Protocol):
         ...
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """Return the IPC handle of the allocation that contains `address`, and the offset in it.
+        """Return the IPC handle of an allocation, and the offset of `address` in that allocation.
 
         Another process on this machine passes the handle, 64 bytes, to `map`.
 
@@ -244,11 +246,11 @@ class Device(Protocol):
     def exchange_words(
         self, stream: Stream, value: int, written: tuple[int, ...], awaited: tuple[int, ...]
     ) -> None:
-        """Enqueue writes of `value` to 32-bit words, then make `stream` wait until others reach it.
+        """Enqueue writes of `value` to words, then make `stream` wait until other words reach it.
 
         This is `write_word` for each address in `written`, then `wait_word` for each in `awaited`.
-        A device may keep prepared operations per pair of tuples, so pass the same tuples again and
-        again.
+        A device may keep the operations that it prepared for a pair of tuples, so a later call with
+        equal tuples may cost less.
         """
         ...
 
@@ -286,7 +288,7 @@ class Device(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for the streams that this object created, then free all its resources."""
+        """Wait for the streams and events that this object created, then free all its resources."""
         ...
 
 

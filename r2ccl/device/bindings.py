@@ -1,7 +1,7 @@
 """Calls CUDA driver functions by name, through NVIDIA's ``cuda.bindings``.
 
-No other module imports ``cuda.bindings``. The import happens when a `Cuda` object is created, so
-this library can be imported on a machine without the package or a GPU.
+No other module imports ``cuda.bindings.driver``. The import happens when a `Cuda` object is
+created, so this library can be imported on a machine without the package or a GPU.
 
 Invariant: a call that fails raises `TransportError`. Its ``status`` is ``NO_CUDA`` if the bindings,
 the driver or a GPU are missing, otherwise the driver's name of the error.

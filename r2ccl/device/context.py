@@ -8,8 +8,8 @@ not, the call pushes the context and pops it afterwards, so every thread keeps i
 context, from which the CUDA runtime derives the thread's device. A thread that makes many calls
 enters `PrimaryContext.current` once around them; calls inside do not check.
 
-Invariant: a resource created here stays registered until it is freed, so `close` frees all of them
-and none that another library created.
+Invariant: a resource created here stays registered until `PrimaryContext.end` is called for it, so
+`close` frees all others, and none that another library created.
 """
 
 from __future__ import annotations
@@ -137,6 +137,8 @@ class PrimaryContext:
 
         Raises
         ------
+        InternalError
+            If one of the two contexts is closed.
         TransportError
             If the driver refuses; status ``CUDA_ERROR_TOO_MANY_PEERS``, for example.
         """

@@ -54,8 +54,8 @@ _MOST_BATCHES = 64
 class _Batch(NamedTuple):
     """Prepared operations on words for one driver call.
 
-    ``words`` has the structs in ``operations`` whose field ``value`` each call sets. Hold ``lock``
-    from then until the driver call has returned.
+    ``words`` are the structs in ``operations`` that hold the values. Hold ``lock`` while setting
+    these values and during the driver call.
     """
 
     operations: list[Any]
@@ -232,8 +232,9 @@ class CudaDevice:
             If `peer` is not a `CudaDevice`.
         TransportError
             If the machine has no path between the two GPUs (status ``NO_PEER_ACCESS``), if this GPU
-            may miss NIC writes to the memory of `peer` (``NO_FLUSH``), or if the driver refuses,
-            with its status: ``CUDA_ERROR_TOO_MANY_PEERS``, for example.
+            may miss NIC writes to the memory of `peer` and the driver supports no flush
+            (``NO_FLUSH``), or if the driver refuses, with its status:
+            ``CUDA_ERROR_TOO_MANY_PEERS``, for example.
         """
         if peer.uuid == self._uuid:
             return
@@ -315,7 +316,7 @@ class CudaDevice:
     def buffer_id(self, address: int) -> int:
         """Implement `Device.buffer_id`.
 
-        The driver reports memory that was freed as an invalid value.
+        For the address of freed memory, the driver reports an invalid value; the result is then 0.
         """
         try:
             return int(self._cuda.pointer_attribute("BUFFER_ID", address))
@@ -342,10 +343,10 @@ class CudaDevice:
     def make_stream(self, *, waits: bool = False) -> Stream:
         """Implement `Device.make_stream`.
 
-        The stream has the highest priority, so the caller's kernels do not delay it. A stream with
-        `waits` has the next lower priority, if there is one. It then shares no hardware queue
-        (CUDA_DEVICE_MAX_CONNECTIONS) with the others, because all streams in a queue have the same
-        priority.
+        Without `waits`, the stream has the highest priority, so the GPU prefers its kernels to the
+        caller's. With `waits`, it has the next lower priority, if there is one. It then shares no
+        hardware queue (CUDA_DEVICE_MAX_CONNECTIONS) with the streams without `waits`, because all
+        streams in a queue have the same priority.
         """
         lowest, highest = self._call("cuCtxGetStreamPriorityRange")
         priority = min(highest + waits, lowest)  # the highest is the least number

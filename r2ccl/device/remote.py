@@ -56,9 +56,9 @@ class RemoteWrites:
         return self._ordering < (_ALL_DEVICES if self._are_for_all else _OWNER)
 
     def share(self) -> None:
-        """Guarantee the order for all GPUs of the process, because they read the memory too.
+        """Make `are_reordered` and `flush` consider all GPUs of the process from now on.
 
-        From now on, `are_reordered` and `flush` consider all GPUs.
+        Call it if other GPUs may read the memory too.
 
         Raises
         ------

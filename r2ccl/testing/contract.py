@@ -229,7 +229,7 @@ def check_eager(bench: Bench) -> None:
 
 
 def check_cleared(bench: Bench) -> None:
-    """Check that cleared slices of 1 byte to 1 MiB land in the region announced for them."""
+    """Check that cleared slices of 1 byte to over 1 MiB land in the region announced for them."""
     pair = JoinedPair(bench)
     for seq, nbytes in enumerate((1, 65, 4096, (1 << 20) + 3)):
         region = bytearray(nbytes)

@@ -6,10 +6,11 @@ NICs of a `FakeFabric` reach each other. The fake implements the part of verbs t
 reliable queue pairs, RDMA writes with and without immediate data, flushed requests, and one
 completion queue per device.
 
-A write is carried out when it is posted, but stays in flight while a port on its way is mute or the
-remote queue pair is not in RTR or RTS. A queue pair that goes to ERR completes every request in
-flight, including unsignaled ones. A completion that does not fit into the completion queue is lost,
-and the device reports CQ_ERR (InfiniBand specification, volume 1, 10.8.2 and 11.6.3).
+A write is carried out when it is posted. If a port on its way is mute or one of the two queue pairs
+is not ready, the write stays in flight, and a later post carries it out. A queue pair that goes to
+ERR completes every request in flight, including unsignaled ones. A completion that does not fit
+into the completion queue is lost, and the device reports CQ_ERR (InfiniBand specification, volume
+1, 10.8.2 and 11.6.3).
 """
 
 from __future__ import annotations
@@ -329,7 +330,7 @@ class FakeQueuePair:
     def post_send(self, request: FakeRequest) -> None:
         """Post a write, and carry it out at once unless it must stay in flight.
 
-        It stays in flight if a port on its way is mute, this queue pair is not in RTS, or the
+        It stays in flight if a port on its way is mute, this queue pair is not yet in RTS, or the
         remote one is not in RTR or RTS; a later post then carries it out, once nothing prevents
         this. If this queue pair is in ERR, the write completes as flushed.
 

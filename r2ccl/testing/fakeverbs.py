@@ -2,8 +2,8 @@
 
 The structs and the function table are in NumPy memory with libibverbs' layout; the caller supplies
 the addresses of the functions. `r2ccl.transport.verbs.fastpath` (the compiled path) reads these
-structs and calls the functions of the table directly. With the fake it can be tested without a
-device and without pyverbs; `rates` measures its cost.
+structs and calls the functions of the table directly. With the fake, the compiled path can be
+tested without a device and without pyverbs; `rates` measures the cost of the compiled path.
 
 The memory of the structs is freed together with their `FakeNic`.
 """

@@ -143,13 +143,13 @@ class FaultPlan:
     def assert_all_fired(self) -> None:
         """Raise AssertionError if `pending` faults are left; the message names them.
 
-        A fault with `at_op` does not fire if the run or that collective ends before `at_step`.
+        A fault with `at_op` does not fire if the run or collective `at_op` ends before `at_step`.
         """
         pending = self.pending()
         if pending:
             raise AssertionError(
-                f"{len(pending)} of {len(self.faults)} fault(s) did not fire, because the run or "
-                f"the collective ended first: {'; '.join(map(str, pending))}"
+                f"{len(pending)} of {len(self.faults)} fault(s) did not fire; check that the "
+                f"run reaches their times, collectives and slices: {'; '.join(map(str, pending))}"
             )
 
     def __enter__(self) -> Self:
@@ -240,8 +240,8 @@ def reporter_from_env(
     Raises
     ------
     InvalidArgument
-        If the plan cannot be read, or ``RANK`` is missing or not a number. Without
-        ``R2CC_FAULT_SOCKET`` also if `apply` is None or a fault of the plan has `at_s`.
+        If the plan cannot be read or is malformed, or if ``RANK`` is missing or not a number.
+        Without ``R2CC_FAULT_SOCKET`` also if `apply` is None or a fault of the plan has `at_s`.
     """
     path = env.get("R2CC_FAULT_PLAN")
     if not path:

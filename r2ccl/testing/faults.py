@@ -1,7 +1,7 @@
 """Faults as values, each with an action, a target and a trigger.
 
-`Fault` validates its own fields on construction. `check_fits` also checks that its node, rail and
-rank exist in a lab.
+`Fault` validates its own fields on construction. `check_fits` checks that the nodes, rail and rank
+of a fault exist in a lab.
 """
 
 from __future__ import annotations

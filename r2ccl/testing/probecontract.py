@@ -106,7 +106,7 @@ def check_probes_disturb_nothing(bench: Bench) -> None:
 
 
 def check_probe_of_what_is_not_there(bench: Bench) -> None:
-    """Check that the outcome is None, and no error, if the probed rail or rank does not exist."""
+    """Check that a probe has outcome None, and no error, if the peer or a rail does not exist."""
     bench.join_probes()
     for key in (ProbeKey(1, 7, 7), ProbeKey(1, 0, 7), ProbeKey(1, -1, -1), ProbeKey(5, 0, 0)):
         assert ask(bench, key).is_answered is None

@@ -1,4 +1,4 @@
-"""Search for operating system programs, and the Debian packages that provide them.
+"""Search for programs of the operating system; names of the Debian packages that provide them.
 
 On Debian an ordinary user's PATH lacks the sbin folders, which hold ``tc``. Such a user can still
 run ``tc``, so the search includes these folders.

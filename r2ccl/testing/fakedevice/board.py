@@ -144,7 +144,7 @@ class Board:
             return self._hosts[name]
 
     def leave(self, name: str, card: int) -> None:
-        """Close a card for a process, whose name may then open it again."""
+        """Close a card for a process; another process of this name may then open the card."""
         self._names.remove((card, name))
 
     def add_stream(
@@ -227,7 +227,7 @@ class Board:
                 word.note(self._known_around(word.piece))
 
     def _known_around(self, piece: MemoryPiece) -> Clock:
-        """Return the joined clocks of all hosts that can write to `piece`."""
+        """Return the joined clocks of all hosts that can write to `piece`; begin a step of each."""
         known: Clock = {}
         for place in self.space.sharing(piece):
             join(known, self._hosts[place.span.owner].release())
@@ -392,7 +392,7 @@ class Board:
                 )
 
     def learn_all(self, host: Host, card: int) -> None:
-        """Add the clocks of all streams of a card to that of a host that waited for the device."""
+        """Merge the clocks of a card's streams into that of a host that waited for the card."""
         for stream in self._streams:
             if stream.card == card:
                 join(host.clock, stream.clock)

@@ -57,8 +57,8 @@ class FakeDevice(FakeProcess):
         that the work using it is over. If False, the call waits for the work, as the driver does,
         but for at most `timeout_s`.
     timeout_s : float
-        Longest time in seconds that `close` waits for work, and, unless `is_strict`, a call that
-        frees a resource.
+        Longest time in seconds that `close` waits for work. Unless `is_strict`, also the longest
+        time that any other call waits for work before it frees a resource.
 
     Attributes
     ----------
@@ -76,8 +76,8 @@ class FakeDevice(FakeProcess):
     StillInUse
         By every method that frees a resource, if work that uses it may be in progress.
     WouldHang
-        By every method that enqueues work, and with ``FakeGpu.is_serial`` by those that manage
-        memory, if it waits longer than ``FakeGpu.patience_s``.
+        By every method that enqueues work, and with ``FakeGpu.is_serial`` also by those that manage
+        memory or load kernels, if the method waits longer than ``FakeGpu.patience_s``.
     TransportError
         By the methods in `refusals`, and for a call that the driver refuses and the library
         handles, such as `map` of an unknown handle.

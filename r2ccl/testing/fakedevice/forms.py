@@ -109,7 +109,7 @@ def combine(form: Form, sources: Sequence[Array], factor: float, nranks: int) ->
 
 
 def _scaled(operand: Array, factor: float) -> Array:
-    """Return the product in the operand's precision; multiply narrow floats in float32 first."""
+    """Return the product in the operand's dtype, computed at least in the precision of float32."""
     real = np.float64 if operand.real.dtype == np.float64 else np.float32
     is_complex = operand.dtype.kind == "c"
     parts = operand.view(real) if is_complex else operand.astype(real)

@@ -27,7 +27,8 @@ class FakeGpu:
     are_hosts_one : bool
         If True, each process immediately knows what any process knows. Use True if processes notify
         each other in ways that the fake cannot see, such as a control connection. If False, a
-        process knows of the steps of other processes only by `FakeDevice.tell` and `hear`.
+        process learns of the steps of other processes only by `FakeDevice.tell` and `hear`, or from
+        its own work that waited for their words.
     uuid, bus_id : bytes and str, optional
         Identifiers as in `Device`; by default made from the card's number.
     capability : tuple of int
@@ -47,7 +48,8 @@ class FakeGpu:
         CUDA_LAUNCH_BLOCKING=1 and under some profilers.
     is_serial : bool
         True if calls that manage memory or load kernels wait for all work of their process. The
-        driver does not say which of them do. Other threads can enqueue work in the meantime.
+        driver's documentation does not say which of these calls wait. Other threads can enqueue
+        work during the wait.
     patience_s : float
         Longest time in seconds of a wait caused by `queue_limit`, `is_blocking` or `is_serial`; the
         call then raises `WouldHang`.

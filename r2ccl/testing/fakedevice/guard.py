@@ -38,13 +38,13 @@ class Guard:
         return bool(self._sources or self._targets)
 
     def take(self, others: Iterable[FakeOperation]) -> None:
-        """Guard the operation's pinned memory, except what `others` still use.
+        """Guard the pinned sources that no other operation writes, and targets that none uses.
 
         Parameters
         ----------
         others : iterable of FakeOperation
-            Operations that may run earlier: they have not run, and are not behind the guarded
-            operation in its stream.
+            The other operations that count: they may run earlier, because they have not run and are
+            not behind the guarded operation in its stream.
         """
         others = tuple(others)
         for piece in tuple(self._sources):

@@ -1,8 +1,8 @@
 """Memory of the fake GPU: address ranges, the processes that may use them, and their bytes.
 
 Addresses of device memory are invalid for the host's CPU and never reused. Pinned memory that the
-fake allocates has the same address for host and GPU. Memory pinned later gets another address for
-the GPU, so that confusing the two is detected.
+fake allocates has the same address for host and GPU. Existing host memory that is pinned gets
+another address for the GPU, so that confusing the two addresses is detected.
 
 Each byte has one `Shadow` and one position in it, which do not depend on the process, the address
 or the mapping of a shared file through which the byte is accessed.
@@ -275,7 +275,7 @@ class AddressSpace:
             raise Misuse.of(f"{owner} has not mapped {span}")
         if span.card not in cards and not span.is_host:
             raise Misuse.of(
-                f"{span} is memory of a GPU that this one cannot reach without a call of `reach`"
+                f"{span} is memory of another GPU: call `reach` for that GPU's device first"
             )
         if nbytes < 0 or address + nbytes > span.address + span.nbytes:
             raise Misuse.of(f"{nbytes} bytes at {address:#x} reach beyond {span}")
@@ -306,7 +306,7 @@ class AddressSpace:
         return sorted(found, key=lambda span: -span.number)
 
     def sharing(self, piece: MemoryPiece) -> list[MemoryPiece]:
-        """Return the same bytes as pieces of every span that contains them."""
+        """Return the bytes of `piece` as a piece of each span that contains all of them."""
         return [
             MemoryPiece(span, piece.position - span.position, piece.nbytes)
             for span in self._spans

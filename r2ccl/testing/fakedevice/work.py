@@ -65,9 +65,9 @@ class Word:
         return _is_at_least(self._written[-1][0], value)
 
     def learn(self, clock: Clock, value: int) -> None:
-        """Merge into `clock` the clock of the first writer of `value` or more.
+        """Merge into `clock` the clock of the writer that first wrote `value` or more.
 
-        A wait for `value` is ordered after this write.
+        The wait for `value` to which `clock` belongs is then ordered after that write.
         """
         join(clock, next(known for found, known in self._written if _is_at_least(found, value)))
 
@@ -161,7 +161,7 @@ class Record(FakeOperation):
     stamp: Stamp | None = None
 
     def run(self, stamp: Stamp, clock: Clock) -> None:
-        """Keep the stream's clock, to order those that wait for the event after this work."""
+        """Keep the stream's clock, for `WaitForRecord` and for hosts that see the event done."""
         self.clock = dict(clock)
         self.stamp = stamp
 

@@ -59,7 +59,7 @@ class LabShape(msgspec.Struct, frozen=True, kw_only=True):
     latency : str
         Longest time a packet may wait in a NIC's queue, such as ``5ms``; it is also the longest
         delay that a busy NIC adds. A queue holds at least 128 KiB, two segments of 64 KiB, because
-        with less TCP stalls.
+        TCP stalls with a shorter queue.
     buffer : str
         Longest time a packet may wait in the queue of a switch port, such as ``20ms``. By default
         it is longer than `latency`, because several nodes send to one port at once, and real

@@ -1,8 +1,8 @@
 """Injector of faults into the NICs and ranks of a lab.
 
 The injector applies a fault at once. The driver's thread undoes it after `duration_s`, and sets the
-NIC of a flap up and down. A lock serialises all these changes, so that no other fault changes a NIC
-between the two times of a `Firing`.
+NIC of a flap up and down. A lock serialises all changes of NICs, so that no other fault changes a
+NIC between the two times of a `Firing`.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Lab:
         Raises
         ------
         LabError
-            If the namespaces are not removed in time.
+            If a process of the job does not end, or the namespaces are not removed in time.
         """
         self._stack.close()
 
@@ -195,7 +195,8 @@ class Lab:
         Raises
         ------
         InvalidArgument
-            If the plan does not fit the lab or faults of it have fired before, or a job is running.
+            If the plan does not fit the lab, if some of its faults have fired before, or if a job
+            is running.
         LabError
             If a fault could not be applied or undone. It is raised after all ranks have ended, and
             their results are lost.

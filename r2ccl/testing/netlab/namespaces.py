@@ -3,7 +3,7 @@
 The namespaces of a set are named ``r2cc-<pid>-<start time>-<random>-<part>``, after the process
 that owns the set. A guard process, connected to the owner by a pipe, deletes them when the owner
 closes the set or dies. If the guard is killed too, the next `NamespaceSet` or `clean` deletes them.
-Namespaces with other names, or whose owner is alive, are never removed.
+Neither removes namespaces with other names, nor those of an owner that is alive.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _GUARD = "read -r _\n" + _REMOVE
 
 
 class LabError(R2cclError):
-    """Error raised when a lab cannot be built or run; it names the failed command and the cause."""
+    """Error raised when a lab cannot be built or run; the message says what failed and why."""
 
 
 class NamespaceSet:

@@ -203,7 +203,7 @@ class NicFaults:
             self._sockets[self._nodes[node]].transact(netlink.RTM_DELNEIGH, body)
 
     def _lose_neighbour(self, node: int, peer: int, rail: int | None) -> None:
-        """Direct the packets of `node` to `peer` on a rail to an address that the switch drops."""
+        """Make `node` send packets for `peer` on a rail to a MAC address that the switch drops."""
         body = self._neighbour(peer, rail) + netlink.attribute(netlink.NDA_LLADDR, _NOWHERE)
         flags = netlink.NLM_F_CREATE | netlink.NLM_F_REPLACE
         self._sockets[self._nodes[node]].transact(netlink.RTM_NEWNEIGH, body, flags=flags)

@@ -34,8 +34,8 @@ _PROBE_TIMEOUT_S = 30.0
 def unavailable_reason() -> str | None:
     """Return the reason why this process cannot build a lab; None if it can.
 
-    If this process is root, it builds the smallest lab, runs a program in it and removes it, to
-    test namespaces, veth, bridge, tbf and ``ip netns exec``.
+    If this process is root, the call builds the smallest lab, runs a program in the lab and removes
+    the lab, to test namespaces, veth, bridge, tbf and ``ip netns exec``.
     """
     if not sys.platform.startswith("linux"):
         return f"netlab needs Linux network namespaces; this is {sys.platform}"

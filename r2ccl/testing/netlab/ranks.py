@@ -115,9 +115,14 @@ class LabJob:
         return self._watch(timeout_s, sink)
 
     def close(self) -> None:
-        """End the ranks that still run by SIGTERM, then SIGKILL, and close their pipes.
+        """End the ranks that still run by SIGTERM, then SIGKILL, and close the pipes of all ranks.
 
         A second call does nothing.
+
+        Raises
+        ------
+        LabError
+            If a process does not end in time after SIGKILL.
         """
         if self._is_closed:
             return

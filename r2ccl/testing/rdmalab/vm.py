@@ -139,16 +139,16 @@ def run(
     Raises
     ------
     RdmaLabError
-        If a requirement is missing, the machine does not boot or ends before the command, the time
-        limit passes before the command starts, the devices cannot be made, or the machine does not
-        share a directory that the run needs.
+        If a requirement is missing, KVM is requested and cannot be used, the machine does not share
+        a directory that the run needs, the machine does not boot, the devices cannot be made, the
+        time limit passes before the command starts, or the machine ends while the command runs.
     """
     reason = unavailable_reason()
     if reason is not None:
         raise RdmaLabError(reason)
     machine = machine or VirtualMachine()
     if machine.is_kvm and not os.access("/dev/kvm", os.R_OK | os.W_OK):
-        raise RdmaLabError("KVM was requested, but /dev/kvm cannot be opened; run without --kvm")
+        raise RdmaLabError("KVM was requested, but /dev/kvm cannot be opened: run without KVM")
     for path in (Path.cwd(), Path(tempfile.gettempdir()), *([report] if report else [])):
         _check_shared(path)
     values = {**os.environ, **shape.environment(), **(environment or {})}
@@ -271,8 +271,8 @@ def _result(private: Path, is_timed_out: bool, timeout_s: float, total_s: float)
         )
     if status is None and not is_timed_out:
         raise RdmaLabError(
-            "the virtual machine ended before the command: a kernel panic, or no memory left; "
-            "see the output above, or try more memory"
+            "the virtual machine ended before its command had finished, perhaps by a kernel panic "
+            "or for lack of memory: see the output above, or try more memory"
         )
     # timeout(1) uses status 124 as well.
     return VmResult(

@@ -199,8 +199,8 @@ class SimNetwork:
     def fail(self, end: End, status: str, detail: str) -> None:
         """Report the failure of `end` to its transport, once, with the fields of a `Failed`.
 
-        If no transport has opened `end` yet, the transport that opens it gets the report. Do
-        nothing if `end` is being fenced or is fenced.
+        If no transport has opened `end` yet, the transport that opens `end` reports a failure with
+        status ``EOF`` instead. Do nothing if `end` is being fenced or is fenced.
         """
         if end.state is EndState.NEW:
             end.is_dead = True
@@ -226,7 +226,7 @@ class SimNetwork:
         self._starve(end)
 
     def _starve(self, end: End) -> None:
-        """Schedule the failure of a broken connection if a message on it is unacknowledged."""
+        """Let `end` fail after the retry time if a message that it sent is unacknowledged now."""
         if end.unacked and not end.is_starving:
             end.is_starving = True
             detail = "transport retry counter exceeded"
@@ -235,8 +235,8 @@ class SimNetwork:
     def _reset(self, end: End) -> None:
         """Handle at `end` that the other end was closed.
 
-        If the network `is_loud`, the end fails soon; otherwise only once a message to the other end
-        stays unacknowledged.
+        If the network `is_loud` and the wire is up, `end` fails soon; otherwise only once a message
+        that it sent stays unacknowledged.
         """
         if self.is_loud and end.wire.is_up:
             self.timeline.after(self.delay(), self.fail, end, "EOF", "the peer closed its end")

@@ -1,8 +1,9 @@
 """Workloads and failure plans of the simulator, as values for property tests.
 
-A `Workload`, a `FailurePlan` and a seed determine a run, event for event. A fault happens before
-event number ``at`` of the timeline. All numbers are integers, so that a property test can shrink
-them; times are in milliseconds (``ms`` in the name) or microseconds (``us``).
+A `Workload`, a `FailurePlan` and a seed determine a run, event for event. A fault that has an
+``at`` happens before event number ``at`` of the timeline. All numbers are integers, so that a
+property test can shrink them; times are in milliseconds (``ms`` in the name) or microseconds
+(``us``).
 """
 
 from __future__ import annotations

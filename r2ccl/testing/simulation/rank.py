@@ -249,7 +249,7 @@ class SimRank:
         self.submit(order, ((rank, rail),), self.on_answer)
 
     def on_answer(self, refusal: str) -> None:
-        """Append the answer to an order to `answers`; an empty `refusal`: the order is in force."""
+        """Append `refusal` to `answers`; an empty text means that the order is in force."""
         self.answers.append(refusal)
 
     def submit(self, fn: Callable[..., None], *args: Any) -> None:

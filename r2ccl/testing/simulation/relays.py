@@ -68,7 +68,7 @@ class CheckedRelay(Relay):
         return slot
 
     def collect(self) -> list[Slot]:
-        """Return the slots whose copies are done in every `nth_look`-th call, otherwise none."""
+        """Return no slots, except in every `nth_look`-th call: then those whose copies are done."""
         self._nlooks += 1
         return [] if self._nlooks % self._nth_look else super().collect()
 

@@ -203,7 +203,7 @@ class SimTransport(PreconnectedTransport):
         self._on_event()
 
     def lend(self, view: memoryview) -> memoryview:
-        """Return a copy of a payload; the poll after the one that returns it overwrites it."""
+        """Return a copy of a payload; one poll returns the copy, the next poll overwrites it."""
         return memoryview(bytearray(view))
 
     def _on_probed(self, key: ProbeKey, is_answered: bool) -> None:

@@ -258,7 +258,7 @@ def test_a_machine_that_does_not_boot_is_not_one_without_devices(
 
 @pytest.mark.usefixtures("bare")
 def test_a_machine_that_panics_under_the_command_is_not_a_result() -> None:
-    with pytest.raises(RdmaLabError, match="ended before the command"):
+    with pytest.raises(RdmaLabError, match="ended before its command"):
         run("kill -KILL $PPID")
 
 
