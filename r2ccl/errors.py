@@ -15,10 +15,24 @@ import errno
 import os
 import resource
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class R2cclError(Exception):
-    """Base class of all exceptions that r2ccl raises."""
+    """Base class of all exceptions that r2ccl raises.
+
+    They can be pickled; what is unpickled has the same message and attributes.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what `pickle` needs; it does not call the constructor of the class."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[R2cclError], args: tuple[Any, ...], state: dict[str, Any]) -> R2cclError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class InvalidArgument(R2cclError, ValueError):

@@ -162,9 +162,12 @@ def _factor_of(dtype: np.dtype[Any], factor: Any) -> Any:
     try:
         if kind in "iu":
             return dtype.type(operator.index(factor))
-        if kind == "f":
-            return (np.dtype(np.float32) if dtype.name in SMALL else dtype).type(float(factor))
-        return dtype.type(complex(factor))
+        given = float(factor) if kind == "f" else complex(factor)
+        with np.errstate(over="ignore"):
+            made = (np.dtype(np.float32) if dtype.name in SMALL else dtype).type(given)
+        if np.isfinite(given) and not np.isfinite(made):
+            raise OverflowError
+        return made
     except (TypeError, ValueError, OverflowError):
         allowed = {"i": "an integer", "u": "an integer", "f": "a real number"}.get(kind, "a number")
         raise InvalidArgument(

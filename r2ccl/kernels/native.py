@@ -23,6 +23,7 @@ import hashlib
 import importlib
 import logging
 import os
+import re
 import stat
 import tempfile
 import threading
@@ -40,6 +41,7 @@ from r2ccl.errors import TransportError
 _log = logging.getLogger(__name__)
 
 _LIBRARY = Path(__file__).resolve().parent.parent
+_IMPORT = re.compile(rb"^from (r2ccl[.\w]+) import ", re.MULTILINE)
 _CACHE_DIRECTORY_VARIABLE = "NUMBA_CACHE_DIR"
 
 
@@ -239,13 +241,21 @@ def _processor() -> str:
 def _sources(module: str) -> bytes:
     """Return a digest of the modules whose change makes the files of a maker in `module` unusable.
 
-    These are the modules of the packages of `module` and of this module.
+    These are the modules of the packages of `module` and of this module, and the modules of the
+    library that they import, because compiled code contains the values of imported constants.
     """
+    packages = {__package__, module.rpartition(".")[0]}
+    paths = {path for package in packages for path in _path_of(package).glob("*.py")}
+    imported = {name for path in paths for name in _IMPORT.findall(path.read_bytes())}
+    paths |= {path for name in imported if (path := _path_of(name.decode(), ".py")).exists()}
     digest = hashlib.sha256()
-    for package in sorted({__package__, module.rpartition(".")[0]}):
-        for path in sorted((_LIBRARY.parent / package.replace(".", "/")).glob("*.py")):
-            digest.update(path.read_bytes())
+    for path in sorted(paths):
+        digest.update(path.read_bytes())
     return digest.digest()
+
+
+def _path_of(module: str, suffix: str = "") -> Path:
+    return _LIBRARY.parent / (module.replace(".", "/") + suffix)
 
 
 @functools.cache

@@ -76,6 +76,8 @@ class LinkMonitor:
         self._clock = clock
         self._links: dict[int, tuple[str, bool]] = {}
         self._addresses: set[tuple[int, str]] = set()
+        #: Events found by a `read` that raised; the next one returns them.
+        self._found: list[LinkEvent] = []
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
         try:
             # Opened now because `read` may run in a thread of another network namespace.
@@ -117,11 +119,12 @@ class LinkMonitor:
         OSError
             If the monitor is closed, or a dump of the kernel's tables failed.
         """
-        events: list[LinkEvent] = []
+        events = self._found
         while True:
             try:
                 data = self._socket.recv(netlink.RECEIVE_NBYTES)
             except BlockingIOError:
+                self._found = []
                 return events
             except OSError as exc:
                 if exc.errno != errno.ENOBUFS:

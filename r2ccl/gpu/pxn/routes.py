@@ -157,12 +157,13 @@ class PxnRoutes:
         for each in self._opened:
             self._use(each.rail, None)
             with self._logging_failures(each.via):
-                if self._end(each, 0.0 if hanging else timeout_s):
+                limit_s = 0.0 if hanging else timeout_s
+                if self._end(each, limit_s):
                     continue
                 hanging.add(each.via)
                 _log.warning(
                     "rank %d: copies through the memory of GPU %s did not end within %g s, so the "
-                    "memory was not freed; end the process", self._rank, each.via, timeout_s,
+                    "memory was not freed; end the process", self._rank, each.via, limit_s,
                 )  # fmt: skip
         self._opened.clear()
         for via, peer in self._peers.items():

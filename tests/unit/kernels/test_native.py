@@ -122,6 +122,21 @@ def test_code_of_other_sources_is_made_again(cache: Path, monkeypatch: pytest.Mo
     assert result_in_new_process() == (str(RIGHT), "False")
 
 
+def test_modules_whose_constants_are_compiled_count_as_sources(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: set[str] = set()
+    read_bytes = Path.read_bytes
+
+    def reading(path: Path) -> bytes:
+        read.add(path.name)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", reading)
+    native._sources.__wrapped__("r2ccl.shm.one_message")
+    assert {"one_message.py", "native.py", "types.py"} <= read
+
+
 def test_a_file_that_others_can_write_is_not_loaded(
     cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,42 @@
+"""Exceptions as values: what is kept when they pass from one process to another."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from r2ccl.bootstrap.auth import HandshakeRejected
+from r2ccl.errors import (
+    CommunicatorRevoked,
+    NoHealthyRail,
+    NoQuorum,
+    PeerLost,
+    R2cclError,
+    ScheduleError,
+    TransportTimeout,
+)
+
+ERRORS = [
+    CommunicatorRevoked("closed", reason=TransportTimeout("late", rank=1, status="TIMEOUT")),
+    HandshakeRejected("wrong proof"),
+    NoHealthyRail(rank=0, peer=1, since_s=2.5, causes={0: "ENETDOWN", 1: "EOF"}),
+    NoQuorum(rank=0, nranks=4, alive=[0], gone={1: "gone", 2: "gone", 3: "silent"}),
+    PeerLost(rank=0, peer=3, last_heard_s=None, why="gone", host="n3", last_op=7),
+    ScheduleError("deadlock", rank=2, channel=0),
+    TransportTimeout("rank 1: late", rank=1, peer=2, rail=0, status="TIMEOUT"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_can_be_pickled_with_its_attributes(error: R2cclError) -> None:
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    state, expected = vars(found), vars(error)
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        is_error = isinstance(value, BaseException)
+        assert (repr(state[name]) if is_error else state[name]) == (
+            repr(value) if is_error else value
+        )
