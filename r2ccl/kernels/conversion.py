@@ -162,7 +162,7 @@ def _factor_of(dtype: np.dtype[Any], factor: Any) -> Any:
     try:
         if kind in "iu":
             return dtype.type(operator.index(factor))
-        given = float(factor) if kind == "f" else complex(factor)
+        given: Any = float(factor) if kind == "f" else complex(factor)
         with np.errstate(over="ignore"):
             made = (np.dtype(np.float32) if dtype.name in SMALL else dtype).type(given)
         if np.isfinite(given) and not np.isfinite(made):

@@ -160,6 +160,8 @@ def _fork(
         return started._replace(pid=pid)
     code = 1
     try:
+        # A job in the background of a shell that is not interactive ignores Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         null = os.open(os.devnull, os.O_RDONLY)
         for at, descriptor in enumerate((null, started.out, started.err)):
             os.dup2(descriptor, at)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import slow
 from support.schedules import float_results
 
 from r2ccl.algos import leaf_ring, packed_trees
@@ -39,8 +40,7 @@ def alone(part: BlendPart) -> Schedule:
     return blend("leaf_ring", [part], [Fraction(1)], [1])
 
 
-@settings(deadline=None, max_examples=60)
-@given(parts())
+@slow.given(15, 60, parts())
 def test_any_part_is_accepted_and_costs_what_it_says(part: BlendPart) -> None:
     schedule = alone(part)
     check(schedule)
@@ -62,8 +62,7 @@ def test_floats_agree_bit_for_bit_on_all_ranks_and_in_both_modes(part: BlendPart
     assert len(float_results(alone(part))) == 1
 
 
-@settings(deadline=None, max_examples=40)
-@given(bandwidths, st.integers(1, 9))
+@slow.given(10, 40, bandwidths, st.integers(1, 9))
 def test_any_bandwidths_are_accepted(of: list[int], nsegments: int) -> None:
     schedule = leaf_ring.allreduce(of, nsegments)
     check(schedule)

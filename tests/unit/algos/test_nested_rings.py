@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import slow
 from support.schedules import float_results
 
 from r2ccl.algos import nested_rings, packed_trees
@@ -19,8 +20,7 @@ from r2ccl.schedule.interpret import interpret
 bandwidths = st.lists(st.integers(1, 8), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=40)
-@given(bandwidths, st.integers(1, 3), st.integers(1, 2), st.randoms())
+@slow.given(15, 40, bandwidths, st.integers(1, 3), st.integers(1, 2), st.randoms())
 def test_any_bandwidths_are_accepted(
     of: list[int], nsegments: int, nchannels: int, order: object
 ) -> None:

@@ -6,8 +6,8 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import slow
 
 from r2ccl.algos import tree
 from r2ccl.algos.port_packing import PortTree, pack
@@ -45,8 +45,7 @@ def time_of(trees: list[PortTree], shares: Shares) -> Fraction:
     )
 
 
-@settings(max_examples=200, deadline=None)
-@given(ROWS)
+@slow.given(50, 200, ROWS)
 def test_every_tree_spans_over_ports_that_are_up(shares: list[list[int]]) -> None:
     if not is_joined(shares):
         with pytest.raises(InvalidArgument, match="rails do not connect node"):

@@ -444,7 +444,11 @@ def test_every_collective_is_measured(collectives: Any, tmp_path: Path) -> None:
     [
         (["-t", "2", "-c", "2", "-a", "3", "--collective", "alltoall"], {"nthreads": 2}),
         (["-m", "3", "-r", "1", "--collective", "scatterv"], {"ngrouped": 3, "root": 1}),
-        (["-z", "0", "-R", "1", "--collective", "reduce_scatter"], {"is_blocking": False}),
+        pytest.param(
+            ["-z", "0", "-R", "1", "--collective", "reduce_scatter"],
+            {"is_blocking": False},
+            marks=SLOW,
+        ),
         (["-d", "double", "-o", "max", "--collective", "scan"], {"dtype": "float64", "op": "max"}),
         pytest.param(["-m", "2", "--collective", "sendrecv"], {"ngrouped": 2}, marks=SLOW),
         pytest.param(

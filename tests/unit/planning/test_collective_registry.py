@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import slow
 
 from r2ccl.algos import packed_trees, tree
 from r2ccl.errors import InvalidArgument
@@ -40,8 +41,9 @@ def load(collective: Collective, rows: Rows) -> Fraction:
     return min(each.load for each in placed if each.has_way)
 
 
-@settings(deadline=None, max_examples=60)
-@given(
+@slow.given(
+    15,
+    60,
     st.lists(st.tuples(*[st.sampled_from([0, 3, WHOLE])] * 3).filter(any), min_size=2, max_size=7),
     st.sampled_from(COLLECTIVES),
     st.booleans(),

@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import slow
 from support.healths import health
 
 from r2ccl.algos import optcc
@@ -276,8 +277,9 @@ def test_an_unmeasured_network_gets_few_large_slices(nbytes: int, most: int) -> 
         assert -(-nbytes // chosen.slice_nbytes) <= most, collective
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.integers(0, WHOLE), min_size=12, max_size=12), st.sampled_from(ALGOS))
+@slow.given(
+    15, 50, st.lists(st.integers(0, WHOLE), min_size=12, max_size=12), st.sampled_from(ALGOS)
+)
 def test_every_health_gives_a_schedule_that_is_right(shares: list[int], algo: str) -> None:
     of = Health(1, 4, bytes(shares))
     first, again = (choose(8 * MIB, of, algo=algo) for _ in range(2))

@@ -52,7 +52,7 @@ def without_a_way(schedule: Schedule, rows: Rows, nodes: list[int]) -> list[tupl
 
 
 @given(
-    5,
+    3,
     60,
     st.lists(
         st.tuples(*[st.sampled_from([0, 0, 5, WHOLE])] * NRAILS).filter(any), min_size=2, max_size=7

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import slow
 
 from r2ccl.errors import ScheduleError
 from r2ccl.schedule.arrays import as_arrays
@@ -138,8 +139,7 @@ def random_programs(draw):
     return programs, nchunks
 
 
-@settings(max_examples=400, deadline=None)
-@given(random_programs())
+@slow.given(80, 400, random_programs())
 def test_deadlocks_are_found_exactly(drawn):
     programs, nchunks = drawn
     # A circle climbs at most once at each receive, so this many slices show any there is.

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import slow
 from support.machines.recorded import record, write
 
 from r2ccl.errors import InvalidArgument
@@ -451,7 +452,7 @@ def key(route: NicRoute) -> tuple[str, int, str, str | None]:
     return route.gpu, route.channel, route.port, route.via
 
 
-@given(hosts(), st.randoms(use_true_random=False))
+@slow.given(25, 100, hosts(), st.randoms(use_true_random=False))
 def test_every_process_of_a_host_gets_the_same_answer(
     machine: Machine, chance: random.Random
 ) -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import slow
 from support.machines.recorded import record
 
 from r2ccl.errors import InvalidArgument
@@ -233,7 +234,7 @@ def trees(draw: st.DrawFn) -> Machine:
     return Machine.of(nodes, pci, gpus, ports, links)
 
 
-@given(trees())
+@slow.given(25, 100, trees())
 def test_a_way_is_as_wide_as_its_links_and_the_same_both_ways(machine: Machine) -> None:
     graph = Graph(machine)
     ways = PathFinder(graph)

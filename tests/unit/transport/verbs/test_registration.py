@@ -764,5 +764,5 @@ class CacheMachine(RuleBasedStateMachine):
         assert not any(nic.open for nic in self.nics)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 test_any_sequence_of_calls = CacheMachine.TestCase
