@@ -205,7 +205,7 @@ class Branch:
     # -- parent -----------------------------------------------------------------------------
 
     async def _climb(self, own: PeerInfo, secret: Secret, address: wire.Address) -> None:
-        """Wait for the children's addresses, then send this part of the tree to the parent.
+        """Wait for the children's addresses; send the parent those of this part of the tree.
 
         A parent other than rank 0 answers with the addresses of all ranks: wait for this answer. If
         a child sends anything but addresses, send the parent nothing, and rank 0 the error.

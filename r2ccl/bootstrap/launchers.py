@@ -97,9 +97,9 @@ def require_company(nranks: int, library: str, env: Mapping[str, str]) -> None:
         return
     raise InvalidArgument(
         f"an MPI launcher started this process as one of several ranks ({quoted}), but mpi4py, "
-        f"which uses {library}, sees only this one: launcher and mpi4py belong to different MPIs; "
-        "start the job with the launcher of mpi4py's MPI, install mpi4py for the launcher's MPI, "
-        "or use `r2ccl launch` or torchrun"
+        f"which uses {library}, sees only this one: probably launcher and mpi4py belong to "
+        "different MPIs; start the job with the launcher of mpi4py's MPI, install mpi4py for the "
+        "launcher's MPI, or use `r2ccl launch` or torchrun"
     )
 
 

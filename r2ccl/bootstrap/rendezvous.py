@@ -181,7 +181,7 @@ class _Member:
             if not is_said and monotonic() > began_s + _REPORT_AFTER_S:
                 is_said = True
                 logger.info(
-                    "rank %d: rank 0 was not reached yet at %s (%s); trying again for up to %g s",
+                    "rank %d: rank 0 was not reached yet at %s (%s); trying for %g s in total",
                     self._hello.rank, self._where(), self._last_failure, self._timeout_s,
                 )  # fmt: skip
             await asyncio.sleep(min(pause, left_s))

@@ -316,7 +316,7 @@ class Connector:
         if not rails <= set(range(self._transport.nrails)):
             _log.warning(
                 "rank %d: ignored a message from rank %d about rails %s, not all of which exist; "
-                "install the same version of r2ccl on all hosts, with the same settings",
+                "use the same version of r2ccl and the same settings on all hosts",
                 self._rank,
                 peer,
                 sorted(rails),

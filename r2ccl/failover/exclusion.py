@@ -151,9 +151,9 @@ def _check(peers: Sequence[PeerInfo], ports: set[Port]) -> None:
             if not left[rank] & left[peer]:
                 raise InvalidArgument(
                     "the NICs excluded before a shrink or declared failed (R2CC_FAILED_NICS) leave "
-                    f"no rail from rank {rank} on {peers[rank].hostname}, which has "
-                    f"{', '.join(peers[rank].nics)}, to rank {peer} on {info.hostname}; exclude "
-                    "fewer"
+                    f"no rail from rank {rank} on {peers[rank].hostname} (its NICs: "
+                    f"{', '.join(peers[rank].nics)}) to rank {peer} on {info.hostname}: exclude "
+                    "fewer NICs"
                 )
 
 

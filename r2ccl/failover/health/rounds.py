@@ -140,7 +140,7 @@ class Member:
             bound = "" if self.limit is None else f", up to {self.limit} until the Commit"
             raise InternalError(
                 f"rank {self._rank}: collective {op} started after {self.started}: only "
-                f"{self.started}, again, or {self.started + 1} may start{bound}"
+                f"{self.started} (again) or {self.started + 1} may start{bound}"
             )
         self.started = op
         while len(self._plans) > 1 and self._plans[1][0] <= op:

@@ -66,7 +66,7 @@ def test_what_was_excluded_before_a_shrink_counts_for_its_rank() -> None:
 @pytest.mark.parametrize(
     ("failed", "pair"),
     [
-        (("b:eth0", "b:eth1", "b:mlx5_0"), "from rank 2 on b, which has eth0, eth1, mlx5_0:1, to"),
+        (("b:eth0", "b:eth1", "b:mlx5_0"), r"from rank 2 on b \(its NICs: eth0, eth1, mlx5_0:1\)"),
         (("b:eth0", "a:eth1", "a:mlx5_0"), "from rank 0 on a.example.org.* to rank 2 on b"),
     ],
 )
