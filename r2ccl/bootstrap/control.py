@@ -84,8 +84,8 @@ class ControlHandler(Protocol):
             Evidence of the loss.
         last_heard_s : float or None
             Seconds between the last sign of life of `peer` and the finding of its loss, at the rank
-            that found it. If `peer` has given this rank up: seconds since its last sign of life at
-            this rank. None if this rank has no session with such a peer, or if all ranks that have
+            that found it. If `peer` has given this rank up: seconds since the last sign of life of
+            `peer` at this rank, or None without a session with it. Also None if all ranks that have
             a session with `peer` are lost.
         """
 
@@ -101,8 +101,8 @@ class ControlPlane:
 
     Made by `r2ccl.bootstrap.connect`. All methods except `close` may be called from any thread and
     return without blocking. Calls before `start` take effect at `start`. The callbacks that methods
-    take (`on_failed`, `fn`) run in the control thread. Methods that take `peer` or `rail`,
-    except `kick`, raise InvalidArgument if `peer` is this rank or no rank, or `rail` is no rail.
+    take (`on_failed`, `fn`) run in the control thread. If `peer` is this rank or no rank, or `rail`
+    is no rail, methods that take them raise InvalidArgument, except `kick` and `obstacles`.
 
     Parameters
     ----------

@@ -338,7 +338,7 @@ class Leader:
                 while not is_complete():
                     await self._progress.wait()
         except TimeoutError:
-            logger.debug("rank 0: some ranks did not arrive in time to receive the error")
+            logger.debug("rank 0: after an error, stopped waiting for the remaining ranks")
 
     async def _welcome(self, communicator_id: bytes, is_on_one_host: bool) -> None:
         def body(member: _Member) -> bytes:

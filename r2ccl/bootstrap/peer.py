@@ -267,7 +267,9 @@ class Peer:
             self._owner.on_peer_lost(self.rank, why, self.silence_s)
 
     def drop(self, why: str, witness: int) -> None:
-        """End the session because rank `witness` found the peer lost; do nothing if it has ended.
+        """End the session because rank `witness` found the peer lost.
+
+        Do nothing if the peer has left or is lost already.
 
         The peer is sent a `PeerDown` about itself, so that it learns, if it is alive, that it was
         given up.

@@ -52,7 +52,7 @@ _MOST_BATCHES = 64
 
 
 class _Batch(NamedTuple):
-    """Prepared operations on words for one driver call.
+    """Operations on words that one driver call executes, prepared for reuse.
 
     ``words`` are the structs in ``operations`` that hold the values. Hold ``lock`` while setting
     these values and during the driver call.

@@ -459,10 +459,10 @@ class Failover:
         return self._watch.are_silent(key for key in up if not key.is_bypass)
 
     def _seek(self, bypasses: Bypasses, peers: frozenset[int], now: float) -> None:
-        """Begin at most `_MOST_SEEKS` rounds of the search for bypasses.
+        """Begin at most `_MOST_SEEKS` rounds of the search for bypasses, each to one peer.
 
-        Bypasses to peers that this rank exchanges no data with are sought only after
-        `connect_timeout_s`.
+        Bypasses to `peers`, and to ranks that this rank waits for, are sought at once; those to
+        other ranks that are cut off, from `connect_timeout_s` after the start on.
         """
         wanted = peers | self._links.awaited_peers()
         if now >= self._join_by_s:

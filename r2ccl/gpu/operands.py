@@ -1,4 +1,4 @@
-"""Executes the steps of a collective's slices on a GPU: one kernel or one copy per step.
+"""Executes the steps of a collective on a GPU: one kernel or copy per local step or arrived slice.
 
 The work is enqueued on a `ReductionStream`.
 """

@@ -2,14 +2,15 @@
 
 Importing Numba and loading from its disk cache takes 0.4 s of CPU time and 80 MiB in every process.
 This module stores the machine code in files of its own, and needs only llvmlite to load it: 25 ms
-and 12 MiB. The files are in NUMBA_CACHE_DIR if it is set, otherwise next to the package or in the
-user's cache directory. A file is used only on the kind of processor for which it was made, and as
-long as the modules with compiled code are unchanged.
+and 12 MiB. The files are in NUMBA_CACHE_DIR if it is set, otherwise in ``kernels/__pycache__`` of
+the package or, if this user cannot write there, in the user's cache directory. A file is used only
+on the kind of processor for which it was made, and as long as the modules with compiled code are
+unchanged.
 
 The functions take and return 64-bit integers. A function is identified by its *maker*, a text
-``module:function`` that names a function which returns the Python function to compile. The maker,
-or its module, may import Numba; this module imports the maker's module, and calls the maker, only
-to compile.
+``module:function``, and by the maker's arguments. Called with them, the maker returns the Python
+function to compile. It, or its module, may import Numba: this module imports and calls it only to
+compile.
 
 Invariant: a file is loaded only if this user owns it and nobody else can write to it.
 """

@@ -114,7 +114,8 @@ class FaultReporter:
         TransportTimeout
             If the lab does not answer or cannot apply the fault.
         InvalidArgument
-            If there is no lab, and the fault is not ``nic_down`` or its node is not this rank.
+            Without a lab: if the fault is not ``nic_down``, or its ``node`` is not the number of
+            this rank, because a rank can cut only its own connections.
         """
         if (op, step) >= self._next:
             self._reach(op, step)

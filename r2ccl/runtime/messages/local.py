@@ -294,8 +294,8 @@ class LocalMessages:
         Parameters
         ----------
         key : tuple of int
-            Peers and tags of the call, followed by a 0 if it only receives. The length tells a send
-            (2), a receive (3) and both (4) apart.
+            ``(to, tag)`` of a send, ``(source, tag, 0)`` of a receive, and ``(to, tag, source,
+            recv_tag)`` of both. The 0 only makes the key of a receive differ from that of a send.
         sent, received : LocalEnd or None
             The send and the receive; None if the call has none.
 

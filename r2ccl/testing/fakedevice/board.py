@@ -221,7 +221,11 @@ class Board:
         return True
 
     def _see_words(self) -> None:
-        """Detect writes of hosts to words; order them after all that the hosts knew so far."""
+        """Record the words that hosts have written since the last look.
+
+        Which host wrote a word is not known. The write is therefore ordered after all that any host
+        that can write the word knew.
+        """
         for word in self._words:
             if word.piece.span.is_host and word.has_changed:
                 word.note(self._known_around(word.piece))

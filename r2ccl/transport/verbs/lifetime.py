@@ -76,8 +76,9 @@ def allocation_of(address: int, nbytes: int, owner: Any) -> Allocation:
     """
     if nbytes <= 0 or address <= 0 or owner is None:
         raise InvalidArgument(
-            f"cannot register {nbytes} bytes at {address:#x} of {type(owner).__name__}: size and "
-            "address must be above 0, and the owner must be the object that owns the memory"
+            f"cannot register {nbytes} bytes at address {address:#x} with an owner of type "
+            f"{type(owner).__name__}: size and address must be above 0, and the owner must be the "
+            "object that keeps the memory alive, not None"
         )
     if not isinstance(owner, np.ndarray):
         return Allocation(address, nbytes, owner)

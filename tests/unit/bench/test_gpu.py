@@ -579,7 +579,6 @@ def test_a_part_that_cannot_be_run_fails_and_the_others_go_on(
     assert said[-1].startswith("failed: kernels: TransportError: numba-cuda is not installed")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_cut_rail_changes_no_bit_and_who_is_not_there_says_why(
     bench: Any, gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,

@@ -68,7 +68,6 @@ def test_mpi_ranks_become_ranks() -> None:
     assert "2 ranks of MPI: the same sum" in written
 
 
-@pytest.mark.slow
 def test_demo_on_loopback_loses_a_rail_and_no_bit(tmp_path: Path) -> None:
     demo = EXAMPLES / "train_digits.py"
     written = run(sys.executable, demo, "--epochs", "1", "--loopback", cwd=tmp_path)
