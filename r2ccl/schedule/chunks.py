@@ -147,8 +147,9 @@ def layout(
     common = math.gcd(*nchunks)
     if nparts < 1 or common % nparts or (len(parts) != nparts if parts else count % nparts):
         raise InvalidArgument(
-            f"nparts={nparts}: give a number that divides {count} elements and {tuple(nchunks)} "
-            "chunks; if parts are given, there must be nparts of them"
+            f"nparts={nparts}: each of the numbers of chunks {tuple(nchunks)} must be a multiple "
+            f"of it; give nparts parts or, without parts, make {count} elements a multiple of it "
+            "too"
         )
     parts = parts or consecutive([count // nparts] * nparts)
     alone = [1] + [0] * (len(nchunks) - 1)

@@ -394,8 +394,9 @@ class TcpTransport(PreconnectedTransport):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
             except OSError as exc:
                 _log.info(
-                    "rank %d: TCP congestion control %s cannot be set (%s), the default is used: "
-                    "load or allow it in the kernel, or set another R2CC_TCP_CONGESTION",
+                    "rank %d: TCP congestion control %s cannot be set (%s), so the default of "
+                    "the system is used: load or allow it in the kernel, or set another "
+                    "R2CC_TCP_CONGESTION",
                     self._rank, congestion, exc,
                 )  # fmt: skip
 
