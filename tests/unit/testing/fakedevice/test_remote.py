@@ -232,7 +232,7 @@ def uses(b: Pair) -> list[Callable[[], object]]:
 def test_what_a_gpu_was_not_let_reach_is_not_its_to_use() -> None:
     for turn in range(len(uses(Pair()))):
         uses(Pair())[turn]()
-        with pytest.raises(Misuse, match=r"of a GPU that this one cannot reach"):
+        with pytest.raises(Misuse, match=r"is memory of another GPU: call `reach`"):
             uses(Pair(reaches=False))[turn]()
 
 
