@@ -233,7 +233,8 @@ class Branch:
         Raises
         ------
         ConnectionRefusedError
-            If the parent has ended: it has listened since before it sent its `Hello`.
+            If the connection is refused. The parent has ended then, because it began to listen
+            before this rank learned its address.
         """
         claim = Claim(Purpose.RENDEZVOUS, self._communicator_id, self._rank, self._parent)
         pause = _FIRST_PAUSE_S

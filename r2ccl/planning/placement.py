@@ -383,9 +383,10 @@ class _Ports:
         return time, -node, -at
 
     def floor(self) -> _Time:
-        """Return a lower bound of the busy time of the busiest port, for any placement.
+        """Return a lower bound of the busy time of the busiest port, which holds for any placement.
 
-        It is the busy time of the busiest node if its ports divide its load by their shares.
+        The ports of a node would all be busy equally long if they carried its load in proportion to
+        their shares. The bound is the longest such time of any node.
         """
         times = (
             Fraction(max(sum(self._sent[node]), sum(self._received[node])) * _SCALE, sum(row))

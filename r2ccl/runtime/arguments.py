@@ -418,7 +418,11 @@ def _require_dtype(source: Memory, output: Memory) -> None:
 
 
 def _turned(sources: Sequence[Range], targets: Sequence[Range], rank: int) -> Parts:
-    """Return the parts of an alltoall: part i goes to rank + i, and comes from rank - i."""
+    """Return the parts of an alltoall, numbered by the distance from `rank`.
+
+    Input part i goes to rank ``rank + i``, and output part i comes from ``rank - i``, both modulo
+    the number of ranks. `sources` and `targets` are indexed by rank.
+    """
     n = len(sources)
     return Parts(
         tuple(sources[(rank + part) % n] for part in range(n)),

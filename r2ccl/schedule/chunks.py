@@ -147,9 +147,9 @@ def layout(
     common = math.gcd(*nchunks)
     if nparts < 1 or common % nparts or (len(parts) != nparts if parts else count % nparts):
         raise InvalidArgument(
-            f"nparts={nparts}: each of the numbers of chunks {tuple(nchunks)} must be a multiple "
-            f"of it; give nparts parts or, without parts, make {count} elements a multiple of it "
-            "too"
+            f"nparts={nparts}: it must be 1 or more and divide every number of chunks "
+            f"{tuple(nchunks)}; it must also be the number of parts ({len(parts)} were given) or, "
+            f"without parts, divide the count of {count} elements"
         )
     parts = parts or consecutive([count // nparts] * nparts)
     alone = [1] + [0] * (len(nchunks) - 1)

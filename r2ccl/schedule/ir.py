@@ -203,8 +203,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         are_shares = min(self.weights) >= 0 and max(self.weights) > 0
         if len(self.weights) != self.nchannels or not are_shares:
             raise InvalidArgument(
-                f"schedule {self.name!r}: weights={self.weights}; give {self.nchannels}, one per "
-                "channel, 0 or more and not all 0"
+                f"schedule {self.name!r}: weights={self.weights}; give {self.nchannels} weights, "
+                "one per channel, each 0 or more and not all 0"
             )
 
     @property

@@ -159,7 +159,7 @@ def host_routes(
     Returns
     -------
     tuple of NicRoute
-        One route per reachable port; equally good ones in the order of ports.
+        One route per reachable port; equally good ones in the order of `Machine.ports`.
 
     Raises
     ------

@@ -184,12 +184,12 @@ class Balance:
         return found
 
     def estimates(self, now: float) -> dict[int, float | None]:
-        """Return the rate of each rail as a multiple of the median rate of those of highest weight.
+        """Return the rate of each rail relative to the median rate of the rails of highest weight.
 
         None means that the rate is not known. If no spell of the last `_MEMORY_S` of active time
-        compares a rail, its last estimate is used, doubled for every `_FRESH_S` of active time
-        since its last train except the first, at most the estimate of the best rail. So the rail
-        gets work, without which it cannot be measured.
+        compares a rail, its last estimate is used, once its last train is more than `_FRESH_S` of
+        active time ago. From then on the estimate doubles with every further `_FRESH_S`, up to the
+        estimate of the best rail. So the rail gets work, without which it cannot be measured.
         """
         active_s = self.active_s(now)
         self._forget(active_s)

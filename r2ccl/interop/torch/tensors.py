@@ -96,10 +96,10 @@ def in_order(tensor: Tensor) -> Tensor:
 
 
 def apart(source: Tensor, target: Tensor, first: int) -> Tensor:
-    """Return `source`, or a copy if it overlaps `target` but not as in an in-place call.
+    """Return `source`; a copy of it if it overlaps `target` in any way but that of in-place calls.
 
-    Both are in order. In an in-place call, `source` begins at element `first` of `target`; if
-    `first` is negative, `target` begins at element ``-first`` of `source`.
+    Both are in order. A call is in place if `source` begins at element `first` of `target` or, for
+    a negative `first`, if `target` begins at element ``-first`` of `source`.
     """
     distance = source.data_ptr() - target.data_ptr()
     is_in_place = distance == first * source.element_size()

@@ -347,7 +347,7 @@ def test_sizes_below_one_are_refused(sizes):
 
 @pytest.mark.parametrize("weights", [(1,), (1, 2, 3), (0, 0), (-1, 3)])
 def test_a_schedule_wants_one_weight_a_channel(weights):
-    with pytest.raises(InvalidArgument, match="one per channel, 0 or more and not all 0"):
+    with pytest.raises(InvalidArgument, match="one per channel, each 0 or more and not all 0"):
         replace(ring.allreduce(2, 2), weights=weights)
     assert replace(ring.allreduce(2, 2), weights=(0, 1)).weights == (0, 1)
 
