@@ -546,12 +546,12 @@ class PeerBackend(SignalledStream):
         """Wait until all ranks of the node have read the message that this call overwrites."""
         until_s = self._clock() + self._timeout_s
         while not self._board.may_post(number):
-            self._pause(number, until_s, "ranks of this node have been 64 calls behind")
+            self._pause(number, until_s, "ranks of this node are still 64 calls behind")
 
     def _read(self, at: int, number: int, until_s: float) -> bytes:
         packed = self._board.read(at, number)
         while packed is None:
-            self._pause(number, until_s, f"rank {self._members[at]} has not called")
+            self._pause(number, until_s, f"rank {self._members[at]} has not made this call")
             packed = self._board.read(at, number)
         return packed[: _CALL_INFO.size]
 
@@ -559,9 +559,9 @@ class PeerBackend(SignalledStream):
         self._check()
         if self._clock() >= until_s:
             raise TransportTimeout(
-                f"rank {self._rank}: {why} for {self._timeout_s:g} s, in collective {number} on "
-                "GPU memory; look for a rank of this node that is late or a kernel that hangs, or "
-                "raise R2CC_TIMEOUT_S",
+                f"rank {self._rank}: {why} after a wait of {self._timeout_s:g} s in collective "
+                f"{number} on GPU memory; look for a rank of this node that is late or a kernel "
+                "that hangs, or raise R2CC_TIMEOUT_S",
                 rank=self._rank,
                 status="TIMEOUT",
             )

@@ -318,10 +318,12 @@ def _counts_of_trees(terms: Terms) -> list[tuple[int, list[int]]]:
     """Return tree counts whose edges fill the ports evenly, each with the nodes' edge capacities.
 
     If a port with its full bandwidth takes k edges, at most t trees fit the ports (`Terms.rooms`),
-    and their time is proportional to k / t. Only a fractional k could reach the lower bound of the
-    time; some integers k come close. For each factor in `_EVEN`, the result has the smallest
-    tree count whose time is at most that factor times the least time. Above `_MANY_NODES` nodes,
-    `_TIGHT` and `_LOOSE` replace `_EVEN`. If no tree fits, the result is one tree per home rail.
+    and their time is proportional to k / t. In general no integer k reaches the lower bound of the
+    time, but some come close. There are two fits: in the *tight* one, edges may fill all ports if k
+    is even; in the *loose* one, an edge end per node stays free. For each fit and each factor in
+    `_EVEN`, the result has the smallest tree count whose time is at most that factor times the
+    least time of the fit. Above `_MANY_NODES` nodes, `_TIGHT` has the factors of the tight fit and
+    `_LOOSE` those of the loose one. If no tree fits, the result is one tree per home rail.
     """
     n = len(terms.shares)
     tight: dict[int, tuple[Fraction, list[int]]] = {}

@@ -620,7 +620,7 @@ def _with_operation(request: Request, op: Operation) -> Request:
     if isinstance(request.source, DeviceBuffer):
         raise InvalidArgument(
             f"op={op} for an array on GPU {request.source.ordinal}: only inputs in host memory can "
-            "be scaled or widened; convert the array, then pass a ReduceOp"
+            "be scaled or widened; scale or cast the array on the GPU, then pass a ReduceOp"
         )
     call = msgspec.structs.replace(request.signature, op=op.op)
     return msgspec.structs.replace(request, signature=call, conversion=op, is_staged=True)

@@ -87,7 +87,10 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
         if self.is_scaled and dtype_of(self.dtype_code).kind in "iu":
             raise InvalidArgument(f"is_scaled for dtype {kind}: integers cannot be scaled")
         if self.is_resumed and not self.is_scaled:
-            raise InvalidArgument("is_resumed without is_scaled: nothing is scaled; leave it out")
+            raise InvalidArgument(
+                "is_resumed without is_scaled has no effect, because no input is scaled: leave out "
+                "is_resumed"
+            )
         if self.is_divided and self.op not in (ReduceOp.SUM, ReduceOp.AVG):
             raise InvalidArgument(f"is_divided for op={self.op.name}: only a sum is averaged")
         if self.is_wide and self.dtype_code not in HALVES:

@@ -34,8 +34,8 @@ class FakeKernel(msgspec.Struct, frozen=True):
     touches : callable, optional
         ``touches(grid, *values)`` returns two lists of (address, nbytes) before the kernel runs:
         the memory that it reads, and the memory that it writes completely. Without `touches`, the
-        accesses of the kernel are checked only when they happen. Until then, an access of the host
-        to pinned memory that the kernel uses is detected only if the host declares it.
+        accesses of the kernel are checked only when they happen, and an access of the host to
+        pinned memory that the kernel uses is detected only if the host declares it.
     """
 
     run: Run

@@ -392,7 +392,7 @@ class SimNetwork:
         self._reset(end.other)
 
     def take(self, end: End, piece: WirePiece) -> None:
-        """Process a piece that arrived at `end`: write it to memory, or report its event."""
+        """Process a piece that arrived at `end`: write its bytes; report its event."""
         message = piece.message
         assert end.transport is not None
         if message.kind is MessageKind.WRITE:

@@ -195,7 +195,7 @@ def test_a_rank_that_does_not_call_is_named() -> None:
     node = Node(2, timeout_s=0.2)
     place = put(node.devices[0], node.streams[0], np.arange(8))
     job = node.begin(0, DeviceCall(allreduce_of(8), place, place))
-    with pytest.raises(TransportTimeout, match="rank 1 has not called"):
+    with pytest.raises(TransportTimeout, match="rank 1 has not made this call"):
         node.calls[0].finish(job)
     node.close()
 

@@ -183,7 +183,7 @@ def test_of_an_array_above_the_limit_the_used_part_is_registered(nics: list[Nic]
 def test_bytes_that_do_not_belong_to_the_owner_are_refused(
     cache: RegistrationCache, address: int, nbytes: int, owner: Any
 ) -> None:
-    with pytest.raises(InvalidArgument, match=f"{nbytes} bytes at address {address:#x}"):
+    with pytest.raises(InvalidArgument, match=f"{nbytes} bytes at .*{address:#x}"):
         cache.register(address, nbytes, owner)
 
     assert len(cache) == 0
