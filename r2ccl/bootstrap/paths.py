@@ -32,9 +32,9 @@ _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 #: Long enough for one retransmission of a SYN, which Linux sends after 1 s.
 _CONNECT_TIMEOUT_S = 2.0
-#: A last-resort path is dialed when no other dial of its peer is pending, at the latest after this
-#: time: a call may wait for the other paths.
-_GIVE_WAY_S = 0.02
+#: A last-resort path is dialed some time after the other paths to its peer are connected, at the
+#: latest after a longer time: a call may wait for the others, and then exchanges data over them.
+_QUIET_S, _GIVE_WAY_S = 0.005, 0.02
 #: Maximum number of connections of one rail that a rank dials and authenticates at a time. If ranks
 #: that share a machine started all at once, no handshake would end in time.
 _MAX_HANDSHAKES = 4
@@ -248,12 +248,13 @@ class Paths:
         self._start_waiting(key.peer)
 
     def _start_waiting(self, peer: int) -> None:
-        """Start the dial of the last-resort path to `peer`, if no other dial is pending."""
+        """Start the dial of the last-resort path to `peer` soon, if no other dial is pending."""
         if not self._is_dialing(peer):
-            for key, entry in list(self._dials.items()):
+            loop = asyncio.get_running_loop()
+            for key, entry in self._dials.items():
                 if key.peer == peer and entry.starter is not None:
-                    entry.stop()
-                    self._start_dial(key, entry)
+                    entry.starter.cancel()
+                    entry.starter = loop.call_later(_QUIET_S, self._start_dial, key, entry)
 
     async def _try_ways(self, key: PathKey, entry: _Dial, ways: Sequence[BypassWay]) -> None:
         try:

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 
+import pytest
 from support.planes import Job, Number, Text
 from support.planes import start_job as start_job  # the fixture
 
@@ -168,3 +169,31 @@ def test_a_rank_given_up_tells_when_it_heard_the_others(start_job: Callable[...,
     assert silence_s is not None
     assert silence_s < 10.0
     assert seen.silent_s[FAR[1]] is None  # there is no session with it
+
+
+def test_a_session_gives_way_until_it_has_a_message(
+    start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start_job(NRANKS)
+    job.wait_until_connected()
+    monkeypatch.setattr("r2ccl.bootstrap.peer._GIVE_WAY_S", 60.0)
+    low, high = sorted(FAR)
+    for rank, peer in (FAR, FAR[::-1]):
+        job.planes[rank].open_session(peer)
+    time.sleep(0.2)
+    assert all(not job.planes[rank]._sessions[peer]._carriers for rank, peer in (FAR, FAR[::-1]))
+    job.planes[high].send(low, Text("waits for the other end"))
+    job.planes[low].send(high, Text("dials"))
+    for rank, peer in (FAR, FAR[::-1]):
+        job.seen[rank].wait_for(lambda r=rank, p=peer: job.seen[r].messages[-1:] != [])
+        assert job.seen[rank].messages[0][0] == peer
+
+
+def test_a_session_without_messages_is_connected_soon(start_job: Callable[..., Job]) -> None:
+    job = start_job(NRANKS)
+    job.wait_until_connected()
+    for rank, peer in (FAR, FAR[::-1]):
+        job.planes[rank].open_session(peer)
+    for rank, peer in (FAR, FAR[::-1]):
+        sessions = job.planes[rank]._sessions
+        job.seen[rank].wait_for(lambda s=sessions, p=peer: p in s and s[p]._carriers != {})

@@ -486,3 +486,28 @@ def test_shares_are_stable_and_close(rates: list[float], draw: random.Random) ->
         assert abs(weight - WHOLE * rates[rail] / best) <= 1.5
     noisy = {rail: rate * draw.uniform(0.96, 1.0) for rail, rate in given_rates.items()}
     assert shares(noisy, weights) == weights
+
+
+def test_nothing_is_compared_again_without_a_new_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    balance = Balance([0, 1])
+    balance.posted(0, 1, 0.0)
+    balance.confirmed(0, 0.5, MIB)
+    assert not balance.update(1.0)
+    compared: list[float] = []
+    estimates = Balance.estimates
+
+    def counted(self: Balance, now: float) -> dict[int, float | None]:
+        compared.append(now)
+        return estimates(self, now)
+
+    monkeypatch.setattr(Balance, "estimates", counted)
+    balance.update(2.0)
+    assert compared == []
+    balance.posted(0, 1, 3.0)
+    balance.update(3.5)
+    balance.set_nominal_rate(1000)
+    balance.confirmed(0, 4.0, MIB)
+    balance.update(4.0)
+    assert compared == [3.5, 4.0]
