@@ -104,7 +104,7 @@ def data(nranks: int, count: int, dtype: str = "float32") -> list[Array]:
     return [(random.standard_normal(count) * 100).astype(dtype) for _ in range(nranks)]
 
 
-@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.settings(deadline=None, max_examples=60)
 @hypothesis.given(
     nranks=st.integers(1, 5),
     count=st.integers(0, 200),

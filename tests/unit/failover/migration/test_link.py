@@ -537,4 +537,4 @@ class Links(RuleBasedStateMachine):
 
 
 TestLinks = Links.TestCase
-TestLinks.settings = hypothesis.settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestLinks.settings = hypothesis.settings(max_examples=100, stateful_step_count=60, deadline=None)

@@ -183,7 +183,7 @@ def test_of_an_array_above_the_limit_the_used_part_is_registered(nics: list[Nic]
 def test_bytes_that_do_not_belong_to_the_owner_are_refused(
     cache: RegistrationCache, address: int, nbytes: int, owner: Any
 ) -> None:
-    with pytest.raises(InvalidArgument, match=f"{nbytes} bytes at .*{address:#x}"):
+    with pytest.raises(InvalidArgument, match=f"{nbytes} bytes at (address )?{address:#x}"):
         cache.register(address, nbytes, owner)
 
     assert len(cache) == 0
@@ -764,5 +764,5 @@ class CacheMachine(RuleBasedStateMachine):
         assert not any(nic.open for nic in self.nics)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 test_any_sequence_of_calls = CacheMachine.TestCase
