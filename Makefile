@@ -12,6 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests to run: a list of folders, files or file::test. By default, `make test` runs the tests of all
 # folders that are not marked as slow. Tests named in TESTS run even if they are marked as slow.
 TESTS ?=
+# K/N runs the K-th of N slices of the tests, K from 0. By default, all run.
+SLICE ?=
 FOLDERS := $(addprefix tests/,unit contract simulation endings netlab rdma gpu)
 # Tests that measure time, which includes all tests in network namespaces, do not run in parallel.
 ALONE = $(filter tests/endings% tests/netlab% tests/rdma% tests/gpu%,$(or $(TESTS),$(FOLDERS)))
@@ -46,8 +48,8 @@ demo: $(VENV)/.demo ## train a small model over four rails per node and lose one
 test: $(VENV)/.test ## run all tests except the slow ones, in 6 minutes; TESTS="tests/unit/algos ..." selects tests
 	@$(call pytest,$(if $(TESTS),,-m "not slow"))
 
-test-slow: $(VENV)/.test ## run the tests that `make test` leaves out
-	@$(call pytest,-m slow)
+test-slow: $(VENV)/.test ## run the tests that `make test` leaves out, in an hour; SLICE=0/6 runs a sixth of them
+	@$(call pytest,-m slow $(if $(SLICE),--slice $(SLICE)))
 
 test-all: test test-slow ## run all tests, the slow ones last
 

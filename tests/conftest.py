@@ -2,6 +2,7 @@
 
 import gc
 import os
+import zlib
 from pathlib import Path
 
 import hypothesis
@@ -13,6 +14,29 @@ hypothesis.settings.load_profile("patient")
 # Most tests cut, slow down or watch rails, which shared memory does not use. Those of shared memory
 # ask for it.
 os.environ.setdefault("R2CC_SHM", "0")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--slice K/N``: run every test whose name's checksum modulo N is K."""
+    parser.addoption("--slice", type=_parse_slice, help="run the K-th of N slices: K/N, K from 0")
+
+
+def _parse_slice(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not 0 <= int(index) < int(count):
+        raise ValueError(text)
+    return int(index), int(count)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of other slices; a checksum spreads the cases of each test."""
+    if (chosen := config.getoption("--slice")) is None:
+        return
+    index, count = chosen
+    other = [each for each in items if zlib.crc32(each.nodeid.encode()) % count != index]
+    config.hook.pytest_deselected(items=other)
+    left_out = set(other)
+    items[:] = [each for each in items if each not in left_out]
 
 
 def pytest_collection_finish() -> None:

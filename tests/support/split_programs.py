@@ -100,17 +100,22 @@ def in_threads(ncalls: int, counts: tuple[int, ...], nfaults: int) -> tuple[list
 
 
 def many(ncommunicators: int, nrounds: int) -> list[int]:
-    """Open and close many communicators; return the descriptors and threads after each round."""
+    """Count descriptors and threads, first, and in each round while many communicators are open."""
     with r2ccl.init() as comm:
-        found = []
+        comm.barrier()
+        found = [_count_descriptors_and_threads()]
         for _ in range(nrounds):
             opened = [comm.dup() for _ in range(ncommunicators)]
             for each in opened:
                 assert each.allreduce(np.ones(3))[0] == comm.nranks
-            found.append(len(os.listdir("/proc/self/fd")) + threading.active_count())
+            found.append(_count_descriptors_and_threads())
             for each in opened[::-1]:
                 each.close()
         return found
+
+
+def _count_descriptors_and_threads() -> int:
+    return len(os.listdir("/proc/self/fd")) + threading.active_count()
 
 
 def misused() -> list[str]:
