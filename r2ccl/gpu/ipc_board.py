@@ -188,8 +188,12 @@ class IpcBoard:
 
         Also return True if this rank called `release` with `number` or a higher number.
         """
+        return len(self.have_done(number)) == self.nlocal
+
+    def have_done(self, number: int) -> list[int]:
+        """Return the indices of the ranks whose ``done`` words have reached round `number`."""
         words = self._words[self.index, _DONE // 4 : _DONE // 4 + self.nlocal]
-        return all(_is_reached(word, number) for word in words.tolist())
+        return [at for at, word in enumerate(words.tolist()) if _is_reached(word, number)]
 
     def release(self, number: int) -> None:
         """End the waits of this rank's stream for all rounds up to `number`, after a failure.

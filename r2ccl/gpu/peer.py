@@ -344,6 +344,25 @@ class PeerBackend(SignalledStream):
             self._end(job)
             raise
 
+    def examine(self, job: DeviceJob) -> None:
+        """Raise the error of the call of `job`, if the call failed.
+
+        The device must have finished the call. If another rank of the node has failed since, this
+        call counts as failed, too: its rounds may have ended without the other rank's part.
+        """
+        failed = self._board.have_done(self._nrounds + _AHEAD // 2)
+        if job.error is None and failed:
+            self._check()
+            job.error = TransportError(
+                f"rank {self._rank}: rank {self._members[failed[0]]} failed in a collective on GPU "
+                "memory, so the result of this one may be incomplete; the log of that rank has "
+                "the cause",
+                rank=self._rank,
+                peer=self._members[failed[0]],
+                status="PEER_FAILED",
+            )
+        super().examine(job)
+
     def close(self, timeout_s: float) -> None:
         """Wait for the device, then free all resources; calls that are not complete fail.
 

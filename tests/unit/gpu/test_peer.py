@@ -28,7 +28,7 @@ from support.slow import slow_but
 
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
-from r2ccl.errors import InvalidArgument, PeerLost, TransportTimeout
+from r2ccl.errors import InvalidArgument, PeerLost, TransportError, TransportTimeout
 from r2ccl.gpu.host_signal import DeviceCall
 from r2ccl.gpu.ipc_board import NSLOTS
 from r2ccl.gpu.peer import PeerBackend
@@ -222,6 +222,28 @@ def test_when_a_rank_dies_after_it_called_no_stream_hangs() -> None:
 
     together(3, body)
     word.view(np.uint32)[0] = 1
+    node.close()
+
+
+class FailingKernels(PlainKernels):
+    """Kernels that are loaded, but cannot be launched."""
+
+    def launch_from_table(self, *args: Any) -> None:
+        raise TransportError("for a test")
+
+
+def test_no_rank_takes_the_numbers_of_a_failed_one_for_a_result() -> None:
+    """They end the waits of the others' streams, whose communicator may not know of it yet."""
+    node = Node(2)
+    node.calls[1]._kernels = FailingKernels(node.devices[1])
+
+    def body(rank: int) -> None:
+        place = put(node.devices[rank], node.streams[rank], np.arange(30))
+        job = node.begin(rank, DeviceCall(allreduce_of(30), place, place))
+        with pytest.raises(TransportError, match="for a test" if rank else "rank 1 failed"):
+            node.calls[rank].finish(job)
+
+    together(2, body)
     node.close()
 
 
