@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TESTS ?=
 # K/N runs the K-th of N slices of the tests, K from 0. By default, all run.
 SLICE ?=
-FOLDERS := $(addprefix tests/,unit contract simulation endings netlab rdma gpu)
+FOLDERS := $(addprefix tests/,unit contract simulation figures endings netlab rdma gpu)
 # Tests that measure time, which includes all tests in network namespaces, do not run in parallel.
 ALONE = $(filter tests/endings% tests/netlab% tests/rdma% tests/gpu%,$(or $(TESTS),$(FOLDERS)))
 SHARED = $(filter-out $(ALONE),$(or $(TESTS),$(FOLDERS)))
