@@ -15,6 +15,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -174,19 +175,27 @@ class Driver:
         self._in_thread(stop)
 
     def _in_thread(self, action: Callable[[], object]) -> None:
-        """Run `action` in the driver's thread, which owns the selector, and wait for it."""
-        done = threading.Event()
+        """Run `action` in the driver's thread, which owns the selector; raise what it raises."""
+        done: Future[None] = Future()
 
         def call() -> None:
-            action()
-            done.set()
+            try:
+                action()
+            except Exception as exc:
+                done.set_exception(exc)
+            else:
+                done.set_result(None)
 
         self.call_later(0.0, call)
-        if not done.wait(_JOIN_TIMEOUT_S):
+        try:
+            error = done.exception(_JOIN_TIMEOUT_S)
+        except TimeoutError:
             raise LabError(
                 f"the lab's driver thread did not answer within {_JOIN_TIMEOUT_S} s: the machine "
                 "is overloaded, or a fault hangs; start the lab again"
-            )
+            ) from None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Stop the thread and drop all scheduled callables."""

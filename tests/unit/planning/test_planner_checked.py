@@ -33,7 +33,7 @@ from r2ccl.types import (
 RAILS = 3
 RATES = Rates(100_000, 25_000_000)
 #: Numbers of ranks that always run.
-QUICK = [2, 5]
+QUICK = [4]
 #: Sizes of one eager slice and of several slices.
 SIZES = (1000, 1 << 26)
 
