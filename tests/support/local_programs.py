@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from support.local_ranks import Host
+from support.stopping import stop_at_random
 
 from r2ccl import kernels
 from r2ccl.dtypes import CODES, DTYPES, dtype_name
@@ -251,14 +252,14 @@ def _uneven_cases(
     yield "alltoallv", out, np.concatenate(wanted)
 
 
-def mix_calls(host: Host, ncalls: int) -> list[str]:
-    """Make calls in a random order, equal on all ranks, with sizes up to several slots."""
+def mix_calls(host: Host, ncalls: int, most: int) -> list[str]:
+    """Make calls in a random order, equal on all ranks, with sizes up to `most`."""
     group, n, me = host.connect(), host.nranks, host.index
     rng = np.random.default_rng(1)
     wrong = []
     for number in range(ncalls):
         kind, root = int(rng.integers(7)), int(rng.integers(n))
-        size = int(10 ** rng.uniform(0, 5.6))
+        size = int(most ** rng.uniform(0, 1))
         inputs = [np.full(size, number + rank, np.float32) for rank in range(n)]
         total = np.full(size, sum(number + rank for rank in range(n)), np.float32)
         out = np.zeros(size * n, np.float32)
@@ -287,6 +288,18 @@ def mix_calls(host: Host, ncalls: int) -> list[str]:
             wrong.append(f"call {number}: kind {kind}, {size} elements, root {root}")
     group.close()
     return wrong
+
+
+def mix_calls_of_stopped_ranks(
+    host: Host, ncalls: int, most: int, nstops: int
+) -> tuple[list[str], int]:
+    """Return what `mix_calls` finds, and the growth of memory in the second half, in KiB."""
+    wrong = mix_calls(host, ncalls // 2, most)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    stop_at_random(nstops, host.index)
+    wrong += mix_calls(host, ncalls - ncalls // 2, most)
+    os.wait()
+    return wrong, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
 
 def count_memory(host: Host, ncalls: int) -> int:

@@ -1,6 +1,7 @@
 """A process that another one stops and continues."""
 
 import os
+import random
 import signal
 import time
 
@@ -13,4 +14,19 @@ def stop_for_a_second() -> None:
         os.kill(pid, signal.SIGSTOP)
         time.sleep(1.0)
         os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+
+
+def stop_at_random(ntimes: int, seed: int) -> None:
+    """Have a forked child stop this process `ntimes` times, at random, for up to 0.1 s each."""
+    pid = os.getpid()
+    if not os.fork():
+        rng = random.Random(seed)
+        for _ in range(ntimes):
+            time.sleep(rng.uniform(0.0, 0.2))
+            if os.getppid() != pid:
+                break
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(rng.uniform(0.0, 0.1))
+            os.kill(pid, signal.SIGCONT)
         os._exit(0)

@@ -23,6 +23,8 @@ from r2ccl.types import CallSignature, Collective, ReduceOp
 # The first test compiles the kernels of all dtypes and ops: 35 s of CPU time.
 pytestmark = pytest.mark.timeout(300)
 _PROGRAMS = "support.local_programs"
+#: Calls of the slow case of ranks that are stopped.
+NMANY = int(os.environ.get("R2CC_LOCAL_CALLS", "20000"))
 
 
 def _run(nranks, program, *arguments):
@@ -45,7 +47,18 @@ def test_all_dtypes_and_ops_give_exact_results(nranks):
 
 @pytest.mark.parametrize("nranks", slow_but([3], [2, 3, 5]))
 def test_calls_in_any_order_do_not_mix(nranks):
-    assert _run(nranks, "mix_calls", 300) == [["value", []]] * nranks
+    assert _run(nranks, "mix_calls", 300, 400_000) == [["value", []]] * nranks
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("ncalls", "nstops"), slow_but([(2000, 2)], [(2000, 2), (NMANY, NMANY // 2000)])
+)
+def test_ranks_that_are_stopped_at_random_give_exact_results(ncalls, nstops):
+    program = f"{_PROGRAMS}:mix_calls_of_stopped_ranks"
+    for _, (wrong, grown_kib) in run_ranks(4, program, ncalls, 5000, nstops, timeout_s=3500.0):
+        assert wrong == []
+        assert grown_kib < 4096
 
 
 def test_memory_does_not_grow():
