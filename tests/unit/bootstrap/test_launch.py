@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -78,9 +79,72 @@ def test_at_least_one_rank(nranks: int) -> None:
         launch(os.getpid, nranks)
 
 
-def test_a_function_that_cannot_travel_is_refused() -> None:
+def test_what_cannot_be_sent_is_refused() -> None:
+    lock = threading.Lock()
     with pytest.raises(InvalidArgument, match="cannot be sent"):
-        launch(lambda: None, 1)
+        launch(lambda: lock, 1)
+
+
+#: As in a notebook, the main module is no file that a rank could import.
+INTERACTIVE = """
+import r2ccl
+
+class Minded(Exception):
+    pass
+
+def fails():
+    raise Minded("told")
+
+here = 5
+print(r2ccl.launch(lambda: here, 1))
+try:
+    r2ccl.launch(fails, 1)
+except Minded as exc:
+    print(exc)
+"""
+
+
+@pytest.mark.parametrize("argv", [("-c", INTERACTIVE), ("-",)], ids=["command", "stdin"])
+def test_functions_of_no_file_run_in_ranks(argv: Sequence[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *argv],
+        input=INTERACTIVE,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("[5]\ntold\n", "")
+
+
+def test_output_of_ranks_is_captured_with_that_of_the_caller(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    launch(lambda: (print("out"), print("err", file=sys.stderr), None)[-1], 1, timeout_s=WAIT_S)
+    assert capsys.readouterr() == ("out\n", "err\n")
+
+
+def test_an_interrupt_of_the_launcher_reaches_every_rank_once() -> None:
+    code = (
+        "import r2ccl, time\n"
+        "def fn():\n"
+        "    print('ready', flush=True)\n"
+        "    try: time.sleep(60)\n"
+        "    except KeyboardInterrupt:\n"
+        "        time.sleep(0.3)\n"
+        "        print('interrupted', flush=True)\n"
+        "try: r2ccl.launch(fn, 2)\n"
+        "except KeyboardInterrupt: print('over')\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert out.splitlines() == ["interrupted", "interrupted", "over"]
 
 
 def test_the_port_is_taken_before_any_rank_runs() -> None:
