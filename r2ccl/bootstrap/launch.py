@@ -26,7 +26,7 @@ from typing import Any
 from r2ccl.bootstrap import pickling
 from r2ccl.bootstrap.auth import SECRET_NBYTES
 from r2ccl.bootstrap.output import RankOutput, is_forwarded
-from r2ccl.bootstrap.rank_server import Outcome, RankRequest, command
+from r2ccl.bootstrap.rank_server import RankOutcome, RankRequest, command
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 
 #: Seconds that the ranks have to exit by themselves after `launch` has the results or an error.
@@ -280,14 +280,14 @@ class RankProcesses:
             if found or not ready:
                 return found
 
-    def outcome(self, rank: int) -> Outcome:
+    def outcome(self, rank: int) -> RankOutcome:
         """Read the outcome of the function in `rank`; its ``error`` has the remote traceback.
 
         If the rank has exited, the error is an `R2cclError`.
         """
         process = self.ranks[rank]
         try:
-            found: Outcome = pickle.loads(process.results.recv_bytes())
+            found: RankOutcome = pickle.loads(process.results.recv_bytes())
         except (EOFError, ConnectionResetError):
             self.join(_TERMINATION_GRACE_S, rank)
             why = describe_exit(process.exit_status)
@@ -295,7 +295,7 @@ class RankProcesses:
                 f"{self._who}: rank {rank} (pid {process.pid}) exited without a result: {why}; "
                 "look at its output"
             )
-            return Outcome(error=error, is_exit=True)
+            return RankOutcome(error=error, is_exit=True)
         if found.error is not None:
             found.error.__cause__ = _RemoteTraceback(f"rank {rank}:\n{found.text}")
         return found

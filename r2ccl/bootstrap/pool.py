@@ -28,7 +28,7 @@ from typing import Any, Self
 
 from r2ccl.bootstrap import pickling
 from r2ccl.bootstrap.launch import LocalJob, RankProcesses
-from r2ccl.bootstrap.rank_server import Outcome, dumps_failure, flush_output
+from r2ccl.bootstrap.rank_server import RankOutcome, dumps_failure, flush_output
 from r2ccl.errors import ConcurrentCalls, R2cclError, TransportTimeout
 
 #: Makes the communicator of a rank; named by text, because it is of a higher layer.
@@ -101,7 +101,7 @@ class LaunchPool:
         self._ended = ""
         self._turn = threading.Lock()
         self._finalizer = weakref.finalize(self, _kill, processes, self._owner)
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, RankOutcome] = {}
         try:
             self._gather(outcomes, math.inf)
             failure = self._failure(outcomes)
@@ -182,7 +182,7 @@ class LaunchPool:
             return
         if not self._turn.acquire(blocking=False):
             raise ConcurrentCalls("launch_pool: close() was called while a call runs: wait for it")
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, RankOutcome] = {}
         try:
             for each in self._processes.ranks:
                 with socket.socket(fileno=os.dup(each.results.fileno())) as calls:
@@ -216,7 +216,7 @@ class LaunchPool:
 
     def _run(self, call: bytes, timeout_s: float | None) -> list[Any]:
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, RankOutcome] = {}
         failure: BaseException | None = None
         why = "run() was interrupted"  # and again, unless the check below is reached
         try:
@@ -249,7 +249,7 @@ class LaunchPool:
         finally:
             os.close(descriptor)
 
-    def _gather(self, outcomes: dict[int, Outcome], until_s: float) -> None:
+    def _gather(self, outcomes: dict[int, RankOutcome], until_s: float) -> None:
         """Add the outcomes of the other ranks as they arrive, until a deadline.
 
         After the first failure the others have `_GRACE_S`.
@@ -263,11 +263,11 @@ class LaunchPool:
                 if outcomes[rank].error is not None:
                     until_s = min(until_s, time.monotonic() + _GRACE_S)
 
-    def _late(self, outcomes: Mapping[int, Outcome]) -> list[int]:
+    def _late(self, outcomes: Mapping[int, RankOutcome]) -> list[int]:
         return [rank for rank in range(self.nranks) if rank not in outcomes]
 
     def _failure(
-        self, outcomes: Mapping[int, Outcome], timeout_s: float | None = None
+        self, outcomes: Mapping[int, RankOutcome], timeout_s: float | None = None
     ) -> BaseException | None:
         """Return the error of a call: the exit of a rank, else the first exception, else lateness.
 
@@ -289,14 +289,14 @@ class LaunchPool:
             )
         return None
 
-    def _why_unusable(self, outcomes: Mapping[int, Outcome]) -> str:
+    def _why_unusable(self, outcomes: Mapping[int, RankOutcome]) -> str:
         """Return why the pool cannot go on after a failed call; empty if it can."""
         for rank, each in outcomes.items():
             if each.is_exit:
                 return f"rank {rank} exited"
         if late := self._late(outcomes):
             return f"ranks {late} neither returned nor raised in time"
-        checks: dict[int, Outcome] = {}
+        checks: dict[int, RankOutcome] = {}
         self._send(pickle.dumps((_check, ())))
         self._gather(checks, time.monotonic() + _CLOSE_GRACE_S)
         error = self._failure(checks, _CLOSE_GRACE_S)
@@ -346,7 +346,7 @@ class _Rank:
     def __call__(self, calls: Connection) -> None:
         with pkgutil.resolve_name(_INIT)(**self._settings) as comm:
             signal.signal(signal.SIGINT, self._interrupt)
-            calls.send_bytes(pickle.dumps(Outcome()))
+            calls.send_bytes(pickle.dumps(RankOutcome()))
             while True:
                 try:
                     descriptor = reduction.recv_handle(calls)
@@ -371,7 +371,7 @@ class _Rank:
             finally:
                 self._is_interruptible = False
                 os.close(descriptor)
-            return pickling.dumps(Outcome(value))
+            return pickling.dumps(RankOutcome(value))
         except BaseException as exc:
             return dumps_failure(exc)
 

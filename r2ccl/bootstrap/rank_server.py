@@ -73,7 +73,7 @@ class RankRequest(msgspec.Struct):
     outputs: Sequence[Sequence[int]] = ()
 
 
-class Outcome(NamedTuple):
+class RankOutcome(NamedTuple):
     """Message in which a rank sends the result or the exception of a function.
 
     Attributes
@@ -209,7 +209,7 @@ def _run_rank(rank: int, request: RankRequest, server: int) -> None:
         try:
             _import_main(request.preparation)
             function = pickle.loads(request.function)
-            message = dumps(Outcome(function(results) if request.is_serving else function()))
+            message = dumps(RankOutcome(function(results) if request.is_serving else function()))
         except BaseException as exc:
             message = dumps_failure(exc)
         flush_output()
@@ -249,15 +249,17 @@ def _import_main(preparation: dict[str, Any]) -> None:
 
 
 def dumps_failure(exc: BaseException) -> bytes:
-    """Return the pickled `Outcome` of a function that raised `exc`."""
+    """Return the pickled `RankOutcome` of a function that raised `exc`."""
     text = "".join(traceback.format_exception(exc))
     try:
-        message = dumps(Outcome(error=exc, text=text))
+        message = dumps(RankOutcome(error=exc, text=text))
         # An exception class with required arguments may be pickled but fail to be unpickled.
         pickle.loads(message)
     except Exception:
-        return pickle.dumps(Outcome(error=R2cclError(f"{type(exc).__name__}: {exc}"), text=text))
+        return pickle.dumps(
+            RankOutcome(error=R2cclError(f"{type(exc).__name__}: {exc}"), text=text)
+        )
     return message
 
 
-__all__ = ["Outcome", "RankRequest", "command", "dumps_failure", "flush_output", "serve"]
+__all__ = ["RankOutcome", "RankRequest", "command", "dumps_failure", "flush_output", "serve"]

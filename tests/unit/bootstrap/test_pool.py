@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.slow import slow_but
 
 import r2ccl
 from r2ccl import ConcurrentCalls, InvalidArgument, LaunchPool, R2cclError, TransportTimeout
@@ -38,6 +39,10 @@ def pool() -> Iterator[LaunchPool]:
 
 def by_rank(comm: r2ccl.Communicator) -> int:
     return comm.rank
+
+
+def process_id(comm: r2ccl.Communicator) -> int:
+    return os.getpid()
 
 
 def total(comm: r2ccl.Communicator, x: Any) -> float:
@@ -180,16 +185,15 @@ def closes(comm: r2ccl.Communicator) -> None:
     raise NotMinded
 
 
-@pytest.mark.parametrize(
-    ("fn", "error", "why"),
-    [
-        (dies, R2cclError, "rank 1 exited"),
-        (leaves_the_others_waiting, NotMinded, r"ranks \[0\] neither returned nor raised"),
-        (is_late, TransportTimeout, r"ranks \[1\] neither returned nor raised"),
-        (closes, NotMinded, "the communicator does not work any more"),
-    ],
-    ids=lambda each: getattr(each, "__name__", ""),
-)
+ENDS = [
+    (dies, R2cclError, "rank 1 exited"),
+    (leaves_the_others_waiting, NotMinded, r"ranks \[0\] neither returned nor raised"),
+    (is_late, TransportTimeout, r"ranks \[1\] neither returned nor raised"),
+    (closes, NotMinded, "the communicator does not work any more"),
+]
+
+
+@pytest.mark.parametrize(("fn", "error", "why"), slow_but(ENDS[:2], ENDS))
 def test_a_pool_that_cannot_go_on_says_why(
     fn: Callable[..., None],
     error: type[Exception],
@@ -198,7 +202,7 @@ def test_a_pool_that_cannot_go_on_says_why(
 ) -> None:
     monkeypatch.setattr("r2ccl.bootstrap.pool._GRACE_S", 0.5)
     pool = r2ccl.launch_pool(2)
-    pids = pool.run(lambda comm: os.getpid())
+    pids = pool.run(process_id)  # and imports this module, which may take long
     with pytest.raises(error) as caught:
         pool.run(fn, timeout_s=1.0 if fn is is_late else WAIT_S)
     assert "make a new one" in caught.value.__notes__[-1]
