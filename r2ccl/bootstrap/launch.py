@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import operator
 import os
 import pickle
 import secrets
@@ -45,13 +46,16 @@ class LocalJob:
     Raises
     ------
     InvalidArgument
-        If `nranks` is below 1.
+        If `nranks` is no integer of at least 1.
     """
 
     def __init__(self, nranks: int) -> None:
-        if nranks < 1:
-            raise InvalidArgument(f"nranks={nranks}: at least 1 is needed")
-        self.nranks = nranks
+        try:
+            self.nranks = operator.index(nranks)
+        except TypeError:
+            self.nranks = 0
+        if self.nranks < 1:
+            raise InvalidArgument(f"nranks={nranks!r}: an integer of at least 1 is needed")
         self.listener = socket.create_server(("127.0.0.1", 0))
         self._secret = secrets.token_hex(SECRET_NBYTES)
 
@@ -123,7 +127,7 @@ def launch(
     TransportTimeout
         If not all ranks return within `timeout_s`.
     InvalidArgument
-        If `nranks` is below 1, or `fn` cannot be pickled.
+        If `nranks` is below 1, or `fn` is not callable or cannot be pickled.
     KeyboardInterrupt
         On Ctrl-C, which every rank gets, too.
 
@@ -133,9 +137,10 @@ def launch(
     ``sys.stdout`` is not that output, their lines appear there while `launch` waits, each after
     ``[rank]``. No rank outlives this process.
     """
+    limit_s = float("inf" if timeout_s is None else timeout_s)  # raises before any rank runs
     with LocalJob(nranks) as job:
         started = RankProcesses(job, env or {}, fn, "launch")
-    deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+    deadline = time.monotonic() + limit_s
     try:
         return _collect(started, deadline, timeout_s)
     except KeyboardInterrupt:

@@ -64,14 +64,21 @@ def dumps(value: Any, *, is_by_value: bool = False) -> bytes:
     return pickled
 
 
-def dumps_call(call: Any, who: str, *, is_by_value: bool) -> bytes:
-    """Return `call`, a function and its arguments, pickled by `dumps`.
+def dumps_call(
+    fn: Any, who: str, *, args: tuple[Any, ...] | None = None, is_by_value: bool
+) -> bytes:
+    """Return the function `fn`, or the tuple of `fn` and its `args`, pickled by `dumps`.
 
     Raises
     ------
     InvalidArgument
-        If `call` cannot be pickled; the message begins with `who`.
+        If `fn` is not callable, or the call cannot be pickled; the message begins with `who`.
     """
+    if not callable(fn):
+        raise InvalidArgument(
+            f"{who}: fn={fn!r} is not callable: pass the function itself, without calling it"
+        )
+    call = fn if args is None else (fn, args)
     try:
         return dumps(call, is_by_value=is_by_value)
     except Exception as exc:  # objects raise what they like from __reduce__

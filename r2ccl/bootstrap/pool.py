@@ -141,7 +141,7 @@ class LaunchPool:
         TransportTimeout
             If not all ranks return within `timeout_s`; the pool has ended.
         InvalidArgument
-            If `fn` or an argument cannot be pickled; nothing was called.
+            If `fn` is not callable, or `fn` or an argument cannot be pickled; nothing was called.
         ConcurrentCalls
             If another call is running.
         KeyboardInterrupt
@@ -156,7 +156,7 @@ class LaunchPool:
         """
         self._require_usable()
         is_by_value = self._processes.is_by_value
-        call = pickling.dumps_call((fn, args), "launch_pool", is_by_value=is_by_value)
+        call = pickling.dumps_call(fn, "launch_pool", args=args, is_by_value=is_by_value)
         if not self._turn.acquire(blocking=False):
             raise ConcurrentCalls(
                 "launch_pool: run() was called while another call runs: wait for it, or make a "
@@ -215,7 +215,7 @@ class LaunchPool:
         raise TypeError("a LaunchPool belongs to the process that made it")
 
     def _run(self, call: bytes, timeout_s: float | None) -> list[Any]:
-        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        until_s = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         outcomes: dict[int, RankOutcome] = {}
         failure: BaseException | None = None
         why = "run() was interrupted"  # and again, unless the check below is reached

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -73,10 +74,16 @@ def test_a_timeout_names_who_is_late() -> None:
         launch(sleeps, 2, timeout_s=5.0)  # time enough to start, on a busy machine
 
 
-@pytest.mark.parametrize("nranks", [0, -1])
-def test_at_least_one_rank(nranks: int) -> None:
+@pytest.mark.parametrize("nranks", [0, -1, "2", None])
+def test_at_least_one_rank(nranks: Any) -> None:
     with pytest.raises(InvalidArgument, match="at least 1"):
         launch(os.getpid, nranks)
+
+
+def test_the_result_of_a_function_is_no_function() -> None:
+    result: Any = os.getpid()
+    with pytest.raises(InvalidArgument, match="without calling it"):
+        launch(result, 1)
 
 
 def test_what_cannot_be_sent_is_refused() -> None:
@@ -93,10 +100,9 @@ class Minded(Exception):
     pass
 
 def fails():
-    raise Minded("told")
+    raise Minded(here)
 
 here = 5
-print(r2ccl.launch(lambda: here, 1))
 try:
     r2ccl.launch(fails, 1)
 except Minded as exc:
@@ -110,10 +116,10 @@ def test_functions_of_no_file_run_in_ranks() -> None:
         input=INTERACTIVE,
         capture_output=True,
         text=True,
-        timeout=WAIT_S,
+        timeout=3 * WAIT_S,
         check=False,
     )
-    assert (done.stdout, done.stderr) == ("[5]\ntold\n", "")
+    assert (done.stdout, done.stderr) == ("5\n", "")
 
 
 def test_output_of_ranks_is_captured_with_that_of_the_caller(
