@@ -7,6 +7,7 @@ The names in ``__all__`` are the public interface, to which semantic versioning 
 from __future__ import annotations
 
 from r2ccl.bootstrap.launch import launch
+from r2ccl.bootstrap.pool import LaunchPool, launch_pool
 from r2ccl.communicator import ANY_SOURCE, ANY_TAG, Communicator
 from r2ccl.config import VERSION, Config
 from r2ccl.dtypes import pair_dtype
@@ -76,6 +77,7 @@ __all__ = [
     "HealthReport",
     "InternalError",
     "InvalidArgument",
+    "LaunchPool",
     "Message",
     "MessageRequest",
     "NoHealthyRail",
@@ -93,6 +95,7 @@ __all__ = [
     "accumulate_float32",
     "init",
     "launch",
+    "launch_pool",
     "pair_dtype",
     "premul_sum",
     "user_op",

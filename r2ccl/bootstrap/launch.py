@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import operator
 import os
 import pickle
 import secrets
@@ -17,13 +18,16 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import Any
 
+from r2ccl.bootstrap import pickling
 from r2ccl.bootstrap.auth import SECRET_NBYTES
-from r2ccl.bootstrap.rank_server import RankRequest, command
+from r2ccl.bootstrap.output import RankOutput, is_forwarded
+from r2ccl.bootstrap.rank_server import RankOutcome, RankRequest, command
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 
 #: Seconds that the ranks have to exit by themselves after `launch` has the results or an error.
@@ -42,13 +46,16 @@ class LocalJob:
     Raises
     ------
     InvalidArgument
-        If `nranks` is below 1.
+        If `nranks` is no integer of at least 1.
     """
 
     def __init__(self, nranks: int) -> None:
-        if nranks < 1:
-            raise InvalidArgument(f"nranks={nranks}: at least 1 is needed")
-        self.nranks = nranks
+        try:
+            self.nranks = operator.index(nranks)
+        except TypeError:
+            self.nranks = 0
+        if self.nranks < 1:
+            raise InvalidArgument(f"nranks={nranks!r}: an integer of at least 1 is needed")
         self.listener = socket.create_server(("127.0.0.1", 0))
         self._secret = secrets.token_hex(SECRET_NBYTES)
 
@@ -93,9 +100,11 @@ def launch(
     Parameters
     ----------
     fn : callable
-        Function without arguments; `functools.partial` passes arguments. It is pickled by
-        reference, so it must be importable, or defined in a main script that calls `launch` below
-        ``if __name__ == "__main__"``. `r2ccl.init` finds rank and nranks in the environment.
+        Function without arguments; `functools.partial` passes arguments. A function of a module or
+        of the main script is sent by reference; a main script must call `launch` below
+        ``if __name__ == "__main__"``. Lambdas, nested functions, and functions of a notebook, an
+        interactive session or ``python -c`` are sent by value, with the global variables that they
+        use. `r2ccl.init` finds rank and nranks in the environment.
     nranks : int
     timeout_s : float, optional
         Longest time to wait for the results, in seconds. Default: no limit.
@@ -118,20 +127,25 @@ def launch(
     TransportTimeout
         If not all ranks return within `timeout_s`.
     InvalidArgument
-        If `nranks` is below 1, or `fn` cannot be pickled.
+        If `nranks` is below 1, or `fn` is not callable or cannot be pickled.
+    KeyboardInterrupt
+        On Ctrl-C, which every rank gets, too.
+
+    Notes
+    -----
+    Ranks write to the standard output of this process. In a notebook, and wherever else
+    ``sys.stdout`` is not that output, their lines appear there while `launch` waits, each after
+    ``[rank]``. No rank outlives this process.
     """
-    try:
-        pickled = pickle.dumps(fn)
-    except (pickle.PicklingError, AttributeError, TypeError) as exc:
-        raise InvalidArgument(
-            f"launch: {fn!r} cannot be sent to another process ({exc}): define the function at the "
-            "top level of a module, and pass only arguments that can be pickled"
-        ) from exc
+    limit_s = float("inf" if timeout_s is None else timeout_s)  # raises before any rank runs
     with LocalJob(nranks) as job:
-        started = _Ranks(job, pickled, env or {})
-    deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        started = RankProcesses(job, env or {}, fn, "launch")
+    deadline = time.monotonic() + limit_s
     try:
         return _collect(started, deadline, timeout_s)
+    except KeyboardInterrupt:
+        started.interrupt()
+        raise
     finally:
         started.end(_FAILURE_GRACE_S if time.monotonic() < deadline else 0.0)
 
@@ -156,56 +170,150 @@ class _Rank:
         self.results.close()
 
 
-class _Ranks:
+class RankProcesses:
     """Processes of a job, forked by a rank server (`r2ccl.bootstrap.rank_server`).
 
     Parameters
     ----------
     job : LocalJob
-    function : bytes
-        Pickled function that each rank runs.
     env : mapping
         Additional environment variables of all ranks.
+    function : callable
+        Function that each rank runs; see `RankRequest`.
+    who : str
+        Name of the public function that starts the ranks, for messages.
+    is_serving : bool
+        See `RankRequest`.
+
+    Raises
+    ------
+    InvalidArgument
+        If `function` cannot be pickled.
+    R2cclError
+        If the server exits early.
+    RuntimeError
+        In a rank that is importing its main script, so that a script that starts ranks outside of
+        ``if __name__ == "__main__"`` does not do so recursively.
+
+    Attributes
+    ----------
+    ranks : list
+        Process of each rank, with its ``results``, a `Connection`.
+    is_by_value : bool
+        Functions of the main module must be sent by value.
     """
 
-    def __init__(self, job: LocalJob, function: bytes, env: Mapping[str, str]) -> None:
-        # This raises in a rank that is importing its main script, so that a script that calls
-        # launch() outside of `if __name__ == "__main__"` does not start ranks recursively.
-        preparation = spawn.get_preparation_data("r2ccl-rank")
+    def __init__(
+        self,
+        job: LocalJob,
+        env: Mapping[str, str],
+        function: Callable[..., Any],
+        who: str,
+        *,
+        is_serving: bool = False,
+    ) -> None:
+        preparation = spawn.get_preparation_data("r2ccl-rank")  # raises the RuntimeError
         # The key is an AuthenticationString, which can be pickled only while multiprocessing starts
         # a process; plain bytes can always be pickled.
         preparation["authkey"] = bytes(preparation["authkey"])
-        pipes = [multiprocessing.Pipe(duplex=False) for _ in range(job.nranks)]
+        self._who = who
+        self.is_by_value = not pickling.can_import_main(preparation)
+        pickled = pickling.dumps_call(function, who, is_by_value=self.is_by_value)
+        self._output = RankOutput(job.nranks) if is_forwarded() else None
+        outputs = self._output.theirs if self._output else []
+        pipes = [multiprocessing.Pipe() for _ in range(job.nranks)]
         self._server, theirs = multiprocessing.Pipe()
-        passed = [theirs.fileno(), job.listener.fileno(), *(end.fileno() for _, end in pipes)]
-        self._process = subprocess.Popen(
-            command(theirs.fileno()),
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            pass_fds=passed,
-        )
         request = RankRequest(
             environments=[{**env, **job.environment(rank)} for rank in range(job.nranks)],
             results=[end.fileno() for _, end in pipes],
             listener=job.listener.fileno(),
             preparation=preparation,
-            function=function,
+            function=pickled,
+            is_serving=is_serving,
+            outputs=outputs,
+        )
+        self._process = subprocess.Popen(
+            command(theirs.fileno()),
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno(), request.listener, *request.results, *chain(*outputs)],
+            process_group=0,  # else Ctrl-C in a terminal would reach the ranks twice
         )
         theirs.close()
         for _, end in pipes:
             end.close()
+        if self._output:
+            self._output.close_theirs()
         self.ranks: list[_Rank] = []
         try:
             self._server.send_bytes(pickle.dumps(request))
             pids = self._server.recv()
+            self.ranks = [_Rank(pid, end) for pid, (end, _) in zip(pids, pipes, strict=True)]
+            self._server.send_bytes(b"opened")
         except (EOFError, OSError) as exc:
-            self.close()
+            self.kill()
             raise R2cclError(
-                "launch: the process that forks the ranks exited early "
+                f"{who}: the process that forks the ranks exited early "
                 f"({describe_exit(self._process.returncode)}); look at its output"
             ) from exc
-        self.ranks = [_Rank(pid, end) for pid, (end, _) in zip(pids, pipes, strict=True)]
-        self._server.send(None)
+        except BaseException:
+            self.kill()
+            raise
+
+    def wait(self, connections: Iterable[Connection], until_s: float) -> list[Connection]:
+        """Wait until one of `connections` is readable; meanwhile forward the output of the ranks.
+
+        Parameters
+        ----------
+        connections : iterable of Connection
+        until_s : float
+            Deadline, a reading of ``time.monotonic``; infinite: none.
+
+        Returns
+        -------
+        list of Connection
+            Those that are readable; empty after the deadline.
+        """
+        while True:
+            piped = self._output.descriptors() if self._output else ()
+            left_s = None if until_s == float("inf") else max(0.0, until_s - time.monotonic())
+            ready = multiprocessing.connection.wait([*connections, *piped], left_s)
+            found = [each for each in ready if isinstance(each, Connection)]
+            for each in ready:
+                if isinstance(each, int) and self._output:
+                    self._output.forward(each)
+            if found or not ready:
+                return found
+
+    def outcome(self, rank: int) -> RankOutcome:
+        """Read the outcome of the function in `rank`; its ``error`` has the remote traceback.
+
+        If the rank has exited, the error is an `R2cclError`.
+        """
+        process = self.ranks[rank]
+        try:
+            found: RankOutcome = pickle.loads(process.results.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.join(_TERMINATION_GRACE_S, rank)
+            why = describe_exit(process.exit_status)
+            error = R2cclError(
+                f"{self._who}: rank {rank} (pid {process.pid}) exited without a result: {why}; "
+                "look at its output"
+            )
+            return RankOutcome(error=error, is_exit=True)
+        if found.error is not None:
+            found.error.__cause__ = _RemoteTraceback(f"rank {rank}:\n{found.text}")
+        return found
+
+    def flush_output(self) -> None:
+        """Write out everything that the ranks have written."""
+        if self._output:
+            self._output.flush()
+
+    def interrupt(self, ranks: Iterable[int] | None = None) -> None:
+        """Send SIGINT to `ranks`; by default to all."""
+        for rank in range(len(self.ranks)) if ranks is None else ranks:
+            self.ranks[rank].send_signal(signal.SIGINT)
 
     def join(self, timeout_s: float, rank: int | None = None) -> None:
         """Wait until `rank` has exited, or every rank if it is None; at most `timeout_s` seconds.
@@ -215,9 +323,9 @@ class _Ranks:
         until_s = time.monotonic() + timeout_s
         awaited = self.ranks if rank is None else [self.ranks[rank]]
         while any(each.exit_status is None for each in awaited):
+            if not self.wait([self._server], until_s):
+                return
             try:
-                if not self._server.poll(max(0.0, until_s - time.monotonic())):
-                    return
                 ended, status = self._server.recv()
             except (EOFError, OSError):  # the server was killed; the kernel then kills its ranks
                 return
@@ -227,30 +335,32 @@ class _Ranks:
         """Wait at most `grace_s` seconds for the ranks to exit, then end the others by signals.
 
         They get SIGTERM and, after `_TERMINATION_GRACE_S`, SIGKILL. The grace period lets ranks
-        report the loss of a peer after a failure.
+        report the loss of a peer after a failure. If Ctrl-C interrupts it, they get SIGKILL.
         """
-        self.join(grace_s)
-        for signum in (signal.SIGTERM, signal.SIGKILL):
-            alive = [each for each in self.ranks if each.exit_status is None]
-            for each in alive:
-                each.send_signal(signum)
-            if alive:
-                self.join(_TERMINATION_GRACE_S)
-        self.close()
+        try:
+            self.join(grace_s)
+            for signum in (signal.SIGTERM, signal.SIGKILL):
+                alive = [each for each in self.ranks if each.exit_status is None]
+                for each in alive:
+                    each.send_signal(signum)
+                if alive:
+                    self.join(_TERMINATION_GRACE_S)
+            self.flush_output()
+            self._server.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_TERMINATION_GRACE_S)
+        finally:
+            self.kill()
 
-    def close(self) -> None:
-        """Close all descriptors and wait for the server; kill it if it does not exit.
-
-        The kernel kills the remaining ranks when the server exits.
-        """
+    def kill(self) -> None:
+        """Kill the server, and thereby its ranks, unless they have exited; free all resources."""
+        self._process.kill()
+        self._process.wait()
         self._server.close()
         for each in self.ranks:
             each.close()
-        try:
-            self._process.wait(_TERMINATION_GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._output:
+            self._output.close()
 
 
 class _RemoteTraceback(Exception):
@@ -260,37 +370,23 @@ class _RemoteTraceback(Exception):
         return f"\n\n{self.args[0]}"
 
 
-def _collect(started: _Ranks, deadline: float, timeout_s: float | None) -> list[Any]:
-    outcomes: dict[int, Any] = {}
+def _collect(started: RankProcesses, deadline: float, timeout_s: float | None) -> list[Any]:
+    values: dict[int, Any] = {}
     waiting = {each.results: rank for rank, each in enumerate(started.ranks)}
     while waiting:
-        left_s = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
-        ready = multiprocessing.connection.wait(list(waiting), left_s)
+        ready = started.wait(waiting, deadline)
         if not ready:
             raise TransportTimeout(
                 f"launch: ranks {sorted(waiting.values())} did not return within {timeout_s:g} s "
                 "and were terminated; look at their output, or raise timeout_s"
             )
         for results in ready:
-            assert isinstance(results, Connection)
             rank = waiting.pop(results)
-            outcomes[rank] = _outcome(rank, started)
-    return [outcomes[rank] for rank in range(len(started.ranks))]
-
-
-def _outcome(rank: int, started: _Ranks) -> Any:
-    process = started.ranks[rank]
-    try:
-        is_good, value, text = pickle.loads(process.results.recv_bytes())
-    except EOFError:
-        started.join(_TERMINATION_GRACE_S, rank)
-        raise R2cclError(
-            f"launch: rank {rank} (pid {process.pid}) exited without a result: "
-            f"{describe_exit(process.exit_status)}; look at its output"
-        ) from None
-    if not is_good:
-        raise value from _RemoteTraceback(f"rank {rank}:\n{text}")
-    return value
+            outcome = started.outcome(rank)
+            if outcome.error is not None:
+                raise outcome.error
+            values[rank] = outcome.value
+    return [values[rank] for rank in range(len(started.ranks))]
 
 
 def describe_exit(status: int | None) -> str:
@@ -307,4 +403,4 @@ def describe_exit(status: int | None) -> str:
     return f"exit status {status}"
 
 
-__all__ = ["LocalJob", "describe_exit", "launch"]
+__all__ = ["LocalJob", "RankProcesses", "describe_exit", "launch"]

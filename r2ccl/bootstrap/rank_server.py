@@ -1,31 +1,38 @@
-"""Server process of `r2ccl.launch`: imports the library once, then forks the ranks.
+"""Server process of `launch` and `launch_pool`: imports the library once, then forks the ranks.
 
 Importing NumPy and the library in every rank would take far longer than forks do, since the ranks
 of one machine share its cores. The server starts no threads and imports no user code: each rank
 imports the main script and the function after the fork.
+
+Invariant: the server ends when its launcher ends, and its ranks with it. It waits for the process
+of the launcher, since `end_with` would bind it to the thread that started it.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import io
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from multiprocessing import spawn
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
 
 import msgspec
 
 from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
 from r2ccl.bootstrap.orphans import end_with
+from r2ccl.bootstrap.pickling import dumps
 from r2ccl.errors import R2cclError
 
 #: Modules that every rank needs; the server imports them before it forks.
@@ -49,7 +56,12 @@ class RankRequest(msgspec.Struct):
         Result of `multiprocessing.spawn.get_preparation_data`: main script, ``sys.path``,
         ``sys.argv`` and working directory.
     function : bytes
-        Pickled function that each rank calls without arguments.
+        Pickled function that each rank calls without arguments, or with the `Connection` of its
+        results if `is_serving`.
+    is_serving : bool
+        The function answers calls that arrive on the `Connection`.
+    outputs : sequence of (int, int)
+        Descriptors of the standard output and standard error of each rank; empty: the server's.
     """
 
     environments: Sequence[Mapping[str, str]]
@@ -57,6 +69,28 @@ class RankRequest(msgspec.Struct):
     listener: int
     preparation: dict[str, Any]
     function: bytes
+    is_serving: bool = False
+    outputs: Sequence[Sequence[int]] = ()
+
+
+class RankOutcome(NamedTuple):
+    """Message in which a rank sends the result or the exception of a function.
+
+    Attributes
+    ----------
+    value : object
+        The result; None after an exception.
+    error : BaseException or None
+    text : str
+        Traceback of the exception.
+    is_exit : bool
+        The rank exited instead; the launcher made the error.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    text: str = ""
+    is_exit: bool = False
 
 
 def command(descriptor: int) -> list[str]:
@@ -77,12 +111,12 @@ def serve(descriptor: int, launcher: int) -> None:
     descriptor : int
         Connection to the launcher, which sends a `RankRequest`. Owned.
     launcher : int
-        Process id of the launcher; when it ends, the kernel kills the server and its ranks.
+        Process id of the launcher; when it ends, the server exits and the kernel kills its ranks.
     """
-    end_with(launcher)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher and the ranks handle Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher forwards Ctrl-C to the ranks
+    life = _open_launcher(launcher)
     with Connection(descriptor) as connection:
-        request = pickle.loads(connection.recv_bytes())
+        request = pickle.loads(_receive(connection, life))
         for name in _PRELOADED:
             importlib.import_module(name)
         environment = {**os.environ, **request.environments[0]}
@@ -97,18 +131,50 @@ def serve(descriptor: int, launcher: int) -> None:
             pid = _fork()
             if pid == 0:
                 connection.close()
+                os.close(life)
                 _run_rank(rank, request, server)
                 return
-            ranks[pid] = rank
-        for held in (*request.results, request.listener):
+            ranks[rank] = pid
+        for held in (*request.results, request.listener, *chain(*request.outputs)):
             os.close(held)
-        connection.send(list(ranks))
-        # os.wait frees process ids, so first wait until the launcher has opened the processes.
-        connection.recv()
-        while ranks:
-            pid, status = os.wait()
-            rank = ranks.pop(pid)
-            connection.send((rank, os.waitstatus_to_exitcode(status)))
+        connection.send(list(ranks.values()))
+        # Waiting for a rank frees its process id, so first wait until the launcher has opened it.
+        _receive(connection, life)
+        for rank, status in _exits(ranks, life):
+            connection.send((rank, status))
+
+
+def _open_launcher(pid: int) -> int:
+    """Return a descriptor that is readable once the launcher has ended; exit if it has."""
+    with suppress(ProcessLookupError):
+        life = os.pidfd_open(pid)
+        if os.getppid() == pid:  # else another process may have got the process id
+            return life
+    raise SystemExit(1)
+
+
+def _receive(connection: Connection, life: int) -> bytes:
+    """Return the next message of the launcher; exit if the launcher ends before."""
+    if life in wait([connection, life]):
+        raise SystemExit(1)
+    return connection.recv_bytes()
+
+
+def _exits(ranks: Mapping[int, int], life: int) -> Iterator[tuple[int, int]]:
+    """Yield rank and exit status of each process that ends, until all or the launcher ended."""
+    watched = {os.pidfd_open(pid): rank for rank, pid in ranks.items()}
+    poller = select.poll()
+    for descriptor in (life, *watched):
+        poller.register(descriptor, select.POLLIN)
+    while watched:
+        for descriptor, _ in poller.poll():
+            if descriptor == life:
+                return
+            rank = watched.pop(descriptor)
+            poller.unregister(descriptor)
+            os.close(descriptor)
+            _, status = os.waitpid(ranks[rank], 0)
+            yield rank, os.waitstatus_to_exitcode(status)
 
 
 def _preload(name: str) -> None:
@@ -132,18 +198,41 @@ def _run_rank(rank: int, request: RankRequest, server: int) -> None:
     for other, held in enumerate(request.results):
         if other != rank:
             os.close(held)
+    if request.outputs:
+        _redirect_output(rank, request.outputs)
     os.environ.update(request.environments[rank])
     if rank == 0:
         os.environ[LISTEN_FD_VARIABLE] = str(request.listener)
     else:
         os.close(request.listener)
-    try:
-        _import_main(request.preparation)
-        message = pickle.dumps((True, pickle.loads(request.function)(), ""))
-    except BaseException as exc:
-        message = _pickle_failure(exc)
     with Connection(request.results[rank]) as results:
+        try:
+            _import_main(request.preparation)
+            function = pickle.loads(request.function)
+            message = dumps(RankOutcome(function(results) if request.is_serving else function()))
+        except BaseException as exc:
+            message = dumps_failure(exc)
+        flush_output()
         results.send_bytes(message)
+
+
+def _redirect_output(rank: int, outputs: Sequence[Sequence[int]]) -> None:
+    """Make the rank's descriptors its standard output and standard error; close all others."""
+    for number, held in enumerate(outputs[rank], start=1):
+        os.dup2(held, number)
+    for held in chain(*outputs):
+        os.close(held)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def flush_output() -> None:
+    """Write out what Python has buffered, so that the launcher sees it before the result."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a broken pipe, or closed by the function
+            if stream is not None:
+                stream.flush()
 
 
 def _import_main(preparation: dict[str, Any]) -> None:
@@ -159,15 +248,18 @@ def _import_main(preparation: dict[str, Any]) -> None:
         del process._inheriting
 
 
-def _pickle_failure(exc: BaseException) -> bytes:
+def dumps_failure(exc: BaseException) -> bytes:
+    """Return the pickled `RankOutcome` of a function that raised `exc`."""
     text = "".join(traceback.format_exception(exc))
     try:
-        message = pickle.dumps((False, exc, text))
+        message = dumps(RankOutcome(error=exc, text=text))
         # An exception class with required arguments may be pickled but fail to be unpickled.
         pickle.loads(message)
     except Exception:
-        return pickle.dumps((False, R2cclError(f"{type(exc).__name__}: {exc}"), text))
+        return pickle.dumps(
+            RankOutcome(error=R2cclError(f"{type(exc).__name__}: {exc}"), text=text)
+        )
     return message
 
 
-__all__ = ["RankRequest", "command", "serve"]
+__all__ = ["RankOutcome", "RankRequest", "command", "dumps_failure", "flush_output", "serve"]

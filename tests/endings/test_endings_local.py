@@ -139,18 +139,24 @@ RANKS = """
     import r2ccl
     def main():
         with r2ccl.init() as comm:
-            comm.barrier()
-            os.write(1, b"%d\\n" % os.getpid())
-            time.sleep(60)
+            wait(comm)
+    def wait(comm):
+        comm.barrier()
+        os.write(1, b"%d\\n" % os.getpid())
+        time.sleep(60)
     if __name__ == "__main__":
         {start}
 """
 
 
-@pytest.mark.parametrize("how", ["command", "function"])
+@pytest.mark.parametrize("how", ["command", "function", "pool"])
 def test_ranks_end_with_their_launcher(how: str, tmp_path: Path) -> None:
     script = tmp_path / "job.py"
-    start = "main()" if how == "command" else "r2ccl.launch(main, 2)"
+    start = {
+        "command": "main()",
+        "function": "r2ccl.launch(main, 2)",
+        "pool": "r2ccl.launch_pool(2).run(wait)",
+    }[how]
     script.write_text(textwrap.dedent(RANKS).format(start=start))
     command = [sys.executable, str(script)]
     if how == "command":

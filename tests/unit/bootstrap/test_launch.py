@@ -8,9 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -72,15 +74,83 @@ def test_a_timeout_names_who_is_late() -> None:
         launch(sleeps, 2, timeout_s=5.0)  # time enough to start, on a busy machine
 
 
-@pytest.mark.parametrize("nranks", [0, -1])
-def test_at_least_one_rank(nranks: int) -> None:
+@pytest.mark.parametrize("nranks", [0, -1, "2", None])
+def test_at_least_one_rank(nranks: Any) -> None:
     with pytest.raises(InvalidArgument, match="at least 1"):
         launch(os.getpid, nranks)
 
 
-def test_a_function_that_cannot_travel_is_refused() -> None:
+def test_the_result_of_a_function_is_no_function() -> None:
+    result: Any = os.getpid()
+    with pytest.raises(InvalidArgument, match="without calling it"):
+        launch(result, 1)
+
+
+def test_what_cannot_be_sent_is_refused() -> None:
+    lock = threading.Lock()
     with pytest.raises(InvalidArgument, match="cannot be sent"):
-        launch(lambda: None, 1)
+        launch(lambda: lock, 1)
+
+
+#: As in a notebook, the main module is no file that a rank could import.
+INTERACTIVE = """
+import r2ccl
+
+class Minded(Exception):
+    pass
+
+def fails():
+    raise Minded(here)
+
+here = 5
+try:
+    r2ccl.launch(fails, 1)
+except Minded as exc:
+    print(exc)
+"""
+
+
+def test_functions_of_no_file_run_in_ranks() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-"],
+        input=INTERACTIVE,
+        capture_output=True,
+        text=True,
+        timeout=3 * WAIT_S,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("5\n", "")
+
+
+def test_output_of_ranks_is_captured_with_that_of_the_caller(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    launch(lambda: (print("out"), print("err", file=sys.stderr), None)[-1], 1, timeout_s=WAIT_S)
+    assert capsys.readouterr() == ("out\n", "err\n")
+
+
+def test_an_interrupt_of_the_launcher_reaches_every_rank_once() -> None:
+    code = (
+        "import os, r2ccl, time\n"
+        "def fn():\n"
+        "    try:\n"
+        "        os.write(1, b'ready\\n')\n"
+        "        time.sleep(60)\n"
+        "    except KeyboardInterrupt:\n"
+        "        time.sleep(0.3)\n"
+        "        os.write(1, b'interrupted\\n')\n"
+        "try: r2ccl.launch(fn, 2)\n"
+        "except KeyboardInterrupt: os.write(1, b'over')\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert out.splitlines() == ["interrupted", "interrupted", "over"]
 
 
 def test_the_port_is_taken_before_any_rank_runs() -> None:

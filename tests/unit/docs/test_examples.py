@@ -1,12 +1,14 @@
 """The examples run as their first lines say, and the demo ends as it promises."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,6 +68,36 @@ def test_mpi_ranks_become_ranks() -> None:
     pytest.importorskip("mpi4py")
     written = run(find_mpiexec(), "-n", "2", sys.executable, EXAMPLES / "03_mpi.py")
     assert "2 ranks of MPI: the same sum" in written
+
+
+#: Executes the notebook argv[1] in a kernel and writes it, with its outputs, to argv[2].
+EXECUTE = """
+import sys, nbformat
+from nbclient import NotebookClient
+notebook = nbformat.read(sys.argv[1], 4)
+NotebookClient(notebook, timeout=80, kernel_name="python3", record_timing=False).execute()
+nbformat.write(notebook, sys.argv[2])
+"""
+
+
+def shown(path: Path) -> list[tuple[list[str], list[Any]]]:
+    """Return the printed lines, sorted, and the results of each cell; not what is logged."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    found = []
+    for outputs in (cell["outputs"] for cell in cells if cell["cell_type"] == "code"):
+        printed = [each["text"] for each in outputs if each.get("name") == "stdout"]
+        results = [each["data"] for each in outputs if each["output_type"] == "execute_result"]
+        lines = "".join(text for texts in printed for text in texts).splitlines()
+        found.append((sorted(lines), results))
+    return found
+
+
+def test_notebook_shows_what_happens_in_a_kernel(tmp_path: Path) -> None:
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    notebook, executed = EXAMPLES / "notebook.ipynb", tmp_path / "executed.ipynb"
+    run(sys.executable, "-c", EXECUTE, notebook, executed)
+    assert shown(executed) == shown(notebook)
 
 
 def test_demo_on_loopback_loses_a_rail_and_no_bit(tmp_path: Path) -> None:

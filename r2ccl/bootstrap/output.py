@@ -1,0 +1,138 @@
+"""Output of ranks, where it must pass through the launcher: in a notebook cell, or under capture.
+
+Ranks inherit the standard output of the launcher. If ``sys.stdout`` of the launcher is another
+object, as in a notebook, a test that captures output or ``contextlib.redirect_stdout``, output
+written to the descriptors would not appear where the launcher's own output does. `RankOutput` then
+reads it from pipes and writes it to ``sys.stdout`` and ``sys.stderr``.
+
+Invariant: only the thread that waits for the ranks writes, so output appears in the cell whose call
+waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+_READ_NBYTES = 1 << 16
+#: Complete lines; a progress bar ends its lines with a carriage return.
+_LINES = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
+#: Names in `sys` of the streams of descriptors 1 and 2.
+_STREAMS = ("stdout", "stderr")
+
+
+class _Source(NamedTuple):
+    rank: int
+    stream: str
+
+
+def is_forwarded() -> bool:
+    """Return whether ``sys.stdout`` or ``sys.stderr`` is not the descriptor of that name."""
+    return any(
+        not _is_descriptor(getattr(sys, name), number)
+        for number, name in enumerate(_STREAMS, start=1)
+    )
+
+
+def _is_descriptor(stream: Any, number: int) -> bool:
+    if stream is None:  # closed: ranks write to the closed descriptor, too
+        return True
+    try:
+        return bool(stream.fileno() == number)
+    except (AttributeError, OSError, ValueError):  # io.UnsupportedOperation is both of the latter
+        return False
+
+
+class RankOutput:
+    """Pipes from the standard output and standard error of each rank to those of this process.
+
+    Lines of several ranks are written whole, each after ``[rank]``.
+
+    Parameters
+    ----------
+    nranks : int
+
+    Attributes
+    ----------
+    theirs : list of list of int
+        Descriptors of each rank's standard output and standard error, which the caller passes on
+        and then closes by `close_theirs`.
+    """
+
+    def __init__(self, nranks: int) -> None:
+        self.theirs: list[list[int]] = []
+        self._tagged = nranks > 1
+        self._sources: dict[int, _Source] = {}
+        self._unfinished: dict[_Source, bytes] = {}
+        try:
+            for rank in range(nranks):
+                self.theirs.append([self._pipe(_Source(rank, name)) for name in _STREAMS])
+        except BaseException:
+            self.close_theirs()
+            self.close()
+            raise
+
+    def _pipe(self, source: _Source) -> int:
+        mine, theirs = os.pipe()
+        os.set_blocking(mine, False)
+        self._sources[mine] = source
+        return theirs
+
+    def descriptors(self) -> Collection[int]:
+        """Return the descriptors to wait for; call `forward` with those that are readable."""
+        return self._sources.keys()
+
+    def forward(self, descriptor: int) -> bool:
+        """Read what a descriptor holds and write its complete lines; return whether it held any."""
+        source = self._sources[descriptor]
+        try:
+            data = os.read(descriptor, _READ_NBYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            del self._sources[descriptor]
+            os.close(descriptor)
+            return False
+        data = self._unfinished.pop(source, b"") + data
+        lines = _LINES.findall(data)
+        self._unfinished[source] = data[sum(map(len, lines)) :]
+        self._write(source, lines)
+        return True
+
+    def flush(self) -> None:
+        """Write everything that the ranks have written so far, the last line even if incomplete."""
+        for descriptor in list(self._sources):
+            while self.forward(descriptor):
+                pass
+        for source, rest in self._unfinished.items():
+            if rest:
+                self._write(source, [rest + b"\n"])
+        self._unfinished.clear()
+
+    def close_theirs(self) -> None:
+        """Close the ends of the ranks in this process."""
+        for descriptors in self.theirs:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self.theirs = []
+
+    def close(self) -> None:
+        """Close all pipes."""
+        for descriptor in self._sources:
+            os.close(descriptor)
+        self._sources.clear()
+
+    def _write(self, source: _Source, lines: list[bytes]) -> None:
+        tag = f"[{source.rank}] " if self._tagged else ""
+        stream = getattr(sys, source.stream)
+        if stream is not None and lines:
+            stream.write("".join(tag + line.decode(errors="replace") for line in lines))
+            with contextlib.suppress(AttributeError):  # an object with write() alone is enough
+                stream.flush()
+
+
+__all__ = ["RankOutput", "is_forwarded"]

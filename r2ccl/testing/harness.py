@@ -1,0 +1,212 @@
+"""Runs of a user's program with failures, for the fixtures of the pytest plugin ``r2ccl_pytest``.
+
+Errors are AssertionErrors where the program under test is at fault, so that tests fail with them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from r2ccl.bootstrap.launch import launch
+from r2ccl.bootstrap.pickling import ByValue
+from r2ccl.clock import monotonic
+from r2ccl.errors import InvalidArgument
+from r2ccl.testing.fault_plan import FaultPlan, fail_at, reporter_from_env
+from r2ccl.testing.faults import Fault
+from r2ccl.testing.faults_reporter import Due, FaultReporter
+from r2ccl.testing.netlab import Lab, RankResult
+from r2ccl.testing.reporting import ReportingTransport
+from r2ccl.transport.base import Transport
+
+_WRAPPER = f"{__name__}:wrap_and_record"
+
+
+class FaultInjection:
+    """Failures of NICs for the next run of a `RankRunner`; a call adds one.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder for the plan and the record of the faults that fired.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._nplans = 0
+        self._faults: list[Fault] = []
+
+    def __call__(self, rank: int, rail: int, op: int, step: int = 0) -> None:
+        """Let `rank` lose `rail` just before slice `step` of collective `op`; see `fail_at`."""
+        self._faults.extend(fail_at(rank, rail, op, step).faults)
+
+    def take(self) -> _PlanFile | None:
+        """Return the plan of the failures added since the last run; None if there are none."""
+        if not self._faults:
+            return None
+        self._nplans += 1
+        plan = _PlanFile(FaultPlan(self._faults), self._folder / f"faults-{self._nplans}.json")
+        self._faults = []
+        return plan
+
+    def require_used(self) -> None:
+        """Raise AssertionError if failures were added after the last run."""
+        if self._faults:
+            raise AssertionError(
+                f"{len(self._faults)} failure(s) of r2ccl_fail_at were not injected: call "
+                "r2ccl_ranks after r2ccl_fail_at"
+            )
+
+
+class _PlanFile:
+    """Fault plan in a file that ranks read, beside which they leave a file per fault that fired."""
+
+    def __init__(self, plan: FaultPlan, path: Path) -> None:
+        self._plan = plan
+        self._path = path
+        path.write_bytes(plan.to_json())
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables with which `r2ccl.init` injects the faults."""
+        return {"R2CC_FAULT_PLAN": str(self._path), "R2CC_TRANSPORT_WRAPPER": _WRAPPER}
+
+    def assert_all_fired(self) -> None:
+        """Raise AssertionError, which names them, if faults did not fire."""
+        for index in range(len(self._plan.faults)):
+            if _record_of(self._path, index).exists():
+                self._plan.record(index, monotonic(), monotonic())
+        self._plan.assert_all_fired()
+
+
+def _record_of(path: str | Path, index: int) -> Path:
+    return Path(f"{path}.{index}.fired")
+
+
+def wrap_and_record(inner: Transport, rank: int) -> ReportingTransport:
+    """Return a wrapper as `wrap_by_env`, which records each fault that fires beside the plan.
+
+    `r2ccl.init` calls it in ranks that a `RankRunner` starts.
+    """
+
+    def reporter(cut: Callable[[Due], None]) -> FaultReporter | None:
+        def cut_and_record(due: Due) -> None:
+            cut(due)
+            _record_of(os.environ["R2CC_FAULT_PLAN"], due.index).touch()
+
+        return reporter_from_env(os.environ, apply=cut_and_record)
+
+    return ReportingTransport(inner, reporter)
+
+
+class RankRunner:
+    """Callable that runs a function of a test on several ranks of this machine.
+
+    Parameters
+    ----------
+    module : module
+        Module of the test: its functions are sent to the ranks by value, so that the ranks do not
+        import it, and assertions in them are as detailed as in the test.
+    injection : FaultInjection, optional
+    """
+
+    def __init__(self, module: ModuleType, injection: FaultInjection | None = None) -> None:
+        self._module = module
+        self._injection = injection
+
+    def __call__(
+        self,
+        fn: Callable[[], Any],
+        nranks: int,
+        *,
+        timeout_s: float = 60.0,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """Run `fn` as `r2ccl.launch` does and return its results, by rank.
+
+        Raises
+        ------
+        Exception
+            As `r2ccl.launch`.
+        AssertionError
+            If a failure of `r2ccl_fail_at` did not happen.
+        """
+        plan = self._injection.take() if self._injection else None
+        variables = {**(env or {}), **(plan.environment() if plan else {})}
+        found = launch(ByValue(fn, self._module), nranks, timeout_s=timeout_s, env=variables)
+        if plan:
+            plan.assert_all_fired()
+        return found
+
+
+class NetlabRunner(Protocol):
+    """Signature of `run_in_netlab`."""
+
+    def __call__(
+        self,
+        argv: Sequence[str],
+        *,
+        faults: Sequence[str | Fault] = (),
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 120.0,
+        **shape: Any,
+    ) -> list[RankResult]:
+        """Run a program in a lab."""
+        ...
+
+
+def run_in_netlab(
+    argv: Sequence[str],
+    *,
+    faults: Sequence[str | Fault] = (),
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 120.0,
+    **shape: Any,
+) -> list[RankResult]:
+    """Build a lab, run a program on each of its ranks under `faults`, and require its success.
+
+    Parameters
+    ----------
+    argv : sequence of str
+        The program and its arguments, such as ``[sys.executable, "train.py"]``.
+    faults : sequence of str or Fault
+        Texts are parsed by `Fault.parse`: ``"nic_down:node=1,rail=0,at_op=3"``.
+    env, timeout_s
+        As in `Lab.run`.
+    **shape
+        Fields of `LabShape`: ``nodes``, ``rails``, ``rate``, ``ranks_per_node`` ...
+
+    Returns
+    -------
+    list of RankResult
+        Exit status and output of each rank.
+
+    Raises
+    ------
+    AssertionError
+        If a rank failed or ran longer than `timeout_s`, or a fault did not fire.
+    InvalidArgument
+        If `argv` is a text, or a fault or the shape is wrong.
+    LabError
+        If the lab cannot be built, or a fault could not be applied.
+    """
+    if isinstance(argv, str):
+        raise InvalidArgument(f"argv={argv!r}: pass a list, [sys.executable, {argv!r}]")
+    plan = FaultPlan(Fault.parse(each) if isinstance(each, str) else each for each in faults)
+    with Lab(**shape) as lab:
+        results = lab.run(argv, env=env, plan=plan if plan.faults else None, timeout_s=timeout_s)
+    failed = [
+        f"rank {each.rank}: "
+        + (f"longer than {timeout_s:g} s" if each.is_timed_out else f"status {each.returncode}")
+        for each in results
+        if each.is_timed_out or each.returncode
+    ]
+    if failed:
+        raise AssertionError(f"{len(failed)} of {len(results)} ranks failed: {'; '.join(failed)}")
+    plan.assert_all_fired()
+    return results
+
+
+__all__ = ["FaultInjection", "NetlabRunner", "RankRunner", "run_in_netlab", "wrap_and_record"]
