@@ -28,7 +28,7 @@ def subcommands() -> list[argparse.ArgumentParser]:
 
 
 def _section(parser: argparse.ArgumentParser) -> str:
-    parser.formatter_class = partial(argparse.HelpFormatter, width=_WIDTH)  # type: ignore[assignment]
+    parser.formatter_class = partial(argparse.HelpFormatter, width=_WIDTH)
     usage = parser.format_usage().removeprefix("usage: ").rstrip().replace(f"\n{_INDENT}", "\n")
     parts = [f"## `{parser.prog}`", parser.description or "", f"```text\n{usage}\n```"]
     parts.append("\n".join(_arguments(parser)))
