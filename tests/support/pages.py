@@ -25,6 +25,8 @@ OTHERS = tuple(
 )
 PAGES = [README, *DOCS, *OTHERS]
 SNIPPET_TIMEOUT_S = 60
+#: A busy machine takes long to start ranks, above all those that import torch.
+_COMMAND_TIMEOUT_S = 300
 
 _BLOCK = re.compile(
     r"(?:^<!-- needs: (?P<needs>[\w, ]+) -->\n)?"
@@ -129,9 +131,8 @@ def follow(page: Path, folder: Path) -> list[str]:
         elif block.language == "sh":
             lacking = [each for each in sorted(block.needs) if not NEEDS[each]()]
             left_out += lacking
-            written = (
-                None if lacking else run(["bash", "-euo", "pipefail", "-c", block.text], folder)
-            )
+            argv = ["bash", "-euo", "pipefail", "-c", block.text]
+            written = None if lacking else run(argv, folder, _COMMAND_TIMEOUT_S)
         elif block.language == "text" and written is not None:
             assert_shows(block.text, written)
             written = None

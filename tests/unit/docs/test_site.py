@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from support.pages import DOCS, ROOT, all_blocks, text_of
@@ -155,6 +155,20 @@ def test_a_cell_of_the_commands_is_no_markup() -> None:
     parser = argparse.ArgumentParser(prog="r2ccl x")
     parser.add_argument("--a", choices=("b", "c"), default="b", help="b|c,\n%(default)s")
     assert "| `--a {b,c}` | b\\|c, b |" in COMMANDS._section(parser)
+
+
+def test_sections_of_docstrings_become_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object, Object=object))
+    listed = load("docstrings").listed
+    own = (
+        "As in::\n\n    x\n\nResults of all\n--------------\na : int\n    The\n    first.\nc\n    d"
+    )
+    assert listed(own) == (
+        "As in:\n\n    x\n\nResults of all\n--------------\n- **a** (int): The first.\n- **c**: d"
+    )
+    read = "Line.\n\nRaises\n------\nOSError\n    If.\n\nNotes\n-----\nText."
+    assert listed(read) == read
+    assert listed("No section.") == "No section."
 
 
 # The picture, and the site itself
