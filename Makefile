@@ -30,7 +30,7 @@ TORCH_BIN := $(TORCH_VENV)/bin
 # Index with smaller builds for CPUs, such as https://download.pytorch.org/whl/cpu; the default index if empty.
 TORCH_INDEX ?=
 
-.PHONY: help demo test test-slow test-all test-rdma test-torch fresh lint bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos pictures clean
+.PHONY: help demo test test-slow test-all test-rdma test-torch fresh lint bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos pictures docs docs-serve clean
 .DEFAULT_GOAL := help
 # Tests and benchmarks measure time, so no two targets run at once.
 .NOTPARALLEL:
@@ -146,8 +146,15 @@ chaos: $(VENV)/.test ## run random jobs with random faults on random netlabs; SE
 	if [ $$status -eq 69 ]; then echo "chaos: skipped: for the reason above"; exit 0; fi; \
 	exit $$status
 
-pictures: $(VENV)/.core ## redraw the pictures of the schedules and packages in docs/pictures/
-	@$(BIN)/python docs/pictures/draw.py && $(BIN)/python docs/pictures/packages.py
+pictures: $(VENV)/.core ## redraw the pictures in docs/pictures/
+	@for what in draw packages nic_loss; do $(BIN)/python docs/pictures/$$what.py || exit; done
+
+# The variable silences an announcement of mkdocs-material.
+docs: $(VENV)/.docs ## build the documentation as a site in out/site; broken links are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "docs: open out/site/index.html"
+
+docs-serve: $(VENV)/.docs ## serve the documentation at http://127.0.0.1:8000, and build it again when a page changes
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean: ## remove .venv, out and build files
 	rm -rf $(VENV) out build *.egg-info
@@ -196,6 +203,11 @@ $(VENV)/.lint: $(VENV)/.test
 $(VENV)/.gpu: $(VENV)/.test
 	@echo "installing CuPy and the compiler of the kernels ..."
 	@$(PIP) install --editable ".[gpu,cupy]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	@echo "installing the packages of the documentation ..."
+	@$(PIP) install --group docs
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.demo

@@ -36,7 +36,7 @@ FOLDER = Path(__file__).parent
 N = 4
 
 #: Pictures in this folder that are drawn by other programs.
-OTHERS = frozenset({"packages"})
+OTHERS = frozenset({"nic_loss", "packages"})
 
 #: Bandwidth of each rank, in any unit: rank 3 has lost a quarter, or half, of its bandwidth.
 QUARTER_LOST, HALF_LOST = (4, 4, 4, 3), (2, 2, 2, 1)

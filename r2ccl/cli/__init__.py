@@ -33,13 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     SystemExit
         If the arguments are wrong (status 2), or ask for help (status 0).
     """
-    parser = argparse.ArgumentParser(
-        prog="r2ccl", description="Collective communication that survives the loss of NICs."
-    )
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name in _COMMANDS:
-        importlib.import_module(f"r2ccl.cli.{name}").add_parser(subparsers)
-    args = parser.parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
         status: int = args.run(args)
     except R2cclError as exc:
@@ -48,4 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-__all__ = ["main"]
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``r2ccl``, with those of all subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="r2ccl", description="Collective communication that survives the loss of NICs."
+    )
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name in _COMMANDS:
+        importlib.import_module(f"r2ccl.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+__all__ = ["main", "make_parser"]
