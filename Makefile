@@ -90,7 +90,8 @@ test-torch: $(TORCH_VENV)/.test ## run the tests of the backend for torch.distri
 	@$(TORCH_BIN)/python -m pytest $(or $(TESTS),tests/pytorch)
 
 lint: $(VENV)/.lint ## check style, types and layers
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check --diff . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check --diff . && $(BIN)/mypy && \
+		$(BIN)/pyright --pythonpath $(BIN)/python && $(BIN)/lint-imports --no-cache
 	@echo "lint: style, types and layers are correct"
 
 bench: $(VENV)/.bench ## compare with gloo and MPICH, and measure the cost of resilience; results in out/
