@@ -14,6 +14,8 @@ unexport PYTHONDONTWRITEBYTECODE
 TESTS ?=
 # K/N runs the K-th of N slices of the tests, K from 0. By default, all run.
 SLICE ?=
+# Versions of Python for `make test-matrix`.
+MATRIX ?= 3.11 3.12 3.13 3.14
 FOLDERS := $(addprefix tests/,unit contract simulation figures endings netlab rdma gpu)
 # Tests that measure time, which includes all tests in network namespaces, do not run in parallel.
 ALONE = $(filter tests/endings% tests/netlab% tests/rdma% tests/gpu%,$(or $(TESTS),$(FOLDERS)))
@@ -30,7 +32,7 @@ TORCH_BIN := $(TORCH_VENV)/bin
 # Index with smaller builds for CPUs, such as https://download.pytorch.org/whl/cpu; the default index if empty.
 TORCH_INDEX ?=
 
-.PHONY: help demo test test-slow test-all test-rdma test-torch fresh lint bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos pictures docs docs-serve clean
+.PHONY: help demo test test-slow test-all test-rdma test-torch fresh lint test-matrix dist bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos pictures docs docs-serve clean
 .DEFAULT_GOAL := help
 # Tests and benchmarks measure time, so no two targets run at once.
 .NOTPARALLEL:
@@ -89,8 +91,32 @@ test-rdma: ## run the tests on real ibverbs, with Soft-RoCE in a virtual machine
 test-torch: $(TORCH_VENV)/.test ## run the tests of the backend for torch.distributed; downloads torch
 	@$(TORCH_BIN)/python -m pytest $(or $(TESTS),tests/pytorch)
 
+test-matrix: ## run `make test` with each Python of MATRIX that this machine has, each in 6 minutes
+	@status=0; for version in $(MATRIX); do \
+		python=$$(for each in python$$version $$HOME/.pyenv/versions/$$version*/bin/python; do \
+			"$$each" -c 'import ensurepip, venv' 2>/dev/null && echo "$$each" && break; done); \
+		if [ -z "$$python" ]; then \
+			echo "test-matrix: Python $$version: skipped: python$$version is not on this machine"; continue; \
+		fi; \
+		echo "test-matrix: Python $$version: $$python"; \
+		make --no-print-directory VENV=$(VENV)/$$version PYTHON="$$python" test || status=1; \
+	done; exit $$status
+
+dist: $(VENV)/.dist ## build wheel, sdist and SBOM in dist/, twice, and compare their hashes
+	@export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct); rm -rf dist && \
+		$(BIN)/python -m build --outdir dist . && $(BIN)/python -m build --outdir dist/again . && \
+		(cd dist && sha256sum *.whl *.tar.gz) > dist/SHA256SUMS && \
+		(cd dist/again && sha256sum --check --quiet ../SHA256SUMS) && rm -rf dist/again && \
+		$(BIN)/twine check --strict dist/*.whl dist/*.tar.gz && \
+		rm -rf $(VENV)/installed && $(PYTHON) -m venv --without-pip $(VENV)/installed && \
+		$(PIP) --python $(VENV)/installed/bin/python install dist/*.whl && \
+		$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+			--output-file dist/r2ccl.cdx.json $(VENV)/installed/bin/python && \
+		cat dist/SHA256SUMS && du -sh $(VENV)/installed
+
 lint: $(VENV)/.lint ## check style, types and layers
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check --diff . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check --diff . && $(BIN)/mypy && \
+		$(BIN)/pyright --pythonpath $(BIN)/python && $(BIN)/lint-imports --no-cache
 	@echo "lint: style, types and layers are correct"
 
 bench: $(VENV)/.bench ## compare with gloo and MPICH, and measure the cost of resilience; results in out/
@@ -156,8 +182,8 @@ docs: $(VENV)/.docs ## build the documentation as a site in out/site; broken lin
 docs-serve: $(VENV)/.docs ## serve the documentation at http://127.0.0.1:8000, and build it again when a page changes
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-clean: ## remove .venv, out and build files
-	rm -rf $(VENV) out build *.egg-info
+clean: ## remove .venv, out, dist and build files
+	rm -rf $(VENV) out build dist *.egg-info
 
 # Stamp files, one per set of packages; a set is installed again when pyproject.toml changes.
 $(VENV)/.core: pyproject.toml
@@ -168,7 +194,7 @@ $(VENV)/.core: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "r2ccl needs Python's venv module: apt-get install python3-venv"; exit 1; }
 	@$(PIP) install "pip>=25.1"
-	@$(PIP) install --editable .
+	@$(PIP) install --editable ".[compiled]"
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.core
@@ -184,14 +210,19 @@ $(VENV)/.test: $(VENV)/.demo
 $(RDMA_VENV)/.test: $(VENV)/.core
 	@echo "installing the packages of the tests on ibverbs into $(RDMA_VENV) ..."
 	@test -x $(RDMA_BIN)/python || $(RDMA_PYTHON) -m venv --without-pip $(RDMA_VENV)
-	@$(PIP) --python $(RDMA_BIN)/python install --editable . --group test --group rdmalab
+	@$(PIP) --python $(RDMA_BIN)/python install --editable ".[compiled]" --group test --group rdmalab
 	@touch $@
 
 $(TORCH_VENV)/.test: $(VENV)/.core
 	@echo "installing the packages of the tests of torch into $(TORCH_VENV) ..."
 	@test -x $(TORCH_BIN)/python || $(PYTHON) -m venv --without-pip $(TORCH_VENV)
 	@$(PIP) --python $(TORCH_BIN)/python install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		--editable . --group test-torch
+		--editable ".[compiled]" --group test-torch
+	@touch $@
+
+$(VENV)/.dist: $(VENV)/.core
+	@echo "installing the packages that build a release ..."
+	@$(PIP) install --group dist
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test

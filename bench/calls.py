@@ -9,7 +9,6 @@ from typing import Any
 from collectives import Buffers, Case
 
 import r2ccl
-from r2ccl.runtime.async_work import Work
 
 
 def call_of(comm: r2ccl.Communicator, case: Case, buffers: Buffers) -> Callable[[], Any]:
@@ -24,7 +23,7 @@ def call_of(comm: r2ccl.Communicator, case: Case, buffers: Buffers) -> Callable[
 
 def start_of(
     comm: r2ccl.Communicator, case: Case, buffers: Buffers
-) -> Callable[[], list[Work | r2ccl.MessageRequest]]:
+) -> Callable[[], list[r2ccl.Work[Any] | r2ccl.MessageRequest]]:
     """Return the function that starts one asynchronous call, and returns what to wait for."""
     if case.form.name == "sendrecv":
         right, left = _neighbours(comm)

@@ -3,7 +3,7 @@
 Runs the same training twice. In the second run, a NIC of one node fails during an allreduce. The
 program compares the losses and the final weights of both runs. It exits with status 1 if any bit
 of the weights differs, or if the NIC did not fail during an allreduce. Needs the packages of
-``pip install r2ccl[demo]``.
+``pip install "r2ccl[compiled,demo]"``.
 """
 
 from __future__ import annotations

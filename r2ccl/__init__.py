@@ -9,7 +9,7 @@ from __future__ import annotations
 from r2ccl.bootstrap.launch import launch
 from r2ccl.bootstrap.pool import LaunchPool, launch_pool
 from r2ccl.communicator import ANY_SOURCE, ANY_TAG, Communicator
-from r2ccl.config import VERSION, Config
+from r2ccl.config import VERSION, Config, Settings
 from r2ccl.dtypes import pair_dtype
 from r2ccl.errors import (
     CommunicatorRevoked,
@@ -27,13 +27,20 @@ from r2ccl.errors import (
     TransportTimeout,
 )
 from r2ccl.factory import init
+from r2ccl.failover.diagnosis.verdict import Port, Reading, Verdict, VerdictKind
+from r2ccl.failover.health.driver import Known
+from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.kernels import ConvertedOp, UserOp, accumulate_float32, premul_sum, user_op
+from r2ccl.planning.cost_model import Choice
+from r2ccl.planning.planner import Explanation
+from r2ccl.runtime.async_work import Work
+from r2ccl.runtime.engine import RegisteredMemory
 from r2ccl.runtime.grouping import Group
 from r2ccl.runtime.messages.matching import Message
 from r2ccl.runtime.messages.messenger import MessageRequest
-from r2ccl.runtime.status import HealthReport, Pending
-from r2ccl.types import ReduceOp
+from r2ccl.runtime.status import HealthReport, MemoryReport, PathEntry, Pending, RailHealth, Wait
+from r2ccl.types import PathKey, ReduceOp
 
 SUM = ReduceOp.SUM
 PROD = ReduceOp.PROD
@@ -67,31 +74,47 @@ __all__ = [
     "MINLOC",
     "PROD",
     "SUM",
+    "Choice",
     "Communicator",
     "CommunicatorRevoked",
     "CompletionError",
     "ConcurrentCalls",
     "Config",
     "ConvertedOp",
+    "Explanation",
     "Group",
+    "Health",
     "HealthReport",
     "InternalError",
     "InvalidArgument",
+    "Known",
     "LaunchPool",
+    "MemoryReport",
     "Message",
     "MessageRequest",
     "NoHealthyRail",
     "NoQuorum",
+    "PathEntry",
+    "PathKey",
     "PeerLost",
     "Pending",
+    "Port",
     "R2cclError",
     "RailDown",
+    "RailHealth",
+    "Reading",
     "ReduceOp",
+    "RegisteredMemory",
     "Repair",
     "ScheduleError",
+    "Settings",
     "TransportError",
     "TransportTimeout",
     "UserOp",
+    "Verdict",
+    "VerdictKind",
+    "Wait",
+    "Work",
     "accumulate_float32",
     "init",
     "launch",

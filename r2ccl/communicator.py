@@ -1,6 +1,7 @@
 """Communicator: collectives and messages of a group of ranks, its status, and orderly shutdown.
 
-The methods contain no logic: each passes its call to a module of `r2ccl.runtime`.
+The methods contain no logic: each passes its call to a module of `r2ccl.runtime`. The overloads of
+a collective, which `r2ccl.runtime.call_types` explains, stand directly before it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from r2ccl.failover.health.driver import Known
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.planning.planner import Explanation
 from r2ccl.runtime import arguments, splitting, status
+from r2ccl.runtime.arguments import Operation as Op
+from r2ccl.runtime.async_work import Work
+from r2ccl.runtime.call_types import A, Array, Either, Later, N, Now
 from r2ccl.runtime.engine import Engine, RegisteredMemory
 from r2ccl.runtime.grouping import Group
 from r2ccl.runtime.job import Job
@@ -32,6 +36,8 @@ from r2ccl.types import AllgatherBytes, ReduceOp
 
 #: Source, or tag, of a receive that accepts messages from any rank, or with any tag.
 ANY_SOURCE = ANY_TAG = ANY
+#: Numbers of elements, or indices of first elements, one for each rank.
+Counts: TypeAlias = Sequence[int]
 
 
 class Communicator:
@@ -159,11 +165,21 @@ class Communicator:
         """
         self._job.connect()
 
+    @overload
+    def allreduce(self, x: A, out: A | None = ..., op: Op = ..., **kw: Unpack[Now]) -> A: ...
+    @overload
+    def allreduce(
+        self, x: A, out: A | None = ..., op: Op = ..., **kw: Unpack[Later]
+    ) -> Work[A]: ...
+    @overload
+    def allreduce(
+        self, x: Array, out: Array | None = ..., op: Op = ..., **kw: Unpack[Either]
+    ) -> Any: ...
     def allreduce(
         self,
         x: Any,
         out: Any = None,
-        op: arguments.Operation = ReduceOp.SUM,
+        op: Op = ReduceOp.SUM,
         *,
         stream: Any = None,
         async_op: bool = False,
@@ -225,6 +241,12 @@ class Communicator:
         """
         return self._collectives.start(stream, async_op, arguments.allreduce, x, out, op)
 
+    @overload
+    def allgather(self, x: N, out: N | None = ..., **kw: Unpack[Now]) -> N: ...
+    @overload
+    def allgather(self, x: N, out: N | None = ..., **kw: Unpack[Later]) -> Work[N]: ...
+    @overload
+    def allgather(self, x: Array, out: Array | None = ..., **kw: Unpack[Either]) -> Any: ...
     def allgather(
         self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False
     ) -> Any:
@@ -246,6 +268,21 @@ class Communicator:
         make = arguments.allgather
         return self._collectives.start(stream, async_op, make, x, out, self.rank, self.nranks)
 
+    @overload
+    def allgatherv(
+        self, x: N, out: N | None = ..., *, counts: Counts, displs: Counts | None = ...,
+        **kw: Unpack[Now],
+    ) -> N: ...  # fmt: skip
+    @overload
+    def allgatherv(
+        self, x: N, out: N | None = ..., *, counts: Counts, displs: Counts | None = ...,
+        **kw: Unpack[Later],
+    ) -> Work[N]: ...  # fmt: skip
+    @overload
+    def allgatherv(
+        self, x: Array, out: Array | None = ..., *, counts: Counts, displs: Counts | None =
+        ..., **kw: Unpack[Either],
+    ) -> Any: ...  # fmt: skip
     def allgatherv(
         self,
         x: Any,
@@ -276,11 +313,21 @@ class Communicator:
         given = (x, out, layout, self.rank, self.nranks)
         return self._collectives.start(stream, async_op, arguments.allgatherv, *given)
 
+    @overload
+    def reduce_scatter(self, x: N, out: N | None = ..., op: Op = ..., **kw: Unpack[Now]) -> N: ...
+    @overload
+    def reduce_scatter(
+        self, x: N, out: N | None = ..., op: Op = ..., **kw: Unpack[Later]
+    ) -> Work[N]: ...
+    @overload
+    def reduce_scatter(
+        self, x: Array, out: Array | None = ..., op: Op = ..., **kw: Unpack[Either]
+    ) -> Any: ...
     def reduce_scatter(
         self,
         x: Any,
         out: Any = None,
-        op: arguments.Operation = ReduceOp.SUM,
+        op: Op = ReduceOp.SUM,
         *,
         stream: Any = None,
         async_op: bool = False,
@@ -306,11 +353,24 @@ class Communicator:
         make = arguments.reduce_scatter
         return self._collectives.start(stream, async_op, make, x, out, op, self.rank, self.nranks)
 
+    @overload
+    def reduce_scatterv(
+        self, x: N, out: N | None = ..., op: Op = ..., *, counts: Counts, **kw: Unpack[Now]
+    ) -> N: ...
+    @overload
+    def reduce_scatterv(
+        self, x: N, out: N | None = ..., op: Op = ..., *, counts: Counts, **kw: Unpack[Later]
+    ) -> Work[N]: ...
+    @overload
+    def reduce_scatterv(
+        self, x: Array, out: Array | None = ..., op: Op = ..., *, counts: Counts, **kw:
+        Unpack[Either],
+    ) -> Any: ...  # fmt: skip
     def reduce_scatterv(
         self,
         x: Any,
         out: Any = None,
-        op: arguments.Operation = ReduceOp.SUM,
+        op: Op = ReduceOp.SUM,
         *,
         counts: Sequence[int],
         stream: Any = None,
@@ -337,6 +397,16 @@ class Communicator:
         given = (x, out, op, sizes, self.rank, self.nranks)
         return self._collectives.start(stream, async_op, arguments.reduce_scatterv, *given)
 
+    @overload
+    def broadcast(self, x: A, out: A | None = ..., root: int = ..., **kw: Unpack[Now]) -> A: ...
+    @overload
+    def broadcast(
+        self, x: A, out: A | None = ..., root: int = ..., **kw: Unpack[Later]
+    ) -> Work[A]: ...
+    @overload
+    def broadcast(
+        self, x: Array, out: Array | None = ..., root: int = ..., **kw: Unpack[Either]
+    ) -> Any: ...
     def broadcast(
         self, x: Any, out: Any = None, root: int = 0, *, stream: Any = None, async_op: bool = False
     ) -> Any:
@@ -360,11 +430,23 @@ class Communicator:
         root = arguments.rank_of(root, self.nranks)
         return self._collectives.start(stream, async_op, arguments.broadcast, x, out, root)
 
+    @overload
+    def reduce(
+        self, x: A, out: A | None = ..., op: Op = ..., root: int = ..., **kw: Unpack[Now]
+    ) -> A | None: ...
+    @overload
+    def reduce(
+        self, x: A, out: A | None = ..., op: Op = ..., root: int = ..., **kw: Unpack[Later]
+    ) -> Work[A | None]: ...
+    @overload
+    def reduce(
+        self, x: Array, out: Array | None = ..., op: Op = ..., root: int = ..., **kw: Unpack[Either]
+    ) -> Any: ...
     def reduce(
         self,
         x: Any,
         out: Any = None,
-        op: arguments.Operation = ReduceOp.SUM,
+        op: Op = ReduceOp.SUM,
         root: int = 0,
         *,
         stream: Any = None,
@@ -388,6 +470,16 @@ class Communicator:
         given = (x, out, op, arguments.rank_of(root, self.nranks), self.rank)
         return self._collectives.start(stream, async_op, arguments.reduce, *given)
 
+    @overload
+    def gather(self, x: N, out: N | None = ..., root: int = ..., **kw: Unpack[Now]) -> N | None: ...
+    @overload
+    def gather(
+        self, x: N, out: N | None = ..., root: int = ..., **kw: Unpack[Later]
+    ) -> Work[N | None]: ...
+    @overload
+    def gather(
+        self, x: Array, out: Array | None = ..., root: int = ..., **kw: Unpack[Either]
+    ) -> Any: ...
     def gather(
         self, x: Any, out: Any = None, root: int = 0, *, stream: Any = None, async_op: bool = False
     ) -> Any:
@@ -410,6 +502,21 @@ class Communicator:
         given = (x, out, arguments.rank_of(root, self.nranks), self.rank, self.nranks)
         return self._collectives.start(stream, async_op, arguments.gather, *given)
 
+    @overload
+    def gatherv(
+        self, x: N, out: N | None = ..., root: int = ..., *, counts: Counts | None = ...,
+        displs: Counts | None = ..., **kw: Unpack[Now],
+    ) -> N | None: ...  # fmt: skip
+    @overload
+    def gatherv(
+        self, x: N, out: N | None = ..., root: int = ..., *, counts: Counts | None = ...,
+        displs: Counts | None = ..., **kw: Unpack[Later],
+    ) -> Work[N | None]: ...  # fmt: skip
+    @overload
+    def gatherv(
+        self, x: Array, out: Array | None = ..., root: int = ..., *, counts: Counts | None =
+        ..., displs: Counts | None = ..., **kw: Unpack[Either],
+    ) -> Any: ...  # fmt: skip
     def gatherv(
         self,
         x: Any,
@@ -451,6 +558,18 @@ class Communicator:
             stream, async_op, arguments.gatherv, x, out, root, layout, self.rank, n
         )
 
+    @overload
+    def scatter(
+        self, x: N | None, out: N | None = ..., root: int = ..., **kw: Unpack[Now]
+    ) -> N: ...
+    @overload
+    def scatter(
+        self, x: N | None, out: N | None = ..., root: int = ..., **kw: Unpack[Later]
+    ) -> Work[N]: ...
+    @overload
+    def scatter(
+        self, x: Array | None, out: Array | None = ..., root: int = ..., **kw: Unpack[Either]
+    ) -> Any: ...
     def scatter(
         self, x: Any, out: Any = None, root: int = 0, *, stream: Any = None, async_op: bool = False
     ) -> Any:
@@ -473,6 +592,21 @@ class Communicator:
         given = (x, out, arguments.rank_of(root, self.nranks), self.rank, self.nranks)
         return self._collectives.start(stream, async_op, arguments.scatter, *given)
 
+    @overload
+    def scatterv(
+        self, x: N | None, out: N | None = ..., root: int = ..., *, counts: Counts | None =
+        ..., displs: Counts | None = ..., **kw: Unpack[Now],
+    ) -> N: ...  # fmt: skip
+    @overload
+    def scatterv(
+        self, x: N | None, out: N | None = ..., root: int = ..., *, counts: Counts | None =
+        ..., displs: Counts | None = ..., **kw: Unpack[Later],
+    ) -> Work[N]: ...  # fmt: skip
+    @overload
+    def scatterv(
+        self, x: Array | None, out: Array | None = ..., root: int = ..., *, counts: Counts |
+        None = ..., displs: Counts | None = ..., **kw: Unpack[Either],
+    ) -> Any: ...  # fmt: skip
     def scatterv(
         self,
         x: Any,
@@ -513,6 +647,12 @@ class Communicator:
             stream, async_op, arguments.scatterv, x, out, root, layout, self.rank, n
         )
 
+    @overload
+    def alltoall(self, x: N, out: N | None = ..., **kw: Unpack[Now]) -> N: ...
+    @overload
+    def alltoall(self, x: N, out: N | None = ..., **kw: Unpack[Later]) -> Work[N]: ...
+    @overload
+    def alltoall(self, x: Array, out: Array | None = ..., **kw: Unpack[Either]) -> Any: ...
     def alltoall(
         self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False
     ) -> Any:
@@ -536,6 +676,23 @@ class Communicator:
         make = arguments.alltoall
         return self._collectives.start(stream, async_op, make, x, out, self.rank, self.nranks)
 
+    @overload
+    def alltoallv(
+        self, x: N, out: N | None = ..., *, sendcounts: Counts, recvcounts: Counts,
+        senddispls: Counts | None = ..., recvdispls: Counts | None = ..., **kw: Unpack[Now],
+    ) -> N: ...  # fmt: skip
+    @overload
+    def alltoallv(
+        self, x: N, out: N | None = ..., *, sendcounts: Counts, recvcounts: Counts,
+        senddispls: Counts | None = ..., recvdispls: Counts | None = ..., **kw:
+        Unpack[Later],
+    ) -> Work[N]: ...  # fmt: skip
+    @overload
+    def alltoallv(
+        self, x: Array, out: Array | None = ..., *, sendcounts: Counts, recvcounts: Counts,
+        senddispls: Counts | None = ..., recvdispls: Counts | None = ..., **kw:
+        Unpack[Either],
+    ) -> Any: ...  # fmt: skip
     def alltoallv(
         self,
         x: Any,
@@ -579,11 +736,19 @@ class Communicator:
             stream, async_op, arguments.alltoallv, x, out, sent, received, self.rank
         )
 
+    @overload
+    def scan(self, x: A, out: A | None = ..., op: Op = ..., **kw: Unpack[Now]) -> A: ...
+    @overload
+    def scan(self, x: A, out: A | None = ..., op: Op = ..., **kw: Unpack[Later]) -> Work[A]: ...
+    @overload
+    def scan(
+        self, x: Array, out: Array | None = ..., op: Op = ..., **kw: Unpack[Either]
+    ) -> Any: ...
     def scan(
         self,
         x: Any,
         out: Any = None,
-        op: arguments.Operation = ReduceOp.SUM,
+        op: Op = ReduceOp.SUM,
         *,
         stream: Any = None,
         async_op: bool = False,
@@ -606,11 +771,19 @@ class Communicator:
         """
         return self._collectives.start(stream, async_op, arguments.scan, x, out, op, False)
 
+    @overload
+    def exscan(self, x: A, out: A | None = ..., op: Op = ..., **kw: Unpack[Now]) -> A: ...
+    @overload
+    def exscan(self, x: A, out: A | None = ..., op: Op = ..., **kw: Unpack[Later]) -> Work[A]: ...
+    @overload
+    def exscan(
+        self, x: Array, out: Array | None = ..., op: Op = ..., **kw: Unpack[Either]
+    ) -> Any: ...
     def exscan(
         self,
         x: Any,
         out: Any = None,
-        op: arguments.Operation = ReduceOp.SUM,
+        op: Op = ReduceOp.SUM,
         *,
         stream: Any = None,
         async_op: bool = False,
@@ -630,12 +803,25 @@ class Communicator:
         """
         return self._collectives.start(stream, async_op, arguments.scan, x, out, op, True)
 
+    @overload
+    def run_schedule(
+        self, schedule: Schedule, x: A, out: A | None = ..., op: Op = ..., **kw: Unpack[Now]
+    ) -> A: ...
+    @overload
+    def run_schedule(
+        self, schedule: Schedule, x: A, out: A | None = ..., op: Op = ..., **kw: Unpack[Later]
+    ) -> Work[A]: ...
+    @overload
+    def run_schedule(
+        self, schedule: Schedule, x: Array, out: Array | None = ..., op: Op = ..., **kw:
+        Unpack[Either],
+    ) -> Any: ...  # fmt: skip
     def run_schedule(
         self,
         schedule: Schedule,
         x: Any,
         out: Any = None,
-        op: arguments.Operation = ReduceOp.SUM,
+        op: Op = ReduceOp.SUM,
         *,
         stream: Any = None,
         async_op: bool = False,
@@ -698,6 +884,20 @@ class Communicator:
         """
         return self._collectives.group()
 
+    @overload
+    def send(
+        self, x: Array, to: int, tag: int = ..., *, is_synchronous: bool = ...,
+        async_op: Literal[True],
+    ) -> MessageRequest: ...  # fmt: skip
+    @overload
+    def send(
+        self, x: Array, to: int, tag: int = ..., *, is_synchronous: bool = ...,
+        async_op: Literal[False] = ...,
+    ) -> None: ...  # fmt: skip
+    @overload
+    def send(
+        self, x: Array, to: int, tag: int = ..., *, is_synchronous: bool = ..., async_op: bool = ...
+    ) -> MessageRequest | None: ...
     def send(
         self, x: Any, to: int, tag: int = 0, *, is_synchronous: bool = False, async_op: bool = False
     ) -> MessageRequest | None:
@@ -738,6 +938,18 @@ class Communicator:
         """
         return self._messages.send(x, to, tag, is_synchronous=is_synchronous, is_async=async_op)
 
+    @overload
+    def recv(
+        self, out: Array, source: int = ..., tag: int = ..., *, async_op: Literal[True]
+    ) -> MessageRequest: ...
+    @overload
+    def recv(
+        self, out: Array, source: int = ..., tag: int = ..., *, async_op: Literal[False] = ...
+    ) -> Message | Any: ...
+    @overload
+    def recv(
+        self, out: Array, source: int = ..., tag: int = ..., *, async_op: bool = ...
+    ) -> MessageRequest | Message | Any: ...
     def recv(
         self, out: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, async_op: bool = False
     ) -> Any:
@@ -775,14 +987,14 @@ class Communicator:
 
     def sendrecv(
         self,
-        x: Any,
+        x: Array,
         to: int,
-        out: Any,
+        out: Array,
         source: int = ANY_SOURCE,
         *,
         tag: int = 0,
         recv_tag: int = ANY_TAG,
-    ) -> Message | None:
+    ) -> Message | Any:
         """Send `x` to rank `to`, and receive a message into `out`, at the same time.
 
         See `send` and `recv` for arguments, result and errors. A ring of ranks in which each calls
@@ -790,6 +1002,12 @@ class Communicator:
         """
         return self._messages.sendrecv(x, to, out, source, tag=tag, recv_tag=recv_tag)
 
+    @overload
+    def probe(
+        self, source: int = ..., tag: int = ..., *, is_blocking: Literal[True] = ...
+    ) -> Message: ...
+    @overload
+    def probe(self, source: int = ..., tag: int = ..., *, is_blocking: bool) -> Message | None: ...
     def probe(
         self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, is_blocking: bool = True
     ) -> Message | None:

@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -265,6 +265,60 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**values)
 
 
+class Settings(TypedDict, total=False):
+    """Keywords of `r2ccl.init`: the fields of `Config`, which explains them.
+
+    The mode and the switches may also be numbers.
+    """
+
+    mode: str | int
+    eager_nbytes: int
+    eager_slots: int
+    slice_nbytes: int
+    landing_depth: int
+    channels: int
+    algo: str
+    rails: int
+    socket_ifname: str
+    failed_nics: str
+    last_resort: str
+    fabric: str
+    hca: str
+    gid_index: int
+    ib_timeout: int
+    ib_retry_cnt: int
+    fastpath: str | int
+    registration_limit_nbytes: int
+    staging_nbytes: int
+    ipc: str | int
+    shm: str | int
+    compiled: str | int
+    suspicion_timeout_s: float
+    probe_timeout_s: float
+    failback_probes: int
+    failback_interval_s: float
+    failback_cap_s: float
+    quarantine_cap_s: float
+    balance: str | int
+    no_rail_timeout_s: float
+    peer_timeout_s: float
+    timeout_s: float
+    init_timeout_s: float
+    connect_timeout_s: float
+    max_connections: int
+    tcp_congestion: str
+    spin_s: float
+    port: int
+    secret: str
+    secret_file: str
+    control_address: str
+    transport_wrapper: str
+    fault_plan: str
+    dump_signal: str
+    dump_file: str
+    debug: str
+
+
 MODES = ("failstop", "migrate", "balance", "r2cc", "auto")
 MODE_NUMBERS = dict(zip("0123", MODES, strict=False))
 FABRICS = ("auto", "full", "rail", "none")
@@ -419,4 +473,4 @@ def _bad(name: str, given: object, allowed: str) -> InvalidArgument:
     return InvalidArgument(f"{name}={given!r} (R2CC_{name.upper()}{also}): allowed is {allowed}")
 
 
-__all__ = ["VERSION", "Config", "nearest", "parse_failures"]
+__all__ = ["VERSION", "Config", "Settings", "nearest", "parse_failures"]

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from r2ccl import bootstrap
 from r2ccl.bootstrap import logs
 from r2ccl.communicator import Communicator
-from r2ccl.config import Config
+from r2ccl.config import Config, Settings
 from r2ccl.errors import (
     InvalidArgument,
     PeerLost,
@@ -68,7 +68,7 @@ MESSAGES: Any = (
 
 
 def init(
-    comm: Any = None, *, faults: TransportWrapper | None = None, **settings: Any
+    comm: Any = None, *, faults: TransportWrapper | None = None, **settings: Unpack[Settings]
 ) -> Communicator:
     """Connect this process to all other ranks over every rail; return the communicator.
 

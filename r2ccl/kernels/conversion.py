@@ -16,7 +16,7 @@ import numpy as np
 from r2ccl.dtypes import dtype_name, dtype_of
 from r2ccl.errors import InvalidArgument
 from r2ccl.kernels.arrays import data_of
-from r2ccl.kernels.host import HALVES, SMALL, Array
+from r2ccl.kernels.host import HALVES, SMALL, Array, require_compiled
 from r2ccl.kernels.native import callable_of
 from r2ccl.kernels.table import check_op
 from r2ccl.types import ReduceOp
@@ -49,10 +49,11 @@ class ConvertedOp(msgspec.Struct, frozen=True):
         ------
         InvalidArgument
             If the dtype does not support the reduction, cannot be widened to float32 although
-            `is_wide` is True, or cannot represent the factor.
+            `is_wide` is True, or cannot represent the factor, or `require_compiled` raises it.
         """
         check_op(dtype_code, self.op)
         dtype = dtype_of(dtype_code)
+        require_compiled(dtype.name)
         if self.is_wide and dtype.name not in SMALL:
             raise InvalidArgument(
                 f"accumulate_float32 for dtype {dtype_name(dtype_code)}: allowed are "

@@ -19,7 +19,7 @@ import numpy as np
 from r2ccl.dtypes import EXTENSIONS, dtype_of, raw_dtype
 from r2ccl.errors import InvalidArgument
 from r2ccl.kernels.arrays import data_of
-from r2ccl.kernels.native import callable_of
+from r2ccl.kernels.native import callable_of, why_not_compiled
 from r2ccl.kernels.table import check_op
 from r2ccl.types import ReduceOp
 
@@ -107,7 +107,7 @@ def reducer(dtype_code: int, op: ReduceOp | int) -> Reducer:
     Raises
     ------
     InvalidArgument
-        If the dtype is unknown, or does not support `op`.
+        If the dtype is unknown or does not support `op`, or `require_compiled` raises it.
     ImportError, TransportError
         For 16-bit and 8-bit floats, if `r2ccl.kernels.native.callable_of` raises it.
 
@@ -132,6 +132,7 @@ def reducer(dtype_code: int, op: ReduceOp | int) -> Reducer:
         return _pair_reducer(dtype, op)
     if name not in SMALL:
         return _FUNCTIONS[op]
+    require_compiled(name)
     op = ReduceOp.SUM if op is ReduceOp.AVG else op
     if name not in HALVES:
         from r2ccl.kernels import float8  # ml_dtypes takes 10 ms to import
@@ -166,7 +167,7 @@ def divider(dtype_code: int, nranks: int) -> Divider:
     Raises
     ------
     InvalidArgument
-        If the dtype is unknown or `nranks` is below 1.
+        If the dtype is unknown, `nranks` is below 1, or `require_compiled` raises it.
     ImportError, TransportError
         For 16-bit and 8-bit floats, if `r2ccl.kernels.native.callable_of` raises it.
 
@@ -187,8 +188,24 @@ def divider(dtype_code: int, nranks: int) -> Divider:
     if dtype.kind == "i":
         return _signed_divider(dtype, nranks)
     if dtype.name in SMALL:
+        require_compiled(dtype.name)
         return _small_divider(dtype, nranks)
     return _real_divider(dtype, nranks)
+
+
+def require_compiled(name: str) -> None:
+    """Check that arrays of the dtype `name` can be reduced or converted in compiled code.
+
+    Raises
+    ------
+    InvalidArgument
+        If `name` is a 16-bit or 8-bit float, and compiled code cannot be used.
+    """
+    if name in SMALL and why_not_compiled():
+        raise InvalidArgument(
+            f"arrays of dtype {name} are reduced in compiled code, but {why_not_compiled()}; or "
+            "convert them to float32"
+        )
 
 
 def quiet_context() -> contextvars.Context:
@@ -274,4 +291,5 @@ __all__ = [
     "divider",
     "quiet_context",
     "reducer",
+    "require_compiled",
 ]

@@ -30,12 +30,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from llvmlite import __version__ as llvmlite_version
-from llvmlite import binding
 
 from r2ccl.errors import TransportError
 
@@ -44,6 +43,34 @@ _log = logging.getLogger(__name__)
 _LIBRARY = Path(__file__).resolve().parent.parent
 _IMPORT = re.compile(rb"^from (r2ccl[.\w]+) import ", re.MULTILINE)
 _CACHE_DIRECTORY_VARIABLE = "NUMBA_CACHE_DIR"
+
+
+@functools.cache
+def why_not_compiled() -> str:
+    """Return why this process cannot compile, and what to do; empty if it can.
+
+    llvmlite and Numba are an extra, because they are three quarters of an installation.
+    """
+    missing = [name for name in ("llvmlite", "numba") if find_spec(name) is None]
+    if not missing:
+        return ""
+    names = f"{' and '.join(missing)} {'are' if missing[1:] else 'is'}"
+    return f'{names} not installed: pip install "r2ccl[compiled]"'
+
+
+def _llvm() -> Any:
+    """Return the module ``llvmlite.binding``, which is imported only if compiled code is used.
+
+    Raises
+    ------
+    ImportError
+        If it is not installed.
+    """
+    if why_not_compiled():
+        raise ImportError(why_not_compiled())
+    from llvmlite import binding
+
+    return binding
 
 
 class MachineCode(msgspec.Struct, frozen=True):
@@ -85,7 +112,7 @@ def address_of(maker: str, *given: Any) -> int:
     Raises
     ------
     ImportError
-        If the function has to be compiled, and Numba cannot be imported.
+        If llvmlite or Numba is not installed.
     TransportError
         If this process lacks a symbol that the function needs.
     """
@@ -109,6 +136,7 @@ class _Linker:
     """Loader of machine code into LLVM's execution engine, one per process; thread-safe."""
 
     def __init__(self) -> None:
+        binding = self._binding = _llvm()
         binding.initialize_native_target()
         binding.initialize_native_asmprinter()
         # The module and the engine must live as long as the code.
@@ -134,8 +162,8 @@ class _Linker:
             if code.entry not in self._loaded:
                 for name in code.externals:
                     # LLVM ends the process if it does not find a symbol.
-                    binding.add_symbol(name, _address_of_symbol(name))
-                self._engine.add_object_file(binding.ObjectFileRef.from_data(code.object))
+                    self._binding.add_symbol(name, _address_of_symbol(name))
+                self._engine.add_object_file(self._binding.ObjectFileRef.from_data(code.object))
                 self._engine.finalize_object()
                 self._loaded.add(code.entry)
         return self._engine
@@ -143,6 +171,7 @@ class _Linker:
 
 def target_machine() -> Any:
     """Return LLVM's target machine for this host's processor."""
+    binding = _llvm()
     return binding.Target.from_default_triple().create_target_machine(
         cpu=binding.get_host_cpu_name(),
         features=binding.get_host_cpu_features().flatten(),
@@ -229,6 +258,9 @@ def _compile(maker: str, given: tuple[Any, ...], name: str) -> MachineCode:
 @functools.cache
 def _processor() -> str:
     """Return a digest of the kind of this host's processor and the version of llvmlite."""
+    binding = _llvm()
+    from llvmlite import __version__ as llvmlite_version
+
     kind = (
         binding.get_process_triple(),
         binding.get_host_cpu_name(),
@@ -345,4 +377,4 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
 
 
-__all__ = ["MachineCode", "address_of", "callable_of", "target_machine"]
+__all__ = ["MachineCode", "address_of", "callable_of", "target_machine", "why_not_compiled"]

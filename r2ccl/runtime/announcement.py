@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.config import VERSION, Config
+from r2ccl.kernels.native import why_not_compiled
 from r2ccl.types import Nic
 
 _log = logging.getLogger(__name__)
@@ -16,6 +17,8 @@ def announce(
     control: ControlPlane, config: Config, rails: Sequence[Nic], *, is_local: bool, is_shared: bool
 ) -> None:
     """Log one INFO line about the connected job: what this rank runs, over which NICs, and how.
+
+    If Numba is not installed, rank 0 also warns of what is slower without it.
 
     If ``R2CC_DEBUG`` is VERSION or WARN, rank 0 instead logs a short line, with the version and the
     number of ranks, and the other ranks log nothing, as in NCCL.
@@ -31,6 +34,13 @@ def announce(
     is_shared : bool
         True if the ranks of each host share memory.
     """
+    if control.rank == 0 and why_not_compiled() and "auto" in (config.shm, config.compiled):
+        _log.warning(
+            "shared memory and compiled calls are off, so calls are slower, and 16-bit and 8-bit "
+            "floats cannot be reduced: %s; set R2CC_SHM=0 and R2CC_COMPILED=0 to silence this "
+            "warning",
+            why_not_compiled(),
+        )
     if control.rank == 0 and config.debug.upper() in ("VERSION", "WARN"):
         # Handlers get the record although the level of the logger is WARNING.
         text, values = "r2ccl version %s, %d ranks", (VERSION, control.nranks)

@@ -14,10 +14,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from r2ccl.clock import monotonic
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportTimeout
+
+#: Result of a collective.
+_R = TypeVar("_R")
 
 
 class Task:
@@ -91,7 +94,7 @@ class Effects(Protocol):
         ...
 
 
-class Work:
+class Work(Generic[_R]):
     """Handle of an asynchronous collective, returned by calls with ``async_op=True``.
 
     Keeps the arrays of the call alive. The caller may drop the handle without waiting: the
@@ -99,7 +102,7 @@ class Work:
     """
 
     def __init__(
-        self, task: Task, result: Any, timeout_s: float, effects: Effects | None = None
+        self, task: Task, result: _R, timeout_s: float, effects: Effects | None = None
     ) -> None:
         self._task = task
         self._result = result
@@ -112,7 +115,7 @@ class Work:
             return False
         return self._task.error is not None or self._effects is None or self._effects.is_done()
 
-    def wait(self, timeout_s: float | None = None) -> Any:
+    def wait(self, timeout_s: float | None = None) -> _R:
         """Block the host until the collective has finished; return its result.
 
         Parameters
@@ -148,7 +151,7 @@ class Work:
             )
         return self._result
 
-    def order(self, stream: Any = None) -> Any:
+    def order(self, stream: Any = None) -> _R:
         """Make a stream wait for the result, without blocking the host; return the result.
 
         Parameters

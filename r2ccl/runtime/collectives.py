@@ -591,7 +591,7 @@ class Collectives:
             is_ordered = request.signature.op == ORDERED_OP
             self._plans.check_own(request.schedule, is_ordered=is_ordered)
 
-    def _submit(self, request: Request) -> Work:
+    def _submit(self, request: Request) -> Work[Any]:
         task = Task(partial(self.run, request))
         try:
             self._worker.enqueue(task)

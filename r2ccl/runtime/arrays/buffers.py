@@ -20,7 +20,7 @@ import numpy as np
 from r2ccl.dtypes import CODES, EXTENSIONS, dtype_name, dtype_of, names
 from r2ccl.errors import InvalidArgument
 from r2ccl.runtime import advice
-from r2ccl.runtime.arrays.libraries import is_device_array, library_of, torch_of
+from r2ccl.runtime.arrays.libraries import is_device_array, is_jax, library_of, torch_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -247,6 +247,8 @@ def host_array(x: Any) -> Array:
         )
     if isinstance(x, np.ndarray):
         return x.view(np.ndarray)
+    if is_jax(x):  # its buffer protocol lacks the types of ml_dtypes
+        return _tensor_array(x)
     try:
         return np.asarray(memoryview(x))
     except TypeError:  # no buffer protocol
@@ -282,6 +284,8 @@ def _tensor_array(x: Any) -> Array:
     device = int(x.__dlpack_device__()[0])
     if device not in _HOST_DEVICES:
         raise _on_device(x, f"DLPack device type {device}")
+    if is_jax(x):
+        return np.asarray(x)  # shares the memory; NumPy's DLPack reader lacks types of ml_dtypes
     torch = torch_of(x)
     code = None if torch is None else _TORCH_EXTENSIONS.get(str(x.dtype))
     try:

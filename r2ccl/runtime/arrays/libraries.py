@@ -2,7 +2,8 @@
 
 An adapter reports whether an array is on a GPU, which GPU that is, and the current stream of the
 library. It also allocates arrays of the library. The adapters use the modules that the caller has
-imported already, and import none of these libraries.
+imported already, and import none of these libraries. Arrays of JAX, which are immutable, are inputs
+only, and need no adapter.
 
 Invariant: no function here waits for a GPU or reads the data of an array.
 """
@@ -61,6 +62,12 @@ def torch_of(x: Any) -> Any:
     """Return the module ``torch`` if `x` is a torch tensor, else None."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and isinstance(x, torch.Tensor) else None
+
+
+def is_jax(x: Any) -> bool:
+    """Return whether `x` is an array of JAX."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.Array)
 
 
 def is_device_array(x: Any) -> bool:
@@ -160,4 +167,4 @@ class Numba:
             return self._cuda.device_array(shape, x.dtype, stream=x.stream)
 
 
-__all__ = ["Library", "Torch", "is_device_array", "library_of", "torch_of"]
+__all__ = ["Library", "Torch", "is_device_array", "is_jax", "library_of", "torch_of"]

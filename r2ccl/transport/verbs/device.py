@@ -18,6 +18,7 @@ import os
 import select
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
@@ -195,6 +196,12 @@ class RdmaDevice:
 
     def _find_nic(self, fastpath: str) -> ProviderNic | None:
         if fastpath == "0":
+            return None
+        if find_spec("numba") is None:
+            _log.info(
+                "%s: using pyverbs to poll and post, not compiled code: numba is not installed: "
+                'pip install "r2ccl[compiled]"', self.name,
+            )  # fmt: skip
             return None
         try:
             nic = locate_nic(

@@ -186,8 +186,8 @@ def test_the_collector_sees_the_places_that_raise() -> None:
     inner = {"_failure", "_FoundFaults", "HandshakeRejected", "HandshakeTimeout", "FrameError",
              "Violation", "_RemoteTraceback", "FakePyverbsError"}  # fmt: skip
     builtin = {"AssertionError", "AttributeError", "BufferError", "ConnectionAbortedError",
-               "ConnectionResetError", "KeyError", "OSError", "SystemExit", "TypeError",
-               "ValueError"}  # fmt: skip
+               "ConnectionResetError", "ImportError", "KeyError", "OSError", "SystemExit",
+               "TypeError", "ValueError"}  # fmt: skip
     assert raised - set(CLASSES) - returning - inner - builtin == set()
 
 

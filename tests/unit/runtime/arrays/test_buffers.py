@@ -6,6 +6,7 @@ import array
 import ctypes
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -171,6 +172,39 @@ def test_inputs_that_are_not_contiguous_are_copied_in_c_order(x: Any) -> None:
 @pytest.mark.parametrize("x", [np.zeros((4, 4))[:, 1], memoryview(bytearray(8))[::2]])
 def test_outputs_must_be_contiguous(x: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"strides .* is not C-contiguous"):
+        as_buffer(x, writable=True)
+
+
+class JaxArray:
+    """An array as JAX has them on the host: read-only, its buffer protocol lacks some types."""
+
+    __module__ = "jaxlib._jax"
+
+    def __init__(self, values: np.ndarray[Any, Any]) -> None:
+        self.values = values
+        self.values.flags.writeable = False
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        return self.values
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        raise RuntimeError("NumPy's reader lacks this type")
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)])
+def test_an_array_of_jax_is_an_input_only(
+    dtype: np.dtype[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(Array=JaxArray))
+    x = JaxArray(np.arange(4).astype(dtype))
+    found = as_buffer(x, writable=False).array
+    assert found.dtype == dtype
+    assert np.shares_memory(found, x.values)
+    assert isinstance(like(x, 2), np.ndarray)
+    with pytest.raises(InvalidArgument, match=r"read-only.*such as np\.array\(x\)"):
         as_buffer(x, writable=True)
 
 

@@ -1,0 +1,84 @@
+"""Types of the arguments and results of the collectives, for the overloads of `Communicator`.
+
+A collective has three overloads. A blocking call returns an array of the type of `x` and `out`, an
+asynchronous one a `Work` of it. The third overload accepts what the others do not describe, and
+returns Any: a flag whose value is not known, and arrays of different types, such as an input that
+cannot be written to with an output of NumPy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, Required, TypeAlias, TypedDict, TypeVar
+
+
+class HasDlpack(Protocol):
+    """Array of NumPy, torch, CuPy, JAX or another library with DLPack."""
+
+    def __dlpack_device__(self) -> tuple[Any, Any]:
+        """Return the type and the number of the device that the array is on."""
+        ...
+
+
+class HasBuffer(Protocol):
+    """Object with the buffer protocol, such as ``array.array``."""
+
+    def __buffer__(self, flags: int, /) -> memoryview:
+        """Return a view of the memory."""
+        ...
+
+
+class HasCuda(Protocol):
+    """Array in CUDA memory, of Numba or another library without DLPack."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Address, shape and dtype of the array."""
+        ...
+
+
+class WritableDlpack(HasDlpack, Protocol):
+    """Array whose elements can be assigned; those of JAX cannot."""
+
+    def __setitem__(self, at: Any, value: Any, /) -> None:
+        """Assign elements."""
+        ...
+
+
+class WritableBuffer(HasBuffer, Protocol):
+    """Object with the buffer protocol whose elements can be assigned; ``bytes`` has none."""
+
+    def __setitem__(self, at: Any, value: Any, /) -> None:
+        """Assign elements."""
+        ...
+
+
+#: Array that a collective can read.
+Array: TypeAlias = HasDlpack | HasBuffer | HasCuda
+#: Array that a collective can read and write, and returns.
+A = TypeVar("A", bound=WritableDlpack | WritableBuffer | HasCuda)
+#: Array of which a collective can allocate another. For other objects it returns a NumPy array.
+N = TypeVar("N", bound=WritableDlpack | HasCuda)
+
+
+class Now(TypedDict, total=False):
+    """Keywords of a blocking collective."""
+
+    stream: Any
+    async_op: Literal[False]
+
+
+class Later(TypedDict, total=False):
+    """Keywords of an asynchronous collective."""
+
+    stream: Any
+    async_op: Required[Literal[True]]
+
+
+class Either(TypedDict, total=False):
+    """Keywords of a collective, blocking or asynchronous."""
+
+    stream: Any
+    async_op: bool
+
+
+__all__ = ["A", "Array", "Either", "Later", "N", "Now"]
