@@ -15,7 +15,8 @@ from functools import partial
 import pytest
 
 from r2ccl.bootstrap.launch import LocalJob, describe_exit, launch
-from r2ccl.cli.launch import LinePrinter, add_parser
+from r2ccl.cli.launch import add_parser
+from r2ccl.cli.lines import LinePrinter
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 
 WAIT_S = 20.0
@@ -146,7 +147,7 @@ def run_here(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *args: str
 ) -> tuple[int, str, str]:
     """Run the command in this process, where those that are left soon lose its patience."""
-    monkeypatch.setattr("r2ccl.cli.launch._FAILURE_GRACE_S", 0.1)
+    monkeypatch.setattr("r2ccl.cli.supervisor.FAILURE_GRACE_S", 0.1)
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
     parsed = parser.parse_args(["launch", *args])
