@@ -117,7 +117,9 @@ def host_id() -> str:
 
 def _has_mpi4py() -> bool:
     """Return True if mpi4py is installed, whether or not it can be imported."""
-    return "mpi4py" in sys.modules or find_spec("mpi4py") is not None
+    if "mpi4py" in sys.modules:
+        return sys.modules["mpi4py"] is not None
+    return find_spec("mpi4py") is not None
 
 
 def _comm_world(env: Mapping[str, str]) -> Any:

@@ -48,6 +48,10 @@ class JobShare(msgspec.Struct, frozen=True):
     port: int
     secret: str
 
+    def __repr__(self) -> str:
+        """Return a text without the secret."""
+        return f"<ranks {self.first} to {self.first + self.count - 1} of {self.nranks}>"
+
     def environment(self, rank: int) -> dict[str, str]:
         """Return the environment variables of `rank`, which contain the secret.
 

@@ -136,12 +136,13 @@ def _address(launcher: Launcher, env: Mapping[str, str]) -> tuple[str, bool]:
 
     The address is empty if it is unknown.
     """
-    listed = env.get(launcher.hosts, "") if launcher.hosts else ""
+    listed = env.get(launcher.hosts, "")
+    host = first_host(listed) if listed else ""
     if launcher.local:
         is_on_one_host = env.get(launcher.local, "") == env.get(launcher.nranks[0])
     else:
-        is_on_one_host = bool(listed) and not re.search(r"[,\[]", listed)
-    derived = "127.0.0.1" if is_on_one_host else first_host(listed) if listed else ""
+        is_on_one_host = bool(host) and host == listed
+    derived = "127.0.0.1" if is_on_one_host else host
     return env.get("MASTER_ADDR") or derived, is_on_one_host
 
 
