@@ -23,6 +23,7 @@ import msgspec
 
 from r2ccl.bootstrap import launchers, naming
 from r2ccl.bootstrap.auth import SECRET_NBYTES, Secret
+from r2ccl.bootstrap.launchers import LauncherVariables, RankPlace
 from r2ccl.bootstrap.secretfile import (
     GivenSecret,
     RuntimeFileSecret,
@@ -206,19 +207,17 @@ def _from_env(config: Config, env: Mapping[str, str]) -> Identity:
         )
     is_on_one_host = env.get("LOCAL_WORLD_SIZE") == str(nranks)
     port = config.port or _number(env, "MASTER_PORT", instead="R2CC_PORT") + 1
-    place = launchers.Place(rank, nranks, env["MASTER_ADDR"], port, is_on_one_host)
+    place = RankPlace(rank, nranks, env["MASTER_ADDR"], port, is_on_one_host)
     return _at(place, config, env)
 
 
-def _from_launcher(
-    config: Config, env: Mapping[str, str], launcher: launchers.Launcher
-) -> Identity:
+def _from_launcher(config: Config, env: Mapping[str, str], launcher: LauncherVariables) -> Identity:
     place = launchers.find_place(launcher, env)
     port = config.port or (_number(env, "MASTER_PORT") + 1 if "MASTER_PORT" in env else place.port)
     return _at(msgspec.structs.replace(place, port=port), config, env)
 
 
-def _at(place: launchers.Place, config: Config, env: Mapping[str, str]) -> Identity:
+def _at(place: RankPlace, config: Config, env: Mapping[str, str]) -> Identity:
     if not 0 < place.port < 65536:
         raise InvalidArgument(
             f"rendezvous port {place.port} (R2CC_PORT, or MASTER_PORT + 1): allowed is 1 ... 65535"
@@ -257,7 +256,7 @@ def _inherited_listener(env: Mapping[str, str]) -> socket.socket | None:
     return listener
 
 
-def _secret_source(config: Config, env: Mapping[str, str], place: launchers.Place) -> SecretSource:
+def _secret_source(config: Config, env: Mapping[str, str], place: RankPlace) -> SecretSource:
     given = _given_secret(config)
     if given is not None:
         return given

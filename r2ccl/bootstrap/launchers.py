@@ -28,7 +28,7 @@ DEFAULT_PORT = 29501
 _FIRST_PORT, _NPORTS = 10_000, 20_000
 
 
-class Launcher(msgspec.Struct, frozen=True):
+class LauncherVariables(msgspec.Struct, frozen=True):
     """Variables of a launcher.
 
     ``rank`` and ``nranks`` name the variables with the rank and the number of ranks; of several
@@ -50,23 +50,23 @@ class Launcher(msgspec.Struct, frozen=True):
 #: variables its ranks then inherit. PMIx has no variable for the number of ranks; Slurm, which can
 #: start ranks by PMIx, sets one for the job step.
 LAUNCHERS = (
-    Launcher(
+    LauncherVariables(
         "Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), is_mpi=True,
         local="OMPI_COMM_WORLD_LOCAL_SIZE", job=("PMIX_NAMESPACE",),
     ),
-    Launcher("MPICH", "PMI_RANK", ("PMI_SIZE",), is_mpi=True, local="MPI_LOCALNRANKS"),
-    Launcher(
+    LauncherVariables("MPICH", "PMI_RANK", ("PMI_SIZE",), is_mpi=True, local="MPI_LOCALNRANKS"),
+    LauncherVariables(
         "PMIx", "PMIX_RANK", ("SLURM_STEP_NUM_TASKS",), is_mpi=True, job=("PMIX_NAMESPACE",)
     ),
-    Launcher(
+    LauncherVariables(
         "Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         hosts="SLURM_STEP_NODELIST", job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
-    Launcher("Kubernetes", "JOB_COMPLETION_INDEX", ()),
+    LauncherVariables("Kubernetes", "JOB_COMPLETION_INDEX", ()),
 )  # fmt: skip
 
 
-class Place(msgspec.Struct, frozen=True):
+class RankPlace(msgspec.Struct, frozen=True):
     """Rank, number of ranks and address of rank 0, from the variables of a launcher.
 
     ``port`` is the port of the rendezvous unless a setting gives one.
@@ -79,7 +79,7 @@ class Place(msgspec.Struct, frozen=True):
     is_on_one_host: bool
 
 
-def find_launcher(env: Mapping[str, str]) -> Launcher | None:
+def find_launcher(env: Mapping[str, str]) -> LauncherVariables | None:
     """Return the launcher that started this process, as its variables say; None if none did.
 
     If an MPI launcher and Slurm give the same rank and size, the ranks are tasks of a job step, and
@@ -97,7 +97,7 @@ def is_mpi(env: Mapping[str, str]) -> bool:
     return any(each.is_mpi and each.rank in env for each in LAUNCHERS)
 
 
-def find_place(launcher: Launcher, env: Mapping[str, str]) -> Place:
+def find_place(launcher: LauncherVariables, env: Mapping[str, str]) -> RankPlace:
     """Return the place of this process among those that `launcher` started.
 
     ``MASTER_ADDR`` overrides the address; ``WORLD_SIZE`` gives the number of ranks if the launcher
@@ -128,10 +128,10 @@ def find_place(launcher: Launcher, env: Mapping[str, str]) -> Place:
         raise InvalidArgument(
             f"{launcher.rank}={rank} with {sizes[0]}={nranks}: allowed is 0 to {nranks - 1}"
         )
-    return Place(rank, nranks, address, _port(launcher, env), is_on_one_host)
+    return RankPlace(rank, nranks, address, _port(launcher, env), is_on_one_host)
 
 
-def _address(launcher: Launcher, env: Mapping[str, str]) -> tuple[str, bool]:
+def _address(launcher: LauncherVariables, env: Mapping[str, str]) -> tuple[str, bool]:
     """Return the address of rank 0, and whether all ranks are on this host.
 
     The address is empty if it is unknown.
@@ -163,7 +163,7 @@ def first_host(listed: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])
 
 
-def _port(launcher: Launcher, env: Mapping[str, str]) -> int:
+def _port(launcher: LauncherVariables, env: Mapping[str, str]) -> int:
     """Return the same port on all ranks of a job, most likely another one than other jobs."""
     names = [env[name] for name in launcher.job if name in env]
     if not names:
@@ -171,7 +171,7 @@ def _port(launcher: Launcher, env: Mapping[str, str]) -> int:
     return _FIRST_PORT + zlib.crc32(".".join(names).encode()) % _NPORTS
 
 
-def _advice(launcher: Launcher, missing: list[str]) -> str:
+def _advice(launcher: LauncherVariables, missing: list[str]) -> str:
     if launcher.hosts in missing:
         return (
             "this process is not in a job step: start it with srun, or set MASTER_ADDR to the "
@@ -189,7 +189,7 @@ def _whole(name: str, env: Mapping[str, str]) -> int:
         raise InvalidArgument(f"{name}={env[name]!r}: a whole number is needed") from None
 
 
-def _numbers(launcher: Launcher, env: Mapping[str, str]) -> tuple[int, int]:
+def _numbers(launcher: LauncherVariables, env: Mapping[str, str]) -> tuple[int, int]:
     """Return the rank and the number of ranks; -1 for what is not set or not a number."""
     size = next((name for name in launcher.nranks if name in env), "")
     return _number(env, launcher.rank), _number(env, size)
@@ -278,9 +278,9 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 __all__ = [
     "DEFAULT_PORT",
-    "Launcher",
     "LauncherClaim",
-    "Place",
+    "LauncherVariables",
+    "RankPlace",
     "claims",
     "find_launcher",
     "find_place",

@@ -18,13 +18,13 @@ from r2ccl.bootstrap import wire
 from r2ccl.cli.agentlink import (
     GREETING,
     AgentLink,
-    Ended,
     Input,
     InputTaken,
     LinkEnded,
     Listen,
     Listening,
     Output,
+    RankEnded,
     Refused,
     Resolve,
     Resolved,
@@ -99,7 +99,7 @@ class _Agent:
         await self._link.send(Output(rank, stream, data))
 
     async def ended(self, rank: int, status: int) -> None:
-        await self._link.send(Ended(rank, status))
+        await self._link.send(RankEnded(rank, status))
 
     async def run(self) -> int:
         """Obey the launcher until the ranks have ended, or the link has; return the exit status."""

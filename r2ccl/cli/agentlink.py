@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from r2ccl.bootstrap.launch import JobShare
-from r2ccl.cli.rankprocs import Program
+from r2ccl.cli.rankprocs import JobCommand
 from r2ccl.config import VERSION
 
 _T = TypeVar("_T")
@@ -75,7 +75,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """Order to start the ranks of a host."""
 
     share: JobShare
-    program: Program
+    program: JobCommand
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -112,7 +112,7 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class RankEnded(msgspec.Struct, frozen=True, tag=True):
     """Exit status of a rank, ``-n`` after signal n."""
 
     rank: int
@@ -120,7 +120,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 ToAgent = Alive | Resolve | Listen | Start | SendSignal | Input
-FromAgent = Alive | Resolved | Listening | Started | Refused | InputTaken | Output | Ended
+FromAgent = Alive | Resolved | Listening | Started | Refused | InputTaken | Output | RankEnded
 
 
 class AgentLink(Generic[_T]):
@@ -205,7 +205,6 @@ __all__ = [
     "GREETING",
     "AgentLink",
     "Alive",
-    "Ended",
     "FromAgent",
     "Input",
     "InputTaken",
@@ -213,6 +212,7 @@ __all__ = [
     "Listen",
     "Listening",
     "Output",
+    "RankEnded",
     "Refused",
     "Resolve",
     "Resolved",

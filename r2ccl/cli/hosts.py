@@ -20,7 +20,7 @@ _SLOTS = re.compile(r"(?:slots|max_slots|max-slots)=(\d+)")
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 
-class Host(msgspec.Struct, frozen=True):
+class JobHost(msgspec.Struct, frozen=True):
     """Host and the number of ranks that it can run.
 
     ``name`` is what ssh gets: a name or an address, with ``user@`` before it if it was given.
@@ -46,7 +46,7 @@ class Host(msgspec.Struct, frozen=True):
         return self.name in (*_HERE, own, own.partition(".")[0])
 
 
-def parse_hosts(text: str) -> list[Host]:
+def parse_hosts(text: str) -> list[JobHost]:
     """Return the hosts of a list like ``a:4,user@b:4,[fe80::1]:4``; a host has one slot by default.
 
     Raises
@@ -66,7 +66,7 @@ def parse_hosts(text: str) -> list[Host]:
     return _merged(found)
 
 
-def read_hostfile(path: str) -> list[Host]:
+def read_hostfile(path: str) -> list[JobHost]:
     """Return the hosts of a file with lines like ``a slots=4`` (Open MPI) or ``a:4`` (MPICH).
 
     Text after ``#`` is ignored. A host has one slot by default.
@@ -96,21 +96,21 @@ def read_hostfile(path: str) -> list[Host]:
     return _merged(found)
 
 
-def _host(name: str, slots: int, where: str) -> Host:
+def _host(name: str, slots: int, where: str) -> JobHost:
     if slots < 1:
         raise InvalidArgument(f"{where}: host {name} has {slots} slots; at least 1 is needed")
-    return Host(re.sub(r"[\[\]]", "", name), slots)
+    return JobHost(re.sub(r"[\[\]]", "", name), slots)
 
 
-def _merged(hosts: Sequence[Host]) -> list[Host]:
+def _merged(hosts: Sequence[JobHost]) -> list[JobHost]:
     """Return each host once, in the order of the list, with the sum of its slots."""
     slots: dict[str, int] = {}
     for each in hosts:
         slots[each.name] = slots.get(each.name, 0) + each.slots
-    return [Host(name, count) for name, count in slots.items()]
+    return [JobHost(name, count) for name, count in slots.items()]
 
 
-def place(hosts: Sequence[Host], nranks: int | None) -> list[tuple[Host, int, int]]:
+def place(hosts: Sequence[JobHost], nranks: int | None) -> list[tuple[JobHost, int, int]]:
     """Return for each host that gets ranks: the host, its first rank and its number of ranks.
 
     The hosts are filled in their order. By default there is a rank for every slot.
@@ -136,4 +136,4 @@ def place(hosts: Sequence[Host], nranks: int | None) -> list[tuple[Host, int, in
     return placed
 
 
-__all__ = ["Host", "parse_hosts", "place", "read_hostfile"]
+__all__ = ["JobHost", "parse_hosts", "place", "read_hostfile"]

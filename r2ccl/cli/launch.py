@@ -38,9 +38,9 @@ from r2ccl.bootstrap.launch import JobShare, LocalJob
 from r2ccl.bootstrap.launchers import DEFAULT_PORT
 from r2ccl.bootstrap.secretfile import read_secret_file
 from r2ccl.cli import agent, remote
-from r2ccl.cli.hosts import Host, parse_hosts, place, read_hostfile
+from r2ccl.cli.hosts import JobHost, parse_hosts, place, read_hostfile
 from r2ccl.cli.lines import LinePrinter, wants_colour
-from r2ccl.cli.rankprocs import HostRanks, Program
+from r2ccl.cli.rankprocs import HostRanks, JobCommand
 from r2ccl.cli.supervisor import FAILURE_GRACE_S, Supervisor
 from r2ccl.errors import InvalidArgument
 
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
     return asyncio.run(_run_on_hosts(args, placed, program))
 
 
-def _program(args: argparse.Namespace) -> Program:
+def _program(args: argparse.Namespace) -> JobCommand:
     is_module = args.module is not None
     words = [*(args.module or []), *args.command]
     if not is_module and words[:1] == ["--"]:
@@ -176,7 +176,7 @@ def _program(args: argparse.Namespace) -> Program:
         raise InvalidArgument(f"no command given: {_HINT}")
     env = dict(_parse_assignment(text) for text in args.env)
     folder = os.path.abspath(os.path.expanduser(args.chdir)) if args.chdir else os.getcwd()
-    return Program(tuple(words), is_module, env, folder, args.stdin)
+    return JobCommand(tuple(words), is_module, env, folder, args.stdin)
 
 
 def _parse_assignment(text: str) -> tuple[str, str]:
@@ -188,7 +188,7 @@ def _parse_assignment(text: str) -> tuple[str, str]:
     return name, value if sign else os.environ[name]
 
 
-def _hosts(args: argparse.Namespace) -> list[Host] | None:
+def _hosts(args: argparse.Namespace) -> list[JobHost] | None:
     """Return the hosts that the arguments name; None if they name none."""
     if args.port is not None and not 0 < args.port < 65536:
         raise InvalidArgument(f"--port {args.port}: allowed is 1 to 65535")
@@ -212,7 +212,7 @@ def _supervisor(args: argparse.Namespace, *, has_stdin: bool) -> Supervisor:
     return Supervisor(printer, keeps_going=args.keep_going, has_stdin=has_stdin)
 
 
-async def _run_here(args: argparse.Namespace, program: Program) -> int:
+async def _run_here(args: argparse.Namespace, program: JobCommand) -> int:
     supervisor = _supervisor(args, has_stdin=args.stdin)
     with LocalJob(args.nranks) as job:
         ranks = HostRanks(job.share, program, supervisor)
@@ -225,7 +225,7 @@ async def _run_here(args: argparse.Namespace, program: Program) -> int:
 
 
 async def _run_on_hosts(
-    args: argparse.Namespace, placed: Sequence[tuple[Host, int, int]], program: Program
+    args: argparse.Namespace, placed: Sequence[tuple[JobHost, int, int]], program: JobCommand
 ) -> int:
     address = _master_address(args, placed)
     settings = {
@@ -252,7 +252,7 @@ async def _run_on_hosts(
     return await supervisor.run(groups, start)
 
 
-def _master_address(args: argparse.Namespace, placed: Sequence[tuple[Host, int, int]]) -> str:
+def _master_address(args: argparse.Namespace, placed: Sequence[tuple[JobHost, int, int]]) -> str:
     """Return the name or address of rank 0's host for the other hosts."""
     if args.master_addr:
         return str(args.master_addr)
@@ -269,7 +269,7 @@ def _master_address(args: argparse.Namespace, placed: Sequence[tuple[Host, int, 
 
 
 def _by_hand(
-    args: argparse.Namespace, placed: Sequence[tuple[Host, int, int]], program: Program
+    args: argparse.Namespace, placed: Sequence[tuple[JobHost, int, int]], program: JobCommand
 ) -> str:
     """Return the commands that the user runs on each host, with comments."""
     address = _master_address(args, placed)
@@ -300,7 +300,7 @@ def _by_hand(
 
 
 async def _run_share(
-    args: argparse.Namespace, placed: Sequence[tuple[Host, int, int]], program: Program
+    args: argparse.Namespace, placed: Sequence[tuple[JobHost, int, int]], program: JobCommand
 ) -> int:
     """Run the ranks of the host at place ``--node-rank``, as one of several launchers of a job."""
     if not 0 <= args.node_rank < len(placed):

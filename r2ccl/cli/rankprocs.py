@@ -28,7 +28,7 @@ TERMINATION_GRACE_S = 5.0
 _CHUNK_NBYTES = 64 << 10
 
 
-class Program(msgspec.Struct, frozen=True):
+class JobCommand(msgspec.Struct, frozen=True):
     """Command that every rank runs.
 
     ``words`` are the command and its arguments; if ``is_module``, a module and its arguments.
@@ -68,11 +68,11 @@ class HostRanks:
     ----------
     share : JobShare
         The ranks.
-    program : Program
+    program : JobCommand
     sink : Sink
     """
 
-    def __init__(self, share: JobShare, program: Program, sink: Sink) -> None:
+    def __init__(self, share: JobShare, program: JobCommand, sink: Sink) -> None:
         self._share = share
         self._program = program
         self._sink = sink
@@ -169,4 +169,4 @@ class HostRanks:
         self.signal(signal.SIGKILL)
 
 
-__all__ = ["TERMINATION_GRACE_S", "HostRanks", "Program", "Sink"]
+__all__ = ["TERMINATION_GRACE_S", "HostRanks", "JobCommand", "Sink"]

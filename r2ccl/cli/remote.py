@@ -25,7 +25,6 @@ from r2ccl.bootstrap.orphans import end_with
 from r2ccl.cli.agentlink import (
     GREETING,
     AgentLink,
-    Ended,
     FromAgent,
     Input,
     InputTaken,
@@ -33,6 +32,7 @@ from r2ccl.cli.agentlink import (
     Listen,
     Listening,
     Output,
+    RankEnded,
     Refused,
     Resolve,
     Resolved,
@@ -41,8 +41,8 @@ from r2ccl.cli.agentlink import (
     Started,
     ToAgent,
 )
-from r2ccl.cli.hosts import Host
-from r2ccl.cli.rankprocs import TERMINATION_GRACE_S, Program
+from r2ccl.cli.hosts import JobHost
+from r2ccl.cli.rankprocs import TERMINATION_GRACE_S, JobCommand
 from r2ccl.cli.supervisor import Supervisor
 from r2ccl.config import VERSION
 from r2ccl.errors import InvalidArgument, R2cclError
@@ -60,14 +60,14 @@ class RemoteRanks:
 
     Parameters
     ----------
-    host : Host
+    host : JobHost
     first, count : int
         The first rank of the host, and their number.
     supervisor : Supervisor
         Gets the output and the exit statuses.
     """
 
-    def __init__(self, host: Host, first: int, count: int, supervisor: Supervisor) -> None:
+    def __init__(self, host: JobHost, first: int, count: int, supervisor: Supervisor) -> None:
         self.host = host
         self.first = first
         self.count = count
@@ -174,7 +174,7 @@ class RemoteRanks:
                 message = await self._link.receive()
                 if isinstance(message, Output):
                     await self._supervisor.output(message.rank, message.stream, message.data)
-                elif isinstance(message, Ended):
+                elif isinstance(message, RankEnded):
                     self._left.discard(message.rank)
                     await self._supervisor.ended(message.rank, message.status)
                 elif isinstance(message, InputTaken):
@@ -220,7 +220,7 @@ class RemoteRanks:
 
 async def start(
     groups: Sequence[RemoteRanks],
-    program: Program,
+    program: JobCommand,
     *,
     ssh: Sequence[str],
     python: str,
@@ -233,7 +233,7 @@ async def start(
     ----------
     groups : sequence of RemoteRanks
         In the order of their ranks.
-    program : Program
+    program : JobCommand
     ssh : sequence of str
         Command that logs in: it gets the host and a command line for the shell of that host.
     python : str

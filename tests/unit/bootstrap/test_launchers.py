@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from r2ccl.bootstrap.launchers import DEFAULT_PORT, Place, find_launcher, find_place, first_host
+from r2ccl.bootstrap.launchers import DEFAULT_PORT, RankPlace, find_launcher, find_place, first_host
 from r2ccl.errors import InvalidArgument
 
 SLURM = {
@@ -26,7 +26,7 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}
 KUBERNETES = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "job-0.ranks"}
 
 
-def place(env: dict[str, str | None]) -> Place:
+def place(env: dict[str, str | None]) -> RankPlace:
     given = {name: value for name, value in env.items() if value is not None}
     launcher = find_launcher(given)
     assert launcher is not None
@@ -89,7 +89,7 @@ def test_mpi_ranks_of_one_host_need_no_address(env: dict[str, str]) -> None:
 
 
 def test_kubernetes_gives_the_rank_and_the_manifest_the_rest() -> None:
-    assert place(KUBERNETES) == Place(1, 4, "job-0.ranks", DEFAULT_PORT, is_on_one_host=False)
+    assert place(KUBERNETES) == RankPlace(1, 4, "job-0.ranks", DEFAULT_PORT, is_on_one_host=False)
 
 
 def test_tasks_of_slurm_that_speak_pmi_have_slurms_hosts() -> None:

@@ -7,18 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from r2ccl.cli.hosts import Host, parse_hosts, place, read_hostfile
+from r2ccl.cli.hosts import JobHost, parse_hosts, place, read_hostfile
 from r2ccl.errors import InvalidArgument
 
 
 def test_hosts_have_slots_users_and_addresses() -> None:
     assert parse_hosts("a:4, me@b.example-1:2,[fe80::1%eth0]:3,10.0.0.1") == [
-        Host("a", 4), Host("me@b.example-1", 2), Host("fe80::1%eth0", 3), Host("10.0.0.1", 1),
-    ]  # fmt: skip
+        JobHost("a", 4),
+        JobHost("me@b.example-1", 2),
+        JobHost("fe80::1%eth0", 3),
+        JobHost("10.0.0.1", 1),
+    ]
 
 
 def test_a_host_that_is_listed_twice_has_the_slots_of_both() -> None:
-    assert parse_hosts("a:2,b,a:3") == [Host("a", 5), Host("b", 1)]
+    assert parse_hosts("a:2,b,a:3") == [JobHost("a", 5), JobHost("b", 1)]
 
 
 @pytest.mark.parametrize("text", ["", "a,,b", "-oProxyCommand=x:1", "a:x", "a b", "::1:4", "a;b"])
@@ -43,14 +46,14 @@ def test_the_users_name_is_no_part_of_the_address() -> None:
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
 def test_this_host_is_known_by_its_names(name: str) -> None:
-    assert Host(name, 1).is_here
-    assert not Host(f"{name}.elsewhere", 1).is_here
+    assert JobHost(name, 1).is_here
+    assert not JobHost(f"{name}.elsewhere", 1).is_here
 
 
 def test_host_files_of_both_kinds_are_read(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# the cluster\na slots=4 max_slots=8\n\nb:2  # the small one\nc\n")
-    assert read_hostfile(str(file)) == [Host("a", 4), Host("b", 2), Host("c", 1)]
+    assert read_hostfile(str(file)) == [JobHost("a", 4), JobHost("b", 2), JobHost("c", 1)]
 
 
 @pytest.mark.parametrize(
@@ -75,11 +78,11 @@ def test_a_missing_host_file_is_named() -> None:
 def test_hosts_are_filled_in_their_order(
     nranks: int | None, expected: list[tuple[str, int, int]]
 ) -> None:
-    placed = place([Host("a", 2), Host("b", 3)], nranks)
+    placed = place([JobHost("a", 2), JobHost("b", 3)], nranks)
     assert [(host.name, first, count) for host, first, count in placed] == expected
 
 
 @pytest.mark.parametrize("nranks", [0, 6])
 def test_ranks_that_do_not_fit_are_refused(nranks: int) -> None:
     with pytest.raises(InvalidArgument, match="5 slots"):
-        place([Host("a", 2), Host("b", 3)], nranks)
+        place([JobHost("a", 2), JobHost("b", 3)], nranks)

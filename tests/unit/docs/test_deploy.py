@@ -26,12 +26,14 @@ SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@" & wait
 PROGRAMS = {
     "environment": (
         "import os; file = os.environ['R2CC_SECRET_FILE']\n"
-        "print(os.environ['SLURM_PROCID'], oct(os.stat(file).st_mode), len(open(file).read()))",
+        "mode, text = oct(os.stat(file).st_mode), open(file).read()\n"
+        "os.write(1, f\"{os.environ['SLURM_PROCID']} {mode} {len(text)}\\n\".encode())",
         ["0 0o100600 65", "1 0o100600 65"],
     ),
     "allreduce": (
-        "import numpy as np, r2ccl\n"
-        "with r2ccl.init() as comm: print(comm.allreduce(np.full(2, comm.rank + 1.0))[0])",
+        "import os, numpy as np, r2ccl\n"
+        "with r2ccl.init() as comm: x = comm.allreduce(np.full(2, comm.rank + 1.0))\n"
+        "os.write(1, f'{x[0]}\\n'.encode())",
         ["3.0", "3.0"],
     ),
 }
@@ -43,7 +45,6 @@ def test_the_script_for_slurm_starts_a_step_with_a_secret(tmp_path: Path, what: 
     (tmp_path / "program.py").write_text(program)
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o700)
-    (tmp_path / "python").symlink_to(sys.executable)
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     job = {"SLURM_JOB_ID": str(os.getpid()), "HOME": str(tmp_path), "SLURM_PROCID": "0"}
     done = subprocess.run(
