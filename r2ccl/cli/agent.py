@@ -82,6 +82,16 @@ def listen_everywhere(address: str, port: int) -> socket.socket:
         ) from exc
 
 
+async def _resolve(name: str) -> str:
+    try:
+        return await wire.resolve(name, 0)
+    except (OSError, UnicodeError) as exc:
+        raise InvalidArgument(
+            f"the host of rank 0, {name!r}, cannot be resolved here ({exc}): give its address with "
+            "--master-addr"
+        ) from exc
+
+
 class _Agent:
     def __init__(self, link: AgentLink[ToAgent]) -> None:
         self._link = link
@@ -121,12 +131,12 @@ class _Agent:
             while True:
                 try:
                     await self._carry_out(await self._link.receive())
-                except (InvalidArgument, OSError) as exc:
+                except InvalidArgument as exc:
                     await self._link.send(Refused(str(exc)))
 
     async def _carry_out(self, order: ToAgent) -> None:
         if isinstance(order, Resolve):
-            await self._link.send(Resolved(await wire.resolve(order.name, 0)))
+            await self._link.send(Resolved(await _resolve(order.name)))
         elif isinstance(order, Listen):
             self._listener = listen_everywhere(order.address, order.port)
             await self._link.send(Listening(self._listener.getsockname()[1]))

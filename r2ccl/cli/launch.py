@@ -233,9 +233,7 @@ async def _run_on_hosts(
         for name, value in os.environ.items()
         if name.startswith(_PASSED_ON) and name not in _NOT_PASSED_ON
     }
-    ssh = shlex.split(args.ssh)
-    if not ssh:
-        raise InvalidArgument(f"--ssh {args.ssh!r}: a command is needed, as in --ssh 'ssh -p 2222'")
+    ssh = _words_of(args.ssh)
     supervisor = _supervisor(args, has_stdin=args.stdin)
     groups = [remote.RemoteRanks(*each, supervisor) for each in placed]
 
@@ -250,6 +248,14 @@ async def _run_on_hosts(
         )
 
     return await supervisor.run(groups, start)
+
+
+def _words_of(ssh: str) -> list[str]:
+    """Return the words of the command that logs in."""
+    with contextlib.suppress(ValueError):  # a quote that is not closed
+        if words := shlex.split(ssh):
+            return words
+    raise InvalidArgument(f"--ssh {ssh!r}: a command is needed, as in --ssh 'ssh -p 2222'")
 
 
 def _master_address(args: argparse.Namespace, placed: Sequence[tuple[JobHost, int, int]]) -> str:
@@ -344,9 +350,9 @@ def _own_address(name: str) -> str:
     """Return the numeric address of this host, rank 0's, by its name; it must not be loopback."""
     try:
         found = str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:
         raise InvalidArgument(
-            f"{name!r}, the host of rank 0, cannot be resolved here ({exc.strerror}): give its "
+            f"{name!r}, the host of rank 0, cannot be resolved here ({exc}): give its "
             "address with --master-addr on every host"
         ) from exc
     if found.startswith("127.") and found != name:

@@ -32,7 +32,8 @@ class JobCommand(msgspec.Struct, frozen=True):
     """Command that every rank runs.
 
     ``words`` are the command and its arguments; if ``is_module``, a module and its arguments.
-    ``env`` has variables for every rank. ``folder`` is the working directory.
+    ``env`` has variables for every rank. ``folder`` is the working directory. With ``has_stdin``,
+    rank 0 gets the standard input of the launcher.
     """
 
     words: tuple[str, ...]

@@ -168,11 +168,12 @@ def test_ranks_end_with_their_launcher(
 REFUSALS: dict[str, tuple[list[str], type[Exception], str]] = {
     "folder": (["--chdir", "/nowhere", "true"], InvalidArgument, "host 127.0.0..: the working dir"),
     "program": (["/nowhere/x"], InvalidArgument, "host 127.0.0..: cannot run '/nowhere/x'"),
-    "address": (["--master-addr", "no name", "true"], InvalidArgument, "host 127.0.0.3: "),
+    "address": (["--master-addr", "a..b", "true"], InvalidArgument, "host 127.0.0.3: .*'a..b'"),
     "agent": (["--python", "false", "true"], R2cclError, "the agent did not start .*exit status 1"),
     "version": (["--python", "echo", "true"], R2cclError, "install the same version"),
     "ssh": (["--ssh", "/nowhere/ssh", "true"], InvalidArgument, "cannot run '/nowhere/ssh'"),
     "no ssh": (["--ssh", " ", "true"], InvalidArgument, "a command is needed"),
+    "quote": (["--ssh", "ssh '", "true"], InvalidArgument, "a command is needed"),
 }
 
 
