@@ -1,9 +1,10 @@
 """Identity of this process: its rank, the number of ranks, rank 0's address and the secret.
 
-Sources, in this order: an mpi4py communicator given by the caller; the environment set by torchrun
-or ``r2ccl launch``; the environment set by an MPI launcher. With MPI, this module runs MPI
-collectives, and rank 0 opens its rendezvous socket here, because it must send the port to the other
-ranks.
+Sources, in this order: an mpi4py communicator given by the caller; RANK, WORLD_SIZE and
+MASTER_ADDR, set by torchrun or ``r2ccl launch``; mpi4py, if an MPI launcher started the process and
+MASTER_ADDR is not set; the variables of Slurm, Kubernetes or an MPI launcher. With MPI, this module
+runs MPI collectives, and rank 0 opens its rendezvous socket here, because it must send the port to
+the other ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import msgspec
 
 from r2ccl.bootstrap import launchers, naming
 from r2ccl.bootstrap.auth import SECRET_NBYTES, Secret
+from r2ccl.bootstrap.launchers import LauncherVariables, RankPlace
 from r2ccl.bootstrap.secretfile import (
     GivenSecret,
     RuntimeFileSecret,
@@ -36,8 +39,8 @@ LISTEN_FD_VARIABLE = "R2CC_LISTEN_FD"
 _ENV_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 _WAYS = (
-    "start the process with `r2ccl launch -n 4 -- python script.py`, with torchrun, with mpiexec "
-    "and mpi4py installed, or set RANK, WORLD_SIZE, MASTER_ADDR, R2CC_PORT and R2CC_SECRET"
+    "start the process with `r2ccl launch -n 4 -- python script.py`, torchrun, mpiexec or srun, or "
+    "set RANK, WORLD_SIZE, MASTER_ADDR, R2CC_PORT and R2CC_SECRET"
 )
 
 
@@ -83,8 +86,9 @@ def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identi
         if mpi is not None and isinstance(comm, mpi.Comm) and comm != mpi.COMM_SELF:
             _require_company(mpi, env)
         return _from_mpi(config, comm)
+    launcher = launchers.find_launcher(env)
     given = [name for name in _ENV_VARIABLES if name in env]
-    if given:
+    if "RANK" in env or (given and launcher is None):
         missing = sorted(set(_ENV_VARIABLES) - set(given))
         if missing:
             raise InvalidArgument(
@@ -92,8 +96,10 @@ def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identi
                 f"missing: {', '.join(missing)}); {_WAYS}"
             )
         return _from_env(config, env)
-    if launchers.is_launched(env):
+    if launchers.is_mpi(env) and "MASTER_ADDR" not in env and _has_mpi4py():
         return _from_mpi(config, _comm_world(env))
+    if launcher is not None:
+        return _from_launcher(config, env, launcher)
     raise InvalidArgument(f"the rank of this process is not defined; {_WAYS}")
 
 
@@ -108,6 +114,13 @@ def host_id() -> str:
 
 
 # -- MPI ------------------------------------------------------------------------------------
+
+
+def _has_mpi4py() -> bool:
+    """Return True if mpi4py is installed, whether or not it can be imported."""
+    if "mpi4py" in sys.modules:
+        return sys.modules["mpi4py"] is not None
+    return find_spec("mpi4py") is not None
 
 
 def _comm_world(env: Mapping[str, str]) -> Any:
@@ -192,15 +205,26 @@ def _from_env(config: Config, env: Mapping[str, str]) -> Identity:
         raise InvalidArgument(
             f"RANK={rank} with WORLD_SIZE={nranks}; allowed is 0 to WORLD_SIZE - 1"
         )
-    address = env["MASTER_ADDR"]
+    is_on_one_host = env.get("LOCAL_WORLD_SIZE") == str(nranks)
     port = config.port or _number(env, "MASTER_PORT", instead="R2CC_PORT") + 1
-    if not 0 < port < 65536:
+    place = RankPlace(rank, nranks, env["MASTER_ADDR"], port, is_on_one_host)
+    return _at(place, config, env)
+
+
+def _from_launcher(config: Config, env: Mapping[str, str], launcher: LauncherVariables) -> Identity:
+    place = launchers.find_place(launcher, env)
+    port = config.port or (_number(env, "MASTER_PORT") + 1 if "MASTER_PORT" in env else place.port)
+    return _at(msgspec.structs.replace(place, port=port), config, env)
+
+
+def _at(place: RankPlace, config: Config, env: Mapping[str, str]) -> Identity:
+    if not 0 < place.port < 65536:
         raise InvalidArgument(
-            f"rendezvous port {port} (R2CC_PORT, or MASTER_PORT + 1): allowed is 1 ... 65535"
+            f"rendezvous port {place.port} (R2CC_PORT, or MASTER_PORT + 1): allowed is 1 ... 65535"
         )
-    listener = _inherited_listener(env) if rank == 0 else None
-    secret = _secret_source(config, env, rank, nranks, port)
-    return Identity(rank, nranks, address, port, secret, listener)
+    listener = _inherited_listener(env) if place.rank == 0 else None
+    secret = _secret_source(config, env, place)
+    return Identity(place.rank, place.nranks, place.address, place.port, secret, listener)
 
 
 def _number(env: Mapping[str, str], name: str, instead: str = "") -> int:
@@ -232,17 +256,15 @@ def _inherited_listener(env: Mapping[str, str]) -> socket.socket | None:
     return listener
 
 
-def _secret_source(
-    config: Config, env: Mapping[str, str], rank: int, nranks: int, port: int
-) -> SecretSource:
+def _secret_source(config: Config, env: Mapping[str, str], place: RankPlace) -> SecretSource:
     given = _given_secret(config)
     if given is not None:
         return given
-    if nranks == 1:
+    if place.nranks == 1:
         return GivenSecret(Secret(secrets.token_bytes(SECRET_NBYTES)))
-    address = env["MASTER_ADDR"]
-    if env.get("LOCAL_WORLD_SIZE") == str(nranks) and _is_own_address(rank, address):
-        return RuntimeFileSecret(env, address, port, is_leader=rank == 0)
+    rank, address = place.rank, place.address
+    if place.is_on_one_host and _is_own_address(rank, address):
+        return RuntimeFileSecret(env, address, place.port, is_leader=rank == 0)
     raise InvalidArgument(
         f"rank {rank}: no secret is set, and the ranks are not known to be on one host: set "
         "R2CC_SECRET to the same 64 hexadecimal digits on every rank, or R2CC_SECRET_FILE to the "

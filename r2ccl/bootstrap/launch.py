@@ -24,6 +24,8 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
+
 from r2ccl.bootstrap import pickling
 from r2ccl.bootstrap.auth import SECRET_NBYTES
 from r2ccl.bootstrap.output import RankOutput, is_forwarded
@@ -34,6 +36,41 @@ from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 _FAILURE_GRACE_S = 5.0
 #: Seconds that a process has to exit after it was signalled or its pipe was closed.
 _TERMINATION_GRACE_S = 2.0
+
+
+class JobShare(msgspec.Struct, frozen=True):
+    """Ranks of a job that run on one host, and what they need to find the other ranks.
+
+    The ranks are ``first`` to ``first + count - 1`` of ``nranks``. Rank 0 listens at ``address``
+    and ``port``. ``secret`` is in hexadecimal digits.
+    """
+
+    nranks: int
+    first: int
+    count: int
+    address: str
+    port: int
+    secret: str
+
+    def __repr__(self) -> str:
+        """Return a text without the secret."""
+        return f"<ranks {self.first} to {self.first + self.count - 1} of {self.nranks}>"
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return the environment variables of `rank`, which contain the secret.
+
+        Rank 0 also needs `LISTEN_FD_VARIABLE`: the number of the descriptor of the rendezvous
+        socket in rank 0. The process that starts rank 0 must set it.
+        """
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.nranks),
+            "LOCAL_RANK": str(rank - self.first),
+            "LOCAL_WORLD_SIZE": str(self.count),
+            "MASTER_ADDR": self.address,
+            "R2CC_PORT": str(self.port),
+            "R2CC_SECRET": self.secret,
+        }
 
 
 class LocalJob:
@@ -47,6 +84,11 @@ class LocalJob:
     ------
     InvalidArgument
         If `nranks` is no integer of at least 1.
+
+    Attributes
+    ----------
+    share : JobShare
+        All ranks of the job.
     """
 
     def __init__(self, nranks: int) -> None:
@@ -57,7 +99,9 @@ class LocalJob:
         if self.nranks < 1:
             raise InvalidArgument(f"nranks={nranks!r}: an integer of at least 1 is needed")
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self._secret = secrets.token_hex(SECRET_NBYTES)
+        port = self.listener.getsockname()[1]
+        secret = secrets.token_hex(SECRET_NBYTES)
+        self.share = JobShare(self.nranks, 0, self.nranks, "127.0.0.1", port, secret)
 
     def __enter__(self) -> LocalJob:
         """Return the job itself."""
@@ -72,20 +116,8 @@ class LocalJob:
         self.listener.close()
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the environment variables of `rank`, which contain the secret.
-
-        Rank 0 also needs `LISTEN_FD_VARIABLE`: the number of the descriptor of ``listener`` in
-        rank 0. The process that starts rank 0 must set it.
-        """
-        return {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self.nranks),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(self.nranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "R2CC_PORT": str(self.listener.getsockname()[1]),
-            "R2CC_SECRET": self._secret,
-        }
+        """Return the environment variables of `rank`; see `JobShare.environment`."""
+        return self.share.environment(rank)
 
 
 def launch(
@@ -403,4 +435,4 @@ def describe_exit(status: int | None) -> str:
     return f"exit status {status}"
 
 
-__all__ = ["LocalJob", "RankProcesses", "describe_exit", "launch"]
+__all__ = ["JobShare", "LocalJob", "RankProcesses", "describe_exit", "launch"]

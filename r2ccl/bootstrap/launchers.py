@@ -1,7 +1,10 @@
-"""Check that the job size set by an MPI launcher agrees with the ``COMM_WORLD`` of mpi4py.
+"""Launchers that tell a process its rank by variables of their own: Slurm, MPI, Kubernetes.
 
-If the launcher and mpi4py belong to different MPI libraries, ``COMM_WORLD`` has a single rank: n
-processes would run n jobs of one rank, each with a wrong result.
+`LAUNCHERS` lists them. Under an MPI launcher, mpi4py normally provides the ranks;
+`require_company` then checks that the size of ``COMM_WORLD`` agrees with the launcher's variables.
+If launcher and mpi4py belong to different MPI libraries, ``COMM_WORLD`` has a single rank: n
+processes would run n jobs of one rank, each with a wrong result. Otherwise `find_place` takes rank,
+number of ranks and address of rank 0 from the variables.
 
 This module must not import mpi4py, since importing it can initialise MPI.
 """
@@ -9,6 +12,8 @@ This module must not import mpi4py, since importing it can initialise MPI.
 from __future__ import annotations
 
 import logging
+import re
+import zlib
 from collections.abc import Mapping
 
 import msgspec
@@ -17,13 +22,177 @@ from r2ccl.errors import InvalidArgument
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
-#: Variable with the rank, per family of launchers, and the one with the number of ranks. PMIx has
-#: no variable for the latter; Slurm, which can start ranks by PMIx, sets one for the job step.
-_VARIABLES = {
-    "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
-    "PMI_RANK": "PMI_SIZE",
-    "PMIX_RANK": "SLURM_STEP_NUM_TASKS",
-}
+#: Port of the rendezvous if nothing else gives one: torchrun's default MASTER_PORT + 1.
+DEFAULT_PORT = 29501
+#: Ports for jobs that have an identity, below the ephemeral ports of Linux.
+_FIRST_PORT, _NPORTS = 10_000, 20_000
+
+
+class LauncherVariables(msgspec.Struct, frozen=True):
+    """Variables of a launcher.
+
+    ``rank`` and ``nranks`` name the variables with the rank and the number of ranks; of several
+    for the number, the first that is set counts. ``local`` names the one with the number of ranks
+    on this host, ``hosts`` the one with the list of hosts, and ``job`` those that together identify
+    the job. Empty: the launcher has no such variable.
+    """
+
+    name: str
+    rank: str
+    nranks: tuple[str, ...]
+    is_mpi: bool = False
+    local: str = ""
+    hosts: str = ""
+    job: tuple[str, ...] = ()
+
+
+#: Known launchers, in the order of preference: mpiexec may run in a job step of Slurm, whose
+#: variables its ranks then inherit. PMIx has no variable for the number of ranks; Slurm, which can
+#: start ranks by PMIx, sets one for the job step.
+LAUNCHERS = (
+    LauncherVariables(
+        "Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), is_mpi=True,
+        local="OMPI_COMM_WORLD_LOCAL_SIZE", job=("PMIX_NAMESPACE",),
+    ),
+    LauncherVariables("MPICH", "PMI_RANK", ("PMI_SIZE",), is_mpi=True, local="MPI_LOCALNRANKS"),
+    LauncherVariables(
+        "PMIx", "PMIX_RANK", ("SLURM_STEP_NUM_TASKS",), is_mpi=True, job=("PMIX_NAMESPACE",)
+    ),
+    LauncherVariables(
+        "Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        hosts="SLURM_STEP_NODELIST", job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+    LauncherVariables("Kubernetes", "JOB_COMPLETION_INDEX", ()),
+)  # fmt: skip
+
+
+class RankPlace(msgspec.Struct, frozen=True):
+    """Rank, number of ranks and address of rank 0, from the variables of a launcher.
+
+    ``port`` is the port of the rendezvous unless a setting gives one.
+    """
+
+    rank: int
+    nranks: int
+    address: str
+    port: int
+    is_on_one_host: bool
+
+
+def find_launcher(env: Mapping[str, str]) -> LauncherVariables | None:
+    """Return the launcher that started this process, as its variables say; None if none did.
+
+    If an MPI launcher and Slurm give the same rank and size, the ranks are tasks of a job step, and
+    Slurm's variables, which also have the hosts, are preferred.
+    """
+    found = [each for each in LAUNCHERS if each.rank in env]
+    slurm = [each for each in found if each.hosts and each.hosts in env]
+    if slurm and _numbers(slurm[0], env) == _numbers(found[0], env):
+        return slurm[0]
+    return found[0] if found else None
+
+
+def is_mpi(env: Mapping[str, str]) -> bool:
+    """Return True if `env` has the variables of a process that an MPI launcher started."""
+    return any(each.is_mpi and each.rank in env for each in LAUNCHERS)
+
+
+def find_place(launcher: LauncherVariables, env: Mapping[str, str]) -> RankPlace:
+    """Return the place of this process among those that `launcher` started.
+
+    ``MASTER_ADDR`` overrides the address; ``WORLD_SIZE`` gives the number of ranks if the launcher
+    does not.
+
+    Raises
+    ------
+    InvalidArgument
+        If a variable is missing, is not a number, or contradicts another one.
+    """
+    rank = _whole(launcher.rank, env)
+    sizes = [name for name in (*launcher.nranks, "WORLD_SIZE") if name in env]
+    address, is_on_one_host = _address(launcher, env)
+    missing = [] if sizes else [launcher.nranks[0] if launcher.nranks else "WORLD_SIZE"]
+    missing += [] if address else ["MASTER_ADDR" if not launcher.hosts else launcher.hosts]
+    if missing:
+        raise InvalidArgument(
+            f"{launcher.name} has set {launcher.rank}={rank}, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set: {_advice(launcher, missing)}"
+        )
+    nranks = _whole(sizes[0], env)
+    if "WORLD_SIZE" in sizes and _whole("WORLD_SIZE", env) != nranks:
+        raise InvalidArgument(
+            f"WORLD_SIZE={env['WORLD_SIZE']}, but {launcher.name} has set {sizes[0]}={nranks}: "
+            "unset WORLD_SIZE, or set RANK, WORLD_SIZE and MASTER_ADDR on every rank"
+        )
+    if not 0 <= rank < nranks:
+        raise InvalidArgument(
+            f"{launcher.rank}={rank} with {sizes[0]}={nranks}: allowed is 0 to {nranks - 1}"
+        )
+    return RankPlace(rank, nranks, address, _port(launcher, env), is_on_one_host)
+
+
+def _address(launcher: LauncherVariables, env: Mapping[str, str]) -> tuple[str, bool]:
+    """Return the address of rank 0, and whether all ranks are on this host.
+
+    The address is empty if it is unknown.
+    """
+    listed = env.get(launcher.hosts, "")
+    host = first_host(listed) if listed else ""
+    if launcher.local:
+        is_on_one_host = env.get(launcher.local, "") == env.get(launcher.nranks[0])
+    else:
+        is_on_one_host = bool(host) and host == listed
+    derived = "127.0.0.1" if is_on_one_host else host
+    return env.get("MASTER_ADDR") or derived, is_on_one_host
+
+
+def first_host(listed: str) -> str:
+    """Return the first host of a list in Slurm's notation, such as ``node[003-005,9],gpu1``.
+
+    Raises
+    ------
+    InvalidArgument
+        If the list is malformed.
+    """
+    match = re.match(r"((?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:,|$)", listed)
+    if match is None:
+        raise InvalidArgument(
+            f"the list of hosts {listed!r} is not in Slurm's notation, such as node[003-005,9]: "
+            "set MASTER_ADDR to the host of rank 0"
+        )
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])
+
+
+def _port(launcher: LauncherVariables, env: Mapping[str, str]) -> int:
+    """Return the same port on all ranks of a job, most likely another one than other jobs."""
+    names = [env[name] for name in launcher.job if name in env]
+    if not names:
+        return DEFAULT_PORT
+    return _FIRST_PORT + zlib.crc32(".".join(names).encode()) % _NPORTS
+
+
+def _advice(launcher: LauncherVariables, missing: list[str]) -> str:
+    if launcher.hosts in missing:
+        return (
+            "this process is not in a job step: start it with srun, or set MASTER_ADDR to the "
+            "host of rank 0"
+        )
+    if launcher.is_mpi:
+        return "set it on every rank, or install mpi4py (r2ccl[mpi]) for the MPI of the launcher"
+    return "set it on every rank"
+
+
+def _whole(name: str, env: Mapping[str, str]) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise InvalidArgument(f"{name}={env[name]!r}: a whole number is needed") from None
+
+
+def _numbers(launcher: LauncherVariables, env: Mapping[str, str]) -> tuple[int, int]:
+    """Return the rank and the number of ranks; -1 for what is not set or not a number."""
+    size = next((name for name in launcher.nranks if name in env), "")
+    return _number(env, launcher.rank), _number(env, size)
 
 
 class LauncherClaim(msgspec.Struct, frozen=True):
@@ -42,11 +211,6 @@ class LauncherClaim(msgspec.Struct, frozen=True):
         return nranks == self.nranks or (self.nranks < 0 and self.rank < nranks)
 
 
-def is_launched(env: Mapping[str, str]) -> bool:
-    """Return True if `env` has the variables of a process that an MPI launcher started."""
-    return any(name in env for name in _VARIABLES)
-
-
 def claims(env: Mapping[str, str]) -> list[LauncherClaim]:
     """Return the rank and job size of each launcher in `env`; several if launchers are nested.
 
@@ -56,11 +220,12 @@ def claims(env: Mapping[str, str]) -> list[LauncherClaim]:
     Slurm is then the number of hosts, not of ranks.
     """
     found = []
-    for rank, nranks in _VARIABLES.items():
-        if rank not in env or (rank == "PMIX_RANK" and "OMPI_COMM_WORLD_RANK" in env):
+    for each in LAUNCHERS:
+        is_open_mpis = each.rank == "PMIX_RANK" and "OMPI_COMM_WORLD_RANK" in env
+        if not each.is_mpi or each.rank not in env or is_open_mpis:
             continue
-        told = [f"{name}={env[name]}" for name in (rank, nranks) if name in env]
-        claim = LauncherClaim(_number(env, rank), _number(env, nranks), ", ".join(told))
+        told = [f"{name}={env[name]}" for name in (each.rank, *each.nranks) if name in env]
+        claim = LauncherClaim(*_numbers(each, env), ", ".join(told))
         if claim.nranks < 0 or claim.rank < claim.nranks:
             found.append(claim)
     return [claim for claim in found if claim.nranks >= 0] or found
@@ -99,7 +264,8 @@ def require_company(nranks: int, library: str, env: Mapping[str, str]) -> None:
         f"an MPI launcher started this process as one of several ranks ({quoted}), but mpi4py, "
         f"which uses {library}, sees only this one: probably launcher and mpi4py belong to "
         "different MPIs; start the job with the launcher of mpi4py's MPI, install mpi4py for the "
-        "launcher's MPI, or use `r2ccl launch` or torchrun"
+        "launcher's MPI, use `r2ccl launch` or torchrun, or set MASTER_ADDR to the host of rank 0, "
+        "which makes r2ccl take the ranks from these variables"
     )
 
 
@@ -110,4 +276,15 @@ def _number(env: Mapping[str, str], name: str) -> int:
         return -1
 
 
-__all__ = ["LauncherClaim", "claims", "is_launched", "require_company"]
+__all__ = [
+    "DEFAULT_PORT",
+    "LauncherClaim",
+    "LauncherVariables",
+    "RankPlace",
+    "claims",
+    "find_launcher",
+    "find_place",
+    "first_host",
+    "is_mpi",
+    "require_company",
+]

@@ -1,16 +1,20 @@
-"""``r2ccl launch -n 4 -- python script.py``: run a command as n ranks on this machine.
+"""``r2ccl launch -n 4 train.py``: run a command as n ranks on this machine, or on several hosts.
 
 Every rank gets torchrun's environment variables plus R2CC_PORT and R2CC_SECRET. The launcher prints
 the ranks' standard output and standard error line by line on its own standard output.
 
 The exit status is that of the first rank that failed; if a signal ended this rank, the status is
-128 + the signal number. If the launcher gets SIGINT or SIGTERM before any failure, the status is
-128 + the number of that signal. Otherwise it is 0.
+128 + the signal number; if a host was lost with its ranks, it is 1. If the launcher gets SIGINT or
+SIGTERM before any failure, the status is 128 + the number of that signal. Otherwise it is 0.
 
 After a failure the other ranks have some time to exit by themselves and are then terminated; with
 ``--keep-going`` they run on and can continue without the failed rank (``comm.shrink()``). SIGINT
 and SIGTERM are forwarded to the ranks, which then have the same time to exit. A SIGINT or SIGTERM
 that arrives while ranks have this time, also after a failure, kills them.
+
+On several hosts, an agent (`r2ccl.cli.agent`) starts the ranks of each host. With ``--by-hand`` the
+command prints what the user runs on each host instead; the launchers of the hosts then know nothing
+of each other.
 """
 
 from __future__ import annotations
@@ -19,42 +23,68 @@ import argparse
 import asyncio
 import contextlib
 import os
-import signal
+import secrets
+import shlex
+import socket
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, BinaryIO
+from collections.abc import Sequence
+from typing import Any
 
+import msgspec
+
+from r2ccl.bootstrap.auth import Secret
 from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
-from r2ccl.bootstrap.launch import LocalJob, describe_exit
-from r2ccl.bootstrap.orphans import end_with
+from r2ccl.bootstrap.launch import JobShare, LocalJob
+from r2ccl.bootstrap.launchers import DEFAULT_PORT
+from r2ccl.bootstrap.secretfile import read_secret_file
+from r2ccl.cli import agent, remote
+from r2ccl.cli.hosts import JobHost, parse_hosts, place, read_hostfile
+from r2ccl.cli.lines import LinePrinter, wants_colour
+from r2ccl.cli.rankprocs import HostRanks, JobCommand
+from r2ccl.cli.supervisor import FAILURE_GRACE_S, Supervisor
 from r2ccl.errors import InvalidArgument
 
-#: Seconds in which the other ranks can exit by themselves after a failure; their calls raise
-#: PeerLost.
-_FAILURE_GRACE_S = 10.0
-_TERMINATION_GRACE_S = 5.0
-_CHUNK_NBYTES = 64 << 10
+_SSH = "ssh -o BatchMode=yes"
+_SECRET_FILE = "~/.r2ccl-secret"
+
+#: Settings that are passed on to other hosts: those of r2ccl and NCCL, except what differs between
+#: jobs or hosts.
+_PASSED_ON = ("R2CC_", "NCCL_")
+_NOT_PASSED_ON = (
+    "R2CC_SECRET", "R2CC_SECRET_FILE", "R2CC_PORT", "R2CC_CONTROL_ADDRESS", LISTEN_FD_VARIABLE,
+)  # fmt: skip
+
+_EPILOG = """\
+examples:
+  r2ccl launch -n 4 train.py --epochs 3
+  r2ccl launch --hosts a:4,b:4 train.py
+  r2ccl launch --hosts a:4,b:4 --by-hand train.py
+"""
+_HINT = "r2ccl launch -n 4 -- python script.py"
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the ``launch`` command to those of ``r2ccl``; its parsed arguments go to `run`."""
     parser = subparsers.add_parser(
         "launch",
-        help="run a command as several ranks on this machine",
-        description="Run a command as several ranks on this machine.",
+        help="run a command as several ranks on this machine, or on several hosts",
+        description="Run a command as several ranks on this machine, or on several hosts.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-n", "--nranks", type=int, required=True, help="number of ranks")
     parser.add_argument(
-        "--env", action="append", default=[], metavar="K=V", help="set a variable for every rank"
+        "-n", "-np", "--nranks", type=int, help="number of ranks; with hosts, default: all slots"
     )
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="K[=V]",
+        help="set a variable for every rank, by default to its value here",
+    )  # fmt: skip
     parser.add_argument(
         "--keep-going",
         action="store_true",
         help="let the other ranks run on after a rank failed, for a job that shrinks; each failed "
         "rank is reported, and the exit status is that of the first. Default: the other ranks are "
-        f"terminated after {_FAILURE_GRACE_S:g} s",
+        f"terminated after {FAILURE_GRACE_S:g} s",
     )
     parser.add_argument(
         "--tag",
@@ -62,8 +92,54 @@ def add_parser(subparsers: Any) -> None:
         default="auto",
         help="prefix output lines with [rank]; auto: once a second rank has written",
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    parser.add_argument(
+        "--prefix", action="store_const", const="always", dest="tag", help="same as --tag always"
+    )
+    parser.add_argument(
+        "--stdin", action="store_true", help="pass standard input to rank 0; default: /dev/null"
+    )
+    parser.add_argument("--chdir", metavar="DIR", help="working directory of the ranks")
+    _add_hosts(parser.add_argument_group("several hosts"))
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...",
+        help="run a Python module, as python -m does",
+    )  # fmt: skip
+    parser.add_argument("--agent", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="[--] COMMAND ...",
+        help="command; the file of a script ending in .py runs in this Python",
+    )  # fmt: skip
     parser.set_defaults(run=run)
+
+
+def _add_hosts(group: Any) -> None:
+    hosts = group.add_mutually_exclusive_group()
+    hosts.add_argument("--hosts", metavar="A:4,B:4", help="hosts and their numbers of ranks")
+    hosts.add_argument("--hostfile", metavar="FILE", help="file with lines like: a slots=4")
+    group.add_argument(
+        "--ssh", default=_SSH, metavar="COMMAND", help="command that logs in (default: %(default)s)"
+    )
+    group.add_argument(
+        "--python", default=sys.executable, metavar="PATH",
+        help="Python of the other hosts; default: the path of this one",
+    )  # fmt: skip
+    group.add_argument(
+        "--master-addr", metavar="ADDR",
+        help="name or address of rank 0's host; default: the first host as listed",
+    )  # fmt: skip
+    group.add_argument(
+        "--port", type=int, metavar="N",
+        help="TCP port of rank 0's rendezvous; default: a free one, or, with --by-hand, "
+        f"{DEFAULT_PORT}",
+    )  # fmt: skip
+    ways = group.add_mutually_exclusive_group()
+    ways.add_argument(
+        "--by-hand", action="store_true", help="print a command to run on each host, and exit"
+    )
+    ways.add_argument(
+        "--node-rank", type=int, metavar="K",
+        help="start only the ranks of the host at place K of the list, which must be this one",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,176 +149,218 @@ def run(args: argparse.Namespace) -> int:
     ------
     InvalidArgument
         If an argument is wrong, or the command cannot be run.
+    R2cclError
+        If the agent of a host cannot be started.
     """
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if not command:
-        raise InvalidArgument("no command given: r2ccl launch -n 4 -- python script.py")
+    if args.agent:
+        return agent.serve()
+    program = _program(args)
+    hosts = _hosts(args)
+    if hosts is None:
+        return asyncio.run(_run_here(args, program))
+    placed = place(hosts, args.nranks)
+    if args.by_hand:
+        print(_by_hand(args, placed, program))
+        return 0
+    if args.node_rank is not None:
+        return asyncio.run(_run_share(args, placed, program))
+    return asyncio.run(_run_on_hosts(args, placed, program))
+
+
+def _program(args: argparse.Namespace) -> JobCommand:
+    is_module = args.module is not None
+    words = [*(args.module or []), *args.command]
+    if not is_module and words[:1] == ["--"]:
+        words = words[1:]
+    if not words:
+        raise InvalidArgument(f"no command given: {_HINT}")
     env = dict(_parse_assignment(text) for text in args.env)
-    printer = LinePrinter(args.tag, sys.stdout.buffer)
-    launcher = _Launcher(args.nranks, command, env, printer, keeps_going=args.keep_going)
-    return asyncio.run(launcher.run())
+    folder = os.path.abspath(os.path.expanduser(args.chdir)) if args.chdir else os.getcwd()
+    return JobCommand(tuple(words), is_module, env, folder, args.stdin)
 
 
 def _parse_assignment(text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
-    if not name or not sign:
-        raise InvalidArgument(f"--env {text!r}: allowed is NAME=VALUE")
-    return name, value
-
-
-class LinePrinter:
-    """Printer that writes the complete lines of several ranks to one stream.
-
-    Parameters
-    ----------
-    tag : {"auto", "always", "never"}
-        When to prefix lines with ``[rank]``; ``auto``: from the first line of a second rank on.
-    out : binary file
-        The stream; it stays open.
-    """
-
-    def __init__(self, tag: str, out: BinaryIO) -> None:
-        self._tag = tag
-        self._out = out
-        self._writers: set[int] = set()
-        self._unfinished: dict[tuple[int, str], bytes] = {}
-
-    def feed(self, rank: int, stream: str, data: bytes) -> None:
-        """Add output of `rank`; write the lines that it completes.
-
-        `stream` distinguishes the streams of a rank, so that their lines do not mix.
-        """
-        *lines, rest = (self._unfinished.get((rank, stream), b"") + data).split(b"\n")
-        self._unfinished[rank, stream] = rest
-        self._write(rank, lines)
-
-    def finish(self, rank: int, stream: str) -> None:
-        """End a stream of `rank`: write its last line even if it has no line end."""
-        rest = self._unfinished.pop((rank, stream), b"")
-        if rest:
-            self._write(rank, [rest])
-
-    def _write(self, rank: int, lines: Sequence[bytes]) -> None:
-        if not lines:
-            return
-        self._writers.add(rank)
-        is_tagged = self._tag == "always" or (self._tag == "auto" and len(self._writers) > 1)
-        tag = b"[%d] " % rank if is_tagged else b""
-        self._out.write(b"".join(tag + line + b"\n" for line in lines))
-        self._out.flush()
-
-
-class _Launcher:
-    def __init__(
-        self,
-        nranks: int,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        printer: LinePrinter,
-        *,
-        keeps_going: bool,
-    ) -> None:
-        self._nranks = nranks
-        self._command = command
-        self._env = env
-        self._printer = printer
-        self._keeps_going = keeps_going
-        self._ranks: list[Process] = []
-        self._status = 0
-        self._is_ending = asyncio.Event()
-
-    async def run(self) -> int:
-        """Start all ranks and wait until all have ended.
-
-        Return the exit status, as the module's docstring describes it.
-        """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._forward, number)
-        ender = loop.create_task(self._end_when_told())
-        try:
-            with LocalJob(self._nranks) as job:
-                for rank in range(self._nranks):
-                    self._ranks.append(await self._start(job, rank))
-            await asyncio.gather(*map(self._attend, range(self._nranks)))
-        finally:
-            ender.cancel()
-            self._signal_all(signal.SIGKILL)
-        return self._status
-
-    async def _start(self, job: LocalJob, rank: int) -> Process:
-        env = {"PYTHONUNBUFFERED": "1", **os.environ, **self._env, **job.environment(rank)}
-        passed = [job.listener.fileno()] if rank == 0 else []
-        if passed:
-            env[LISTEN_FD_VARIABLE] = str(passed[0])
-        try:
-            return await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=DEVNULL,
-                stdout=PIPE,
-                stderr=PIPE,
-                env=env,
-                pass_fds=passed,
-                preexec_fn=partial(end_with, os.getpid()),
-                process_group=0,  # else Ctrl-C in a terminal would reach the ranks twice
-            )
-        except OSError as exc:
-            raise InvalidArgument(f"cannot run {self._command[0]!r}: {exc.strerror}") from exc
-
-    async def _attend(self, rank: int) -> None:
-        process = self._ranks[rank]
-        assert process.stdout is not None
-        assert process.stderr is not None
-        pumps = asyncio.gather(
-            self._pump(rank, "out", process.stdout), self._pump(rank, "err", process.stderr)
+    if not name or (not sign and name not in os.environ):
+        raise InvalidArgument(
+            f"--env {text!r}: allowed is NAME=VALUE, or the NAME of a variable that is set here"
         )
-        status = await process.wait()
-        if status != 0:
-            self._note_failure(rank, status)
-        # A grandchild may hold the pipes open forever.
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(pumps, _TERMINATION_GRACE_S)
-
-    def _note_failure(self, rank: int, status: int) -> None:
-        is_first = self._status == 0
-        if is_first:
-            self._status = status if status > 0 else 128 - status
-        # Report only the first failure, which causes the others, unless these may continue.
-        if is_first or self._keeps_going:
-            print(f"r2ccl launch: rank {rank}: {describe_exit(status)}", file=sys.stderr)
-        if not self._keeps_going:
-            self._is_ending.set()
-
-    async def _pump(self, rank: int, stream: str, source: asyncio.StreamReader) -> None:
-        try:
-            while data := await source.read(_CHUNK_NBYTES):
-                self._printer.feed(rank, stream, data)
-        finally:
-            self._printer.finish(rank, stream)
-
-    def _forward(self, number: int) -> None:
-        """Forward a signal to all ranks; kill them if they are being ended already."""
-        if self._is_ending.is_set():
-            self._signal_all(signal.SIGKILL)
-            return
-        self._signal_all(number)
-        self._status = self._status or 128 + number
-        self._is_ending.set()
-
-    async def _end_when_told(self) -> None:
-        await self._is_ending.wait()
-        for number, grace_s in (
-            (signal.SIGTERM, _FAILURE_GRACE_S),
-            (signal.SIGKILL, _TERMINATION_GRACE_S),
-        ):
-            await asyncio.sleep(grace_s)
-            self._signal_all(number)
-
-    def _signal_all(self, number: int) -> None:
-        for process in self._ranks:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(number)
+    return name, value if sign else os.environ[name]
 
 
-__all__ = ["LinePrinter", "add_parser", "run"]
+def _hosts(args: argparse.Namespace) -> list[JobHost] | None:
+    """Return the hosts that the arguments name; None if they name none."""
+    if args.port is not None and not 0 < args.port < 65536:
+        raise InvalidArgument(f"--port {args.port}: allowed is 1 to 65535")
+    if args.hosts is not None:
+        return parse_hosts(args.hosts)
+    if args.hostfile is not None:
+        return read_hostfile(args.hostfile)
+    for name in ("master_addr", "port", "node_rank"):
+        if getattr(args, name) is not None:
+            raise InvalidArgument(f"--{name.replace('_', '-')} needs --hosts or --hostfile")
+    if args.by_hand:
+        raise InvalidArgument("--by-hand needs --hosts or --hostfile")
+    if args.nranks is None:
+        raise InvalidArgument(f"no number of ranks given: {_HINT}")
+    return None
+
+
+def _supervisor(args: argparse.Namespace, *, has_stdin: bool) -> Supervisor:
+    out = sys.stdout.buffer
+    printer = LinePrinter(args.tag, out, is_coloured=wants_colour(out, os.environ))
+    return Supervisor(printer, keeps_going=args.keep_going, has_stdin=has_stdin)
+
+
+async def _run_here(args: argparse.Namespace, program: JobCommand) -> int:
+    supervisor = _supervisor(args, has_stdin=args.stdin)
+    with LocalJob(args.nranks) as job:
+        ranks = HostRanks(job.share, program, supervisor)
+
+        async def start() -> None:
+            await ranks.start(job.listener)
+            job.close()
+
+        return await supervisor.run([ranks], start)
+
+
+async def _run_on_hosts(
+    args: argparse.Namespace, placed: Sequence[tuple[JobHost, int, int]], program: JobCommand
+) -> int:
+    address = _master_address(args, placed)
+    settings = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_PASSED_ON) and name not in _NOT_PASSED_ON
+    }
+    ssh = _words_of(args.ssh)
+    supervisor = _supervisor(args, has_stdin=args.stdin)
+    groups = [remote.RemoteRanks(*each, supervisor) for each in placed]
+
+    async def start() -> None:
+        await remote.start(
+            groups,
+            msgspec.structs.replace(program, env={**settings, **program.env}),
+            ssh=ssh,
+            python=args.python,
+            address=address,
+            port=args.port or 0,
+        )
+
+    return await supervisor.run(groups, start)
+
+
+def _words_of(ssh: str) -> list[str]:
+    """Return the words of the command that logs in."""
+    with contextlib.suppress(ValueError):  # a quote that is not closed
+        if words := shlex.split(ssh):
+            return words
+    raise InvalidArgument(f"--ssh {ssh!r}: a command is needed, as in --ssh 'ssh -p 2222'")
+
+
+def _master_address(args: argparse.Namespace, placed: Sequence[tuple[JobHost, int, int]]) -> str:
+    """Return the name or address of rank 0's host for the other hosts."""
+    if args.master_addr:
+        return str(args.master_addr)
+    address = placed[0][0].address
+    if len(placed) > 1 and address in ("localhost", "127.0.0.1", "::1"):
+        raise InvalidArgument(
+            f"the first host is {address}, which the other hosts cannot reach: list it by its "
+            "name, or give its address with --master-addr"
+        )
+    return address
+
+
+# -- by hand --------------------------------------------------------------------------------
+
+
+def _by_hand(
+    args: argparse.Namespace, placed: Sequence[tuple[JobHost, int, int]], program: JobCommand
+) -> str:
+    """Return the commands that the user runs on each host, with comments."""
+    address = _master_address(args, placed)
+    given = os.environ.get("R2CC_SECRET_FILE")
+    file = _SECRET_FILE if given is None else shlex.quote(os.path.abspath(given))
+    names = [host.name for host, _, _ in placed]
+    listed = ",".join(host.listed(count) for host, _, count in placed)
+    port = str(args.port or DEFAULT_PORT)
+    options = ["--hosts", listed, "--master-addr", address, "--port", port]
+    for name, value in program.env.items():
+        options += ["--env", f"{name}={value}"]
+    options += ["--keep-going"] * args.keep_going
+    options += ["--tag", args.tag] if args.tag != "auto" else []
+    command = ["-m", *program.words] if program.is_module else ["--", *program.words]
+    lines = [
+        f"# {file} must hold the same secret on every host. To make it, and to copy it:",
+        f"#   (umask 077; openssl rand -hex 32 > {file})",
+        *(f"#   scp -p {file} {name}:{file}" for name in names[1:]),
+    ]
+    for place_, name in enumerate(names):
+        stdin = ["--stdin"] * (args.stdin and place_ == 0)
+        words = ["r2ccl", "launch", *options, "--node-rank", str(place_), *stdin, *command]
+        lines += [
+            f"# on {name}:",
+            f"cd {shlex.quote(program.folder)} && R2CC_SECRET_FILE={file} {shlex.join(words)}",
+        ]
+    return "\n".join(lines)
+
+
+async def _run_share(
+    args: argparse.Namespace, placed: Sequence[tuple[JobHost, int, int]], program: JobCommand
+) -> int:
+    """Run the ranks of the host at place ``--node-rank``, as one of several launchers of a job."""
+    if not 0 <= args.node_rank < len(placed):
+        raise InvalidArgument(
+            f"--node-rank {args.node_rank} of {len(placed)} hosts with ranks; allowed is 0 to "
+            f"{len(placed) - 1}"
+        )
+    _, first, count = placed[args.node_rank]
+    nranks = sum(n for _, _, n in placed)
+    address, port = _master_address(args, placed), args.port or DEFAULT_PORT
+    share = JobShare(nranks, first, count, address, port, _shared_secret(len(placed)))
+    supervisor = _supervisor(args, has_stdin=args.stdin and first == 0)
+    ranks = HostRanks(share, program, supervisor)
+    with contextlib.ExitStack() as stack:
+        listener: socket.socket | None = None
+        if first == 0:
+            listener = stack.enter_context(agent.listen_everywhere(_own_address(address), port))
+
+        async def start() -> None:
+            await ranks.start(listener)
+            stack.close()
+
+        return await supervisor.run([ranks], start)
+
+
+def _shared_secret(nhosts: int) -> str:
+    """Return the secret in R2CC_SECRET or R2CC_SECRET_FILE; a new one for a single host."""
+    if text := os.environ.get("R2CC_SECRET"):
+        return Secret.from_hex(text).hex()
+    if path := os.environ.get("R2CC_SECRET_FILE"):
+        return read_secret_file(path).hex()
+    if nhosts == 1:
+        return secrets.token_hex()
+    raise InvalidArgument(
+        "--node-rank: no secret is set: set R2CC_SECRET_FILE to the path of a file with the same "
+        "secret on every host; --by-hand prints how to make it"
+    )
+
+
+def _own_address(name: str) -> str:
+    """Return the numeric address of this host, rank 0's, by its name; it must not be loopback."""
+    try:
+        found = str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as exc:
+        raise InvalidArgument(
+            f"{name!r}, the host of rank 0, cannot be resolved here ({exc}): give its "
+            "address with --master-addr on every host"
+        ) from exc
+    if found.startswith("127.") and found != name:
+        raise InvalidArgument(
+            f"{name!r}, the host of rank 0, is {found} here, which the other hosts cannot reach: "
+            "give its address with --master-addr on every host"
+        )
+    return found
+
+
+__all__ = ["add_parser", "run"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import signal
 import subprocess
@@ -12,12 +11,13 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from r2ccl.bootstrap.launch import LocalJob, describe_exit, launch
-from r2ccl.cli.launch import LinePrinter, add_parser
+from r2ccl.cli.launch import add_parser
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 
 WAIT_S = 20.0
@@ -216,7 +216,7 @@ def run_here(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *args: str
 ) -> tuple[int, str, str]:
     """Run the command in this process, where those that are left soon lose its patience."""
-    monkeypatch.setattr("r2ccl.cli.launch._FAILURE_GRACE_S", 0.1)
+    monkeypatch.setattr("r2ccl.cli.supervisor.FAILURE_GRACE_S", 0.1)
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
     parsed = parser.parse_args(["launch", *args])
@@ -288,33 +288,50 @@ def test_an_interrupt_reaches_every_rank_once() -> None:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (("-n", "2"), b"no command given"),
-        (("-n", "0", "--", "true"), b"at least 1"),
-        (("-n", "1", "--env", "X", "--", "true"), b"NAME=VALUE"),
-        (("-n", "1", "--", "/nowhere/program"), b"cannot run"),
+        (("-n", "2"), "no command given"),
+        (("-n", "0", "--", "true"), "at least 1"),
+        (("-n", "1", "--env", "X", "--", "true"), "NAME=VALUE"),
+        (("-n", "1", "--", "/nowhere/program"), "cannot run"),
+        (("-n", "1", "nowhere.py"), "cannot run 'nowhere.py'"),
+        (("-n", "1", "--chdir", "/nowhere", "true"), "/nowhere does not exist"),
     ],
 )
-def test_wrong_command_lines_are_explained(args: Sequence[str], text: bytes) -> None:
-    status, _, err = run_command(*args)
+def test_wrong_command_lines_are_explained(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], args: Sequence[str],
+    text: str,
+) -> None:  # fmt: skip
+    with pytest.raises(InvalidArgument, match=text):
+        run_here(monkeypatch, capfd, *args)
+
+
+def test_a_wrong_command_line_has_a_status_and_no_traceback() -> None:
+    status, _, err = run_command("-n", "2")
     assert status == 2
-    assert text in err
+    assert err.startswith(b"r2ccl: no command given")
     assert b"Traceback" not in err
 
 
 def test_command_options_stay_the_commands() -> None:
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
-    args = parser.parse_args(["launch", "-n", "2", "--", "prog", "-n", "5", "--tag", "x"])
-    assert (args.nranks, args.tag) == (2, "auto")
-    assert args.command[-5:] == ["prog", "-n", "5", "--tag", "x"]
+    for start in (["-n", "2", "--"], ["-np", "2"], ["-n2", "--tag", "auto"]):
+        args = parser.parse_args(["launch", *start, "prog", "-n", "5", "--tag", "x", "--", "y"])
+        assert (args.nranks, args.tag) == (2, "auto")
+        assert args.command[-7:] == ["prog", "-n", "5", "--tag", "x", "--", "y"]
 
 
-def test_lines_are_whole_and_tagged_once_a_second_rank_writes() -> None:
-    out = io.BytesIO()
-    printer = LinePrinter("auto", out)
-    printer.feed(0, "out", b"alone\npart")
-    printer.feed(1, "out", b"other\n")
-    printer.feed(0, "out", b"ial\n")
-    printer.feed(1, "err", b"no newline")
-    printer.finish(1, "err")
-    assert out.getvalue() == b"alone\n[1] other\n[0] partial\n[1] no newline\n"
+def test_scripts_and_modules_run_in_the_launchers_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prog.py").write_text("import sys; print(sys.executable, sys.argv[1:])")
+    for words in (["prog.py"], ["-m", "prog"]):
+        status, out, _ = run_here(
+            monkeypatch, capfd, "-n", "1", "--chdir", str(tmp_path), *words, "-n", "--", "x"
+        )
+        assert status == 0
+        assert out == f"{sys.executable} ['-n', '--', 'x']\n"
+
+
+def test_the_job_is_shown_without_its_secret() -> None:
+    with LocalJob(2) as job:
+        assert repr(job.share) == "<ranks 0 to 1 of 2>"

@@ -184,7 +184,7 @@ def test_the_collector_sees_the_places_that_raise() -> None:
         and any(each in ast.unparse(node.returns) for each in CLASSES)
     }  # fmt: skip
     inner = {"_failure", "_FoundFaults", "HandshakeRejected", "HandshakeTimeout", "FrameError",
-             "Violation", "_RemoteTraceback", "FakePyverbsError"}  # fmt: skip
+             "LinkEnded", "Violation", "_RemoteTraceback", "FakePyverbsError"}  # fmt: skip
     builtin = {"AssertionError", "AttributeError", "BufferError", "ConnectionAbortedError",
                "ConnectionResetError", "ImportError", "KeyError", "OSError", "SystemExit",
                "TypeError", "ValueError"}  # fmt: skip

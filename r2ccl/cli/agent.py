@@ -1,0 +1,177 @@
+"""Agent of a launcher on another host: starts the ranks of its host and speaks for them.
+
+Its standard input and output are the link to the launcher. When the link ends, the agent ends its
+ranks: SIGTERM, then SIGKILL. The agent exits when its ranks have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from typing import BinaryIO
+
+from r2ccl.bootstrap import wire
+from r2ccl.cli.agentlink import (
+    GREETING,
+    AgentLink,
+    Input,
+    InputTaken,
+    LinkEnded,
+    Listen,
+    Listening,
+    Output,
+    RankEnded,
+    Refused,
+    Resolve,
+    Resolved,
+    SendSignal,
+    Start,
+    Started,
+    ToAgent,
+)
+from r2ccl.cli.rankprocs import TERMINATION_GRACE_S, HostRanks
+from r2ccl.errors import InvalidArgument
+
+#: Signals after which the agent ends its ranks; sshd sends SIGHUP.
+_ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+
+
+def serve() -> int:
+    """Serve the launcher on standard input and output until the ranks have ended.
+
+    Return 0, or 1 if the link ended before the ranks.
+    """
+    with os.fdopen(os.dup(1), "wb", buffering=0) as out:
+        os.dup2(2, 1)  # what else is printed must not enter the link
+        return asyncio.run(_serve(out))
+
+
+async def _serve(out: BinaryIO) -> int:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    incoming = asyncio.StreamReaderProtocol(reader)
+    outgoing = asyncio.StreamReaderProtocol(asyncio.StreamReader())
+    await loop.connect_read_pipe(lambda: incoming, sys.stdin.buffer)
+    transport, _ = await loop.connect_write_pipe(lambda: outgoing, out)
+    writer = asyncio.StreamWriter(transport, outgoing, None, loop)
+    writer.write(GREETING)
+    agent = _Agent(AgentLink(ToAgent, reader, writer))
+    for number in _ENDING:
+        loop.add_signal_handler(number, agent.leave)
+    return await agent.run()
+
+
+def listen_everywhere(address: str, port: int) -> socket.socket:
+    """Return a socket that listens at all addresses of this host of the family of `address`.
+
+    Raises
+    ------
+    InvalidArgument
+        If the port cannot be used.
+    """
+    try:
+        return wire.listen("::" if ":" in address else "0.0.0.0", port)
+    except OSError as exc:
+        raise InvalidArgument(
+            f"rank 0 cannot listen at port {port} of {socket.gethostname()} ({exc.strerror}): "
+            "choose another one with --port"
+        ) from exc
+
+
+async def _resolve(name: str) -> str:
+    try:
+        return await wire.resolve(name, 0)
+    except (OSError, UnicodeError) as exc:
+        raise InvalidArgument(
+            f"the host of rank 0, {name!r}, cannot be resolved here ({exc}): give its address with "
+            "--master-addr"
+        ) from exc
+
+
+class _Agent:
+    def __init__(self, link: AgentLink[ToAgent]) -> None:
+        self._link = link
+        self._listener: socket.socket | None = None
+        self._ranks: HostRanks | None = None
+        self._is_leaving = asyncio.Event()
+        self._feeding: asyncio.Task[None] | None = None
+        self._attending: asyncio.Task[None] | None = None
+
+    def leave(self) -> None:
+        """End the ranks, and then the agent."""
+        self._is_leaving.set()
+
+    async def output(self, rank: int, stream: str, data: bytes) -> None:
+        await self._link.send(Output(rank, stream, data))
+
+    async def ended(self, rank: int, status: int) -> None:
+        await self._link.send(RankEnded(rank, status))
+
+    async def run(self) -> int:
+        """Obey the launcher until the ranks have ended, or the link has; return the exit status."""
+        obeying = asyncio.create_task(self._obey())
+        leaving = asyncio.create_task(self._is_leaving.wait())
+        await asyncio.wait([obeying, leaving], return_when=asyncio.FIRST_COMPLETED)
+        is_done = self._attending is not None and self._attending.done()
+        if not is_done:
+            await self._end_ranks()
+        await self._link.close()
+        for task in (obeying, leaving):
+            task.cancel()
+        if obeying.done() and not obeying.cancelled():
+            obeying.result()
+        return 0 if is_done else 1
+
+    async def _obey(self) -> None:
+        with contextlib.suppress(LinkEnded):
+            while True:
+                try:
+                    await self._carry_out(await self._link.receive())
+                except InvalidArgument as exc:
+                    await self._link.send(Refused(str(exc)))
+
+    async def _carry_out(self, order: ToAgent) -> None:
+        if isinstance(order, Resolve):
+            await self._link.send(Resolved(await _resolve(order.name)))
+        elif isinstance(order, Listen):
+            self._listener = listen_everywhere(order.address, order.port)
+            await self._link.send(Listening(self._listener.getsockname()[1]))
+        elif isinstance(order, Start):
+            await self._start(order)
+        elif isinstance(order, SendSignal) and self._ranks is not None:
+            self._ranks.signal(order.number)
+        elif isinstance(order, Input):
+            self._feeding = asyncio.create_task(self._feed(order.data))
+
+    async def _start(self, order: Start) -> None:
+        self._ranks = HostRanks(order.share, order.program, self)
+        await self._ranks.start(self._listener)
+        if self._listener is not None:
+            self._listener.close()
+        await self._link.send(Started())
+        self._attending = asyncio.create_task(self._attend(self._ranks))
+
+    async def _attend(self, ranks: HostRanks) -> None:
+        await ranks.attend()
+        self.leave()
+
+    async def _feed(self, data: bytes) -> None:
+        """Give rank 0 input in a task, since a rank that does not read must not stop signals."""
+        assert self._ranks is not None
+        await self._ranks.feed(data)
+        await self._link.send(InputTaken())
+
+    async def _end_ranks(self) -> None:
+        if self._ranks is None:
+            return
+        self._ranks.signal(signal.SIGTERM)
+        if self._attending is not None:
+            await asyncio.wait([self._attending], timeout=TERMINATION_GRACE_S)
+        await self._ranks.close()
+
+
+__all__ = ["listen_everywhere", "serve"]

@@ -1,0 +1,223 @@
+"""Messages between a launcher and its agents on other hosts, and the link that carries them.
+
+A link is the standard input and output of the agent, mostly through ssh, which authenticates both
+ends and encrypts the link: the secret of the job travels on it. A message is a length of 4 bytes
+and msgpack.
+
+Invariant: each end of a link sends something at least every `_ALIVE_S`, so that the other end
+notices within `_SILENCE_S` that this host, or the way to it, has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from r2ccl.bootstrap.launch import JobShare
+from r2ccl.cli.rankprocs import JobCommand
+from r2ccl.config import VERSION
+
+_T = TypeVar("_T")
+
+#: First line that an agent writes. What the login shell of its host has written before is no part
+#: of the link.
+GREETING = f"r2ccl agent {VERSION}\n".encode()
+
+_ALIVE_S = 10.0
+_SILENCE_S = 60.0
+_FLUSH_S = 5.0
+_LENGTH = struct.Struct("!I")
+#: Maximum size of a message: output comes in pieces of 64 KiB; a command line has at most 2 MiB.
+_MAX_NBYTES = 4 << 20
+
+
+class LinkEnded(Exception):
+    """Raised when nothing more can come from the other end; the text is the reason."""
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The sender is alive; both ends send it, and `AgentLink.receive` drops it."""
+
+
+class Resolve(msgspec.Struct, frozen=True, tag=True):
+    """Request for the numeric address that ``name`` has on the host of the agent."""
+
+    name: str
+
+
+class Resolved(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Resolve`."""
+
+    address: str
+
+
+class Listen(msgspec.Struct, frozen=True, tag=True):
+    """Request for a socket at all addresses of the host, for the rendezvous at rank 0.
+
+    ``address`` has the family of the socket; ``port`` 0 takes a free one.
+    """
+
+    address: str
+    port: int
+
+
+class Listening(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Listen`."""
+
+    port: int
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """Order to start the ranks of a host."""
+
+    share: JobShare
+    program: JobCommand
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Start`: all ranks of the host run."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a request that failed; ``text`` says why."""
+
+    text: str
+
+
+class SendSignal(msgspec.Struct, frozen=True, tag=True):
+    """Order to send a signal to the ranks."""
+
+    number: int
+
+
+class Input(msgspec.Struct, frozen=True, tag=True):
+    """Standard input for rank 0; empty data end it."""
+
+    data: bytes
+
+
+class InputTaken(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 has taken the last `Input`."""
+
+
+class Output(msgspec.Struct, frozen=True, tag=True):
+    """Output of a stream of a rank; empty data end the stream."""
+
+    rank: int
+    stream: str
+    data: bytes
+
+
+class RankEnded(msgspec.Struct, frozen=True, tag=True):
+    """Exit status of a rank, ``-n`` after signal n."""
+
+    rank: int
+    status: int
+
+
+ToAgent = Alive | Resolve | Listen | Start | SendSignal | Input
+FromAgent = Alive | Resolved | Listening | Started | Refused | InputTaken | Output | RankEnded
+
+
+class AgentLink(Generic[_T]):
+    """One end of a link.
+
+    Parameters
+    ----------
+    kinds : type or union of types
+        Messages that the other end sends.
+    reader : asyncio.StreamReader
+    writer : asyncio.StreamWriter
+    """
+
+    def __init__(
+        self, kinds: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._decoder: msgspec.msgpack.Decoder[_T] = msgspec.msgpack.Decoder(kinds)
+        self._reader = reader
+        self._writer = writer
+        self._beating = asyncio.create_task(self._beat())
+
+    async def send(self, message: ToAgent | FromAgent) -> None:
+        """Send a message; wait while the other end is behind.
+
+        A link that has ended drops the message: `receive` tells of the end.
+        """
+        self.post(message)
+        try:
+            await self._writer.drain()
+        except OSError:
+            return
+
+    def post(self, message: ToAgent | FromAgent) -> None:
+        """Send a small message without waiting."""
+        if self._writer.is_closing():
+            return
+        body = msgspec.msgpack.encode(message)
+        self._writer.write(_LENGTH.pack(len(body)) + body)
+
+    async def receive(self) -> _T:
+        """Return the next message.
+
+        Raises
+        ------
+        LinkEnded
+            If the other end has closed the link, sent nothing for `_SILENCE_S`, or sent what is no
+            message.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(_SILENCE_S):
+                    (nbytes,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                    if nbytes > _MAX_NBYTES:
+                        raise LinkEnded(f"a message of {nbytes} bytes is no message")
+                    message = self._decoder.decode(await self._reader.readexactly(nbytes))
+            except TimeoutError:
+                raise LinkEnded(f"silent for {_SILENCE_S:g} s") from None
+            except (OSError, EOFError) as exc:
+                raise LinkEnded("the connection was closed") from exc
+            except msgspec.MsgspecError as exc:
+                raise LinkEnded(f"no message: {exc}") from exc
+            if not isinstance(message, Alive):
+                return message
+
+    async def _beat(self) -> None:
+        while True:
+            await self.send(Alive())
+            await asyncio.sleep(_ALIVE_S)
+
+    async def close(self) -> None:
+        """Close this end, after what was sent; the other end then raises `LinkEnded`.
+
+        What the other end does not take within `_FLUSH_S` is lost.
+        """
+        self._beating.cancel()
+        self._writer.close()
+        with contextlib.suppress(TimeoutError, OSError):
+            await asyncio.wait_for(self._writer.wait_closed(), _FLUSH_S)
+
+
+__all__ = [
+    "GREETING",
+    "AgentLink",
+    "Alive",
+    "FromAgent",
+    "Input",
+    "InputTaken",
+    "LinkEnded",
+    "Listen",
+    "Listening",
+    "Output",
+    "RankEnded",
+    "Refused",
+    "Resolve",
+    "Resolved",
+    "SendSignal",
+    "Start",
+    "Started",
+    "ToAgent",
+]

@@ -1,0 +1,70 @@
+"""Output of several ranks as whole lines, each with its rank in front if that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import BinaryIO
+
+#: Foreground colours of the prefixes, by rank: the six that are readable on black and on white.
+_COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+class LinePrinter:
+    """Printer that writes the complete lines of several ranks to one stream.
+
+    Parameters
+    ----------
+    tag : {"auto", "always", "never"}
+        When to prefix lines with ``[rank]``; ``auto``: from the first line of a second rank on.
+    out : binary file
+        The stream; it stays open.
+    is_coloured : bool
+        Write each rank's prefix in a colour, by ANSI escape sequences.
+    """
+
+    def __init__(self, tag: str, out: BinaryIO, *, is_coloured: bool = False) -> None:
+        self._tag = tag
+        self._out = out
+        self._is_coloured = is_coloured
+        self._writers: set[int] = set()
+        self._unfinished: dict[tuple[int, str], bytes] = {}
+
+    def feed(self, rank: int, stream: str, data: bytes) -> None:
+        """Add output of `rank`; write the lines that it completes.
+
+        `stream` distinguishes the streams of a rank, so that their lines do not mix.
+        """
+        *lines, rest = (self._unfinished.get((rank, stream), b"") + data).split(b"\n")
+        self._unfinished[rank, stream] = rest
+        self._write(rank, lines)
+
+    def finish(self, rank: int, stream: str) -> None:
+        """End a stream of `rank`: write its last line even if it has no line end."""
+        rest = self._unfinished.pop((rank, stream), b"")
+        if rest:
+            self._write(rank, [rest])
+
+    def _write(self, rank: int, lines: Sequence[bytes]) -> None:
+        if not lines:
+            return
+        self._writers.add(rank)
+        is_tagged = self._tag == "always" or (self._tag == "auto" and len(self._writers) > 1)
+        tag = self._prefix(rank) if is_tagged else b""
+        self._out.write(b"".join(tag + line + b"\n" for line in lines))
+        self._out.flush()
+
+    def _prefix(self, rank: int) -> bytes:
+        if not self._is_coloured:
+            return b"[%d] " % rank
+        return b"\x1b[%dm[%d]\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], rank)
+
+
+def wants_colour(out: BinaryIO, env: Mapping[str, str]) -> bool:
+    """Return True if `out` is a terminal that shows colours, and ``NO_COLOR`` is not set.
+
+    An empty ``NO_COLOR`` counts as not set (https://no-color.org).
+    """
+    return out.isatty() and not env.get("NO_COLOR") and env.get("TERM", "dumb") != "dumb"
+
+
+__all__ = ["LinePrinter", "wants_colour"]

@@ -1,0 +1,173 @@
+"""Processes of the ranks of this host, which a launcher or the agent of one has started.
+
+Invariant: the kernel kills the ranks when this process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
+from r2ccl.bootstrap.launch import JobShare
+from r2ccl.bootstrap.orphans import end_with
+from r2ccl.errors import InvalidArgument
+
+#: Seconds that ranks have to exit after SIGTERM, and that the pipes of a rank may stay open after
+#: its end: a process that it has started may hold them open forever.
+TERMINATION_GRACE_S = 5.0
+_CHUNK_NBYTES = 64 << 10
+
+
+class JobCommand(msgspec.Struct, frozen=True):
+    """Command that every rank runs.
+
+    ``words`` are the command and its arguments; if ``is_module``, a module and its arguments.
+    ``env`` has variables for every rank. ``folder`` is the working directory. With ``has_stdin``,
+    rank 0 gets the standard input of the launcher.
+    """
+
+    words: tuple[str, ...]
+    is_module: bool
+    env: dict[str, str]
+    folder: str
+    has_stdin: bool
+
+    def command(self) -> tuple[str, ...]:
+        """Return the command line: a module or the file of a script runs in this interpreter."""
+        if self.is_module:
+            return (sys.executable, "-m", *self.words)
+        script = self.words[0]
+        if script.endswith(".py") and os.path.isfile(os.path.join(self.folder, script)):
+            return (sys.executable, *self.words)
+        return self.words
+
+
+class Sink(Protocol):
+    """Receiver of the output and the exit statuses of ranks."""
+
+    async def output(self, rank: int, stream: str, data: bytes) -> None:
+        """Take output of a stream of `rank`; empty data end the stream."""
+
+    async def ended(self, rank: int, status: int) -> None:
+        """Take the exit status of `rank`, ``-n`` after signal n."""
+
+
+class HostRanks:
+    """Ranks of a job on this host.
+
+    Parameters
+    ----------
+    share : JobShare
+        The ranks.
+    program : JobCommand
+    sink : Sink
+    """
+
+    def __init__(self, share: JobShare, program: JobCommand, sink: Sink) -> None:
+        self._share = share
+        self._program = program
+        self._sink = sink
+        self._ranks: dict[int, Process] = {}
+
+    async def start(self, listener: socket.socket | None) -> None:
+        """Start all ranks.
+
+        Parameters
+        ----------
+        listener : socket or None
+            Socket of the rendezvous, which rank 0 inherits; it stays open in this process.
+
+        Raises
+        ------
+        InvalidArgument
+            If the command cannot be run, or the working directory cannot be entered.
+        """
+        if not os.path.isdir(self._program.folder):
+            raise InvalidArgument(
+                f"the working directory {self._program.folder} does not exist on "
+                f"{socket.gethostname()}: name another one with --chdir"
+            )
+        for rank in range(self._share.first, self._share.first + self._share.count):
+            self._ranks[rank] = await self._start(rank, listener if rank == 0 else None)
+
+    async def _start(self, rank: int, listener: socket.socket | None) -> Process:
+        given = self._share.environment(rank)
+        env = {"PYTHONUNBUFFERED": "1", **os.environ, **self._program.env, **given}
+        env.pop(LISTEN_FD_VARIABLE, None)
+        if listener is not None:
+            env[LISTEN_FD_VARIABLE] = str(listener.fileno())
+        command = self._program.command()
+        try:
+            return await asyncio.create_subprocess_exec(
+                *command,
+                stdin=PIPE if rank == 0 and self._program.has_stdin else DEVNULL,
+                stdout=PIPE,
+                stderr=PIPE,
+                env=env,
+                cwd=self._program.folder,
+                pass_fds=[] if listener is None else [listener.fileno()],
+                preexec_fn=partial(end_with, os.getpid()),
+                process_group=0,  # else Ctrl-C in a terminal would reach the ranks twice
+            )
+        except OSError as exc:
+            raise InvalidArgument(f"cannot run {command[0]!r}: {exc.strerror}") from exc
+
+    async def attend(self) -> None:
+        """Pass output and exit statuses on until all ranks have ended."""
+        await asyncio.gather(*map(self._attend, self._ranks))
+
+    async def _attend(self, rank: int) -> None:
+        process = self._ranks[rank]
+        assert process.stdout is not None
+        assert process.stderr is not None
+        pumps = asyncio.gather(
+            self._pump(rank, "out", process.stdout), self._pump(rank, "err", process.stderr)
+        )
+        await self._sink.ended(rank, await process.wait())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(pumps, TERMINATION_GRACE_S)
+
+    async def _pump(self, rank: int, stream: str, source: asyncio.StreamReader) -> None:
+        try:
+            while data := await source.read(_CHUNK_NBYTES):
+                await self._sink.output(rank, stream, data)
+        finally:
+            await self._sink.output(rank, stream, b"")
+
+    async def feed(self, data: bytes) -> None:
+        """Write to the standard input of rank 0, which must be here; empty data end it.
+
+        What an ended rank does not read is dropped.
+        """
+        stdin = self._ranks[0].stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            if data:
+                stdin.write(data)
+                await stdin.drain()
+            else:
+                stdin.close()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all ranks that have not ended."""
+        for process in self._ranks.values():
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(number)
+
+    async def close(self) -> None:
+        """Kill the remaining ranks."""
+        self.signal(signal.SIGKILL)
+
+
+__all__ = ["TERMINATION_GRACE_S", "HostRanks", "JobCommand", "Sink"]

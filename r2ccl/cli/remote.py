@@ -1,0 +1,268 @@
+"""Ranks on other hosts, which agents start: the launcher's side of `r2ccl.cli.agentlink`.
+
+Order of a start: all agents answer; the agent of the second host resolves the name of the first,
+since a host often has a loopback address for its own name; the first one opens the socket of the
+rendezvous; all start their ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shlex
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from functools import partial
+from typing import TypeVar
+
+from r2ccl.bootstrap.auth import SECRET_NBYTES
+from r2ccl.bootstrap.launch import JobShare, describe_exit
+from r2ccl.bootstrap.orphans import end_with
+from r2ccl.cli.agentlink import (
+    GREETING,
+    AgentLink,
+    FromAgent,
+    Input,
+    InputTaken,
+    LinkEnded,
+    Listen,
+    Listening,
+    Output,
+    RankEnded,
+    Refused,
+    Resolve,
+    Resolved,
+    SendSignal,
+    Start,
+    Started,
+    ToAgent,
+)
+from r2ccl.cli.hosts import JobHost
+from r2ccl.cli.rankprocs import TERMINATION_GRACE_S, JobCommand
+from r2ccl.cli.supervisor import Supervisor
+from r2ccl.config import VERSION
+from r2ccl.errors import InvalidArgument, R2cclError
+
+_T = TypeVar("_T")
+
+#: Longest time until the agent of a host answers, which includes the login.
+_LOGIN_S = 60.0
+#: Time that the process of ssh has to end after the agent was told to, or has ended.
+_CLOSE_S = TERMINATION_GRACE_S + 1.0
+
+
+class RemoteRanks:
+    """Ranks of a job on one host, started and watched by the agent there; a `RankGroup`.
+
+    Parameters
+    ----------
+    host : JobHost
+    first, count : int
+        The first rank of the host, and their number.
+    supervisor : Supervisor
+        Gets the output and the exit statuses.
+    """
+
+    def __init__(self, host: JobHost, first: int, count: int, supervisor: Supervisor) -> None:
+        self.host = host
+        self.first = first
+        self.count = count
+        self._supervisor = supervisor
+        self._process: Process | None = None
+        self._link: AgentLink[FromAgent] | None = None
+        self._left = set(range(first, first + count))
+        self._input_taken = asyncio.Event()
+
+    async def open(self, ssh: Sequence[str], python: str) -> None:
+        """Start the agent and wait for its first line.
+
+        Raises
+        ------
+        R2cclError
+            If the agent does not answer within `_LOGIN_S`, ends, or is of another version.
+        """
+        agent = ("-m", "r2ccl", "launch", "--agent")
+        if self.host.is_here:
+            command: tuple[str, ...] = (sys.executable, *agent)
+        else:
+            command = (*ssh, self.host.name, shlex.join((python, *agent)))
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=PIPE,
+                stdout=PIPE,
+                preexec_fn=partial(end_with, os.getpid()),
+                start_new_session=True,  # neither Ctrl-C nor a question reaches ssh
+            )
+        except OSError as exc:
+            raise InvalidArgument(f"cannot run {command[0]!r}: {exc.strerror}") from exc
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(_LOGIN_S):
+                await self._greet(process.stdout)
+        except TimeoutError:
+            raise R2cclError(
+                f"host {self.host.name}: no agent answered within {_LOGIN_S:g} s: try "
+                f"`{shlex.join(command)}`, which must print {GREETING.decode().strip()!r}"
+            ) from None
+        except EOFError:
+            status = describe_exit(await process.wait())
+            raise R2cclError(
+                f"host {self.host.name}: the agent did not start ({command[0]}: {status}): try "
+                f"`{shlex.join(command)}`, which must print {GREETING.decode().strip()!r}; r2ccl "
+                "must be installed there for the Python that --python names, and ssh must not ask "
+                "for a password"
+            ) from None
+        self._link = AgentLink(FromAgent, process.stdout, process.stdin)
+
+    async def _greet(self, stream: asyncio.StreamReader) -> None:
+        name, _, _ = GREETING.rpartition(b" ")
+        while line := await self._line(stream):
+            if line == GREETING:
+                return
+            if line.startswith(name):
+                raise R2cclError(
+                    f"host {self.host.name} has {line.decode(errors='replace').strip()}, this host "
+                    f"has version {VERSION}: install the same version of r2ccl on all hosts"
+                )
+            # The login shell of some hosts prints something.
+            text = line.decode(errors="replace").rstrip()
+            print(f"r2ccl launch: host {self.host.name}: {text}", file=sys.stderr)
+        raise EOFError
+
+    async def _line(self, stream: asyncio.StreamReader) -> bytes:
+        try:
+            return await stream.readline()
+        except ValueError as exc:  # longer than the buffer
+            raise EOFError from exc
+
+    async def ask(self, question: ToAgent, kind: type[_T]) -> _T:
+        """Send a request and return the answer.
+
+        Raises
+        ------
+        InvalidArgument
+            If the agent refuses.
+        R2cclError
+            If the connection to the agent ends.
+        """
+        assert self._link is not None
+        await self._link.send(question)
+        try:
+            answer = await self._link.receive()
+        except LinkEnded as exc:
+            raise R2cclError(
+                f"host {self.host.name}: the connection to its agent ended during the start "
+                f"({exc}): look at the messages above"
+            ) from exc
+        if isinstance(answer, Refused):
+            raise InvalidArgument(f"host {self.host.name}: {answer.text}")
+        assert isinstance(answer, kind), answer
+        return answer
+
+    async def attend(self) -> None:
+        """Pass output and exit statuses on until the agent has ended."""
+        assert self._link is not None
+        try:
+            while True:
+                message = await self._link.receive()
+                if isinstance(message, Output):
+                    await self._supervisor.output(message.rank, message.stream, message.data)
+                elif isinstance(message, RankEnded):
+                    self._left.discard(message.rank)
+                    await self._supervisor.ended(message.rank, message.status)
+                elif isinstance(message, InputTaken):
+                    self._input_taken.set()
+        except LinkEnded as exc:
+            self._input_taken.set()
+            if self._left:
+                self._supervisor.lost(sorted(self._left), self.host.name, f"its agent: {exc}")
+
+    async def feed(self, data: bytes) -> None:
+        """Send standard input for rank 0 and wait until rank 0 has taken it."""
+        assert self._link is not None
+        self._input_taken.clear()
+        await self._link.send(Input(data))
+        await self._input_taken.wait()
+
+    def signal(self, number: int) -> None:
+        """Have the agent send a signal to its ranks; end an agent that does not obey SIGKILL."""
+        if self._link is not None:
+            self._link.post(SendSignal(number))
+        if number == signal.SIGKILL and self._process is not None:
+            asyncio.get_running_loop().call_later(TERMINATION_GRACE_S, self._kill)
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def close(self) -> None:
+        """Close the link, so that the agent ends what is left; wait for the process of ssh."""
+        if self._link is not None:
+            await self._link.close()
+        if self._process is None:
+            return
+        if self._link is None:
+            self._kill()
+        try:
+            await asyncio.wait_for(self._process.wait(), _CLOSE_S)
+        except TimeoutError:
+            self._kill()
+            await self._process.wait()
+
+
+async def start(
+    groups: Sequence[RemoteRanks],
+    program: JobCommand,
+    *,
+    ssh: Sequence[str],
+    python: str,
+    address: str,
+    port: int,
+) -> None:
+    """Start the agents of all hosts, and by them all ranks.
+
+    Parameters
+    ----------
+    groups : sequence of RemoteRanks
+        In the order of their ranks.
+    program : JobCommand
+    ssh : sequence of str
+        Command that logs in: it gets the host and a command line for the shell of that host.
+    python : str
+        Python interpreter of the other hosts.
+    address : str
+        Name or address of the first host, as the other hosts know it.
+    port : int
+        Port of the rendezvous; 0 takes a free one.
+
+    Raises
+    ------
+    InvalidArgument
+        If a host refuses its part: a name, a port, the command, the working directory.
+    R2cclError
+        If there is no agent on a host.
+    """
+    await asyncio.gather(*(group.open(ssh, python) for group in groups))
+    numeric = "127.0.0.1"
+    if len(groups) > 1:
+        numeric = (await groups[1].ask(Resolve(address), Resolved)).address
+    found = await groups[0].ask(Listen(numeric, port), Listening)
+    nranks, secret = sum(group.count for group in groups), secrets.token_hex(SECRET_NBYTES)
+    shares = (
+        JobShare(nranks, group.first, group.count, numeric, found.port, secret) for group in groups
+    )
+    orders = (Start(share, program) for share in shares)
+    await asyncio.gather(
+        *(group.ask(order, Started) for group, order in zip(groups, orders, strict=True))
+    )
+
+
+__all__ = ["RemoteRanks", "start"]

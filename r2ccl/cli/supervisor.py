@@ -1,0 +1,179 @@
+"""Supervision of a job: its output, its exit status, and its end after a failure or a signal.
+
+The ranks are in groups, one for each host. The supervisor does not know where the groups run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError
+from typing import Any, Protocol
+
+from r2ccl.bootstrap.launch import describe_exit
+from r2ccl.cli.lines import LinePrinter
+from r2ccl.cli.rankprocs import TERMINATION_GRACE_S
+
+#: Seconds in which the other ranks can exit by themselves after a failure; their calls raise
+#: PeerLost.
+FAILURE_GRACE_S = 10.0
+#: Exit status of a job that lost a host.
+_LOST_STATUS = 1
+_STDIN_FD = 0
+_STDIN_NBYTES = 64 << 10
+
+
+class RankGroup(Protocol):
+    """Ranks of a job on one host, here or elsewhere."""
+
+    async def attend(self) -> None:
+        """Return when all ranks of the group have ended and their output was passed on."""
+
+    async def feed(self, data: bytes) -> None:
+        """Write to the standard input of rank 0; empty data end it."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all ranks of the group that have not ended."""
+
+    async def close(self) -> None:
+        """End what is left of the group."""
+
+
+class Supervisor:
+    """Supervisor of the ranks of a job; a `Sink` of their output and exit statuses.
+
+    Parameters
+    ----------
+    printer : LinePrinter
+    keeps_going : bool
+        Let the other ranks run on after a failure.
+    has_stdin : bool
+        Pass the standard input of this process to rank 0.
+    """
+
+    def __init__(self, printer: LinePrinter, *, keeps_going: bool, has_stdin: bool) -> None:
+        self._printer = printer
+        self._keeps_going = keeps_going
+        self._has_stdin = has_stdin
+        self._status = 0
+        self._groups: Sequence[RankGroup] = ()
+        self._is_ending = asyncio.Event()
+        self._is_interrupted = asyncio.Event()
+        self._printing = asyncio.Lock()
+
+    async def run(
+        self, groups: Sequence[RankGroup], start: Callable[[], Coroutine[Any, Any, None]]
+    ) -> int:
+        """Start the ranks, wait until all have ended, and return the exit status of the job.
+
+        Parameters
+        ----------
+        groups : sequence of RankGroup
+            Rank 0 is in the first one.
+        start : callable
+            Starts the ranks of all groups; an interrupt cancels it.
+
+        Raises
+        ------
+        R2cclError
+            If `start` raises it.
+        """
+        self._groups = groups
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._forward, number)
+        ender = loop.create_task(self._end_when_told())
+        try:
+            if await self._start(start):
+                if self._has_stdin:
+                    threading.Thread(target=self._read_stdin, args=[loop], daemon=True).start()
+                await asyncio.gather(*(group.attend() for group in groups))
+        finally:
+            ender.cancel()
+            await asyncio.gather(*(group.close() for group in groups))
+        return self._status
+
+    async def _start(self, start: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """Return True if all ranks were started, False if an interrupt came first."""
+        starting = asyncio.create_task(start())
+        interrupted = asyncio.create_task(self._is_interrupted.wait())
+        await asyncio.wait([starting, interrupted], return_when=asyncio.FIRST_COMPLETED)
+        interrupted.cancel()
+        if starting.done():
+            starting.result()
+            return True
+        starting.cancel()
+        await asyncio.wait([starting])
+        return False
+
+    async def output(self, rank: int, stream: str, data: bytes) -> None:
+        """Print output of a rank; empty data end the stream."""
+        # In a thread, since a reader of this output that pauses must not stop the event loop.
+        async with self._printing:
+            if data:
+                await asyncio.to_thread(self._printer.feed, rank, stream, data)
+            else:
+                await asyncio.to_thread(self._printer.finish, rank, stream)
+
+    async def ended(self, rank: int, status: int) -> None:
+        """Note the exit status of a rank."""
+        if status != 0:
+            what = f"rank {rank}: {describe_exit(status)}"
+            self._note_failure(what, status if status > 0 else 128 - status)
+
+    def lost(self, ranks: Sequence[int], host: str, why: str) -> None:
+        """Note that the exit statuses of `ranks` stay unknown, since the agent of `host` ended."""
+        numbers = ", ".join(map(str, ranks))
+        self._note_failure(f"host {host} was lost with rank {numbers}: {why}", _LOST_STATUS)
+
+    def _note_failure(self, what: str, status: int) -> None:
+        is_first = self._status == 0
+        self._status = self._status or status
+        # Report only the first failure, which causes the others, unless these may continue.
+        if is_first or self._keeps_going:
+            print(f"r2ccl launch: {what}", file=sys.stderr)
+        if not self._keeps_going:
+            self._is_ending.set()
+
+    def _forward(self, number: int) -> None:
+        """Forward a signal to all ranks; kill them if they are being ended already."""
+        if self._is_ending.is_set():
+            self._signal_all(signal.SIGKILL)
+            return
+        self._signal_all(number)
+        self._status = self._status or 128 + number
+        self._is_interrupted.set()
+        self._is_ending.set()
+
+    async def _end_when_told(self) -> None:
+        await self._is_ending.wait()
+        for number, grace_s in (
+            (signal.SIGTERM, FAILURE_GRACE_S),
+            (signal.SIGKILL, TERMINATION_GRACE_S),
+        ):
+            await asyncio.sleep(grace_s)
+            self._signal_all(number)
+
+    def _signal_all(self, number: int) -> None:
+        for group in self._groups:
+            group.signal(number)
+
+    def _read_stdin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Pass standard input to rank 0; runs in a thread, since a read may block for ever."""
+        while True:
+            data = os.read(_STDIN_FD, _STDIN_NBYTES)
+            feeding = self._groups[0].feed(data)
+            try:
+                asyncio.run_coroutine_threadsafe(feeding, loop).result()
+            except (RuntimeError, CancelledError):  # all ranks have ended, and the loop
+                feeding.close()
+                return
+            if not data:
+                return
+
+
+__all__ = ["FAILURE_GRACE_S", "RankGroup", "Supervisor"]

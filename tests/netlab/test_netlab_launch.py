@@ -1,0 +1,72 @@
+"""`r2ccl launch` on hosts that are network namespaces: one job, and one end for all of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from r2ccl.testing.netlab import Lab, unavailable_reason
+
+WAIT_S = 100.0
+HOSTS = "10.0.0.1:2,10.0.0.2:2"
+SUM = (
+    "import os, numpy as np, r2ccl\n"
+    "with r2ccl.init() as comm:\n"
+    "    x = comm.allreduce(np.full(100_000, comm.rank + 1.0))\n"
+    "    print(x[0], os.environ['LOCAL_RANK'], os.stat('/proc/self/ns/net').st_ino)\n"
+)
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    reason = unavailable_reason()
+    if reason:
+        pytest.skip(reason)
+    with Lab(nodes=2, rails=2) as lab:
+        yield lab
+
+
+@pytest.fixture
+def command(lab: Lab, tmp_path: Path) -> list[str]:
+    """Return the launcher's command line; what stands for ssh enters the namespace of a host."""
+    script = tmp_path / "ssh"
+    cases = "".join(f"10.0.0.{node + 1}) namespace={lab.namespace(node)};;\n" for node in range(2))
+    script.write_text(
+        f'#!/bin/sh\ncase "$1" in\n{cases}esac\nshift\nexec ip netns exec "$namespace" sh -c "$*"\n'
+    )
+    script.chmod(0o700)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("10.0.0.1 slots=2\n10.0.0.2 slots=2\n")
+    launch = [sys.executable, "-m", "r2ccl", "launch", "--hostfile", str(hosts)]
+    return [*launch, "--ssh", str(script), "--prefix"]
+
+
+def run(command: list[str], *program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, *program], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=WAIT_S, check=False, env={**os.environ, "R2CC_SOCKET_IFNAME": "=rail0,rail1"},
+    )  # fmt: skip
+
+
+def test_hosts_of_a_list_run_one_job(command: list[str]) -> None:
+    done = run(command, sys.executable, "-c", SUM)
+    assert done.returncode == 0, done.stderr
+    ranks = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+    assert [ranks[f"[{rank}]"][:2] for rank in range(4)] == [
+        ["10.0", "0"], ["10.0", "1"], ["10.0", "0"], ["10.0", "1"],
+    ]  # fmt: skip
+    places = [ranks[f"[{rank}]"][2] for rank in range(4)]
+    assert places[0] == places[1] != places[2] == places[3]
+
+
+def test_a_rank_that_dies_is_a_lost_peer_on_the_other_host(command: list[str]) -> None:
+    died = "    comm.rank == 3 and os.abort()\n    comm.barrier()\n"
+    done = run(command, sys.executable, "-c", SUM + died)
+    assert done.returncode == 128 + 6
+    assert "rank 3: signal SIGABRT" in done.stderr
+    assert "PeerLost" in done.stdout
