@@ -36,9 +36,8 @@ NICS = ((1, 2), (3, 0))
 AT_SLICE = 20
 PNG = Path("out/gpt.png")
 RANK_PROGRAM = Path(__file__).with_name("gpt") / "rank.py"
-#: Timeout of one training run: its start, and each step of 10 million weights, which takes 2 s on
-#: two cores.
-_START_TIMEOUT_S, _STEP_TIMEOUT_S = 120.0, 20.0
+#: Timeout of one training run: for its start and end, and for each of its steps.
+_START_TIMEOUT_S, _STEP_TIMEOUT_S = 300.0, 20.0
 #: With rings only, the order of additions is the same whatever NICs are lost. By default, r2ccl may
 #: change the schedule after a failure, and round differently.
 _ENV = {
@@ -94,6 +93,11 @@ def train_twice(
 ) -> tuple[Run, Run, FaultPlan]:
     """Train without and with faults; return both runs and the faults."""
     tokens = text.tokens()
+    if len(tokens) <= size.context:
+        raise cluster.Failed(
+            f"a text of {len(tokens)} characters for --context {size.context}: choose a smaller "
+            "context, or a Python whose standard library has its source"
+        )
     console.print(f"text: {len(tokens):,} characters of docstrings of the standard library\n")
     with Narration(console, PARTS, nsteps, "tenth") as narration:
 
@@ -141,7 +145,7 @@ def main() -> int:
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=60, help="training steps, 8 or more")
+    parser.add_argument("--steps", type=int, default=60, help=f"training steps, {PARTS} or more")
     parser.add_argument("--layers", type=int, default=6, help="blocks of the model")
     parser.add_argument(
         "--width", type=int, default=384, help=f"width of the model, a multiple of {HEAD}"
@@ -149,8 +153,8 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=128, help="length of a sequence in tokens")
     parser.add_argument("--loopback", action="store_true", help="use no network namespaces")
     args = parser.parse_args()
-    if args.steps < 8:
-        parser.error(f"--steps {args.steps}: must be 8 or more")
+    if args.steps < PARTS:
+        parser.error(f"--steps {args.steps}: must be {PARTS} or more")
     if min(args.layers, args.width, args.context) < 1 or args.width % HEAD:
         parser.error(f"--layers, --width, --context: 1 or more; --width a multiple of {HEAD}")
     size = Size(len(text.ALPHABET), args.layers, args.width, args.context)

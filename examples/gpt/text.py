@@ -9,9 +9,9 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 #: Characters of the text, in the order of their tokens; all others are left out.
 ALPHABET = "\n" + string.printable[:95]
@@ -19,12 +19,12 @@ ALPHABET = "\n" + string.printable[:95]
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def tokens() -> np.ndarray[Any, np.dtype[np.uint8]]:
+def tokens() -> npt.NDArray[np.uint8]:
     """Return the tokens of the text, 0.9 million with Python 3.11."""
     text = "\n\n".join(_docstrings())
     numbers = np.full(128, 255, np.uint8)
     numbers[[ord(each) for each in ALPHABET]] = np.arange(len(ALPHABET))
-    found = numbers[np.frombuffer(text.encode("ascii", "ignore"), np.uint8)]
+    found: npt.NDArray[np.uint8] = numbers[np.frombuffer(text.encode("ascii", "ignore"), np.uint8)]
     return found[found != 255]
 
 
