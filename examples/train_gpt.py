@@ -42,6 +42,8 @@ _START_TIMEOUT_S, _STEP_TIMEOUT_S = 300.0, 20.0
 #: change the schedule after a failure, and round differently.
 _ENV = {
     "R2CC_ALGO": "ring",
+    # torch warns that the addresses in network namespaces have no names.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
 }
 

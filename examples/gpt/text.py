@@ -21,11 +21,11 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 def tokens() -> npt.NDArray[np.uint8]:
     """Return the tokens of the text, 0.9 million with Python 3.11."""
-    text = "\n\n".join(_docstrings())
-    numbers = np.full(128, 255, np.uint8)
-    numbers[[ord(each) for each in ALPHABET]] = np.arange(len(ALPHABET))
-    found: npt.NDArray[np.uint8] = numbers[np.frombuffer(text.encode("ascii", "ignore"), np.uint8)]
-    return found[found != 255]
+    text = "\n\n".join(_docstrings()).encode("ascii", "ignore")
+    alphabet = ALPHABET.encode()
+    others = bytes(set(range(128)).difference(alphabet))
+    numbers = bytes.maketrans(alphabet, bytes(range(len(alphabet))))
+    return np.frombuffer(text.translate(numbers, others), np.uint8)
 
 
 def _docstrings() -> Iterator[str]:
