@@ -51,7 +51,7 @@ def plot(
     speeds.set(xlabel="seconds after the first step", ylabel="tokens per second")
     speeds.set(title="Throughput of all ranks")
     speeds.set_ylim(bottom=0)
-    losses.legend(loc="lower left")
+    losses.legend(loc="center right")
     speeds.legend(loc="lower left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -40,7 +40,7 @@ def start(
     ]
 
 
-def finish(ranks: Sequence[subprocess.Popen[str]], timeout_s: float = 400) -> list[tuple[str, str]]:
+def finish(ranks: Sequence[subprocess.Popen[str]], timeout_s: float = 100) -> list[tuple[str, str]]:
     """Wait for all ranks; return their standard output and standard error."""
     try:
         with ThreadPoolExecutor(len(ranks)) as pool:
