@@ -32,7 +32,7 @@ TORCH_BIN := $(TORCH_VENV)/bin
 # Index with smaller builds for CPUs, such as https://download.pytorch.org/whl/cpu; the default index if empty.
 TORCH_INDEX ?=
 
-.PHONY: help demo test test-slow test-all test-rdma test-torch fresh lint test-matrix dist bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos pictures docs docs-serve clean
+.PHONY: help demo demo-gpt test test-slow test-all test-rdma test-torch fresh lint test-matrix dist bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos pictures docs docs-serve clean
 .DEFAULT_GOAL := help
 # Tests and benchmarks measure time, so no two targets run at once.
 .NOTPARALLEL:
@@ -46,6 +46,9 @@ help: ## list the targets
 
 demo: $(VENV)/.demo ## train a small model over four rails per node and lose one rail during the training
 	@$(BIN)/python examples/train_digits.py
+
+demo-gpt: $(TORCH_VENV)/.test ## train a GPT with torch on 4 nodes, lose 2 NICs and get them back; the picture is out/gpt.png
+	@$(TORCH_BIN)/python examples/train_gpt.py
 
 test: $(VENV)/.test ## run all tests except the slow ones, in 6 minutes; TESTS="tests/unit/algos ..." selects tests
 	@$(call pytest,$(if $(TESTS),,-m "not slow"))
@@ -89,7 +92,7 @@ test-rdma: ## run the tests on real ibverbs, with Soft-RoCE in a virtual machine
 		$(RDMA_BIN)/python -m pytest -s tests/rdma/test_verdicts.py --junitxml=out/rdma3.xml
 
 test-torch: $(TORCH_VENV)/.test ## run the tests of the backend for torch.distributed; downloads torch
-	@$(TORCH_BIN)/python -m pytest $(or $(TESTS),tests/pytorch)
+	@$(ENTER) $(TORCH_BIN)/python -m pytest $(or $(TESTS),-m "not slow" tests/pytorch)
 
 test-matrix: ## run `make test` with each Python of MATRIX that this machine has, each in 6 minutes
 	@status=0; for version in $(MATRIX); do \
@@ -217,7 +220,7 @@ $(TORCH_VENV)/.test: $(VENV)/.core
 	@echo "installing the packages of the tests of torch into $(TORCH_VENV) ..."
 	@test -x $(TORCH_BIN)/python || $(PYTHON) -m venv --without-pip $(TORCH_VENV)
 	@$(PIP) --python $(TORCH_BIN)/python install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		--editable ".[compiled]" --group test-torch
+		--editable ".[compiled,demo]" --group test-torch
 	@touch $@
 
 $(VENV)/.dist: $(VENV)/.core

@@ -9,16 +9,15 @@ of the weights differs, or if the NIC did not fail during an allreduce. Needs th
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
-from digits import cluster, report
-from digits.narration import Narration
+from demos import cluster, report
+from demos.narration import Narration
+from demos.run import Run
 from digits.rank import BATCH_PER_RANK, nweights
 from rich.console import Console
 from sklearn.datasets import load_digits
@@ -30,73 +29,18 @@ from r2ccl.testing import Action, Fault, FaultPlan
 NODE, RAIL, AT_SLICE = 1, 2, 40
 PNG = Path("out/demo.png")
 RANK_PROGRAM = Path(__file__).with_name("digits") / "rank.py"
-
-
-class Step(NamedTuple):
-    """Report of rank 0 about one training step; times are CLOCK_MONOTONIC seconds."""
-
-    epoch: int
-    loss: float
-    begun_s: float
-    took_s: float
-
-
-class Run:
-    """Record of one training run, built from the output of its ranks."""
-
-    def __init__(self, folder: Path, narration: Narration) -> None:
-        self.folder = folder
-        self.steps: list[Step] = []
-        self.repairs: dict[int, list[dict[str, Any]]] = {}
-        self._narration = narration
-
-    def take(self, line: str) -> None:
-        """Handle a line of output, ``[rank] text``: record JSON, display any other text."""
-        text = line.partition("] ")[2]
-        if not text.startswith("{"):
-            self._narration.line(line)
-            return
-        said = json.loads(text)
-        if "repairs" in said:
-            self.repairs[said["rank"]] = said["repairs"]
-        else:
-            self.steps.append(Step(**said))
-            self._narration.step(said["epoch"], said["loss"])
-
-    def losses(self) -> list[float]:
-        """Return the mean loss of each epoch."""
-        epochs = range(self.steps[-1].epoch + 1)
-        return [float(np.mean([s.loss for s in self.steps if s.epoch == at])) for at in epochs]
-
-    def weights(self) -> set[bytes]:
-        """Return the final weights of all ranks; one element if all are bit-for-bit equal."""
-        files = (self.folder / f"weights-{rank}.npy" for rank in range(cluster.NODES))
-        return {np.load(file).tobytes() for file in files}
-
-    def step_at(self, time_s: float) -> Step | None:
-        """Return the step whose allreduce was running at `time_s`; None if there is none."""
-        inside = (step for step in self.steps if 0 <= time_s - step.begun_s <= step.took_s)
-        return next(inside, None)
-
-
-def cut_time(plan: FaultPlan, run: Run) -> float | None:
-    """Return the time of the NIC failure (CLOCK_MONOTONIC seconds); None if there was none."""
-    if plan.fired:
-        return plan.fired[0].time_s
-    # Without a netlab, the rank cuts its own connections, and no time is recorded in `plan`. Use
-    # the time at which the rank first learned, from a socket or a peer, that a connection was lost.
-    lost = (each for each in run.repairs[NODE] if each["rail"] == RAIL)
-    return min((each["failed_s"] for each in lost), default=None)
+#: Timeout of one training run, which takes 6 s on two cores.
+_RUN_TIMEOUT_S = 240.0
 
 
 def judge(console: Console, healthy: Run, struck: Run, cut_s: float | None) -> str:
     """Compare the runs and print the results; return an error message, empty if all is right."""
-    report.print_losses(console, healthy.losses(), struck.losses())
+    report.print_losses(console, healthy.losses(), struck.losses(), "epoch")
     step = struck.step_at(cut_s) if cut_s is not None else None
     if cut_s is None or step is None:
         return "the planned fault did not happen during an allreduce"
     usual_ms = 1e3 * float(np.median([each.took_s for each in healthy.steps]))
-    report.print_repair(console, report.summarise(struck.repairs, cut_s))
+    report.print_repair(console, report.summarise(struck.repairs(RAIL), cut_s))
     console.print(f"that allreduce    {1e3 * step.took_s:.0f} ms; usually {usual_ms:.0f} ms")
     if len(healthy.weights() | struck.weights()) > 1:
         return "the final weights differ between the runs or between ranks"
@@ -114,7 +58,7 @@ def train_twice(
     fault = Fault(action=Action.NIC_DOWN, node=NODE, rail=RAIL, at_op=middle, at_step=AT_SLICE)
     plan = FaultPlan([fault])
 
-    with Narration(console, epochs, nsteps) as narration:
+    with Narration(console, epochs, nsteps, "epoch") as narration:
 
         def train(name: str, faults: FaultPlan) -> Run:
             run = Run(folder / name.replace(" ", "-"), narration)
@@ -122,12 +66,12 @@ def train_twice(
             run.folder.mkdir()
             np.savez(run.folder / "digits.npz", x=x, labels=digits.target)
             argv = [sys.executable, str(RANK_PROGRAM), str(run.folder), str(epochs)]
-            where.run(argv, faults, run.take)
+            where.run(cluster.Program(argv, _RUN_TIMEOUT_S), faults, run.take)
             return run
 
         healthy = train("no failure", FaultPlan())
         struck = train(f"NIC lost in step {middle}", plan)
-    return healthy, struck, cut_time(plan, struck)
+    return healthy, struck, struck.cut_time(plan, fault)
 
 
 def demonstrate(where: cluster.Where, epochs: int, console: Console) -> int:

@@ -96,7 +96,7 @@ def train(comm: r2ccl.Communicator, x: Array, labels: Array, nepochs: int) -> Ar
             took_s = time.monotonic() - begun
             weights -= LEARNING_RATE * averaged[:-1]
             if comm.rank == 0:
-                say(epoch=epoch, loss=float(averaged[-1]), begun_s=begun, took_s=took_s)
+                say(part=epoch, loss=float(averaged[-1]), begun_s=begun, took_s=took_s)
     return weights
 
 

@@ -222,13 +222,21 @@ def what_is_refused_leaves_the_group_usable() -> None:
     init()
     n, world = dist.get_world_size(), group()
     mixed = [torch.zeros(1)] * (n - 1) + [torch.zeros(1, dtype=torch.int32)]
+    x, sparse = torch.zeros(3), torch.zeros(3).to_sparse()
+    last_is_sparse = [x] * (n - 1) + [sparse]
     for call, text in (
         (lambda: dist.new_group(pg_options=object()), "pg_options=<object"),
         (lambda: world.set_timeout(timedelta(days=1)), "timeout=1 day, 0:00:00; allowed are"),
         (lambda: world.set_timeout(timedelta(0)), "timeout=0:00:00; allowed are"),
         (lambda: world.alltoall(mixed, mixed).wait(), "a list has tensors of torch.float32"),
         (lambda: world.broadcast([torch.zeros(1)] * 2).wait(), "2 tensors were given"),
-        (lambda: world.send([torch.zeros(3).to_sparse()], 0), "layout torch.sparse_coo"),
+        (lambda: world.send([sparse], 0), "layout torch.sparse_coo"),
+        (lambda: world.alltoall([sparse] * n, [x] * n).wait(), "layout torch.sparse_coo"),
+        (lambda: world.alltoall([x] * n, last_is_sparse).wait(), "layout torch.sparse_coo"),
+        (lambda: world.allgather([last_is_sparse], [x]).wait(), "layout torch.sparse_coo"),
+        (lambda: world.reduce_scatter([x], [last_is_sparse]).wait(), "layout torch.sparse_coo"),
+        (lambda: world.reduce_scatter([sparse], [[x] * n]).wait(), "layout torch.sparse_coo"),
+        (lambda: world.all_to_all_single(sparse, x[:n], [], []).wait(), "layout torch.sparse_coo"),
         (lambda: world.recv([torch.zeros(3)], 0, -1), "tag=-1: allowed are"),
         (lambda: dist.all_reduce(torch.zeros(1, device="meta")), "on meta"),
         (lambda: world._get_backend(torch.device("cuda")), "does not support tensors on cuda"),
@@ -263,10 +271,11 @@ def ends_without_destroy() -> None:
 
 
 def ends_with_an_error() -> None:
-    init()
-    if dist.get_rank() == 1:
+    if os.environ["RANK"] == "1":
+        init()
         raise ValueError("a defect in the program")
-    error = raised(lambda: dist.all_reduce(torch.ones(10)))
+    # Rank 1 may end before this rank's `init` has ended, because torch ends it without a barrier.
+    error = raised(lambda: (init(), dist.all_reduce(torch.ones(10))))
     assert "a defect in the program" in str(error), error
     print("CommunicatorRevoked")
 

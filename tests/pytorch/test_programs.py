@@ -1,8 +1,10 @@
-"""The example and the bench for torch run, and print what their docstrings promise."""
+"""The examples and the bench for torch run, and print what their docstrings promise."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,19 @@ def test_the_example_trains_on_without_a_nic() -> None:
     written = run([ROOT / "examples/ddp.py"], 2)[0]
     assert "2 ranks, 20 steps: the loss is " in written
     assert "rail 0 (lo): excluded, 1 repairs" in written
+
+
+@pytest.mark.timeout(400)
+def test_the_gpt_loses_two_nics_and_no_bit(tmp_path: Path) -> None:
+    small = ("--steps", "10", "--layers", "1", "--width", "128", "--context", "32")
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/train_gpt.py", *small],
+        cwd=tmp_path, capture_output=True, text=True, timeout=360, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ms after the failure, at rank" in done.stdout
+    assert done.stdout.rstrip().splitlines()[-1].startswith("OK: two NICs died")
+    assert (tmp_path / "out/gpt.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_bench_compares_both_backends(tmp_path: Path) -> None:

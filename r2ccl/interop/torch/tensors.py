@@ -73,10 +73,16 @@ def cannot_view(tensor: Tensor, why: object) -> InvalidArgument:
 
 
 def is_in_order(tensor: Tensor) -> bool:
-    """Return whether a dense tensor is in order; see the module.
+    """Return whether a tensor is in order; see the module.
 
     The memory of a tensor with a lazy conjugation or negation has other values than its elements.
+
+    Raises
+    ------
+    InvalidArgument
+        If the tensor is sparse.
     """
+    _require_dense(tensor)
     return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
 
@@ -88,8 +94,6 @@ def in_order(tensor: Tensor) -> Tensor:
     InvalidArgument
         If the tensor is sparse.
     """
-    if tensor.layout is not torch.strided:
-        raise cannot_view(tensor, "it has no dense memory")
     if is_in_order(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -127,6 +131,7 @@ def joined(tensors: Sequence[Tensor], *, is_read: bool) -> Tensor:
     """
     first = tensors[0]
     for each in tensors:
+        _require_dense(each)
         if each.dtype != first.dtype or each.device != first.device:
             raise InvalidArgument(
                 f"a list has tensors of {first.dtype} on {first.device} and of {each.dtype} on "
@@ -148,6 +153,11 @@ def divide(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     for each in tensors:
         each.detach().copy_(flat[at : at + each.numel()].view(each.shape))
         at += each.numel()
+
+
+def _require_dense(tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise cannot_view(tensor, "it has no dense memory")
 
 
 def _are_adjacent(tensors: Sequence[Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""Execution of the demo's ranks, in a netlab or, if the machine allows none, on loopback rails.
+"""Execution of a demo's ranks, in a netlab or, if the machine allows none, on loopback rails.
 
 `Netlab` and `Loopback` start one rank per node and pass every line of output to the caller. In a
 netlab, the lab takes the NIC down. On loopback, the rank closes its own connections instead.
@@ -7,13 +7,15 @@ netlab, the lab takes the NIC down. On loopback, the rank closes its own connect
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from r2ccl.testing import FaultPlan
@@ -22,8 +24,6 @@ from r2ccl.testing.netlab import Lab, LabError, ensure_privileged
 NODES = 4
 RAILS = 4
 RATE = "400mbit"
-#: Timeout of one training run, which takes 6 s on two cores.
-_RUN_TIMEOUT_S = 240.0
 #: Shorter than the default of a minute, so that a failed start is reported sooner.
 _INIT_TIMEOUT_S = 30
 #: Interval between readings of the NICs' byte counters.
@@ -48,6 +48,14 @@ class Sample(NamedTuple):
     sent: dict[tuple[int, int], int]
 
 
+class Program(NamedTuple):
+    """What every rank of a run executes: a command, its variables, and its timeout in seconds."""
+
+    argv: Sequence[str]
+    timeout_s: float
+    env: Mapping[str, str] = MappingProxyType({})
+
+
 class Failed(Exception):
     """A rank failed or timed out."""
 
@@ -61,7 +69,7 @@ class Netlab:
         #: Readings of the NICs' byte counters during the last run.
         self.samples: list[Sample] = []
 
-    def run(self, argv: Sequence[str], plan: FaultPlan, sink: Sink) -> None:
+    def run(self, program: Program, plan: FaultPlan, sink: Sink) -> None:
         """Run one rank per node; record the fired faults in `plan`, bytes sent in `samples`."""
         self.samples = []
         with Lab(nodes=NODES, rails=RAILS, rate=RATE) as lab:
@@ -70,7 +78,11 @@ class Netlab:
             sampler.start()
             try:
                 results = lab.run(
-                    argv, env=_SETTINGS, plan=plan, timeout_s=_RUN_TIMEOUT_S, sink=sink
+                    program.argv,
+                    env={**_SETTINGS, **program.env},
+                    plan=plan,
+                    timeout_s=program.timeout_s,
+                    sink=sink,
                 )
             finally:
                 is_over.set()
@@ -95,7 +107,7 @@ class Loopback:
         #: Always empty: all loopback rails share one interface, whose counters cannot be separated.
         self.samples: list[Sample] = []
 
-    def run(self, argv: Sequence[str], plan: FaultPlan, sink: Sink) -> None:
+    def run(self, program: Program, plan: FaultPlan, sink: Sink) -> None:
         """Run one rank per node; the fault appears only in the repairs that the ranks report."""
         launch = [sys.executable, "-m", "r2ccl", "launch", "-n", str(NODES), "--tag", "always"]
         with tempfile.TemporaryDirectory(prefix="r2ccl-demo-") as folder:
@@ -109,22 +121,32 @@ class Loopback:
                 "R2CC_CHANNELS": str(RAILS * (RAILS - 1)),
                 "R2CC_SHM": "0",
             }
+            # torch's store listens there; `r2ccl launch` chooses only r2ccl's own port.
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                store = {"MASTER_PORT": str(probe.getsockname()[1])}
             ranks = subprocess.Popen(
-                [*launch, "--", *argv],
-                env={**os.environ, **_SETTINGS, **rails, **(faults if plan.faults else {})},
+                [*launch, "--", *program.argv],
+                env={
+                    **os.environ,
+                    **_SETTINGS,
+                    **program.env,
+                    **rails,
+                    **store,
+                    **(faults if plan.faults else {}),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
             # Terminating the launcher closes the pipe, which ends the loop below.
-            timer = threading.Timer(_RUN_TIMEOUT_S, ranks.terminate)
+            timer = threading.Timer(program.timeout_s, ranks.terminate)
             timer.start()
             assert ranks.stdout is not None
             try:
                 for line in ranks.stdout:
                     sink(line.rstrip("\n"))
-                status = ranks.wait(_RUN_TIMEOUT_S)
+                status = ranks.wait(program.timeout_s)
             finally:
                 timer.cancel()
                 if ranks.poll() is None:

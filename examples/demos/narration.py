@@ -1,6 +1,7 @@
-"""Progress display of the demo: a progress bar on a terminal, otherwise lines of text.
+"""Progress display of a demo: a progress bar on a terminal, otherwise lines of text.
 
-Without a terminal, each epoch prints a line, and a further line appears after 10 s without output.
+Without a terminal, each part of a training prints a line, and a further line appears after
+10 s without output.
 """
 
 from __future__ import annotations
@@ -25,20 +26,23 @@ class Narration:
     Parameters
     ----------
     console : Console
-    nepochs, nsteps : int
-        Number of epochs and of steps in each training.
+    nparts, nsteps : int
+        Number of parts and of steps in each training.
+    part : str
+        Name of a part, such as "epoch".
     """
 
-    def __init__(self, console: Console, nepochs: int, nsteps: int) -> None:
+    def __init__(self, console: Console, nparts: int, nsteps: int, part: str) -> None:
         self._console = console
-        self._nepochs = nepochs
+        self._nparts = nparts
+        self._name = part
         self._nsteps = nsteps
         self._bars = Progress(
             *_COLUMNS, "{task.fields[loss]}", console=console, disable=not console.is_terminal
         )
         self._task = self._bars.add_task("", visible=False)
         self._label = ""
-        self._epoch = -1
+        self._part = -1
         self._began_s = 0.0
         self._last_word_s = time.monotonic()
         self._is_over = threading.Event()
@@ -63,16 +67,16 @@ class Narration:
 
     def begin(self, label: str) -> None:
         """Start the display of a training named `label`."""
-        self._label, self._epoch, self._began_s = label, -1, time.monotonic()
+        self._label, self._part, self._began_s = label, -1, time.monotonic()
         self._task = self._bars.add_task(label, total=self._nsteps, loss="")
         self._say("starting the ranks")
 
-    def step(self, epoch: int, loss: float) -> None:
-        """Advance the display by one step of `epoch`."""
+    def step(self, part: int, loss: float) -> None:
+        """Advance the display by one step of `part`."""
         self._bars.update(self._task, advance=1, loss=f"loss {loss:.4f}")
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._say(f"epoch {epoch + 1} of {self._nepochs}, loss {loss:.4f}")
+        if part != self._part:
+            self._part = part
+            self._say(f"{self._name} {part + 1} of {self._nparts}, loss {loss:.4f}")
 
     def line(self, text: str) -> None:
         """Print a line of a rank's output."""
@@ -88,4 +92,4 @@ class Narration:
     def _break_silences(self) -> None:
         while not self._is_over.wait(1.0):
             if time.monotonic() - self._last_word_s > _SILENCE_S:
-                self._say("still waiting for the next epoch")
+                self._say(f"still waiting for the next {self._name}")

@@ -1,4 +1,4 @@
-"""Final report of the demo: comparison of the two runs, and throughput of the rails."""
+"""Final report of a demo: comparison of the two runs, and throughput of the rails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from digits.cluster import RAILS, SAMPLE_S, Sample
+from demos.cluster import RAILS, SAMPLE_S, Sample
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -46,11 +46,13 @@ def summarise(repairs: dict[int, list[dict[str, Any]]], cut_s: float) -> Repaire
     )
 
 
-def print_losses(console: Console, without: Sequence[float], with_cut: Sequence[float]) -> None:
-    """Print a table with the mean loss of each epoch in both runs, in full precision."""
-    table = Table("epoch", "loss, no failure", "loss, NIC lost", "same bits")
-    for epoch, (one, other) in enumerate(zip(without, with_cut, strict=True)):
-        table.add_row(str(epoch + 1), f"{one:.9f}", f"{other:.9f}", "yes" if one == other else "NO")
+def print_losses(
+    console: Console, without: Sequence[float], with_cut: Sequence[float], part: str
+) -> None:
+    """Print a table with the mean loss of each `part` in both runs, in full precision."""
+    table = Table(part, "loss, no failure", "loss, NIC lost", "same bits")
+    for at, (one, other) in enumerate(zip(without, with_cut, strict=True)):
+        table.add_row(str(at + 1), f"{one:.9f}", f"{other:.9f}", "yes" if one == other else "NO")
     console.print(table)
 
 
