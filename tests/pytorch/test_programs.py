@@ -21,7 +21,7 @@ def test_the_example_trains_on_without_a_nic() -> None:
 
 @pytest.mark.timeout(400)
 def test_the_gpt_loses_two_nics_and_no_bit(tmp_path: Path) -> None:
-    small = ("--steps", "10", "--layers", "1", "--width", "128", "--context", "32")
+    small = ("--steps", "12", "--layers", "2", "--width", "128", "--context", "64")
     done = subprocess.run(
         [sys.executable, ROOT / "examples/train_gpt.py", *small],
         cwd=tmp_path, capture_output=True, text=True, timeout=360, check=False,
