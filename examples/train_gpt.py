@@ -33,7 +33,7 @@ from r2ccl.testing import Action, Fault, FaultPlan
 #: three quarters.
 NICS = ((1, 2), (3, 0))
 #: A NIC fails just before its node sends this slice of the first gradients of the step.
-AT_SLICE = 20
+AT_SLICE = 4
 PNG = Path("out/gpt.png")
 RANK_PROGRAM = Path(__file__).with_name("gpt") / "rank.py"
 #: Timeout of one training run: for its start and end, and for each of its steps.
