@@ -33,9 +33,9 @@ def test_the_wheel_has_the_modules_and_nothing_else(built: Path) -> None:
     code = {name for name in names if name.startswith("r2ccl/")}
     here = {str(file.relative_to(ROOT)) for file in (ROOT / "r2ccl").rglob("*.py")}
     assert {name for name in code if name.endswith(".py")} == here
-    assert "r2ccl/py.typed" in code
+    assert {"r2ccl/py.typed", "r2ccl_pytest.py"} <= names
     info = f"r2ccl-{r2ccl.__version__}.dist-info/"
-    rest = {name.removeprefix(info) for name in names - code}
+    rest = {name.removeprefix(info) for name in names - code - {"r2ccl_pytest.py"}}
     assert rest == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
 
 
@@ -47,5 +47,5 @@ def test_the_sdist_has_what_tests_and_documentation_need(built: Path) -> None:
     assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile"} <= names
     folders = {name.partition("/")[0] for name in names if "/" in name}
     assert {"r2ccl", "tests", "docs", "bench", "examples"} <= folders
-    assert folders <= {"r2ccl", "tests", "docs", "bench", "examples", ".ci"}
+    assert folders <= {"r2ccl", "tests", "docs", "bench", "deploy", "examples", ".ci"}
     assert not [name for name in names if name.endswith((".pyc", ".so"))]

@@ -146,7 +146,8 @@ def test_the_page_of_the_commands_has_all_of_them() -> None:
     parsers = COMMANDS.subcommands()
     assert [each.prog for each in parsers] == re.findall(r"^## `(.+)`$", text, re.MULTILINE)
     for parser in parsers:
-        options = [each for action in parser._actions for each in action.option_strings]
+        shown_actions = [each for each in parser._actions if each.help != argparse.SUPPRESS]
+        options = [each for action in shown_actions for each in action.option_strings]
         shown = text.split(f"## `{parser.prog}`")[1].split("\n## ")[0]
         assert [each for each in options if f"`{each}" not in shown] == ["-h", "--help"]
 
