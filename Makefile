@@ -50,7 +50,7 @@ demo: $(VENV)/.demo ## train a small model over four rails per node and lose one
 demo-gpt: $(TORCH_VENV)/.test ## train a GPT with torch on 4 nodes, lose 2 NICs and get them back; the picture is out/gpt.png
 	@$(TORCH_BIN)/python examples/train_gpt.py
 
-test: $(VENV)/.test ## run all tests except the slow ones, in 6 minutes; TESTS="tests/unit/algos ..." selects tests
+test: $(VENV)/.test ## run all tests except the slow ones, in 6 to 12 minutes; TESTS="tests/unit/algos ..." selects tests
 	@$(call pytest,$(if $(TESTS),,-m "not slow"))
 
 test-slow: $(VENV)/.test ## run the tests that `make test` leaves out, in an hour; SLICE=0/6 runs a sixth of them
@@ -94,7 +94,7 @@ test-rdma: ## run the tests on real ibverbs, with Soft-RoCE in a virtual machine
 test-torch: $(TORCH_VENV)/.test ## run the tests of the backend for torch.distributed; downloads torch
 	@$(ENTER) $(TORCH_BIN)/python -m pytest $(or $(TESTS),-m "not slow" tests/pytorch)
 
-test-matrix: ## run `make test` with each Python of MATRIX that this machine has, each in 6 minutes
+test-matrix: ## run `make test` with each Python of MATRIX that this machine has, each in 6 to 12 minutes
 	@status=0; for version in $(MATRIX); do \
 		python=$$(for each in python$$version $$HOME/.pyenv/versions/$$version*/bin/python; do \
 			"$$each" -c 'import ensurepip, venv' 2>/dev/null && echo "$$each" && break; done); \

@@ -33,16 +33,16 @@ RANK_PROGRAM = Path(__file__).with_name("digits") / "rank.py"
 _RUN_TIMEOUT_S = 240.0
 
 
-def judge(console: Console, healthy: Run, struck: Run, cut_s: float | None) -> str:
+def judge(console: Console, healthy: Run, faulty: Run, cut_s: float | None) -> str:
     """Compare the runs and print the results; return an error message, empty if all is right."""
-    report.print_losses(console, healthy.losses(), struck.losses(), "epoch")
-    step = struck.step_at(cut_s) if cut_s is not None else None
+    report.print_losses(console, healthy.losses(), faulty.losses(), "epoch")
+    step = faulty.step_at(cut_s) if cut_s is not None else None
     if cut_s is None or step is None:
         return "the planned fault did not happen during an allreduce"
     usual_ms = 1e3 * float(np.median([each.took_s for each in healthy.steps]))
-    report.print_repair(console, report.summarise(struck.repairs(RAIL), cut_s))
+    report.print_repair(console, report.summarise(faulty.repairs(RAIL), cut_s))
     console.print(f"that allreduce    {1e3 * step.took_s:.0f} ms; usually {usual_ms:.0f} ms")
-    if len(healthy.weights() | struck.weights()) > 1:
+    if len(healthy.weights() | faulty.weights()) > 1:
         return "the final weights differ between the runs or between ranks"
     return ""
 
@@ -70,16 +70,16 @@ def train_twice(
             return run
 
         healthy = train("no failure", FaultPlan())
-        struck = train(f"NIC lost in step {middle}", plan)
-    return healthy, struck, struck.cut_time(plan, fault)
+        faulty = train(f"NIC lost in step {middle}", plan)
+    return healthy, faulty, faulty.cut_time(plan, fault)
 
 
 def demonstrate(where: cluster.Where, epochs: int, console: Console) -> int:
     """Train twice, print and plot the comparison; return the exit status."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="r2ccl-demo-") as folder:
-        healthy, struck, cut_s = train_twice(where, epochs, console, Path(folder))
-        wrong = judge(console, healthy, struck, cut_s)
+        healthy, faulty, cut_s = train_twice(where, epochs, console, Path(folder))
+        wrong = judge(console, healthy, faulty, cut_s)
     if where.samples and cut_s is not None:
         title = f"Node {NODE} loses rail {RAIL} during an allreduce"
         report.plot(PNG, where.samples, node=NODE, cut_s=cut_s, title=title)

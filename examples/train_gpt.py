@@ -4,7 +4,7 @@ Runs the same training twice, with DistributedDataParallel over r2ccl. In the se
 one node fails during an allreduce, later a NIC of another node, and later both come back. The
 program compares the losses and the final weights of both runs. It exits with status 1 if any bit of
 the weights differs, or if a NIC did not fail during an allreduce. ``make demo-gpt`` runs it, in an
-environment with torch and the packages of ``pip install r2ccl[demo]``.
+environment with torch and the packages of the extra ``demo``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from rich.console import Console
 
 from r2ccl.testing import Action, Fault, FaultPlan
 
-#: Node and rail of the NICs that fail, in a quarter and in half of the steps. Both are restored in
-#: three quarters.
+#: Node and rail of the NICs that fail, after a quarter and after half of the steps. Both are
+#: restored after three quarters.
 NICS = ((1, 2), (3, 0))
 #: A NIC fails just before its node sends this slice of the first gradients of the step.
 AT_SLICE = 4
@@ -63,29 +63,29 @@ def plan_of(healthy: Run, where: cluster.Where) -> FaultPlan:
     return FaultPlan(faults)
 
 
-def marks_of(plan: FaultPlan, struck: Run) -> list[Mark]:
+def marks_of(plan: FaultPlan, faulty: Run) -> list[Mark]:
     """Return the faults that happened during an allreduce."""
     found = []
     for fault in plan.faults:
         is_cut = fault.action is Action.NIC_DOWN
         name = f"node {fault.node} loses rail {fault.rail}" if is_cut else "both restored"
-        time_s = struck.cut_time(plan, fault)
-        step = struck.step_at(time_s) if time_s is not None else None
+        time_s = faulty.cut_time(plan, fault)
+        step = faulty.step_at(time_s) if time_s is not None else None
         if time_s is not None and step is not None:
-            found.append(Mark(name, time_s, struck.steps.index(step)))
+            found.append(Mark(name, time_s, faulty.steps.index(step)))
     return found
 
 
-def judge(console: Console, healthy: Run, struck: Run, plan: FaultPlan, marks: list[Mark]) -> str:
+def judge(console: Console, healthy: Run, faulty: Run, plan: FaultPlan, marks: list[Mark]) -> str:
     """Compare the runs and print the results; return an error message, empty if all is right."""
-    print_losses(console, healthy.losses(), struck.losses(), "tenth")
+    print_losses(console, healthy.losses(), faulty.losses(), "tenth")
     if len(marks) < len(plan.faults):
         return "a planned fault did not happen during an allreduce"
     for fault, mark in zip(plan.faults, marks, strict=True):
         console.print(f"\n[bold]step {mark.step}[/]: {mark.name}")
         if fault.rail is not None:
-            print_repair(console, summarise(struck.repairs(fault.rail), mark.time_s))
-    if len(healthy.weights() | struck.weights()) > 1:
+            print_repair(console, summarise(faulty.repairs(fault.rail), mark.time_s))
+    if len(healthy.weights() | faulty.weights()) > 1:
         return "the final weights differ between the runs or between ranks"
     return ""
 
@@ -123,11 +123,11 @@ def demonstrate(where: cluster.Where, size: Size, nsteps: int, console: Console)
     """Train twice, print and plot the comparison; return the exit status."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="r2ccl-demo-") as folder:
-        healthy, struck, plan = train_twice(where, size, nsteps, console, Path(folder))
-        marks = marks_of(plan, struck)
-        wrong = judge(console, healthy, struck, plan, marks)
+        healthy, faulty, plan = train_twice(where, size, nsteps, console, Path(folder))
+        marks = marks_of(plan, faulty)
+        wrong = judge(console, healthy, faulty, plan, marks)
     ntokens = cluster.NODES * BATCH_PER_RANK * size.context
-    plot(PNG, healthy.steps, struck.steps, marks, ntokens)
+    plot(PNG, healthy.steps, faulty.steps, marks, ntokens)
     console.print(f"\nlosses and tokens per second: plotted in {PNG}")
     if wrong:
         console.print(f"[bold red]FAILED[/]: {wrong}")

@@ -28,20 +28,20 @@ def rates(steps: Sequence[Step], ntokens: int) -> tuple[list[float], list[float]
 
 
 def plot(
-    path: Path, healthy: Sequence[Step], struck: Sequence[Step], marks: Sequence[Mark], ntokens: int
+    path: Path, healthy: Sequence[Step], faulty: Sequence[Step], marks: Sequence[Mark], ntokens: int
 ) -> None:
     """Plot both runs on each other; `ntokens` is the number of tokens in a step of all ranks."""
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     losses, speeds = figure.subplots(2, 1)
     runs = (
         ("no failure", healthy, {"color": "tab:orange", "linewidth": 5, "alpha": 0.5}),
-        ("NICs lost and restored", struck, {"color": "black", "linewidth": 1}),
+        ("NICs lost and restored", faulty, {"color": "black", "linewidth": 1}),
     )
     for name, steps, style in runs:
         losses.plot([step.loss for step in steps], label=name, **style)
         speeds.plot(*rates(steps, ntokens), label=name, **style)
     for mark in marks:
-        for axes, at in ((losses, mark.step), (speeds, mark.time_s - struck[0].begun_s)):
+        for axes, at in ((losses, mark.step), (speeds, mark.time_s - faulty[0].begun_s)):
             axes.axvline(at, color="tab:red", linestyle="--", linewidth=1)
             axes.annotate(
                 f" {mark.name}", (at, 1), xycoords=("data", "axes fraction"),

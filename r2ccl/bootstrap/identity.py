@@ -268,7 +268,7 @@ def _secret_source(config: Config, env: Mapping[str, str], place: RankPlace) -> 
     raise InvalidArgument(
         f"rank {rank}: no secret is set, and the ranks are not known to be on one host: set "
         "R2CC_SECRET to the same 64 hexadecimal digits on every rank, or R2CC_SECRET_FILE to the "
-        "path of a file that contains them (`openssl rand -hex 32 > FILE; chmod 600 FILE`); on one "
+        "path of a file that contains them (`(umask 077; openssl rand -hex 32 > FILE)`); on one "
         "host, `r2ccl launch` sets the secret"
     )
 

@@ -2,7 +2,7 @@
 
 Each rank makes its communicator once, then answers calls, one at a time. A call is pickled once,
 into an anonymous file in memory whose descriptor every rank gets, so that a large argument is
-neither copied per rank nor blocks a pipe.
+not copied for each rank and does not block a pipe.
 
 Invariant: a pool whose communicator may be unusable has ended all its ranks, and says why.
 """
@@ -31,7 +31,7 @@ from r2ccl.bootstrap.launch import LocalJob, RankProcesses
 from r2ccl.bootstrap.rank_server import RankOutcome, dumps_failure, flush_output
 from r2ccl.errors import ConcurrentCalls, R2cclError, TransportTimeout
 
-#: Makes the communicator of a rank; named by text, because it is of a higher layer.
+#: Function that makes the communicator of a rank; a string, because its layer is a higher one.
 _INIT = "r2ccl.factory:init"
 #: Seconds that the other ranks have to return or raise after one rank raised or died, or after
 #: Ctrl-C. Ranks that wait in a collective for the one that raised would wait forever.
@@ -145,8 +145,8 @@ class LaunchPool:
         ConcurrentCalls
             If another call is running.
         KeyboardInterrupt
-            On Ctrl-C, which every rank that runs `fn` gets, too. Whether the pool has ended is
-            decided as after any exception.
+            On Ctrl-C, which every rank that runs `fn` gets, too. The pool stays usable under the
+            same conditions as after an exception of a rank.
 
         Notes
         -----

@@ -97,8 +97,8 @@ def init_process_group(
 
     Every connection is authenticated with the secret of the job. On 127.0.0.1 and with MPI the
     ranks share a secret automatically. With another `host` every rank needs the same
-    ``R2CC_SECRET``, or a ``R2CC_SECRET_FILE`` made with ``openssl rand -hex 32 > FILE; chmod 600
-    FILE``, because this function, like CuPy's, has no argument for the secret.
+    ``R2CC_SECRET``, or a ``R2CC_SECRET_FILE`` made with ``(umask 077; openssl rand -hex 32 >
+    FILE)``, because this function, like CuPy's, has no argument for the secret.
 
     If the ranks are connected neither over MPI nor by the addresses of a launcher, this function
     temporarily sets the environment variables ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and, on

@@ -1,7 +1,7 @@
 """Machine code of compiled functions: made by Numba once per host, and loaded without Numba.
 
 Importing Numba and loading from its disk cache takes 0.4 s of CPU time and 80 MiB in every process.
-This module stores the machine code in files of its own, and needs only llvmlite to load it: 25 ms
+This module stores the machine code in files of its own, and needs only llvmlite to load it: 30 ms
 and 12 MiB. The files are in NUMBA_CACHE_DIR if it is set, otherwise in ``kernels/__pycache__`` of
 the package or, if this user cannot write there, in the user's cache directory. A file is used only
 on the kind of processor for which it was made, and as long as the modules with compiled code are

@@ -1,9 +1,9 @@
 """Types of the arguments and results of the collectives, for the overloads of `Communicator`.
 
 A collective has three overloads. A blocking call returns an array of the type of `x` and `out`, an
-asynchronous one a `Work` of it. The third overload accepts what the others do not describe, and
-returns Any: a flag whose value is not known, and arrays of different types, such as an input that
-cannot be written to with an output of NumPy.
+asynchronous one a `Work` of it. The third overload returns Any. It accepts the other calls: an
+`async_op` whose value is not known to the type checker, and arrays of different types, such as a
+read-only input with a NumPy array as output.
 """
 
 from __future__ import annotations

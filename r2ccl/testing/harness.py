@@ -1,6 +1,7 @@
 """Runs of a user's program with failures, for the fixtures of the pytest plugin ``r2ccl_pytest``.
 
-Errors are AssertionErrors where the program under test is at fault, so that tests fail with them.
+A fault that did not happen and a rank that fails in a netlab raise AssertionError, which fails the
+test.
 """
 
 from __future__ import annotations

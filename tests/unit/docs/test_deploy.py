@@ -82,7 +82,7 @@ def test_the_steps_of_the_container_run_on_a_clean_copy(tmp_path: Path, runs: bo
     """The container's directories are below a temporary one here."""
     copy_into(tmp_path)
     assert (tmp_path / "src/pyproject.toml").exists()
-    steps = [re.sub(r"(?<!\w)/(opt|src|work)\b", rf"{tmp_path}/\1", step)
+    steps = [re.sub(r"(?<!\w)/(opt|src|job)\b", rf"{tmp_path}/\1", step)
              for step in instructions("RUN")]  # fmt: skip
     assert len(steps) == 3
     for step in steps:
