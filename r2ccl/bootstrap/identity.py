@@ -214,6 +214,12 @@ def _from_env(config: Config, env: Mapping[str, str]) -> Identity:
 def _from_launcher(config: Config, env: Mapping[str, str], launcher: LauncherVariables) -> Identity:
     place = launchers.find_place(launcher, env)
     port = config.port or (_number(env, "MASTER_PORT") + 1 if "MASTER_PORT" in env else place.port)
+    if not port:
+        raise InvalidArgument(
+            f"{launcher.name} does not tell its jobs apart: set R2CC_PORT to a free port, the same "
+            "on all ranks of a job and another one for each job, or install mpi4py for the MPI of "
+            "the launcher"
+        )
     return _at(msgspec.structs.replace(place, port=port), config, env)
 
 

@@ -264,18 +264,27 @@ class RankProcesses:
             is_serving=is_serving,
             outputs=outputs,
         )
-        self._process = subprocess.Popen(
-            command(theirs.fileno()),
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno(), request.listener, *request.results, *chain(*outputs)],
-            process_group=0,  # else Ctrl-C in a terminal would reach the ranks twice
-        )
-        theirs.close()
-        for _, end in pipes:
-            end.close()
-        if self._output:
-            self._output.close_theirs()
+        try:
+            self._process = subprocess.Popen(
+                command(theirs.fileno()),
+                env={**os.environ, **env},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), request.listener, *request.results, *chain(*outputs)],
+                process_group=0,  # else Ctrl-C in a terminal would reach the ranks twice
+            )
+        except BaseException:
+            self._server.close()
+            for mine, _ in pipes:
+                mine.close()
+            if self._output:
+                self._output.close()
+            raise
+        finally:
+            theirs.close()
+            for _, end in pipes:
+                end.close()
+            if self._output:
+                self._output.close_theirs()
         self.ranks: list[_Rank] = []
         try:
             self._server.send_bytes(pickle.dumps(request))

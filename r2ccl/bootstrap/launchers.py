@@ -69,7 +69,7 @@ LAUNCHERS = (
 class RankPlace(msgspec.Struct, frozen=True):
     """Rank, number of ranks and address of rank 0, from the variables of a launcher.
 
-    ``port`` is the port of the rendezvous unless a setting gives one.
+    ``port`` is the port of the rendezvous unless a setting gives one; 0 if one must.
     """
 
     rank: int
@@ -83,11 +83,13 @@ def find_launcher(env: Mapping[str, str]) -> LauncherVariables | None:
     """Return the launcher that started this process, as its variables say; None if none did.
 
     If an MPI launcher and Slurm give the same rank and size, the ranks are tasks of a job step, and
-    Slurm's variables, which also have the hosts, are preferred.
+    Slurm's variables, which also have the hosts, are preferred. Not so if the number of ranks of
+    this host is set, too: then mpiexec runs within the step.
     """
     found = [each for each in LAUNCHERS if each.rank in env]
     slurm = [each for each in found if each.hosts and each.hosts in env]
-    if slurm and _numbers(slurm[0], env) == _numbers(found[0], env):
+    is_nested = any(each.local and each.local in env for each in found)
+    if slurm and not is_nested and _numbers(slurm[0], env) == _numbers(found[0], env):
         return slurm[0]
     return found[0] if found else None
 
@@ -164,10 +166,13 @@ def first_host(listed: str) -> str:
 
 
 def _port(launcher: LauncherVariables, env: Mapping[str, str]) -> int:
-    """Return the same port on all ranks of a job, most likely another one than other jobs."""
+    """Return the same port on all ranks of a job, most likely another one than other jobs.
+
+    0 if the launcher does not identify the job, and another job may be on the same host.
+    """
     names = [env[name] for name in launcher.job if name in env]
     if not names:
-        return DEFAULT_PORT
+        return 0 if launcher.is_mpi else DEFAULT_PORT
     return _FIRST_PORT + zlib.crc32(".".join(names).encode()) % _NPORTS
 
 

@@ -19,6 +19,9 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 _READ_NBYTES = 1 << 16
+#: Most reads that empty a pipe, which holds 64 KiB, or 1 MiB if a rank has enlarged it. A process
+#: that writes without end must not hold the launcher.
+_MOST_READS = 16
 #: Complete lines; a progress bar ends its lines with a carriage return.
 _LINES = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 #: Names in `sys` of the streams of descriptors 1 and 2.
@@ -106,8 +109,9 @@ class RankOutput:
     def flush(self) -> None:
         """Write everything that the ranks have written so far, the last line even if incomplete."""
         for descriptor in list(self._sources):
-            while self.forward(descriptor):
-                pass
+            for _ in range(_MOST_READS):
+                if not self.forward(descriptor):
+                    break
         for source, rest in self._unfinished.items():
             if rest:
                 self._write(source, [rest + b"\n"])

@@ -26,6 +26,11 @@ from r2ccl.errors import InvalidArgument
 #: its end: a process that it has started may hold them open forever.
 TERMINATION_GRACE_S = 5.0
 _CHUNK_NBYTES = 64 << 10
+#: Most output of a rank that is passed on after it has ended: more than its pipe and the buffer of
+#: the reader hold, so that the rest comes from its children.
+_MOST_LEFT_NBYTES = 2 << 20
+#: Interval at which the end of a rank is looked for, in seconds.
+_POLL_S = 0.02
 
 
 class JobCommand(msgspec.Struct, frozen=True):
@@ -78,6 +83,7 @@ class HostRanks:
         self._program = program
         self._sink = sink
         self._ranks: dict[int, Process] = {}
+        self._is_signalled = False
 
     async def start(self, listener: socket.socket | None) -> None:
         """Start all ranks.
@@ -130,18 +136,41 @@ class HostRanks:
         process = self._ranks[rank]
         assert process.stdout is not None
         assert process.stderr is not None
+        has_ended = asyncio.Event()
         pumps = asyncio.gather(
-            self._pump(rank, "out", process.stdout), self._pump(rank, "err", process.stderr)
+            self._pump(rank, "out", process.stdout, has_ended),
+            self._pump(rank, "err", process.stderr, has_ended),
         )
-        await self._sink.ended(rank, await process.wait())
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(pumps, TERMINATION_GRACE_S)
+        # Process.wait() also waits for the ends of the pipes, which children of the rank may hold.
+        while process.returncode is None:
+            await asyncio.sleep(_POLL_S)
+        if self._is_signalled:  # what a wrapper, such as a shell, has left behind
+            _signal_group(process, signal.SIGKILL)
+        has_ended.set()
+        await self._sink.ended(rank, process.returncode)
+        await pumps
+        process._transport.close()  # type: ignore[attr-defined]
 
-    async def _pump(self, rank: int, stream: str, source: asyncio.StreamReader) -> None:
+    async def _pump(
+        self, rank: int, stream: str, source: asyncio.StreamReader, has_ended: asyncio.Event
+    ) -> None:
+        """Pass a stream on: all that the rank wrote, but not what its children write for ever."""
+        ending = asyncio.create_task(has_ended.wait())
+        left_nbytes = _MOST_LEFT_NBYTES
         try:
-            while data := await source.read(_CHUNK_NBYTES):
+            while left_nbytes > 0:
+                reading = asyncio.create_task(source.read(_CHUNK_NBYTES))
+                await asyncio.wait([reading, ending], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([reading], timeout=TERMINATION_GRACE_S)
+                if not reading.done():
+                    reading.cancel()
+                    break
+                if not (data := reading.result()):
+                    break
+                left_nbytes -= len(data) if has_ended.is_set() else 0
                 await self._sink.output(rank, stream, data)
         finally:
+            ending.cancel()
             await self._sink.output(rank, stream, b"")
 
     async def feed(self, data: bytes) -> None:
@@ -159,15 +188,21 @@ class HostRanks:
                 stdin.close()
 
     def signal(self, number: int) -> None:
-        """Send a signal to all ranks that have not ended."""
+        """Send a signal to all ranks that have not ended, and to their children."""
+        self._is_signalled = True
         for process in self._ranks.values():
             if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(number)
+                _signal_group(process, number)
 
     async def close(self) -> None:
         """Kill the remaining ranks."""
         self.signal(signal.SIGKILL)
+
+
+def _signal_group(process: Process, number: int) -> None:
+    """Send a signal to the process group that the rank leads."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 __all__ = ["TERMINATION_GRACE_S", "HostRanks", "JobCommand", "Sink"]

@@ -112,7 +112,10 @@ class RemoteRanks:
                 f"`{shlex.join(command)}`, which must print {GREETING.decode().strip()!r}"
             ) from None
         except EOFError:
-            status = describe_exit(await process.wait())
+            with contextlib.suppress(TimeoutError):  # it may live on without its output
+                await asyncio.wait_for(process.wait(), _CLOSE_S)
+            status = describe_exit(process.returncode)
+            self._kill()
             raise R2cclError(
                 f"host {self.host.name}: the agent did not start ({command[0]}: {status}): try "
                 f"`{shlex.join(command)}`, which must print {GREETING.decode().strip()!r}; r2ccl "

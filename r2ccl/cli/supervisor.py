@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import sys
 import threading
@@ -64,6 +65,7 @@ class Supervisor:
         self._is_ending = asyncio.Event()
         self._is_interrupted = asyncio.Event()
         self._printing = asyncio.Lock()
+        self._has_lost_output = False
 
     async def run(
         self, groups: Sequence[RankGroup], start: Callable[[], Coroutine[Any, Any, None]]
@@ -114,10 +116,28 @@ class Supervisor:
         """Print output of a rank; empty data end the stream."""
         # In a thread, since a reader of this output that pauses must not stop the event loop.
         async with self._printing:
-            if data:
-                await asyncio.to_thread(self._printer.feed, rank, stream, data)
-            else:
-                await asyncio.to_thread(self._printer.finish, rank, stream)
+            if self._has_lost_output:
+                return
+            try:
+                if data:
+                    await asyncio.to_thread(self._printer.feed, rank, stream, data)
+                else:
+                    await asyncio.to_thread(self._printer.finish, rank, stream)
+            except OSError as exc:
+                self._lose_output(exc)
+
+    def _lose_output(self, exc: OSError) -> None:
+        """End the ranks, because their output cannot be written, such as to ``head``."""
+        self._has_lost_output = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # else Python fails to write the rest when it exits
+        os.close(nowhere)
+        is_pipe = isinstance(exc, BrokenPipeError)
+        self._status = self._status or (128 + signal.SIGPIPE if is_pipe else 1)
+        if not is_pipe:
+            print(f"r2ccl launch: cannot write output: {exc.strerror}", file=sys.stderr)
+        self._signal_all(signal.SIGTERM)
+        self._is_ending.set()
 
     async def ended(self, rank: int, status: int) -> None:
         """Note the exit status of a rank."""
@@ -165,7 +185,13 @@ class Supervisor:
     def _read_stdin(self, loop: asyncio.AbstractEventLoop) -> None:
         """Pass standard input to rank 0; runs in a thread, since a read may block for ever."""
         while True:
-            data = os.read(_STDIN_FD, _STDIN_NBYTES)
+            try:
+                data = os.read(_STDIN_FD, _STDIN_NBYTES)
+            except BlockingIOError:
+                select.select([_STDIN_FD], [], [])
+                continue
+            except OSError:  # closed: rank 0 finds the end of its input
+                data = b""
             feeding = self._groups[0].feed(data)
             try:
                 asyncio.run_coroutine_threadsafe(feeding, loop).result()

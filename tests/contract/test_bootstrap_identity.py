@@ -102,6 +102,17 @@ def test_a_secret_file_others_may_read_is_refused(tmp_path: Path, mode: int) -> 
     assert SECRET not in str(caught.value)
 
 
+def test_a_launcher_that_does_not_tell_jobs_apart_needs_a_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("r2ccl.bootstrap.identity._has_mpi4py", lambda: False)
+    env = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}
+    with pytest.raises(InvalidArgument, match="set R2CC_PORT"):
+        identify(config(env), None, env)
+    env["R2CC_PORT"] = "29777"
+    assert identify(config(env), None, env).port == 29777
+
+
 def test_a_missing_secret_file_is_named(tmp_path: Path) -> None:
     env = {**TORCHRUN, "R2CC_SECRET_FILE": str(tmp_path / "nowhere")}
     with pytest.raises(InvalidArgument, match="nowhere"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import signal
 import subprocess
@@ -16,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from r2ccl.bootstrap.launch import LocalJob, describe_exit, launch
+from r2ccl.bootstrap.launch import JobShare, LocalJob, describe_exit, launch
 from r2ccl.cli.launch import add_parser
+from r2ccl.cli.rankprocs import HostRanks, JobCommand
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 
 WAIT_S = 20.0
@@ -251,6 +253,77 @@ def test_survivors_may_keep_going_and_the_dead_are_named(
         "r2ccl launch: rank 1: signal SIGKILL",
         "r2ccl launch: rank 2: exit status 3",
     ]
+
+
+def test_a_child_that_outlives_its_rank_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("r2ccl.cli.rankprocs.TERMINATION_GRACE_S", 0.1)
+    command = ("--", "sh", "-c", "sleep 60 & echo $!; exit 3")
+    status, out, err = run_here(monkeypatch, capfd, "-n", "1", *command)
+    os.kill(int(out), signal.SIGKILL)
+    assert status == 3
+    assert err == "r2ccl launch: rank 0: exit status 3\n"
+
+
+def test_a_signal_ends_the_children_of_a_rank_too() -> None:
+    process = start_command("-n", "1", "--", "sh", "-c", "sleep 60 & echo $!; wait")
+    try:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+    until_s = time.monotonic() + WAIT_S
+    while Path(f"/proc/{child}").exists() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_ranks_end_if_nobody_reads_their_output() -> None:
+    process = start_command("-n", "2", "--", "yes")
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"y\n"
+        process.stdout.close()
+        assert process.wait(WAIT_S) == 128 + signal.SIGPIPE
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class SlowSink:
+    """Takes long for each piece of output."""
+
+    def __init__(self) -> None:
+        self.taken = b""
+
+    async def output(self, rank: int, stream: str, data: bytes) -> None:
+        await asyncio.sleep(0.05)
+        self.taken += data
+
+    async def ended(self, rank: int, status: int) -> None:
+        pass
+
+
+def test_no_output_is_lost_if_its_reader_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("r2ccl.cli.rankprocs.TERMINATION_GRACE_S", 0.01)
+    sink = SlowSink()
+    command = ("sh", "-c", "seq 100000")
+
+    async def run() -> None:
+        ranks = HostRanks(
+            JobShare(1, 0, 1, "127.0.0.1", 1, ""),
+            JobCommand(command, False, {}, os.getcwd(), False),
+            sink,
+        )
+        await ranks.start(None)
+        await ranks.attend()
+
+    asyncio.run(run())
+    assert sink.taken.split() == [b"%d" % number for number in range(1, 100_001)]
 
 
 def test_a_job_that_keeps_going_is_still_ended_by_a_signal() -> None:

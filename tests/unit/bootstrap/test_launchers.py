@@ -103,6 +103,12 @@ def test_mpiexec_in_a_step_of_slurm_counts_its_own_ranks() -> None:
     assert (found.rank, found.nranks, found.address) == (1, 4, "127.0.0.1")
 
 
+def test_mpiexec_in_each_task_of_a_step_makes_jobs_of_its_own() -> None:
+    """Also for the rank whose number is that of its task."""
+    task = {**SLURM, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
+    assert place({**task, **MPICH}).address == "127.0.0.1"
+
+
 @pytest.mark.parametrize("env", [SLURM, OPEN_MPI, MPICH, KUBERNETES])
 def test_master_addr_wins(env: dict[str, str]) -> None:
     assert place({**env, "MASTER_ADDR": "head"}).address == "head"
