@@ -280,8 +280,8 @@ class Communicator:
     ) -> Work[N]: ...  # fmt: skip
     @overload
     def allgatherv(
-        self, x: Array, out: Array | None = ..., *, counts: Counts, displs: Counts | None =
-        ..., **kw: Unpack[Either],
+        self, x: Array, out: Array | None = ..., *, counts: Counts,
+        displs: Counts | None = ..., **kw: Unpack[Either],
     ) -> Any: ...  # fmt: skip
     def allgatherv(
         self,
@@ -363,8 +363,8 @@ class Communicator:
     ) -> Work[N]: ...
     @overload
     def reduce_scatterv(
-        self, x: Array, out: Array | None = ..., op: Op = ..., *, counts: Counts, **kw:
-        Unpack[Either],
+        self, x: Array, out: Array | None = ..., op: Op = ..., *, counts: Counts,
+        **kw: Unpack[Either],
     ) -> Any: ...  # fmt: skip
     def reduce_scatterv(
         self,
@@ -504,18 +504,18 @@ class Communicator:
 
     @overload
     def gatherv(
-        self, x: N, out: N | None = ..., root: int = ..., *, counts: Counts | None = ...,
-        displs: Counts | None = ..., **kw: Unpack[Now],
+        self, x: N, out: N | None = ..., root: int = ..., *,
+        counts: Counts | None = ..., displs: Counts | None = ..., **kw: Unpack[Now],
     ) -> N | None: ...  # fmt: skip
     @overload
     def gatherv(
-        self, x: N, out: N | None = ..., root: int = ..., *, counts: Counts | None = ...,
-        displs: Counts | None = ..., **kw: Unpack[Later],
+        self, x: N, out: N | None = ..., root: int = ..., *,
+        counts: Counts | None = ..., displs: Counts | None = ..., **kw: Unpack[Later],
     ) -> Work[N | None]: ...  # fmt: skip
     @overload
     def gatherv(
-        self, x: Array, out: Array | None = ..., root: int = ..., *, counts: Counts | None =
-        ..., displs: Counts | None = ..., **kw: Unpack[Either],
+        self, x: Array, out: Array | None = ..., root: int = ..., *,
+        counts: Counts | None = ..., displs: Counts | None = ..., **kw: Unpack[Either],
     ) -> Any: ...  # fmt: skip
     def gatherv(
         self,
@@ -594,18 +594,18 @@ class Communicator:
 
     @overload
     def scatterv(
-        self, x: N | None, out: N | None = ..., root: int = ..., *, counts: Counts | None =
-        ..., displs: Counts | None = ..., **kw: Unpack[Now],
+        self, x: N | None, out: N | None = ..., root: int = ..., *,
+        counts: Counts | None = ..., displs: Counts | None = ..., **kw: Unpack[Now],
     ) -> N: ...  # fmt: skip
     @overload
     def scatterv(
-        self, x: N | None, out: N | None = ..., root: int = ..., *, counts: Counts | None =
-        ..., displs: Counts | None = ..., **kw: Unpack[Later],
+        self, x: N | None, out: N | None = ..., root: int = ..., *,
+        counts: Counts | None = ..., displs: Counts | None = ..., **kw: Unpack[Later],
     ) -> Work[N]: ...  # fmt: skip
     @overload
     def scatterv(
-        self, x: Array | None, out: Array | None = ..., root: int = ..., *, counts: Counts |
-        None = ..., displs: Counts | None = ..., **kw: Unpack[Either],
+        self, x: Array | None, out: Array | None = ..., root: int = ..., *,
+        counts: Counts | None = ..., displs: Counts | None = ..., **kw: Unpack[Either],
     ) -> Any: ...  # fmt: skip
     def scatterv(
         self,
@@ -679,19 +679,20 @@ class Communicator:
     @overload
     def alltoallv(
         self, x: N, out: N | None = ..., *, sendcounts: Counts, recvcounts: Counts,
-        senddispls: Counts | None = ..., recvdispls: Counts | None = ..., **kw: Unpack[Now],
+        senddispls: Counts | None = ..., recvdispls: Counts | None = ...,
+        **kw: Unpack[Now],
     ) -> N: ...  # fmt: skip
     @overload
     def alltoallv(
         self, x: N, out: N | None = ..., *, sendcounts: Counts, recvcounts: Counts,
-        senddispls: Counts | None = ..., recvdispls: Counts | None = ..., **kw:
-        Unpack[Later],
+        senddispls: Counts | None = ..., recvdispls: Counts | None = ...,
+        **kw: Unpack[Later],
     ) -> Work[N]: ...  # fmt: skip
     @overload
     def alltoallv(
-        self, x: Array, out: Array | None = ..., *, sendcounts: Counts, recvcounts: Counts,
-        senddispls: Counts | None = ..., recvdispls: Counts | None = ..., **kw:
-        Unpack[Either],
+        self, x: Array, out: Array | None = ..., *, sendcounts: Counts,
+        recvcounts: Counts, senddispls: Counts | None = ...,
+        recvdispls: Counts | None = ..., **kw: Unpack[Either],
     ) -> Any: ...  # fmt: skip
     def alltoallv(
         self,
@@ -813,8 +814,8 @@ class Communicator:
     ) -> Work[A]: ...
     @overload
     def run_schedule(
-        self, schedule: Schedule, x: Array, out: Array | None = ..., op: Op = ..., **kw:
-        Unpack[Either],
+        self, schedule: Schedule, x: Array, out: Array | None = ..., op: Op = ...,
+        **kw: Unpack[Either],
     ) -> Any: ...  # fmt: skip
     def run_schedule(
         self,
