@@ -11,6 +11,8 @@ kernel by all ranks of the node, between two barriers (`r2ccl.gpu.peer`); rounds
              posted
     taken    newest message that the owner has read, from       written by the owner's CPU
              all ranks
+    kept     newest round that the owner had finished when it   written by the owner's CPU
+             failed
     ready    for each rank of the node, the newest round for    written by that rank's stream
              which its arrays are ready
     done     for each rank of the node, the newest round that   written by that rank's stream
@@ -52,6 +54,7 @@ _NAME_NBYTES = 16
 
 _LINE = 64
 _POSTED, _TAKEN, _READY, _DONE = 0, 1 * _LINE, 2 * _LINE, 3 * _LINE
+_KEPT = _TAKEN + 4
 _MAPPED = 4 * _LINE
 #: Largest number of ranks on a node; a kernel has one operand per rank.
 MOST_RANKS = 8
@@ -194,6 +197,19 @@ class IpcBoard:
         """Return the indices of the ranks whose ``done`` words have reached round `number`."""
         words = self._words[self.index, _DONE // 4 : _DONE // 4 + self.nlocal]
         return [at for at, word in enumerate(words.tolist()) if _is_reached(word, number)]
+
+    def keep(self) -> None:
+        """Tell the other ranks which rounds this rank has finished; call it once, before `release`.
+
+        Later rounds end without this rank's part.
+        """
+        page = self._words[self.index]
+        page[_KEPT // 4] = page[_DONE // 4 + self.index]
+        _FENCE()
+
+    def has_kept(self, peer: int, number: int) -> bool:
+        """Return whether `peer`, which has failed, had finished round `number` before."""
+        return _is_reached(int(self._words[peer, _KEPT // 4]), number)
 
     def release(self, number: int) -> None:
         """End the waits of this rank's stream for all rounds up to `number`, after a failure.

@@ -347,10 +347,14 @@ class PeerBackend(SignalledStream):
     def examine(self, job: DeviceJob) -> None:
         """Raise the error of the call of `job`, if the call failed.
 
-        The device must have finished the call. If another rank of the node has failed since, this
-        call counts as failed, too: its rounds may have ended without the other rank's part.
+        The device must have finished the call. If another rank of the node had failed before it
+        finished its part, this call has failed, too, although its rounds have ended.
         """
-        failed = self._board.have_done(self._nrounds + _AHEAD // 2)
+        failed = [
+            at
+            for at in self._board.have_done(self._nrounds + _AHEAD // 2)
+            if isinstance(job, PeerJob) and not self._board.has_kept(at, job.last)
+        ]
         if job.error is None and failed:
             self._check()
             job.error = TransportError(
@@ -621,6 +625,8 @@ class PeerBackend(SignalledStream):
         rank that runs this method also enqueues a last write to its words in all sections: a number
         above that of any round.
         """
+        if self._broken is None:
+            self._board.keep()
         self._broken = self._broken or error
         number = self._nrounds
         for job in self._jobs:
