@@ -19,13 +19,13 @@ EXAMPLES = ROOT / "examples"
 LAUNCH = (sys.executable, "-m", "r2ccl", "launch", "-n", "3", "--")
 
 
-def run(*argv: str | Path, cwd: Path = ROOT) -> str:
+def run(*argv: str | Path, cwd: Path = ROOT, **env: str) -> str:
     """Run a command that must succeed; return what it wrote."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         list(map(str, argv)),
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, **env, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -96,7 +96,10 @@ def test_notebook_shows_what_happens_in_a_kernel(tmp_path: Path) -> None:
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     notebook, executed = EXAMPLES / "notebook.ipynb", tmp_path / "executed.ipynb"
-    run(sys.executable, "-c", EXECUTE, notebook, executed)
+    # Jupyter and IPython write to the home directory else.
+    homes = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
+    folders = {name: str(tmp_path / name) for name in homes}
+    run(sys.executable, "-c", EXECUTE, notebook, executed, **folders)
     assert shown(executed) == shown(notebook)
 
 
