@@ -1,12 +1,17 @@
 """Settings of every test: hypothesis examples have no deadline, because machines may be busy."""
 
 import gc
+import importlib
 import os
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+from support.tables import BENCH, quick_table
 
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
@@ -42,6 +47,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Let the garbage collector pass over the tests themselves: it takes 0.5 s for 10,000."""
     gc.freeze()
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Import a module of the benches, which are no package."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module
+
+
+@pytest.fixture
+def quick(run_folder: Path) -> Callable[[str], Any]:
+    """Return the rows that the quick form of a table of `bench/tables.py` saves; each runs once."""
+    return partial(quick_table, run_folder)
 
 
 @pytest.fixture(scope="session")

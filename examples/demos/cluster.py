@@ -49,7 +49,7 @@ class Sample(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What every rank of a run executes: a command, its variables, and its timeout in seconds."""
+    """Command that every rank of a run executes, its variables, and its timeout in seconds."""
 
     argv: Sequence[str]
     timeout_s: float

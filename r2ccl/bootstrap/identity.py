@@ -234,13 +234,10 @@ def _at(place: RankPlace, config: Config, env: Mapping[str, str]) -> Identity:
 
 
 def _number(env: Mapping[str, str], name: str, instead: str = "") -> int:
-    try:
-        return int(env[name])
-    except KeyError:
+    if name not in env:
         other = f" (or {instead})" if instead else ""
-        raise InvalidArgument(f"{name}{other} is not set; {_WAYS}") from None
-    except ValueError:
-        raise InvalidArgument(f"{name}={env[name]!r}: a whole number is needed") from None
+        raise InvalidArgument(f"{name}{other} is not set; {_WAYS}")
+    return launchers.whole(name, env)
 
 
 def _inherited_listener(env: Mapping[str, str]) -> socket.socket | None:

@@ -110,7 +110,7 @@ def find_place(launcher: LauncherVariables, env: Mapping[str, str]) -> RankPlace
     InvalidArgument
         If a variable is missing, is not a number, or contradicts another one.
     """
-    rank = _whole(launcher.rank, env)
+    rank = whole(launcher.rank, env)
     sizes = [name for name in (*launcher.nranks, "WORLD_SIZE") if name in env]
     address, is_on_one_host = _address(launcher, env)
     missing = [] if sizes else [launcher.nranks[0] if launcher.nranks else "WORLD_SIZE"]
@@ -120,8 +120,8 @@ def find_place(launcher: LauncherVariables, env: Mapping[str, str]) -> RankPlace
             f"{launcher.name} has set {launcher.rank}={rank}, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set: {_advice(launcher, missing)}"
         )
-    nranks = _whole(sizes[0], env)
-    if "WORLD_SIZE" in sizes and _whole("WORLD_SIZE", env) != nranks:
+    nranks = whole(sizes[0], env)
+    if "WORLD_SIZE" in sizes and whole("WORLD_SIZE", env) != nranks:
         raise InvalidArgument(
             f"WORLD_SIZE={env['WORLD_SIZE']}, but {launcher.name} has set {sizes[0]}={nranks}: "
             "unset WORLD_SIZE, or set RANK, WORLD_SIZE and MASTER_ADDR on every rank"
@@ -187,7 +187,14 @@ def _advice(launcher: LauncherVariables, missing: list[str]) -> str:
     return "set it on every rank"
 
 
-def _whole(name: str, env: Mapping[str, str]) -> int:
+def whole(name: str, env: Mapping[str, str]) -> int:
+    """Return the value of the variable `name`, which is set.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is no whole number.
+    """
     try:
         return int(env[name])
     except ValueError:
@@ -292,4 +299,5 @@ __all__ = [
     "first_host",
     "is_mpi",
     "require_company",
+    "whole",
 ]

@@ -350,21 +350,9 @@ class PeerBackend(SignalledStream):
         The device must have finished the call. If another rank of the node had failed before it
         finished its part, this call has failed, too, although its rounds have ended.
         """
-        failed = [
-            at
-            for at in self._board.have_done(self._nrounds + _AHEAD // 2)
-            if isinstance(job, PeerJob) and not self._board.has_kept(at, job.last)
-        ]
-        if job.error is None and failed:
-            self._check()
-            job.error = TransportError(
-                f"rank {self._rank}: rank {self._members[failed[0]]} failed in a collective on GPU "
-                "memory, so the result of this one may be incomplete; the log of that rank has "
-                "the cause",
-                rank=self._rank,
-                peer=self._members[failed[0]],
-                status="PEER_FAILED",
-            )
+        assert isinstance(job, PeerJob)
+        if job.error is None:
+            job.error = self._error_of_others(job.last)
         super().examine(job)
 
     def close(self, timeout_s: float) -> None:
@@ -393,6 +381,24 @@ class PeerBackend(SignalledStream):
         self._memory.close()
         self._device.unpin(self._board.memory)
         self._device.free_pinned(self._tables)
+
+    def _error_of_others(self, number: int) -> TransportError | None:
+        """Return an error if a rank of the node failed before it finished round `number`.
+
+        Raises the error that ended the communicator instead, if it is known.
+        """
+        for at in self._board.have_done(self._nrounds + _AHEAD // 2):
+            if not self._board.has_kept(at, number):
+                self._check()
+                return TransportError(
+                    f"rank {self._rank}: rank {self._members[at]} failed in a collective on GPU "
+                    "memory, so the result of this one may be incomplete; the log of that rank "
+                    "has the cause",
+                    rank=self._rank,
+                    peer=self._members[at],
+                    status="PEER_FAILED",
+                )
+        return None
 
     # Device
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 from fractions import Fraction
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
-from support.tables import BENCH, quick_table, rows_of
+from support.tables import rows_of
 
 from r2ccl.schedule.check import check
 
@@ -19,15 +15,8 @@ pytestmark = pytest.mark.slow
 USES = ["r2ccl-training", "r2ccl-inference"]
 
 
-@pytest.fixture
-def quick(run_folder: Path) -> Any:
-    """What the quick form of a table saves; each runs once."""
-    return partial(quick_table, run_folder)
-
-
-def test_packed_trees_are_close_to_the_bound(quick, monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
-    limit = importlib.import_module("tables_bound").limit
+def test_packed_trees_are_close_to_the_bound(quick, bench) -> None:
+    limit = bench("tables_bound").limit
     assert (limit(Fraction(1, 3)), limit(Fraction(1, 2))) == (1.03, 1.05)
     for schedule in ("packed trees", "packed trees, cheapest"):
         found = rows_of(quick("bound"), schedule)
@@ -140,7 +129,6 @@ def test_serving_loses_less_than_published(quick) -> None:
 
 
 @pytest.mark.parametrize("first", [6, 8])
-def test_the_published_schedule_of_gpus_adds_up_everything(monkeypatch, first) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
-    strategies = importlib.import_module("tables_strategies")
+def test_the_published_schedule_of_gpus_adds_up_everything(bench, first) -> None:
+    strategies = bench("tables_strategies")
     check(strategies._flat_r2cc(strategies.PAIR, (first, 7 if first == 8 else 8)))

@@ -174,7 +174,7 @@ def _can_build_labs() -> bool:
     return subprocess.run(argv, capture_output=True, cwd=ROOT, check=False).returncode == 0
 
 
-#: What a block can need, and a test of whether it is there.
+#: Names of the things that a block can need, each with a test of whether it is available.
 NEEDS: dict[str, Callable[[], bool]] = {
     "netlab": _can_build_labs,
     "torch": _has_module("torch"),

@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import statistics
 from fractions import Fraction
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 from support.slow import slow_but
-from support.tables import quick_table, rows_of
+from support.tables import rows_of
 
 from r2ccl.algos import packed_trees
 from r2ccl.schedule.check import check
@@ -21,12 +18,6 @@ TABLES = ["bound", "optcc", "cloudlab", "multi-failure"]
 
 #: What a tolerance of 0.01 of a slice may take off a time.
 ROUNDING = 1e-3
-
-
-@pytest.fixture
-def quick(run_folder: Path) -> Any:
-    """What the quick form of a table saves; each runs once."""
-    return partial(quick_table, run_folder)
 
 
 @pytest.mark.parametrize("name", slow_but(["optcc"], TABLES))
