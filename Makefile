@@ -16,7 +16,7 @@ TESTS ?=
 SLICE ?=
 # Versions of Python for `make test-matrix`.
 MATRIX ?= 3.11 3.12 3.13 3.14
-FOLDERS := $(addprefix tests/,unit contract simulation figures endings netlab rdma gpu)
+FOLDERS := $(addprefix tests/,unit contract simulation bench endings netlab rdma gpu)
 # Tests that measure time, which includes all tests in network namespaces, do not run in parallel.
 ALONE = $(filter tests/endings% tests/netlab% tests/rdma% tests/gpu%,$(or $(TESTS),$(FOLDERS)))
 SHARED = $(filter-out $(ALONE),$(or $(TESTS),$(FOLDERS)))

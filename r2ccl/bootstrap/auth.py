@@ -1,16 +1,18 @@
 """Mutual authentication with a shared secret on a new connection: both sides, without I/O.
 
-The handshake has four messages of fixed size, so that no bytes of a stranger are ever parsed::
+The handshake has three messages of fixed size, so that no bytes of a stranger are ever parsed::
 
-    dialer                                   acceptor
-    magic, version, nonce (40 B)     ->
-                                     <-      magic, version, nonce (40 B)
-    claim, HMAC("dial", ...) (76 B)  ->
-                                     <-      HMAC("accept", ...) (32 B)
+    dialer                                     acceptor
+                                       <-      magic, version, nonce (40 B)
+    magic, version, nonce,
+    claim, HMAC("dial", ...) (116 B)   ->
+                                       <-      HMAC("accept", ...) (32 B)
 
-Each HMAC-SHA256 covers a label, both first messages and the claim; the acceptor's also covers the
-dialer's proof. A proof is therefore valid for one role, one pair of ranks and one connection: it
-can be neither replayed nor reflected. The acceptor reads the claim only after verifying its proof.
+The acceptor speaks first: its message reaches the dialer as soon as the connection is made, so
+that each side wakes up only twice. Each HMAC-SHA256 covers a label, magic, version and nonce of
+both sides, and the claim; the acceptor's also covers the dialer's proof. A proof is therefore valid
+for one role, one pair of ranks and one connection: it can be neither replayed nor reflected. The
+acceptor reads the claim only after verifying its proof.
 
 The handshake authenticates the two ends of the connection. Later bytes are neither encrypted nor
 authenticated: an attacker who can rewrite packets on the path is outside the fault model.
@@ -29,7 +31,7 @@ from typing import NamedTuple, NoReturn
 from r2ccl.errors import InternalError, InvalidArgument, R2cclError
 
 #: Version of the wire protocol: handshake, frames and rendezvous messages.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 SECRET_NBYTES = 32
 NONCE_NBYTES = 32
@@ -42,9 +44,9 @@ _MAC_NBYTES = 32
 _DIAL_LABEL = b"r2ccl dial\0"
 _ACCEPT_LABEL = b"r2ccl accept\0"
 
-#: Sizes in bytes of the four messages, in the order sent; both openings have the same size.
+#: Sizes in bytes of the three messages, in the order sent. The proof begins with an opening, too.
 OPENING_NBYTES = _OPENING.size
-PROOF_NBYTES = _CLAIM.size + _MAC_NBYTES
+PROOF_NBYTES = OPENING_NBYTES + _CLAIM.size + _MAC_NBYTES
 ANSWER_NBYTES = _MAC_NBYTES
 
 
@@ -175,8 +177,8 @@ class Claim(NamedTuple):
 class Dialer:
     """Connecting side of a handshake.
 
-    Send `opening`; pass the acceptor's opening to `prove` and send the result; pass the acceptor's
-    answer to `confirm`.
+    Pass the acceptor's opening to `prove` and send the result; pass the acceptor's answer to
+    `confirm`.
 
     Parameters
     ----------
@@ -197,23 +199,19 @@ class Dialer:
         self._opening = _pack_opening(nonce)
         self._expected_answer = b""
 
-    def opening(self) -> bytes:
-        """Return the first message of the handshake."""
-        return self._opening
-
     def prove(self, opening: bytes) -> bytes:
-        """Return the claim and its proof, to be sent in reply to the acceptor's `opening`.
+        """Return this side's opening, claim and proof, to be sent in reply to `opening`.
 
         Raises
         ------
         HandshakeRejected
-            If `opening` has a wrong magic or version.
+            If `opening`, the acceptor's, has a wrong magic or version.
         """
         _check_opening(opening)
-        transcript = self._opening + opening + self._claim
+        transcript = opening + self._opening + self._claim
         proof = self._secret.sign(_DIAL_LABEL + transcript)
         self._expected_answer = self._secret.sign(_ACCEPT_LABEL + transcript + proof)
-        return self._claim + proof
+        return self._opening + self._claim + proof
 
     def confirm(self, answer: bytes) -> None:
         """Check the acceptor's `answer`; the connection may be used if this does not raise.
@@ -232,8 +230,7 @@ class Dialer:
 class Acceptor:
     """Listening side of a handshake.
 
-    Pass the dialer's opening to `challenge` and send the result; pass the dialer's claim and proof
-    to `verify`; send `answer` to accept the connection.
+    Send `opening`; pass the dialer's message to `verify`; send `answer` to accept the connection.
 
     Parameters
     ----------
@@ -244,44 +241,45 @@ class Acceptor:
     Raises
     ------
     InternalError
-        If `verify` is called before `challenge` or `answer` before `verify`, or `nonce` or an
-        opening has the wrong length.
+        If `answer` is called before `verify`, or `nonce` has the wrong length.
     """
 
     def __init__(self, secret: Secret, nonce: bytes) -> None:
         self._secret = secret
         self._opening = _pack_opening(nonce)
-        self._transcript = b""
         self._answer = b""
 
-    def challenge(self, opening: bytes) -> bytes:
-        """Return this side's opening, to be sent in reply to the dialer's `opening`.
-
-        Raises
-        ------
-        HandshakeRejected
-            If `opening` has a wrong magic or version.
-        """
-        _check_opening(opening)
-        self._transcript = opening + self._opening
+    def opening(self) -> bytes:
+        """Return the first message of the handshake."""
         return self._opening
 
-    def verify(self, message: bytes) -> Claim:
-        """Check the proof in the dialer's second message, then decode and return its claim.
+    def check(self, beginning: bytes) -> None:
+        """Check the opening at the beginning of the dialer's message, if all of it is there.
 
         Raises
         ------
         HandshakeRejected
-            If the proof is wrong, or the claim has an unknown purpose.
+            If the opening has a wrong magic or version.
         """
-        if not self._transcript:
-            raise InternalError("verify() before challenge()")
-        claim, proof = message[: _CLAIM.size], message[_CLAIM.size :]
-        transcript = self._transcript + claim
+        if len(beginning) >= OPENING_NBYTES:
+            _check_opening(beginning[:OPENING_NBYTES])
+
+    def verify(self, message: bytes) -> Claim:
+        """Check the opening and the proof in the dialer's message, then decode its claim.
+
+        Raises
+        ------
+        HandshakeRejected
+            If the opening has a wrong magic or version, the proof is wrong, or the claim has an
+            unknown purpose.
+        """
+        self.check(message)
+        signed, proof = message[:-_MAC_NBYTES], message[-_MAC_NBYTES:]
+        transcript = self._opening + signed
         if not hmac.compare_digest(proof, self._secret.sign(_DIAL_LABEL + transcript)):
             raise HandshakeRejected("wrong proof")
         self._answer = self._secret.sign(_ACCEPT_LABEL + transcript + proof)
-        return Claim.unpack(claim)
+        return Claim.unpack(signed[OPENING_NBYTES:])
 
     def answer(self) -> bytes:
         """Return the last message, this side's proof; sending it accepts the connection."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
 
 from r2ccl.bootstrap import wire
 from r2ccl.bootstrap.auth import (
@@ -54,10 +53,9 @@ class _Dialing:
         self._fd = sock.fileno()
         self._dialer = dialer
         self._limit_s = limit_s
-        self._is_connected = False
         self._has_proved = False
-        #: Bytes of the acceptor's opening, then of its answer.
-        self._received = b""
+        #: Size in bytes of the acceptor's next message, and what has arrived of it.
+        self._wanted, self._received = OPENING_NBYTES, b""
         self._timer: asyncio.TimerHandle | None = None
         self._end: asyncio.Future[None] = self._loop.create_future()
 
@@ -74,58 +72,44 @@ class _Dialing:
 
     def connect(self, target: Address, timeout_s: float) -> None:
         """Begin to connect to `target`, within `timeout_s` seconds; the handshake follows."""
-        self._expire_after(timeout_s, TimeoutError())
-        self._run(self._connect, target)
-
-    def shake_hands(self) -> None:
-        """Begin the handshake; the socket is connected."""
-        self._is_connected = True
-        self._expire_after(self._limit_s, HandshakeTimeout(self._limit_s))
-        self._run(self._open)
-
-    def _run(self, step: Callable[..., None], *args: object) -> None:
-        """Run a step; an error, after which no step follows, ends the waiting."""
-        if self._end.done():
-            return
-        try:
-            step(*args)
-        except (OSError, HandshakeRejected) as exc:
-            if self._is_connected and isinstance(exc, ConnectionError):
-                rejection = HandshakeRejected("closed during the handshake")
-                rejection.__cause__ = exc
-                self._end.set_exception(rejection)
-            else:
-                self._end.set_exception(exc)
-
-    def _connect(self, target: Address) -> None:
+        self._timer = self._loop.call_later(timeout_s, self._expect_connected)
         try:
             self._sock.connect(target)
         except (BlockingIOError, InterruptedError):
-            self._loop.add_writer(self._fd, self._run, self._on_connected, target)
-        else:
-            self.shake_hands()
+            pass
+        except OSError as exc:
+            self._end.set_exception(exc)
+            return
+        # The socket becomes readable by the acceptor's opening, or because connecting failed.
+        self._loop.add_reader(self._fd, self._read)
 
-    def _on_connected(self, target: Address) -> None:
-        self._loop.remove_writer(self._fd)
-        code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise OSError(code, f"cannot connect to {target[0]}:{target[1]}")
-        self.shake_hands()
-
-    def _open(self) -> None:
-        self._sock.send(self._dialer.opening())  # always fits into the buffer of a new connection
-        self._loop.add_reader(self._fd, self._run, self._read)
+    def shake_hands(self) -> None:
+        """Begin the handshake; the socket is connected."""
+        self._timer = self._loop.call_later(self._limit_s, self._expire)
+        self._loop.add_reader(self._fd, self._read)
 
     def _read(self) -> None:
-        wanted = ANSWER_NBYTES if self._has_proved else OPENING_NBYTES
+        if self._end.done():
+            return
         try:
-            piece = self._sock.recv(wanted - len(self._received))
+            self._take(self._sock.recv(self._wanted - len(self._received)))
         except (BlockingIOError, InterruptedError):
             return
+        except ConnectionRefusedError as exc:  # only while connecting
+            self._end.set_exception(exc)
+        except ConnectionError as exc:
+            rejection = HandshakeRejected("closed during the handshake")
+            rejection.__cause__ = exc
+            self._end.set_exception(rejection)
+        except (OSError, HandshakeRejected) as exc:
+            self._end.set_exception(exc)
+
+    def _take(self, piece: bytes) -> None:
+        """Take the next bytes of a message; after the last one, go on or end."""
         if not piece:
             raise ConnectionResetError("the stream ended")
         self._received += piece
-        if len(self._received) < wanted:
+        if len(self._received) < self._wanted:
             return
         message, self._received = self._received, b""
         if self._has_proved:
@@ -133,24 +117,29 @@ class _Dialing:
             self._forget()
             self._end.set_result(None)
         else:
+            # This always fits into the buffer of a new connection.
             self._sock.send(self._dialer.prove(message))
-            self._has_proved = True
+            self._has_proved, self._wanted = True, ANSWER_NBYTES
 
-    def _expire_after(self, timeout_s: float, error: TimeoutError) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(timeout_s, self._expire, error)
+    def _expect_connected(self) -> None:
+        """End the waiting unless the socket is connected; the handshake has its own limit."""
+        try:
+            self._sock.getpeername()
+        except OSError:
+            if not self._end.done():
+                self._end.set_exception(TimeoutError())
+        else:
+            self._timer = self._loop.call_later(self._limit_s, self._expire)
 
-    def _expire(self, error: TimeoutError) -> None:
+    def _expire(self) -> None:
         if not self._end.done():
-            self._end.set_exception(error)
+            self._end.set_exception(HandshakeTimeout(self._limit_s))
 
     def _forget(self) -> None:
         """Stop the timer, and watching the socket; idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._loop.remove_reader(self._fd)
-            self._loop.remove_writer(self._fd)
             self._timer = None
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 from r2ccl.bootstrap.auth import (
     NONCE_NBYTES,
-    OPENING_NBYTES,
     PROOF_NBYTES,
     Acceptor,
     Claim,
@@ -153,7 +152,7 @@ class _Allowance:
 class _Handshake:
     """Unauthenticated connection, and the time by which its handshake must end."""
 
-    __slots__ = ("acceptor", "address", "expires_s", "index", "is_challenged", "received", "sock")
+    __slots__ = ("acceptor", "address", "expires_s", "index", "received", "sock")
 
     def __init__(
         self,
@@ -168,9 +167,8 @@ class _Handshake:
         self.index = index
         self.acceptor = acceptor
         self.expires_s = expires_s
-        #: Bytes of the opening, then of the proof.
+        #: First bytes of the dialer's message.
         self.received = b""
-        self.is_challenged = False
 
 
 class Listener:
@@ -286,8 +284,12 @@ class Listener:
         self._pending[sock] = made
         if self._expiry is None:
             self._expiry = loop.call_at(made.expires_s, self._expire)
-        self._read(made)  # the opening has often arrived with the connection
-        if sock in self._pending:
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.send(acceptor.opening())  # always fits into the buffer of a new connection
+        except OSError:
+            self._end(made)
+        else:
             self._readers.add_reader(sock.fileno(), self._read, made)
 
     def _expire(self) -> None:
@@ -301,9 +303,8 @@ class Listener:
             self._reject(oldest, "handshake timed out")
 
     def _read(self, made: _Handshake) -> None:
-        wanted = PROOF_NBYTES if made.is_challenged else OPENING_NBYTES
         try:
-            piece = made.sock.recv(wanted - len(made.received))
+            piece = made.sock.recv(PROOF_NBYTES - len(made.received))
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -311,13 +312,14 @@ class Listener:
         made.received += piece
         if not piece:
             self._end(made)
-        elif len(made.received) == wanted:
-            step = self._verify if made.is_challenged else self._challenge
-            self._run(made, partial(step, made))
+        elif len(made.received) == PROOF_NBYTES:
+            self._run(made, partial(self._verify, made))
+        else:
+            self._run(made, partial(made.acceptor.check, made.received))
 
     def _end(self, made: _Handshake) -> None:
         """Handle a connection that its dialer ended; if it sent nothing, it was only a probe."""
-        if made.is_challenged or made.received:
+        if made.received:
             self._reject(made, _BROKEN_OFF)
         else:
             self._allowance.spend()
@@ -336,12 +338,6 @@ class Listener:
         else:
             if handover is not None:
                 handover(made.sock)
-
-    def _challenge(self, made: _Handshake) -> None:
-        challenge = made.acceptor.challenge(made.received)
-        made.received, made.is_challenged = b"", True
-        made.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.sock.send(challenge)  # always fits into the buffer of a new connection
 
     def _verify(self, made: _Handshake) -> Handover | None:
         claim = made.acceptor.verify(made.received)

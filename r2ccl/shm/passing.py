@@ -127,7 +127,6 @@ def _dial(
         connection.settimeout(timeout_s)
         connection.connect(_abstract(name))
         _check_process(connection)
-        connection.sendall(dialer.opening())
         connection.sendall(dialer.prove(_receive(connection, OPENING_NBYTES)))
         dialer.confirm(_receive(connection, ANSWER_NBYTES))
         return _swap(connection, own)
@@ -154,7 +153,7 @@ def _accept_all(
             try:
                 _check_process(connection)
                 acceptor = Acceptor(secret, secrets.token_bytes(NONCE_NBYTES))
-                connection.sendall(acceptor.challenge(_receive(connection, OPENING_NBYTES)))
+                connection.sendall(acceptor.opening())
                 claim = acceptor.verify(_receive(connection, PROOF_NBYTES))
                 wanted = Claim(Purpose.SEGMENT, place.communicator, claim.src, place.index)
                 if claim != wanted or claim.src not in missing:

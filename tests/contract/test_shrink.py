@@ -102,7 +102,7 @@ def test_one_death_after_another() -> None:
     check_finished(reports(5, {0: {"dies": 3}, 4: {"dies": 12}}))
 
 
-@pytest.mark.parametrize("point", ["tell", "begin_building", "built", "go_on"])
+@pytest.mark.parametrize("point", slow_but(["built"], ["tell", "begin_building", "built", "go_on"]))
 @pytest.mark.parametrize("second", slow_but([0], [0, 4]))
 def test_a_death_in_the_middle_of_shrinking(point: str, second: int) -> None:
     check_finished(reports(5, {1: {"dies": 3}, second: {"dies": point}}))

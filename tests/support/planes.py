@@ -121,7 +121,6 @@ def turn_away(plane: ControlPlane, claim: Claim) -> None:
     secret = next(iter(plane._sessions.values()))._setting.secret
     with socket.create_connection(plane.peers[plane.rank].rails[0], WAIT_S) as sock:
         dialer = Dialer(secret, claim, b"n" * 32)
-        sock.sendall(dialer.opening())
         sock.sendall(dialer.prove(sock.recv(40, socket.MSG_WAITALL)))
         assert sock.recv(1) == b""
 

@@ -229,6 +229,8 @@ class Migration:
         It is complete if at least one path to `peer` is up (a bypass counts), and every path on a
         rail is up except those with a port that is known to be down and those on the rails `apart`.
         """
+        if peer in self.cut_off:
+            return False
         return all(
             path.state is PathState.UP
             or path.key.rail in apart

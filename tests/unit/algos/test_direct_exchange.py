@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from support.slow import slow_but
 
 from r2ccl.algos import direct_exchange, tree_gather
 from r2ccl.errors import InvalidArgument
@@ -14,7 +15,7 @@ from r2ccl.schedule.cost import measure
 from r2ccl.schedule.interpret import interpret
 from r2ccl.schedule.ir import Schedule
 
-SIZES = [*range(1, 17), 33]
+SIZES = slow_but(range(1, 9), [*range(1, 17), 33])
 
 
 def some_tree(n: int, root: int) -> tuple[int, ...]:

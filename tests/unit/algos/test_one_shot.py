@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.slow import slow_but
 
 from r2ccl.algos import one_shot
 from r2ccl.errors import InvalidArgument
@@ -11,7 +12,7 @@ from r2ccl.schedule.check import check
 from r2ccl.schedule.cost import measure
 from r2ccl.schedule.interpret import interpret
 
-SIZES = [*range(1, 14), 32, 64]
+SIZES = slow_but(range(1, 9), [*range(1, 14), 32, 64])
 
 
 @pytest.mark.parametrize("n", SIZES)

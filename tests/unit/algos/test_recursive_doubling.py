@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.schedules import float_results
+from support.slow import slow_but
 
 from r2ccl.algos import recursive_doubling
 from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.interpret import interpret
 from r2ccl.schedule.ir import OpKind
 
-SIZES = range(1, 34)
+SIZES = slow_but(range(1, 10), range(1, 34))
 
 
 @pytest.mark.parametrize("in_place", [False, True])

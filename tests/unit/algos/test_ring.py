@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.schedules import float_results
+from support.slow import slow_but
 
 from r2ccl.algos import ring
 from r2ccl.errors import InvalidArgument
@@ -13,7 +14,7 @@ from r2ccl.schedule.cost import measure
 from r2ccl.schedule.interpret import interpret
 from r2ccl.schedule.ir import OpKind, Space
 
-SIZES = [*range(1, 18), 32, 64]
+SIZES = slow_but(range(1, 10), [*range(1, 18), 32, 64])
 
 
 def integers(n, count):

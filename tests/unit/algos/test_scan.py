@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.slow import slow_but
 
 from r2ccl.algos import scan
 from r2ccl.errors import InvalidArgument
@@ -12,7 +13,7 @@ from r2ccl.schedule.cost import measure
 from r2ccl.schedule.interpret import interpret
 from r2ccl.schedule.ir import Schedule
 
-SIZES = [*range(1, 18), 33]
+SIZES = slow_but(range(1, 9), [*range(1, 18), 33])
 FORMS = [(make, e) for make in (scan.doubling, scan.chain) for e in (False, True)]
 
 

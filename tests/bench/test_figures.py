@@ -10,8 +10,6 @@ from support.tables import rows_of
 
 from r2ccl.schedule.check import check
 
-pytestmark = pytest.mark.slow
-
 USES = ["r2ccl-training", "r2ccl-inference"]
 
 
