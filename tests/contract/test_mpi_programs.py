@@ -104,7 +104,6 @@ def test_two_ranks_have_the_bits_of_mpi(program: Path, tmp_path: Path) -> None:
     assert nrepairs >= 2  # both ends moved their channels
 
 
-@pytest.mark.slow
 def test_messages_under_way_lose_no_bit(tmp_path: Path) -> None:
     program = tmp_path / "ring.py"
     program.write_text(RING, encoding="utf-8")

@@ -103,7 +103,6 @@ def test_notebook_shows_what_happens_in_a_kernel(tmp_path: Path) -> None:
     assert shown(executed) == shown(notebook)
 
 
-@pytest.mark.slow
 def test_demo_on_loopback_loses_a_rail_and_no_bit(tmp_path: Path) -> None:
     demo = EXAMPLES / "train_digits.py"
     written = run(sys.executable, demo, "--epochs", "1", "--loopback", cwd=tmp_path)

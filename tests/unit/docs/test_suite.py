@@ -12,7 +12,7 @@ UNIT = ROOT / "tests/unit"
 MAX_NAME = 60
 FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 #: Folders of unit tests that are for a folder of the repository, not for a package.
-BESIDE = {Path("bench"), Path("docs")}
+BESIDE = {Path("docs")}
 
 
 def too_long(source: str) -> list[str]:
