@@ -28,6 +28,7 @@ from support.ptx_machine import Kernel
 from r2ccl.dtypes import BFLOAT16_CODE, CODES, DTYPES, dtype_name
 from r2ccl.kernels.cuda import Form, arguments, canonical, ptx_of
 from r2ccl.kernels.cuda.machine import PTX_VERSION, TARGET, VECTORS
+from r2ccl.kernels.cuda.prebuilt import forms
 from r2ccl.kernels.cuda.template import units_at_once
 from r2ccl.types import ReduceOp
 
@@ -55,19 +56,21 @@ REPRESENTATIVE = [
     Form(dtype_code=FLOAT32_CODE, op=ReduceOp.SUM, ninputs=1),
 ]
 ALL = (*pairs(), *others())
+#: Every ninth form that collectives launch: of all types, and of most numbers of operands.
+PREBUILT = tuple(forms())[::9]
 
 
-def cases(forms: Iterable[Form]) -> list[Any]:
+def cases(given: Iterable[Form]) -> list[Any]:
     quick = set(map(canonical, REPRESENTATIVE))
     return [
         pytest.param(
             form, id=title(form), marks=() if canonical(form) in quick else pytest.mark.slow
         )
-        for form in forms
+        for form in given
     ]
 
 
-FORMS = cases(ALL)
+FORMS = cases(dict.fromkeys((*ALL, *PREBUILT)))
 #: Those that have a kernel of their own.
 KERNELS = cases(dict.fromkeys(map(canonical, ALL)))
 #: What combines two packed halves.
