@@ -32,7 +32,7 @@ TORCH_BIN := $(TORCH_VENV)/bin
 # Index with smaller builds for CPUs, such as https://download.pytorch.org/whl/cpu; the default index if empty.
 TORCH_INDEX ?=
 
-.PHONY: help demo demo-gpt test test-slow test-all test-rdma test-torch fresh lint test-matrix dist bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos pictures docs docs-serve clean
+.PHONY: help demo demo-gpt test test-slow test-all test-rdma test-torch fresh lint test-matrix dist bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos ptx pictures docs docs-serve clean
 .DEFAULT_GOAL := help
 # Tests and benchmarks measure time, so no two targets run at once.
 .NOTPARALLEL:
@@ -175,6 +175,9 @@ chaos: $(VENV)/.test ## run random jobs with random faults on random netlabs; SE
 	if [ $$status -eq 69 ]; then echo "chaos: skipped: for the reason above"; exit 0; fi; \
 	exit $$status
 
+ptx: $(VENV)/.test ## compile the prebuilt kernels for GPUs anew, in 10 minutes; needs no GPU
+	@$(BIN)/python -c 'from r2ccl.kernels.cuda.prebuilt import make; make()'
+
 pictures: $(VENV)/.core ## redraw the pictures in docs/pictures/
 	@for what in draw packages nic_loss; do $(BIN)/python docs/pictures/$$what.py || exit; done
 
@@ -235,7 +238,7 @@ $(VENV)/.lint: $(VENV)/.test
 
 # torch is not installed: the right build depends on the driver.
 $(VENV)/.gpu: $(VENV)/.test
-	@echo "installing CuPy and the compiler of the kernels ..."
+	@echo "installing CuPy and the bindings of the CUDA driver ..."
 	@$(PIP) install --editable ".[gpu,cupy]"
 	@touch $@
 

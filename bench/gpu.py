@@ -1,6 +1,7 @@
 """GPU bench: checks the results and measures the speed of r2ccl on a GPU, in one command.
 
-After the preflight (`gpu_preflight`), the bench has three parts, selected with ``--what``:
+After the preflight (`gpu_preflight`), the bench has four parts, selected with ``--what``:
+``parked`` finds out which driver calls wait for a stream that waits for the host (`gpu_parked`);
 ``kernels`` compares the reduction kernels with a copy on the GPU, CuPy and torch (`gpu_kernels`);
 ``collectives`` compares allreduces of 2 and 4 ranks on one GPU, under MPS also with NCCL over
 sockets (`gpu_collectives`); ``check`` runs the tests in ``tests/gpu`` and ``r2ccl doctor``. The
@@ -44,6 +45,7 @@ from gpu_check import check
 from gpu_collectives import CUT, IPC, NCCL, TCP, Collectives, cells_of, fitting
 from gpu_kernels import Kernels
 from gpu_outcome import Budget, Outcome
+from gpu_parked import parked
 from gpu_peers import find_peers
 from gpu_preflight import findings, has_mps
 from gpu_report import allreduce_lines, allreduce_rows, judge, kernel_lines, kernel_rows
@@ -86,6 +88,12 @@ def kernels(args: argparse.Namespace, budget: Budget, outcome: Outcome) -> None:
             judge(outcome, rows)
             outcome.lines += kernel_lines(rows)
             outcome.lines.append("GB/s: 1e9 bytes read or written per second, also for the copy")
+
+
+def waits(args: argparse.Namespace, budget: Budget, outcome: Outcome) -> None:
+    """Find out which driver calls wait for a stream that waits for the host."""
+    with open_card(_ORDINAL) as card:
+        parked(card.device, outcome)
 
 
 def collectives(args: argparse.Namespace, budget: Budget, outcome: Outcome) -> None:
@@ -131,6 +139,7 @@ class Part(NamedTuple):
 
 
 _PARTS = {
+    "parked": Part(waits, 0.5),
     "kernels": Part(kernels, 2.0),
     "collectives": Part(collectives, 3.0),
     "check": Part(lambda args, budget, outcome: check(budget, outcome), 5.0),

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 _ORDINAL = 0
 #: Packages that r2ccl needs on a GPU, and packages that only comparisons and tests need.
-_NEEDED = ("numpy", "numba", "ml_dtypes", "msgspec", "psutil", "cuda-core", "cuda-bindings")
-_COMPARED = ("cupy-cuda13x", "cupy-cuda12x", "torch", "pytest")
+_NEEDED = ("numpy", "ml_dtypes", "msgspec", "psutil", "cuda-core", "cuda-bindings")
+_COMPARED = ("numba", "cupy-cuda13x", "cupy-cuda12x", "torch", "pytest")
 #: Attributes of the device that decide which backends work.
 _ATTRIBUTES = (
     "CAN_USE_64_BIT_STREAM_MEM_OPS",
@@ -76,23 +76,24 @@ def torch() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """Look for numba-cuda and libnvvm, which compile kernels."""
+    """Look for numba-cuda and libnvvm, which compile the kernels that only the bench launches."""
     try:
         version = importlib.metadata.version("numba-cuda")
     except importlib.metadata.PackageNotFoundError:
-        yield Finding("missing", "compiler", "numba-cuda: pip install 'numba-cuda[cu13]'")
+        yield Finding("missing", "compiler", "numba-cuda: pip install 'numba-cuda[cu13]'", False)
         return
     places = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
     found = [each for each in (*places, _TOOLKIT) if each and Path(each, _LIBNVVM).exists()]
     found += [name for name in _NVVM_PACKAGES if _is_installed(name)]
     if not found:
         how = "pip install 'numba-cuda[cu13]' or [cu12], or set CUDA_HOME to a CUDA toolkit"
-        yield Finding("missing", "compiler", f"libnvvm, which numba-cuda {version} needs: {how}")
+        text = f"libnvvm, which numba-cuda {version} needs: {how}"
+        yield Finding("missing", "compiler", text, False)
         return
     text = f"numba-cuda {version}; libnvvm in {found[0]}"
     if found == [_TOOLKIT] and _TOOLKIT not in places:
         text += f": export CUDA_HOME={_TOOLKIT} if no kernel compiles"
-    yield Finding("ok", "compiler", text)
+    yield Finding("ok", "compiler", text, False)
 
 
 def _is_installed(package: str) -> bool:
@@ -116,7 +117,7 @@ def mps() -> Iterator[Finding]:
 
 
 def device() -> Iterator[Finding]:
-    """Open the GPU, list its attributes, and compile and load one kernel."""
+    """Open the GPU, list its attributes, and load one kernel."""
     from r2ccl.device.bindings import Cuda
     from r2ccl.device.driver import CudaDevice
     from r2ccl.dtypes import CODES, dtype_of
@@ -142,7 +143,7 @@ def device() -> Iterator[Finding]:
         ptx = ptx_of(Form(dtype_code=float32, op=ReduceOp.SUM), gpu.capability, None)
         gpu.load(ptx.text, ptx.entry)
         took_s = time.monotonic() - begun_s
-        yield Finding("ok", "kernel", f"compiled and loaded in {took_s:.1f} s")
+        yield Finding("ok", "kernel", f"{ptx.origin}, and loaded in {took_s:.1f} s")
     finally:
         gpu.close()
 

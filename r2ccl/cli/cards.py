@@ -23,7 +23,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     Each field that ends with ``_error`` is the error message of a test: empty if the test
     succeeded, None if it was not run. The test of ``open_error`` makes a context, that of
-    ``kernel_error`` compiles and loads a kernel, that of ``ipc_error`` maps an allocation in
+    ``kernel_error`` loads a kernel, that of ``ipc_error`` maps an allocation in
     another process, and that of ``dmabuf_error`` exports an allocation as a dma-buf. ``nics`` has,
     for each RDMA port tried, its label and the method by which the port registered an allocation;
     ``route`` is the method by which all ports together registered the allocation, None if no port
@@ -58,12 +58,11 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
     error, or NO_CUDA if cuda.bindings, the driver or a GPU is missing; otherwise both are empty.
     ``visible`` is CUDA_VISIBLE_DEVICES, None if it is not set.
 
-    ``gpus`` are the GPUs that CUDA lists. ``compile_s`` is the time in seconds to compile a kernel.
-    ``cache`` is the directory of compiled kernels; ``cache_error`` is the reason why it cannot be
-    written, empty if it can. ``topology`` has the facts that `r2ccl.topology.sysfs.read_machine`
-    needs. ``doing`` names the step of the collection that was in progress when the facts were
-    printed; empty after the last step. ``died`` says how the process that collected the facts
-    failed; empty if it did not.
+    ``gpus`` are the GPUs that CUDA lists. ``kernel_origin`` is the ``origin`` of the kernel that
+    was loaded (`r2ccl.kernels.cuda.Ptx`), empty if no kernel was. ``topology`` has the facts that
+    `r2ccl.topology.sysfs.read_machine` needs. ``doing`` names the step of the collection that was
+    in progress when the facts were printed; empty after the last step. ``died`` says how the
+    process that collected the facts failed; empty if it did not.
     """
 
     pci: tuple[str, ...] = ()
@@ -75,9 +74,7 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
     status: str = ""
     visible: str | None = None
     gpus: tuple[Card, ...] = ()
-    compile_s: float = 0.0
-    cache: str = ""
-    cache_error: str = ""
+    kernel_origin: str = ""
     topology: GpuFacts = GpuFacts()
     doing: str = ""
     died: str = ""

@@ -12,10 +12,8 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,14 +22,13 @@ import numpy as np
 from r2ccl.cli.apart import run
 from r2ccl.cli.cards import Card, CudaFacts
 from r2ccl.cli.gpunics import export_error, is_rdma_capable, open_nics, way_of
-from r2ccl.clock import monotonic
 from r2ccl.device.base import Device
 from r2ccl.device.bindings import Cuda
 from r2ccl.device.driver import CudaDevice
 from r2ccl.dtypes import CODES
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.kernels.cuda.form import Form
-from r2ccl.kernels.cuda.ptx import Ptx, cache_directory, ptx_of, target_of
+from r2ccl.kernels.cuda.ptx import ptx_of
 from r2ccl.topology.gpus import BindingsSource, GpuSource, find_gpus
 from r2ccl.transport.verbs.cuda import BindingsDriver, CudaDriver
 from r2ccl.transport.verbs.dmabuf import DeviceMemoryRoute
@@ -123,7 +120,7 @@ def try_all(journal: Journal, nics: Sequence[str]) -> None:
     """Run all tests on every GPU, and add the results to the journal."""
     with ExitStack() as stack:
         opened = open_gpus(journal, stack, CudaDevice)
-        try_kernels(journal, opened, cache_directory(os.environ))
+        try_kernels(journal, opened)
         try_mapping(journal, opened, map_apart)
         try_exports(journal, opened, BindingsDriver())
         if nics:
@@ -152,42 +149,17 @@ def open_gpus(
     return tuple(opened)
 
 
-def try_kernels(journal: Journal, opened: Sequence[Opened], directory: Path | None) -> None:
-    """Compile a kernel for each architecture without the cache, and load it on every GPU.
-
-    `directory` is the directory of the kernel cache, None if the user has none. The kernel is not
-    written there; `why_not_kept` only tests whether it could be written.
-    """
-    journal.learn(cache=str(directory or ""), cache_error=why_not_kept(directory))
-    compiled: dict[tuple[int, int], Ptx] = {}
+def try_kernels(journal: Journal, opened: Sequence[Opened]) -> None:
+    """Load a kernel on every GPU, without the disk cache of kernels."""
     for place, device, _ in opened:
-        journal.begin(f"compiling and loading a kernel for GPU {device.ordinal}")
+        journal.begin(f"loading a kernel for GPU {device.ordinal}")
         try:
-            target = target_of(device.capability)
-            if target not in compiled:
-                begun_s = monotonic()
-                compiled[target] = ptx_of(_FORM, target, None)
-                journal.learn(compile_s=monotonic() - begun_s)
-            device.load(compiled[target].text, compiled[target].entry)
+            kernel = ptx_of(_FORM, device.capability, None)
+            device.load(kernel.text, kernel.entry)
+            journal.learn(kernel_origin=kernel.origin)
             journal.learn_of(place, kernel_error="")
         except (InvalidArgument, TransportError) as exc:
             journal.learn_of(place, kernel_error=str(exc))
-
-
-def why_not_kept(directory: Path | None) -> str:
-    """Return the reason why the kernel cache cannot be written, empty if it can.
-
-    The test creates a temporary file, and removes it again. If the directory does not exist, the
-    file is made in the nearest parent that exists.
-    """
-    if directory is None:
-        return "this user has no home directory"
-    there = next(each for each in (directory, *directory.parents) if os.path.exists(each))
-    try:
-        tempfile.TemporaryFile(dir=there).close()
-    except OSError as exc:
-        return f"{there}: {exc.strerror}"
-    return ""
 
 
 def try_mapping(journal: Journal, opened: Sequence[Opened], map_all: Mapper) -> None:

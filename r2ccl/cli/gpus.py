@@ -13,7 +13,7 @@ from r2ccl.cli.cards import Card, CudaFacts
 from r2ccl.cli.diagnosis import DoctorFinding
 from r2ccl.config import Config
 from r2ccl.gpu.ipc_board import MOST_RANKS
-from r2ccl.kernels.cuda.ptx import TARGETS
+from r2ccl.kernels.cuda.machine import TARGET
 
 #: First CUDA version that can load a kernel before its launch (cuFuncLoad: cudaTypedefs.h).
 _OLDEST_DRIVER = 12040
@@ -152,22 +152,14 @@ def check_streams(cards: Sequence[Card]) -> DoctorFinding:
 
 
 def check_kernels(facts: CudaFacts, cards: Sequence[Card]) -> DoctorFinding:
-    """Check that kernels can be compiled, loaded, and cached for other processes."""
+    """Check that a kernel was loaded, and report whether it was prebuilt."""
     failed = [card for card in cards if card.kernel_error]
     if failed:
         says = _by_gpu(((card, card.kernel_error) for card in failed), cards)
         return DoctorFinding("kernels", "error", says, _kernel_fix(facts, failed))
     if any(card.kernel_error is None for card in cards):
         return DoctorFinding("kernels", "skipped", "were not tried")
-    says = f"compiled in {facts.compile_s:.1f} s, and loaded"
-    if facts.cache_error:
-        return DoctorFinding(
-            "kernels",
-            "warning",
-            f"{says}, but not cached, so each process compiles them: {facts.cache_error}",
-            "set XDG_CACHE_HOME to a directory that this user may write to",
-        )
-    return DoctorFinding("kernels", "ok", f"{says}; cached in {facts.cache}")
+    return DoctorFinding("kernels", "ok", f"{facts.kernel_origin}, and loaded")
 
 
 def check_ipc(cards: Sequence[Card], config: Config) -> DoctorFinding:
@@ -272,7 +264,7 @@ def _staging_size(config: Config) -> str:
 
 
 def _kernel_fix(facts: CudaFacts, failed: Sequence[Card]) -> str:
-    if all(card.capability < min(TARGETS) for card in failed):
+    if all(card.capability < TARGET for card in failed):
         return "keep the data in host memory"
     if facts.driver < _OLDEST_DRIVER:
         return f"install a driver of CUDA {_version(_OLDEST_DRIVER)} or later"

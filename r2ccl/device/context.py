@@ -6,7 +6,8 @@ memory created here, and this library can use theirs.
 Each call checks whether the context is current on its thread, which costs one driver call. If it is
 not, the call pushes the context and pops it afterwards, so every thread keeps its own current
 context, from which the CUDA runtime derives the thread's device. A thread that makes many calls
-enters `PrimaryContext.current` once around them; calls inside do not check.
+enters `PrimaryContext.current` once around them; calls inside do not check, and the driver does
+not refuse them while another thread captures a CUDA graph.
 
 Invariant: a resource created here stays registered until `PrimaryContext.end` is called for it, so
 `close` frees all others, and none that another library created.
@@ -30,6 +31,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 #: Number of polls before the first pause. After each of them, the wait only yields the processor.
 #: Short copies are done by then.
 _NYIELDS = 8
+#: Driver function that sets the capture mode of a thread, and returns the previous mode.
+_EXCHANGE_MODE = "cuThreadExchangeStreamCaptureMode"
 #: Flags of cuCtxEnablePeerAccess, which defines none.
 _NO_FLAGS = 0
 
@@ -84,6 +87,10 @@ class PrimaryContext:
     def current(self) -> Iterator[None]:
         """Make the context current on this thread inside the ``with`` block.
 
+        While a thread captures a CUDA graph in the global mode, which is the default, the driver
+        refuses potentially unsafe calls, such as cuMemAlloc, of all other threads. Inside the
+        block, captures by other threads have no effect on this thread.
+
         Raises
         ------
         InternalError
@@ -93,12 +100,15 @@ class PrimaryContext:
             yield
             return
         self._push()
+        call, modes = self._cuda.call, self._cuda.api.CUstreamCaptureMode
+        before = call(_EXCHANGE_MODE, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
         self._entered.is_inside = True
         try:
             yield
         finally:
             self._entered.is_inside = False
-            self._cuda.call("cuCtxPopCurrent")
+            call(_EXCHANGE_MODE, before)
+            call("cuCtxPopCurrent")
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a driver function with the context current; see `Cuda.call`.

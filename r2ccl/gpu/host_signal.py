@@ -14,6 +14,7 @@ the word has reached its number.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
@@ -99,6 +100,8 @@ class SignalledStream:
         self._number = 0
         #: By stream, the event that is done when the stream has passed its last wait for the word.
         self._passed: dict[Stream, Event] = {}
+        #: Held during `hold`, which several threads of the caller may call.
+        self._holding = threading.Lock()
 
     def examine(self, job: DeviceJob) -> None:
         """Raise the error of the call of `job`, if the call failed.
@@ -111,23 +114,24 @@ class SignalledStream:
     def hold(self, stream: Stream, number: int) -> None:
         """Make work enqueued on `stream` from now on wait until call `number` has ended.
 
-        The call must have been submitted to the worker.
+        The call must have been submitted to the worker. Any thread may call this method.
 
         Raises
         ------
         TransportError
             If the device failed.
         """
-        self._device.wait_word(stream, int(self._pinned.ctypes.data), number & WORD)
-        passed = self._passed.pop(stream, None)
-        if passed is None:
-            while len(self._passed) >= _MOST_STREAMS and self._device.is_done(
-                self._oldest_passed()
-            ):
-                self.recycle(self._passed.pop(next(iter(self._passed))))
-            passed = self.take_event()
-        self._device.record(passed, stream)
-        self._passed[stream] = passed
+        with self._holding:
+            self._device.wait_word(stream, int(self._pinned.ctypes.data), number & WORD)
+            passed = self._passed.pop(stream, None)
+            if passed is None:
+                while len(self._passed) >= _MOST_STREAMS and self._device.is_done(
+                    self._oldest_passed()
+                ):
+                    self.recycle(self._passed.pop(next(iter(self._passed))))
+                passed = self.take_event()
+            self._device.record(passed, stream)
+            self._passed[stream] = passed
 
     def _oldest_passed(self) -> Event:
         return next(iter(self._passed.values()))

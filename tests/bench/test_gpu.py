@@ -21,6 +21,7 @@ from support.fake_gpu_rank import BENCH, BLOCK_NBYTES, fake_card
 
 from r2ccl.errors import TransportError
 from r2ccl.kernels.cuda import Form, canonical
+from r2ccl.testing.fakedevice import FakeDevice, FakeGpu, FakeKernel
 from r2ccl.testing.fakedevice.forms import FakeLauncher, combine
 
 ROOT = BENCH.parent
@@ -508,6 +509,55 @@ def test_the_closing_line_of_the_tests_is_shown(
     assert outcome.lines[0] == "pytest tests/gpu: 1 failed, 2 passed in 3 s"
     assert outcome.failures == ["tests/gpu: 1 failed, 2 passed in 3 s"]
     assert "rails" in outcome.lines
+
+
+# Behind a stream that waits
+
+
+def parked_on(bench: Any, **options: Any) -> tuple[Any, Any]:
+    """Run the experiments on a fake GPU; return their module and outcome."""
+    module, outcome = bench("gpu_parked"), bench("gpu_outcome").Outcome()
+    gpu_of_both = FakeGpu(0, **options)
+    device, other = FakeDevice(gpu_of_both, "rank 0"), FakeDevice(gpu_of_both, "rank 1")
+    device.kernels["r2ccl_sum_float32_2_1"] = FakeKernel(lambda grid, *arguments: None)
+    module.experiments(device, other.export(other.allocate(8))[0], outcome)
+    return module, outcome
+
+
+@pytest.mark.parametrize("is_serial", [True, False])
+def test_calls_that_wait_for_the_device_are_found(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, is_serial: bool
+) -> None:
+    monkeypatch.setattr(bench("gpu_parked"), "_DEADLINE_S", 0.05)
+    monkeypatch.setattr(bench("gpu_parked"), "_MOST_ENQUEUED", 9)
+    _, outcome = parked_on(bench, is_serial=is_serial)
+    rows = {row["name"]: row for row in outcome.rows if row["measure"] == "parked"}
+    assert [row["error"] for row in rows.values()] == [""] * 11
+    waiting = {name for name, row in rows.items() if row["is_waiting"]}
+    assert ({"cuMemAlloc", "cuMemHostAlloc", "cuModuleLoadDataEx", "cuIpcOpenMemHandle"} <= waiting
+            if is_serial else not waiting)  # fmt: skip
+    assert not waiting & {"cuEventCreate", "cuStreamCreateWithPriority"}
+
+
+@pytest.mark.parametrize(("limit", "depth"), [(16, 15), (None, 40)])
+def test_the_room_behind_a_stream_that_waits_is_counted(
+    bench: Any, limit: int | None, depth: int
+) -> None:
+    module = bench("gpu_parked")
+    options = {} if limit is None else {"queue_limit": limit}
+    device = FakeDevice(FakeGpu(0, **options))
+    assert module.queue_depth(module.ParkedStream(device), 0.05, 40) == depth
+
+
+def test_a_call_that_fails_behind_a_waiting_stream_is_told(bench: Any) -> None:
+    module = bench("gpu_parked")
+
+    def fail() -> None:
+        raise TransportError("no memory, for a test")
+
+    stream = module.ParkedStream(FakeDevice(FakeGpu()))
+    measured = module.measure("cuMemAlloc", fail, stream, 0.05)
+    assert str(measured) == "cuMemAlloc: TransportError: no memory, for a test"
 
 
 # The whole

@@ -194,6 +194,18 @@ class Layout(NamedTuple):
     in_place: int | None = None
 
 
+def shifted(form: Form) -> list[tuple[int, ...]]:
+    """Return the offsets of layouts whose operands share an alignment of 8 or 4 bytes only.
+
+    The first operand begins beside a multiple of 16 bytes. Only offsets of more than one element
+    are returned; the other layouts have those of one element.
+    """
+    itemsize = DTYPES[form.dtype_code].itemsize
+    unit = itemsize // (2 if DTYPES[form.dtype_code].kind == "c" else 1)
+    steps = [nbytes // unit for nbytes in (8, 4) if nbytes > itemsize]
+    return [(1, 1 + step) for step in steps]
+
+
 class Arena:
     """Inputs, poisoned outputs and guards of one case, as one block of bytes.
 
@@ -290,6 +302,7 @@ __all__ = [
     "host_fuses",
     "others",
     "pairs",
+    "shifted",
     "title",
     "values",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numba import cuda
-from support.cuda_cases import FACTOR, NRANKS, Arena, Layout, others, pairs, title
+from support.cuda_cases import FACTOR, NRANKS, Arena, Layout, others, pairs, shifted, title
 
 from r2ccl.dtypes import DTYPES
 from r2ccl.kernels.cuda import Form, arguments, canonical, twins
@@ -25,11 +25,13 @@ def layouts(form: Form) -> list[Layout]:
     """Return sizes and placements that together take every path of a kernel.
 
     They are: several vectors per thread, with elements before and after; few elements; starts that
-    do not share a 16-byte alignment; in place.
+    share an alignment of 8, 4 or fewer bytes only; in place.
     """
     per_vector = max(1, 16 // DTYPES[form.dtype_code].itemsize)
     many = 5 * NBLOCKS * NTHREADS * per_vector + 3
+    apart = [Layout(many, offsets=offsets) for offsets in shifted(form)]
     return [
+        *apart,
         Layout(0),
         Layout(1),
         Layout(many),

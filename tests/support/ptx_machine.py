@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -52,6 +53,8 @@ class Kernel:
         self.shared = {name: int(size) for name, size in
                        re.findall(r"\.shared \.align \d+ \.b8 (\w+)\[(\d+)\]", text)}  # fmt: skip
         self.labels: dict[str, int] = {}
+        #: Number of loads and stores in global memory so far, by their size in bytes.
+        self.accesses: Counter[int] = Counter()
         self.instructions: list[Instruction] = []
         body = text[text.index("{") + 1 : text.rindex("}")]
         for statement in body.split(";"):
@@ -170,6 +173,7 @@ class _Thread:
     def _room(self, address: int, nbytes: int) -> Any:
         assert address % nbytes == 0, f"{address:#x} is not aligned to {nbytes} bytes"
         if address < _SHARED:
+            self.kernel.accesses[nbytes] += 1
             last = address + nbytes - 1
             assert any(address in each and last in each for each in self.windows), hex(address)
             return (ctypes.c_uint8 * nbytes).from_address(address)

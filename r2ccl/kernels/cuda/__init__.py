@@ -2,9 +2,10 @@
 
 A `form` specifies what a kernel computes. `template` generates the kernel's source, using the
 functions of `arithmetic` and `integers` on the instruction set defined by `machine`: `primitives`
-implements it for a GPU, `twins` for Numba's simulator. `ptx` compiles through `compiling` and
-caches the result on disk, `operands` packs the arguments, `launch` chooses the grid and launches on
-a `Device`, and `chain` plans kernels for any number of inputs. Numba is imported only to compile.
+implements it for a GPU, `twins` for Numba's simulator. `compiling` compiles the source. `prebuilt`
+has the kernels of all collectives, compiled; `ptx` returns a kernel from there, from a cache on
+disk, or compiles it. `operands` packs the arguments, `launch` chooses the grid and launches on a
+`Device`, and `chain` plans kernels for any number of inputs. Numba is imported only to compile.
 
 Invariant: unless a form scales or has `is_wide`, its results with two inputs have the same bits as
 those of `r2ccl.kernels.host`; with more, the same bits as the host's kernels applied from the left.
@@ -19,12 +20,12 @@ from r2ccl.kernels.cuda.chain import ChainStep, chain
 from r2ccl.kernels.cuda.form import MOST, Form, canonical, has_kernels
 from r2ccl.kernels.cuda.launch import Launcher, nblocks_of
 from r2ccl.kernels.cuda.operands import arguments
-from r2ccl.kernels.cuda.ptx import NTHREADS, TARGETS, Ptx, cache_directory, ptx_of, target_of
+from r2ccl.kernels.cuda.ptx import Ptx, cache_directory, check_capability, ptx_of
+from r2ccl.kernels.cuda.template import NTHREADS
 
 __all__ = [
     "MOST",
     "NTHREADS",
-    "TARGETS",
     "ChainStep",
     "Form",
     "Launcher",
@@ -33,8 +34,8 @@ __all__ = [
     "cache_directory",
     "canonical",
     "chain",
+    "check_capability",
     "has_kernels",
     "nblocks_of",
     "ptx_of",
-    "target_of",
 ]

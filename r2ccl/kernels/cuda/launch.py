@@ -14,9 +14,10 @@ from pathlib import Path
 from r2ccl.device.base import Device, Kernel, Stream
 from r2ccl.errors import InvalidArgument
 from r2ccl.kernels.cuda.form import HALVES, Form, canonical
-from r2ccl.kernels.cuda.machine import VECTOR
+from r2ccl.kernels.cuda.machine import VECTORS
 from r2ccl.kernels.cuda.operands import arguments, check_addresses
-from r2ccl.kernels.cuda.ptx import NBLOCKS_AT_ONCE, NTHREADS, cache_directory, ptx_of
+from r2ccl.kernels.cuda.ptx import cache_directory, ptx_of
+from r2ccl.kernels.cuda.template import NBLOCKS_AT_ONCE, NTHREADS
 from r2ccl.types import CallSignature, ReduceOp
 
 #: Largest number of blocks of a grid per multiprocessor. This is several times the number that runs
@@ -202,7 +203,7 @@ def nblocks_of(form: Form, count: int, nsms: int) -> int:
     # A table may be in host memory, where each block takes 1 to 2 us to read it; with at most the
     # resident number of blocks, that time is spent once.
     most = nsms * (NBLOCKS_AT_ONCE if form.has_table else BLOCKS_PER_SM)
-    vectors = -(-count * form.itemsize // VECTOR)
+    vectors = -(-count * form.itemsize // max(VECTORS))
     return max(1, min(-(-vectors // NTHREADS), most))
 
 

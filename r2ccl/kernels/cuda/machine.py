@@ -14,8 +14,15 @@ from typing import Any, Protocol
 
 Function = Callable[..., Any]
 
-#: Size in bytes of a vector, the unit that a thread loads or stores at once.
-VECTOR = 16
+#: Sizes in bytes of the vectors that a thread loads or stores at once, the largest first.
+VECTORS = (16, 8, 4)
+
+#: Compute capability that kernels are compiled for. GPUs of later ones run its PTX too, and for 9.0
+#: the compiler writes the same instructions.
+TARGET = (8, 0)
+#: Oldest PTX ISA version that supports `TARGET`, and all instructions that kernels contain. The
+#: compiler writes the newest version it knows, which drivers older than the compiler refuse.
+PTX_VERSION = "7.0"
 
 #: Lane types and their sizes in bytes. ``x2`` means two registers, as a tuple: a complex number, or
 #: two 16-bit floats as float32. 16-bit floats and integers of 8 and 16 bits are packed in ``u32``.
@@ -48,17 +55,18 @@ class InstructionSet(Protocol):
         """Return the function of one of `INSTRUCTIONS`."""
         ...
 
-    def load_vector(self, lane: str) -> Function:
-        """Return ``load(address, offset)``, which loads the lanes of one vector of 16 bytes.
+    def load_vector(self, lane: str, nbytes: int) -> Function:
+        """Return ``load(address, offset)``, which loads the lanes of one vector as a tuple.
 
-        The vector is at ``address + offset``, which must be a multiple of 16.
+        The vector has `nbytes` bytes, one of `VECTORS`, and is at ``address + offset``, which must
+        be a multiple of `nbytes`.
         """
         ...
 
-    def store_vector(self, lane: str) -> Function:
-        """Return ``store(address, offset, lanes)``, which stores one vector of 16 bytes.
+    def store_vector(self, lane: str, nbytes: int) -> Function:
+        """Return ``store(address, offset, lanes)``, which stores one vector.
 
-        The vector is at ``address + offset``, which must be a multiple of 16.
+        The size and the place of the vector are those of `load_vector`.
         """
         ...
 
@@ -85,4 +93,12 @@ class InstructionSet(Protocol):
         ...
 
 
-__all__ = ["INSTRUCTIONS", "LANES", "VECTOR", "Function", "InstructionSet"]
+__all__ = [
+    "INSTRUCTIONS",
+    "LANES",
+    "PTX_VERSION",
+    "TARGET",
+    "VECTORS",
+    "Function",
+    "InstructionSet",
+]

@@ -22,7 +22,7 @@ from numba import types
 from numba.cuda import cgutils
 from numba.cuda.extending import intrinsic
 
-from r2ccl.kernels.cuda.machine import INSTRUCTIONS, LANES, VECTOR, Function
+from r2ccl.kernels.cuda.machine import INSTRUCTIONS, LANES, Function
 
 _TYPES: dict[str, Any] = {
     "u32": types.uint32,
@@ -100,20 +100,19 @@ def instruction(name: str) -> Function:
     return _intrinsic(result(*operands), generate)
 
 
-def load_vector(lane: str) -> Function:
-    """Implement `InstructionSet.load_vector` with one vector load."""
-    lanes = _vector(lane)
+def load_vector(lane: str, nbytes: int) -> Function:
+    """Implement `InstructionSet.load_vector` with one load."""
+    lanes = type_of(f"{lane}[{nbytes // LANES[lane]}]")
     registers = [f"${i}" for i in range(len(_leaves(lanes)))]
-    text = f"ld.global.v{len(registers)}.{lane[:3]} {{{', '.join(registers)}}}, "
-    return _access(f"{text}[${len(registers)}];", lanes)
+    kind, operand = _transferred(lane, registers)
+    return _access(f"ld.global.{kind} {operand}, [${len(registers)}];", lanes)
 
 
-def store_vector(lane: str) -> Function:
-    """Implement `InstructionSet.store_vector` with one vector store."""
-    lanes = _vector(lane)
-    registers = [f"${i + 1}" for i in range(len(_leaves(lanes)))]
-    text = f"st.global.v{len(registers)}.{lane[:3]} [$0], {{{', '.join(registers)}}};"
-    return _access(text, types.void, lanes)
+def store_vector(lane: str, nbytes: int) -> Function:
+    """Implement `InstructionSet.store_vector` with one store."""
+    lanes = type_of(f"{lane}[{nbytes // LANES[lane]}]")
+    kind, operand = _transferred(lane, [f"${i + 1}" for i in range(len(_leaves(lanes)))])
+    return _access(f"st.global.{kind} [$0], {operand};", types.void, lanes)
 
 
 def load_element(lane: str, itemsize: int) -> Function:
@@ -146,8 +145,11 @@ def routine(function: Function, result: str, *operands: str) -> Function:
     return _intrinsic(signature, generate)
 
 
-def _vector(lane: str) -> Any:
-    return type_of(f"{lane}[{VECTOR // LANES[lane]}]")
+def _transferred(lane: str, registers: Sequence[str]) -> tuple[str, str]:
+    """Return the type and the operand of a load or store of registers of a lane type."""
+    if len(registers) == 1:
+        return lane[:3], registers[0]
+    return f"v{len(registers)}.{lane[:3]}", f"{{{', '.join(registers)}}}"
 
 
 def _registers(lane: str, itemsize: int) -> tuple[str, int, int]:

@@ -4,10 +4,11 @@ The source is flat: the kernel calls only functions that the instruction set pro
 compiles other device functions only on a machine with a GPU, or inlines them at ten times the cost.
 
 A thread processes every `nthreads`-th vector. If there are enough vectors, it processes several at
-once and reads all of them before it writes one, so that many reads are in flight. It processes
-single elements before the first and after the last multiple of 16 bytes, and everywhere if the
-operands have different offsets from a multiple of 16 bytes. An output may be exactly an input,
-because no other thread reads what a thread writes.
+once and reads all of them before it writes one, so that many reads are in flight. Vectors have 16
+bytes if all operands have the same offset from a multiple of 16 bytes, else 8 or 4 bytes if they
+have the same offset from a multiple of these. Single elements are processed before the first and
+after the last vector, and everywhere if not even 4-byte vectors are possible. An output may be
+exactly an input, because no other thread reads what a thread writes.
 
 Loops advance by ``advance``, an addition that the compiler cannot analyse. Otherwise the compiler
 would unroll the loop once more, after a 64-bit division that computes the number of iterations.
@@ -18,6 +19,7 @@ import Numba.
 
 from __future__ import annotations
 
+import itertools
 import linecache
 from typing import Any, NamedTuple
 
@@ -25,8 +27,13 @@ import numpy as np
 
 from r2ccl.kernels.cuda.arithmetic import arithmetic, lane_of, numbers_of
 from r2ccl.kernels.cuda.form import Form
-from r2ccl.kernels.cuda.machine import LANES, VECTOR, Function, InstructionSet
+from r2ccl.kernels.cuda.machine import LANES, VECTORS, Function, InstructionSet
 
+#: Threads per block.
+NTHREADS = 256
+#: Least number of resident blocks per multiprocessor. It leaves 64 registers per thread, so ptxas
+#: does not spill registers to fit more threads.
+NBLOCKS_AT_ONCE = 4
 #: Number of reads that a thread keeps in flight, if `_MOST_AT_ONCE` allows as many. 8 reads of 16
 #: bytes by 1,024 threads are 128 KiB, over three times the bandwidth-delay product of one of 132
 #: multiprocessors at 4.8 TB/s and 1 us.
@@ -47,14 +54,12 @@ class _Unit(NamedTuple):
 def source(form: Form) -> str:
     """Return the Python source of the kernel of a canonical form.
 
-    It contains the kernel and two functions that the kernel calls: one computes an element of the
-    result, the other a vector. The arguments of the kernel are those in `parameters`, then
-    ``factor`` and ``divisor``.
+    It contains the kernel and the functions that the kernel calls: one computes an element of the
+    result, the others a vector of each size. The arguments of the kernel are those in `parameters`,
+    then ``factor`` and ``divisor``.
     """
-    element, vector = _units(form)
     lines = [
-        *_result_of(form, element),
-        *_result_of(form, vector),
+        *(line for unit in _units(form) for line in _result_of(form, unit)),
         f"def {form.name}({', '.join(parameters(form))}, factor, divisor):",
         "    thread = cuda.grid(1)",
         "    nthreads = cuda.gridsize(1)",
@@ -100,13 +105,14 @@ def build(form: Form, machine: InstructionSet, cuda: Any) -> Function:
         "int64": np.int64,
         "advance": machine.instruction("advance.s64"),
         "load_address": machine.load_element("u64", 8),
-        "load_vector": machine.load_vector(calls.lane),
-        "store_vector": machine.store_vector(calls.lane),
         "load_element": machine.load_element(calls.lane, form.itemsize),
         "store_element": machine.store_element(calls.lane, form.itemsize),
         **{each: getattr(calls, each) for each in ("enter", "scale", "combine", "leave")},
     }
     exec(compile(lines, name, "exec"), scope)
+    for unit in _vectors(form):
+        scope[f"load_{unit.name}"] = machine.load_vector(calls.lane, unit.nbytes)
+        scope[f"store_{unit.name}"] = machine.store_vector(calls.lane, unit.nbytes)
     for unit in _units(form):
         result = f"result_of_{unit.name}"
         operands = (f"{unit.kind}[{form.ninputs}]", *numbers_of(form))
@@ -115,13 +121,21 @@ def build(form: Form, machine: InstructionSet, cuda: Any) -> Function:
     return kernel
 
 
-def _units(form: Form) -> tuple[_Unit, _Unit]:
+def _units(form: Form) -> list[_Unit]:
+    return [_Unit("element", form.itemsize, lane_of(form), 1), *_vectors(form)]
+
+
+def _vectors(form: Form) -> list[_Unit]:
+    """Return the vectors of a kernel, the largest first.
+
+    Vectors of less than 16 bytes have several elements: one element has its own unit.
+    """
     lane = lane_of(form)
-    nlanes = VECTOR // LANES[lane]
-    return (
-        _Unit("element", form.itemsize, lane, 1),
-        _Unit("vector", VECTOR, f"{lane}[{nlanes}]", nlanes),
-    )
+    return [
+        _Unit(f"vector{nbytes}", nbytes, f"{lane}[{nbytes // LANES[lane]}]", nbytes // LANES[lane])
+        for nbytes in VECTORS
+        if nbytes == max(VECTORS) or nbytes > form.itemsize
+    ]
 
 
 def _names(kind: str, number: int) -> list[str]:
@@ -133,15 +147,19 @@ def _operands(form: Form) -> list[str]:
 
 
 def _work(form: Form) -> list[str]:
-    """Return the lines that process all operands: head, body and tail."""
-    element, vector = _units(form)
+    """Return the lines that process all operands: head, vectors of each size, and tail."""
+    element, *vectors = _units(form)
     at_once = units_at_once(form)
-    return [
-        *_split(form),
-        *_sweep(form, element, "0", "head", at_once),
-        *_sweep(form, vector, "head", "body", at_once),
-        *_sweep(form, element, "body", "nbytes", 1),
-    ]
+    lines = [*_split(form), *_sweep(form, element, "0", "head", at_once), "    begin = head"]
+    for unit in vectors:
+        lines += [
+            f"    end = begin + ((nbytes - begin) & {-unit.nbytes})",
+            f"    if (differ & {unit.nbytes - 1}) != 0:",
+            "        end = begin",
+            *_sweep(form, unit, "begin", "end", at_once),
+            "    begin = end",
+        ]
+    return [*lines, *_sweep(form, element, "begin", "nbytes", 1)]
 
 
 def _look_up(operands: list[str]) -> list[str]:
@@ -161,20 +179,23 @@ def _look_up(operands: list[str]) -> list[str]:
 
 
 def _split(form: Form) -> list[str]:
-    """Return the lines that compute where vectors begin (``head``) and end (``body``), in bytes.
+    """Return the lines that compute where vectors begin (``head``), in bytes.
 
-    If the operands are not aligned alike, or an element lies across a multiple of 16 bytes, there
-    are no vectors: both are ``nbytes``.
+    A vector size is possible if the bits of ``differ`` below it are zero. If none is, or if an
+    element lies across the start of a vector, there are no vectors: ``head`` is ``nbytes``.
     """
     first, *rest = _operands(form)
     differ = " | ".join(f"({name} ^ {first})" for name in rest)
+    largest, *others = [unit.nbytes for unit in _vectors(form)]
+    lines = [f"    differ = {differ}", f"    head = -{first} & {largest - 1}"]
+    for before, nbytes in itertools.pairwise((largest, *others)):
+        lines += [f"    if (differ & {before - 1}) != 0:", f"        head &= {nbytes - 1}"]
+    smallest = min((largest, *others))
     return [
-        f"    differ = {differ}",
-        f"    head = -{first} & {VECTOR - 1}",
-        f"    if (differ & {VECTOR - 1}) != 0 or (head & {form.itemsize - 1}) != 0:",
+        *lines,
+        f"    if (differ & {smallest - 1}) != 0 or (head & {form.itemsize - 1}) != 0:",
         "        head = nbytes",
         "    head = min(head, nbytes)",
-        f"    body = nbytes - ((nbytes - head) & {VECTOR - 1})",
     ]
 
 
@@ -211,7 +232,7 @@ def _sweep(form: Form, unit: _Unit, begin: str, end: str, at_once: int) -> list[
 def _result_of(form: Form, unit: _Unit) -> list[str]:
     """Return the lines of the function that computes one unit of the result."""
     inputs = [f"inputs[{i}]" for i in range(form.ninputs)]
-    if unit.name == "vector":
+    if unit.name != "element":
         lanes = (_lane(form, [f"{each}[{i}]" for each in inputs]) for i in range(unit.nlanes))
         result = f"({', '.join(lanes)},)"
     else:
@@ -233,4 +254,4 @@ def _lane(form: Form, inputs: list[str]) -> str:
     return f"leave({value})" if form.is_wide else value
 
 
-__all__ = ["build", "parameters", "source", "units_at_once"]
+__all__ = ["NBLOCKS_AT_ONCE", "NTHREADS", "build", "parameters", "source", "units_at_once"]

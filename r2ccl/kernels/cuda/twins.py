@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from r2ccl.errors import InternalError
-from r2ccl.kernels.cuda.machine import VECTOR, Function
+from r2ccl.kernels.cuda.machine import Function
 
 _SCALARS: dict[str, Any] = {
     "u32": np.uint32,
@@ -49,12 +49,12 @@ def _instruction(operation: str, kind: str) -> Function:
     return lambda a, b: scalar(function(scalar(a), scalar(b)))
 
 
-def load_vector(lane: str) -> Function:
+def load_vector(lane: str, nbytes: int) -> Function:
     """Implement `InstructionSet.load_vector`."""
     scalar, nregisters = _SCALARS[lane[:3]], _nregisters(lane)
 
     def load(address: int, offset: int) -> tuple[Any, ...]:
-        registers = tuple(_memory(address + offset, scalar, VECTOR // scalar().itemsize, VECTOR))
+        registers = tuple(_memory(address + offset, scalar, nbytes // scalar().itemsize, nbytes))
         if nregisters == 1:
             return registers
         return tuple(zip(registers[::2], registers[1::2], strict=True))
@@ -62,12 +62,12 @@ def load_vector(lane: str) -> Function:
     return load
 
 
-def store_vector(lane: str) -> Function:
+def store_vector(lane: str, nbytes: int) -> Function:
     """Implement `InstructionSet.store_vector`."""
     scalar = _SCALARS[lane[:3]]
 
     def store(address: int, offset: int, lanes: tuple[Any, ...]) -> None:
-        _memory(address + offset, scalar, VECTOR // scalar().itemsize, VECTOR)[:] = np.ravel(lanes)
+        _memory(address + offset, scalar, nbytes // scalar().itemsize, nbytes)[:] = np.ravel(lanes)
 
     return store
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import signal
 import sys
@@ -29,12 +28,11 @@ from r2ccl.cli.gpuprobe import (
     try_kernels,
     try_mapping,
     try_registering,
-    why_not_kept,
     why_not_mapped,
 )
 from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
-from r2ccl.kernels.cuda.ptx import Ptx, ptx_of
+from r2ccl.kernels.cuda.ptx import Ptx
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu, FakeKernel
 from r2ccl.transport.verbs.dmabuf import DeviceMemoryRoute
 
@@ -155,14 +153,6 @@ def test_nvidias_controllers_and_modules_are_found_in_files(tmp_path: Path) -> N
     assert facts.module == "closed kernel module 535.104.05"
 
 
-def test_the_cache_is_examined_at_its_place_without_being_made(tmp_path: Path) -> None:
-    assert why_not_kept(tmp_path / "a" / "b") == ""
-    assert list(tmp_path.iterdir()) == []
-    assert "home" in why_not_kept(None)
-    (tmp_path / "file").touch()
-    assert why_not_kept(tmp_path / "file" / "a" / "b") == f"{tmp_path / 'file'}: Not a directory"
-
-
 # Trying
 
 
@@ -223,11 +213,10 @@ class Bench:
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def bench() -> Iterator[Bench]:
     made = Bench()
-    monkeypatch.setattr(gpuprobe, "ptx_of", lambda form, target, cache: Ptx(b"entry add", "add"))
     for gpu in made.cards:
-        gpu.kernels["add"] = FakeKernel(lambda grid, *arguments: None)
+        gpu.kernels["r2ccl_sum_float32_2_1"] = FakeKernel(lambda grid, *arguments: None)
     with made.stack:
         yield made
 
@@ -259,41 +248,27 @@ def test_a_gpu_without_memory_is_closed_all_the_same(bench: Bench) -> None:
         FakeDevice(bench.cards[device.ordinal]).close()
 
 
-def test_kernels_are_compiled_once_a_gpu_kind_and_loaded_on_each(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    compiled: list[tuple[object, ...]] = []
-
-    def compile_one(*arguments: object) -> Ptx:
-        compiled.append(arguments[1:])
-        return Ptx(b"entry add", "add")
-
-    monkeypatch.setattr(gpuprobe, "ptx_of", compile_one)
-    try_kernels(bench.journal, bench.open(load="CUDA_ERROR_UNSUPPORTED_PTX_VERSION"), tmp_path)
-    assert compiled == [((9, 0), None)]
+def test_a_kernel_is_loaded_on_each_gpu_and_its_origin_told(bench: Bench) -> None:
+    try_kernels(bench.journal, bench.open(load="CUDA_ERROR_UNSUPPORTED_PTX_VERSION"))
     assert bench.of("kernel_error")[0] == ""
     assert "CUDA_ERROR_UNSUPPORTED_PTX_VERSION" in bench.of("kernel_error")[1]
-    assert (bench.journal.facts.cache, bench.journal.facts.cache_error) == (str(tmp_path), "")
+    assert bench.journal.facts.kernel_origin == "prebuilt"
+
+
+def test_a_kernel_that_cannot_be_had_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> Ptx:
+        raise TransportError("the archive is damaged, for a test")
+
+    monkeypatch.setattr(gpuprobe, "ptx_of", refuse)
+    try_kernels(bench.journal, bench.open())
+    assert bench.of("kernel_error") == ["the archive is damaged, for a test"] * 2
+    assert bench.journal.facts.kernel_origin == ""
 
 
 def test_a_gpu_older_than_the_kernels_is_told_what_they_need(bench: Bench) -> None:
     bench.cards[1].capability = (7, 0)
-    try_kernels(bench.journal, bench.open(), None)
+    try_kernels(bench.journal, bench.open())
     assert "kernels need at least 8.0" in bench.of("kernel_error")[1]
-    assert bench.journal.facts.cache_error
-
-
-def test_a_real_kernel_is_compiled_where_its_compiler_is_there(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpuprobe, "ptx_of", ptx_of)
-    for gpu in bench.cards:
-        gpu.kernels["r2ccl_sum_float32_2_1"] = FakeKernel(lambda grid, *arguments: None)
-    try_kernels(bench.journal, bench.open(), None)
-    is_there = importlib.util.find_spec("numba_cuda") is not None
-    for error in bench.of("kernel_error"):
-        assert error == "" if is_there else "pip install r2ccl[gpu]" in error
-    assert (bench.journal.facts.compile_s > 0) == is_there
 
 
 def test_another_process_maps_what_was_exported(bench: Bench) -> None:

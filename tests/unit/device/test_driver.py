@@ -56,6 +56,7 @@ ENUMERATIONS = (
     "CUjit_option",
     "CUmemorytype",
     "CUstreamBatchMemOpType",
+    "CUstreamCaptureMode",
     "CUstreamCaptureStatus",
     "CUflushGPUDirectRDMAWritesTarget",
     "CUflushGPUDirectRDMAWritesScope",
@@ -131,6 +132,7 @@ class Script:
             "BUFFER_ID": 41,
         }
         self.current = [THEIRS]
+        self.mode = "global" if real is None else real.CUstreamCaptureMode(0)
         self.pinned = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
         self.pinned[:] = 7
         self.results: dict[str, Any] = {
@@ -181,6 +183,9 @@ class Script:
             self.current.append(arguments[0])
         if name == "cuCtxPopCurrent":
             return self.current.pop()
+        if name == "cuThreadExchangeStreamCaptureMode":
+            before, self.mode = self.mode, arguments[0]
+            return before
         for function, prefix, known in (
             ("cuDeviceGetAttribute", "CU_DEVICE_ATTRIBUTE_", self.attributes),
             ("cuPointerGetAttribute", "CU_POINTER_ATTRIBUTE_", self.pointers),
@@ -196,7 +201,8 @@ class Script:
 
     def work(self) -> list[tuple[Any, ...]]:
         """Calls that are no questions and not of contexts."""
-        return [call for call in self.calls if not re.match("cuCtx(Get|Push|Pop)Current", call[0])]
+        asides = "cuCtx(Get|Push|Pop)Current|cuThreadExchangeStreamCaptureMode"
+        return [call for call in self.calls if not re.match(asides, call[0])]
 
 
 class Clock:
@@ -391,8 +397,9 @@ def test_inside_of_current_no_call_asks_for_the_context(api: Script, device: Cud
     with device.current(), device.current():
         device.record(Event(4), Stream(2))
         device.record(Event(4), Stream(2))
+    exchange = "cuThreadExchangeStreamCaptureMode"
     assert [call[0] for call in api.calls] == [
-        "cuCtxPushCurrent", "cuEventRecord", "cuEventRecord", "cuCtxPopCurrent"
+        "cuCtxPushCurrent", exchange, "cuEventRecord", "cuEventRecord", exchange, "cuCtxPopCurrent"
     ]  # fmt: skip
     assert api.current == [THEIRS]
     device.record(Event(4), Stream(2))
@@ -590,6 +597,14 @@ def test_memory_that_was_freed_has_no_number(api: Script, device: CudaDevice) ->
     api.failures["cuPointerGetAttribute"] = Result.CUDA_ERROR_ILLEGAL_ADDRESS
     with pytest.raises(TransportError, match="ILLEGAL_ADDRESS"):
         device.buffer_id(0x2030)
+
+
+def test_inside_of_current_no_call_ends_anothers_capture(api: Script, device: CudaDevice) -> None:
+    before = api.mode
+    with device.current(), device.current():
+        assert api.mode == api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    assert api.mode == before
+    assert len(api.named("cuThreadExchangeStreamCaptureMode")) == 2
 
 
 def test_a_stream_says_whether_it_captures(api: Script, device: CudaDevice) -> None:

@@ -33,7 +33,8 @@ def test_the_wheel_has_the_modules_and_nothing_else(built: Path) -> None:
     code = {name for name in names if name.startswith("r2ccl/")}
     here = {str(file.relative_to(ROOT)) for file in (ROOT / "r2ccl").rglob("*.py")}
     assert {name for name in code if name.endswith(".py")} == here
-    assert {"r2ccl/py.typed", "r2ccl_pytest.py"} <= names
+    kernels = "r2ccl/kernels/cuda/prebuilt.zip"
+    assert {"r2ccl/py.typed", kernels, "r2ccl_pytest.py"} <= names
     info = f"r2ccl-{r2ccl.__version__}.dist-info/"
     rest = {name.removeprefix(info) for name in names - code - {"r2ccl_pytest.py"}}
     assert rest == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}

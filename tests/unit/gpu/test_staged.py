@@ -5,6 +5,7 @@ The devices are fakes that run work late and in any order that streams, events a
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from support.hostgroup import HostGroup
 from support.ranks import KINDS, data_of, get, meant, put, sizes_of, together
 
 from r2ccl.clock import monotonic
-from r2ccl.device.base import Stream
+from r2ccl.device.base import Event, Stream
 from r2ccl.dtypes import CODES
 from r2ccl.errors import PeerLost, TransportError, TransportTimeout
 from r2ccl.gpu.host_signal import DeviceCall
@@ -142,6 +143,57 @@ def test_a_failed_collective_lets_the_streams_go() -> None:
     assert not mine.device.synchronize(passed, 0.02)
     mine.backend.finish(second)
     assert mine.device.synchronize(passed, 20.0)
+    mine.backend.close(20.0)
+
+
+def test_copies_to_and_from_slots_are_on_two_streams() -> None:
+    """On one stream, no window could be copied out while another is copied in."""
+    mine = Rank(HostGroup(1), 0)
+    place = mine.put(np.arange(300))
+    streams: dict[bool, set[Stream]] = {True: set(), False: set()}
+    copy = mine.device.copy
+
+    def spy(target: int, source: int, nbytes: int, stream: Stream) -> None:
+        streams[target >= place and target < place + 2400].add(stream)
+        copy(target, source, nbytes, stream)
+
+    mine.device.copy = spy  # type: ignore[method-assign]
+    call = CallSignature(Collective.ALLREDUCE, INT64, ReduceOp.SUM, 300)
+    mine.backend.finish(mine.begin(DeviceCall(call, place, place)))
+
+    assert [len(each) for each in streams.values()] == [1, 1]
+    assert not streams[True] & streams[False]
+    mine.backend.close(20.0)
+
+
+def test_threads_that_hold_a_stream_do_so_one_by_one() -> None:
+    """The event of the last wait, which `close` waits for, is recorded after all waits."""
+    mine = Rank(HostGroup(1), 0)
+    place = mine.put(np.arange(10))
+    call = CallSignature(Collective.ALLREDUCE, INT64, ReduceOp.SUM, 10)
+    job = mine.begin(DeviceCall(call, place, place))
+    made: list[tuple[str, int]] = []
+    wait_word, record = mine.device.wait_word, mine.device.record
+    other = threading.Thread(target=lambda: mine.backend.hold(mine.stream, job.number))
+
+    def spy_wait(stream: Stream, address: int, value: int) -> None:
+        made.append(("wait", threading.get_ident()))
+        wait_word(stream, address, value)
+
+    def spy_record(event: Event, stream: Stream) -> None:
+        if other.ident is None:  # another thread comes between the two calls of this one
+            other.start()
+            other.join(0.1)
+        made.append(("record", threading.get_ident()))
+        record(event, stream)
+
+    mine.device.wait_word, mine.device.record = spy_wait, spy_record  # type: ignore[method-assign]
+    mine.backend.hold(mine.stream, job.number)
+    other.join(20.0)
+
+    assert [name for name, _ in made] == ["wait", "record"] * 2
+    assert made[0][1] == made[1][1] != made[2][1] == made[3][1]
+    mine.backend.finish(job)
     mine.backend.close(20.0)
 
 

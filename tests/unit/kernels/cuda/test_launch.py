@@ -23,9 +23,9 @@ from r2ccl.kernels.cuda import (
     arguments,
     canonical,
     chain,
+    check_capability,
     nblocks_of,
     ptx_of,
-    target_of,
 )
 from r2ccl.types import CallSignature, ReduceOp
 
@@ -61,7 +61,7 @@ def device() -> Recorder:
 def launcher(device: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launcher:
     def made(form: Form, capability: tuple[int, int], directory: Path) -> Ptx:
         assert (capability, directory) == ((9, 0), tmp_path)
-        return Ptx(b"", canonical(form).name)
+        return Ptx(b"", canonical(form).name, "prebuilt")
 
     monkeypatch.setattr("r2ccl.kernels.cuda.launch.ptx_of", made)
     return Launcher(device, directory=tmp_path)  # type: ignore[arg-type]
@@ -327,20 +327,15 @@ def test_a_chain_needs_scratch_where_every_output_is_read_late() -> None:
         chain(Form(dtype_code=8, op=SUM), range(10), (9, 8))
 
 
-# Targets
+# Compute capabilities
 
 
-@pytest.mark.parametrize(
-    ("capability", "target"),
-    [((8, 0), (8, 0)), ((8, 9), (8, 0)), ((9, 0), (9, 0)), ((10, 3), (10, 0)), ((12, 1), (10, 0))],
-)
-def test_a_gpu_runs_the_newest_target_not_newer_than_itself(
-    capability: tuple[int, int], target: tuple[int, int]
-) -> None:
-    assert target_of(capability) == target
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 3), (12, 1)])
+def test_gpus_from_the_target_on_run_the_kernels(capability: tuple[int, int]) -> None:
+    check_capability(capability)
 
 
-def test_a_gpu_older_than_all_targets_is_refused() -> None:
+def test_a_gpu_older_than_the_target_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"capability 7\.5, but kernels need at least 8\.0"):
         ptx_of(Form(dtype_code=FLOAT32, op=SUM), (7, 5), None)
 

@@ -1,4 +1,4 @@
-"""Compiled kernels are kept on disk, and a cache that fails costs time, never correctness."""
+"""Kernels that are not prebuilt are kept on disk; a cache that fails costs only time."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from r2ccl.types import ReduceOp
 
 FORM = Form(dtype_code=7, op=ReduceOp.SUM)
 OTHER = Form(dtype_code=7, op=ReduceOp.PROD)
+#: A form that no collective launches, so it is not prebuilt.
+SPECIAL = Form(dtype_code=7, op=ReduceOp.SUM, is_scaled=True)
 HOPPER = (9, 0)
 
 
@@ -24,17 +26,18 @@ class Compiler:
     """Stands for Numba, and counts."""
 
     def __init__(self) -> None:
-        self.compiled: list[tuple[str, tuple[int, int]]] = []
+        self.compiled: list[str] = []
         self.version = "1"
 
-    def compile(self, form: Form, target: tuple[int, int]) -> bytes:
-        self.compiled.append((form.name, target))
+    def compile(self, form: Form) -> bytes:
+        self.compiled.append(form.name)
         return b".version 7.0\n// kernel " + form.name.encode()
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     made = Compiler()
+    monkeypatch.setattr(ptx, "prebuilt_ptx", lambda form: None)
     monkeypatch.setattr(ptx, "_compile", made.compile)
     monkeypatch.setattr(ptx, "_compiler", lambda: made.version)
     return made
@@ -44,26 +47,25 @@ def test_a_kernel_is_compiled_once(compiler: Compiler, tmp_path: Path) -> None:
     first = ptx_of(FORM, HOPPER, tmp_path)
     second = ptx_of(FORM, HOPPER, tmp_path)
 
-    assert first == second == Ptx(b".version 7.0\n// kernel " + FORM.name.encode(), FORM.name)
-    assert compiler.compiled == [(FORM.name, HOPPER)]
+    text = b".version 7.0\n// kernel " + FORM.name.encode()
+    assert first == Ptx(text, FORM.name, "compiled")
+    assert second == Ptx(text, FORM.name, "cached")
+    assert compiler.compiled == [FORM.name]
 
 
-def test_forms_targets_and_compilers_are_kept_apart(compiler: Compiler, tmp_path: Path) -> None:
+def test_forms_and_compilers_are_kept_apart(compiler: Compiler, tmp_path: Path) -> None:
     ptx_of(FORM, HOPPER, tmp_path)
     ptx_of(OTHER, HOPPER, tmp_path)
-    ptx_of(FORM, (8, 0), tmp_path)
     compiler.version = "2"
     ptx_of(FORM, HOPPER, tmp_path)
 
-    assert compiler.compiled == [
-        (FORM.name, HOPPER), (OTHER.name, HOPPER), (FORM.name, (8, 0)), (FORM.name, HOPPER)
-    ]  # fmt: skip
+    assert compiler.compiled == [FORM.name, OTHER.name, FORM.name]
 
 
-def test_gpus_of_one_target_share_a_kernel(compiler: Compiler, tmp_path: Path) -> None:
-    assert ptx_of(FORM, (8, 6), tmp_path) == ptx_of(FORM, (8, 9), tmp_path)
+def test_all_gpus_share_a_kernel(compiler: Compiler, tmp_path: Path) -> None:
+    assert ptx_of(FORM, (8, 0), tmp_path).text == ptx_of(FORM, (10, 3), tmp_path).text
 
-    assert compiler.compiled == [(FORM.name, (8, 0))]
+    assert compiler.compiled == [FORM.name]
 
 
 @pytest.mark.parametrize("left", [0, 10, 60, 90])
@@ -76,7 +78,7 @@ def test_a_damaged_entry_is_compiled_again_and_mended(
     entry.write_bytes(entry.read_bytes()[:left])
 
     assert ptx_of(FORM, HOPPER, tmp_path) == whole
-    assert ptx_of(FORM, HOPPER, tmp_path) == whole
+    assert ptx_of(FORM, HOPPER, tmp_path).text == whole.text
 
     assert len(compiler.compiled) == 2
     assert "is damaged" in caplog.text
@@ -137,8 +139,8 @@ def test_without_numba_cuda_it_says_what_to_install(
 
     monkeypatch.setattr(ptx.importlib.metadata, "version", unknown)
 
-    with pytest.raises(TransportError, match=r"numba-cuda.*pip install r2ccl\[gpu\]") as raised:
-        ptx_of(FORM, HOPPER, tmp_path)
+    with pytest.raises(TransportError, match=r"numba-cuda.*pip install 'numba-cuda") as raised:
+        ptx_of(SPECIAL, HOPPER, tmp_path)
     assert raised.value.status == "NO_CUDA"
 
 
@@ -148,8 +150,8 @@ def test_a_compiler_that_is_not_found_is_named(
     monkeypatch.setattr(ptx, "_compiler", lambda: "1")
     monkeypatch.setitem(sys.modules, "r2ccl.kernels.cuda.compiling", None)
 
-    with pytest.raises(TransportError, match="sum_float32_2_1 cannot be compiled") as raised:
-        ptx_of(FORM, HOPPER, tmp_path)
+    with pytest.raises(TransportError, match="sum_float32_2_1_scaled cannot be compiled") as raised:
+        ptx_of(SPECIAL, HOPPER, tmp_path)
     assert raised.value.status == "NO_CUDA"
 
 
@@ -160,7 +162,7 @@ def test_a_compiler_that_is_not_found_is_named(
 def test_a_warm_start_does_not_import_numba(tmp_path: Path) -> None:
     script = (
         "import os, sys; from r2ccl.kernels.cuda import *; from r2ccl.types import ReduceOp\n"
-        "form = Form(dtype_code=7, op=ReduceOp.SUM)\n"
+        "form = Form(dtype_code=7, op=ReduceOp.SUM, is_scaled=True)\n"
         "ptx_of(form, (9, 0), cache_directory(os.environ))\n"
         "print('numba' in sys.modules)"
     )
