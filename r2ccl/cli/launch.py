@@ -63,15 +63,11 @@ examples:
 _HINT = "r2ccl launch -n 4 -- python script.py"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the ``launch`` command to those of ``r2ccl``; its parsed arguments go to `run`."""
-    parser = subparsers.add_parser(
-        "launch",
-        help="run a command as several ranks on this machine, or on several hosts",
-        description="Run a command as several ranks on this machine, or on several hosts.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``r2ccl launch`` to its parser; the parsed ones go to `run`."""
+    parser.description = "Run a command as several ranks on this machine, or on several hosts."
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "-n", "-np", "--nranks", type=int, help="number of ranks; with hosts, default: all slots"
     )
@@ -363,4 +359,4 @@ def _own_address(name: str) -> str:
     return found
 
 
-__all__ = ["add_parser", "run"]
+__all__ = ["configure", "run"]
