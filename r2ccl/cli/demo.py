@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         ("--nbytes", args.nbytes, _LEAST_NBYTES),
     ):
         if value < least:
-            raise InvalidArgument(f"{option} {value}: allowed is {least} or more")
+            raise InvalidArgument(f"r2ccl demo {option} {value}: allowed is {least} or more")
     from r2ccl.bootstrap.launch import launch  # these import NumPy and the engine
     from r2ccl.cli.demo_rank import run_rank
 

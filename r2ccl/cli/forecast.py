@@ -115,8 +115,8 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
     ):
         if node >= args.nodes or nic >= args.nics:
             raise InvalidArgument(
-                f"{option} {node}:{nic}: allowed are nodes 0 to {args.nodes - 1} and NICs 0 to "
-                f"{args.nics - 1}"
+                f"the cluster has no NIC {node}:{nic}, which {option} names: allowed are nodes 0 "
+                f"to {args.nodes - 1} and NICs 0 to {args.nics - 1}"
             )
     unit = nranks * _UNIT_NBYTES
     if args.nbytes < unit:

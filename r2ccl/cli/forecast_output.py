@@ -102,7 +102,7 @@ def draw(found: Comparison, path: str) -> None:
     try:
         figure.savefig(path, format="png", dpi=150)
     except OSError as exc:
-        raise InvalidArgument(f"--png {path}: {exc.strerror or exc}") from exc
+        raise InvalidArgument(f"--png {path} cannot be written: {exc.strerror or exc}") from exc
 
 
 __all__ = ["draw", "to_json", "to_text"]
