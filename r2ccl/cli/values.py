@@ -1,10 +1,14 @@
-"""Types of command-line arguments that several subcommands share."""
+"""Types and defaults of command-line arguments that several modules share."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 from collections.abc import Iterator
+
+#: Seconds in which the other ranks of a job can exit by themselves after a failure; their calls
+#: raise PeerLost.
+FAILURE_GRACE_S = 10.0
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -128,6 +132,7 @@ def size_range(begin: int, end: int, *, step: int, factor: float) -> Iterator[in
 
 
 __all__ = [
+    "FAILURE_GRACE_S",
     "format_size",
     "parse_counts",
     "parse_duration",

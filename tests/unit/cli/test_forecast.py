@@ -137,9 +137,12 @@ def test_without_the_simulator_there_are_predictions(monkeypatch, capsys) -> Non
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--lose", "4:0"], "no NIC 4:0, which --lose names: allowed are nodes 0 to 3 and NICs 0 to 1"),
+        (
+            ["--lose", "4:0"],
+            "--lose names: allowed are nodes 0 to 3 and NICs 0 to 1",
+        ),
         (["--slow", "0:2:0.5"], "no NIC 0:2, which --slow names"),
-        (["--nodes", "1"], "--nodes 1: a network needs 2 nodes or more"),
+        (["--nodes", "1"], "a network needs 2 nodes or more"),
         (["--nodes", "600", "--ranks-per-node", "2"], "allowed are up to 1024 ranks"),
         (["--nbytes", "0"], "--nbytes 0: allowed is 256 or more"),
         (["--lose", "1:0", "--lose", "1:1"], "no rail is alive"),
