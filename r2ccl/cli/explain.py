@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from r2ccl.cli.values import parse_duration, parse_rate, parse_size
 
@@ -74,7 +75,10 @@ def run(args: argparse.Namespace) -> int:
     from r2ccl.cli import forecast_output  # these import NumPy and the planner
     from r2ccl.cli.forecast import compare, scenario_of
 
-    found = compare(scenario_of(args), is_simulated=not args.no_simulate)
+    scenario = scenario_of(args)
+    if not args.no_simulate and sys.stderr.isatty():
+        print("simulating; the first time, this compiles for up to 30 s ...", file=sys.stderr)
+    found = compare(scenario, is_simulated=not args.no_simulate)
     if args.png is not None:
         forecast_output.draw(found, args.png)
     print(forecast_output.to_json(found) if args.json else forecast_output.to_text(found))
