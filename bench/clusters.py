@@ -22,28 +22,25 @@ import random
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
-from common import add_json_argument, format_size, write_json
+from common import add_json_argument, write_json
 
 from r2ccl.algos import direct_exchange
-from r2ccl.config import Config
+from r2ccl.cli.values import format_size
 from r2ccl.errors import ScheduleError
-from r2ccl.failover.health.table import WHOLE, Health
-from r2ccl.failover.migration.path import choose_routes
-from r2ccl.flowsim import Network, Rails, simulate
-from r2ccl.planning.cost_model import Choice, Fabric, Rates
+from r2ccl.failover.health.table import WHOLE
+from r2ccl.flowsim.choices import simulate_choice
+from r2ccl.planning.cluster import ClusterShape
+from r2ccl.planning.cost_model import Rates
 from r2ccl.planning.planner import Planner, best
 from r2ccl.schedule.check import check
-from r2ccl.schedule.graph import Ints
 from r2ccl.schedule.ir import Op, OpKind, Schedule
-from r2ccl.types import DIRECT, PREFIXES, CallSignature, Collective, PathKey, ReduceOp
+from r2ccl.types import DIRECT, PREFIXES, CallSignature, Collective, ReduceOp
 
 #: Latency and bandwidth of a NIC of 10 and of 100 Gbit/s.
 FABRICS = (Rates(10_000, 1_250_000_000), Rates(5_000, 12_500_000_000))
@@ -59,8 +56,6 @@ UNEQUAL = {"alltoallv, 8x": 8, "alltoallv, 1000x": 1000}
 
 #: Ranks times channels up to which a schedule is replayed symbolically (larger ones take seconds).
 _CHECKED_SIZE = 1500
-#: Nodes up to which max-min sharing is simulated; fair queues are 3 % off and much faster.
-_EXACT_NODES = 16
 #: Nodes up to which direct exchanges, whose links grow with the square of the nodes, are simulated.
 _DIRECT_NODES = 16
 
@@ -75,20 +70,9 @@ class Cluster(msgspec.Struct, frozen=True):
     nbytes: int
 
     @property
-    def health(self) -> Health:
-        """Health that all ranks agree on."""
-        shares = bytes(
-            share for row in self.rows for _ in range(self.ranks_per_node) for share in row
-        )
-        return Health(1, len(self.rows[0]), shares)
-
-    @property
-    def planner(self) -> Planner:
-        """Planner that every rank uses."""
-        nrails = len(self.rows[0])
-        nodes = [node for node in range(len(self.rows)) for _ in range(self.ranks_per_node)]
-        several = nodes if self.ranks_per_node > 1 else ()
-        return Planner(Fabric(range(nrails), nrails, several, self.rates), Config())
+    def shape(self) -> ClusterShape:
+        """Cluster for the planner and the simulator."""
+        return ClusterShape(self.rows, self.ranks_per_node, self.rates)
 
     @property
     def usable(self) -> list[list[float]]:
@@ -178,44 +162,6 @@ def is_joined(rows: Sequence[Sequence[int]]) -> bool:
     return size == len(rows)
 
 
-def rails_of(choice: Choice, rows: Sequence[Sequence[int]]) -> Rails:
-    """Return the rails that the links of a choice ride, routed as the engine routes them.
-
-    `rows` has the bandwidth of each node's rails. Links whose home rail is down take a detour.
-    """
-    placement, nrails = choice.placement, len(rows[0])
-    home = {(c, low, high): number % nrails for c, low, high, number in placement.edges}
-
-    def routes(low: int, high: int, channels: set[int]) -> dict[int, int]:
-        share = [min(one, other) for one, other in zip(rows[low], rows[high], strict=True)]
-        rails = {
-            c: home.get((c, low, high), placement.channels[c] % nrails) for c in sorted(channels)
-        }
-        at_home = Counter(PathKey(high, rail) for rail in rails.values() if share[rail])
-        detoured = choose_routes(
-            [c for c, rail in rails.items() if not share[rail]],
-            [PathKey(high, rail) for rail in range(nrails) if share[rail]],
-            {},
-            lambda key: share[key.rail],
-            at_home,
-        )
-        return rails | {c: key.rail for c, key in detoured.items()}
-
-    def rails(src: Ints, dst: Ints, channel: Ints) -> tuple[Ints, Ints]:
-        links = [
-            (min(a, b), max(a, b), c)
-            for a, b, c in zip(src.tolist(), dst.tolist(), channel.tolist(), strict=True)
-        ]
-        channels: dict[tuple[int, int], set[int]] = {}
-        for low, high, c in links:
-            channels.setdefault((low, high), set()).add(c)
-        found = {pair: routes(*pair, each) for pair, each in channels.items()}
-        ridden = np.array([found[low, high][c] for low, high, c in links], np.int64)
-        return ridden, ridden
-
-    return rails
-
-
 def equal_parts(collective: Collective, n: int, nbytes: int) -> list[list[int]]:
     """Return the size of each part from source to destination; root of gather and scatter is 0."""
     sources = range(1) if collective == Collective.SCATTER else range(n)
@@ -253,26 +199,6 @@ def by_pair(schedule: Schedule) -> Schedule:
     return msgspec.structs.replace(schedule, nchunks=nchunks, generate=generate)
 
 
-def simulated_s(choice: Choice, cluster: Cluster, nbytes: int, counts: Sequence[int] = ()) -> float:
-    """Return the simulated time of a choice in seconds; `counts`: the bytes of unequal parts."""
-    rate = cluster.rates.beta / WHOLE
-    network = Network(
-        egress=tuple(tuple(share * rate for share in row) for row in cluster.rows),
-        alpha_s=cluster.rates.alpha_ns / 1e9,
-    )
-    return simulate(
-        choice.schedule,
-        nbytes,
-        network,
-        slice_nbytes=choice.slice_nbytes,
-        counts=counts,
-        weights=choice.placement.weights,
-        rails=rails_of(choice, cluster.rows),
-        sharing="max_min" if len(cluster.rows) <= _EXACT_NODES else "fair_queue",
-        tolerance=0.01,
-    ).time_s
-
-
 def without_route(schedule: Schedule, cluster: Cluster) -> int:
     """Return the number of messages between ranks whose nodes have no rail in common."""
     rows, per = cluster.rows, schedule.nranks // len(cluster.rows)
@@ -305,7 +231,8 @@ def is_refused(schedule: Schedule) -> bool:
 
 def examine(cluster: Cluster, *, has_others: bool) -> dict[str, Any]:
     """Plan, simulate and compare; return one row of the study."""
-    planner, health = cluster.planner, cluster.health
+    shape = cluster.shape
+    planner, health = shape.planner, shape.health
     call = CallSignature(Collective.ALLREDUCE, 0, ReduceOp.SUM, 0, 0)
     began_s = time.process_time()
     full = planner.plan(call, cluster.nbytes, health)
@@ -327,7 +254,7 @@ def examine(cluster: Cluster, *, has_others: bool) -> dict[str, Any]:
     took = {}
     for number, each in enumerate(among_nodes):
         if each.schedule.nranks == len(cluster.rows):
-            took[f"{number} {each.schedule.name}"] = simulated_s(each, cluster, cluster.nbytes)
+            took[f"{number} {each.schedule.name}"] = simulate_choice(shape, each, cluster.nbytes)
     at = next(number for number, each in enumerate(among_nodes) if each is chosen)
     chosen_s = took[f"{at} {chosen.schedule.name}"]
     found |= {
@@ -357,7 +284,7 @@ def examine(cluster: Cluster, *, has_others: bool) -> dict[str, Any]:
             if collective in DIRECT | PREFIXES and nlost:
                 continue  # pairs without a common rail use bypasses, which are not simulated
             found["without_route"] += nlost
-            took_s = simulated_s(choice, cluster, nbytes)
+            took_s = simulate_choice(shape, choice, nbytes)
             found[collective.name.lower()] = took_s / cluster.bound_s(collective, nbytes)
         if "alltoall" in found:
             found |= unequal(cluster, planner, nbytes)
@@ -367,13 +294,14 @@ def examine(cluster: Cluster, *, has_others: bool) -> dict[str, Any]:
 def unequal(cluster: Cluster, planner: Planner, nbytes: int) -> dict[str, float]:
     """Return the time over the bound of alltoalls of unequal parts."""
     call = CallSignature(Collective.ALLTOALLV, 0, ReduceOp.SUM, 0)
-    choice = planner.plan(call, 0, cluster.health)
+    shape = cluster.shape
+    choice = planner.plan(call, 0, shape.health)
     choice = choice._replace(schedule=by_pair(choice.schedule))
     found = {}
     for name, spread in UNEQUAL.items():
         sizes = unequal_parts(cluster, nbytes, spread)
         counts = [size for row in sizes for size in row]
-        took_s = simulated_s(choice, cluster, sum(counts), counts)
+        took_s = simulate_choice(shape, choice, sum(counts), counts)
         found[name] = took_s / cluster.exchange_bound_s(sizes)
     return found
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import degraded_collectives as study
 import degraded_levels
-from common import add_json_argument, parse_size, parse_sizes, write_json
+from common import add_json_argument, write_json
 from degraded_cases import (
     BALANCE,
     LOST,
@@ -51,6 +51,7 @@ from degraded_report import (
 )
 from rich.console import Console
 
+from r2ccl.cli.values import parse_size, parse_sizes
 from r2ccl.testing.netlab import Lab, LabError, LabShape, ensure_privileged
 
 WHATS = ("cloudlab", "straggler", "planner", "collectives", "levels")

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusters import FABRICS, Cluster
-from collectives import FORMS
-from common import Stats, busbw, format_size
+from common import Stats
 from degraded_cases import Nic
 from degraded_job import DEGRADED, HEALTHY, Outcome
 from rich.console import Console
 from rich.table import Table
 
+from r2ccl.cli.perf.forms import FORMS, busbw
+from r2ccl.cli.values import format_size
 from r2ccl.failover.health.table import WHOLE
 from r2ccl.types import Collective
 

@@ -10,12 +10,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common import Stats, format_size
+from common import Stats
 from degraded_cases import Nic
 from degraded_job import DEGRADED, HEALTHY, Outcome
 from rich.console import Console
 from rich.table import Table
 
+from r2ccl.cli.values import format_size
 from r2ccl.planning.two_level import count_chunks
 
 NODES, NICS, RANKS_PER_NODE = 2, 4, 2

@@ -17,9 +17,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from calls import call_of
-from collectives import (
-    FORMS,
+from degraded_cases import BALANCE, Nic, cloudlab, straggler
+from degraded_job import AGAIN, AUTO, DEGRADED, HEALTHY, Prediction, Reading, Said, Task
+
+import r2ccl
+from r2ccl.cli.perf.calls import call_of
+from r2ccl.cli.perf.cases import (
     UNTOUCHED,
     Array,
     Buffers,
@@ -29,10 +32,7 @@ from collectives import (
     make_inputs,
     place,
 )
-from degraded_cases import BALANCE, Nic, cloudlab, straggler
-from degraded_job import AGAIN, AUTO, DEGRADED, HEALTHY, Prediction, Reading, Said, Task
-
-import r2ccl
+from r2ccl.cli.perf.forms import FORMS
 from r2ccl.schedule import Schedule
 
 #: Function that runs one call on its first argument, with its second for the result.

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from common import Stats, format_size
+from common import Stats
 from degraded_cases import Case
 from degraded_job import AGAIN, AUTO, DEGRADED, Outcome, Prediction, Times
 from rich.console import Console
 from rich.table import Table
+
+from r2ccl.cli.values import format_size
 
 #: Largest regret of a good choice, as a share; readings that differ by more allow more.
 TOLERATED = 0.05

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import add_json_argument, parse_size, write_json
+from common import add_json_argument, write_json
 from failover_goodput import (
     BURST_NBYTES,
     NODES,
@@ -40,6 +40,7 @@ from failover_job import Cluster, Failure, Operation
 from failover_report import plot, print_incident, print_summary
 from rich.console import Console
 
+from r2ccl.cli.values import parse_size
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.testing import Action, Fault, Firing

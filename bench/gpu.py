@@ -32,14 +32,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from common import (
-    add_json_argument,
-    format_size,
-    machine,
-    parse_counts,
-    parse_sizes,
-    write_json,
-)
+from common import add_json_argument, write_json
 from gpu_card import open_card
 from gpu_check import check
 from gpu_collectives import CUT, IPC, NCCL, TCP, Collectives, cells_of, fitting
@@ -50,6 +43,8 @@ from gpu_peers import find_peers
 from gpu_preflight import findings, has_mps
 from gpu_report import allreduce_lines, allreduce_rows, judge, kernel_lines, kernel_rows
 
+from r2ccl.cli.perf.report import machine
+from r2ccl.cli.values import format_size, parse_counts, parse_sizes
 from r2ccl.errors import TransportError
 from r2ccl.kernels.cuda import Launcher
 

@@ -22,11 +22,11 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import msgspec
-from common import format_size
 from gpu_job import Cut, Job, Loop, Measured, Way
 from gpu_outcome import Budget
 from jobs import Hung, Unavailable
 
+from r2ccl.cli.values import format_size
 from r2ccl.config import Config
 from r2ccl.testing import Action, Fault, FaultPlan
 

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from common import format_size
 from gpu_card import POISON, Card, Memory
 from gpu_forms import Case, cases
 from gpu_inputs import Inputs, Reference, named
 from gpu_outcome import Budget
 from gpu_peers import Peer
 
+from r2ccl.cli.values import format_size
 from r2ccl.kernels.cuda import Launcher
 from r2ccl.types import CallSignature, Collective
 

@@ -11,11 +11,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import gpu_collectives as collectives
-from common import Stats, algbw, busbw, format_size
+from common import Stats
 from gpu_kernels import COPY, IN_PLACE, PEERS
 from gpu_kernels import Found as FoundKernels
 from gpu_outcome import Outcome
 from verbs_report import lay_out
+
+from r2ccl.cli.perf.forms import algbw, busbw
+from r2ccl.cli.values import format_size
 
 #: Element types and smallest size in bytes for which kernels have thresholds, and the threshold:
 #: their share of the copy's bandwidth.

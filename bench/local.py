@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from common import Stats, format_size
+from common import Stats
 from jobs import LOCAL, MPICH, OPENMPI, R2CCL, SYMMETRIC, Library
 from peers import Row, Samples, add_case_arguments, measure
 from rich.table import Table
+
+from r2ccl.cli.values import format_size
 
 _KEPT = (("MALLOC_MMAP_THRESHOLD_", str(1 << 30)), ("MALLOC_TRIM_THRESHOLD_", str(1 << 31)))
 _MPIS = tuple(

@@ -16,10 +16,13 @@ from collections import defaultdict
 from itertools import permutations
 from typing import Any
 
-from common import Stats, add_json_argument, format_size, machine, parse_sizes, write_json
+from common import Stats, add_json_argument, write_json
 from jobs import R2CCL, Job
 from rich.console import Console
 from rich.table import Table
+
+from r2ccl.cli.perf.report import machine
+from r2ccl.cli.values import format_size, parse_sizes
 
 _SIZES = "1M,2M,4M"
 _ORDERS = tuple(permutations(("A", "A'", "B")))

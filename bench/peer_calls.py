@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from collectives import Buffers, Case
+from r2ccl.cli.perf.cases import Buffers, Case
 
 #: Collectives that gloo's binding in torch lacks.
 GLOO_LACKS = ("allgatherv", "reduce_scatterv", "gatherv", "scatterv", "scan", "exscan")

@@ -22,19 +22,14 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import product
 from typing import Any
 
-from collectives import FORMS
-from common import (
-    Stats,
-    add_json_argument,
-    format_size,
-    machine,
-    parse_counts,
-    parse_sizes,
-    write_json,
-)
+from common import Stats, add_json_argument, write_json
 from jobs import GLOO, LOCAL, MPICH, MPICH_TCP, OPENMPI_TCP, R2CCL, Job, Library, Unavailable
 from rich.console import Console
 from rich.table import Table
+
+from r2ccl.cli.perf.forms import FORMS
+from r2ccl.cli.perf.report import machine
+from r2ccl.cli.values import format_size, parse_counts, parse_sizes
 
 _SIZES = "256,4K,64K,1M,4M,16M,64M"
 _LIBRARIES = (R2CCL, LOCAL, GLOO, MPICH_TCP, OPENMPI_TCP, MPICH)

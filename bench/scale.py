@@ -19,11 +19,12 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import add_json_argument, parse_counts, write_json
+from common import add_json_argument, write_json
 from rich.console import Console
 from rich.table import Table
 
 import r2ccl
+from r2ccl.cli.values import parse_counts
 from r2ccl.errors import R2cclError
 
 _COUNTS = "2,4,8,16,32,64"

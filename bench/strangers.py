@@ -21,11 +21,12 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from common import Stats, add_json_argument, parse_counts, parse_size, write_json
+from common import Stats, add_json_argument, write_json
 from failover_job import Cluster, Failure
 from rich.console import Console
 from rich.table import Table
 
+from r2ccl.cli.values import parse_counts, parse_size
 from r2ccl.clock import monotonic
 from r2ccl.testing.netlab import Lab, LabError, ensure_privileged
 

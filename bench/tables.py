@@ -19,13 +19,15 @@ import tables_failures
 import tables_inference
 import tables_plot
 import tables_training
-from common import add_json_argument, machine, write_json
+from common import add_json_argument, write_json
 from rich.console import Console
 from tables_bound import SLICES, TREES, bound_rows, optcc_rows
 from tables_cloudlab import cloudlab_rows
 from tables_models import print_figures
 from tables_netlab import netlab_rows
 from tables_rows import TOLERANCE, Row, RowName, print_rows, read_measured, with_measured
+
+from r2ccl.cli.perf.report import machine
 
 _SETTING = (
     "T/T0 with T0 = 2(n - 1)/n D/B; bound: T*/T0, T* = D max(1/b_min, 2(n - 1)/(sum of all b)); "

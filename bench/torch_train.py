@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import add_json_argument, format_size, parse_sizes, write_json
+from common import add_json_argument, write_json
 from torch.nn.parallel import DistributedDataParallel
 
 import r2ccl.torch  # noqa: F401  # registers the backend
+from r2ccl.cli.values import format_size, parse_sizes
 
 BACKENDS = ("r2ccl", "gloo")
 #: A loop of calls takes about this long.

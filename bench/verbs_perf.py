@@ -30,7 +30,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import perftest
-from common import add_json_argument, machine, parse_sizes, write_json
+from common import add_json_argument, write_json
 from jobs import Unavailable
 from perftest import Port
 from verbs_pair import NodeError, Nodes, Run
@@ -49,6 +49,8 @@ from verbs_report import (
     sample_of,
 )
 
+from r2ccl.cli.perf.report import machine
+from r2ccl.cli.values import parse_sizes
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.fakeverbs import rates

@@ -10,8 +10,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from common import Stats, format_size
+from common import Stats
 from verbs_pair import Measured
+
+from r2ccl.cli.values import format_size
 
 SLICES, MESSAGES, LATENCY = "slices", "messages", "latency"
 _SPELLED = {"0": "off", "1": "on"}

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from collectives import FORMS, Array, Buffers, Case, count_wrong, make_inputs, place
+
+from r2ccl.cli.perf.cases import Array, Buffers, Case, count_wrong, make_inputs, place
+from r2ccl.cli.perf.forms import FORMS
 
 #: Collective, bytes, calls in the loop, warm-up calls, and index of the group that makes them.
 Command = tuple[str, int, int, int, int]
@@ -44,9 +46,8 @@ def open_r2ccl() -> Iterator[list[Group]]:
 
     With ``BENCH_SYMMETRIC``, the arrays are parts of one that `Communicator.empty` returned.
     """
-    from calls import call_of
-
     import r2ccl
+    from r2ccl.cli.perf.calls import call_of
 
     def group_of(comm: r2ccl.Communicator) -> Group:
         group = Group(comm.rank, comm.nranks, comm.barrier, partial(call_of, comm))

@@ -1,8 +1,9 @@
-"""Command ``r2ccl``: one module per subcommand, imported when the command line is parsed.
+"""Command ``r2ccl``: one module per subcommand, imported only if this subcommand is given.
 
-The module of a subcommand has a function ``add_parser(subparsers)``. It adds the subcommand's
-parser, whose default ``run`` is a callable that takes the parsed arguments and returns the exit
-status.
+The module of a subcommand has a function ``configure(parser)``. It adds the description and the
+arguments to the subcommand's parser, whose default ``run`` is a callable that takes the parsed
+arguments and returns the exit status. The module imports NumPy and the engine only in ``run``, so
+that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -10,11 +11,22 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
-from r2ccl.errors import R2cclError
+from r2ccl.config import VERSION
+from r2ccl.errors import InvalidArgument, R2cclError
 
-_COMMANDS = ("doctor", "launch", "netlab", "rdmalab")
+#: Names of the subcommands, and their lines in ``r2ccl --help``.
+COMMANDS = {
+    "launch": "run a command as several ranks on this machine, or on several hosts",
+    "doctor": "show the rails and GPUs of this machine, and what r2ccl can use",
+    "explain": "compare the schedules of a collective on a cluster that need not exist",
+    "bench": "measure collectives, with the flags and columns of nccl-tests",
+    "demo": "lose a rail during an allreduce on this machine, and get the right sum",
+    "netlab": "run a program on a cluster of network namespaces, with faults",
+    "rdmalab": "run a program on real ibverbs: Soft-RoCE in a virtual machine",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,10 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises
     ------
     SystemExit
-        If the arguments are wrong (status 2), or ask for help (status 0).
+        If the arguments are wrong (status 2), or ask for help or the version (status 0).
     """
-    args = make_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
     try:
+        args = make_parser(words[:1]).parse_args(words)
         status: int = args.run(args)
     except R2cclError as exc:
         print(f"r2ccl: {exc}", file=sys.stderr)
@@ -42,15 +55,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``r2ccl``, with those of all subcommands."""
+def make_parser(complete: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """Return the parser of ``r2ccl``.
+
+    Only the parsers of the subcommands in `complete`, by default of all, have their arguments; the
+    modules of the others are not imported.
+    """
     parser = argparse.ArgumentParser(
         prog="r2ccl", description="Collective communication that survives the loss of NICs."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
+    parser.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=("bash", "zsh"),
+        help="print the completion script of a shell; needs pip install 'r2ccl[completion]'",
+    )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name in _COMMANDS:
-        importlib.import_module(f"r2ccl.cli.{name}").add_parser(subparsers)
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary)
+        if name in complete:
+            importlib.import_module(f"r2ccl.cli.{name}").configure(subparser)
     return parser
 
 
-__all__ = ["main", "make_parser"]
+class _PrintCompletion(argparse.Action):
+    """Print the completion script of the shell that is given, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, *more: Any) -> None:
+        try:
+            import shtab
+        except ImportError as exc:
+            raise InvalidArgument(
+                f"--print-completion {shell}: shtab is not installed: pip install "
+                "'r2ccl[completion]'"
+            ) from exc
+        print(shtab.complete(make_parser(), shell))
+        parser.exit()
+
+
+__all__ = ["COMMANDS", "main", "make_parser"]

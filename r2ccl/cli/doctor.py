@@ -1,87 +1,32 @@
 """``r2ccl doctor``: report on a machine's rails, GPUs, topology and verbs, with fixes for problems.
 
-`gather` and `r2ccl.cli.gpufacts` collect facts about the machine. `r2ccl.cli.rails`,
-`r2ccl.cli.gpus`, `r2ccl.cli.machine` (which NIC each GPU uses) and `r2ccl.cli.diagnosis` (verbs)
-interpret the facts. pyverbs and CUDA are tried in separate processes, because a pyverbs that does
-not match its library, or a broken driver, may crash the process, and because importing pyverbs
-configures logging.
+`r2ccl.cli.doctor_report` examines the machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import resource
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 
-import msgspec
-
-from r2ccl.cli import apart
-from r2ccl.cli.diagnosis import DoctorFinding, Facts, examine, is_usable
-from r2ccl.cli.gpufacts import read_cuda
-from r2ccl.cli.gpus import examine_gpus
-from r2ccl.cli.machine import examine_machine, save_xml
-from r2ccl.cli.rails import examine_rails
-from r2ccl.config import Config
-from r2ccl.errors import InvalidArgument, TransportError
-from r2ccl.shm.segment import Segment
-from r2ccl.testing.rdmalab.packages import DISTRIBUTION_PYVERBS, fits
-from r2ccl.topology.hcas import list_hcas, select_hcas
-from r2ccl.topology.interfaces import list_interfaces
-from r2ccl.topology.sysfs import read_machine
-
-_PROBE_TIMEOUT_S = 60.0
-
-#: Program that prints the RDMA devices of pyverbs; on failure, the last line of its standard error
-#: is the exception. A device name is bytes in some versions and str in others.
-_PROBE = """
-import os
-import pyverbs.device
-for device in pyverbs.device.get_device_list():
-    print(os.fsdecode(device.name))
-"""
-
-#: Number of CAP_IPC_LOCK: capabilities(7), linux/capability.h.
-_CAP_IPC_LOCK = 14
+#: What ``--require`` accepts.
+REQUIREMENTS = ("rdma", "gpu", "shm")
 
 
-def gather() -> Facts:
-    """Return the facts about this machine that the checks of rails and verbs examine."""
-    error, devices = _probe_pyverbs()
-    return Facts(
-        platform=sys.platform,
-        kernel=platform.release(),
-        python=f"{sys.executable} ({platform.python_version()})",
-        pyverbs_error=error,
-        verbs_devices=devices,
-        is_distribution_pyverbs=DISTRIBUTION_PYVERBS.is_dir(),
-        is_pyverbs_fitting=fits(DISTRIBUTION_PYVERBS),
-        has_rdma_class=Path("/sys/class/infiniband").is_dir(),
-        rdma_modules=_rdma_modules(),
-        hcas=list_hcas(),
-        uverbs=tuple(
-            (str(path), _why_not_opened(path))
-            for path in sorted(Path("/dev/infiniband").glob("uverbs*"))
-        ),
-        memlock_nbytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        may_lock=_may_lock(),
-        interfaces=list_interfaces(),
-        cards=tuple(path.parent.name for path in Path("/sys/class/net").glob("*/device")),
-        hostname=platform.node(),
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``r2ccl doctor`` to its parser; the parsed ones go to `run`."""
+    parser.description = (
+        "Show the rails that r2ccl would use on this machine with the current settings, the "
+        "capabilities of its GPUs, which NIC each GPU uses, whether verbs can be used and, on the "
+        "last line, what r2ccl will use. The exit status is 0 if ranks can exchange data here, at "
+        "least among themselves, and nothing that --require names is missing; otherwise it is 1."
     )
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the ``doctor`` command to those of ``r2ccl``; its parsed arguments go to `main`."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="show the rails and GPUs of this machine, and whether verbs can be used",
-        description="Show the rails that r2ccl would use on this machine with the current "
-        "settings, the capabilities of its GPUs, which NIC each GPU uses, and whether verbs can be "
-        "used. The exit status is 0 if verbs can be used, else 1.",
+    parser.add_argument(
+        "--require",
+        type=_requirements,
+        action="extend",
+        default=[],
+        metavar="LIST",
+        help=f"exit with 1 if one of these cannot be used here: {', '.join(REQUIREMENTS)}; "
+        "repeatable",
     )
     parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
     parser.add_argument(
@@ -89,130 +34,35 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         help="only write the topology as a file for NCCL_TOPO_FILE; - for standard output",
     )
-    parser.set_defaults(run=main)
+    parser.set_defaults(run=run)
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run the parsed command; return 0 if verbs can be used or ``--topology-xml`` is set, else 1.
+def run(args: argparse.Namespace) -> int:
+    """Run the parsed command; return the exit status.
+
+    The status is 0 with ``--topology-xml``.
 
     Raises
     ------
     InvalidArgument
         If a setting is wrong, or the file cannot be written.
     """
+    from r2ccl.cli import doctor_report  # imports NumPy
+
     if args.topology_xml is not None:
-        _write_topology(args.topology_xml)
+        doctor_report.write_topology(args.topology_xml)
         return 0
-    config = Config.from_env(os.environ)
-    facts = gather()
-    cuda = read_cuda(_rdma_rails(facts, config))
-    machine = read_machine(cuda.topology)
-    rails = (*examine_rails(facts, config), examine_sharing(config))
-    gpus = examine_gpus(cuda, config)
-    topology = examine_machine(machine, cuda.topology.links_from, os.sched_getaffinity(0))
-    verbs = examine(facts)
-    usable = is_usable(verbs)
-    if args.json:
-        found = {"facts": facts, "cuda": cuda, "machine": machine, "is_usable": usable}
-        said = {"rails": rails, "gpus": gpus, "topology": topology, "findings": verbs}
-        print(msgspec.json.format(msgspec.json.encode({**found, **said})).decode())
-    else:
-        sections = {"rails": rails, "gpus": gpus, "topology": topology, "verbs": verbs}
-        print("\n\n".join("\n".join([name, *map(show, each)]) for name, each in sections.items()))
-        print(f"verbs can{'' if usable else 'not'} be used here")
-    return 0 if usable else 1
+    return doctor_report.report(args.require, is_json=args.json)
 
 
-def examine_sharing(config: Config) -> DoctorFinding:
-    """Return a finding that says whether ranks on this machine can share memory.
-
-    To find out, load the compiled code, then create a segment of shared memory and remove it.
-    """
-    problem = ""
-    try:
-        from r2ccl.shm.machine import UNSUPPORTED
-
-        problem = UNSUPPORTED
-        if not problem:
-            from r2ccl.shm.group import preload
-
-            preload()
-            Segment.create_of_group(1).close()
-    except (ImportError, OSError, TransportError) as exc:
-        problem = str(exc)
-    if config.shm == "0":
-        able = f"could not be used: {problem}" if problem else "could be used"
-        return DoctorFinding("shm", "skipped", f"{able}; R2CC_SHM=0 excludes it")
-    if problem:
-        fix = "remove the cause, or set R2CC_SHM=0"
-        return DoctorFinding("shm", "warning", f"shared memory cannot be used: {problem}", fix)
-    return DoctorFinding("shm", "ok", "ranks of this host share memory, if one user runs them")
+def _requirements(text: str) -> list[str]:
+    names = text.split(",")
+    wrong = [name for name in names if name not in REQUIREMENTS]
+    if wrong:
+        raise argparse.ArgumentTypeError(
+            f"{wrong[0]!r}; allowed are {', '.join(REQUIREMENTS)}, separated by commas"
+        )
+    return names
 
 
-def _write_topology(target: str) -> None:
-    """Write the topology file; if the search for GPUs failed or found none, say why on stderr."""
-    cuda = read_cuda(is_tried=False)
-    if cuda.died or not cuda.gpus:
-        print(show(examine_gpus(cuda, Config())[0]), file=sys.stderr)
-    save_xml(read_machine(cuda.topology), target)
-
-
-def show(finding: DoctorFinding) -> str:
-    """Return a finding as a line of text, followed by a line with its fix, if any."""
-    line = f"{finding.level:8}{finding.check:12}{finding.says}"
-    return f"{line}\n{'':20}fix: {finding.fix}" if finding.fix else line
-
-
-def _probe_pyverbs() -> tuple[str, tuple[str, ...]]:
-    """Return the error of pyverbs, empty if it works, and the RDMA devices that it lists."""
-    ended = apart.run(_PROBE, timeout_s=_PROBE_TIMEOUT_S)
-    return ended.error, () if ended.error else tuple(ended.said.split())
-
-
-def _rdma_rails(facts: Facts, config: Config) -> Sequence[str]:
-    """Return the labels of the RDMA ports that are rails.
-
-    There are none if pyverbs does not work or R2CC_HCA is invalid.
-    """
-    if facts.pyverbs_error:
-        return ()
-    try:
-        return [hca.label for hca in select_hcas(facts.hcas, config.hca)]
-    except InvalidArgument:  # reported among the findings about rails
-        return ()
-
-
-def _why_not_opened(path: Path) -> str:
-    """Return the reason why a device cannot be opened; empty if it can.
-
-    The device is opened as a test: its mode may permit what cgroups of a container forbid.
-    """
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-    except OSError as exc:
-        return exc.strerror or str(exc)
-    return ""
-
-
-def _rdma_modules() -> tuple[str, ...]:
-    try:
-        lines = Path("/proc/modules").read_text(encoding="ascii").splitlines()
-    except FileNotFoundError:  # a kernel without modules
-        return ()
-    loaded = [line.split()[0] for line in lines]
-    return tuple(
-        sorted(name for name in loaded if name.startswith("ib_") or name.endswith(("_ib", "_rxe")))
-    )
-
-
-def _may_lock() -> bool:
-    """Return True if this process has CAP_IPC_LOCK, which exempts it from the memlock limit."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    except FileNotFoundError:
-        return False
-    held = next(line.split()[1] for line in lines if line.startswith("CapEff:"))
-    return bool(int(held, 16) >> _CAP_IPC_LOCK & 1)
-
-
-__all__ = ["add_parser", "examine_sharing", "gather", "main", "show"]
+__all__ = ["REQUIREMENTS", "configure", "run"]

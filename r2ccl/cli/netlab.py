@@ -37,15 +37,11 @@ example:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the ``netlab`` command to those of ``r2ccl``; its parsed arguments go to `main`."""
-    parser = subparsers.add_parser(
-        "netlab",
-        help="run a program on a cluster of network namespaces, with faults",
-        description="Run one process per node on a cluster of network namespaces.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``r2ccl netlab`` to its parser; the parsed ones go to `main`."""
+    parser.description = "Run one process per node on a cluster of network namespaces."
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     default = LabShape()
     parser.add_argument("--nodes", type=int, default=default.nodes)
     parser.add_argument("--rails", type=int, default=default.rails, help="NICs on each node")
@@ -152,4 +148,4 @@ def _status(results: list[RankResult]) -> int:
     return failed[0] if failed[0] > 0 else 128 - failed[0]
 
 
-__all__ = ["add_parser", "main"]
+__all__ = ["configure", "main"]

@@ -10,6 +10,7 @@ interface that is a rail.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from r2ccl.cli.diagnosis import DoctorFinding, Facts, Level
 from r2ccl.config import Config
@@ -21,6 +22,40 @@ from r2ccl.topology.names import NameFilter
 from r2ccl.types import Nic
 
 
+class LocalRail(NamedTuple):
+    """Interface or RDMA port that is a rail.
+
+    ``is_failed`` is True if R2CC_FAILED_NICS declares its NIC failed.
+    """
+
+    name: str
+    is_rdma: bool
+    is_failed: bool
+    is_last_resort: bool
+
+
+def local_rails(facts: Facts, config: Config) -> list[LocalRail]:
+    """Return the rails in the order of their numbers.
+
+    Raises
+    ------
+    InvalidArgument
+        If a setting is invalid, or nothing that it selects can be a rail.
+    """
+    nics, hcas = _selected(facts, config)
+    names = [*(nic.name for nic in nics), *(hca.label for hca in hcas)]
+    lasts = [*(nic.is_last_resort for nic in nics), *(False for _ in hcas)]
+    return [
+        LocalRail(
+            name,
+            number >= len(nics),
+            is_declared(config.failed_nics, facts.hostname, number, name),
+            is_last,
+        )
+        for number, (name, is_last) in enumerate(zip(names, lasts, strict=True))
+    ]
+
+
 def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
     """Return one finding per interface and RDMA port: its rail, or the reason why it is no rail.
 
@@ -28,23 +63,24 @@ def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
     ports that it selects cannot be rails, return a single finding, the error.
     """
     try:
-        hcas = select_hcas(facts.hcas, config.hca) if not facts.pyverbs_error else ()
-        names = [hca.netdev for hca in hcas]
-        nics = select(facts.interfaces, config, rdma_names=names)
+        nics, hcas = _selected(facts, config)
     except InvalidArgument as exc:
         said = str(exc)
         return (
             DoctorFinding("rails", "error", said, "bring an interface up, or correct the setting"),
         )
+    names = [hca.netdev for hca in hcas]
     found = [_interface(each, nics, facts, config, names) for each in facts.interfaces]
     found += [_port(each, hcas, len(nics), facts, config) for each in facts.hcas]
-    names = [*(nic.name for nic in nics), *(hca.label for hca in hcas)]
-    failed = [
-        is_declared(config.failed_nics, facts.hostname, rail, name)
-        for rail, name in enumerate(names)
-    ]
+    failed = [rail.is_failed for rail in local_rails(facts, config)]
     shown = [_marked(each, failed) for each in sorted(found, key=_order)]
     return (*shown, *_summary(failed.count(False), hcas))
+
+
+def _selected(facts: Facts, config: Config) -> tuple[Sequence[Nic], Sequence[Hca]]:
+    hcas = select_hcas(facts.hcas, config.hca) if not facts.pyverbs_error else ()
+    names = [hca.netdev for hca in hcas]
+    return select(facts.interfaces, config, rdma_names=names), hcas
 
 
 def _marked(finding: DoctorFinding, failed: Sequence[bool]) -> DoctorFinding:
@@ -160,4 +196,4 @@ def _speed(mbps: int) -> str:
     return f"{mbps / 1000:g} Gbit/s" if mbps else "speed unknown"
 
 
-__all__ = ["examine_rails"]
+__all__ = ["LocalRail", "examine_rails", "local_rails"]

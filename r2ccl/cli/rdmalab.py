@@ -28,15 +28,11 @@ example:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the ``rdmalab`` command to those of ``r2ccl``; its parsed arguments go to `main`."""
-    parser = subparsers.add_parser(
-        "rdmalab",
-        help="run a program on real ibverbs: Soft-RoCE in a virtual machine",
-        description="Run a program on Soft-RoCE devices in a virtual machine.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``r2ccl rdmalab`` to its parser; the parsed ones go to `main`."""
+    parser.description = "Run a program on Soft-RoCE devices in a virtual machine."
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     shape, machine = MachineShape(), VirtualMachine()
     parser.add_argument("--nodes", type=int, default=shape.nodes)
     parser.add_argument("--nics", type=int, default=shape.nics, help="RDMA devices on each node")
@@ -111,4 +107,4 @@ def _say(line: str) -> None:
     print(f"[rdmalab] {line}", file=sys.stderr, flush=True)
 
 
-__all__ = ["add_parser", "main"]
+__all__ = ["configure", "main"]

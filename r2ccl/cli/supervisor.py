@@ -18,10 +18,8 @@ from typing import Any, Protocol
 from r2ccl.bootstrap.launch import describe_exit
 from r2ccl.cli.lines import LinePrinter
 from r2ccl.cli.rankprocs import TERMINATION_GRACE_S
+from r2ccl.cli.values import FAILURE_GRACE_S
 
-#: Seconds in which the other ranks can exit by themselves after a failure; their calls raise
-#: PeerLost.
-FAILURE_GRACE_S = 10.0
 #: Exit status of a job that lost a host.
 _LOST_STATUS = 1
 _STDIN_FD = 0
@@ -202,4 +200,4 @@ class Supervisor:
                 return
 
 
-__all__ = ["FAILURE_GRACE_S", "RankGroup", "Supervisor"]
+__all__ = ["RankGroup", "Supervisor"]

@@ -1,8 +1,17 @@
-"""Types of command-line arguments that several subcommands share."""
+"""Types and defaults of command-line arguments that several modules share."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
+
+#: Seconds in which the other ranks of a job can exit by themselves after a failure; their calls
+#: raise PeerLost.
+FAILURE_GRACE_S = 10.0
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def seconds(text: str) -> float:
@@ -24,4 +33,112 @@ def seconds(text: str) -> float:
     return value
 
 
-__all__ = ["seconds"]
+def parse_size(text: str) -> int:
+    """Parse ``"256"``, ``"64K"``, ``"1.5M"``, ``"2G"`` into bytes; units are powers of 1024.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        If `text` is not a size.
+    """
+    number, unit = text.strip().upper().removesuffix("IB").removesuffix("B"), ""
+    if number and number[-1] in _UNITS:
+        number, unit = number[:-1], number[-1]
+    try:
+        nbytes = float(number) * _UNITS[unit]
+    except ValueError:
+        nbytes = -1.0
+    if nbytes < 0 or not nbytes.is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 256, 64K, 1.5M or 2G")
+    return int(nbytes)
+
+
+def parse_rate(text: str) -> int:
+    """Parse the rate of a NIC, ``"400gbit"`` or ``"50GB/s"``, into bytes/s; units are decimal.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        If `text` is not a rate above 0.
+    """
+    unit = text.strip().lower()
+    for ending, nbits in (("bit/s", 1), ("bit", 1), ("bps", 1), ("b/s", 8)):
+        if unit.endswith(ending):
+            number = unit.removesuffix(ending)
+            factor = _DECIMAL.get(number[-1:], 1)
+            with contextlib.suppress(ValueError):
+                rate = float(number.rstrip("kmgt")) * factor * nbits / 8
+                if 1 <= rate < 1e15:
+                    return int(rate)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a rate; write 400gbit or 50GB/s")
+
+
+def parse_duration(text: str) -> float:
+    """Parse a time, ``"5us"``, ``"0.5ms"`` or ``"1s"``, into seconds.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        If `text` is not a time above 0.
+    """
+    number = text.strip().lower().removesuffix("s")
+    factor = {"n": 1e-9, "u": 1e-6, "m": 1e-3}.get(number[-1:], 1.0)
+    with contextlib.suppress(ValueError):
+        value = float(number.rstrip("num")) * factor
+        if text.strip().lower().endswith("s") and 0 < value < 1e6:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a time; write 5us, 0.5ms or 1s")
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Parse a comma-separated list of sizes."""
+    return [parse_size(part) for part in text.split(",")]
+
+
+def parse_counts(text: str) -> list[int]:
+    """Parse a comma-separated list of numbers above 0."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive integers; write 2,4")
+    return counts
+
+
+def format_size(nbytes: int) -> str:
+    """Format a number of bytes: ``"256 B"``, ``"64 KiB"``, ``"1 MiB"``."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.4g} {unit}"
+    return f"{nbytes} B"
+
+
+def size_range(begin: int, end: int, *, step: int, factor: float) -> Iterator[int]:
+    """Yield sizes from `begin` to `end`: times `factor` if that is above 1, else plus `step`.
+
+    Raises
+    ------
+    ValueError
+        If `step` and `factor` never reach `end`.
+    """
+    if factor <= 1 and step <= 0:
+        raise ValueError(f"step {step} and factor {factor} never reach {end} from {begin}")
+    size = begin
+    while size <= end:
+        yield size
+        # Add at least one byte, so that a range from 0 or with a small factor ends.
+        size = max(int(size * factor), size + 1) if factor > 1 else size + step
+
+
+__all__ = [
+    "FAILURE_GRACE_S",
+    "format_size",
+    "parse_counts",
+    "parse_duration",
+    "parse_rate",
+    "parse_size",
+    "parse_sizes",
+    "seconds",
+    "size_range",
+]

@@ -142,10 +142,31 @@ class Planner:
             return self._direct(call, nbytes, carried)
         if is_small or call.collective == Collective.BARRIER:
             return self._small(call, terms, carried)
-        placed = self._placed_for(call, terms, carried)
-        found = [predict(each, nbytes, self.fabric, self._config) for each in placed]
+        found = self._predicted(call, nbytes, terms, carried)
         gauges = [each for each in found if each.is_bandwidth_sample] if is_bandwidth_sample else []
         return best(gauges or found)
+
+    def options(self, call: CallSignature, nbytes: int, health: Health) -> list[Choice]:
+        """Return the predictions of all schedules that a call could run, by family.
+
+        For an allreduce, this includes families that the settings or the health do not select. The
+        only element is the choice of `plan` if the collective has no other candidate, or if `plan`
+        compares none because the data fits one eager slice; its predicted time may then be 0.
+        """
+        if call.collective == Collective.ALLREDUCE:
+            return self.compare(nbytes, health, FAMILIES)
+        is_compared = call.collective not in DIRECT and nbytes > self._config.eager_nbytes
+        if is_compared and call.collective != Collective.BARRIER:
+            carried = self._carried(health)
+            return self._predicted(call, nbytes, self._terms(nbytes, carried), carried)
+        return [self.plan(call, nbytes, health)]
+
+    def _predicted(
+        self, call: CallSignature, nbytes: int, terms: Terms, health: Health
+    ) -> list[Choice]:
+        """Return the predictions of all candidates of a collective other than allreduce."""
+        placed = self._placed_for(call, terms, health)
+        return [predict(each, nbytes, self.fabric, self._config) for each in placed]
 
     def _small(self, call: CallSignature, terms: Terms, health: Health) -> Choice:
         """Return the choice for a call without data, or whose data fits one eager slice."""
@@ -328,7 +349,7 @@ class Planner:
             return "because all rails share one wire, so losing a rail costs no bandwidth"
         if self.fabric.rates == UNMEASURED:
             return "because the network was not measured"
-        return "predicted fastest, or preferred and within 2 % of the fastest"
+        return FASTEST
 
     def _nchannels(self, nbytes: int, nranks: int) -> int:
         nwires = self.fabric.nwires
@@ -438,9 +459,11 @@ _CROWDED = Fraction(105, 100)
 _MIN_CHUNK_NBYTES = 64 << 10
 #: Families whose schedules depend on `Terms.nchannels`, which is smaller for little data.
 _OF_RINGS = ("ring", "bridged_ring", "spanning_tree")
+#: Reason of a choice that was compared with others.
+FASTEST = "predicted fastest, or preferred and within 2 % of the fastest"
 #: End of the reason of a choice if no family that a setting allows can run.
 _NOT_APPLICABLE = " has no schedule for these nodes and their rails"
 #: Maximum number of entries in `Planner._placed`.
 _KEPT = 128
 
-__all__ = ["Explanation", "Planner", "best", "full_channels"]
+__all__ = ["FASTEST", "Explanation", "Planner", "best", "full_channels"]

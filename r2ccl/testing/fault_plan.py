@@ -11,15 +11,17 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.faults import Action, Fault, Firing, check_fits
 from r2ccl.testing.faults_reporter import Due, FaultReporter, LabClient
-from r2ccl.testing.reporting import ReportingTransport
-from r2ccl.transport.base import Transport
+
+if TYPE_CHECKING:
+    from r2ccl.testing.reporting import ReportingTransport
+    from r2ccl.transport.base import Transport
 
 
 class FaultPlan:
@@ -174,6 +176,8 @@ class FaultPlan:
         InvalidArgument
             If a fault of the plan has `at_s`: only a lab can apply it.
         """
+        from r2ccl.testing.reporting import ReportingTransport  # NumPy, which commands do not need
+
         self.check_needs_no_lab()
         return ReportingTransport(inner, lambda cut: FaultReporter(self, rank, cut))
 
@@ -216,6 +220,8 @@ def wrap_by_env(inner: Transport, rank: int) -> ReportingTransport:
     InvalidArgument
         If the plan or ``RANK`` is not valid; see `reporter_from_env`.
     """
+    from r2ccl.testing.reporting import ReportingTransport
+
     return ReportingTransport(inner, lambda cut: reporter_from_env(os.environ, apply=cut))
 
 

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from r2ccl.cli.values import parse_sizes
 from r2ccl.schedule.check import check
 
 BENCH = Path(__file__).parents[3] / "bench"
@@ -297,7 +298,7 @@ def test_bad_points_are_marked(bench, capsys) -> None:
 
 def test_there_are_60_points_of_nics_there_are(bench) -> None:
     degraded, cases = bench("degraded"), bench("degraded_cases")
-    sizes = bench("common").parse_sizes(degraded._SIZES)
+    sizes = parse_sizes(degraded._SIZES)
     assert len(degraded.PATTERNS) * len(sizes) == 60
     assert len({frozenset(lost) for lost in degraded.PATTERNS.values()}) == len(degraded.PATTERNS)
     for lost in degraded.PATTERNS.values():

@@ -12,6 +12,9 @@ import pytest
 from rich.console import Console
 from support.mpi import find_mpiexec
 
+from r2ccl.cli.perf.cases import Case, make_inputs
+from r2ccl.cli.perf.forms import FORMS
+
 
 @pytest.fixture
 def run(bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
@@ -34,9 +37,7 @@ def test_every_collective_beside_mpich(bench, run, capsys) -> None:
     assert status == 0
     found = {(row["collective"], row["library"], row["transport"]) for row in rows}
     libraries = {("r2ccl", "tcp"), ("r2ccl", "shm"), ("mpich", "tcp"), ("mpich", "shm")}
-    assert found == {
-        (name, *library) for name in bench("collectives").FORMS for library in libraries
-    }
+    assert found == {(name, *library) for name in FORMS for library in libraries}
     assert all(row["median_us"] > 0 and row["ratio"] > 0 for row in rows)
     printed = capsys.readouterr().out
     assert "gloo over tcp (2 ranks) skipped: the package torch is not installed" in printed
@@ -108,9 +109,9 @@ def test_both_transports_of_a_library_have_columns(bench, monkeypatch, capsys) -
 
 
 def test_a_wrong_result_of_a_library_is_refused(bench) -> None:
-    worker, collectives = bench("worker"), bench("collectives")
-    case = collectives.Case.of(collectives.FORMS["gather"], 2, 64, np.dtype(np.float32))
-    inputs = collectives.make_inputs(case, (64,))
+    worker = bench("worker")
+    case = Case.of(FORMS["gather"], 2, 64, np.dtype(np.float32))
+    inputs = make_inputs(case, (64,))
 
     def gathered(of: Any, buffers: Any) -> Any:
         return lambda: buffers.out.__setitem__(slice(None), np.concatenate(inputs))
@@ -123,4 +124,4 @@ def test_a_wrong_result_of_a_library_is_refused(bench) -> None:
 
 
 def test_gloo_lacks_known_collectives_only(bench) -> None:
-    assert set(bench("peer_calls").GLOO_LACKS) < set(bench("collectives").FORMS)
+    assert set(bench("peer_calls").GLOO_LACKS) < set(FORMS)

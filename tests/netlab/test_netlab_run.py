@@ -1,6 +1,5 @@
 """Programs in a lab: their environment, their ends, the faults applied to them, and the cleanup."""
 
-import argparse
 import json
 import os
 import select
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from r2ccl.cli import netlab as command
+from r2ccl.cli import make_parser
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing import Fault, FaultPlan
 from r2ccl.testing.netlab import Lab, LabError, clean, fabric, unavailable_reason
@@ -297,8 +296,7 @@ def test_nothing_outlives_a_killed_owner(is_guard_killed: bool) -> None:
 
 
 def cli(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
+    parser = make_parser(["netlab"])
     args = parser.parse_args(["netlab", *arguments])
     status: int = args.run(args)
     return status

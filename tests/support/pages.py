@@ -181,5 +181,6 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "mpi4py": lambda: _has_module("mpi4py")() and _has_program("mpiexec.hydra")(),
     "openssl": _has_program("openssl"),
     "cupy": _has_module("cupy"),
+    "numba": _has_module("numba"),
     "cluster": lambda: False,  # tests submit no jobs and log in nowhere
 }

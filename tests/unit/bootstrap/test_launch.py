@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 
 from r2ccl.bootstrap.launch import JobShare, LocalJob, describe_exit, launch
-from r2ccl.cli.launch import add_parser
+from r2ccl.cli import make_parser
 from r2ccl.cli.rankprocs import HostRanks, JobCommand
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 
@@ -219,8 +218,7 @@ def run_here(
 ) -> tuple[int, str, str]:
     """Run the command in this process, where those that are left soon lose its patience."""
     monkeypatch.setattr("r2ccl.cli.supervisor.FAILURE_GRACE_S", 0.1)
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
+    parser = make_parser(["launch"])
     parsed = parser.parse_args(["launch", *args])
     status = parsed.run(parsed)
     return (status, *capfd.readouterr())
@@ -385,8 +383,7 @@ def test_a_wrong_command_line_has_a_status_and_no_traceback() -> None:
 
 
 def test_command_options_stay_the_commands() -> None:
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
+    parser = make_parser(["launch"])
     for start in (["-n", "2", "--"], ["-np", "2"], ["-n2", "--tag", "auto"]):
         args = parser.parse_args(["launch", *start, "prog", "-n", "5", "--tag", "x", "--", "y"])
         assert (args.nranks, args.tag) == (2, "auto")

@@ -9,7 +9,7 @@ import pytest
 
 from r2ccl.cli.cards import Card, CudaFacts
 from r2ccl.cli.diagnosis import DoctorFinding
-from r2ccl.cli.doctor import show
+from r2ccl.cli.doctor_report import show
 from r2ccl.cli.gpus import examine_gpus
 from r2ccl.config import Config
 from r2ccl.transport.verbs.dmabuf import DeviceMemoryRoute

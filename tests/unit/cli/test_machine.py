@@ -10,7 +10,7 @@ import pytest
 from support.machines.recorded import put, record
 
 from r2ccl import cli
-from r2ccl.cli import doctor
+from r2ccl.cli import doctor_report
 from r2ccl.cli.cards import CudaFacts
 from r2ccl.cli.diagnosis import DoctorFinding
 from r2ccl.cli.machine import examine_machine, save_xml
@@ -150,8 +150,8 @@ def test_the_command_writes_the_file_and_asks_only_what_it_needs(
         asked.append(is_tried)
         return CudaFacts()
 
-    monkeypatch.setattr(doctor, "read_cuda", read_cuda)
-    monkeypatch.setattr(doctor, "read_machine", lambda topology: NO_NICS)
+    monkeypatch.setattr(doctor_report, "read_cuda", read_cuda)
+    monkeypatch.setattr(doctor_report, "read_machine", lambda topology: NO_NICS)
     path = tmp_path / "machine.xml"
     assert cli.main(["doctor", "--topology-xml", str(path)]) == 0
     assert path.read_text() == format_xml(NO_NICS)

@@ -5,7 +5,6 @@ A script takes the place of ssh. The hosts are addresses of the loopback interfa
 
 from __future__ import annotations
 
-import argparse
 import os
 import select
 import shlex
@@ -19,7 +18,7 @@ from pathlib import Path
 import pytest
 from support.slow import slow_but
 
-from r2ccl.cli.launch import add_parser
+from r2ccl.cli import make_parser
 from r2ccl.errors import InvalidArgument, R2cclError
 
 WAIT_S = 60.0
@@ -47,8 +46,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(*args: str) -> int:
     """Run the launcher in this process."""
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
+    parser = make_parser(["launch"])
     parsed = parser.parse_args(["launch", *args])
     status: int = parsed.run(parsed)
     return status

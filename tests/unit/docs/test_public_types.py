@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 import r2ccl
 import r2ccl.schedule
@@ -50,6 +53,22 @@ def hints(public: Any) -> Iterator[tuple[str, Any]]:
     for name, hint in typing.get_type_hints(public).items():
         if not name.startswith("_"):
             yield f"{public.__name__}.{name}", hint
+
+
+def test_names_imported_on_use_are_those_that_checkers_see() -> None:
+    tree = ast.parse(Path(r2ccl.__file__).read_text(encoding="utf-8"))
+    [block] = [each for each in tree.body if isinstance(each, ast.If)]
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    seen = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == r2ccl._HOMES
+    assert set(seen) < set(r2ccl.__all__) <= set(dir(r2ccl))
+    with pytest.raises(AttributeError, match="module 'r2ccl' has no attribute 'nothing'"):
+        r2ccl.nothing  # noqa: B018
 
 
 def test_every_type_that_is_returned_is_public() -> None:

@@ -24,8 +24,10 @@ MIN_NLINES = 60
 
 #: Small modules of one importer that stay apart: those may not import Numba, the last one pyverbs.
 APART = {"r2ccl.kernels.cuda.compiling", "r2ccl.kernels.fold", "r2ccl.transport.verbs.mappings"}
-#: Commands of the public test tools, and what these know of installing pyverbs.
-TESTING_COMMANDS = {f"r2ccl.cli.{name}" for name in ("netlab", "rdmalab", "doctor", "diagnosis")}
+#: Commands of the public test tools and of the demo, and what these know of installing pyverbs.
+TESTING_COMMANDS = {f"r2ccl.cli.{name}" for name in (
+    "netlab", "rdmalab", "doctor_report", "diagnosis", "demo_rank",
+)}  # fmt: skip
 
 #: Words of the first version that the field has terms for; torch's own ``Work`` stays.
 REPLACED = (

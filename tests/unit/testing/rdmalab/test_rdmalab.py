@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from r2ccl.cli import make_parser
 from r2ccl.cli import rdmalab as command
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.rdmalab import MachineShape, RdmaLabError, VirtualMachine, VmResult, packages, vm
@@ -308,8 +309,7 @@ def await_true(condition: Callable[[], bool], what: str, timeout_s: float = 10.0
 
 
 def parsed(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
+    parser = make_parser(["rdmalab"])
     return parser.parse_args(["rdmalab", *argv])
 
 

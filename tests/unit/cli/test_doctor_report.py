@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from r2ccl.cli import doctor, main
+from r2ccl.cli import doctor_report, main
 from r2ccl.cli.cards import CudaFacts
 from r2ccl.cli.diagnosis import CHECKS, DoctorFinding, Facts, examine, is_usable
 from r2ccl.cli.gpus import examine_gpus
@@ -14,6 +14,7 @@ from r2ccl.config import Config
 from r2ccl.errors import TransportError
 from r2ccl.shm.segment import Segment
 from r2ccl.topology.hcas import Gid, Hca
+from r2ccl.topology.interfaces import Interface
 from r2ccl.topology.machine import Machine, NumaNode
 
 GID = Gid(1, "RoCE v2", "::ffff:10.50.0.1", "eth0")
@@ -32,6 +33,10 @@ HEALTHY = Facts(
     hcas=(ROCE,),
     uverbs=(("/dev/infiniband/uverbs0", ""),),
     memlock_nbytes=-1,
+    interfaces=(
+        Interface("lo", 1, ("127.0.0.1",), True, is_loopback=True),
+        Interface("eth0", 2, ("10.50.0.1",), True, speed_mbps=100_000),
+    ),
 )
 
 #: As Soft-RoCE's test machine had it: a kernel that was built without RDMA.
@@ -49,6 +54,7 @@ WITHOUT_KERNEL = msgspec.structs.replace(
 
 NO_GPU = CudaFacts(bindings="13.0.1", error="there is no CUDA driver", status="NO_CUDA")
 MACHINE = Machine.of([NumaNode(0, (0, 1))])
+SHARING = DoctorFinding("shm", "ok", "ranks of this host share memory")
 
 
 def with_(**changes: object) -> Facts:
@@ -205,9 +211,12 @@ def test_the_limit_does_not_bind_who_may_lock() -> None:
     assert of(with_(memlock_nbytes=0, may_lock=True), "memlock").level == "ok"
 
 
-@pytest.mark.parametrize(("facts", "status"), [(HEALTHY, 0), (WITHOUT_KERNEL, 1)])
+@pytest.mark.parametrize(("facts", "has_rdma"), [(HEALTHY, True), (WITHOUT_KERNEL, False)])
 def test_the_command_tells_in_text_and_json(
-    facts: Facts, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    facts: Facts,
+    has_rdma: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked: list[list[str]] = []
 
@@ -215,10 +224,11 @@ def test_the_command_tells_in_text_and_json(
         asked.append(list(nics))
         return NO_GPU
 
-    monkeypatch.setattr(doctor, "gather", lambda: facts)
-    monkeypatch.setattr(doctor, "read_cuda", read_cuda)
-    monkeypatch.setattr(doctor, "read_machine", lambda topology: MACHINE)
-    assert main(["doctor"]) == status
+    monkeypatch.setattr(doctor_report, "gather", lambda: facts)
+    monkeypatch.setattr(doctor_report, "read_cuda", read_cuda)
+    monkeypatch.setattr(doctor_report, "read_machine", lambda topology: MACHINE)
+    monkeypatch.setattr(doctor_report, "examine_sharing", lambda config: SHARING)
+    assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     sections = [line for line in text.splitlines() if line.isalpha()]
     assert sections == ["rails", "gpus", "topology", "verbs"]
@@ -226,23 +236,36 @@ def test_the_command_tells_in_text_and_json(
         assert finding.says in text
         assert finding.fix in text
     assert "1 NUMA node, 0 GPUs, 0 NIC ports" in text
-    assert main(["doctor", "--json"]) == status
+    within = "r2ccl will use shared memory within this host,"
+    between = "RDMA over mlx5_0:1" if has_rdma else "TCP over eth0"
+    assert text.splitlines()[-1] == f"{within} {between} between hosts, and no GPU"
+    assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["is_usable"] == (status == 0)
+    assert list(report) == [
+        "version", "uses", "missing", "findings", "facts", "cuda", "machine",
+    ]  # fmt: skip
+    assert report["uses"] == {
+        "rdma": ["mlx5_0:1"] if has_rdma else [],
+        "tcp": ["eth0"],
+        "shm": True,
+        "loopback": True,
+        "gpus": [],
+    }
+    assert report["missing"] == []
     assert msgspec.convert(report["facts"], Facts) == facts
     assert msgspec.convert(report["cuda"], CudaFacts) == NO_GPU
     assert msgspec.convert(report["machine"], Machine) == MACHINE
-    assert len(report["findings"]) == len(CHECKS)
-    assert len(report["gpus"]) == len(report["topology"]) == 1
+    assert len(report["findings"]["verbs"]) == len(CHECKS)
+    assert len(report["findings"]["gpus"]) == len(report["findings"]["topology"]) == 1
     # Device memory is registered with the RDMA ports that are rails.
-    assert asked == [["mlx5_0:1"] if status == 0 else []] * 2
+    assert asked == [["mlx5_0:1"] if has_rdma else []] * 2
 
 
 def test_a_machine_without_a_gpu_is_healthy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "gather", lambda: HEALTHY)
-    monkeypatch.setattr(doctor, "read_cuda", lambda nics: NO_GPU)
+    monkeypatch.setattr(doctor_report, "gather", lambda: HEALTHY)
+    monkeypatch.setattr(doctor_report, "read_cuda", lambda nics: NO_GPU)
     monkeypatch.setenv("R2CC_HCA", "none")
     assert main(["doctor"]) == 0
     assert "skipped gpus        none: there is no CUDA driver" in capsys.readouterr().out
@@ -257,8 +280,8 @@ def test_ports_outside_the_setting_are_not_registered_with(
         asked.append(nics)
         return NO_GPU
 
-    monkeypatch.setattr(doctor, "gather", lambda: HEALTHY)
-    monkeypatch.setattr(doctor, "read_cuda", read_cuda)
+    monkeypatch.setattr(doctor_report, "gather", lambda: HEALTHY)
+    monkeypatch.setattr(doctor_report, "read_cuda", read_cuda)
     for pattern in ("none", "mlx9"):
         monkeypatch.setenv("R2CC_HCA", pattern)
         main(["doctor"])
@@ -266,7 +289,7 @@ def test_ports_outside_the_setting_are_not_registered_with(
 
 
 def test_this_machine_can_be_examined() -> None:
-    findings = examine(doctor.gather())
+    findings = examine(doctor_report.gather())
     assert all(finding.says for finding in findings)
     assert all(bool(f.fix) == (f.level in ("warning", "error")) for f in findings)
 
@@ -288,7 +311,7 @@ def test_it_says_whether_ranks_can_share_memory(
 
     if problem:
         monkeypatch.setattr(Segment, "create_of_group", refuse)
-    found = doctor.examine_sharing(Config(shm=shm))
+    found = doctor_report.examine_sharing(Config(shm=shm))
     assert (found.check, found.level) == ("shm", level)
     assert says in found.says
     assert bool(found.fix) == (level == "warning")

@@ -1,33 +1,30 @@
-"""Options of `perf`: those of nccl-tests, where they have a meaning here; others are refused."""
+"""Options of ``r2ccl bench``: those of nccl-tests; those without a meaning are refused."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives import FORMS
-from common import add_json_argument, parse_size
-
+from r2ccl.cli.perf.forms import FORMS, OPS
 from r2ccl.dtypes import DTYPES
+from r2ccl.errors import InvalidArgument
 from r2ccl.kernels import ON_GPU
 
 #: Names that nccl-tests gives to some types; the other types use NumPy's names.
 NCCL_NAMES = {"float16": "half", "float32": "float", "float64": "double"}
-#: The element types and operations of which `collectives.make_inputs` makes exact inputs.
+#: The element types and operations of which `r2ccl.cli.perf.cases.make_inputs` makes exact inputs.
 DTYPES_BY_NAME = {
     name: dtype
     for dtype in map(DTYPES.__getitem__, ON_GPU)
     for name in (dtype.name, NCCL_NAMES.get(dtype.name, dtype.name))
 }
 _ALL_DTYPES = [DTYPES[code].name for code in ON_GPU]
-_OPS = ["sum", "prod", "min", "max", "avg"]
 #: Collectives that take arrays in the memory of a GPU.
 _ON_GPU = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce")
 
 
-class Options(NamedTuple):
+class PerfOptions(NamedTuple):
     """Parsed command line.
 
     Attributes
@@ -67,38 +64,18 @@ class Options(NamedTuple):
     json: Path | None
 
 
-def parse_arguments(argv: Sequence[str]) -> Options:
-    """Parse the flags of nccl-tests and those of this bench; exit with 2 if one is refused."""
-    parser = argparse.ArgumentParser(
-        prog="perf.py", description="Measure collectives as nccl-tests does."
-    )
-    add = parser.add_argument
-    names = [*FORMS, "all"]
-    add("--collective", choices=names, default="allreduce", metavar="NAME", help=", ".join(names))
-    add("-b", "--minbytes", type=parse_size, default="1M")
-    add("-e", "--maxbytes", type=parse_size, help="default: --minbytes")
-    add("-i", "--step", "--stepbytes", type=parse_size, default="1M", help="bytes between sizes")
-    add("-f", "--factor", "--stepfactor", type=float, default=1.0, help="between sizes; not -i")
-    add("-n", "--iters", type=int, default=20, help="calls, or groups of calls, per timed loop")
-    add("-w", "--warmup-iters", "--warmup_iters", type=int, default=5)
-    add("-c", "--check", type=int, default=1, help="verifications; 0: none")
-    add("-d", "--datatype", choices=[*DTYPES_BY_NAME, "all"], default="float", metavar="TYPE")
-    add("-o", "--op", choices=[*_OPS, "all"], help="of reductions; default: sum")
-    add("-r", "--root", type=int, help="of rooted collectives; -1: every root; default: 0")
-    add("-t", "--nthreads", type=int, default=1, help="per process; each has a communicator")
-    add("-g", "--ngpus", type=int, default=0, help="1: arrays on a GPU; 0: in host memory")
-    add("-m", "--agg-iters", "--agg_iters", type=int, default=1, help="calls per group")
-    add("-z", "--blocking", type=int, choices=(0, 1), default=1, help="0: asynchronous calls")
-    add("-R", "--local-register", "--local_register", type=int, default=0, help="1: register")
-    add("-G", "--cudagraph", type=int, default=0, help="only 0: there are no graphs of calls")
-    add("-a", "--average", type=int, choices=range(4), default=1, help="0: rank 0, mean, min, max")
-    add("--nranks", type=int, default=2, help="processes without a launcher")
-    add_json_argument(parser)
-    args = parser.parse_args(argv)
+def options_of(args: argparse.Namespace) -> PerfOptions:
+    """Return the options in the parsed arguments of ``r2ccl bench``.
+
+    Raises
+    ------
+    InvalidArgument
+        If an option is refused, or two exclude each other.
+    """
     problem = _problem(args)
     if problem:
-        parser.error(problem)
-    return Options(
+        raise InvalidArgument(problem)
+    return PerfOptions(
         collectives=list(FORMS) if args.collective == "all" else [args.collective],
         minbytes=args.minbytes,
         maxbytes=args.minbytes if args.maxbytes is None else args.maxbytes,
@@ -108,7 +85,7 @@ def parse_arguments(argv: Sequence[str]) -> Options:
         warmup=args.warmup_iters,
         nchecks=args.check,
         datatypes=_ALL_DTYPES if args.datatype == "all" else [args.datatype],
-        ops=_OPS if args.op == "all" else [args.op or "sum"],
+        ops=list(OPS) if args.op == "all" else [args.op or "sum"],
         root=args.root or 0,
         nthreads=args.nthreads,
         ngpus=args.ngpus,
@@ -123,6 +100,8 @@ def parse_arguments(argv: Sequence[str]) -> Options:
 
 def _problem(args: argparse.Namespace) -> str | None:
     """Return why the arguments are refused, or None."""
+    if args.datatype not in (*DTYPES_BY_NAME, "all"):
+        return f"-d {args.datatype}: allowed are {', '.join(DTYPES_BY_NAME)}, all"
     if args.factor <= 1 and args.step < 1:
         return "--step must be above 0 unless --factor is above 1"
     if min(args.iters, args.nranks, args.nthreads, args.agg_iters) < 1:
@@ -180,4 +159,4 @@ def _problem_of_gpus(args: argparse.Namespace) -> str | None:
     return None
 
 
-__all__ = ["DTYPES_BY_NAME", "NCCL_NAMES", "Options", "parse_arguments"]
+__all__ = ["DTYPES_BY_NAME", "NCCL_NAMES", "PerfOptions", "options_of"]

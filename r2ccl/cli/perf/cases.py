@@ -1,12 +1,11 @@
-"""Define what each measured collective moves, and what its results must be.
+"""Inputs, expected results and buffers of each measured collective.
 
 The buffer size of a case is that of nccl-tests: the larger of what a rank passes and receives. The
-module imports nothing of r2ccl, so that the ranks of other libraries use the same definitions.
+benches in ``bench/`` measure other libraries with the same definitions.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -14,73 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from r2ccl.cli.perf.forms import CollectiveForm, DataExtent
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
-
-class Extent(enum.Enum):
-    """Elements that a rank passes or receives: none, its part, all, or on the root alone all."""
-
-    NONE = enum.auto()
-    PART = enum.auto()
-    WHOLE = enum.auto()
-    ROOT = enum.auto()
-
-
-class Form(NamedTuple):
-    """Collective, or exchange of messages, as it is measured.
-
-    Attributes
-    ----------
-    name : str
-        Method of `r2ccl.Communicator`.
-    sends, receives : Extent
-    reduces : bool
-        True if it takes an operation.
-    is_rooted : bool
-        True if it takes a root.
-    has_parts : bool
-        True if the buffer consists of one part per rank.
-    is_unequal : bool
-        True if the parts have different sizes.
-    """
-
-    name: str
-    sends: Extent
-    receives: Extent
-    reduces: bool = False
-    is_rooted: bool = False
-    has_parts: bool = False
-    is_unequal: bool = False
-
-    @property
-    def can_be_in_place(self) -> bool:
-        """False if the memory that is sent and received must be disjoint."""
-        return self.name not in ("sendrecv", "barrier")
-
-
-_NONE, _PART, _WHOLE, _ROOT = Extent.NONE, Extent.PART, Extent.WHOLE, Extent.ROOT
-FORMS = {
-    form.name: form
-    for form in (
-        Form("allreduce", _WHOLE, _WHOLE, reduces=True),
-        Form("allgather", _PART, _WHOLE, has_parts=True),
-        Form("allgatherv", _PART, _WHOLE, has_parts=True, is_unequal=True),
-        Form("reduce_scatter", _WHOLE, _PART, reduces=True, has_parts=True),
-        Form("reduce_scatterv", _WHOLE, _PART, reduces=True, has_parts=True, is_unequal=True),
-        Form("broadcast", _WHOLE, _WHOLE, is_rooted=True),
-        Form("reduce", _WHOLE, _ROOT, reduces=True, is_rooted=True),
-        Form("gather", _PART, _ROOT, is_rooted=True, has_parts=True),
-        Form("gatherv", _PART, _ROOT, is_rooted=True, has_parts=True, is_unequal=True),
-        Form("scatter", _ROOT, _PART, is_rooted=True, has_parts=True),
-        Form("scatterv", _ROOT, _PART, is_rooted=True, has_parts=True, is_unequal=True),
-        Form("alltoall", _WHOLE, _WHOLE, has_parts=True),
-        Form("alltoallv", _WHOLE, _WHOLE, has_parts=True, is_unequal=True),
-        Form("scan", _WHOLE, _WHOLE, reduces=True),
-        Form("exscan", _WHOLE, _WHOLE, reduces=True),
-        Form("sendrecv", _WHOLE, _WHOLE),
-        Form("barrier", _NONE, _NONE),
-    )
-}
 
 #: NumPy function that computes the exact result of each operation, in 64-bit integers.
 _EXACT: dict[str, Callable[..., Any]] = {
@@ -107,7 +43,7 @@ class Case:
         does not reduce.
     """
 
-    form: Form
+    form: CollectiveForm
     nranks: int
     total: int
     dtype: np.dtype[Any]
@@ -115,12 +51,14 @@ class Case:
     root: int = 0
 
     @classmethod
-    def of(cls, form: Form, nranks: int, nbytes: int, dtype: np.dtype[Any], **more: Any) -> Case:
+    def of(
+        cls, form: CollectiveForm, nranks: int, nbytes: int, dtype: np.dtype[Any], **more: Any
+    ) -> Case:
         """Return the largest case of at most `nbytes`; equal parts have equally many elements."""
         total = nbytes // dtype.itemsize
         if form.has_parts and not form.is_unequal:
             total -= total % nranks
-        return cls(form, nranks, 0 if form.sends is _NONE else total, dtype, **more)
+        return cls(form, nranks, 0 if form.sends is DataExtent.NONE else total, dtype, **more)
 
     @property
     def nbytes(self) -> int:
@@ -163,10 +101,10 @@ class Case:
         """Return the number of elements that `rank` receives; None if it passes no array."""
         return self._extent(self.form.receives, rank)
 
-    def _extent(self, extent: Extent, rank: int) -> int | None:
-        if extent is _NONE or (extent is _ROOT and rank != self.root):
+    def _extent(self, extent: DataExtent, rank: int) -> int | None:
+        if extent is DataExtent.NONE or (extent is DataExtent.ROOT and rank != self.root):
             return None
-        return self.parts[rank] if extent is _PART else self.total
+        return self.parts[rank] if extent is DataExtent.PART else self.total
 
 
 def make_inputs(case: Case, seed: Sequence[int]) -> list[Array | None]:
@@ -206,7 +144,7 @@ def expected(case: Case, inputs: Sequence[Array | None], rank: int) -> Array | N
         return _reduced(case, given) if given else None
     if case.form.reduces:
         whole = _reduced(case, given)
-        return whole[case.part(rank)] if case.form.receives is _PART else whole
+        return whole[case.part(rank)] if case.form.receives is DataExtent.PART else whole
     if name == "sendrecv":
         return given[rank - 1]
     if name == "broadcast":
@@ -261,13 +199,13 @@ def place(
         untouched = None if count is None else np.full(count, UNTOUCHED, case.dtype)
         return Buffers(*(None if each is None else move(each) for each in (data, untouched)))
     part = case.part(rank)
-    if case.form.sends is _PART:
+    if case.form.sends is DataExtent.PART:
         block = np.full(count, UNTOUCHED, case.dtype)
         block[part] = data
         out = move(block)
         return Buffers(out[part], out)
     x = move(data.copy())
-    return Buffers(x, x[part] if case.form.receives is _PART else x)
+    return Buffers(x, x[part] if case.form.receives is DataExtent.PART else x)
 
 
 def count_wrong(
@@ -299,13 +237,10 @@ def count_different(found: Array, wanted: Array) -> int:
 
 
 __all__ = [
-    "FORMS",
     "UNTOUCHED",
     "Array",
     "Buffers",
     "Case",
-    "Extent",
-    "Form",
     "count_different",
     "count_wrong",
     "expected",

@@ -1,0 +1,118 @@
+"""What r2ccl will use on a machine, and what to do if a requirement is not met.
+
+The functions depend only on the findings and facts that `r2ccl.cli.doctor_report` collects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from r2ccl.cli.cards import CudaFacts
+from r2ccl.cli.diagnosis import DoctorFinding, Facts, is_usable
+from r2ccl.cli.rails import local_rails
+from r2ccl.config import Config
+from r2ccl.errors import InvalidArgument
+from r2ccl.topology.interfaces import select
+
+
+class DoctorFindings(msgspec.Struct, frozen=True):
+    """All findings of ``r2ccl doctor``, by section; ``sharing`` is the one about shared memory."""
+
+    rails: tuple[DoctorFinding, ...]
+    sharing: DoctorFinding
+    gpus: tuple[DoctorFinding, ...]
+    topology: tuple[DoctorFinding, ...]
+    verbs: tuple[DoctorFinding, ...]
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """What ranks on this machine will use.
+
+    ``rdma`` and ``tcp`` name the rails between hosts, without the last resort and those that are
+    declared failed.
+    ``shm`` is True if ranks of this host share memory, ``loopback`` if they can use TCP among
+    themselves. ``gpus`` are the numbers of the GPUs whose memory collectives accept.
+    """
+
+    rdma: tuple[str, ...]
+    tcp: tuple[str, ...]
+    shm: bool
+    loopback: bool
+    gpus: tuple[int, ...]
+
+    @property
+    def is_any(self) -> bool:
+        """True if ranks can exchange data, at least within this host."""
+        return bool(self.rdma or self.tcp or self.shm or self.loopback)
+
+    def __str__(self) -> str:
+        within = "shared memory" if self.shm else "TCP" if self.loopback else "nothing"
+        if self.rdma:
+            between = f"RDMA over {', '.join(self.rdma)}"
+        elif self.tcp:
+            between = f"TCP over {', '.join(self.tcp)}"
+        else:
+            between = "nothing"
+        numbers = ", ".join(map(str, self.gpus))
+        gpus = f"arrays on GPU {numbers}" if self.gpus else "no GPU"
+        return f"r2ccl will use {within} within this host, {between} between hosts, and {gpus}"
+
+
+def capabilities_of(
+    facts: Facts, cuda: CudaFacts, findings: DoctorFindings, config: Config
+) -> Capabilities:
+    """Return what ranks on this machine will use with the settings in `config`."""
+    try:
+        rails = [rail for rail in local_rails(facts, config) if not rail.is_failed]
+    except InvalidArgument:  # reported among the findings about rails
+        rails = []
+    can_use_verbs = is_usable(findings.verbs)
+    return Capabilities(
+        rdma=tuple(rail.name for rail in rails if rail.is_rdma and can_use_verbs),
+        tcp=tuple(dict.fromkeys(r.name for r in rails if not r.is_rdma and not r.is_last_resort)),
+        shm=findings.sharing.level == "ok",
+        loopback=_has_loopback(facts, config),
+        gpus=tuple(
+            card.ordinal
+            for card in cuda.gpus
+            if card.open_error == "" and card.waits_on_memory and card.kernel_error == ""
+        ),
+    )
+
+
+def missing_of(
+    required: Sequence[str], found: Capabilities, findings: DoctorFindings
+) -> tuple[DoctorFinding, ...]:
+    """Return one error for each name in `required` that cannot be used; its fix says what to do."""
+    has = {"rdma": found.rdma, "gpu": found.gpus, "shm": found.shm}
+    reasons = {
+        "rdma": (findings.verbs, "unset R2CC_HCA=none and R2CC_FAILED_NICS"),
+        "gpu": (findings.gpus, "install a GPU with NVIDIA's driver, and pip install 'r2ccl[gpu]'"),
+        "shm": ((findings.sharing,), "unset R2CC_SHM=0"),
+    }
+    return tuple(
+        DoctorFinding(name, "error", "is required, but cannot be used", _fix_of(*reasons[name]))
+        for name in dict.fromkeys(required)
+        if not has[name]
+    )
+
+
+def _fix_of(findings: Sequence[DoctorFinding], default: str) -> str:
+    """Return the fixes of the errors, or of the warnings if there are none, or `default`."""
+    for level in ("error", "warning"):
+        fixes = [f"{each.check}: {each.fix}" for each in findings if each.level == level]
+        if fixes:
+            return "; ".join(fixes)
+    return default
+
+
+def _has_loopback(facts: Facts, config: Config) -> bool:
+    try:
+        return bool(select(facts.interfaces, config, is_one_host=True))
+    except InvalidArgument:
+        return False
+
+
+__all__ = ["Capabilities", "DoctorFindings", "capabilities_of", "missing_of"]

@@ -1,0 +1,76 @@
+"""``r2ccl demo``: lose a rail during an allreduce on this machine, and get the right sum.
+
+`r2ccl.cli.demo_rank` is the program of each rank. The rails are TCP connections over loopback
+addresses, so that the demo needs no privileges and no other host.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+from r2ccl.cli.values import parse_size
+from r2ccl.errors import InvalidArgument
+
+#: Longest time of the demo in seconds; with the default options it takes 2 to 10 s on 2 cores.
+_TIMEOUT_S = 300.0
+#: Settings of the demo, whatever the user has set. Ranks that share memory would not use the rails.
+#: The number of channels is set, too, because rails of one wire, as on loopback, have one together.
+_SETTINGS = {
+    "R2CC_ALGO": "ring",
+    "R2CC_HCA": "none",
+    "R2CC_MODE": "auto",
+    "R2CC_SHM": "0",
+    "R2CC_SOCKET_IFNAME": "=lo",
+}
+#: Below this size, a call has too few slices for a failure in mid-call.
+_LEAST_NBYTES = 1 << 20
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``r2ccl demo`` to its parser; the parsed ones go to `run`."""
+    parser.description = (
+        "Run allreduces on ranks of this machine, connected by several rails over loopback, and "
+        "cut a rail in the middle of one. Every result is verified. The exit status is 1 if a "
+        "result is wrong. The demo needs no privileges and no other machine."
+    )
+    add = parser.add_argument
+    add("-n", "--nranks", type=int, default=4, help="default: %(default)s")
+    add("--rails", type=int, default=4, help="rails per rank; default: %(default)s")
+    add("--calls", type=int, default=8, help="number of allreduces; default: %(default)s")
+    add(
+        "--nbytes", type=parse_size, default="16M", metavar="SIZE",
+        help="size of each; default: %(default)s",
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; return 0 if every result is right, else 1.
+
+    Raises
+    ------
+    InvalidArgument
+        If there are fewer than 2 ranks, rails or calls, or a call has less than 1 MiB.
+    R2cclError
+        If a rank fails.
+    """
+    for option, value, least in (
+        ("-n", args.nranks, 2),
+        ("--rails", args.rails, 2),
+        ("--calls", args.calls, 2),
+        ("--nbytes", args.nbytes, _LEAST_NBYTES),
+    ):
+        if value < least:
+            raise InvalidArgument(f"r2ccl demo {option} {value}: allowed is {least} or more")
+    from r2ccl.bootstrap.launch import launch  # these import NumPy and the engine
+    from r2ccl.cli.demo_rank import run_rank
+
+    rails = str(args.rails)
+    env = {**_SETTINGS, "R2CC_RAILS": rails, "R2CC_CHANNELS": rails}
+    program = partial(run_rank, args.calls, args.nbytes)
+    wrong: list[int] = launch(program, args.nranks, timeout_s=_TIMEOUT_S, env=env)
+    return 1 if any(wrong) else 0
+
+
+__all__ = ["configure", "run"]

@@ -1,0 +1,1 @@
+"""Measurement of collectives with the flags, sizes and bandwidths of nccl-tests."""
