@@ -181,5 +181,8 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "mpi4py": lambda: _has_module("mpi4py")() and _has_program("mpiexec.hydra")(),
     "openssl": _has_program("openssl"),
     "cupy": _has_module("cupy"),
+    "dask": _has_module("distributed"),
+    "jax": _has_module("jax"),
+    "ray": _has_module("ray"),
     "cluster": lambda: False,  # tests submit no jobs and log in nowhere
 }
