@@ -36,7 +36,7 @@ TORCH_INDEX ?=
 INTEROP_VENV := $(VENV)/interop
 INTEROP_BIN := $(INTEROP_VENV)/bin
 
-.PHONY: help demo demo-gpt test test-slow test-all test-rdma test-torch test-interop fresh lint test-matrix dist bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos pictures docs docs-serve clean
+.PHONY: help demo demo-gpt test test-slow test-all test-rdma test-torch test-interop fresh test-docs lint test-matrix dist bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos pictures docs docs-serve clean
 .DEFAULT_GOAL := help
 # Tests and benchmarks measure time, so no two targets run at once.
 .NOTPARALLEL:
@@ -76,6 +76,9 @@ endef
 
 fresh: ## run the commands of the README in 15 kinds of minimal environments; FRESH="user ..." selects some
 	@$(PYTHON) tests/fresh/matrix.py $(FRESH)
+
+test-docs: ## follow the tutorial and all how-to pages with an installed wheel, in fresh environments; PAGES="howto/ray.md ..." selects some
+	@$(PYTHON) tests/fresh/walkthroughs.py $(PAGES)
 
 # The tests of verdicts need a third node. With -s, pytest does not capture output: capturing truncates
 # an unlinked file, which the file system of the virtual machine (9p) does not support.

@@ -106,7 +106,8 @@ def test_an_actor_that_does_not_join_is_named(start: Any) -> None:
 
 def test_the_end_of_rank_0_ends_the_others(start: Any) -> None:
     actors = start(2)
-    joins = [each.join.remote(3, rank) for rank, each in enumerate(actors)]
+    get([each.pid.remote() for each in actors])
+    joins = [each.join.remote(3, rank, init_timeout_s=20) for rank, each in enumerate(actors)]
     while not ray.util.list_named_actors():
         assert ray.wait(joins, timeout=0.1)[0] == []
     ray.kill(actors[0])
@@ -117,21 +118,24 @@ def test_the_end_of_rank_0_ends_the_others(start: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nranks", "rank", "says"),
-    [(2, 0, "another actor is rank 0"), (2, 1, "joined as rank 1"), (4, 2, "on rank 0 of the")],
+    ("wrong", "says"),
+    [
+        ((3, 0), "another actor is rank 0"),
+        ((3, 1), "another actor has joined as rank 1"),
+        ((4, 2), "world_size=4 on rank 2, but 3 on rank 0"),
+    ],
 )
-def test_wrong_ranks_are_reported(start: Any, nranks: int, rank: int, says: str) -> None:
+def test_wrong_ranks_are_reported(start: Any, wrong: tuple[int, int], says: str) -> None:
     actors = start(3)
-    good = [each.join.remote(3, at, init_timeout_s=9) for at, each in enumerate(actors[:2])]
-    while not ray.util.list_named_actors():
-        assert ray.wait(good, timeout=0.1)[0] == []
-    ray.wait(good, timeout=1)
-    wrong = actors[2].join.remote(nranks, rank, init_timeout_s=3)
-    error = error_of(wrong)
-    assert isinstance(error, (TransportTimeout, InvalidArgument))
-    assert says in str(error)
-    for each in good:
-        error_of(each)
+    get([each.pid.remote() for each in actors])
+    places = [(3, 0), (3, 1), wrong]
+    joins = [
+        each.join.remote(*place, init_timeout_s=10)
+        for each, place in zip(actors, places, strict=True)
+    ]
+    errors = [error_of(each) for each in joins]
+    assert all(isinstance(each, (TransportError, InvalidArgument)) for each in errors)
+    assert any(says in str(each) for each in errors), errors
 
 
 def test_a_rank_beyond_the_group_is_refused(start: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Unpack
@@ -99,16 +100,16 @@ class Meeting:
 
     def __init__(self, nranks: int) -> None:
         self._nranks = nranks
-        self._joined: set[int] = set()
+        self._joined: dict[int, str] = {}
         self._values: dict[int, dict[int, Any]] = {}
         self._complete: dict[int, asyncio.Event] = {}
 
-    async def join(self, rank: int) -> int:
-        """Register `rank`; return the number of ranks, or 0 if `rank` has joined before."""
-        if rank in self._joined:
-            return 0
-        self._joined.add(rank)
-        return self._nranks
+    async def join(self, rank: int, call: str) -> int:
+        """Register `rank`; return the number of ranks, or 0 if another call has registered it.
+
+        `call` identifies the call of the function `join`, which may repeat this one.
+        """
+        return self._nranks if self._joined.setdefault(rank, call) == call else 0
 
     async def exchange(
         self, number: int, rank: int, value: Any, timeout_s: float
@@ -227,16 +228,17 @@ def _create(group_name: str, nranks: int, deadline_s: float) -> Any:
 
 
 def _find(group_name: str, nranks: int, rank: int, deadline_s: float) -> Any:
-    why = "rank 0 did not call join()"
-    while monotonic() < deadline_s:
+    why, call = "rank 0 did not call join()", uuid.uuid4().hex
+    while (left_s := deadline_s - monotonic()) > 0:
         try:
             meeting = ray.get_actor(_name_of(group_name))
-            found = ray.get(meeting.join.remote(rank), timeout=_REPLY_S)
+            found = ray.get(meeting.join.remote(rank, call), timeout=min(_REPLY_S, left_s))
         except (ValueError, RayActorError):  # not created yet, or of the last group of this name
             time.sleep(_PAUSE_S)
             continue
-        except GetTimeoutError as exc:
-            raise _timeout(rank, group_name, "Ray does not answer") from exc
+        except GetTimeoutError:
+            why = "the actor that rank 0 created does not answer"
+            continue
         if found == nranks:
             return meeting
         if found:
