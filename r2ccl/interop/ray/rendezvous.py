@@ -89,7 +89,7 @@ def join(
         return init(ranks, **settings)
 
 
-class Meeting:
+class ExchangeActor:
     """Actor through which the ranks of one group exchange values.
 
     Parameters
@@ -132,7 +132,7 @@ class Meeting:
 
 
 class RayRanks:
-    """Exchange of values among ranks through a `Meeting`, with the methods that `r2ccl.init` calls.
+    """Exchange of values through an `ExchangeActor`, with the methods that `r2ccl.init` calls.
 
     Except `allgather` and `bcast`, which take fewer arguments, the methods are those of a
     communicator of mpi4py.
@@ -200,7 +200,7 @@ class RayRanks:
 
 @contextmanager
 def _meet(group_name: str, nranks: int, rank: int, timeout_s: float) -> Iterator[RayRanks]:
-    """Find the `Meeting` of a group, or create it on rank 0, where the block ends it."""
+    """Find the `ExchangeActor` of a group, or create it on rank 0, where the block ends it."""
     deadline_s = monotonic() + timeout_s
     if rank == 0:
         meeting = _create(group_name, nranks, deadline_s)
@@ -214,7 +214,7 @@ def _meet(group_name: str, nranks: int, rank: int, timeout_s: float) -> Iterator
 
 
 def _create(group_name: str, nranks: int, deadline_s: float) -> Any:
-    make = ray.remote(Meeting).options(
+    make = ray.remote(ExchangeActor).options(
         name=_name_of(group_name), num_cpus=0, max_concurrency=max(_NCALLS, 2 * nranks)
     )
     while True:
@@ -264,4 +264,4 @@ def _timeout(rank: int, group_name: str, why: str) -> TransportTimeout:
     )
 
 
-__all__ = ["Meeting", "RayRanks", "join"]
+__all__ = ["ExchangeActor", "RayRanks", "join"]
