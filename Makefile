@@ -32,7 +32,11 @@ TORCH_BIN := $(TORCH_VENV)/bin
 # Index with smaller builds for CPUs, such as https://download.pytorch.org/whl/cpu; the default index if empty.
 TORCH_INDEX ?=
 
-.PHONY: help demo demo-gpt test test-slow test-all test-rdma test-torch fresh lint test-matrix dist bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos ptx pictures docs docs-serve clean
+# Ray and JAX are large, too.
+INTEROP_VENV := $(VENV)/interop
+INTEROP_BIN := $(INTEROP_VENV)/bin
+
+.PHONY: help demo demo-gpt test test-slow test-all test-rdma test-torch test-interop fresh test-docs lint test-matrix dist bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos ptx pictures docs docs-serve clean
 .DEFAULT_GOAL := help
 # Tests and benchmarks measure time, so no two targets run at once.
 .NOTPARALLEL:
@@ -73,6 +77,9 @@ endef
 fresh: ## run the commands of the README in 15 kinds of minimal environments; FRESH="user ..." selects some
 	@$(PYTHON) tests/fresh/matrix.py $(FRESH)
 
+test-docs: ## follow the tutorial and all how-to pages with an installed wheel, in fresh environments; PAGES="howto/ray.md ..." selects some
+	@$(PYTHON) tests/fresh/walkthroughs.py $(PAGES)
+
 # The tests of verdicts need a third node. With -s, pytest does not capture output: capturing truncates
 # an unlinked file, which the file system of the virtual machine (9p) does not support.
 # The recipe calls make, not $(MAKE): `make -n` would run a line with $(MAKE), and all else on it.
@@ -93,6 +100,9 @@ test-rdma: ## run the tests on real ibverbs, with Soft-RoCE in a virtual machine
 
 test-torch: $(TORCH_VENV)/.test ## run the tests of the backend for torch.distributed; downloads torch
 	@$(ENTER) $(TORCH_BIN)/python -m pytest $(or $(TESTS),-m "not slow" tests/pytorch)
+
+test-interop: $(INTEROP_VENV)/.test ## run the tests with Ray, Dask and JAX; downloads 0.8 GB
+	@$(INTEROP_BIN)/python -m pytest $(or $(TESTS),tests/interop)
 
 test-matrix: ## run `make test` with each Python of MATRIX that this machine has, each in 6 to 12 minutes
 	@status=0; for version in $(MATRIX); do \
@@ -224,6 +234,12 @@ $(TORCH_VENV)/.test: $(VENV)/.core
 	@test -x $(TORCH_BIN)/python || $(PYTHON) -m venv --without-pip $(TORCH_VENV)
 	@$(PIP) --python $(TORCH_BIN)/python install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 		--editable ".[compiled,demo]" --group test-torch
+	@touch $@
+
+$(INTEROP_VENV)/.test: $(VENV)/.core
+	@echo "installing the packages of the tests of Ray, Dask and JAX into $(INTEROP_VENV) ..."
+	@test -x $(INTEROP_BIN)/python || $(PYTHON) -m venv --without-pip $(INTEROP_VENV)
+	@$(PIP) --python $(INTEROP_BIN)/python install --editable ".[compiled]" --group test-interop
 	@touch $@
 
 $(VENV)/.dist: $(VENV)/.core

@@ -73,12 +73,19 @@ def run_script(folder: Path, code: str) -> str:
     return run([sys.executable, "-W", "error", str(script)], folder)
 
 
-def run(argv: list[str], folder: Path, timeout_s: float = SNIPPET_TIMEOUT_S) -> str:
+def run(
+    argv: list[str],
+    folder: Path,
+    timeout_s: float = SNIPPET_TIMEOUT_S,
+    checkout: Path | None = ROOT,
+) -> str:
     """Run a command that must succeed, with this checkout; return its standard output.
 
-    The processes that it started end with it, also after the timeout.
+    The processes that it started end with it, also after the timeout. Without a `checkout`, it runs
+    with the package that is installed.
     """
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    paths = [str(checkout)] if checkout else []
+    path = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     process = subprocess.Popen(
         argv,
@@ -112,11 +119,12 @@ def _without_settings(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def follow(page: Path, folder: Path) -> list[str]:
+def follow(page: Path, folder: Path, checkout: Path | None = ROOT) -> list[str]:
     """Do what a page says, in order: write its files, run its commands, compare their output.
 
     Blocks with a title are files. Blocks of ``sh`` are run; a block of ``text`` behind one is what
-    it writes (`assert_shows`). Blocks of other languages are only shown.
+    it writes (`assert_shows`). Blocks of other languages are only shown. Without a `checkout`, the
+    package that is installed is used.
 
     Returns
     -------
@@ -132,7 +140,7 @@ def follow(page: Path, folder: Path) -> list[str]:
             lacking = [each for each in sorted(block.needs) if not NEEDS[each]()]
             left_out += lacking
             argv = ["bash", "-euo", "pipefail", "-c", block.text]
-            written = None if lacking else run(argv, folder, _COMMAND_TIMEOUT_S)
+            written = None if lacking else run(argv, folder, _COMMAND_TIMEOUT_S, checkout)
         elif block.language == "text" and written is not None:
             assert_shows(block.text, written)
             written = None
@@ -182,5 +190,8 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "openssl": _has_program("openssl"),
     "cupy": _has_module("cupy"),
     "numba": _has_module("numba"),
+    "dask": _has_module("distributed"),
+    "jax": _has_module("jax"),
+    "ray": _has_module("ray"),
     "cluster": lambda: False,  # tests submit no jobs and log in nowhere
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -14,7 +15,8 @@ import pytest
 import r2ccl
 
 ROOT = Path(__file__).parents[3]
-pytest.importorskip("hatchling", reason="hatchling is not installed: pip install --group test")
+for needed in ("hatchling", "hatch_fancy_pypi_readme"):
+    pytest.importorskip(needed, reason=f"{needed} is not installed: pip install --group test")
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,17 @@ def test_the_wheel_has_the_modules_and_nothing_else(built: Path) -> None:
     info = f"r2ccl-{r2ccl.__version__}.dist-info/"
     rest = {name.removeprefix(info) for name in names - code - {"r2ccl_pytest.py"}}
     assert rest == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
+
+
+def test_the_description_has_no_link_to_a_file(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    name = f"r2ccl-{r2ccl.__version__}.dist-info/METADATA"
+    with zipfile.ZipFile(wheel).open(name) as file:
+        _, _, description = file.read().decode().partition("\n\n")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"\]\((?!https?://)", readme) != []
+    assert re.findall(r"\]\((?!https?://)", description) == []
+    assert description.count("```") == readme.count("```")
 
 
 def test_the_sdist_has_what_tests_and_documentation_need(built: Path) -> None:

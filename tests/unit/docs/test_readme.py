@@ -156,7 +156,8 @@ def resolves(parts: list[str]) -> bool:
         try:
             found: object = import_module(".".join(parts[:cut]))
         except ModuleNotFoundError as exc:
-            if exc.name == "torch":  # r2ccl.torch, where torch is not installed
+            # A module for another library, which is not installed.
+            if exc.name in {"torch", "ray", "distributed"}:
                 return cut == len(parts)
             continue
         for part in parts[cut:]:

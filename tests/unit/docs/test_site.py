@@ -23,6 +23,7 @@ REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
 PUBLIC = (
     "r2ccl.testing", "r2ccl.testing.netlab", "r2ccl.testing.rdmalab", "r2ccl.testing.simulation",
     "r2ccl.torch", "r2ccl.interop.mpi", "r2ccl.interop.cupy",
+    "r2ccl.interop.ray", "r2ccl.interop.dask",
 )  # fmt: skip
 #: Names that a page describes in words: constants, a union, and another name of a class.
 IN_WORDS = {"Fault", "Intracomm", "PAIRS", "SCHEDULES"}

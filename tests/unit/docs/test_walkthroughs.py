@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from fresh.walkthroughs import requirements
 from support.pages import NEEDS, ROOT, all_blocks, assert_shows, follow
 from support.slow import slow_but
 
@@ -57,3 +58,19 @@ def test_a_page_that_is_wrong_is_found(tmp_path: Path) -> None:
         follow(page, tmp_path)
     page.write_text("<!-- needs: cluster -->\n```sh\nfalse\n```\n")
     assert follow(page, tmp_path) == ["cluster"]
+
+
+def test_install_commands_of_pages_are_read() -> None:
+    assert requirements("Nothing.") == ("compiled", ())
+    text = 'Run `pip install ".[compiled,torch]" "torch==2.13.*"` in a checkout.'
+    assert requirements(text) == ("compiled,torch", ("torch==2.13.*",))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_installs_the_packages_it_needs(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    extras, others = requirements(text)
+    installed = {*extras.split(","), *(re.split(r"\W", each)[0] for each in others)}
+    needed = {each for block in all_blocks(text) for each in block.needs}
+    packages = {"torch": "torch", "mpi4py": "mpi", "ray": "ray", "dask": "dask", "jax": "jax"}
+    assert {packages[each] for each in needed & packages.keys()} <= installed

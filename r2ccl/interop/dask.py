@@ -1,0 +1,259 @@
+"""`run`: calls a function on Dask workers, each of which is a rank of one `Communicator`.
+
+::
+
+    from r2ccl.interop.dask import run
+
+    def total(comm, n):
+        return comm.allreduce(np.full(n, comm.rank + 1.0))[0]
+
+    run(client, total, 1000)        # {address of a worker: its result, ...}
+
+The ranks exchange the address of rank 0 and the secret of the job through queues and variables of
+Dask's scheduler, which they remove when they are connected.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Unpack
+
+from distributed import Client, Future, Queue, Variable, get_client, wait
+
+from r2ccl import (
+    CommunicatorRevoked,
+    Config,
+    InvalidArgument,
+    PeerLost,
+    R2cclError,
+    Settings,
+    TransportTimeout,
+    init,
+)
+from r2ccl.clock import monotonic
+
+#: Period at which `run` looks for workers that have left, in seconds.
+_PERIOD_S = 0.5
+#: Errors of a rank that usually follow from the error of another one.
+_CONSEQUENCES = (PeerLost, CommunicatorRevoked)
+
+
+def run(
+    client: Client,
+    function: Callable[..., Any],
+    *args: Any,
+    workers: Sequence[str] | None = None,
+    on_error: Literal["raise", "return"] = "raise",
+    **settings: Unpack[Settings],
+) -> dict[str, Any]:
+    """Call ``function(communicator, *args)`` as a task of each worker at once; return the results.
+
+    Parameters
+    ----------
+    client : distributed.Client
+        Not asynchronous.
+    function : callable
+        Its communicator is closed when it returns, or aborted if it raises an exception.
+    *args
+        Further arguments, equal on all ranks.
+    workers : sequence of str, optional
+        Addresses of workers, in rank order. Each needs a free thread. Default: all workers.
+    on_error : {"raise", "return"}
+        What to do with exceptions when all ranks have ended: raise one, preferably the cause of the
+        others, or return them in the places of the results.
+    **settings
+        Fields of `Config`; they take precedence over the ``R2CC_*`` variables of the workers.
+
+    Returns
+    -------
+    dict of str to object
+        For the address of each worker, in rank order, what `function` returned.
+
+    Raises
+    ------
+    InvalidArgument
+        If a worker does not exist, or is named twice, or there is none.
+    TransportTimeout
+        If a rank does not start within ``R2CC_INIT_TIMEOUT_S``, usually because its worker has no
+        free thread.
+    R2cclError
+        If a worker leaves the cluster.
+    Exception
+        Whatever `function` or `r2ccl.init` raises on a rank.
+
+    Notes
+    -----
+    If neither ``R2CC_SECRET`` nor ``R2CC_SECRET_FILE`` is set on the workers, rank 0 generates the
+    secret of the job and passes it to the other ranks through the scheduler. The connections of
+    Dask are not encrypted, unless the cluster uses TLS.
+    """
+    known = sorted(client.nthreads())
+    chosen = known if workers is None else list(workers)
+    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(known):
+        raise InvalidArgument(
+            f"workers={workers!r}: name different workers of the cluster, which has "
+            f"{', '.join(known) or 'none'}"
+        )
+    group = f"r2ccl-{uuid.uuid4().hex}"
+    futures = [
+        client.submit(
+            _run_rank, function, args, group, len(chosen), rank, dict(settings),
+            workers=[address], allow_other_workers=False, pure=False, key=f"{group}-{rank}",
+        )
+        for rank, address in enumerate(chosen)
+    ]  # fmt: skip
+    try:
+        outcomes = _outcomes(client, futures, chosen)
+    finally:
+        # Otherwise Dask may run a task again whose worker leaves later.
+        client.cancel(futures)
+    failed = [each for each in outcomes if isinstance(each, _Failure)]
+    if failed and on_error == "raise":
+        cause = _cause(failed)
+        raise cause
+    return {
+        address: each.error if isinstance(each, _Failure) else each
+        for address, each in zip(chosen, outcomes, strict=True)
+    }
+
+
+class _Failure:
+    """Exception of a rank; the result of a rank can be an exception, too."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def _outcomes(client: Client, futures: Sequence[Future], workers: Sequence[str]) -> list[Any]:
+    """Wait until each rank has ended or its worker has left; return the results and failures."""
+    lost: set[int] = set()
+    while pending := [
+        each for rank, each in enumerate(futures) if rank not in lost and not each.done()
+    ]:
+        try:
+            wait(pending, timeout=_PERIOD_S)
+        except TimeoutError:
+            left = client.nthreads()
+            gone = {rank for rank, address in enumerate(workers) if address not in left}
+            # Dask would keep the task of a worker that has left until one with its address joins.
+            lost |= {rank for rank in gone if not futures[rank].done()}
+    return [
+        _Failure(_lost(rank, workers[rank])) if rank in lost else _outcome(each)
+        for rank, each in enumerate(futures)
+    ]
+
+
+def _outcome(future: Future) -> Any:
+    return future.result() if future.status == "finished" else _Failure(future.exception())
+
+
+def _lost(rank: int, worker: str) -> R2cclError:
+    return R2cclError(
+        f"rank {rank} (worker {worker}) left the Dask cluster without a result; look at the log of "
+        "the worker"
+    )
+
+
+def _cause(failures: Sequence[_Failure]) -> BaseException:
+    """Return the first error that is not a consequence of another rank's, if there is one."""
+    errors = [each.error for each in failures]
+    return next((each for each in errors if not isinstance(each, _CONSEQUENCES)), errors[0])
+
+
+def _run_rank(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    group: str,
+    nranks: int,
+    rank: int,
+    settings: Settings,
+) -> Any:
+    """Connect to the other ranks and call `function`; the task of a worker."""
+    config = Config.from_env(os.environ, **settings)
+    ranks = DaskRanks(group, nranks, rank, config.init_timeout_s)
+    try:
+        communicator = init(ranks, **settings)
+    finally:
+        ranks.forget()
+    with communicator:
+        return function(communicator, *args)
+
+
+class DaskRanks:
+    """Exchange of values among ranks through the scheduler, with the methods `r2ccl.init` calls.
+
+    Except `allgather` and `bcast`, which take fewer arguments, the methods are those of a
+    communicator of mpi4py.
+
+    Parameters
+    ----------
+    group : str
+        Name that no other group has had.
+    nranks, rank : int
+    timeout_s : float
+        Longest wait for the other ranks, in seconds.
+    """
+
+    def __init__(self, group: str, nranks: int, rank: int, timeout_s: float) -> None:
+        self._client = get_client()
+        self._group = group
+        self._nranks = nranks
+        self._rank = rank
+        self._deadline_s = monotonic() + timeout_s
+        self._used: list[tuple[Queue, Variable]] = []
+
+    def Get_rank(self) -> int:
+        """Return the rank of this process."""
+        return self._rank
+
+    def Get_size(self) -> int:
+        """Return the number of ranks."""
+        return self._nranks
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Return the value that each rank passed, in rank order; tuples become lists.
+
+        Raises
+        ------
+        TransportTimeout
+            If a rank passes no value before the deadline.
+        """
+        name = f"{self._group}-{len(self._used)}"
+        queue, result = Queue(name, client=self._client), Variable(name, client=self._client)
+        self._used.append((queue, result))
+        queue.put((self._rank, value))
+        values: dict[int, Any] = {}
+        try:
+            if self._rank == 0:
+                while len(values) < self._nranks:
+                    values.update([queue.get(timeout=self._left_s())])
+                result.set([values[rank] for rank in range(self._nranks)])
+            return list(result.get(timeout=self._left_s()))
+        except TimeoutError as exc:
+            missing = [str(rank) for rank in range(self._nranks) if rank not in values]
+            which = f"rank {', '.join(missing)}" if values else "a rank, which rank 0 names,"
+            raise TransportTimeout(
+                f"rank {self._rank}: {which} did not start within R2CC_INIT_TIMEOUT_S: check that "
+                "each worker of Dask has a free thread",
+                rank=self._rank,
+                status="TIMEOUT",
+            ) from exc
+
+    def bcast(self, value: Any, root: int) -> Any:
+        """Return the value that rank `root` passed; the errors are those of `allgather`."""
+        return self.allgather(value if self._rank == root else None)[root]
+
+    def forget(self) -> None:
+        """Remove the values from the scheduler, when all ranks are connected."""
+        for queue, result in self._used:
+            queue.close()
+            if self._rank == 0:
+                result.delete()
+
+    def _left_s(self) -> float:
+        return max(0.001, self._deadline_s - monotonic())
+
+
+__all__ = ["run"]
