@@ -3,7 +3,7 @@
 Each rank locks a mutex in its segment for as long as it uses the segment. When a process ends, by
 whatever cause, the kernel marks the robust mutexes of its threads (pthread_mutexattr_setrobust(3))
 before it frees the memory of the process and closes its connections. With 145 MiB of memory, on two
-busy cores, the mark came 8 to 35 ms before the peers could see the end of a connection.
+busy cores, the mark usually came 8 to 35 ms before the peers could see the end of a connection.
 
 The mutex belongs to a thread, so a thread that does nothing else locks it: neither the end of
 another thread nor that of a forked child marks it. A process that calls execve(2) has left the
