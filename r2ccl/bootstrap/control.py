@@ -422,6 +422,18 @@ class ControlPlane:
         turned_away = self._rejections.summary() if peer < self.rank else ""
         return [*found, f"this rank rejected connections: {turned_away}"] if turned_away else found
 
+    def report_exit(self, peer: int) -> None:
+        """Report the loss of `peer`, whose process has ended, after the messages that it has sent.
+
+        Do nothing without a session with `peer`: a rank that has one reports the loss. A rank
+        without one does not know whether messages of `peer`, such as the reason of a revocation,
+        are still on their way through other ranks.
+        """
+        self._check(peer)
+        soon = self._loop.loop.call_soon
+        # The loop reads the sockets of the session between the two callbacks.
+        self._do(lambda: soon(soon, self._guard, self._on_exit, peer))
+
     # -- access to the loop -----------------------------------------------------------------
 
     def call_soon(self, fn: Callable[[], object]) -> None:
@@ -466,6 +478,11 @@ class ControlPlane:
         if self._lose(peer, why, last_heard_s):
             news = PeerDown(peer, why, self.rank, last_heard_s)
             self._gossip(self._codec.encode(news), -1)
+
+    def _on_exit(self, peer: int) -> None:
+        session = self._sessions.get(peer)
+        if session is not None:
+            session.lose("its process is gone: the kernel has released its mutex in shared memory")
 
     def _on_peer_down(self, sender: int, news: PeerDown) -> None:
         if news.rank == self.rank:

@@ -6,9 +6,10 @@ either network delays no message by more than the session's resend timer. A carr
 silent for too long is replaced; the addresses are tried in turn.
 
 A peer is *lost* when a connection to one of its listening addresses is refused (ECONNREFUSED: its
-process is gone) while all carriers are silent; when its session has been silent for
-``config.peer_timeout_s``; when it sends a message that cannot be decoded; or when another rank
-reports it. A peer has *left* when it sent Goodbye. Runs in the control thread.
+process is gone) while all carriers are silent; when shared memory shows that its process has ended
+(`ControlPlane.report_exit`); when its session has been silent for ``config.peer_timeout_s``; when
+it sends a message that cannot be decoded; or when another rank reports it. A peer has *left* when
+it sent Goodbye. Runs in the control thread.
 """
 
 from __future__ import annotations

@@ -351,6 +351,7 @@ def connect(
         exchange,
         control.setting.secret,
         attend=lambda resume, call: calls[0].attend(resume, call),
+        on_exit=lambda index: control.report_exit(engine.context.members[index]),
         communicator=control.communicator_id,
     )
     calls.append(LocalCalls(engine, group))

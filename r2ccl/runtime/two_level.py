@@ -434,6 +434,7 @@ def connect(
             exchange,
             control.setting.secret,
             attend=lambda resume, call: calls[0].attend(resume, call),
+            on_exit=lambda index: control.report_exit(in_job[index]),
             communicator=control.communicator_id,
         )
     except TransportError as exc:

@@ -15,6 +15,7 @@ other ranks map; segments for arrays of the user are made on request. Modules:
   compiled loop of all other collectives;
 - `symmetric` makes the memory that all ranks map for a user's arrays, `room` finds out how much
   memory is left on the host, `mapping` maps shared memory;
+- `robust_mutex` detects that the process of another rank has ended;
 - `group` has `LocalGroup`, the object that a communicator calls;
 - `message_layout` has the offsets in the memory for messages, and those of a rank's table;
 - `frames` has the compiled steps of messages, `pump` the compiled loop that moves them;

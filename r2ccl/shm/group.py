@@ -38,6 +38,7 @@ from r2ccl.shm.layout import (
 from r2ccl.shm.machine import UNSUPPORTED
 from r2ccl.shm.passing import Place, pass_segments
 from r2ccl.shm.rings import Rings, preload_rings
+from r2ccl.shm.robust_mutex import ExitWatch
 from r2ccl.shm.segment import Segment
 from r2ccl.shm.symmetric import SymmetricMemory
 from r2ccl.types import (
@@ -172,6 +173,7 @@ class LocalGroup:
         peers: dict[int, Segment],
         place: Place,
         attend: Attend,
+        on_exit: Callable[[int], None],
         make_symmetric: Callable[[npt.NDArray[np.int64]], SymmetricMemory],
     ) -> None:
         self._place = place
@@ -180,6 +182,8 @@ class LocalGroup:
         self._own = own
         self._peers = peers
         self._attend = attend
+        mutexes = {index: peer.address + layout.MUTEX for index, peer in peers.items()}
+        self._exits = ExitWatch(mutexes, on_exit)
         self.prepare = functools.lru_cache(_NPREPARED)(self._prepare)
         self._memory = self._make_state()
         #: Memory for arrays that all ranks map.
@@ -189,7 +193,7 @@ class LocalGroup:
         self._run_allreduce = callable_of(_PIPELINE)
         self._wake_all = callable_of(_WAKE_ALL)
         #: Rings of the messages between the ranks.
-        self.rings = Rings(self.rank, own, peers, self._memory.copy())
+        self.rings = Rings(self.rank, own, peers, self._memory.copy(), self._exits)
 
     @classmethod
     def connect(
@@ -200,6 +204,7 @@ class LocalGroup:
         secret: Secret,
         *,
         attend: Attend,
+        on_exit: Callable[[int], None],
         obstacle: str = "",
         connect_timeout_s: float = 20.0,
         communicator: bytes = bytes(COMMUNICATOR_ID_NBYTES),
@@ -218,6 +223,9 @@ class LocalGroup:
             Secret of the job.
         attend : callable
             Waits for peers, see `Attend`.
+        on_exit : callable
+            ``on_exit(index)`` is called, by a thread that waits for any rank, if the process of
+            rank ``ranks[index]`` has ended without closing its group. It must not raise.
         obstacle : str
             Reason why this rank cannot share memory; empty if the caller knows none.
         connect_timeout_s : float
@@ -237,8 +245,9 @@ class LocalGroup:
         Notes
         -----
         *Collective*: all ranks of `ranks`. *Cost*: 0.8 MiB of memory per rank, and up to 32 MiB for
-        messages, allocated per peer when messages with it begin; a few descriptors until the method
-        returns. The first group on a host takes some seconds to compile code.
+        messages, allocated per peer when messages with it begin; a thread that sleeps; a few
+        descriptors until the method returns. The first group on a host takes some seconds to
+        compile code.
         """
         place = Place(tuple(ranks), index, communicator)
         problem, own, host = obstacle or UNSUPPORTED, None, b""
@@ -272,7 +281,7 @@ class LocalGroup:
             for peer in peers.values():
                 on_error.callback(peer.close)
             own.close_descriptor()
-            group = cls(own, peers, place, attend, make_symmetric)
+            group = cls(own, peers, place, attend, on_exit, make_symmetric)
             on_error.pop_all()
             return group
 
@@ -425,6 +434,8 @@ class LocalGroup:
             nonlocal result
             arrays = id(source) + DATA, id(output) + DATA
             result = call.run(self._state, *arrays, *given, signature, flags | RESUME)
+            if result == WAITING:
+                self._exits.look(self._memory)
             return result != WAITING
 
         if result == WAITING:

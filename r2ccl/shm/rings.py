@@ -20,6 +20,7 @@ from r2ccl.shm.message_layout import (
     PEER_NWORDS,
     PEERS,
 )
+from r2ccl.shm.robust_mutex import ExitWatch
 from r2ccl.shm.segment import Segment
 from r2ccl.types import MOST_UNTAKEN
 
@@ -79,6 +80,8 @@ class Rings:
     state : array of int64
         State of this rank for waits in the rings, see `r2ccl.shm.layout`. No other object may use
         it.
+    exits : ExitWatch
+        Looked at whenever `pump` has waited in vain.
 
     Attributes
     ----------
@@ -90,12 +93,20 @@ class Rings:
         Compiled function of `r2ccl.shm.one_message.make_direct`.
     """
 
-    def __init__(self, rank: int, own: Segment, peers: Mapping[int, Segment], state: Words) -> None:
+    def __init__(
+        self,
+        rank: int,
+        own: Segment,
+        peers: Mapping[int, Segment],
+        state: Words,
+        exits: ExitWatch,
+    ) -> None:
         nranks = len(peers) + 1
         self.ring_nbytes = layout.ring_nbytes(nranks)
         self._own = own
         self._allocated: set[int] = set()
         self._waits = state
+        self._exits = exits
         self._least_streamed = int(state[STREAM_NBYTES])
         self.state = int(state.ctypes.data)
         self._table = np.zeros(layout.table_size(nranks), np.int64)
@@ -247,7 +258,10 @@ class Rings:
         return IDLE; with `is_waiting`, first wait up to some milliseconds for an event, without the
         GIL.
         """
-        return self._pump(self.state, self.table, is_waiting)
+        event = self._pump(self.state, self.table, is_waiting)
+        if is_waiting and event == layout.IDLE:
+            self._exits.look(self._waits)
+        return event
 
     @property
     def peer(self) -> int:

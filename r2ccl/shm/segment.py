@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.errors import TransportError, decode_errno, errno_name, exhaustion_advice
-from r2ccl.shm.layout import SEGMENT_NBYTES
+from r2ccl.shm.layout import MUTEX, SEGMENT_NBYTES
 from r2ccl.shm.mapping import Mapping, bytes_of
 from r2ccl.shm.message_layout import memory_nbytes, ring_nbytes, rings_at
+from r2ccl.shm.robust_mutex import HeldMutex
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -49,6 +50,7 @@ class Segment:
         self.descriptor = descriptor
         self.nbytes = nbytes
         self.nranks = nranks
+        self._mutex: HeldMutex | None = None
         try:
             _check(descriptor, nbytes)
             #: Memory, which arrays may keep mapped for longer than this object lives.
@@ -90,15 +92,22 @@ class Segment:
     def create_of_group(cls, nranks: int) -> Segment:
         """Make a segment of zeros for collectives and messages of `nranks` ranks.
 
-        The rings for messages take no memory before `allocate_ring`.
+        This process holds the mutex of the segment until `close`. The rings for messages take no
+        memory before `allocate_ring`.
 
         Raises
         ------
         TransportError
-            If there is no memory, or no descriptor is free.
+            If there is no memory, no thread can be started, or no descriptor is free.
         """
         nbytes = SEGMENT_NBYTES + memory_nbytes(nranks)
-        return cls(_make(nbytes, SEGMENT_NBYTES + rings_at(nranks)), nbytes, nranks)
+        made = cls(_make(nbytes, SEGMENT_NBYTES + rings_at(nranks)), nbytes, nranks)
+        try:
+            made._mutex = HeldMutex(made.mapping, MUTEX)
+        except BaseException:
+            made.close()
+            raise
+        return made
 
     def of_peer(self, descriptor: int) -> Segment:
         """Return the mapped segment of a peer, which has the same size and structure as this one.
@@ -140,7 +149,8 @@ class Segment:
     def close(self) -> None:
         """Close the descriptor and unmap the memory, which no thread may use any more."""
         self.release()
-        self.mapping.close()
+        if self._mutex is None or self._mutex.release():
+            self.mapping.close()
         if self._rings is not None:
             self._rings.close()
 

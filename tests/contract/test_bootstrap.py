@@ -463,6 +463,39 @@ def test_what_one_rank_finds_out_all_report(start_job: Callable[..., Job]) -> No
     job.seen[2].wait_for(lambda: {0, 1} == set(job.seen[2].lost))
 
 
+def test_the_end_of_a_process_follows_its_messages(start_job: Callable[..., Job]) -> None:
+    job = start_job(3)
+    job.wait_until_connected()
+    first, *_ = job.planes
+    seen = job.seen[0]
+
+    def stay_busy() -> None:
+        """Report the end of rank 2 while this thread keeps its messages waiting in the kernel."""
+        job.planes[2].gossip(Text("last words"))
+        job.seen[1].wait_for(lambda: (2, Text("last words")) in job.seen[1].messages)
+        first.report_exit(2)
+
+    first.call_soon(stay_busy)
+    seen.wait_for(lambda: 2 in seen.lost)
+    assert (2, Text("last words")) in seen.messages
+    assert seen.lost[2].startswith("its process is gone: the kernel has released its mutex")
+    job.seen[1].wait_for(lambda: 2 in job.seen[1].lost)
+    assert job.seen[1].lost[2].endswith("says rank 0")
+
+
+def test_a_rank_that_has_left_is_not_lost_when_it_exits(start_job: Callable[..., Job]) -> None:
+    job = start_job(2)
+    job.wait_until_connected()
+    plane, seen = job.planes[0], job.seen[0]
+    job.planes[1].close(2.0)
+    seen.wait_for(lambda: (1, Goodbye()) in seen.messages)
+    plane.report_exit(1)
+    handled = threading.Event()
+    plane.call_soon(lambda: plane.call_soon(lambda: plane.call_soon(handled.set)))
+    assert handled.wait(WAIT_S)
+    assert seen.lost == {}
+
+
 def test_an_unreadable_message_ends_its_sender(start_job: Callable[..., Job]) -> None:
     job = start_job(2)
     job.wait_until_connected()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import accumulate, pairwise
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -318,18 +321,23 @@ def count_memory(host: Host, ncalls: int) -> int:
     return grown
 
 
+def stop_self(seconds: float) -> None:
+    """Let a child stop this process soon, for some seconds."""
+    pid = os.getpid()
+    if not os.fork():
+        time.sleep(0.05)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+
+
 def stop(host: Host, seconds: float) -> float:
     """The last rank is stopped for a while in mid-collective; return the result's first element."""
     group = host.connect()
     barrier(group)
     if host.index == host.nranks - 1:
-        pid = os.getpid()
-        if not os.fork():
-            time.sleep(0.05)
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(seconds)
-            os.kill(pid, signal.SIGCONT)
-            os._exit(0)
+        stop_self(seconds)
     x = np.ones(1 << 20, np.float32)
     until_s = time.monotonic() + seconds + 0.5
     again = np.ones(1, np.float32)
@@ -368,6 +376,61 @@ def finish_and_leave(host: Host) -> str:
     time.sleep(0.3)
     group.close()
     return "closed"
+
+
+def end_while_awaited(host: Host, how: str) -> list[int]:
+    """The last rank ends while the others wait for it; return the reported indices."""
+    found: list[int] = []
+
+    def attend(resume: Callable[[], bool], call: int) -> None:
+        until_s = time.monotonic() + 30.0
+        while time.monotonic() < until_s and not found:
+            assert not resume()
+        resume()  # reports nothing twice
+        raise TimeoutError
+
+    group = host.connect(attend=attend, on_exit=found.append)
+    host.exchange(b"x")
+    if host.index == host.nranks - 1:
+        _end(how)
+    with suppress(TimeoutError):
+        barrier(group)
+    group.close()
+    return found
+
+
+def _end(how: str) -> None:
+    if how == "exit":
+        os._exit(0)
+    if how == "exec":
+        os.execv("/bin/sleep", ["sleep", "0.2"])
+    if how == "abort":
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.abort()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_something_else(host: Host, what: str) -> list[int]:
+    """The last rank ends a thread or a child, or is stopped; return the reported indices."""
+    found: list[int] = []
+    made: list[LocalGroup] = []
+    connecting = Thread(target=lambda: made.append(host.connect(on_exit=found.append)))
+    connecting.start()
+    connecting.join()  # the thread that made the group has ended
+    group = made[0]
+    if host.index == host.nranks - 1:
+        if what == "fork":
+            if not os.fork():
+                os._exit(0)
+            os.wait()
+        elif what == "spawn":
+            subprocess.run(["true"], check=True)
+        elif what == "stop":
+            stop_self(0.1)
+    for _ in range(3):
+        barrier(group)
+    group.close()
+    return found
 
 
 def wrong_secret(host: Host) -> None:

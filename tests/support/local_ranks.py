@@ -20,7 +20,7 @@ from support.jobs import launch
 
 from r2ccl.bootstrap.auth import Secret
 from r2ccl.errors import TransportTimeout
-from r2ccl.shm.group import LocalGroup
+from r2ccl.shm.group import Attend, LocalGroup
 
 _SECRET = Secret(b"s" * 32)
 _TIMEOUT_S = 60.0
@@ -53,10 +53,16 @@ class Host:
             received += some
         return [received[i * len(mine) : (i + 1) * len(mine)] for i in range(self.nranks)]
 
-    def connect(self, *, secret: Secret = _SECRET) -> LocalGroup:
+    def connect(
+        self,
+        *,
+        secret: Secret = _SECRET,
+        attend: Attend | None = None,
+        on_exit: Callable[[int], None] = lambda index: None,
+    ) -> LocalGroup:
         ranks = range(FIRST_RANK, FIRST_RANK + self.nranks)
         return LocalGroup.connect(
-            ranks, self.index, self.exchange, secret, attend=_attend,
+            ranks, self.index, self.exchange, secret, attend=attend or _attend, on_exit=on_exit,
             connect_timeout_s=20.0 if secret is _SECRET else 1.0,
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from r2ccl.shm import layout
 from r2ccl.shm.rings import Rings
+from r2ccl.shm.robust_mutex import ExitWatch
 from r2ccl.shm.segment import Segment
 
 
@@ -38,7 +39,13 @@ def joined(nranks: int) -> Iterator[list[Rings]]:
         for rank in range(nranks)
     ]
     made = [
-        Rings(rank, own[rank], peers[rank], new_state(rank, nranks, own[rank], peers[rank]))
+        Rings(
+            rank,
+            own[rank],
+            peers[rank],
+            new_state(rank, nranks, own[rank], peers[rank]),
+            ExitWatch({}, lambda index: None),
+        )
         for rank in range(nranks)
     ]
     try:

@@ -102,8 +102,14 @@ def _opened():
     return len(os.listdir("/proc/self/fd")), maps.count("memfd:r2ccl")
 
 
+def _nothing(*_):
+    """Do nothing."""
+
+
 def _connect(exchange):
-    return LocalGroup.connect([0], 0, exchange, Secret(b"s" * 32), attend=lambda *_: None)
+    return LocalGroup.connect(
+        [0], 0, exchange, Secret(b"s" * 32), attend=_nothing, on_exit=_nothing
+    )
 
 
 def _interrupted_after(nexchanges):

@@ -1,0 +1,78 @@
+"""Robust mutexes: the end of a process is seen, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import pytest
+from support.local_ranks import run_ranks
+
+from r2ccl.errors import TransportError
+from r2ccl.shm import robust_mutex
+from r2ccl.shm.layout import MUTEX, SLEEP_NS
+from r2ccl.shm.robust_mutex import ExitWatch, is_abandoned
+from r2ccl.shm.segment import Segment
+
+_PROGRAMS = "support.local_programs"
+_BUSY_NS = 4_000_000
+
+
+@pytest.fixture
+def segment():
+    made = Segment.create_of_group(2)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("how", ["kill", "exit", "exec", "abort"])
+def test_a_process_that_ends_is_reported_once(how):
+    results = run_ranks(3, f"{_PROGRAMS}:end_while_awaited", how)
+    assert results == [["value", [2]], ["value", [2]], ["killed"]]
+
+
+@pytest.mark.parametrize("what", ["thread", "fork", "spawn", "stop"])
+def test_other_ends_are_not_reported(what):
+    assert run_ranks(2, f"{_PROGRAMS}:end_something_else", what) == [["value", []]] * 2
+
+
+def test_a_mutex_that_is_held_or_was_released_is_not_abandoned(segment):
+    address = segment.address + MUTEX
+    assert [is_abandoned(address) for _ in range(3)] == [False] * 3
+    assert segment._mutex.release()
+    assert [is_abandoned(address) for _ in range(3)] == [False] * 3
+
+
+def test_waits_are_short_once_a_peer_has_exited(segment, monkeypatch):
+    state, found = segment.words[:64].copy(), []
+    state[SLEEP_NS] = _BUSY_NS
+    exits = ExitWatch({1: segment.address + MUTEX}, found.append)
+    exits.look(state)
+    assert (found, state[SLEEP_NS]) == ([], _BUSY_NS)
+    monkeypatch.setattr(robust_mutex, "is_abandoned", lambda address: True)
+    exits.look(state)
+    exits.look(state)
+    assert found == [1]
+    assert state[SLEEP_NS] < _BUSY_NS
+
+
+def test_a_damaged_mutex_is_an_error(segment):
+    assert segment._mutex.release()
+    segment.data[MUTEX : MUTEX + 48] = 0x77
+    with pytest.raises(TransportError, match="robust mutex: EINVAL"):
+        is_abandoned(segment.address + MUTEX)
+
+
+def test_memory_stays_mapped_while_the_mutex_is_held(monkeypatch):
+    made = Segment.create_of_group(2)
+    address, release = made.address + MUTEX, made._mutex.release
+    monkeypatch.setattr(made._mutex, "release", lambda: False)
+    made.close()
+    assert not is_abandoned(address)
+    assert release()
+
+
+def test_without_a_thread_there_is_no_segment(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(robust_mutex.threading.Thread, "start", start)
+    with pytest.raises(TransportError, match=r"cannot start a thread.*raise ulimit -u"):
+        Segment.create_of_group(2)
