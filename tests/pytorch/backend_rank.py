@@ -1,6 +1,6 @@
 """Programs that use what torch 2.14 and newer add to backends in Python.
 
-Usage: ``backend_rank.py NAME``. No program imports r2ccl.torch: the entry point of the backend does.
+Usage: ``backend_rank.py NAME``. No program imports r2ccl.torch: torch does, by the entry point.
 """
 
 from __future__ import annotations
