@@ -26,8 +26,10 @@ RDMA_PYTHON ?= /usr/bin/python3
 RDMA_VENV := $(VENV)/rdma
 RDMA_BIN := $(RDMA_VENV)/bin
 
-# torch is large, so only its tests install it, into an environment of its own.
-TORCH_VENV := $(VENV)/torch
+# torch is large, so only its tests install it, into an environment of its own for each version.
+# The backend has two forms: for torch 2.13, and for torch 2.14 and newer.
+TORCH_VERSION ?= 2.13.0
+TORCH_VENV := $(VENV)/torch-$(TORCH_VERSION)
 TORCH_BIN := $(TORCH_VENV)/bin
 # Index with smaller builds for CPUs, such as https://download.pytorch.org/whl/cpu; the default index if empty.
 TORCH_INDEX ?=
@@ -98,7 +100,7 @@ test-rdma: ## run the tests on real ibverbs, with Soft-RoCE in a virtual machine
 	$(RDMA_BIN)/r2ccl rdmalab --nodes 3 --nics 2 --timeout 1800 -- \
 		$(RDMA_BIN)/python -m pytest -s tests/rdma/test_verdicts.py --junitxml=out/rdma3.xml
 
-test-torch: $(TORCH_VENV)/.test ## run the tests of the backend for torch.distributed; downloads torch
+test-torch: $(TORCH_VENV)/.test ## run the tests of the backend for torch.distributed; downloads torch; TORCH_VERSION=2.15.0 selects one
 	@$(ENTER) $(TORCH_BIN)/python -m pytest $(or $(TESTS),-m "not slow" tests/pytorch)
 
 test-interop: $(INTEROP_VENV)/.test ## run the tests with Ray, Dask and JAX; downloads 0.8 GB
@@ -233,7 +235,7 @@ $(TORCH_VENV)/.test: $(VENV)/.core
 	@echo "installing the packages of the tests of torch into $(TORCH_VENV) ..."
 	@test -x $(TORCH_BIN)/python || $(PYTHON) -m venv --without-pip $(TORCH_VENV)
 	@$(PIP) --python $(TORCH_BIN)/python install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		--editable ".[compiled,demo]" --group test-torch
+		--editable ".[compiled,demo]" --group test-torch "torch==$(TORCH_VERSION)"
 	@touch $@
 
 $(INTEROP_VENV)/.test: $(VENV)/.core

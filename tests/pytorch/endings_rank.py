@@ -354,10 +354,14 @@ def aborted() -> None:
     init()
     dist.barrier()
     if dist.get_rank() == 0:
+        for rank in range(1, dist.get_world_size()):
+            dist.recv(torch.ones(1), rank)  # this rank has left the barrier
         group().abort()
         assert isinstance(raised(dist.barrier), dist.DistBackendError)
     else:
+        sent = dist.isend(torch.ones(1), 0)
         assert "abort() of the process group" in str(raised(dist.barrier))
+        del sent
     dist.destroy_process_group()
 
 

@@ -1,11 +1,12 @@
 """Trains with DDP and with FSDP2 by turns, and tells the bits of the weights of each training.
 
-Usage: ``rails_rank.py NRUNS``. All trainings of a way begin with the same weights. Between them,
-the rank waits until every path that it lost is up again. Prints a JSON object as its last line: for
-each training its name, the numbers of the first collective of its third step and of the first one
-after its last step, and a hash of its final weights; and for each repair of this rank the rail that
-was lost. In these steps, every rank sends slices in every collective; before them, DDP broadcasts
-its buckets.
+Usage: ``rails_rank.py NRUNS FOLDER``. All trainings of a way begin with the same weights. Between
+them, the rank waits until every path that it lost is up again. Prints a JSON object as its last
+line: for each training its name, the numbers of the first collective of its third step and of the
+first one after its last step, and a hash of its final weights; and for each repair of this rank the
+rail that was lost. In these steps, every rank sends slices in every collective; before them, DDP
+broadcasts its buckets. ``RANK.pt`` in FOLDER then has the final weights of each training, a list of
+lists of tensors.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -64,11 +66,17 @@ def fsdp2(net: torch.nn.Sequential, ncalls: Callable[[], int]) -> tuple[int, int
     return train(net, ncalls)
 
 
-def digest(net: torch.nn.Module) -> str:
+def final(net: torch.nn.Module) -> list[torch.Tensor]:
+    return [
+        (weights.full_tensor() if isinstance(weights, DTensor) else weights).detach()
+        for weights in net.parameters()
+    ]
+
+
+def digest(weights: list[torch.Tensor]) -> str:
     found = hashlib.sha256()
-    for weights in net.parameters():
-        whole = weights.full_tensor() if isinstance(weights, DTensor) else weights
-        found.update(whole.detach().numpy())
+    for each in weights:
+        found.update(each.numpy())
     return found.hexdigest()
 
 
@@ -76,15 +84,17 @@ def main() -> None:
     dist.init_process_group("r2ccl")
     group = dist.group.WORLD
     assert isinstance(group, r2ccl.torch.R2cclProcessGroup)
-    comm, trainings = group.communicator, []
+    comm, trainings, weights = group.communicator, [], []
     ninit = comm.ncalls
     for _ in range(int(sys.argv[1])):
         for way in (ddp, fsdp2):
             net = model()
             ends = way(net, lambda: comm.ncalls - ninit)
-            trainings.append((way.__name__, *ends, digest(net)))
+            weights.append(final(net))
+            trainings.append((way.__name__, *ends, digest(weights[-1])))
             wait_until_whole(comm)
             dist.barrier()
+    torch.save(weights, Path(sys.argv[2], f"{comm.rank}.pt"))
     left = [repair.rail for repair in comm.repairs()]
     print(json.dumps({"trainings": trainings, "rails left": left}), flush=True)
     dist.destroy_process_group()

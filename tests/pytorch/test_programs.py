@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,25 @@ def test_the_example_trains_on_without_a_nic() -> None:
     written = run([ROOT / "examples/ddp.py"], 2)[0]
     assert "2 ranks, 20 steps: the loss is " in written
     assert "rail 0 (lo): excluded, 1 repairs" in written
+
+
+@pytest.mark.timeout(250)
+def test_torchrun_restarts_a_training_whose_rank_died(tmp_path: Path) -> None:
+    def last_lines(step: str) -> list[str]:
+        done = subprocess.run(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--standalone",
+                "--nproc-per-node", "2", "--max-restarts", "1",
+                ROOT / "examples/ddp_restart.py", tmp_path / f"{step}.pt", step,
+            ],
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    restarted, continued = last_lines("10"), last_lines("20")
+    assert re.fullmatch(r"step 10 ended \d+\.\d s after step 9", restarted[-2])
+    assert continued == restarted[-1:]
 
 
 @pytest.mark.timeout(400)

@@ -6,14 +6,15 @@ A program changes one line, and imports this package::
 
     torch.distributed.init_process_group("r2ccl")
 
-The import registers the backend. When the process group of all ranks is made, its ranks meet
-through torch's store and connect the rails; all other groups share these connections. docs/torch.md
-lists what is supported and what differs from gloo.
+The import registers the backend; torch 2.14 and newer import this package themselves. When the
+process group of all ranks is made, its ranks meet through torch's store and connect the rails; all
+other groups share these connections. docs/torch.md lists what is supported and what differs from
+gloo.
 
-Modules, in the order a call passes through them: ``process_group`` has the methods that torch
-calls; ``call_queue`` runs the calls of a group in order; ``collectives`` translates them to calls
-of a `Communicator`; ``tensors`` views tensors as arrays; ``works`` has the handles that torch
-waits for. ``rendezvous`` makes the communicators.
+Modules, in the order a call passes through them: ``process_group`` has the classes that torch
+accepts, ``methods`` the methods that it calls; ``call_queue`` runs the calls of a group in order;
+``collectives`` translates them to calls of a `Communicator`; ``tensors`` views tensors as arrays;
+``works`` has the handles that torch waits for. ``rendezvous`` makes the communicators.
 """
 
 from __future__ import annotations
@@ -34,12 +35,17 @@ def _create(options: object, backend_options: object) -> R2cclProcessGroup:
     return R2cclProcessGroup.connect(options)
 
 
-if not hasattr(dist.Backend, "R2CCL"):
-    dist.Backend.register_backend(
-        "r2ccl",
-        _create,
-        extended_api=True,
-        devices=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"],
-    )
+def register() -> None:
+    """Register the backend with torch, unless it is registered. The entry point of the backend."""
+    if not hasattr(dist.Backend, "R2CCL"):
+        dist.Backend.register_backend(
+            "r2ccl",
+            _create,
+            extended_api=True,
+            devices=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"],
+        )
+
+
+register()
 
 __all__ = ["R2cclProcessGroup"]

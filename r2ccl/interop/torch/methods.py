@@ -1,0 +1,387 @@
+"""`GroupMethods`: the methods of a process group that torch.distributed calls.
+
+torch calls a collective in two forms: with an object of options as the last argument, or with the
+fields of that object as arguments.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from r2ccl import ANY_SOURCE, Communicator, InvalidArgument, R2cclError, TransportTimeout
+from r2ccl.interop.torch import collectives
+from r2ccl.interop.torch.call_queue import CallQueue, QueuedCall
+from r2ccl.interop.torch.tensors import Tensor, array_of, copy_back, in_order, one
+from r2ccl.interop.torch.works import CollectiveWork, MessageWork, seconds, translated
+
+_log = logging.getLogger("r2ccl.torch")
+#: Tags of `monitored_barrier`; torch's own tags have 32 bits.
+_BARRIER_TAG = 1 << 40
+
+#: Field of torch's options for each argument that has another name.
+_FIELDS = {"root": "rootRank", "op": "reduceOp"}
+
+
+def _method(function: Callable[..., None], options: Any, nargs: int, *fields: str) -> Any:
+    """Return the method that runs a function of `collectives`.
+
+    Parameters
+    ----------
+    function : callable
+    options : type
+        Class of the method's options in torch.
+    nargs : int
+        Number of arguments before the options.
+    *fields : str
+        Fields of the options that the form without options has as arguments, before the timeout.
+    """
+
+    def method(self: GroupMethods, *args: Any, **named: Any) -> CollectiveWork:
+        given = args[:nargs]
+        if len(args) == nargs + 1 and not named and type(args[nargs]) is options:
+            opts = args[nargs]
+        else:
+            opts = _options(options, args[nargs:], named, (*fields, "timeout"))
+        return self._start(partial(function, self.communicator, *given, opts), given[:1], opts)
+
+    method.__doc__ = function.__doc__
+    method.__name__ = function.__name__
+    return method
+
+
+def _run(fn: Callable[[], None]) -> None:
+    with translated():
+        fn()
+
+
+def _options(
+    options: Any, rest: tuple[Any, ...], named: dict[str, Any], fields: tuple[str, ...]
+) -> Any:
+    """Return the options of a call; `rest` and `named` are its arguments in either form."""
+    opts = named.pop("opts", None)
+    if rest and hasattr(rest[0], "asyncOp"):
+        opts, rest = rest[0], rest[1:]
+    if opts is not None:
+        return opts
+    opts = options()
+    for name, value in (*zip(fields, rest, strict=False), *named.items()):
+        if name not in fields:
+            raise TypeError(f"unexpected argument {name!r}: allowed are opts, {', '.join(fields)}")
+        if value is not None:
+            setattr(opts, _FIELDS.get(name, name), value)
+    return opts
+
+
+@dataclass(eq=False)
+class GroupState:
+    """State of a process group, which its `GroupMethods` objects share.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Its ranks are the ranks of the group.
+    store : torch.distributed.Store
+        Store of the group.
+    timeout : timedelta
+        Timeout of the calls of the group.
+    on_end : callable
+        Called without arguments when the group has ended.
+    """
+
+    communicator: Communicator
+    store: Any
+    timeout: timedelta
+    on_end: Callable[[], None]
+    name: str = ""
+    desc: str = ""
+    ncalls: int = 0
+    nbarriers: Iterator[int] = field(default_factory=itertools.count)
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.queue = CallQueue(f"r2ccl-torch-{self.communicator.rank}")
+        self.set_timeout(self.timeout)
+        atexit.register(self._leave)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of later calls."""
+        self.timeout_s = timeout.total_seconds()
+        #: Options of the backend in torch's form.
+        self.options = c10d.Backend.Options("r2ccl", timeout)
+
+    def abort(self) -> None:
+        """End all calls on all ranks with an error, and leave the group."""
+        self.communicator.abort("abort() of the process group was called")
+        self._end()
+
+    def shutdown(self) -> None:
+        """Wait for all calls, then leave the group; log errors as warnings."""
+        if self.is_over:
+            return
+        if not self.queue.drain(self.timeout_s):
+            _log.warning(
+                "rank %d: calls of process group %s did not end within %g s and are aborted: look "
+                "at the logs of the other ranks",
+                self.communicator.rank,
+                self.name,
+                self.timeout_s,
+            )
+        self._end()
+        try:
+            self.communicator.close()
+        except R2cclError as exc:
+            _log.warning(
+                "rank %d: process group %s did not close cleanly: %s",
+                self.communicator.rank,
+                self.name,
+                exc,
+            )
+
+    def _end(self) -> None:
+        self.is_over = True
+        atexit.unregister(self._leave)
+        self.queue.close()
+        self.on_end()
+
+    def _leave(self) -> None:
+        """Leave the group when the process ends without ``destroy_process_group``."""
+        if getattr(sys, "last_value", None) is not None:
+            self.communicator.abort(f"the program ended with {sys.last_value!r}")
+            return
+        self.shutdown()
+
+
+class GroupMethods:
+    """Methods of a process group, mixed into the base classes that torch has for backends.
+
+    Parameters
+    ----------
+    state : GroupState
+        State of the group.
+
+    Attributes
+    ----------
+    communicator : Communicator
+        For `repairs`, `health` and all else that torch lacks.
+
+    Notes
+    -----
+    Collectives run in the order of the calls. A collective runs in another thread if it has
+    ``async_op=True`` or a shorter timeout than the communicator's, or if an earlier one has not
+    finished. Methods raise the errors of r2ccl as `torch.distributed.DistBackendError`.
+    """
+
+    supports_splitting = True
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
+        self.communicator = state.communicator
+
+    # Collectives
+
+    allreduce = _method(collectives.allreduce, c10d.AllreduceOptions, 1, "op")
+    allreduce_coalesced = _method(collectives.allreduce, c10d.AllreduceCoalescedOptions, 1)
+    broadcast = _method(collectives.broadcast, c10d.BroadcastOptions, 1, "root")
+    reduce = _method(collectives.reduce, c10d.ReduceOptions, 1, "root", "op")
+    allgather = _method(collectives.allgather, c10d.AllgatherOptions, 2)
+    allgather_coalesced = _method(collectives.allgather_coalesced, c10d.AllgatherOptions, 2)
+    all_gather_single = _method(collectives.all_gather_single, c10d.AllgatherOptions, 2)
+    all_gather_single_coalesced = _method(
+        collectives.all_gather_single_coalesced, c10d.AllgatherOptions, 2
+    )
+    gather = _method(collectives.gather, c10d.GatherOptions, 2, "root")
+    scatter = _method(collectives.scatter, c10d.ScatterOptions, 2, "root")
+    reduce_scatter = _method(collectives.reduce_scatter, c10d.ReduceScatterOptions, 2, "op")
+    reduce_scatter_single = _method(collectives.reduce_scatter_single, c10d.ReduceScatterOptions, 2)
+    reduce_scatter_single_coalesced = _method(
+        collectives.reduce_scatter_single_coalesced, c10d.ReduceScatterOptions, 2
+    )
+    alltoall = _method(collectives.alltoall, c10d.AllToAllOptions, 2)
+    all_to_all_single = _method(collectives.all_to_all_single, c10d.AllToAllOptions, 4)
+    barrier = _method(collectives.barrier, c10d.BarrierOptions, 0)
+
+    # Names of the same methods before torch 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _start(self, fn: Callable[[], None], results: Any, opts: Any) -> CollectiveWork:
+        """Run `fn` after the earlier calls and return its handle; if it is blocking, wait for it.
+
+        A blocking call runs in this thread if no other call is queued or running, and if its
+        timeout is not shorter than the communicator's.
+        """
+        self._state.ncalls += 1
+        timeout_s = seconds(opts.timeout, self._state.timeout_s)
+        result = [] if not results else results[0]
+        call = QueuedCall(
+            partial(_run, fn), [result] if isinstance(result, torch.Tensor) else result
+        )
+        work = CollectiveWork(call, timeout_s, self._revoke)
+        if opts.asyncOp or timeout_s < self.communicator.config.timeout_s:
+            self._state.queue.add(call)
+        else:
+            self._state.queue.run(call)
+        if not opts.asyncOp:
+            work.wait()
+        return work
+
+    # Messages
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> MessageWork:
+        """Begin to send the only tensor in `tensors` to rank `to`; borrow it until it is sent."""
+        with translated():
+            copy = in_order(one(tensors))
+            request: Any = self.communicator.send(array_of(copy), to, tag, async_op=True)
+        return MessageWork(request, tensors, self._state.timeout_s, self._revoke)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> MessageWork:
+        """Begin to receive from rank `source` into the only tensor in `tensors`."""
+        with translated():
+            if tag < 0:
+                raise InvalidArgument(f"tag={tag}: allowed are 0 and more")
+            tensor = one(tensors)
+            copy = in_order(tensor)
+            request = self.communicator.recv(array_of(copy), source, tag, async_op=True)
+        finish = partial(copy_back, tensor, copy)
+        return MessageWork(request, tensors, self._state.timeout_s, self._revoke, finish)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MessageWork:
+        """Begin to receive from any rank into the only tensor in `tensors`."""
+        return self.recv(tensors, ANY_SOURCE, tag)
+
+    @translated()
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait until all ranks have called `monitored_barrier`.
+
+        Parameters
+        ----------
+        timeout : timedelta, optional
+            Longest wait. Default: the timeout of the group.
+        wait_all_ranks : bool
+            True: the error on rank 0 names all missing ranks. False: it names the first one.
+
+        Raises
+        ------
+        DistBackendError
+            On every rank that called `monitored_barrier`, if a rank did not call it in time. On
+            rank 0 the error names the missing ranks; on the other ranks it names rank 0.
+        """
+        limit_s = seconds(timeout, self._state.timeout_s)
+        tag = _BARRIER_TAG + next(self._state.nbarriers)
+        comm, nothing = self.communicator, np.empty(0, np.uint8)
+        if comm.rank:
+            comm.send(nothing, 0, tag)
+            self._hear(comm.recv(nothing, 0, tag, async_op=True), 0, limit_s)
+            return
+        begun = [
+            (rank, comm.recv(nothing, rank, tag, async_op=True)) for rank in range(1, comm.nranks)
+        ]
+        errors = []
+        for rank, request in begun:
+            try:
+                self._hear(request, rank, limit_s)
+            except dist.DistBackendError as exc:
+                errors.append(exc)
+                limit_s = 0.001  # the other ranks have had the same time
+                if not wait_all_ranks:
+                    break
+        if errors:
+            raise dist.DistBackendError("; ".join(map(str, errors))) from errors[0]
+        for rank, _ in begun:
+            comm.send(nothing, rank, tag)
+
+    def _hear(self, request: Any, rank: int, limit_s: float) -> None:
+        try:
+            request.wait(limit_s)
+        except TransportTimeout as exc:
+            request.cancel()
+            raise dist.DistBackendError(
+                f"rank {self.communicator.rank}: rank {rank} did not pass monitored_barrier in "
+                "time: look at that rank's own log"
+            ) from exc
+
+    # Life cycle
+
+    @translated()
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of later calls: above 0, and at most that of the communicator.
+
+        Raises
+        ------
+        DistBackendError
+            If `timeout` is out of this range.
+        """
+        limit_s = self.communicator.config.timeout_s
+        if not 0 < timeout.total_seconds() <= limit_s:
+            raise InvalidArgument(
+                f"timeout={timeout}; allowed are more than 0 s and up to {limit_s:g} s, with which "
+                "the ranks were connected: to raise this limit, pass a longer timeout to "
+                "init_process_group or, if R2CC_TIMEOUT_S is set, raise that"
+            )
+        self._state.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def abort(self) -> None:
+        """End all calls on all ranks with an error, and leave the group. *Local*.
+
+        The calls of all groups that share the connections end, too.
+        """
+        self._state.abort()
+
+    def shutdown(self) -> None:
+        """Wait for all calls, then leave the group. *Collective*: all ranks.
+
+        An error, such as the failure of another rank, is logged as a warning and not raised: an
+        exception would keep torch from removing the group, and the program could not make a new
+        one. A second call does nothing.
+        """
+        self._state.shutdown()
+
+    def _revoke(self, why: str) -> None:
+        self.communicator.revoke(why)
+
+    # Attributes that torch reads
+
+    def name(self) -> str:
+        """Return the name of the backend."""
+        return "r2ccl"
+
+    getBackendName = _get_backend_name = name
+
+    @property
+    def options(self) -> Any:
+        """Options of the backend in torch's form, which contain the timeout."""
+        return self._state.options
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._state.ncalls
+
+    def _wait_for_pending_works(self) -> None:
+        self._state.queue.drain(self._state.timeout_s)
+
+
+__all__ = ["GroupMethods", "GroupState"]
