@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from r2ccl import bootstrap
 from r2ccl.bootstrap import logs
+from r2ccl.bootstrap.messages import Codec
 from r2ccl.communicator import Communicator
 from r2ccl.config import Config, Settings
 from r2ccl.errors import (
@@ -58,13 +59,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 #: All message types on the control sessions, except those of bootstrap itself.
-MESSAGES: Any = (
+_MESSAGES: Any = (
     Announcement | ConnectPaths | ClosePaths | Revoke | PortUp | Leaving | Spared | Calling
     | Offer | Answer | EndpointReady | ProbeRequest | ProbeReply | Finding
     | Report | Prepare | Promise | Commit | ExcludeRails | RailsExcluded
     | InContext
     | Shrinking
 )  # fmt: skip
+#: Making it takes 5 ms, so a rank server makes it before it forks the ranks.
+_CODEC = Codec(_MESSAGES)
 
 
 def init(
@@ -130,7 +133,7 @@ def init(
     with _exhaustion_explained(f"process {os.getpid()}"):
         control = bootstrap.connect(
             config,
-            message_types=MESSAGES,
+            codec=_CODEC,
             nics_for=choose_nics,
             hcas_for=lambda: tuple(hca.label for hca in hcas),
             comm=comm,

@@ -121,8 +121,8 @@ class ControlPlane:
         Listener of rail i at index i, then the control listeners. Owned.
     probe_sockets : sequence of socket.socket
         Bound sockets that do not listen and reserve this rank's probe ports. Owned.
-    message_types : type or union of types
-        Message types of the data plane, see `Codec`.
+    codec : Codec
+        Encoder and decoder of the messages.
     rejections : Rejections, optional
         Counters of rejected connections, with the counts of the rendezvous.
     clock : Clock, optional
@@ -159,7 +159,7 @@ class ControlPlane:
         nics: tuple[Nic, ...],
         listeners: Sequence[socket.socket],
         probe_sockets: Sequence[socket.socket] = (),
-        message_types: Any,
+        codec: Codec,
         rejections: Rejections | None = None,
         clock: Clock = monotonic,
     ) -> None:
@@ -178,7 +178,7 @@ class ControlPlane:
         self.is_busy = False
         self._loop = loop
         self._clock = clock
-        self._codec = Codec(message_types)
+        self._codec = codec
         self._rejections = rejections or Rejections(rank, clock)
         self.setting = setting = Setting(
             rank, config, secret, communicator_id, nics, self._codec, self._rejections, clock

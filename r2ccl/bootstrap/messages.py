@@ -128,12 +128,11 @@ class Codec:
     ----------
     message_types : type or union of types
         Types to register: a tagged `msgspec.Struct`, or a union ``A | B | C`` of them with
-        different tags. Also an attribute, from which `shrink` makes the next communicator's codec.
+        different tags.
     """
 
     def __init__(self, message_types: Any) -> None:
         given = typing.get_args(message_types) or (message_types,)
-        self.message_types = message_types
         self._types = (*given, Goodbye, PeerDown, Flooded, Routed)
         union = functools.reduce(operator.or_, self._types)
         self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(union)

@@ -23,7 +23,7 @@ from r2ccl.bootstrap.greetings import Hello, Meeting
 from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE, Identity, host_id, identify
 from r2ccl.bootstrap.listener import Rejections, cannot_listen
 from r2ccl.bootstrap.loop import ControlLoop
-from r2ccl.bootstrap.messages import PeerInfo
+from r2ccl.bootstrap.messages import Codec, PeerInfo
 from r2ccl.bootstrap.rendezvous import meet
 from r2ccl.config import Config, nearest
 from r2ccl.errors import InvalidArgument, TransportError, describe_os_error, errno_name
@@ -49,7 +49,7 @@ _OWN_PREFIXES = ("R2CC_RDMALAB", "R2CC_RDMA_")
 def connect(
     config: Config,
     *,
-    message_types: Any,
+    codec: Codec,
     nics_for: NicsFor,
     hcas_for: HcasFor = tuple,
     comm: Any | None = None,
@@ -63,8 +63,8 @@ def connect(
     Parameters
     ----------
     config : Config
-    message_types : type or union of types
-        Tagged `msgspec.Struct` types that the data plane sends, ``A | B | C``.
+    codec : Codec
+        Encoder and decoder of the messages that the data plane sends.
     nics_for : callable
         Takes (nranks, is_on_one_host, control_address) and returns at least one `Nic`; the one at
         index i becomes the local end of rail i. If the ranks return different numbers, all use as
@@ -112,7 +112,7 @@ def connect(
                     config.init_timeout_s, config.control_address,
                 )  # fmt: skip
                 meeting = loop.run(work)
-            return _build(config, identity, meeting, listeners, loop, message_types, rejections)
+            return _build(config, identity, meeting, listeners, loop, codec, rejections)
         except BaseException:
             listeners.close()
             loop.close(_STOP_S)
@@ -159,7 +159,7 @@ def _build(
     meeting: Meeting,
     listeners: _Listeners,
     loop: ControlLoop,
-    message_types: Any,
+    codec: Codec,
     rejections: Rejections,
 ) -> ControlPlane:
     nics, sockets, probes = listeners.take(meeting.peers[identity.rank])
@@ -173,7 +173,7 @@ def _build(
         nics=nics,
         listeners=sockets,
         probe_sockets=probes,
-        message_types=message_types,
+        codec=codec,
         rejections=rejections,
     )
 

@@ -106,7 +106,7 @@ class Succession:
                 nics=tuple(old.nics[rail] for rail in rails),
                 listeners=listeners,
                 probe_sockets=probes,
-                message_types=old.setting.codec.message_types,
+                codec=old.setting.codec,
             )
         except BaseException:
             loop.close(_STOP_S)

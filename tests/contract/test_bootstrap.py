@@ -35,6 +35,7 @@ from r2ccl.bootstrap.auth import (
 from r2ccl.bootstrap.identity import Identity, identify
 from r2ccl.bootstrap.launch import LocalJob
 from r2ccl.bootstrap.listener import Listener
+from r2ccl.bootstrap.messages import Codec
 from r2ccl.bootstrap.session import MAX_FRAME_NBYTES, SessionFrame
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
@@ -75,7 +76,7 @@ def test_the_rank_with_the_fewest_rails_decides() -> None:
             pool.submit(
                 connect,
                 Config.from_env(environment(job, rank)),
-                message_types=Number,
+                codec=Codec(Number),
                 nics_for=lambda _nranks, _one, _address, count=2 - rank: RAILS[:count],
                 env=environment(job, rank),
             )
@@ -164,7 +165,7 @@ def join_named(job: LocalJob, rank: int, **changes: str) -> BaseException | None
     env = {**job.environment(rank), "MASTER_ADDR": "head-node", **changes}
     config = Config.from_env(env, init_timeout_s=1.0)
     try:
-        connect(config, message_types=Number, nics_for=lambda *_: RAILS, env=env).close(0)
+        connect(config, codec=Codec(Number), nics_for=lambda *_: RAILS, env=env).close(0)
     except R2cclError as exc:
         return exc
     return None
@@ -251,7 +252,7 @@ def test_one_rank_without_rails_fails_all() -> None:
             pool.submit(
                 connect,
                 Config.from_env(environment(job, rank)),
-                message_types=Number,
+                codec=Codec(Number),
                 nics_for=lambda _nranks, _one, _address, count=1 - rank: RAILS[:count],
                 env=environment(job, rank),
             )
@@ -299,7 +300,7 @@ def test_ranks_of_one_host_share_the_secret_through_a_file(tmp_path: Path) -> No
             "MASTER_PORT": str(port - 1),
             "XDG_RUNTIME_DIR": str(tmp_path),
         }
-        return connect(Config(), message_types=Number, nics_for=lambda *_: RAILS, env=env)
+        return connect(Config(), codec=Codec(Number), nics_for=lambda *_: RAILS, env=env)
 
     with ThreadPoolExecutor(3) as pool:
         planes = list(pool.map(start, [1, 2, 0]))  # the others may read the stale file first

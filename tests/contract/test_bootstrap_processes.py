@@ -25,6 +25,7 @@ RANK_PROGRAM = """
 import json, os, sys, threading, time
 import msgspec
 from r2ccl.bootstrap import connect
+from r2ccl.bootstrap.messages import Codec
 from r2ccl.config import Config
 from r2ccl.transport.tcp.transport import TcpTransport
 from r2ccl.types import Nic, PathKey, ProbeKey
@@ -47,7 +48,7 @@ class Handler:
 
 plane = connect(
     Config.from_env(os.environ),
-    message_types=Text,
+    codec=Codec(Text),
     nics_for=lambda *_: (Nic("lo", "127.0.0.1"), Nic("lo", "127.0.0.2")),
 )
 plane.start(Handler())

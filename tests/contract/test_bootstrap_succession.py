@@ -15,6 +15,7 @@ import pytest
 from r2ccl.bootstrap import ControlPlane, connect, dialing, wire
 from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.launch import LocalJob
+from r2ccl.bootstrap.messages import Codec
 from r2ccl.bootstrap.succession import Succession, derive
 from r2ccl.config import Config
 from r2ccl.errors import TransportError
@@ -52,7 +53,7 @@ def join(job: LocalJob, rank: int) -> ControlPlane:
     if rank == 0:
         env["R2CC_LISTEN_FD"] = str(job.listener.fileno())
     config = Config.from_env(env, init_timeout_s=WAIT_S)
-    return connect(config, message_types=Text, nics_for=lambda *_: RAILS, env=env)
+    return connect(config, codec=Codec(Text), nics_for=lambda *_: RAILS, env=env)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from r2ccl.bootstrap import ControlPlane, connect
 from r2ccl.bootstrap.auth import Claim, Dialer
 from r2ccl.bootstrap.launch import LocalJob
+from r2ccl.bootstrap.messages import Codec
 from r2ccl.config import Config
 from r2ccl.types import Nic
 
@@ -113,7 +114,7 @@ def environment(job: LocalJob, rank: int) -> dict[str, str]:
 def join(job: LocalJob, rank: int, changes: Mapping[str, str], **settings: Any) -> ControlPlane:
     env = {**environment(job, rank), **changes}
     config = Config.from_env(env, **{"init_timeout_s": WAIT_S, **settings})
-    return connect(config, message_types=Number | Text, nics_for=lambda *_: RAILS, env=env)
+    return connect(config, codec=Codec(Number | Text), nics_for=lambda *_: RAILS, env=env)
 
 
 def turn_away(plane: ControlPlane, claim: Claim) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from r2ccl.bootstrap.messages import Codec
 from r2ccl.bootstrap.startup import connect, unknown
 from r2ccl.config import Config
 from r2ccl.types import Nic
@@ -61,7 +62,7 @@ def test_rank_0_warns_of_each_once(caplog: pytest.LogCaptureFixture) -> None:
     }
     rails = (Nic("lo", "127.0.0.1"),)
     with caplog.at_level(logging.WARNING, "r2ccl"):
-        connect(Config.from_env(env), message_types=Note, nics_for=lambda *_: rails, env=env).close(
+        connect(Config.from_env(env), codec=Codec(Note), nics_for=lambda *_: rails, env=env).close(
             0
         )
     (record,) = caplog.records

@@ -59,6 +59,7 @@ class OneRank:
 @pytest.mark.parametrize("added", [0, 1])
 def test_wrong_elements_are_counted(monkeypatch, capsys, caplog, added) -> None:
     caplog.set_level(logging.WARNING, "r2ccl")  # the demo sets it; the test restores it
+
     class Plan:
         def __enter__(self) -> None: ...
         def __exit__(self, *exc: object) -> None: ...
