@@ -141,8 +141,8 @@ class StagedBackend(HostMemoryBackend[StagedJob]):
     ) -> StagedJob:
         """Begin a call that is a part of another call; only the worker thread may call this method.
 
-        No stream waits for the part. The caller makes its stream wait for the event ``done`` of
-        the job, after `finish`.
+        The part has no number, so `hold` cannot make a stream wait for it. Instead, the caller
+        must make its stream wait for the event ``done`` of the job, after `finish`.
 
         Parameters
         ----------

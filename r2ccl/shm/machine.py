@@ -1,4 +1,4 @@
-"""Machines on which ranks can share memory, and the numbers of the system calls used there."""
+"""Processor architectures on which ranks can share memory, and their numbers of system calls."""
 
 from __future__ import annotations
 
