@@ -1,4 +1,4 @@
-"""The study of random clusters: a slice of it, and that its verdicts can be trusted."""
+"""The study of random clusters: a part of it, and checks of its bounds and its verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the degraded bench makes of its ranks' readings, and what the tables make of that."""
+"""Results of the degraded bench from its ranks' readings, and its tables of these results."""
 
 from __future__ import annotations
 

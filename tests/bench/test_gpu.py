@@ -1,4 +1,4 @@
-"""The GPU bench without a GPU: that it finds what is wrong, what it makes of readings, its refusal.
+"""The GPU bench without a GPU: it finds wrong results, evaluates readings, and refuses to run.
 
 Kernels run on a fake GPU; ranks are real processes with a fake GPU each, joined by real sockets.
 """

@@ -1,4 +1,4 @@
-"""What the verbs bench reads of perftest's output, and what it makes of its measurements."""
+"""The verbs bench: its parser of perftest's output, and its results from measurements."""
 
 from __future__ import annotations
 
