@@ -22,8 +22,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``r2ccl bench`` to its parser; the parsed ones go to `run`."""
     parser.description = (
         "Measure collectives as nccl-tests does: time, algorithm and bus bandwidth. Every result "
-        "is verified. Run it under a launcher, or alone: it then starts --nranks ranks. The exit "
-        "status is 1 if any element is wrong."
+        "is verified, unless -c is 0. Without a launcher, the command starts --nranks ranks. The "
+        "exit status is 1 if any element is wrong."
     )
     add = parser.add_argument
     names = [*FORMS, "all"]
@@ -31,14 +31,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("-b", "--minbytes", type=parse_size, default="1M")
     add("-e", "--maxbytes", type=parse_size, help="default: --minbytes")
     add("-i", "--step", "--stepbytes", type=parse_size, default="1M", help="bytes between sizes")
-    add("-f", "--factor", "--stepfactor", type=float, default=1.0, help="above 1: replaces -i")
+    add("-f", "--factor", "--stepfactor", type=float, default=1.0, help="if above 1, replaces -i")
     add("-n", "--iters", type=int, default=20, help="calls, or groups of calls, per timed loop")
     add("-w", "--warmup-iters", "--warmup_iters", type=int, default=5)
     add("-c", "--check", type=int, default=1, help="verifications per result; 0: none")
-    add("-d", "--datatype", default="float", metavar="TYPE", help="as in NumPy or nccl-tests; all")
-    add("-o", "--op", choices=[*OPS, "all"], help="of reductions; default: sum")
-    add("-r", "--root", type=int, help="of rooted collectives; -1: every root; default: 0")
-    add("-t", "--nthreads", type=int, default=1, help="per process; each has a communicator")
+    add("-d", "--datatype", default="float", metavar="TYPE", help="of NumPy or nccl-tests; or all")
+    add("-o", "--op", choices=[*OPS, "all"], help="operation of reductions; default: sum")
+    add("-r", "--root", type=int, help="root; -1: every root in turn; default: 0")
+    add("-t", "--nthreads", type=int, default=1, help="threads, each with a communicator")
     add("-g", "--ngpus", type=int, default=0, help="1: arrays on a GPU; 0: in host memory")
     add("-m", "--agg-iters", "--agg_iters", type=int, default=1, help="calls per group")
     add("-z", "--blocking", type=int, choices=(0, 1), default=1, help="0: asynchronous calls")
