@@ -9,10 +9,10 @@ The handshake has three messages of fixed size, so that no bytes of a stranger a
                                        <-      HMAC("accept", ...) (32 B)
 
 The acceptor sends first: its message arrives as soon as the connection is made, so each side wakes
-up only twice. Each HMAC-SHA256 covers a label, magic, version and nonce of
-both sides, and the claim; the acceptor's also covers the dialer's proof. A proof is therefore valid
-for one role, one pair of ranks and one connection: it can be neither replayed nor reflected. The
-acceptor reads the claim only after verifying its proof.
+up only twice. Each HMAC-SHA256 covers a label, magic, version and nonce of both sides, and the
+claim; the acceptor's also covers the dialer's proof. A proof is therefore valid for one role, one
+pair of ranks and one connection: it can be neither replayed nor reflected. The acceptor reads the
+claim only after verifying its proof.
 
 The handshake authenticates the two ends of the connection. Later bytes are neither encrypted nor
 authenticated: an attacker who can rewrite packets on the path is outside the fault model.

@@ -60,9 +60,10 @@ class Forecast(msgspec.Struct, frozen=True):
     """Times of one schedule in one state of the network.
 
     ``predicted_s`` is the time by the cost model, None if the planner does not predict one;
-    ``simulated_s`` is None if the schedule was not simulated. ``steps``, ``load`` and
-    ``slice_nbytes`` are those of `r2ccl.planning.cost_model.Choice`. ``is_chosen`` is True for the
-    schedule that the planner selects.
+    ``simulated_s`` is None if the schedule was not simulated. ``steps`` is the
+    number of messages on the longest chain of dependent messages; ``load`` and ``slice_nbytes`` are
+    those of `r2ccl.planning.cost_model.Choice`. ``is_chosen`` is True for the schedule that the
+    planner selects.
     """
 
     predicted_s: float | None
