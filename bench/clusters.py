@@ -71,7 +71,7 @@ class Cluster(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> ClusterShape:
-        """Cluster for the planner and the simulator."""
+        """Shape of the cluster, for the planner and the simulator."""
         return ClusterShape(self.rows, self.ranks_per_node, self.rates)
 
     @property

@@ -1,7 +1,7 @@
 """GPU bench: checks the results and measures the speed of r2ccl on a GPU, in one command.
 
 After the preflight (`gpu_preflight`), the bench has four parts, selected with ``--what``:
-``parked`` finds out which driver calls wait for a stream that waits for the host (`gpu_parked`);
+``parked`` tests which driver calls wait for a stream that waits for the host (`gpu_parked`);
 ``kernels`` compares the reduction kernels with a copy on the GPU, CuPy and torch (`gpu_kernels`);
 ``collectives`` compares allreduces of 2 and 4 ranks on one GPU, under MPS also with NCCL over
 sockets (`gpu_collectives`); ``check`` runs the tests in ``tests/gpu`` and ``r2ccl doctor``. The
@@ -86,7 +86,7 @@ def kernels(args: argparse.Namespace, budget: Budget, outcome: Outcome) -> None:
 
 
 def waits(args: argparse.Namespace, budget: Budget, outcome: Outcome) -> None:
-    """Find out which driver calls wait for a stream that waits for the host."""
+    """Test which driver calls wait for a stream that waits for the host."""
     with open_card(_ORDINAL) as card:
         parked(card.device, outcome)
 

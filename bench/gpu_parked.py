@@ -1,10 +1,11 @@
-"""Experiments that find out which driver calls wait for a stream that waits for the host.
+"""Experiments that show which driver calls wait for a stream that waits for the host.
 
 The library allocates, maps and loads only while no stream waits for the host (`r2ccl.gpu`), because
-the driver does not document which calls wait for the device. The results show where this order is
-necessary, and how many operations fit in the launch queue behind a wait.
+CUDA does not document which calls wait for the device. The results show for which calls this is
+necessary, and how many operations fit in the launch queue behind a wait. A stream is *parked* while
+it waits for the host.
 
-Invariant: a call that waits lets the stream continue after `_DEADLINE_S`, so that it ends.
+Invariant: once a call has waited for `_DEADLINE_S`, the parked stream continues, so the call ends.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _FORM = Form(dtype_code=CODES[np.dtype(np.float32)], op=ReduceOp.SUM)
 
 
 class Measured(NamedTuple):
-    """Result of a driver call behind a stream that waits; ``error`` is empty if it succeeded."""
+    """Result of a driver call while a stream is parked; ``error`` is empty if it succeeded."""
 
     name: str
     is_waiting: bool
@@ -66,7 +67,7 @@ class ParkedStream:
 
     @contextmanager
     def parked(self) -> Iterator[Callable[[], None]]:
-        """Let the stream wait inside the ``with`` block; give a function that lets it continue."""
+        """Make the stream wait inside the ``with`` block; yield a function that ends the wait."""
         self._number += 1
         self._device.wait_word(self._stream, self._at, self._number)
         try:
@@ -125,12 +126,12 @@ def _calls(device: Device, handle: bytes | None) -> Iterator[tuple[str, Callable
 def measure(
     name: str, call: Callable[[], object], stream: ParkedStream, deadline_s: float
 ) -> Measured:
-    """Make a call in another thread while `stream` waits; let the stream continue in the end.
+    """Make a call in another thread while `stream` is parked; then let the stream continue.
 
     Raises
     ------
     TransportTimeout
-        If the call does not even end after the stream continues.
+        If the call does not end after the stream continues, either.
     """
     ended: list[tuple[float, str]] = []
 
@@ -138,7 +139,7 @@ def measure(
         begun_s, error = time.monotonic(), ""
         try:
             call()
-        except Exception as exc:  # of any library; `error` tells it
+        except Exception as exc:  # of any library; reported in `error`
             error = f"{type(exc).__name__}: {exc}"
         ended.append((time.monotonic() - begun_s, error))
 
@@ -158,7 +159,7 @@ def measure(
 
 
 def queue_depth(stream: ParkedStream, deadline_s: float, most: int) -> int:
-    """Return how many operations can be enqueued while `stream` waits, before a call waits too.
+    """Return how many operations can be enqueued while `stream` is parked, before a call waits.
 
     A call waits if it does not return within `deadline_s` seconds. The result is at most `most`.
     """
@@ -185,7 +186,7 @@ def queue_depth(stream: ParkedStream, deadline_s: float, most: int) -> int:
 
 @contextmanager
 def exported(ordinal: int) -> Iterator[bytes | None]:
-    """Give the IPC handle of an allocation of another process, which ends with the context.
+    """Yield the IPC handle of an allocation of another process, which ends with the block.
 
     The handle is None if that process cannot export its memory.
     """

@@ -3,7 +3,7 @@
 The names in ``__all__`` are the public interface, to which semantic versioning applies.
 ``README.md`` has a first program; `r2ccl.testing` has the tools that inject network faults.
 
-Names are imported on first use, so that ``r2ccl --help`` does not load NumPy and the engine.
+Most names are imported on first use, so that ``r2ccl --help`` loads neither NumPy nor the engine.
 """
 
 from __future__ import annotations

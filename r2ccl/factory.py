@@ -66,7 +66,7 @@ _MESSAGES: Any = (
     | InContext
     | Shrinking
 )  # fmt: skip
-#: Making it takes 5 ms, so a rank server makes it before it forks the ranks.
+#: Made when this module is imported, which takes 5 ms: a rank server imports it before it forks.
 _CODEC = Codec(_MESSAGES)
 
 

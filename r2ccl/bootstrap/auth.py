@@ -8,11 +8,11 @@ The handshake has three messages of fixed size, so that no bytes of a stranger a
     claim, HMAC("dial", ...) (116 B)   ->
                                        <-      HMAC("accept", ...) (32 B)
 
-The acceptor speaks first: its message reaches the dialer as soon as the connection is made, so
-that each side wakes up only twice. Each HMAC-SHA256 covers a label, magic, version and nonce of
-both sides, and the claim; the acceptor's also covers the dialer's proof. A proof is therefore valid
-for one role, one pair of ranks and one connection: it can be neither replayed nor reflected. The
-acceptor reads the claim only after verifying its proof.
+The acceptor sends first: its message arrives as soon as the connection is made, so each side wakes
+up only twice. Each HMAC-SHA256 covers a label, magic, version and nonce of both sides, and the
+claim; the acceptor's also covers the dialer's proof. A proof is therefore valid for one role, one
+pair of ranks and one connection: it can be neither replayed nor reflected. The acceptor reads the
+claim only after verifying its proof.
 
 The handshake authenticates the two ends of the connection. Later bytes are neither encrypted nor
 authenticated: an attacker who can rewrite packets on the path is outside the fault model.
@@ -44,7 +44,8 @@ _MAC_NBYTES = 32
 _DIAL_LABEL = b"r2ccl dial\0"
 _ACCEPT_LABEL = b"r2ccl accept\0"
 
-#: Sizes in bytes of the three messages, in the order sent. The proof begins with an opening, too.
+#: Sizes in bytes of the three messages, in the order sent. The second, the proof, begins with an
+#: opening, too.
 OPENING_NBYTES = _OPENING.size
 PROOF_NBYTES = OPENING_NBYTES + _CLAIM.size + _MAC_NBYTES
 ANSWER_NBYTES = _MAC_NBYTES
@@ -254,7 +255,7 @@ class Acceptor:
         return self._opening
 
     def check(self, beginning: bytes) -> None:
-        """Check the opening at the beginning of the dialer's message, if all of it is there.
+        """Check the opening in the `beginning` of the dialer's message, once all of it has arrived.
 
         Raises
         ------
@@ -265,7 +266,7 @@ class Acceptor:
             _check_opening(beginning[:OPENING_NBYTES])
 
     def verify(self, message: bytes) -> Claim:
-        """Check the opening and the proof in the dialer's message, then decode its claim.
+        """Check the opening and the proof in the dialer's message; return its claim.
 
         Raises
         ------

@@ -122,7 +122,7 @@ class ControlPlane:
     probe_sockets : sequence of socket.socket
         Bound sockets that do not listen and reserve this rank's probe ports. Owned.
     codec : Codec
-        Encoder and decoder of the messages.
+        Encoder and decoder of the messages of the control sessions.
     rejections : Rejections, optional
         Counters of rejected connections, with the counts of the rendezvous.
     clock : Clock, optional
@@ -425,13 +425,13 @@ class ControlPlane:
     def report_exit(self, peer: int) -> None:
         """Report the loss of `peer`, whose process has ended, after the messages that it has sent.
 
-        Do nothing without a session with `peer`: a rank that has one reports the loss. A rank
-        without one does not know whether messages of `peer`, such as the reason of a revocation,
-        are still on their way through other ranks.
+        Without a session with `peer`, do nothing: messages of `peer`, such as the reason of a
+        revocation, may still arrive through other ranks, and a rank with a session reports the
+        loss.
         """
         self._check(peer)
         soon = self._loop.loop.call_soon
-        # The loop reads the sockets of the session between the two callbacks.
+        # Between the two callbacks, the loop reads what the sockets of the session have received.
         self._do(lambda: soon(soon, self._guard, self._on_exit, peer))
 
     # -- access to the loop -----------------------------------------------------------------

@@ -80,7 +80,7 @@ class _Dialing:
         except OSError as exc:
             self._end.set_exception(exc)
             return
-        # The socket becomes readable by the acceptor's opening, or because connecting failed.
+        # The socket becomes readable when the acceptor's opening arrives or connecting fails.
         self._loop.add_reader(self._fd, self._read)
 
     def shake_hands(self) -> None:
@@ -105,7 +105,7 @@ class _Dialing:
             self._end.set_exception(exc)
 
     def _take(self, piece: bytes) -> None:
-        """Take the next bytes of a message; after the last one, go on or end."""
+        """Add `piece` to the message that is arriving; once it is complete, handle it."""
         if not piece:
             raise ConnectionResetError("the stream ended")
         self._received += piece
@@ -122,7 +122,7 @@ class _Dialing:
             self._has_proved, self._wanted = True, ANSWER_NBYTES
 
     def _expect_connected(self) -> None:
-        """End the waiting unless the socket is connected; the handshake has its own limit."""
+        """End the waiting unless the socket is connected; then limit the time of the handshake."""
         try:
             self._sock.getpeername()
         except OSError:

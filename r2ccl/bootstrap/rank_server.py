@@ -35,7 +35,7 @@ from r2ccl.bootstrap.orphans import end_with
 from r2ccl.bootstrap.pickling import dumps
 from r2ccl.errors import R2cclError
 
-#: Modules that every rank needs; the server imports them before it forks.
+#: Modules whose imports include all that every rank needs; the server imports them before it forks.
 _PRELOADED = ("numpy", "psutil", "r2ccl.factory", "r2ccl.bootstrap.startup")
 #: Modules whose compiled code the server loads before it forks, unless the variable is 0.
 _COMPILED = {"R2CC_SHM": "r2ccl.shm.group", "R2CC_COMPILED": "r2ccl.runtime.compiled.call"}

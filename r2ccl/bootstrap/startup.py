@@ -64,7 +64,7 @@ def connect(
     ----------
     config : Config
     codec : Codec
-        Encoder and decoder of the messages that the data plane sends.
+        Encoder and decoder of the messages of the control sessions.
     nics_for : callable
         Takes (nranks, is_on_one_host, control_address) and returns at least one `Nic`; the one at
         index i becomes the local end of rail i. If the ranks return different numbers, all use as

@@ -1,9 +1,9 @@
 """Command ``r2ccl``: one module per subcommand, imported only if this subcommand is given.
 
 The module of a subcommand has a function ``configure(parser)``. It adds the description and the
-arguments to the subcommand's parser, whose default ``run`` is a callable that takes the parsed
-arguments and returns the exit status. The module imports NumPy and the engine only in ``run``, so
-that ``--help`` is fast.
+arguments to the subcommand's parser, and sets the parser's default ``run`` to a callable that takes
+the parsed arguments and returns the exit status. NumPy and the engine are imported only when this
+callable runs, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser(complete: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
     """Return the parser of ``r2ccl``.
 
-    Only the parsers of the subcommands in `complete`, by default of all, have their arguments; the
-    modules of the others are not imported.
+    The parsers of the subcommands in `complete`, by default all, have their arguments. The modules
+    of the other subcommands are not imported.
     """
     parser = argparse.ArgumentParser(
         prog="r2ccl", description="Collective communication that survives the loss of NICs."
@@ -80,7 +80,7 @@ def make_parser(complete: Collection[str] = tuple(COMMANDS)) -> argparse.Argumen
 
 
 class _PrintCompletion(argparse.Action):
-    """Print the completion script of the shell that is given, and exit."""
+    """Action that prints the completion script of the given shell, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, *more: Any) -> None:
         try:

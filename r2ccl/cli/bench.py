@@ -1,7 +1,7 @@
 """``r2ccl bench``: measure a collective with the flags and columns of nccl-tests.
 
 The command runs under any launcher (``r2ccl launch``, torchrun, mpiexec, netlab). Without one, it
-starts ``--nranks`` ranks on this machine. `r2ccl.cli.perf` measures, and verifies every result.
+starts ``--nranks`` ranks on this machine. `r2ccl.cli.perf` measures, and verifies the results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from r2ccl.cli.perf.forms import FORMS, OPS
 from r2ccl.cli.values import parse_size
 
-#: Variables that a launcher sets in every process: torchrun and r2ccl, Hydra, PMIx, Open MPI.
+#: Variables that launchers set in every process: torchrun and r2ccl, Hydra, PMIx, Open MPI.
 _LAUNCHED = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
 
@@ -22,8 +22,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``r2ccl bench`` to its parser; the parsed ones go to `run`."""
     parser.description = (
         "Measure collectives as nccl-tests does: time, algorithm and bus bandwidth. Every result "
-        "is verified. Run it under a launcher, or alone: it then starts --nranks ranks. The exit "
-        "status is 1 if any element is wrong."
+        "is verified, unless -c is 0. Without a launcher, the command starts --nranks ranks. The "
+        "exit status is 1 if any element is wrong."
     )
     add = parser.add_argument
     names = [*FORMS, "all"]
@@ -31,20 +31,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("-b", "--minbytes", type=parse_size, default="1M")
     add("-e", "--maxbytes", type=parse_size, help="default: --minbytes")
     add("-i", "--step", "--stepbytes", type=parse_size, default="1M", help="bytes between sizes")
-    add("-f", "--factor", "--stepfactor", type=float, default=1.0, help="between sizes; not -i")
+    add("-f", "--factor", "--stepfactor", type=float, default=1.0, help="if above 1, replaces -i")
     add("-n", "--iters", type=int, default=20, help="calls, or groups of calls, per timed loop")
     add("-w", "--warmup-iters", "--warmup_iters", type=int, default=5)
-    add("-c", "--check", type=int, default=1, help="verifications; 0: none")
-    add("-d", "--datatype", default="float", metavar="TYPE", help="as in NumPy or nccl-tests; all")
-    add("-o", "--op", choices=[*OPS, "all"], help="of reductions; default: sum")
-    add("-r", "--root", type=int, help="of rooted collectives; -1: every root; default: 0")
-    add("-t", "--nthreads", type=int, default=1, help="per process; each has a communicator")
+    add("-c", "--check", type=int, default=1, help="verifications per result; 0: none")
+    add("-d", "--datatype", default="float", metavar="TYPE", help="of NumPy or nccl-tests; or all")
+    add("-o", "--op", choices=[*OPS, "all"], help="operation of reductions; default: sum")
+    add("-r", "--root", type=int, help="root; -1: every root in turn; default: 0")
+    add("-t", "--nthreads", type=int, default=1, help="threads, each with a communicator")
     add("-g", "--ngpus", type=int, default=0, help="1: arrays on a GPU; 0: in host memory")
     add("-m", "--agg-iters", "--agg_iters", type=int, default=1, help="calls per group")
     add("-z", "--blocking", type=int, choices=(0, 1), default=1, help="0: asynchronous calls")
     add("-R", "--local-register", "--local_register", type=int, default=0, help="1: register")
     add("-G", "--cudagraph", type=int, default=0, help="only 0: there are no graphs of calls")
-    add("-a", "--average", type=int, choices=range(4), default=1, help="0: rank 0, mean, min, max")
+    add("-a", "--average", type=int, choices=range(4), default=1,
+        help="reported time: 0: rank 0, 1: mean, 2: min, 3: max")  # fmt: skip
     add("--nranks", type=int, default=2, help="processes without a launcher")
     add(
         "--json",

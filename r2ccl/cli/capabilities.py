@@ -30,10 +30,10 @@ class DoctorFindings(msgspec.Struct, frozen=True):
 class Capabilities(msgspec.Struct, frozen=True):
     """What ranks on this machine will use.
 
-    ``rdma`` and ``tcp`` name the rails between hosts, without the last resort and those that are
-    declared failed.
-    ``shm`` is True if ranks of this host share memory, ``loopback`` if they can use TCP among
-    themselves. ``gpus`` are the numbers of the GPUs whose memory collectives accept.
+    ``rdma`` and ``tcp`` name the rails between hosts, except the last-resort rail and rails that
+    are declared failed. ``shm`` is True if ranks of this host share memory, ``loopback`` if they
+    can use TCP among themselves. ``gpus`` are the numbers of the GPUs whose memory collectives
+    accept.
     """
 
     rdma: tuple[str, ...]
@@ -85,7 +85,7 @@ def capabilities_of(
 def missing_of(
     required: Sequence[str], found: Capabilities, findings: DoctorFindings
 ) -> tuple[DoctorFinding, ...]:
-    """Return one error for each name in `required` that cannot be used; its fix says what to do."""
+    """Return an error, with a fix, for each name in `required` that cannot be used."""
     has = {"rdma": found.rdma, "gpu": found.gpus, "shm": found.shm}
     reasons = {
         "rdma": (findings.verbs, "unset R2CC_HCA=none and R2CC_FAILED_NICS"),

@@ -59,7 +59,7 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
     ``visible`` is CUDA_VISIBLE_DEVICES, None if it is not set.
 
     ``gpus`` are the GPUs that CUDA lists. ``kernel_origin`` is the ``origin`` of the kernel that
-    was loaded (`r2ccl.kernels.cuda.Ptx`), empty if no kernel was. ``topology`` has the facts that
+    was loaded (`r2ccl.kernels.cuda.Ptx`), empty if none was. ``topology`` has the facts that
     `r2ccl.topology.sysfs.read_machine` needs. ``doing`` names the step of the collection that was
     in progress when the facts were printed; empty after the last step. ``died`` says how the
     process that collected the facts failed; empty if it did not.

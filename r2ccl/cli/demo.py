@@ -14,8 +14,8 @@ from r2ccl.errors import InvalidArgument
 
 #: Longest time of the demo in seconds; with the default options it takes 2 to 10 s on 2 cores.
 _TIMEOUT_S = 300.0
-#: Settings of the demo, whatever the user has set. Ranks that share memory would not use the rails.
-#: The number of channels is set, too, because rails of one wire, as on loopback, have one together.
+#: Settings that replace the user's. Ranks that share memory would not use the rails. `run` also
+#: sets the number of channels: for rails that share a wire, as on loopback, the default is 1.
 _SETTINGS = {
     "R2CC_ALGO": "ring",
     "R2CC_HCA": "none",

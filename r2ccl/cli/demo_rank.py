@@ -29,7 +29,7 @@ def run_rank(calls: int, nbytes: int) -> int:
     AssertionError
         In rank 0, if the rail was not cut.
     """
-    logging.getLogger("r2ccl").setLevel(logging.ERROR)  # the demo itself tells of the repair
+    logging.getLogger("r2ccl").setLevel(logging.ERROR)  # the demo prints the repair itself
     plan = fail_at(rank=0, rail=_RAIL, op=calls // 2, step=_STEP)
     with plan, init(faults=plan) as comm:
         reporter = _Reporter(comm, calls, nbytes)
@@ -40,9 +40,9 @@ def run_rank(calls: int, nbytes: int) -> int:
 
 
 def _call(comm: Communicator, number: int, nbytes: int, reporter: _Reporter) -> int:
-    """Run one allreduce of whole numbers, whose sum is exact; return the number of wrong elements.
+    """Run one allreduce; return the number of wrong elements on this rank.
 
-    The wrong elements are those of this rank.
+    The inputs are whole numbers so small that their sum is exact.
     """
     x = np.arange(nbytes // 4, dtype=np.float32) % 1000 + comm.rank
     wanted = comm.nranks * (np.arange(x.size, dtype=np.float32) % 1000)
@@ -56,7 +56,7 @@ def _call(comm: Communicator, number: int, nbytes: int, reporter: _Reporter) -> 
 
 
 class _Reporter:
-    """Printer of the progress, which only rank 0 shows."""
+    """Prints the progress on rank 0, and nothing on other ranks."""
 
     def __init__(self, comm: Communicator, calls: int, nbytes: int) -> None:
         self._comm = comm
@@ -69,7 +69,7 @@ class _Reporter:
         )
 
     def called(self, number: int, took_s: float, nwrong: int) -> None:
-        """Print the time of a call, and what happened to the rail since the last one."""
+        """Print the time of a call, and whether the rail was cut or restored since the last one."""
         gbps = busbw("allreduce", self._comm.nranks, self._nbytes, took_s)
         state = f"{nwrong} wrong elements" if nwrong else "right"
         self._say(f"call {number}: {1e3 * took_s:7.1f} ms, busbw {gbps:5.2f} GB/s, {state}")

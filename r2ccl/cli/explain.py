@@ -10,7 +10,7 @@ import sys
 
 from r2ccl.cli.values import parse_duration, parse_rate, parse_size
 
-#: Collectives that can be explained; those with parts of unequal sizes have no fixed traffic.
+#: Collectives that can be compared. The traffic of those with unequal parts depends on the sizes.
 COLLECTIVES = (
     "allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter",
     "alltoall", "scan", "exscan",
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     Raises
     ------
     InvalidArgument
-        If a NIC does not exist, the cluster is too small or too large, the size is 0, or a package
-        that an option needs is missing.
+        If a NIC does not exist, the cluster is too small or too large, there are fewer than 64
+        bytes per rank, a package that an option needs is missing, or the picture cannot be written.
     """
     from r2ccl.cli import forecast_output  # these import NumPy and the planner
     from r2ccl.cli.forecast import compare, scenario_of

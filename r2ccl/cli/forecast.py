@@ -45,7 +45,7 @@ class Scenario(msgspec.Struct, frozen=True):
         return self.nnodes * self.ranks_per_node
 
     def cluster(self, *, is_healthy: bool) -> ClusterShape:
-        """Return the cluster with the lost and slow NICs, or with `is_healthy` without them."""
+        """Return the cluster: without lost and slow NICs if `is_healthy`, else with them."""
         shares = {} if is_healthy else {(node, nic): share for node, nic, share in self.slow}
         shares |= {} if is_healthy else dict.fromkeys(self.lost, 0)
         rows = tuple(
@@ -60,8 +60,10 @@ class Forecast(msgspec.Struct, frozen=True):
     """Times of one schedule in one state of the network.
 
     ``predicted_s`` is the time by the cost model, None if the planner does not predict one;
-    ``simulated_s`` is None if the schedule was not simulated. ``is_chosen`` is True for the
-    schedule that the planner selects.
+    ``simulated_s`` is None if the schedule was not simulated. ``steps`` is the
+    number of messages on the longest chain of dependent messages; ``load`` and ``slice_nbytes`` are
+    those of `r2ccl.planning.cost_model.Choice`. ``is_chosen`` is True for the schedule that the
+    planner selects.
     """
 
     predicted_s: float | None
@@ -77,7 +79,8 @@ class Comparison(msgspec.Struct, frozen=True):
 
     ``degraded`` is empty, and ``why_degraded`` too, if no NIC is lost or slow. ``nchunks`` is the
     number of chunks of an allreduce that runs in two levels, shared memory within the nodes and the
-    network between them; 0: it runs in one level. ``notes`` say what was not simulated, and why.
+    network between them; 0: it runs in one level. It is that of the degraded cluster, if there is
+    one. ``notes`` say what was not simulated, and why.
     """
 
     scenario: Scenario
@@ -99,7 +102,8 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
     Raises
     ------
     InvalidArgument
-        If a NIC does not exist, there are too few or too many ranks or NICs, or the size is 0.
+        If a NIC does not exist, there are too few nodes, or too many ranks or NICs, or fewer than
+        `_UNIT_NBYTES` bytes per rank.
     """
     nranks = args.nodes * args.ranks_per_node
     if args.nodes < 2:
@@ -141,9 +145,9 @@ def compare(scenario: Scenario, *, is_simulated: bool = True) -> Comparison:
 
     Notes
     -----
-    *Cost*: planning takes 0.3 s for 64 nodes with 8 NICs. Simulations of more than
-    `_MOST_SLICES` slices are left out, and named in the notes. The first simulation on a machine
-    compiles the simulator, which takes up to 30 s.
+    *Cost*: planning takes 0.3 s for 64 nodes with 8 NICs. Simulations of more than `_MOST_SLICES`
+    slices, and of direct exchanges among more than `_DIRECT_NODES` nodes, are left out and named in
+    the notes. The first simulation on a machine compiles the simulator, which takes up to 30 s.
 
     Raises
     ------
@@ -238,11 +242,12 @@ def _count_slices(choice: Choice, nbytes: int) -> float:
 
 #: Sizes are multiples of this number of bytes per rank, so that parts are whole elements.
 _UNIT_NBYTES = 64
-#: Largest clusters: planning one takes seconds (1,024 nodes of 8 NICs: 20 s).
+#: Limits of the size of a cluster. Planning for 1,024 nodes with 8 NICs takes 20 s.
 _MOST_RANKS, _MOST_NICS = 1024, 32
-#: Most slices of a simulation: about 3 s.
+#: Largest number of slices of a simulation, which then takes about 3 s.
 _MOST_SLICES = 2_000_000
-#: Nodes up to which direct exchanges are simulated: their links grow with the square of the nodes.
+#: Largest number of nodes for which direct exchanges are simulated. The number of links grows with
+#: its square.
 _DIRECT_NODES = 16
 
 __all__ = ["Comparison", "Forecast", "Scenario", "compare", "scenario_of"]

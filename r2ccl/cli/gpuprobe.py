@@ -150,7 +150,7 @@ def open_gpus(
 
 
 def try_kernels(journal: Journal, opened: Sequence[Opened]) -> None:
-    """Load a kernel on every GPU, without the disk cache of kernels."""
+    """Test whether a kernel can be loaded on every GPU, without the disk cache of kernels."""
     for place, device, _ in opened:
         journal.begin(f"loading a kernel for GPU {device.ordinal}")
         try:

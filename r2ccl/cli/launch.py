@@ -14,7 +14,7 @@ that arrives while ranks have this time, also after a failure, kills them.
 
 `r2ccl.cli.launch_job` starts the ranks. On several hosts, an agent (`r2ccl.cli.agent`) starts those
 of each host. With ``--by-hand`` the command prints what the user runs on each host instead; the
-launchers of the hosts then know nothing of each other.
+launchers of the hosts then do not communicate.
 """
 
 from __future__ import annotations

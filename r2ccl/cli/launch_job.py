@@ -1,6 +1,6 @@
 """Job of ``r2ccl launch``: starts ranks on this machine or on several hosts, and waits for them.
 
-`r2ccl.cli.launch` has the arguments, and explains the exit status.
+`r2ccl.cli.launch` defines the arguments and describes the exit status.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from r2ccl.errors import InvalidArgument
 
 _SECRET_FILE = "~/.r2ccl-secret"
 
-#: Settings that are passed on to other hosts: those of r2ccl and NCCL, except what differs between
-#: jobs or hosts.
+#: Settings that are passed on to other hosts: those of r2ccl and NCCL, except those that differ
+#: between jobs or hosts.
 _PASSED_ON = ("R2CC_", "NCCL_")
 _NOT_PASSED_ON = (
     "R2CC_SECRET", "R2CC_SECRET_FILE", "R2CC_PORT", "R2CC_CONTROL_ADDRESS", LISTEN_FD_VARIABLE,

@@ -25,7 +25,8 @@ from r2ccl.types import Nic
 class LocalRail(NamedTuple):
     """Interface or RDMA port that is a rail.
 
-    ``is_failed`` is True if R2CC_FAILED_NICS declares its NIC failed.
+    ``is_failed`` is True if R2CC_FAILED_NICS declares its NIC failed, ``is_last_resort`` if it
+    carries data only between ranks that have no other rail left.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Types and defaults of command-line arguments that several modules share."""
+"""Parsers, formats and defaults of command-line values that several modules share."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def parse_rate(text: str) -> int:
     Raises
     ------
     argparse.ArgumentTypeError
-        If `text` is not a rate above 0.
+        If `text` is not a rate, or is less than 1 byte/s.
     """
     unit = text.strip().lower()
     for ending, nbits in (("bit/s", 1), ("bit", 1), ("bps", 1), ("b/s", 8)):
@@ -79,7 +79,7 @@ def parse_duration(text: str) -> float:
     Raises
     ------
     argparse.ArgumentTypeError
-        If `text` is not a time above 0.
+        If `text` is not a time above 0 and below 1e6 s.
     """
     number = text.strip().lower().removesuffix("s")
     factor = {"n": 1e-9, "u": 1e-6, "m": 1e-3}.get(number[-1:], 1.0)

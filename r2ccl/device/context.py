@@ -6,8 +6,8 @@ memory created here, and this library can use theirs.
 Each call checks whether the context is current on its thread, which costs one driver call. If it is
 not, the call pushes the context and pops it afterwards, so every thread keeps its own current
 context, from which the CUDA runtime derives the thread's device. A thread that makes many calls
-enters `PrimaryContext.current` once around them; calls inside do not check, and the driver does
-not refuse them while another thread captures a CUDA graph.
+enters `PrimaryContext.current` once around them. Calls inside do not check the context, and the
+driver does not refuse them while another thread captures a CUDA graph.
 
 Invariant: a resource created here stays registered until `PrimaryContext.end` is called for it, so
 `close` frees all others, and none that another library created.

@@ -100,7 +100,7 @@ class SignalledStream:
         self._number = 0
         #: By stream, the event that is done when the stream has passed its last wait for the word.
         self._passed: dict[Stream, Event] = {}
-        #: Held during `hold`, which several threads of the caller may call.
+        #: Held during `hold`, which several threads may call.
         self._holding = threading.Lock()
 
     def examine(self, job: DeviceJob) -> None:

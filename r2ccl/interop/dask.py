@@ -48,7 +48,7 @@ def run(
     on_error: Literal["raise", "return"] = "raise",
     **settings: Unpack[Settings],
 ) -> dict[str, Any]:
-    """Call ``function(communicator, *args)`` as a task of each worker at once; return the results.
+    """Call ``function(communicator, *args)`` on all workers at once; return the results.
 
     Parameters
     ----------
@@ -59,17 +59,18 @@ def run(
     *args
         Further arguments, equal on all ranks.
     workers : sequence of str, optional
-        Addresses of workers, in rank order. Each needs a free thread. Default: all workers.
+        Addresses of workers, in rank order. Each needs a free thread, in which `function` runs as a
+        task. Default: all workers.
     on_error : {"raise", "return"}
         What to do with exceptions when all ranks have ended: raise one, preferably the cause of the
-        others, or return them in the places of the results.
+        others, or return each in place of the result of its rank.
     **settings
         Fields of `Config`; they take precedence over the ``R2CC_*`` variables of the workers.
 
     Returns
     -------
     dict of str to object
-        For the address of each worker, in rank order, what `function` returned.
+        Result of `function` by the address of the worker, in rank order.
 
     Raises
     ------
@@ -107,7 +108,7 @@ def run(
     try:
         outcomes = _outcomes(client, futures, chosen)
     finally:
-        # Otherwise Dask may run a task again whose worker leaves later.
+        # Otherwise Dask may run a task again if its worker leaves later.
         client.cancel(futures)
     failed = [each for each in outcomes if isinstance(each, _Failure)]
     if failed and on_error == "raise":
@@ -120,7 +121,7 @@ def run(
 
 
 class _Failure:
-    """Exception of a rank; the result of a rank can be an exception, too."""
+    """Exception that a rank raised, as opposed to one that it returned."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -137,7 +138,7 @@ def _outcomes(client: Client, futures: Sequence[Future], workers: Sequence[str])
         except TimeoutError:
             left = client.nthreads()
             gone = {rank for rank, address in enumerate(workers) if address not in left}
-            # Dask would keep the task of a worker that has left until one with its address joins.
+            # Dask keeps the task of a worker that has left until a worker with its address joins.
             lost |= {rank for rank in gone if not futures[rank].done()}
     return [
         _Failure(_lost(rank, workers[rank])) if rank in lost else _outcome(each)
@@ -246,7 +247,7 @@ class DaskRanks:
         return self.allgather(value if self._rank == root else None)[root]
 
     def forget(self) -> None:
-        """Remove the values from the scheduler, when all ranks are connected."""
+        """Remove the values from the scheduler; call this after the last exchange."""
         for queue, result in self._used:
             queue.close()
             if self._rank == 0:

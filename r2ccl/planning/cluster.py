@@ -1,4 +1,4 @@
-"""Shape of a cluster that is planned for without running on it, by benches and commands."""
+"""Shape of a cluster, for benches and commands that plan for it without running on it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ClusterShape(msgspec.Struct, frozen=True):
     Parameters
     ----------
     rows : tuple of tuple of int
-        Share of its bandwidth that each node's NIC on each rail has left, 0 (down) to
-        `r2ccl.failover.health.table.WHOLE`: one row per node.
+        One row per node, with a number per rail: the share of its bandwidth that the NIC has left,
+        0 (down) to `r2ccl.failover.health.table.WHOLE`.
     ranks_per_node : int
     rates : Rates
         Latency of a step, and bandwidth of a whole NIC.

@@ -149,9 +149,10 @@ class Planner:
     def options(self, call: CallSignature, nbytes: int, health: Health) -> list[Choice]:
         """Return the predictions of all schedules that a call could run, by family.
 
-        For an allreduce, this includes families that the settings or the health do not select. The
-        only element is the choice of `plan` if the collective has no other candidate, or if `plan`
-        compares none because the data fits one eager slice; its predicted time may then be 0.
+        For an allreduce, this includes families that the settings or the health exclude. For
+        another collective, the only element is the choice of `plan` if there is no other candidate,
+        or if `plan` compares none because the data fits one eager slice. Its predicted time may
+        then be 0.
         """
         if call.collective == Collective.ALLREDUCE:
             return self.compare(nbytes, health, FAMILIES)

@@ -224,7 +224,7 @@ class LocalGroup:
         attend : callable
             Waits for peers, see `Attend`.
         on_exit : callable
-            ``on_exit(index)`` is called, by a thread that waits for any rank, if the process of
+            ``on_exit(index)`` is called, by a thread that waits in shared memory, if the process of
             rank ``ranks[index]`` has ended without closing its group. It must not raise.
         obstacle : str
             Reason why this rank cannot share memory; empty if the caller knows none.

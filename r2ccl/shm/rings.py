@@ -81,7 +81,7 @@ class Rings:
         State of this rank for waits in the rings, see `r2ccl.shm.layout`. No other object may use
         it.
     exits : ExitWatch
-        Looked at whenever `pump` has waited in vain.
+        Asked for ended peers when `pump` has waited without an event.
 
     Attributes
     ----------

@@ -1,13 +1,13 @@
-"""Robust mutexes in shared memory, which show the ranks of a host that a process has ended.
+"""Robust mutexes in shared memory, by which the ranks of a host notice that a process has ended.
 
 Each rank locks a mutex in its segment for as long as it uses the segment. When a process ends, by
 whatever cause, the kernel marks the robust mutexes of its threads (pthread_mutexattr_setrobust(3))
 before it frees the memory of the process and closes its connections. With 145 MiB of memory, on two
 busy cores, the mark usually came 8 to 35 ms before the peers could see the end of a connection.
 
-The mutex belongs to a thread, so a thread that does nothing else locks it: neither the end of
-another thread nor that of a forked child marks it. A process that calls execve(2) has left the
-communicator, and marks it.
+A mutex belongs to a thread, so a thread that does nothing else locks it. The end of another thread
+or of a forked child does not mark it. A call of execve(2) marks it, because the process then no
+longer has a communicator.
 
 Invariant: the memory of a mutex stays mapped as long as its thread may hold it, because libc keeps
 the held mutexes of a thread in a linked list.
@@ -99,8 +99,8 @@ class ExitWatch:
     def look(self, state: npt.NDArray[np.int64]) -> None:
         """Report each peer whose process has ended since the last call.
 
-        After the first such peer, the waits with the state `state` sleep briefly: the communicator
-        is about to end.
+        After the first such peer, waits with the state `state` sleep only briefly, because the
+        communicator is about to end.
         """
         for index, address in tuple(self._mutexes.items()):
             if is_abandoned(address) and self._mutexes.pop(index, None) is not None:
@@ -125,7 +125,7 @@ def is_abandoned(address: int) -> bool:
         return True
     if found not in (0, errno.EOWNERDEAD):
         raise _translated("examine", found)
-    # Unlocked without being repaired, it stays unusable, so every other rank finds out too.
+    # Unlocked without being made consistent, it becomes unusable, so other ranks notice it, too.
     _check("unlock", _libc().pthread_mutex_unlock(address))
     return bool(found == errno.EOWNERDEAD)
 

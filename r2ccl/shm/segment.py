@@ -92,7 +92,7 @@ class Segment:
     def create_of_group(cls, nranks: int) -> Segment:
         """Make a segment of zeros for collectives and messages of `nranks` ranks.
 
-        This process holds the mutex of the segment until `close`. The rings for messages take no
+        The process holds the mutex of the segment until `close`. The rings for messages take no
         memory before `allocate_ring`.
 
         Raises

@@ -176,7 +176,8 @@ class FaultPlan:
         InvalidArgument
             If a fault of the plan has `at_s`: only a lab can apply it.
         """
-        from r2ccl.testing.reporting import ReportingTransport  # NumPy, which commands do not need
+        # Imported here because it imports NumPy, which commands do not need.
+        from r2ccl.testing.reporting import ReportingTransport
 
         self.check_needs_no_lab()
         return ReportingTransport(inner, lambda cut: FaultReporter(self, rank, cut))

@@ -1,4 +1,4 @@
-"""All tests of the benches are slow: `make test` is for the library."""
+"""Marks the tests of the benches as slow, so that `make test` skips them."""
 
 from pathlib import Path
 

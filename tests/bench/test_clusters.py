@@ -1,4 +1,4 @@
-"""The study of random clusters: a slice of it, and that its verdicts can be trusted."""
+"""The study of random clusters: a part of it, and checks of its bounds and its verdicts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_messages_without_a_rail_are_counted(clusters: ModuleType) -> None:
 
 
 def test_the_bound_counts_what_a_port_can_use(clusters: ModuleType) -> None:
-    """Rail 1 of node 0 meets nobody."""
+    """Rail 1 of node 0 has no peer."""
     rows = ((16, 16), (16, 0), (16, 0))
     drawn = clusters.Cluster("", rows, 1, clusters.FABRICS[0], 1 << 20)
     beta = clusters.FABRICS[0].beta

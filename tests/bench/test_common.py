@@ -1,4 +1,4 @@
-"""What all benches share: statistics, and the JSON that they save."""
+"""Statistics and saved JSON, which all benches share."""
 
 from __future__ import annotations
 

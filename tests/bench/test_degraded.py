@@ -1,4 +1,4 @@
-"""What the degraded bench makes of its ranks' readings, and what the tables make of that."""
+"""Results of the degraded bench from its ranks' readings, and its tables of these results."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def measured_row(**fields: Any) -> dict[str, Any]:
 
 
 def test_nics_are_lost_right_after_the_healthy_part(task) -> None:
-    # Of each name: 4 bytes are called 4 times in a row, 8 bytes twice, after a barrier; in the
-    # round that does not count, each once.
+    # Per name, after a barrier: 4 calls of 4 bytes and 2 calls of 8 bytes; in the round that does
+    # not count, 1 call of each.
     ops = 2 * ((1 + 1) + 3 * (1 + 4) + (1 + 1) + 3 * (1 + 2))
     plan = task.plan()
     assert [(fault.node, fault.rail, fault.at_op) for fault in plan.faults] == [
@@ -218,7 +218,7 @@ def test_a_call_lasts_from_the_last_begin_to_the_last_end(bench, task) -> None:
 
 
 def outcome(bench: Any, seconds: dict[str, list[float]], predicted: dict[str, float]) -> Any:
-    """What a job of one size found; the first prediction is of what was chosen."""
+    """Outcome of a job of one size; its first prediction is that of the chosen schedule."""
     job = bench("degraded_job")
     names = list(predicted)
     return job.Outcome(

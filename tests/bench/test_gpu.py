@@ -1,4 +1,4 @@
-"""The GPU bench without a GPU: that it finds what is wrong, what it makes of readings, its refusal.
+"""The GPU bench without a GPU: it finds wrong results, evaluates readings, and refuses to run.
 
 Kernels run on a fake GPU; ranks are real processes with a fake GPU each, joined by real sockets.
 """
@@ -37,7 +37,7 @@ def card(bench: Any) -> Any:
     made.device.close()
 
 
-# Where there is no GPU
+# Without a GPU
 
 
 def test_without_a_gpu_it_says_why_in_one_line_and_exits_with_69() -> None:
@@ -56,7 +56,7 @@ def test_without_a_gpu_it_says_why_in_one_line_and_exits_with_69() -> None:
     assert line.startswith("gpu: skipped: ")
 
 
-# Inputs, and what is wrong with a result
+# Inputs, and counts of wrong elements
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int32"])
@@ -73,7 +73,7 @@ def test_what_is_placed_is_what_blocks_say(bench: Any, card: Any, name: str) -> 
     assert whole.size == count
     assert card.device.read(address, inputs.nbytes).tobytes() == whole.tobytes()
     assert inputs.count_wrong(card, address, lambda operands: operands[1]) == 0
-    # All of the other operand's elements are others, but by chance.
+    # Elements of the other operand differ, except by chance.
     assert inputs.count_wrong(card, address, lambda operands: operands[0]) > 0.9 * count
 
 
@@ -214,14 +214,14 @@ def test_wrong_elements_are_found_where_they_are(
     found = measured(bench, kernels_on(bench, card, launcher(card.device)))
     for (_, _, each), series in found.items():
         if each == name:
-            # Of two rounds; by chance the spoiled one may hold what it should.
+            # The sum of two rounds; a spoiled element may be right by chance.
             assert least <= series.nwrong <= 8
         else:
             assert series.nwrong == 0, each
 
 
 def peer_of(bench: Any, card: Any, name: str, *, refused: str = "") -> Any:
-    """A library that adds by our own kernels, but for one type."""
+    """A library that adds with the kernels of r2ccl, except for one type."""
     launcher = FakeLauncher(card.device)
 
     def adder(x: Any, y: Any) -> Callable[[], object]:
@@ -275,11 +275,11 @@ def test_a_round_begins_only_if_it_can_end_in_time(bench: Any, card: Any) -> Non
     assert kernels_on(bench, card).measure(NBYTES, 5, Budget(0.0)) == 1
 
 
-# What is asked of CUDA, and in what order
+# Calls of CUDA, and their order
 
 
 class Scripted:
-    """The driver and a device that tell what they were asked."""
+    """A driver and a device that record the calls made to them."""
 
     ordinal, capability, nsms = 0, (9, 0), 132
 
@@ -352,7 +352,7 @@ def test_what_went_wrong_first_is_told_though_closing_fails_too(
     assert script.asked[-1] == ("close",)
 
 
-# What is made of readings
+# Evaluation of readings
 
 
 def kernel_found(bench: Any, **seconds: list[float]) -> Any:
@@ -444,9 +444,10 @@ def test_cuts_strike_in_the_middle_of_every_second_call(bench: Any) -> None:
     ways = bench("gpu_collectives")
     cells = {ways.Cell("float32", 16 << 20): 1, ways.Cell("float32", 256 << 20): 8}
     faults = ways.cuts(cells, 2, 4, first_op=2).faults
-    # A barrier, one call, a barrier, the call of the cut; then the same of 8 collectives a call.
+    # A barrier, one call, a barrier, the call with the cut; then the same with 8 collectives per
+    # call.
     assert [fault.at_op - 2 for fault in faults] == [3, 4 + 10 + 3, 22 + 3, 26 + 10 + 3]
-    # 24 slices of a MiB, or 48 in each of 8 collectives.
+    # A call has 24 slices of 1 MiB, or 8 collectives of 48 slices.
     assert [fault.at_step for fault in faults] == [12, 24, 12, 24]
     assert [fault.rank for fault in faults] == [0, 1, 2, 3]
     assert {fault.rail for fault in faults} == {0, 1}
@@ -472,7 +473,8 @@ def test_a_spoiled_element_is_found(bench: Any, monkeypatch: pytest.MonkeyPatch)
     made = module.Collectives(2, cells, seed=3, loop_s=0.001, nrounds=1)
     assert made.measure(ways, bench("gpu_outcome").Budget(1000.0)) == 1
     [series] = made.found.values()
-    # Of rank 1 alone, one in each of two blocks; in the reading that sets a loop's length too.
+    # Rank 1 alone spoils one element in each of two blocks, in two readings: the measured one, and
+    # the one that determines the length of the loop.
     assert series.nwrong == 4
     assert len(series.seconds) == 1
 
@@ -560,7 +562,7 @@ def test_a_call_that_fails_behind_a_waiting_stream_is_told(bench: Any) -> None:
     assert str(measured) == "cuMemAlloc: TransportError: no memory, for a test"
 
 
-# The whole
+# The whole command
 
 
 @pytest.fixture
@@ -634,14 +636,14 @@ def test_a_cut_rail_changes_no_bit_and_who_is_not_there_says_why(
     bench: Any, gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Each rank has a GPU of its own, which no other reaches; and torch has none."""
+    """Each rank has a GPU that no other rank can access; torch has no GPU."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setattr(gpu, "_CONTEXT_NBYTES", 0)
     monkeypatch.setattr(gpu, "_ALLREDUCE_TYPES", ("float32",))
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     (tmp_path / "control").touch()
     names = ("IPC", "TCP", "CUT", "NCCL")
-    # Windows are half of that: a call of 1 MiB is four collectives.
+    # A window is half the staging memory, so a call of 1 MiB consists of four collectives.
     ways = ways_on_fakes(bench, *names, R2CC_STAGING_NBYTES=str(1 << 19))
     for name, way in zip(names, ways, strict=True):
         monkeypatch.setattr(gpu, name, way)
@@ -679,7 +681,7 @@ def test_a_missed_threshold_is_shown_and_fails_nothing(bench: Any) -> None:
 
 
 def test_the_preflight_runs_without_what_r2ccl_needs(tmp_path: Path) -> None:
-    """It names what is missing, and imports nothing that needs it before."""
+    """It names the missing package before it imports a module that needs it."""
     (tmp_path / "msgspec.py").write_text("raise ImportError('no msgspec, for a test')\n")
     hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     ended = subprocess.run(
@@ -761,7 +763,7 @@ def test_the_preflight_says_where_libnvvm_is(
 def test_nccl_is_compared_under_mps_alone(
     gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_on: bool
 ) -> None:
-    """Without it, ranks on one GPU take turns, and that decides the result."""
+    """Without MPS, ranks on one GPU take turns, and the comparison measures only that."""
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     if is_on:
         (tmp_path / "control").touch()

@@ -16,7 +16,7 @@ from r2ccl.schedule.check import check
 
 TABLES = ["bound", "optcc", "cloudlab", "multi-failure"]
 
-#: What a tolerance of 0.01 of a slice may take off a time.
+#: Share by which a tolerance of 0.01 of a slice may shorten a time.
 ROUNDING = 1e-3
 
 

@@ -1,4 +1,4 @@
-"""What the verbs bench reads of perftest's output, and what it makes of its measurements."""
+"""The verbs bench: its parser of perftest's output, and its results from measurements."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def pair(bench: Any) -> Any:
 @pytest.mark.parametrize(
     ("row", "bytes_per_s"),
     [
-        # Of a small message the rate has more digits, of a large one the bandwidth.
+        # The rate has more digits for small messages, the bandwidth for large ones.
         ("64  200  1.65  0.64  0.010528", 64 * 10_528),
         ("1048576  144  0.00  47.96  0.000048", 47.96 * 2**20),
     ],
@@ -86,7 +86,7 @@ def test_latency_is_the_typical_one(perftest: Any) -> None:
         "Couldn't connect to 127.0.0.1:18515",
         BANDWIDTH.format("64  200  1.65  0.64"),  # a column is missing
         BANDWIDTH.format("64  200  1.65  0.64  nothing"),
-        LATENCY,  # of the other program
+        LATENCY,  # output of the other program
     ],
 )
 def test_what_is_no_report_is_refused_with_its_last_words(perftest: Any, said: str) -> None:

@@ -1,11 +1,11 @@
-"""Follows the tutorial and the how-to pages with an installed wheel, far from the checkout.
+"""Follows the tutorial and the how-to pages with an installed wheel, outside the checkout.
 
 For each set of packages that pages name behind ``pip install``, this makes a new environment,
-installs a wheel of this checkout and these packages, and follows the pages in it literally: files
-written, commands run, output compared. It prints which pages it followed, and for blocks that it
-left out, what they need.
+installs a wheel of this checkout and these packages, and follows the pages in it literally: it
+writes their files, runs their commands and compares the output. It prints which pages it followed
+and, for blocks that it left out, what they need.
 
-Run by the system's Python, before anything is installed: the standard library alone.
+The system's Python runs it before anything is installed, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from support.pages import ROOT, follow  # noqa: E402
 LOGS = ROOT / "out" / "walkthroughs"
 PAGES = ("index.md", "tutorial.md", "howto/*.md")
 
-#: What `NEEDS` of support.pages names, for readers of the table.
+#: Descriptions of the names in `NEEDS` of support.pages, for the output.
 LACKING = {
     "cluster": "hosts to log in to, Slurm or Kubernetes",
     "cupy": "a GPU with CuPy",
@@ -41,7 +41,7 @@ LACKING = {
 #: A page that takes longer is ended and counts as failed.
 _PAGE_TIMEOUT_S = 1800.0
 
-#: The first such command of a page: extras of r2ccl, then further requirements.
+#: Command by which a page installs r2ccl: its extras, then further requirements.
 _INSTALL = re.compile(r'pip install "\.\[(?P<extras>[\w,]+)\]"(?P<others>[^`\n]*)')
 
 
@@ -70,7 +70,7 @@ def _install(folder: Path, wheel: Path, extras: str, others: Sequence[str]) -> P
 
 
 def _try(python: Path, page: Path, scratch: Path) -> str:
-    """Follow a page in a folder of its own; return what is wrong, or was left out."""
+    """Follow a page in a folder of its own; return the outcome, with what was left out."""
     folder = Path(tempfile.mkdtemp(dir=scratch))
     log = LOGS / f"{page.stem}.log"
     kept = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "VIRTUAL_ENV"}}

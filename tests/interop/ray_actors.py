@@ -1,4 +1,4 @@
-"""Actors whose methods are the ranks of the tests of Ray."""
+"""Ray actors that are the ranks in the tests of Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Rank:
         return float(self._comm.allreduce(np.full(1000, self._comm.rank + 1.0))[0])
 
     def total_of_survivors(self) -> tuple[str, float, int]:
-        """Return the error of an allreduce, and the sum of the ranks that are left."""
+        """Return the error of an allreduce, and the sum and number of the ranks that are left."""
         try:
             self._comm.allreduce(np.ones(1000))
         except R2cclError as exc:

@@ -1,4 +1,4 @@
-"""Ray actors form communicators, and lose members; the backend of ray.util.collective."""
+"""Communicators of Ray actors, also when actors die, and the backend of ray.util.collective."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def call_of(comm: Communicator, case: Case, buffers: Buffers) -> Callable[[], An
 def start_of(
     comm: Communicator, case: Case, buffers: Buffers
 ) -> Callable[[], list[Work[Any] | MessageRequest]]:
-    """Return the function that starts one asynchronous call, and returns what to wait for."""
+    """Return the function that starts one asynchronous call and returns its handles."""
     if case.form.name == "sendrecv":
         right, left = _neighbours(comm)
         receive = partial(comm.recv, buffers.out, left, 0, async_op=True)
@@ -59,7 +59,7 @@ def _neighbours(comm: Communicator) -> tuple[int, int]:
 
 
 class PerfMemory:
-    """PerfMemory that is measured: of the host, or of a GPU."""
+    """Memory of the measured arrays: of the host, or of a GPU if `ngpus` is not 0."""
 
     def __init__(self, ngpus: int) -> None:
         self._cuda = None
@@ -84,7 +84,7 @@ class PerfMemory:
         return host
 
     def finish(self) -> None:
-        """Wait until all calls have ended that returned before their end."""
+        """Wait for the work on the GPU that calls have left behind, if the memory is a GPU's."""
         if self._cuda is not None:
             self._cuda.synchronize()
 
@@ -95,7 +95,7 @@ class Runner:
     Parameters
     ----------
     buffers : sequence of Buffers
-        As many as calls are grouped.
+        One for each call of a group.
     """
 
     def __init__(

@@ -110,9 +110,9 @@ class Case:
 def make_inputs(case: Case, seed: Sequence[int]) -> list[Array | None]:
     """Return the inputs of all ranks; equal seeds give equal inputs.
 
-    What is reduced are small integers, so that no partial result is rounded in any order of
-    operations: no sum leaves the range in which bfloat16 holds integers, and factors are powers of
-    two. What is only moved are random bytes.
+    The inputs of reductions are small integers, so that no order of operations rounds a partial
+    result: sums stay in the range in which bfloat16 holds all integers, and factors are powers of
+    two. The inputs of other collectives are random bytes.
     """
     rng = np.random.default_rng(seed)
     return [_draw(rng, case, rank) for rank in range(case.nranks)]
@@ -164,7 +164,7 @@ def _reduced(case: Case, inputs: Sequence[Array]) -> Array:
         _EXACT[case.op](exact, np.real(values).astype(np.int64), out=exact)
     if case.op != "avg":
         return exact.astype(case.dtype)
-    average = exact / len(inputs)  # rounding twice is harmless: 53 bits hold twice 24 bits and more
+    average = exact / len(inputs)  # rounding it again is harmless: 53 >= 2 * 24 + 2 bits
     return (np.trunc(average) if case.dtype.kind in "iu" else average).astype(case.dtype)
 
 
@@ -190,7 +190,7 @@ def place(
     in_place: bool,
     move: Callable[[Array], Any] = lambda block: block,
 ) -> Buffers:
-    """Return the arrays of a call on `data`, which share memory with `in_place`.
+    """Return the arrays of a call on `data`; with `in_place`, they share memory.
 
     `move` copies an array to the memory that is measured, for example to a GPU.
     """

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class DataExtent(enum.Enum):
-    """Elements that a rank passes or receives: none, its part, all, or on the root alone all."""
+    """Elements that a rank passes or receives: none, its part, all, or all on the root only."""
 
     NONE = enum.auto()
     PART = enum.auto()
@@ -81,8 +81,8 @@ FORMS = {
 OPS = ("sum", "prod", "min", "max", "avg")
 
 #: Bus bandwidth divided by algorithm bandwidth, per collective (PERFORMANCE.md of nccl-tests).
-#: Unequal parts count like equal ones. nccl-tests has no prefix sums; no rank need send or receive
-#: the data more than once, so that their factor is 1.
+#: Unequal parts count like equal ones. nccl-tests has no prefix sums; their factor is 1, because no
+#: rank needs to send or receive the data more than once.
 _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "allreduce": lambda n: 2 * (n - 1) / n,
     **dict.fromkeys(

@@ -1,9 +1,9 @@
 """Measurement of collectives on one rank: time every case, then verify its results.
 
 The time of a call is the time of a loop of ``-n`` calls, back to back, after ``-w`` warm-up calls,
-divided by ``-n`` and averaged over the ranks, as in nccl-tests. Verification runs outside that
-loop, on fresh inputs that every rank derives from one seed. The inputs are such that no order of
-operations rounds, so results are compared bit for bit.
+divided by ``-n``. By default it is averaged over the ranks, as in nccl-tests. Verification runs
+outside that loop, on fresh inputs that every rank derives from one seed. The inputs are such that
+no order of operations rounds, so results are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from r2ccl.factory import init
 from r2ccl.kernels import ON_GPU
 from r2ccl.types import ReduceOp
 
-#: Identifies the running kernel, and with it the clock of `time.monotonic`.
+#: Identifies the running kernel: its processes have the same clock `time.monotonic`.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 #: Seconds by which one rank is late at the barrier that is checked.
 _LATE_S = 0.005
@@ -50,7 +50,7 @@ class Measured(NamedTuple):
 def _registered(
     comm: Communicator, buffers: Sequence[Buffers], options: PerfOptions
 ) -> Iterator[None]:
-    """Register the memory of the buffers for the block, with ``-R 1``."""
+    """With ``-R 1``, register the memory of the buffers inside the block."""
     with ExitStack() as stack:
         if options.is_registered:
             for x, out in buffers:
@@ -67,7 +67,7 @@ class Measurement:
     Parameters
     ----------
     meeting : threading.Barrier
-        Where the threads of this process meet before they are timed.
+        Barrier at which the threads of this process wait before a timed loop.
     """
 
     def __init__(
@@ -117,7 +117,10 @@ class Measurement:
         return int(self._comm.allreduce(np.array([wrong], np.int64))[0])
 
     def _verify_barrier(self, case: Case, *, in_place: bool, seed: Sequence[int]) -> int | None:
-        """Return how many ranks left a barrier before the last entered; None without one clock."""
+        """Return how many ranks left a barrier before the last one entered it.
+
+        None: the ranks run on several machines, whose clocks cannot be compared.
+        """
         comm = self._comm
         if comm.rank == seed[-1] % comm.nranks:
             time.sleep(_LATE_S)

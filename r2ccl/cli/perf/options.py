@@ -1,4 +1,4 @@
-"""Options of ``r2ccl bench``: those of nccl-tests; those without a meaning are refused."""
+"""Options of ``r2ccl bench``; values of nccl-tests that have no meaning here are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from r2ccl.kernels import ON_GPU
 
 #: Names that nccl-tests gives to some types; the other types use NumPy's names.
 NCCL_NAMES = {"float16": "half", "float32": "float", "float64": "double"}
-#: The element types and operations of which `r2ccl.cli.perf.cases.make_inputs` makes exact inputs.
+#: Element types by name: those of which `r2ccl.cli.perf.cases.make_inputs` makes exact inputs.
 DTYPES_BY_NAME = {
     name: dtype
     for dtype in map(DTYPES.__getitem__, ON_GPU)
@@ -40,7 +40,7 @@ class PerfOptions(NamedTuple):
     is_blocking : bool
         False: all calls of a loop are asynchronous.
     average : int
-        Time that is reported: rank 0's, the mean, the least or the largest of all ranks.
+        Time that is reported: 0: rank 0's, 1: mean, 2: least, 3: largest of all ranks.
     """
 
     collectives: list[str]

@@ -93,7 +93,7 @@ def save_results(
 ) -> None:
     """Write ``{machine, commit, command, results}`` to `path`; `results` are flat objects.
 
-    Without `commit`, there is no such entry; the version of r2ccl is in ``machine``.
+    If `commit` is empty, it is left out. ``machine`` contains the version of r2ccl.
     """
     document = {
         "machine": machine(),

@@ -32,7 +32,7 @@ _OPS = {
 class R2cclGroup(BaseGroup):  # type: ignore[misc]
     """Group of ``ray.util.collective`` whose calls run on a `Communicator`.
 
-    ``init_collective_group`` and ``create_collective_group`` make it if their backend is
+    ``init_collective_group`` and ``create_collective_group`` make one if their backend is
     ``"r2ccl"``; ``get_group_handle`` returns it.
 
     Parameters

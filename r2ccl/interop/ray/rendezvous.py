@@ -30,11 +30,11 @@ from r2ccl import (
 )
 from r2ccl.clock import monotonic
 
-#: Pause before the next look for the actor that rank 0 creates, in seconds.
+#: Pause in seconds before this rank again creates or looks for the exchange actor.
 _PAUSE_S = 0.05
-#: Time that Ray has for the reply to a call of that actor, in seconds.
+#: Longest time in seconds that Ray may take to deliver a reply of that actor.
 _REPLY_S = 10.0
-#: Calls of a method that Ray runs at once by default; each rank waits in one.
+#: Ray's default number of concurrent calls of an asynchronous actor. Each rank waits in one call.
 _NCALLS = 1000
 
 
@@ -105,9 +105,9 @@ class ExchangeActor:
         self._complete: dict[int, asyncio.Event] = {}
 
     async def join(self, rank: int, call: str) -> int:
-        """Register `rank`; return the number of ranks, or 0 if another call has registered it.
+        """Register `rank`; return the number of ranks, or 0 if another actor has registered it.
 
-        `call` identifies the call of the function `join`, which may repeat this one.
+        `call` identifies the call of the function `join`, which may call this method repeatedly.
         """
         return self._nranks if self._joined.setdefault(rank, call) == call else 0
 

@@ -70,7 +70,7 @@ def _run(fn: Callable[[], None]) -> None:
 def _options(
     options: Any, rest: tuple[Any, ...], named: dict[str, Any], fields: tuple[str, ...]
 ) -> Any:
-    """Return the options of a call; `rest` and `named` are its arguments in either form."""
+    """Return the options of a call in either form; `rest` and `named` are its arguments."""
     opts = named.pop("opts", None)
     if rest and hasattr(rest[0], "asyncOp"):
         opts, rest = rest[0], rest[1:]
@@ -215,7 +215,7 @@ class GroupMethods:
     all_to_all_single = _method(collectives.all_to_all_single, c10d.AllToAllOptions, 4)
     barrier = _method(collectives.barrier, c10d.BarrierOptions, 0)
 
-    # Names of the same methods before torch 2.13.
+    # Older names of the same methods.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single

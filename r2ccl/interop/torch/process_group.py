@@ -1,7 +1,7 @@
 """`R2cclProcessGroup` and `R2cclBackend`: the classes of torch that `GroupMethods` completes.
 
-torch accepts a process group in Python from a backend. torch 2.14 and newer also look for a
-`torch._C._distributed_c10d.Backend` in it, for example to ask for the size of the group.
+torch accepts process groups that are classes in Python. torch 2.14 and newer also expect a
+`torch._C._distributed_c10d.Backend` in them, which they ask, for example, for the group's size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _connections = TorchConnections()
 class R2cclBackend(GroupMethods, c10d.Backend):  # type: ignore[misc]
     """Backend that torch 2.14 and newer find in an `R2cclProcessGroup`; it shares its state."""
 
-    # The inherited properties call themselves without end in a class in Python.
+    # In a class in Python, the inherited properties would recurse without end.
     _supports_time_estimate = False
     supports_abort_hooks = False
     supports_completion_hooks = False

@@ -3,8 +3,8 @@
 A `form` specifies what a kernel computes. `template` generates the kernel's source, using the
 functions of `arithmetic` and `integers` on the instruction set defined by `machine`: `primitives`
 implements it for a GPU, `twins` for Numba's simulator. `compiling` compiles the source. `prebuilt`
-has the kernels of all collectives, compiled; `ptx` returns a kernel from there, from a cache on
-disk, or compiles it. `operands` packs the arguments, `launch` chooses the grid and launches on a
+has the compiled kernels of all collectives; `ptx` returns a kernel from there or from a disk cache,
+or compiles it. `operands` packs the arguments, `launch` chooses the grid and launches on a
 `Device`, and `chain` plans kernels for any number of inputs. Numba is imported only to compile.
 
 Invariant: unless a form scales or has `is_wide`, its results with two inputs have the same bits as

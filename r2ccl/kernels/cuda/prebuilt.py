@@ -1,13 +1,14 @@
 """The prebuilt kernels: PTX of every kernel that collectives launch, in a file of this package.
 
-``make ptx`` compiles them anew. Collectives therefore do not need Numba; only kernels of other
+``make ptx`` compiles them again. Collectives therefore do not need Numba; only kernels of other
 forms, which benches and tests launch, are compiled on the machine.
 
 The file is a zip archive. It has a member for each element size, which holds the kernels of all
-types of that size one after another, each behind a line with its name; a member for each kernel
-would be four times as large. One member tells the digest of the sources and the compilers that made
-the kernels. Invariant: a kernel is used only if the sources of this package are those that it was
-compiled from.
+types of that size one after another, each after a line with its name; with a member for each
+kernel, the file would be four times as large. Another member has the digest of the sources and the
+versions of the compilers that made the kernels.
+
+Invariant: a kernel is used only if the sources of this package are those that it was compiled from.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def digest_of_sources() -> str:
 
 
 def prebuilt_ptx(form: Form, path: Path = ARCHIVE) -> bytes | None:
-    """Return the PTX of a canonical form; None if the archive at `path` does not contain it.
+    """Return the PTX of a canonical form; None if the archive at `path` lacks it.
+
+    Return None, too, if the kernels of the archive were made from other sources.
 
     Raises
     ------
@@ -119,8 +122,8 @@ def _read(path: Path, member: str) -> bytes | None:
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.read(member) if member in archive.namelist() else None
-    # Without lzma in Python, this is a RuntimeError; with it, damage may be an LZMAError, which
-    # cannot be named here.
+    # If Python lacks lzma, the error is a RuntimeError. Otherwise damage may raise an LZMAError,
+    # which cannot be imported without lzma.
     except Exception as exc:
         raise _unreadable(path, exc) from exc
 

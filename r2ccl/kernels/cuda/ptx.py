@@ -81,7 +81,7 @@ def ptx_of(form: Form, capability: tuple[int, int], directory: Path | None) -> P
     capability : tuple of int
         Compute capability of the GPU, such as ``(9, 0)``.
     directory : Path or None
-        The disk cache, see `cache_directory`; None: do not use a cache.
+        Directory of the disk cache, see `cache_directory`; None: no cache.
 
     Raises
     ------
