@@ -44,7 +44,7 @@ class _Dialing:
         Non-blocking. Closed unless `wait` returns.
     dialer : Dialer
     limit_s : float
-        Longest time of the handshake in seconds.
+        Longest time in seconds of the handshake, including that of connecting.
     """
 
     def __init__(self, sock: socket.socket, dialer: Dialer, limit_s: float) -> None:
@@ -72,7 +72,8 @@ class _Dialing:
 
     def connect(self, target: Address, timeout_s: float) -> None:
         """Begin to connect to `target`, within `timeout_s` seconds; the handshake follows."""
-        self._timer = self._loop.call_later(timeout_s, self._expect_connected)
+        until_s = self._loop.time() + self._limit_s
+        self._timer = self._loop.call_later(timeout_s, self._expect_connected, until_s)
         try:
             self._sock.connect(target)
         except (BlockingIOError, InterruptedError):
@@ -121,15 +122,15 @@ class _Dialing:
             self._sock.send(self._dialer.prove(message))
             self._has_proved, self._wanted = True, ANSWER_NBYTES
 
-    def _expect_connected(self) -> None:
-        """End the waiting unless the socket is connected; then limit the time of the handshake."""
+    def _expect_connected(self, until_s: float) -> None:
+        """End the waiting unless the socket is connected; it then has until `until_s`."""
         try:
             self._sock.getpeername()
         except OSError:
             if not self._end.done():
                 self._end.set_exception(TimeoutError())
         else:
-            self._timer = self._loop.call_later(self._limit_s, self._expire)
+            self._timer = self._loop.call_at(until_s, self._expire)
 
     def _expire(self) -> None:
         if not self._end.done():
@@ -153,8 +154,9 @@ async def dial(
 ) -> socket.socket:
     """Connect to `target` (numeric) from local address `source` and authenticate with `claim`.
 
-    Connecting takes at most `timeout_s`, since the peer's kernel answers. Authenticating takes at
-    most `timeout_s` or `HANDSHAKE_TIMEOUT_S`, whichever is longer, since the peer may be busy.
+    Connecting takes at most `timeout_s`, since the peer's kernel answers. Connecting and
+    authenticating take at most `timeout_s` or `HANDSHAKE_TIMEOUT_S`, whichever is longer, since the
+    peer may be busy.
 
     Returns
     -------

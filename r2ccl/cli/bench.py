@@ -11,11 +11,9 @@ import os
 from functools import partial
 from pathlib import Path
 
+from r2ccl.bootstrap.launchers import find_launcher
 from r2ccl.cli.perf.forms import FORMS, OPS
 from r2ccl.cli.values import parse_size
-
-#: Variables that launchers set in every process: torchrun and r2ccl, Hydra, PMIx, Open MPI.
-_LAUNCHED = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from r2ccl.cli.perf.options import options_of
 
     options = options_of(args)
-    if any(name in os.environ for name in _LAUNCHED):
+    if "RANK" in os.environ or find_launcher(os.environ) is not None:
         return measure.run(options)
     statuses: list[int] = launch(partial(measure.run, options), options.nranks)
     return max(statuses)

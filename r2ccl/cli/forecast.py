@@ -7,6 +7,7 @@ default settings. The flow-level simulator runs the same schedules on the same r
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -102,8 +103,8 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
     Raises
     ------
     InvalidArgument
-        If a NIC does not exist, there are too few nodes, or too many ranks or NICs, or fewer than
-        `_UNIT_NBYTES` bytes per rank.
+        If a NIC does not exist or is named twice, a node has no NIC left, there are too few nodes,
+        or too many ranks or NICs, or fewer than `_UNIT_NBYTES` bytes per rank.
     """
     nranks = args.nodes * args.ranks_per_node
     if args.nodes < 2:
@@ -122,6 +123,12 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
                 f"the cluster has no NIC {node}:{nic}, which {option} names: allowed are nodes 0 "
                 f"to {args.nodes - 1} and NICs 0 to {args.nics - 1}"
             )
+    named = [*args.lose, *((node, nic) for node, nic, _ in args.slow)]
+    for node, nic in named:
+        if named.count((node, nic)) > 1:
+            raise InvalidArgument(f"--lose and --slow name NIC {node}:{nic} twice; name it once")
+        if sum(lost == node for lost, _ in args.lose) == args.nics:
+            raise InvalidArgument(f"--lose names all NICs of node {node}: leave it one")
     unit = nranks * _UNIT_NBYTES
     if args.nbytes < unit:
         raise InvalidArgument(
@@ -179,6 +186,7 @@ def _forecasts(
         forms.setdefault(each.name, []).append(each)
     variants = {name: best(found) for name, found in forms.items()}
     variants.setdefault(chosen.name, chosen)  # a spanning tree is in no family
+    ordered = sorted(variants.items(), key=lambda item: item[1].predicted_ns or math.inf)
     found = {
         name: Forecast(
             choice.predicted_ns / 1e9 if choice.predicted_ns else None,
@@ -188,7 +196,7 @@ def _forecasts(
             choice.slice_nbytes,
             name == chosen.name,
         )
-        for name, choice in sorted(variants.items(), key=lambda item: item[1].predicted_ns)
+        for name, choice in ordered
     }
     if collective != Collective.ALLREDUCE:
         why = "the only candidate" if len(found) == 1 else FASTEST

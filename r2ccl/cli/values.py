@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 from collections.abc import Iterator
 
 #: Seconds in which the other ranks of a job can exit by themselves after a failure; their calls
@@ -56,20 +57,21 @@ def parse_size(text: str) -> int:
 def parse_rate(text: str) -> int:
     """Parse the rate of a NIC, ``"400gbit"`` or ``"50GB/s"``, into bytes/s; units are decimal.
 
+    A capital B stands for bytes, a small one for bits.
+
     Raises
     ------
     argparse.ArgumentTypeError
         If `text` is not a rate, or is less than 1 byte/s.
     """
-    unit = text.strip().lower()
-    for ending, nbits in (("bit/s", 1), ("bit", 1), ("bps", 1), ("b/s", 8)):
-        if unit.endswith(ending):
-            number = unit.removesuffix(ending)
-            factor = _DECIMAL.get(number[-1:], 1)
-            with contextlib.suppress(ValueError):
-                rate = float(number.rstrip("kmgt")) * factor * nbits / 8
-                if 1 <= rate < 1e15:
-                    return int(rate)
+    found = re.fullmatch(r"([\d.]+) ?([kKMmGgTt]?)(bit/s|bit|bps|b/s|B/s)", text.strip())
+    if found:
+        number, prefix, unit = found.groups()
+        nbits = 8 if unit == "B/s" else 1
+        with contextlib.suppress(ValueError):
+            rate = float(number) * _DECIMAL.get(prefix.lower(), 1) * nbits / 8
+            if 1 <= rate < 1e15:
+                return int(rate)
     raise argparse.ArgumentTypeError(f"{text!r} is not a rate; write 400gbit or 50GB/s")
 
 
@@ -81,12 +83,12 @@ def parse_duration(text: str) -> float:
     argparse.ArgumentTypeError
         If `text` is not a time above 0 and below 1e6 s.
     """
-    number = text.strip().lower().removesuffix("s")
-    factor = {"n": 1e-9, "u": 1e-6, "m": 1e-3}.get(number[-1:], 1.0)
-    with contextlib.suppress(ValueError):
-        value = float(number.rstrip("num")) * factor
-        if text.strip().lower().endswith("s") and 0 < value < 1e6:
-            return value
+    found = re.fullmatch(r"([\d.]+) ?([num]?)s", text.strip().lower())
+    if found:
+        with contextlib.suppress(ValueError):
+            value = float(found[1]) * {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0}[found[2]]
+            if 0 < value < 1e6:
+                return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a time; write 5us, 0.5ms or 1s")
 
 

@@ -101,13 +101,15 @@ class PrimaryContext:
             return
         self._push()
         call, modes = self._cuda.call, self._cuda.api.CUstreamCaptureMode
-        before = call(_EXCHANGE_MODE, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-        self._entered.is_inside = True
         try:
-            yield
+            before = call(_EXCHANGE_MODE, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            self._entered.is_inside = True
+            try:
+                yield
+            finally:
+                self._entered.is_inside = False
+                call(_EXCHANGE_MODE, before)
         finally:
-            self._entered.is_inside = False
-            call(_EXCHANGE_MODE, before)
             call("cuCtxPopCurrent")
 
     def call(self, name: str, *arguments: Any) -> Any:

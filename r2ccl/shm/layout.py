@@ -32,7 +32,7 @@ WAITERS = LINE_NBYTES
 #: 1 + the number of the CPU on which the owner was during its last long wait; 0: none yet.
 CPU = 9 * LINE_NBYTES
 #: Mutex that the owner holds as long as it uses the segment: a ``pthread_mutex_t``, of 40 or 48
-#: bytes. See `r2ccl.shm.robust_mutex`.
+#: bytes, and a flag. See `r2ccl.shm.robust_mutex`.
 MUTEX = 11 * LINE_NBYTES
 #: Two rows, for calls with even and odd numbers: bytes that the owner sends to each rank, for
 #: collectives whose parts differ in size.

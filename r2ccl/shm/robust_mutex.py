@@ -9,6 +9,9 @@ A mutex belongs to a thread, so a thread that does nothing else locks it. The en
 or of a forked child does not mark it. A call of execve(2) marks it, because the process then no
 longer has a communicator.
 
+An owner that is about to unlock its mutex sets a flag, because a process that looks at a free mutex
+locks it for a moment, and may end meanwhile.
+
 Invariant: the memory of a mutex stays mapped as long as its thread may hold it, because libc keeps
 the held mutexes of a thread in a linked list.
 """
@@ -30,6 +33,8 @@ from r2ccl.shm import mapping
 from r2ccl.shm.layout import SLEEP_NS
 
 _PROCESS_SHARED, _ROBUST = 1, 1
+#: Offset of the flag of `_left` from the mutex.
+_LEFT = 56
 #: More than the size of ``pthread_mutexattr_t`` on all processors.
 _ATTRIBUTES_NBYTES = 64
 #: Time limit in seconds for the thread to lock and to unlock the mutex, which nobody else holds.
@@ -57,21 +62,35 @@ class HeldMutex:
     def __init__(self, memory: mapping.Mapping, offset: int) -> None:
         self._address = memory.address + offset
         _make(self._address)
-        held, self._is_over = threading.Event(), threading.Event()
+        self._is_held, self._is_over = threading.Event(), threading.Event()
+        #: Error of locking the mutex, if any.
+        self._code = 0
         self._thread = threading.Thread(
-            target=_hold, args=(memory, self._address, held, self._is_over),
-            name="r2ccl-robust-mutex", daemon=True,
-        )  # fmt: skip
+            target=self._hold, args=(memory,), name="r2ccl-robust-mutex", daemon=True
+        )
         try:
             self._thread.start()
         except RuntimeError as exc:
             raise TransportError(f"cannot start a thread: {exc}; raise ulimit -u") from exc
-        if not held.wait(_THREAD_S):
+        try:
+            if not self._is_held.wait(_THREAD_S):
+                raise TransportError(
+                    f"a new thread did not lock a robust mutex within {_THREAD_S:g} s; set "
+                    "R2CC_SHM=0 to use the network"
+                )
+            _check("lock", self._code)
+        except BaseException:
             self._is_over.set()
-            raise TransportError(
-                f"a new thread did not lock a robust mutex within {_THREAD_S:g} s; set R2CC_SHM=0 "
-                "to use the network"
-            )
+            raise
+
+    def _hold(self, memory: mapping.Mapping) -> None:
+        """Hold the mutex, which is in `memory`, until `release`; run by the thread."""
+        self._code = _libc().pthread_mutex_lock(self._address)
+        self._is_held.set()
+        if not self._code:
+            self._is_over.wait()
+            _left(self._address).value = 1
+            _check("unlock", _libc().pthread_mutex_unlock(self._address))
 
     def release(self) -> bool:
         """Unlock the mutex and end the thread; return False if this takes too long. Idempotent."""
@@ -122,12 +141,17 @@ def is_abandoned(address: int) -> bool:
     if found == errno.EBUSY:
         return False
     if found == errno.ENOTRECOVERABLE:
-        return True
+        return not _left(address).value
     if found not in (0, errno.EOWNERDEAD):
         raise _translated("examine", found)
     # Unlocked without being made consistent, it becomes unusable, so other ranks notice it, too.
     _check("unlock", _libc().pthread_mutex_unlock(address))
-    return bool(found == errno.EOWNERDEAD)
+    return found == errno.EOWNERDEAD and not _left(address).value
+
+
+def _left(address: int) -> ctypes.c_int32:
+    """Return the flag behind the mutex at `address`: 1 once its owner has unlocked it."""
+    return ctypes.c_int32.from_address(address + _LEFT)
 
 
 def _make(address: int) -> None:
@@ -138,16 +162,6 @@ def _make(address: int) -> None:
     _check("make", libc.pthread_mutexattr_setrobust(attributes, _ROBUST))
     _check("make", libc.pthread_mutex_init(address, attributes))
     _check("make", libc.pthread_mutexattr_destroy(attributes))
-
-
-def _hold(
-    memory: mapping.Mapping, address: int, held: threading.Event, is_over: threading.Event
-) -> None:
-    """Hold the mutex at `address`, in `memory`, until `is_over` is set."""
-    _check("lock", _libc().pthread_mutex_lock(address))
-    held.set()
-    is_over.wait()
-    _check("unlock", _libc().pthread_mutex_unlock(address))
 
 
 def _check(what: str, code: int) -> None:

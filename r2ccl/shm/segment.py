@@ -105,7 +105,7 @@ class Segment:
         try:
             made._mutex = HeldMutex(made.mapping, MUTEX)
         except BaseException:
-            made.close()
+            made.release()  # the memory stays mapped for the thread of the mutex, if there is one
             raise
         return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,6 +103,10 @@ def _problem(args: argparse.Namespace) -> str | None:
     """Return why the arguments are refused, or None."""
     if args.datatype not in (*DTYPES_BY_NAME, "all"):
         return f"-d {args.datatype}: allowed are {', '.join(DTYPES_BY_NAME)}, all"
+    if not (math.isfinite(args.factor) and args.factor >= 0):
+        return f"--factor {args.factor:g}: allowed is a finite number; 2 doubles the size"
+    if args.maxbytes is not None and args.maxbytes < args.minbytes:
+        return f"--maxbytes {args.maxbytes} is below --minbytes {args.minbytes}"
     if args.factor <= 1 and args.step < 1:
         return "--step must be above 0 unless --factor is above 1"
     if min(args.iters, args.nranks, args.nthreads, args.agg_iters) < 1:

@@ -145,7 +145,8 @@ def test_without_the_simulator_there_are_predictions(monkeypatch, capsys) -> Non
         (["--nodes", "1"], "a network needs 2 nodes or more"),
         (["--nodes", "600", "--ranks-per-node", "2"], "allowed are up to 1024 ranks"),
         (["--nbytes", "0"], "--nbytes 0: allowed is 256 or more"),
-        (["--lose", "1:0", "--lose", "1:1"], "no rail is alive"),
+        (["--lose", "1:0", "--lose", "1:1"], "names all NICs of node 1"),
+        (["--lose", "1:0", "--slow", "1:0:0.5"], "name NIC 1:0 twice"),
     ],
 )
 def test_a_wrong_cluster_is_refused(capsys, options, reason) -> None:

@@ -50,6 +50,7 @@ def test_ranges_of_sizes_end() -> None:
         ("400Gbit/s", 50_000_000_000),
         ("1.5gbps", 187_500_000),
         ("50GB/s", 50_000_000_000),
+        ("400Gb/s", 50_000_000_000),
         ("800mbit", 100_000_000),
         ("8bit", 1),
     ],
@@ -58,7 +59,9 @@ def test_rates_have_decimal_units(text: str, rate: int) -> None:
     assert parse_rate(text) == rate
 
 
-@pytest.mark.parametrize("text", ["", "400", "gbit", "0gbit", "nanbit", "1xbit", "1e9gbit"])
+@pytest.mark.parametrize(
+    "text", ["", "400", "gbit", "0gbit", "1xbit", "1e9gbit", "4kkgbit"]
+)
 def test_other_rates_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a rate"):
         parse_rate(text)
@@ -71,7 +74,7 @@ def test_times_have_units(text: str, time_s: float) -> None:
     assert parse_duration(text) == pytest.approx(time_s)
 
 
-@pytest.mark.parametrize("text", ["", "5", "us", "0s", "-1s", "nans", "1hs"])
+@pytest.mark.parametrize("text", ["", "5", "us", "0s", "-1s", "nans", "1hs", "5mus", "5nus"])
 def test_other_times_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a time"):
         parse_duration(text)

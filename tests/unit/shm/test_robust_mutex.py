@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import os
+import threading
+
 import pytest
 from support.local_ranks import run_ranks
 
@@ -38,6 +43,42 @@ def test_a_mutex_that_is_held_or_was_released_is_not_abandoned(segment):
     assert [is_abandoned(address) for _ in range(3)] == [False] * 3
     assert segment._mutex.release()
     assert [is_abandoned(address) for _ in range(3)] == [False] * 3
+
+
+def test_a_looker_that_ends_is_no_end_of_an_owner_that_has_left(segment):
+    address = segment.address + MUTEX
+    assert segment._mutex.release()
+    pid = os.fork()
+    if pid == 0:
+        robust_mutex._libc().pthread_mutex_trylock(address)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert [is_abandoned(address) for _ in range(2)] == [False] * 2
+
+
+def test_a_late_thread_locks_memory_that_is_still_mapped(monkeypatch):
+    lock = robust_mutex._libc().pthread_mutex_lock
+    began, done = threading.Event(), threading.Event()
+
+    def lock_late(address):
+        began.wait(10)
+        code = lock(address)
+        done.set()
+        return code
+
+    monkeypatch.setattr(robust_mutex._libc(), "pthread_mutex_lock", lock_late)
+    monkeypatch.setattr(robust_mutex, "_THREAD_S", 0.05)
+    with pytest.raises(TransportError, match="did not lock a robust mutex within"):
+        Segment.create_of_group(2)
+    gc.collect()
+    began.set()
+    assert done.wait(10)
+
+
+def test_an_error_of_the_lock_is_reported_at_once(monkeypatch):
+    monkeypatch.setattr(robust_mutex._libc(), "pthread_mutex_lock", lambda address: errno.EINVAL)
+    with pytest.raises(TransportError, match="cannot lock a robust mutex: EINVAL"):
+        Segment.create_of_group(2)
 
 
 def test_waits_are_short_once_a_peer_has_exited(segment, monkeypatch):

@@ -498,6 +498,8 @@ def test_a_root_that_is_no_rank_is_refused() -> None:
         (["-t", "0"], "must be above 0"),
         (["-f", "1", "-i", "0"], "--step must be above 0"),
         (["-c", "-1"], "at least 0"),
+        (["-f", "inf"], "allowed is a finite number"),
+        (["-e", "1K"], "--maxbytes 1024 is below --minbytes 1048576"),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, list) else "",
 )
