@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Unpack
 
 from distributed import Client, Future, Queue, Variable, get_client, wait
@@ -34,10 +35,10 @@ from r2ccl import (
 )
 from r2ccl.clock import monotonic
 
-#: Period at which `run` looks for workers that have left, in seconds.
+#: Period at which `run` looks for workers that have left, in seconds; first limit of a fetch.
 _PERIOD_S = 0.5
 #: Errors of a rank that usually follow from the error of another one.
-_CONSEQUENCES = (PeerLost, CommunicatorRevoked)
+_CONSEQUENCES = (PeerLost, CommunicatorRevoked, TransportTimeout)
 
 
 def run(
@@ -100,7 +101,7 @@ def run(
     group = f"r2ccl-{uuid.uuid4().hex}"
     futures = [
         client.submit(
-            _run_rank, function, args, group, len(chosen), rank, dict(settings),
+            _run_rank, function, args, group, len(chosen), rank, _Settings(settings),
             workers=[address], allow_other_workers=False, pure=False, key=f"{group}-{rank}",
         )
         for rank, address in enumerate(chosen)
@@ -127,27 +128,41 @@ class _Failure:
         self.error = error
 
 
+class _Settings:
+    """Settings for the ranks. Dask may log the arguments of a task, so `repr` shows no values."""
+
+    def __init__(self, values: Settings) -> None:
+        self.values = values
+
+    def __repr__(self) -> str:
+        return f"<settings: {', '.join(self.values) or 'none'}>"
+
+
 def _outcomes(client: Client, futures: Sequence[Future], workers: Sequence[str]) -> list[Any]:
     """Wait until each rank has ended or its worker has left; return the results and failures."""
-    lost: set[int] = set()
-    while pending := [
-        each for rank, each in enumerate(futures) if rank not in lost and not each.done()
-    ]:
-        try:
-            wait(pending, timeout=_PERIOD_S)
-        except TimeoutError:
-            left = client.nthreads()
-            gone = {rank for rank, address in enumerate(workers) if address not in left}
-            # Dask keeps the task of a worker that has left until a worker with its address joins.
-            lost |= {rank for rank in gone if not futures[rank].done()}
-    return [
-        _Failure(_lost(rank, workers[rank])) if rank in lost else _outcome(each)
-        for rank, each in enumerate(futures)
-    ]
+    outcomes: dict[int, Any] = {}
+    fetch_s = _PERIOD_S
+    while pending := [rank for rank in range(len(futures)) if rank not in outcomes]:
+        with suppress(TimeoutError):
+            wait([futures[rank] for rank in pending], timeout=_PERIOD_S)
+        left = client.nthreads()
+        for rank in pending:
+            if futures[rank].done():
+                try:
+                    outcomes[rank] = _outcome(futures[rank], fetch_s)
+                except TimeoutError:
+                    # The result is large, or its worker has left: then the task is not done now.
+                    fetch_s *= 2
+            elif workers[rank] not in left:
+                # Dask keeps the task of this worker until a worker with its address joins.
+                outcomes[rank] = _Failure(_lost(rank, workers[rank]))
+    return [outcomes[rank] for rank in range(len(futures))]
 
 
-def _outcome(future: Future) -> Any:
-    return future.result() if future.status == "finished" else _Failure(future.exception())
+def _outcome(future: Future, timeout_s: float) -> Any:
+    if future.status == "finished":
+        return future.result(timeout=timeout_s)
+    return _Failure(future.exception(timeout=timeout_s))
 
 
 def _lost(rank: int, worker: str) -> R2cclError:
@@ -169,13 +184,13 @@ def _run_rank(
     group: str,
     nranks: int,
     rank: int,
-    settings: Settings,
+    settings: _Settings,
 ) -> Any:
     """Connect to the other ranks and call `function`; the task of a worker."""
-    config = Config.from_env(os.environ, **settings)
+    config = Config.from_env(os.environ, **settings.values)
     ranks = DaskRanks(group, nranks, rank, config.init_timeout_s)
     try:
-        communicator = init(ranks, **settings)
+        communicator = init(ranks, **settings.values)
     finally:
         ranks.forget()
     with communicator:

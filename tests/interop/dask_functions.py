@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,24 @@ def fail_on_rank_1(comm: Communicator) -> None:
     if comm.rank == 1:
         raise KeyError("of rank 1")
     comm.barrier()
+
+
+class EndsWorker:
+    """A result that ends the worker when the client fetches it."""
+
+    def __reduce__(self) -> Any:
+        os._exit(1)
+
+
+def lose_result_of_rank_2(comm: Communicator) -> EndsWorker | int:
+    return EndsWorker() if comm.rank == 2 else comm.rank
+
+
+def set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        del os.environ[name]
+    else:
+        os.environ[name] = value
 
 
 def lose_rank_2(comm: Communicator) -> tuple[str, float]:

@@ -9,7 +9,14 @@ import pytest
 
 pytest.importorskip("distributed")
 
-from interop.dask_functions import fail_on_rank_1, lose_rank_2, timeout_of, total
+from interop.dask_functions import (
+    fail_on_rank_1,
+    lose_rank_2,
+    lose_result_of_rank_2,
+    set_variable,
+    timeout_of,
+    total,
+)
 
 from r2ccl import CommunicatorRevoked, InvalidArgument, R2cclError, TransportTimeout
 from r2ccl.interop.dask import run
@@ -50,6 +57,25 @@ def test_settings_reach_the_communicator(dask_client: Any) -> None:
     assert set(run(dask_client, timeout_of, timeout_s=77.0).values()) == {77.0}
 
 
+def test_arguments_of_the_tasks_do_not_show_the_secret(
+    dask_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for_workers(dask_client)
+    shown, submit = [], dask_client.submit
+
+    def record(*args: Any, **keywords: Any) -> Any:
+        shown.append(repr((args, keywords)))
+        return submit(*args, **keywords)
+
+    monkeypatch.setattr(dask_client, "submit", record)
+    secret = "5ec7" * 16
+    assert set(run(dask_client, total, 10, secret=secret).values()) == {6.0}
+    assert len(shown) == 3
+    for each in shown:
+        assert "<settings: secret>" in each
+        assert secret not in each
+
+
 def test_nothing_is_left_on_the_scheduler(dask_client: Any) -> None:
     wait_for_workers(dask_client)
     run(dask_client, total, 10)
@@ -73,6 +99,23 @@ def test_the_others_continue_without_a_lost_worker(dask_client: Any) -> None:
     assert isinstance(found[2], R2cclError)
     assert f"rank 2 (worker {workers[2]}) left" in str(found[2])
     assert set(run(dask_client, total, 10, workers=wait_for_workers(dask_client)).values()) == {6.0}
+
+
+def test_a_result_lost_with_its_worker_is_reported(dask_client: Any) -> None:
+    workers = wait_for_workers(dask_client)
+    found = list(run(dask_client, lose_result_of_rank_2, on_error="return").values())
+    assert found[:2] == [0, 1]
+    assert f"rank 2 (worker {workers[2]}) left" in str(found[2])
+
+
+def test_wrong_settings_of_a_worker_are_the_cause(dask_client: Any) -> None:
+    workers = wait_for_workers(dask_client)
+    dask_client.run(set_variable, "R2CC_TIMEOUT_S", "soon", workers=workers[1:2])
+    try:
+        with pytest.raises(InvalidArgument, match="R2CC_TIMEOUT_S"):
+            run(dask_client, total, 10, init_timeout_s=2.0)
+    finally:
+        dask_client.run(set_variable, "R2CC_TIMEOUT_S", None, workers=workers[1:2])
 
 
 def test_a_worker_without_a_free_thread_is_named(dask_client: Any) -> None:

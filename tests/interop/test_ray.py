@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,21 @@ def test_an_actor_that_does_not_join_is_named(start: Any) -> None:
     assert isinstance(errors[0], TransportTimeout)
     assert "rank 2 did not call join()" in str(errors[0])
     assert isinstance(errors[1], TransportError)
+
+
+def test_a_value_that_arrives_as_the_timer_fires_counts() -> None:
+    from r2ccl.interop.ray.rendezvous import ExchangeActor
+
+    async def exchange() -> list[Any]:
+        actor = ExchangeActor(2)
+
+        async def pass_later() -> Any:
+            await asyncio.sleep(0)  # the timer of rank 0 fires; rank 0 has not run since
+            return await actor.exchange(1, 1, "b", 1.0)
+
+        return await asyncio.gather(actor.exchange(1, 0, "a", 0.0), pass_later())
+
+    assert asyncio.run(exchange()) == [(["a", "b"], [])] * 2
 
 
 def test_the_end_of_rank_0_ends_the_others(start: Any) -> None:

@@ -47,8 +47,8 @@ class R2cclGroup(BaseGroup):  # type: ignore[misc]
 
     Notes
     -----
-    Tensors are NumPy arrays or torch tensors in host memory, C-contiguous. The methods raise the
-    errors of `join` and of the `Communicator`.
+    Tensors are C-contiguous NumPy arrays. The methods raise the errors of `join` and of the
+    `Communicator`.
     """
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:

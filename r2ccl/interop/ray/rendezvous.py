@@ -13,7 +13,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Unpack
 
 import ray
@@ -123,12 +123,12 @@ class ExchangeActor:
         values[rank] = value
         if len(values) == self._nranks:
             complete.set()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await complete.wait()
-        except TimeoutError:
-            return [], [each for each in range(self._nranks) if each not in values]
-        return [values[each] for each in range(self._nranks)], []
+        # The last value may have arrived after the timer fired.
+        missing = [each for each in range(self._nranks) if each not in values]
+        return ([] if missing else [values[each] for each in range(self._nranks)]), missing
 
 
 class RayRanks:
