@@ -59,9 +59,7 @@ def test_rates_have_decimal_units(text: str, rate: int) -> None:
     assert parse_rate(text) == rate
 
 
-@pytest.mark.parametrize(
-    "text", ["", "400", "gbit", "0gbit", "1xbit", "1e9gbit", "4kkgbit"]
-)
+@pytest.mark.parametrize("text", ["", "400", "gbit", "0gbit", "1xbit", "1e9gbit", "4kkgbit"])
 def test_other_rates_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a rate"):
         parse_rate(text)
