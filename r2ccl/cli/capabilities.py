@@ -1,4 +1,4 @@
-"""What r2ccl will use on a machine, and what to do if a requirement is not met.
+"""Rails, shared memory and GPUs that r2ccl will use on a machine, and fixes for what is missing.
 
 The functions depend only on the findings and facts that `r2ccl.cli.doctor_report` collects.
 """
@@ -28,7 +28,7 @@ class DoctorFindings(msgspec.Struct, frozen=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """What ranks on this machine will use.
+    """Rails, ways within the host, and GPUs that ranks on this machine will use.
 
     ``rdma`` and ``tcp`` name the rails between hosts, except the last-resort rail and rails that
     are declared failed. ``shm`` is True if ranks of this host share memory, ``loopback`` if they

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-#: What ``--require`` accepts.
+#: Names that ``--require`` accepts.
 REQUIREMENTS = ("rdma", "gpu", "shm")
 
 

@@ -42,15 +42,7 @@ _HINT = "r2ccl launch -n 4 -- python script.py"
 
 
 def start(args: argparse.Namespace) -> int:
-    """Run the parsed command; return the exit status, as `r2ccl.cli.launch` describes it.
-
-    Raises
-    ------
-    InvalidArgument
-        If an argument is wrong, or the command cannot be run.
-    R2cclError
-        If the agent of a host cannot be started.
-    """
+    """Run the parsed command; for the result and the errors see `r2ccl.cli.launch.run`."""
     if args.agent:
         return agent.serve()
     program = _program(args)

@@ -1,4 +1,4 @@
-"""What will be used on a machine, what a requirement lacks, and the exit status of the doctor."""
+"""Capabilities of a machine, fixes of missing requirements, and the exit status of the doctor."""
 
 from __future__ import annotations
 
