@@ -83,7 +83,7 @@ class Device(Protocol):
         ...
 
     def current(self) -> AbstractContextManager[None]:
-        """Return a context manager; inside its ``with`` block, calls of this thread cost less.
+        """Return a context manager that reduces the cost of this thread's calls in its block.
 
         Blocks may be nested.
         """
@@ -111,9 +111,9 @@ class Device(Protocol):
         ...
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> int:
-        """Pin existing host memory, whole pages only, and return its address on the GPU.
+        """Pin existing host memory and return its address on the GPU.
 
-        The memory must stay allocated until `unpin`.
+        The memory must consist of whole pages, and must stay allocated until `unpin`.
         """
         ...
 
@@ -126,16 +126,17 @@ class Device(Protocol):
     def reach(self, peer: Device) -> None:
         """Let this GPU access the memory of `peer`, another GPU of this process.
 
-        This covers existing and future allocations of `peer`, but not those from memory pools. It
-        does not let `peer` access this GPU's memory. The call may wait for either GPU, so make it
-        before any stream waits for a word. If `peer` is the same GPU, the call does nothing.
+        The access covers existing and future allocations of `peer`, except allocations from memory
+        pools. `peer` does not get access to this GPU's memory. The call may wait for either GPU, so
+        make it before any stream waits for a word. If `peer` is the same GPU, the call does
+        nothing.
         """
         ...
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """Return the IPC handle of an allocation, and the offset of `address` in that allocation.
+        """Return the IPC handle of the allocation that contains `address`, and the offset in it.
 
-        Another process on this machine passes the handle, 64 bytes, to `map`.
+        The handle has 64 bytes. Another process on this machine passes it to `map`.
 
         Raises
         ------
@@ -246,11 +247,11 @@ class Device(Protocol):
     def exchange_words(
         self, stream: Stream, value: int, written: tuple[int, ...], awaited: tuple[int, ...]
     ) -> None:
-        """Enqueue writes of `value` to words, then make `stream` wait until other words reach it.
+        """Enqueue writes of `value` to some words, then a wait until other words reach `value`.
 
-        This is `write_word` for each address in `written`, then `wait_word` for each in `awaited`.
-        A device may keep the operations that it prepared for a pair of tuples, so a later call with
-        equal tuples may cost less.
+        The call is equivalent to `write_word` for each address in `written`, followed by
+        `wait_word` for each address in `awaited`. A device may keep the operations that it prepared
+        for a pair of tuples, so a later call with equal tuples may cost less.
         """
         ...
 
@@ -277,7 +278,7 @@ class Device(Protocol):
         ...
 
     def load(self, ptx: bytes, entry: str) -> Kernel:
-        """Load the kernel named `entry` from PTX code; it stays loaded until `close`."""
+        """Load the kernel named `entry` from PTX code; the kernel stays loaded until `close`."""
         ...
 
     def launch(

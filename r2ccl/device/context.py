@@ -1,4 +1,4 @@
-"""Primary context of a GPU: driver calls in the context, timed waits, and a resource registry.
+"""Primary context of a GPU: driver calls, waits with a timeout, and a registry of resources.
 
 CuPy, Numba, torch and the CUDA runtime use the primary context too, so they can use the streams and
 memory created here, and this library can use theirs.
@@ -6,11 +6,11 @@ memory created here, and this library can use theirs.
 Each call checks whether the context is current on its thread, which costs one driver call. If it is
 not, the call pushes the context and pops it afterwards, so every thread keeps its own current
 context, from which the CUDA runtime derives the thread's device. A thread that makes many calls
-enters `PrimaryContext.current` once around them. Calls inside do not check the context, and the
-driver does not refuse them while another thread captures a CUDA graph.
+enters `PrimaryContext.current` once around them. Calls inside that block do not check the context,
+and the driver does not refuse them while another thread captures a CUDA graph.
 
-Invariant: a resource created here stays registered until `PrimaryContext.end` is called for it, so
-`close` frees all others, and none that another library created.
+Invariant: a resource stays registered from `PrimaryContext.keep` until `PrimaryContext.end`, and
+`close` frees exactly the registered resources. It frees no resource of another library.
 """
 
 from __future__ import annotations
@@ -144,15 +144,15 @@ class PrimaryContext:
     def reach(self, peer: PrimaryContext) -> None:
         """Let work in this context access the memory of `peer`, the context of another GPU.
 
-        Nothing happens if another library of the process has already enabled the access. The access
-        is never disabled, because other libraries may use it too.
+        The call does nothing if the access is already enabled, also by another library of the
+        process. The access is never disabled, because other libraries may use it too.
 
         Raises
         ------
         InternalError
             If one of the two contexts is closed.
         TransportError
-            If the driver refuses; status ``CUDA_ERROR_TOO_MANY_PEERS``, for example.
+            If the driver refuses, for example with status ``CUDA_ERROR_TOO_MANY_PEERS``.
         """
         try:
             self.call("cuCtxEnablePeerAccess", peer._open(), _NO_FLAGS)
@@ -171,25 +171,28 @@ class PrimaryContext:
         return number
 
     def end(self, kind: str, number: int) -> None:
-        """Free a resource that `keep` registered.
+        """Free the resource of a kind that `keep` registered with the handle `number`.
 
         Raises
         ------
         InternalError
             If the resource is not registered.
         TransportError
-            If the driver refuses to free it; the resource is no longer registered then.
+            If the driver refuses to free the resource, which is no longer registered then.
         """
         with self._lock:
             if number not in self._books[kind]:
                 raise InternalError(
-                    f"{kind} {number:#x} of {self._name} was not created here, or is already freed"
+                    f"{kind} {number:#x} was not created by {self._name}, or is already freed"
                 )
             del self._books[kind][number]
         self.call(_FREED_BY[kind], number)
 
     def wait_until(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """Poll `is_over` at growing intervals; return whether it was true within `timeout_s` s."""
+        """Poll `is_over` at growing intervals for up to `timeout_s` seconds.
+
+        Return whether it became true.
+        """
         start = self._clock()
         npolls = 0
         while not is_over():
@@ -204,8 +207,8 @@ class PrimaryContext:
     def close(self, timeout_s: float) -> None:
         """Wait for all registered streams and events, then free all resources and the context.
 
-        `timeout_s` is the longest time to wait for streams and events, in seconds.
-        After a timeout, `close` can be called again. Otherwise, further calls do nothing.
+        `timeout_s` is the longest time in seconds to wait for the streams and events. After a
+        timeout, `close` can be called again. After any other end, a further call does nothing.
 
         Raises
         ------
@@ -236,7 +239,10 @@ class PrimaryContext:
             )
 
     def _unended(self, timeout_s: float) -> list[str]:
-        """Wait for all streams and events; list those whose work did not end in time."""
+        """Wait for all streams and events; return a description of each that did not end in time.
+
+        `timeout_s` is the longest time to wait, in seconds.
+        """
         pending = [
             (query, kind, number)
             for query, kind in (("cuStreamQuery", "stream"), ("cuEventQuery", "event"))

@@ -1,7 +1,8 @@
 """`CudaDevice` implements the `Device` interface with the CUDA driver.
 
 Invariants: every driver call that needs a context runs with the device's primary context current,
-on any thread; only the driver itself waits without a deadline.
+on any thread. Every wait of this library's code has a deadline; only a call inside the driver may
+wait without one.
 
 References
 ----------
@@ -80,7 +81,7 @@ class CudaDevice:
     ------
     TransportError
         If the bindings, the driver or a GPU are missing (status ``NO_CUDA``), or if the driver
-        refuses, with its status: ``CUDA_ERROR_INVALID_DEVICE`` if no GPU has this ordinal.
+        refuses (with its status, ``CUDA_ERROR_INVALID_DEVICE`` if no GPU has this ordinal).
 
     Notes
     -----
@@ -200,8 +201,8 @@ class CudaDevice:
         InvalidArgument
             If the memory is not contiguous, or does not consist of whole pages.
         TransportError
-            If the driver refuses; status ``CUDA_ERROR_OUT_OF_MEMORY``: the limit of locked memory
-            is reached.
+            If the driver refuses (with its status, ``CUDA_ERROR_OUT_OF_MEMORY`` if the limit of
+            locked memory is reached).
         """
         address, page = memory.ctypes.data, os.sysconf("SC_PAGE_SIZE")
         if address % page or memory.nbytes % page or not memory.flags.c_contiguous:
@@ -233,8 +234,8 @@ class CudaDevice:
         TransportError
             If the machine has no path between the two GPUs (status ``NO_PEER_ACCESS``), if this GPU
             may miss NIC writes to the memory of `peer` and the driver supports no flush
-            (``NO_FLUSH``), or if the driver refuses, with its status:
-            ``CUDA_ERROR_TOO_MANY_PEERS``, for example.
+            (``NO_FLUSH``), or if the driver refuses (with its status, for example
+            ``CUDA_ERROR_TOO_MANY_PEERS``).
         """
         if peer.uuid == self._uuid:
             return
@@ -255,8 +256,9 @@ class CudaDevice:
         Raises
         ------
         TransportError
-            If memory of this kind has no handle (status ``NO_IPC``); the message names the kind. If
-            the driver refuses, with its status: `address` is not in device memory, for example.
+            If memory of this kind has no handle (status ``NO_IPC``); the message names the kind.
+            Also if the driver refuses (with its status), for example because `address` is not in
+            device memory.
         """
         with self.current():
             self._check_exportable(address)
@@ -289,8 +291,8 @@ class CudaDevice:
     def map(self, handle: bytes) -> int:
         """Implement `Device.map`; the process that exported the handle cannot map it.
 
-        The GPU that has the memory must be visible to this process too. If that GPU is not this
-        one, the call enables access from this GPU to it.
+        The GPU that has the memory must be visible to this process too. If it is another GPU, the
+        call also lets this GPU access its memory.
 
         Raises
         ------
@@ -344,9 +346,9 @@ class CudaDevice:
         """Implement `Device.make_stream`.
 
         Without `waits`, the stream has the highest priority, so the GPU prefers its kernels to the
-        caller's. With `waits`, it has the next lower priority, if there is one. It then shares no
-        hardware queue (CUDA_DEVICE_MAX_CONNECTIONS) with the streams without `waits`, because all
-        streams in a queue have the same priority.
+        caller's. With `waits`, the stream has the next lower priority, if there is one. All streams
+        in a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS) have the same priority, so a stream with
+        `waits` then shares no queue with the streams without `waits`.
         """
         lowest, highest = self._call("cuCtxGetStreamPriorityRange")
         priority = min(highest + waits, lowest)  # the highest is the least number
@@ -488,9 +490,9 @@ class CudaDevice:
         Raises
         ------
         TransportError
-            If the driver refuses, with its status. If its compiler rejects the PTX, the message
-            contains the compiler's log. ``CUDA_ERROR_UNSUPPORTED_PTX_VERSION``: the driver is too
-            old for the PTX. ``CUDA_ERROR_NOT_FOUND``: the PTX has no such entry.
+            If the driver refuses (with its status, ``CUDA_ERROR_UNSUPPORTED_PTX_VERSION`` if the
+            driver is too old for the PTX, or ``CUDA_ERROR_NOT_FOUND`` if the PTX has no such
+            entry). If the driver's compiler rejects the PTX, the message contains its log.
         """
         log = bytearray(_LOG_NBYTES)
         options = self._cuda.api.CUjit_option
@@ -530,7 +532,8 @@ class CudaDevice:
     def close(self) -> None:
         """Implement `Device.close`; no other call may be in progress.
 
-        After a timeout, `close` can be called again. Otherwise, further calls do nothing.
+        After a timeout, `close` can be called again. After any other end, a further call does
+        nothing.
 
         Raises
         ------

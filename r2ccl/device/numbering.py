@@ -1,8 +1,9 @@
-"""Numbering of GPUs: finds the ordinal in this process of the GPU with a given PCI bus ID.
+"""Numbering of GPUs: search for the ordinal of the GPU that has a given PCI bus ID.
 
-The bus ID of a GPU is the same in all processes. Its ordinal may differ: CUDA_VISIBLE_DEVICES and
-MIG decide which GPUs have one. Functions of this module create no CUDA context. Invariant: bus IDs
-are in the notation of the Linux kernel, which `r2ccl.topology` uses too.
+The bus ID of a GPU is the same in all processes. Its ordinal can differ from process to process,
+because CUDA_VISIBLE_DEVICES and MIG decide which GPUs have an ordinal. Functions of this module
+create no CUDA context. Invariant: bus IDs are in the notation of the Linux kernel, which
+`r2ccl.topology` uses too.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def ordinal_of(bus_id: str) -> int | None:
     Notes
     -----
     The function compares the bus IDs of all visible GPUs. ``cuDeviceGetByPCIBusId`` is not used,
-    because its result for a GPU that is not visible is not documented. *Cost*: some µs, once the
+    because its result for a GPU that is not visible is not documented. *Cost*: a few µs, once the
     driver is initialised.
     """
     cuda = Cuda()

@@ -1,11 +1,11 @@
-"""Orders NIC writes to a GPU's memory before GPU work that reads them.
+"""Orders NIC writes to a GPU's memory before GPU work that reads the written data.
 
 On a GPU that keeps the order, work sees all NIC writes that completed before the work was enqueued.
 On other GPUs, the host must flush the writes after polling the completion and before enqueuing the
 work. On some platforms a stream can flush too (CU_STREAM_MEM_OP_FLUSH_REMOTE_WRITES), for the later
-work on that stream; this library does not use that. If NICs reach a GPU over two interconnects
-(PCIe and a link to the processor), the driver guarantees the order only within each of them, so all
-NICs must use the same interconnect.
+work on that stream; this library does not use such flushes. If NICs reach a GPU over two
+interconnects (PCIe and a link to the processor), the driver guarantees the order only within one
+interconnect, so all NICs must use the same one.
 
 Invariant: if a flush is necessary and the driver does not support it, an error is raised.
 
@@ -58,7 +58,7 @@ class RemoteWrites:
     def share(self) -> None:
         """Make `are_reordered` and `flush` consider all GPUs of the process from now on.
 
-        Call it if other GPUs may read the memory too.
+        Call this method if other GPUs may read the memory too.
 
         Raises
         ------

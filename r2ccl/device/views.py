@@ -15,7 +15,7 @@ _EVERYTHING = 1 << 47
 
 
 class _DeviceBytes(ctypes.Array[ctypes.c_uint8]):
-    """Device memory that starts at the address of the array."""
+    """Array type for device memory: an instance stands for the memory at its address."""
 
     _type_ = ctypes.c_uint8
     _length_ = _EVERYTHING

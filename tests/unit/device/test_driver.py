@@ -486,13 +486,13 @@ def test_what_was_made_is_given_back_once(
     getattr(device, end)(made)
     assert api.named(call[0]) == [call]
 
-    with pytest.raises(InternalError, match=f"{made:#x} of GPU 1 was not created here, or is alr"):
+    with pytest.raises(InternalError, match=f"{made:#x} was not created by GPU 1, or is alr"):
         getattr(device, end)(made)
     assert api.named(call[0]) == [call]
 
 
 def test_what_another_made_is_not_freed(api: Script, device: CudaDevice) -> None:
-    with pytest.raises(InternalError, match="device memory 0x4000 of GPU 1 was not created here"):
+    with pytest.raises(InternalError, match="device memory 0x4000 was not created by GPU 1"):
         device.free(0x4000)
     with pytest.raises(InternalError, match="stream 0x2 "):
         device.destroy_stream(Stream(2))
