@@ -1,6 +1,6 @@
 """Schedules as values: intermediate representation, checker, cost, interpreter and printers.
 
-Nothing in this package does I/O. Every `Schedule` that the library builds passes
+No module of this package does I/O. Every `Schedule` that the library builds passes
 `r2ccl.schedule.check.check`.
 """
 

@@ -53,12 +53,15 @@ class ScheduleArrays(NamedTuple):
     after: npt.NDArray[np.int32]
 
     def waits(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return all dependencies as two arrays of indices into ``ops``: waiting, awaited ops."""
+        """Return all dependencies as two arrays of indices: the waiting ops and the awaited ops.
+
+        Both are indices into ``ops``. The waiting op ``[0][i]`` waits for the op ``[1][i]``.
+        """
         waiting = np.repeat(np.arange(self.ops.size), np.diff(self.offsets))
         return waiting, waiting - self.ops["index"][waiting] + self.after
 
     def chunks(self) -> npt.NDArray[np.int32]:
-        """Return the chunk index that each op works on, as `Op.chunk`."""
+        """Return the chunk index of each op, as `Op.chunk` does for one op."""
         return np.where(self.ops["src"] < 0, self.ops["dst"], self.ops["src"])
 
 
@@ -81,7 +84,7 @@ def as_arrays(schedule: Schedule) -> ScheduleArrays:
 
     Notes
     -----
-    *Cost*: 32 bytes per op, plus 8 for its offset and 4 for each index in its ``after``.
+    *Cost*: the arrays take 40 bytes per op and 4 bytes for each index in its ``after``.
     """
     blocks: list[_Block] = []
     for rank in range(schedule.nranks):

@@ -2,9 +2,10 @@
 
 Every op waits for the earlier op of the same rank and channel that last wrote its memory; an op
 that writes also waits for the ops that have read the memory since. INPUT and OUTPUT count as the
-same memory, as in an in-place call, so the program is correct in place and out of place, except for
-collectives in `r2ccl.schedule.ir.APART`. An order that only messages between ranks guarantee is not
-known here; the checker verifies it.
+same memory, as in an in-place call, so the program is correct in place and out of place. For
+collectives in `r2ccl.schedule.ir.APART`, which are never in place, they can be different memory.
+The builder knows only one rank: it does not check an order that messages between ranks guarantee,
+but the checker (`r2ccl.schedule.check`) does.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _Place = tuple[Space, int]
 class ProgramBuilder:
     """Builder of the ops of one rank on one channel.
 
-    Where no space is given, an op reads a chunk from INPUT until an op has written it to OUTPUT,
-    and from OUTPUT afterwards. The methods that add an op return its index. ``after`` names further
-    ops that the new op waits for, besides those that follow from the memory it uses.
+    If no space is given, an op reads a chunk from OUTPUT if an earlier op has written the chunk
+    there, otherwise from INPUT. The methods that add an op return its index. The new op waits for
+    the ops that follow from the memory it uses, and also for the ops in ``after``.
 
     Parameters
     ----------
@@ -45,7 +46,7 @@ class ProgramBuilder:
         return tuple(self._ops)
 
     def held(self, chunk: int) -> Space:
-        """Return the space that holds this rank's `chunk`: OUTPUT once written, INPUT before."""
+        """Return the space that holds this rank's `chunk`: OUTPUT if an op wrote it, else INPUT."""
         return Space.OUTPUT if (Space.OUTPUT, chunk) in self._written else Space.INPUT
 
     def send(
@@ -97,7 +98,7 @@ class ProgramBuilder:
     def reduce(
         self, chunk: int, source: Space, target: Space = Space.OUTPUT, *, is_final: bool = False
     ) -> int:
-        """Add an op that reduces this rank's `chunk` in space `source` into that in `target`."""
+        """Add an op that reduces `chunk` in space `source` into the same chunk in `target`."""
         waits = _all(self._reading(source, chunk), self._writing(target, chunk))
         return self._add(Op(OpKind.REDUCE, -1, source, chunk, target, chunk, waits, is_final))
 

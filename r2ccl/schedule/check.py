@@ -41,17 +41,17 @@ def check(schedule: Schedule) -> None:
     Raises
     ------
     ScheduleError
-        If the schedule is wrong. The error describes the first mistake found, and names its rank,
-        channel, op and chunk as far as they are known: an output that is wrong at the end has no
-        op, an unknown collective has no rank.
+        If the schedule is wrong. The error describes the first mistake found, and names the rank,
+        channel, op and chunk of the mistake where it has them. For example, an output that is wrong
+        at the end has no op, and an unknown collective has no rank.
     InvalidArgument
         If the collective needs the same number of chunks for each rank, and the number of chunks of
         a channel is not a multiple of `nranks`.
 
     Notes
     -----
-    *Cost*: one pass over the ops of all ranks and a sort, if ``after`` of every op names the ops
-    that it conflicts with. Where an order follows only from a chain of messages, a graph search.
+    *Cost*: one pass over the ops of all ranks and a sort. For each pair of conflicting ops whose
+    order does not follow directly from ``after``, also a graph search.
     """
     conditions = conditions_of(schedule)
     arrays = as_arrays(schedule)
@@ -69,7 +69,7 @@ def check_order(schedule: Schedule) -> None:
     Raises
     ------
     ScheduleError
-        If the data of some chunk is combined in another order; the message names the rank with the
+        If the data of a chunk is combined in another order; the message names the rank that has the
         result.
 
     Notes

@@ -15,7 +15,8 @@ The pieces cover the buffer without overlap. They are computed with integers fro
 only, so ranks with equal counts, weights and item sizes get the same layout without communication.
 
 A buffer may consist of parts (`Parts`), which can differ in size and lie anywhere in memory. The
-division of a part depends only on its own size, so it is equal on the two ranks that know it.
+division of a part depends only on the size of this part, so the sender and the receiver of a part
+divide it in the same way.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class Parts(msgspec.Struct, frozen=True):
     Attributes
     ----------
     inputs, outputs : tuple of Range
-        Elements of each part in the input and in the output; empty for parts that the rank does not
-        have there. A part number stands for a rank, except in an alltoall: there, the input part k
-        of rank r goes to rank ``r + k``, and its output part k comes from rank ``r - k``, both
-        modulo the number of ranks.
+        Elements of each part in the input and in the output; an empty range for a part that the
+        rank does not have there. Part k belongs to rank k, except in an alltoall: the input part k
+        of rank r goes to rank ``r + k``, and the output part k of rank r comes from rank ``r - k``,
+        both modulo the number of ranks.
     """
 
     inputs: tuple[Range, ...]
@@ -136,9 +137,9 @@ def layout(
     Raises
     ------
     InvalidArgument
-        In the cases of `cut`. Also if there is not one weight per channel, if `nparts` does not
-        divide the number of chunks of every channel, if `parts` is given and does not have `nparts`
-        ranges, or if `parts` is not given and `nparts` does not divide `count`.
+        As for `cut`. Also if the number of weights is not the number of channels, if `nparts` does
+        not divide the number of chunks of every channel, if `parts` is given and does not have
+        `nparts` ranges, or if `parts` is not given and `nparts` does not divide `count`.
     """
     if len(weights) != len(nchunks):
         raise InvalidArgument(

@@ -10,7 +10,7 @@ chunks of a rank's OUTPUT are defined. In place, these chunks have the positions
 operations. In an alltoall, a chunk index stands for the distance from source to destination.
 
 The functions that return the conditions of a collective raise `InvalidArgument` if `root` is not a
-rank, or if every rank has its own chunks and `nchunks` is not a multiple of `nranks`.
+rank, or if each chunk belongs to one rank and `nchunks` is not a multiple of `nranks`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Conditions(msgspec.Struct, frozen=True):
         True if all contributions are reduced. The ops that complete a reduction then have
         `is_final`.
     is_ordered : bool
-        True if contributions may only be reduced in rank order: every operand holds consecutive
-        ranks, and the left operand the ranks just below those of the right one.
+        True if contributions may only be reduced in rank order: every operand holds the
+        contributions of consecutive ranks, and the last rank of the left operand is just below the
+        first rank of the right operand.
     """
 
     initial: Callable[[int, int], int]

@@ -60,7 +60,7 @@ def _busiest(schedule: Schedule, ops: npt.NDArray[np.void]) -> Fraction:
 def wire_nbytes(
     schedule: Schedule, count: int, itemsize: int, weights: Sequence[int] | None = None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the bytes that each rank sends and receives.
+    """Return the number of bytes that each rank sends and receives.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def wire_nbytes(
     count, itemsize : int
         Number of elements of the buffer, and bytes of an element.
     weights : sequence of int, optional
-        Share of each channel. Default: those of the schedule.
+        Share of each channel. Default: the weights of the schedule.
 
     Returns
     -------
@@ -80,7 +80,8 @@ def wire_nbytes(
     ------
     InvalidArgument
         If `count` is negative or not a multiple of the schedule's `nparts`, `itemsize` is below 1,
-        there is not one weight per channel, a weight is negative, or all weights are 0.
+        the number of weights is not the number of channels, a weight is negative, or all weights
+        are 0.
     """
     arrays = as_arrays(schedule)
     chunks = layout(count, schedule.nchunks, weights or schedule.weights, itemsize, schedule.nparts)

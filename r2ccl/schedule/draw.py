@@ -71,8 +71,8 @@ class _Place(NamedTuple):
 class _Frame(NamedTuple):
     """Geometry that all panels share.
 
-    `columns` has the x coordinate of the end of each step, from step 0, which holds the names of
-    the ranks. `head` is the y coordinate of the upper edge of the lanes.
+    `columns` has the x coordinate of the right edge of each step. Step 0 is the column with the
+    names of the ranks. `head` is the y coordinate of the upper edge of the lanes.
     """
 
     schedule: Schedule
@@ -181,7 +181,7 @@ def _lanes(moves: Sequence[_Move]) -> dict[tuple[int, int], list[_Place]]:
 
 
 def _frame(schedule: Schedule, shown: Sequence[Sequence[_Move]], nsteps: int) -> _Frame:
-    """Compute the width of every step from the number of marks in it, over all panels."""
+    """Return the geometry of the panels; each step is wide enough for its marks in every panel."""
     room = [0] * (nsteps + 1)
     for moves in shown:
         for (_, step), places in _lanes(moves).items():
@@ -243,10 +243,11 @@ def _ground(frame: _Frame, channel: int) -> Iterator[str]:
 
 
 def _free(begin: Point, end: Point, label: str, taken: Sequence[tuple[Point, float]]) -> Point:
-    """Return a point for an arrow's label where it covers no other label.
+    """Return a point on an arrow at which the arrow's label covers no other label.
 
-    Points near the tail are preferred: there a label cannot be mistaken for that of a crossing
-    arrow. If every point is covered, the point nearest to the tail is returned.
+    The first such point from the tail on is returned, because near the tail the label cannot be
+    mistaken for the label of a crossing arrow. If the label would cover another label everywhere,
+    the first point is returned.
     """
     ways = range(_NUMBER_AT, max(int(shapes.distance(begin, end)) - 24, _NUMBER_AT + 1), 3)
     places = [shapes.along(begin, end, by) for by in ways]
@@ -261,7 +262,7 @@ def _free(begin: Point, end: Point, label: str, taken: Sequence[tuple[Point, flo
 
 
 def _mark(kind: OpKind, at: Point, ink: str, *, is_final: bool) -> str:
-    """Draw the mark of a reduction or copy; a plain receive has none, its arrow is enough."""
+    """Draw the mark of a reduction or copy; a RECV has no mark, because its arrow is enough."""
     if kind == OpKind.COPY:
         return shapes.square(at, ink)
     return "" if kind == OpKind.RECV else shapes.plus(at, ink, is_filled=is_final)
@@ -289,7 +290,7 @@ def _heading(
 
 
 def _loads(schedule: Schedule, arrays: ScheduleArrays, chosen: Bools) -> list[Fraction]:
-    """Return the data that each rank's chosen ops move, as multiples of the buffer."""
+    """Return the amount of data that each rank's chosen ops move, as a multiple of the buffer."""
     loads = [Fraction(0)] * schedule.nranks
     for rank, channel in arrays.ops[["rank", "channel"]][chosen].tolist():
         loads[rank] += _share(schedule, channel)

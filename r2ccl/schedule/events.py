@@ -9,12 +9,12 @@ Op ``i`` has three events, the nodes ``3 i``, ``3 i + 1`` and ``3 i + 2``:
 ====== =======================================================================================
 BEGIN  the ops in its ``after`` are done: a SEND may read, a RECV may announce a landing place
 LAND   receives only: the message is in this rank's memory
-END    the op is done for ops with it in ``after``: delivered, reduced, copied or released
+END    the op is done (delivered, reduced, copied or released): ops that wait for it may begin
 ====== =======================================================================================
 
-The smallest buffers are no eager slot, and room for one unreduced slice per link. A SEND therefore
-ends when its message lands, which is after the receiver announced a landing place; and a message
-lands only after the link's earlier messages have been delivered.
+With the smallest buffers there is no eager slot, and room for one unreduced slice per link. A SEND
+therefore ends when its message lands, and a message lands only after the receiver announced a
+landing place and the link's earlier messages have been delivered.
 
 Slices
 ------
@@ -24,7 +24,7 @@ slice of one op to the first slice of the other (a *whole* edge); and a slice la
 previous slice has left the link's room for unreduced data.
 
 Consider a cycle through the slices. An edge within a chunk index never leads to an earlier slice,
-so the cycle contains a whole edge. Conversely, a path within a chunk index can advance to any later
+so the cycle contains a whole edge. Conversely, a path within a chunk index can lead to any later
 slice. Therefore, with LAND and END of each receive merged into one node, a deadlock for some number
 of slices exists if and only if a strongly connected component contains a whole edge, or the graph
 for one slice has a cycle.
@@ -52,7 +52,7 @@ class Events(NamedTuple):
     source, target : ndarray of int64, shape (nedges,)
         Edges: event ``target[i]`` waits for event ``source[i]``.
     is_whole : ndarray of bool, shape (nedges,)
-        True for edges that wait for all slices of an op.
+        True for edges whose target waits for all slices of the source.
     is_message : ndarray of bool, shape (nedges,)
         True for edges from a SEND to its receive.
     level : ndarray of int64, shape (3 * nops,)
@@ -165,7 +165,7 @@ def check_slices(arrays: ScheduleArrays, events: Events) -> None:
 
 
 def replay_order(arrays: ScheduleArrays, events: Events) -> tuple[Ints, Ints]:
-    """Return all ops, grouped by (channel, chunk), each group in a possible order of execution.
+    """Return all ops, grouped by (channel, chunk), in a possible order of execution in each group.
 
     Every op works on one chunk index, so the groups share no data.
 
@@ -174,7 +174,8 @@ def replay_order(arrays: ScheduleArrays, events: Events) -> tuple[Ints, Ints]:
     order : ndarray of int64, shape (nops,)
         Indices into ``arrays.ops``.
     moment : ndarray of int64, shape (nops,)
-        Topological level at which each op takes effect: BEGIN of a SEND, END of the others.
+        Topological level of the event at which each op takes effect: BEGIN for a SEND, END for all
+        other ops.
     """
     is_send = arrays.ops["kind"] == OpKind.SEND
     level = events.level.reshape(-1, 3)
@@ -183,10 +184,9 @@ def replay_order(arrays: ScheduleArrays, events: Events) -> tuple[Ints, Ints]:
 
 
 def error_at(arrays: ScheduleArrays, op: int, message: str) -> ScheduleError:
-    """Return a `ScheduleError` with `message` and the place of an op.
+    """Return a `ScheduleError` with `message` about the op in row `op` of ``arrays.ops``.
 
-    The place is the rank, the channel, the index in the channel, and the chunk of the op in row
-    `op` of ``arrays.ops``.
+    The error also names the rank, the channel, the index in the channel, and the chunk of the op.
     """
     row = arrays.ops[op]
     kind = int(row["kind"])
@@ -230,7 +230,7 @@ def _edges(arrays: ScheduleArrays, other: Ints) -> tuple[Ints, Ints, Bools, Bool
 
 
 def _links(arrays: ScheduleArrays) -> Ints:
-    """Return a number for each op's directed link: channel, source rank, destination rank."""
+    """Return the number of each op's directed link (channel, source rank, destination rank)."""
     ops = arrays.ops
     # Include the peers: a rank without ops occurs only as a peer.
     nranks = int(max(ops["rank"].max(initial=0), ops["peer"].max(initial=0))) + 1

@@ -61,7 +61,8 @@ def topological_levels(nnodes: int, source: Ints, target: Ints, weight: Ints) ->
 def strong_components(nnodes: int, source: Ints, target: Ints) -> Ints:
     """Return a label for every node; nodes of one strongly connected component have equal labels.
 
-    Uses Tarjan's algorithm without recursion. The label is one of the component's nodes.
+    The label of a component is the number of one of its nodes. Uses Tarjan's algorithm without
+    recursion.
     """
     heads: list[list[int]] = [[] for _ in range(nnodes)]
     for tail, head in zip(source.tolist(), target.tolist(), strict=True):

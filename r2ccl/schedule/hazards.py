@@ -3,11 +3,11 @@
 Two ops conflict if they use the same memory and at least one of them writes. Their order must
 follow from ``after`` and from messages: a receive ends after its SEND begins. The end of a SEND
 does not prove that the peer has received the message, because a small SEND ends when its data is
-copied to an eager slot. These rules hold in every execution, so checking the conflicts in one
-possible order of the ops is sufficient.
+copied to an eager slot. The order that follows from these rules holds in every execution, so the
+conflicts are checked in only one possible order of the ops.
 
 Conflicting ops work on the same chunk index, and each rule holds either slice by slice or for all
-slices together. The result for whole ops is therefore valid for every slice.
+slices together. The result of the check for whole ops is therefore valid for every slice.
 
 INPUT and OUTPUT count as the same memory, as in an in-place call, unless the collective is in
 `r2ccl.schedule.ir.APART`. A schedule without races in place has none out of place.
@@ -32,7 +32,7 @@ def check_hazards(
     """Verify that every read follows the last write, and every write follows all earlier uses.
 
     Also verify every `Op.is_proof`. With `can_be_in_place`, INPUT shares the memory of OUTPUT.
-    `other` is the result of `match`, `events` that of `build_events`.
+    `other` is the result of `match`, and `events` is the result of `build_events`.
 
     Raises
     ------
@@ -82,7 +82,10 @@ class _Waits:
         self._is_receive = is_receive.view(np.uint8).data
 
     def require(self, earlier: int, later: int, verb: str) -> None:
-        """Raise unless `earlier` ends before `later` begins."""
+        """Raise ScheduleError unless `earlier` ends before `later` begins in every execution.
+
+        `verb` describes the use of the memory by `later` in the message.
+        """
         if self._is_ordered(earlier, later):
             return
         row = self._arrays.ops[earlier]
@@ -95,7 +98,7 @@ class _Waits:
         )
 
     def require_proof(self, op: int) -> None:
-        """Raise unless the message that RECV `op` receives proves what `Op.is_proof` states."""
+        """Raise ScheduleError unless `op`, a RECV, satisfies the condition of `Op.is_proof`."""
         for i in range(self._offsets[op], self._offsets[op + 1]):
             send = self._waited[i]
             if self._arrays.ops["kind"][send] != OpKind.SEND:

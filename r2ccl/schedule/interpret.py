@@ -1,7 +1,8 @@
 """Reference interpreter: runs a schedule on NumPy arrays, all ranks in one thread.
 
-It runs the ops as `r2ccl.schedule.ir` defines them, on whole chunks. Tests compare its results with
-those of the executor. It does not use the checker, so tests can verify the checker with it as well.
+The interpreter runs the ops as `r2ccl.schedule.ir` defines them, on whole chunks. Tests compare its
+results with the executor's. The interpreter does not use the checker, so tests can also use it to
+verify the checker.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ def interpret(
     in_place : bool
         If True, INPUT and OUTPUT are the same memory.
     finish : callable, optional
-        ``finish(chunk)``: applied to the result of every op with `is_final`, such as the division
-        of AVG. Default: nothing is applied.
+        ``finish(chunk)`` is applied to the result of every op with `is_final`, for example to
+        divide for AVG. Default: the results stay as they are.
     weights : sequence of int, optional
-        Share of each channel. Default: those of the schedule.
+        Share of each channel. Default: the weights of the schedule.
     parts : sequence of Range, optional
         Range of elements of each part, the same in every array. Default: equal parts.
 
@@ -73,9 +74,9 @@ def interpret(
     Raises
     ------
     InvalidArgument
-        If there is not one flat array per rank, if the arrays differ in length or dtype, if
-        `in_place` is True and the collective cannot be in place, or if `r2ccl.schedule.chunks`
-        cannot divide the arrays with these `weights` and `parts` (see `layout` there).
+        If `inputs` is not one flat array per rank, if the arrays differ in length or dtype, if
+        `in_place` is True and the collective cannot be in place, or if
+        `r2ccl.schedule.chunks.layout` cannot divide the arrays with these `weights` and `parts`.
     ScheduleError
         If the ops deadlock, or wait for messages that no rank sends.
     """
@@ -133,7 +134,10 @@ class _Machine:
             )
 
     def advance(self, task: _Task) -> bool:
-        """Run `task` if its dependencies are done and its message exists; return True if it ran."""
+        """Run `task` if its dependencies are done and the message that it receives was sent.
+
+        A task that receives nothing needs only its dependencies. Return True if the task ran.
+        """
         op, rank, channel = task.op, task.rank, task.channel
         if any((rank, channel, i) not in self._done for i in op.after):
             return False
@@ -166,7 +170,7 @@ def _result(task: _Task, source: Array, target: Array, received: Array, reduce: 
 
 
 def _tasks(schedule: Schedule) -> list[_Task]:
-    """Return all ops sorted by index: one pass then runs most ops of a regular schedule."""
+    """Return all ops, sorted by index so that one pass runs most ops of a regular schedule."""
     tasks = []
     posted: dict[tuple[bool, int, int, int], int] = {}
     for rank in range(schedule.nranks):

@@ -1,7 +1,7 @@
 """Intermediate representation of schedules: ops, rank programs, schedules.
 
-These types describe operations and their dependencies; they do not verify them.
-`r2ccl.schedule.check.check` verifies that a schedule computes its collective.
+These types only describe operations and their dependencies. `r2ccl.schedule.check.check` verifies
+that a schedule computes its collective.
 
 Execution model
 ---------------
@@ -43,8 +43,8 @@ class OpKind(enum.IntEnum):
 
     #: Send ``src`` to ``peer``.
     SEND = 0
-    #: ``dst = received``. The data lands directly in ``dst``, which is named to the peer as the
-    #: landing place when the ops in ``after`` are done.
+    #: ``dst = received``. The data lands directly in ``dst``, which the rank announces to the peer
+    #: as the landing place when the ops in ``after`` are done.
     RECV = 1
     #: ``dst = reduce(src, received)``, or ``dst = reduce(received, src)`` if ``peer < rank``.
     RECV_REDUCE = 2
@@ -77,13 +77,13 @@ class Op(msgspec.Struct, frozen=True, gc=False):
         Chunk that is read. For RECV, ``src`` is -1 and ``src_space`` is ignored.
     dst_space, dst : Space, int
         Chunk that is written, never in INPUT. For SEND, ``dst`` is -1 and ``dst_space`` is ignored.
-        For kinds with both, ``src == dst``, because chunks may differ in size.
+        For kinds that read and write, ``src == dst``, because chunks may differ in size.
     after : tuple of int
         Ops of the same rank and channel that this op waits for: indices below its own, ascending.
     is_final : bool
-        True if the op completes a reduction: its destination then holds every contribution. AVG
-        divides here. Never in a scan or exscan. In the other reductions, the data of each output
-        chunk passes exactly one such op.
+        True if the op completes a reduction: its destination then holds every contribution. For
+        AVG, this op also divides. In a scan or exscan no op is final. In all other reductions, the
+        data of each output chunk passes exactly one final op.
     is_proof : bool
         RECV only. True if the message cannot be sent before the peers of all SENDs in ``after``
         have received the messages of these SENDs. The message then implies their confirmation, so
@@ -167,14 +167,14 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         Relative share of each channel in the buffer, 0 or more and not all 0. Default: equal
         shares.
     root : int
-        Rank that provides (broadcast, scatter) or gets (reduce, gather) the data, in a collective
-        with a root.
+        Rank that provides the data of a broadcast or scatter, or gets the result of a reduce or
+        gather. Other collectives ignore it.
 
     Raises
     ------
     InvalidArgument
-        If a size is below 1, there is no channel, there is not one weight per channel, a weight is
-        negative, all weights are 0, or `root` is not a rank.
+        If a size is below 1, there is no channel, the number of weights is not the number of
+        channels, a weight is negative, all weights are 0, or `root` is not a rank.
     """
 
     name: str
@@ -227,7 +227,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         return self.collective not in APART
 
     def digest(self) -> int:
-        """Return a checksum (CRC-32) of the programs of all ranks, which are generated for it."""
+        """Generate the programs of all ranks and return a checksum (CRC-32) of them."""
         found = 0
         for rank in range(self.nranks):
             found = zlib.crc32(msgspec.msgpack.encode(self.program(rank)), found)

@@ -49,8 +49,8 @@ def replay(
 ) -> None:
     """Verify that the ops lead from the initial to the wanted contributions on every channel.
 
-    `conditions` has one entry per channel. `other` is the result of `match`, `events` that of
-    `build_events`.
+    `conditions` has one entry per channel. `other` is the result of `match`, and `events` is the
+    result of `build_events`.
 
     Raises
     ------
@@ -103,7 +103,11 @@ class _Lane:
                 self._memory[rank, self._input] = HeldChunk(leaf, initial, False)
 
     def run(self, members: Ints, other: Ints) -> None:
-        """Replay the ops, then compare the outputs with the wanted contributions."""
+        """Replay the ops in `members`, then compare the outputs with the wanted contributions.
+
+        `members` are indices into ``arrays.ops``, in order of execution. `other` is the result of
+        `match`.
+        """
         messages: dict[int, HeldChunk] = {}
         rows = self._arrays.ops[members]
         columns = ("rank", "kind", "peer", "src_space", "dst_space", "final")

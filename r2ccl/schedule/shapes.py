@@ -126,7 +126,7 @@ def document(size: Point, title: str, shapes: Sequence[str]) -> str:
 
 
 def along(begin: Point, end: Point, by: float) -> Point:
-    """Return the point `by` pixels from `begin` towards `end`; the two must differ."""
+    """Return the point `by` pixels from `begin` towards `end`; the two points must differ."""
     part = by / distance(begin, end)
     return begin[0] + (end[0] - begin[0]) * part, begin[1] + (end[1] - begin[1]) * part
 

@@ -1,6 +1,6 @@
 """Text views of a schedule: a one-line summary, and a table of ops.
 
-They work for malformed schedules too: invalid values appear as they are.
+A malformed schedule can be shown too: invalid values appear as they are.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def table(schedule: Schedule, ranks: Sequence[int] | None = None, channel: int =
     Returns
     -------
     str
-        A cell shows the destination, the operands in order, the ops waited for (after ``@``), and
-        ``!`` if the op completes a reduction.
+        A cell shows the destination, the operands in order, the indices of the ops that the op
+        waits for (after ``@``), and ``!`` if the op completes a reduction.
 
     Raises
     ------
