@@ -171,7 +171,7 @@ class PrimaryContext:
         return number
 
     def end(self, kind: str, number: int) -> None:
-        """Free the resource of a kind that `keep` registered with the handle `number`.
+        """Free the resource of `kind` that `keep` registered with the handle `number`.
 
         Raises
         ------
@@ -208,7 +208,7 @@ class PrimaryContext:
         """Wait for all registered streams and events, then free all resources and the context.
 
         `timeout_s` is the longest time in seconds to wait for the streams and events. After a
-        timeout, `close` can be called again. After any other end, a further call does nothing.
+        timeout, `close` can be called again; otherwise a further call does nothing.
 
         Raises
         ------

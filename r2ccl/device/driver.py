@@ -256,9 +256,9 @@ class CudaDevice:
         Raises
         ------
         TransportError
-            If memory of this kind has no handle (status ``NO_IPC``); the message names the kind.
-            Also if the driver refuses (with its status), for example because `address` is not in
-            device memory.
+            If the memory at `address` is of a kind that has no handle (status ``NO_IPC``); the
+            message names the kind. Also if the driver refuses (with its status), for example
+            because `address` is not in device memory.
         """
         with self.current():
             self._check_exportable(address)
@@ -318,7 +318,8 @@ class CudaDevice:
     def buffer_id(self, address: int) -> int:
         """Implement `Device.buffer_id`.
 
-        For the address of freed memory, the driver reports an invalid value; the result is then 0.
+        For an address in freed memory, the driver reports CUDA_ERROR_INVALID_VALUE; the result is
+        then 0.
         """
         try:
             return int(self._cuda.pointer_attribute("BUFFER_ID", address))
@@ -532,8 +533,7 @@ class CudaDevice:
     def close(self) -> None:
         """Implement `Device.close`; no other call may be in progress.
 
-        After a timeout, `close` can be called again. After any other end, a further call does
-        nothing.
+        After a timeout, `close` can be called again; otherwise a further call does nothing.
 
         Raises
         ------

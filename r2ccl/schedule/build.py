@@ -23,7 +23,7 @@ class ProgramBuilder:
 
     If no space is given, an op reads a chunk from OUTPUT if an earlier op has written the chunk
     there, otherwise from INPUT. The methods that add an op return its index. The new op waits for
-    the ops that follow from the memory it uses, and also for the ops in ``after``.
+    the ops in ``after``, and for the earlier ops that conflict with it on the memory it uses.
 
     Parameters
     ----------
@@ -103,13 +103,13 @@ class ProgramBuilder:
         return self._add(Op(OpKind.REDUCE, -1, source, chunk, target, chunk, waits, is_final))
 
     def _reading(self, space: Space, chunk: int) -> list[int]:
-        """Record that the next op reads a chunk; return the indices it must wait for."""
+        """Record that the next op reads a chunk; return the ops that it must wait for."""
         place = space or self._input, chunk
         self._readers.setdefault(place, []).append(len(self._ops))
         return [self._written[place]] if place in self._written else []
 
     def _writing(self, space: Space, chunk: int) -> list[int]:
-        """Record that the next op writes a chunk; return the indices it must wait for."""
+        """Record that the next op writes a chunk; return the ops that it must wait for."""
         place = space or self._input, chunk
         number = len(self._ops)
         readers = [index for index in self._readers.pop(place, ()) if index != number]

@@ -72,7 +72,8 @@ def cut(count: int, weights: Sequence[int], itemsize: int = 1) -> tuple[int, ...
     count : int
         Number of elements, 0 or more.
     weights : sequence of int
-        One weight per piece, 0 or more, not all 0. Integers, so that all ranks round alike.
+        One weight per piece, 0 or more, not all 0. Weights are integers so that all ranks round
+        alike.
     itemsize : int
         Bytes of an element. Inner boundaries of large buffers are multiples of 64 bytes.
 

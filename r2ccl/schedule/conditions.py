@@ -6,8 +6,9 @@ An algorithm is correct if and only if its ops lead from ``initial`` to ``wanted
 A contribution is the input data of one rank for one chunk. A set of contributions is an int used as
 a bit set: bit ``r`` stands for rank ``r``. All spaces have the same chunks. In an allgather or a
 gather, only some chunks of a rank's INPUT hold data. In a reduce_scatter or a scatter, only some
-chunks of a rank's OUTPUT are defined. In place, these chunks have the positions of NCCL's in-place
-operations. In an alltoall, a chunk index stands for the distance from source to destination.
+chunks of a rank's OUTPUT are defined. In an in-place call, these chunks are at the positions that
+NCCL's in-place operations require. In an alltoall, a chunk index stands for the distance from
+source to destination.
 
 The functions that return the conditions of a collective raise `InvalidArgument` if `root` is not a
 rank, or if each chunk belongs to one rank and `nchunks` is not a multiple of `nranks`.

@@ -62,7 +62,7 @@ class _Move(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Mark on a lane: the completion of move number `move`, or its landing if not `is_done`."""
+    """Mark on a lane for move number `move`: its completion if `is_done`, otherwise its landing."""
 
     move: int
     is_done: bool

@@ -12,9 +12,9 @@ LAND   receives only: the message is in this rank's memory
 END    the op is done (delivered, reduced, copied or released): ops that wait for it may begin
 ====== =======================================================================================
 
-With the smallest buffers there is no eager slot, and room for one unreduced slice per link. A SEND
-therefore ends when its message lands, and a message lands only after the receiver announced a
-landing place and the link's earlier messages have been delivered.
+With the smallest buffers there is no eager slot, and a link has room for one unreduced slice only.
+A SEND therefore ends when its message lands, and a message lands only after the receiver announced
+a landing place and the link's earlier messages have been delivered.
 
 Slices
 ------

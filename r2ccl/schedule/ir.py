@@ -86,9 +86,9 @@ class Op(msgspec.Struct, frozen=True, gc=False):
         data of each output chunk passes exactly one final op.
     is_proof : bool
         RECV only. True if the message cannot be sent before the peers of all SENDs in ``after``
-        have received the messages of these SENDs. The message then implies their confirmation, so
-        the landing place may be announced as soon as the transport no longer reads the memory of
-        the SENDs. The checker verifies this.
+        have received the messages of these SENDs. The arrival of the message then confirms these
+        SENDs, so the landing place may be announced as soon as the transport no longer reads their
+        memory. The checker verifies this.
     """
 
     kind: OpKind

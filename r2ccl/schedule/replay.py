@@ -3,9 +3,10 @@
 The replay runs the ops in one possible order. `r2ccl.schedule.hazards` has verified before that all
 possible orders give the same result.
 
-A location holds an *expression*: a contribution, or the reduction of two expressions in that
-operand order. Equal expressions have equal numbers. Outputs with equal numbers are therefore
-bit-identical for every reduction function, which is stronger than equal sets of contributions.
+A location holds an *expression*: a contribution, or the reduction of a left and a right operand,
+which are expressions themselves. Equal expressions have equal numbers. Outputs with equal numbers
+are therefore bit-identical for every reduction function, which is stronger than equal sets of
+contributions.
 """
 
 from __future__ import annotations
