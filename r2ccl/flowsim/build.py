@@ -157,7 +157,10 @@ def _with_nobody(count: int, dtype: np.dtype[np.void], *fields: str) -> Records:
 
 
 def with_room(state: FlowState) -> FlowState:
-    """Return `state` with twice the capacity of ``landings``; the result shares other arrays."""
+    """Return `state` with twice the capacity of ``landings``.
+
+    The result shares the arrays other than ``landings`` and ``landing_first`` with `state`.
+    """
     room = state.landings.shape[1]
     grown = np.empty((2, 2 * room), LANDING_DTYPE)
     for way, first in enumerate(state.landing_first):

@@ -58,9 +58,10 @@ def simulate_choice(
 
 
 def rails_of(choice: Choice, rows: Sequence[Sequence[int]]) -> Rails:
-    """Return the rails that the links of a choice use, routed as the engine routes them.
+    """Return the rails that the links of a choice use, chosen as the engine chooses them.
 
-    `rows` has the share of each rail of every rank. Links whose home rail is down take a detour.
+    `rows` has, for every rank, the share of its bandwidth that each rail still has. A link whose
+    home rail is down uses another rail.
     """
     placement, nrails = choice.placement, len(rows[0])
     home = {(c, low, high): number % nrails for c, low, high, number in placement.edges}
@@ -96,7 +97,7 @@ def rails_of(choice: Choice, rows: Sequence[Sequence[int]]) -> Rails:
 
 
 #: Largest number of nodes for which max-min sharing is simulated. Fair queues are much faster, and
-#: their times differ by 3 %.
+#: their times differ by up to 3 %.
 _EXACT_NODES = 16
 
 __all__ = ["rails_of", "simulate_choice"]

@@ -1,7 +1,7 @@
 """Simulated network: nodes, their ports, and the changes of port bandwidth over time.
 
-`Network` checks its arguments when it is constructed: every port has a bandwidth in each direction,
-and every rank has an existing node. It sorts the changes by time.
+The constructor of `Network` checks its arguments: every port has a bandwidth in each direction, and
+every rank has an existing node. It sorts the changes by time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         the moment at which the slice has landed.
     inside_bandwidth : float
         Total bandwidth in bytes/s, in each direction, between a rank and the other ranks of its
-        node. Infinite: transfers within a node take no time besides `inside_alpha_s`.
+        node. If it is infinite, a transfer within a node takes only `inside_alpha_s`.
     inside_alpha_s : float
         As `alpha_s`, within a node.
     reduction_rate : float
@@ -103,7 +103,8 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     ) -> Network:
         """Return `nnodes` nodes, each with `nrails` ports of `bandwidth` bytes/s per direction.
 
-        The ranks are numbered node by node. All other arguments are those of `Network`.
+        The ranks are numbered node by node. `ranks_per_node` is the number of ranks on each node;
+        all other arguments have their meaning in `Network`.
 
         Raises
         ------
@@ -166,8 +167,8 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     def degraded(self, node: int, fraction: float) -> Network:
         """Return a copy of the network in which `node` has `fraction` of its initial bandwidth.
 
-        The bandwidth of each of its rails is multiplied by `fraction`. `Network.changes` stay as
-        they are.
+        The initial bandwidth of each rail of the node is multiplied by `fraction`.
+        `Network.changes` stay as they are.
 
         Raises
         ------

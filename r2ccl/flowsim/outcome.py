@@ -70,7 +70,7 @@ class Outcome(NamedTuple):
     egress, ingress : Use
         Use of the ports of all nodes, per direction.
     nslices : int
-        Number of slices sent, including those within a node.
+        Number of slices sent, including slices within a node.
     nbatches : int
         Number of batches of simultaneous events that the simulation processed.
     """

@@ -132,10 +132,10 @@ def _links(ops: npt.NDArray[np.void], other: Ints, lane: Ints, nranks: int) -> t
 
 
 class _Leaders:
-    """Generator of the ops of each shape's first channel, its leader; other channels get no ops.
+    """Generator of ops for the leaders only; the leader of a shape is its first channel.
 
-    ``channels`` has the assumed leader of every channel. ``seen`` has the leader that every channel
-    needs in view of the ranks generated so far: channels that differ on one of these ranks have
+    ``channels`` has the assumed leader of every channel. ``seen`` has the leader of every channel
+    according to the ranks generated so far: channels that differ on one of these ranks have
     different leaders.
     """
 
@@ -165,7 +165,8 @@ def _distinct(schedule: Schedule) -> tuple[ScheduleArrays, Ints]:
 def _refined(leaders: Sequence[int], channels: Sequence[object]) -> list[int]:
     """Return the leader of each channel after splitting shapes whose channels differ on one rank.
 
-    `leaders` are the leaders before, and `channels` the tuples of ops of all channels on the rank.
+    `leaders` are the leaders before the split. `channels` are the tuples of ops of all channels on
+    the rank.
     """
     first: dict[tuple[int, int], int] = {}
     pairs = zip(leaders, channels, strict=False)  # `as_arrays` rejects a wrong number

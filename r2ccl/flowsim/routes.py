@@ -1,4 +1,4 @@
-"""Egress and ingress port of every link, given which ports are alive.
+"""Egress and ingress port of every link, given the bandwidths of the ports.
 
 A link is never assigned to a port without bandwidth.
 
@@ -70,9 +70,10 @@ class PortRoutes(NamedTuple):
     def ports(self, table: Floats) -> Ints:
         """Return the egress and ingress port of every link.
 
-        A link whose home rail is dead at either end uses a rail that is alive at both ends; all
-        such links from one rank to another are spread over these rails round-robin. With node
-        ports, home rails are ignored, and each end needs only some rail that is alive.
+        A link whose home rail is dead at either end uses a rail that is alive at both ends. If
+        there are several such rails, the links from one rank to another are spread over them
+        round-robin. With node ports, home rails are ignored, and each end needs only one rail that
+        is alive.
 
         Parameters
         ----------
@@ -83,7 +84,7 @@ class PortRoutes(NamedTuple):
         -------
         ndarray of int64, shape (2, nlinks)
             Numbers of the egress port (row 0) and of the ingress port (row 1) of each link;
-            `NOWHERE` if there is no such rail, `FREE` if its transfers take no time.
+            `NOWHERE` if no rail is alive, `FREE` if transfers of the link take no time.
         """
         nodes = np.array(self.network.nodes)
         source, target = nodes[self.src], nodes[self.dst]
@@ -102,7 +103,7 @@ class PortRoutes(NamedTuple):
         return np.stack([egress, ingress])
 
     def _alive(self, table: Floats, source: Ints, target: Ints) -> tuple[Ints, Ints]:
-        """Return the rail of every link at its source and at its destination; -1: none is alive.
+        """Return the rail of every link at its source and at its destination; -1 if none is alive.
 
         If all rails of a node are modelled as one port, the rail is 0.
         """
@@ -132,7 +133,7 @@ def _turns(pairs: Ints) -> Ints:
 def _pick(allowed: Bools, turns: Ints) -> Ints:
     """Return one allowed column for each row of `allowed`; -1 if no column is allowed.
 
-    Of the n allowed columns of row i, it is number ``turns[i] % n``, counted from 0.
+    If row i has n allowed columns, the result is number ``turns[i] % n`` of them, from 0.
     """
     number = allowed.cumsum(1)
     count = number[:, -1]
@@ -146,7 +147,7 @@ def home_rails(
 ) -> tuple[Ints, Ints]:
     """Return the egress and ingress home rail of every link.
 
-    Without `rails`, both are rail ``channel % nrails``.
+    If `rails` is None, both are rail ``channel % nrails``.
 
     Raises
     ------

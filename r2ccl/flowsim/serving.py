@@ -1,11 +1,11 @@
 """Latency model of transformer inference with tensor parallelism over several nodes.
 
 Every layer has two allreduces of the activations of all tokens in the batch, one after attention
-and one after the feed-forward part. They do not overlap with compute. In the *prefill* the batch is
-all tokens of the prompts, and the compute time follows from the number of operations. In a *decode*
-step the batch is one token per sequence. The compute time is then the larger of two times: that of
-the operations, and that of reading all weights and the keys and values of all earlier tokens from
-memory.
+and one after the feed-forward part. They do not overlap with compute. In the *prefill* the batch
+consists of all tokens of the prompts, and the compute time follows from the number of operations.
+In a *decode* step the batch consists of one token per sequence. Its compute time is the larger of
+two times: the time of the operations, and the time to read all weights and the keys and values of
+all earlier tokens from memory.
 
 The caller passes a function that returns the time of an allreduce. Request queues, continuous
 batching and pipeline parallelism are not modelled.
@@ -68,7 +68,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
-    """Processors over which every layer is split.
+    """Processors of a server; every layer of the model is split over all of them.
 
     Parameters
     ----------
@@ -127,9 +127,9 @@ def prefill(
 
     `allreduce_s` is called once, with the bytes of one allreduce; see `AllreduceTime`.
 
-    Dense layers take two operations per parameter and token. Attention takes four operations per
-    layer, activation element, and pair of a token and an earlier one: two for the score and two for
-    the weighted sum.
+    Dense layers take two operations per parameter and token. For each pair of a token and an
+    earlier token, attention takes four operations per layer and activation element: two for the
+    score and two for the weighted sum.
     """
     ntokens = nprompts * length
     dense = 2 * model.nparameters * ntokens
@@ -144,8 +144,8 @@ def decode(
 ) -> ServingPhase:
     """Return the time of one decode step: one new token for each of `nsequences` sequences.
 
-    Each sequence has `context` earlier tokens, whose keys and values are read from memory. The
-    operations are two per parameter and sequence; those of attention are neglected.
+    Each sequence has `context` earlier tokens, whose keys and values are read from memory. A step
+    takes two operations per parameter and sequence; the operations of attention are neglected.
     `allreduce_s` is as for `prefill`.
     """
     weights = model.nparameters * model.itemsize / server.nprocessors

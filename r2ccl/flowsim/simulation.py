@@ -69,7 +69,7 @@ def simulate(
     counts : sequence of int, optional
         Elements of each part of the buffer. Default: equal parts, as many as the schedule has.
     weights : sequence of int, optional
-        Share of each channel in the buffer. Default: those of the schedule.
+        Share of each channel in the buffer. Default: the weights of the schedule.
     rails : callable, optional
         Function that returns the home rails of links: see `r2ccl.flowsim.routes.Rails`. Default:
         channel c uses rail c modulo the number of rails. A link whose home rail is dead uses
@@ -79,12 +79,13 @@ def simulate(
         models schedules whose links spread their channels over the rails in proportion to the
         bandwidths of the rails. `rails` then has no effect.
     sharing : {"max_min", "fair_queue"}
-        Model of port sharing. Max-min is exact except for `tolerance`. Fair queues came within 3 %
-        of max-min on rings and trees with 16 slices per chunk and are less accurate with one or
-        two. They are faster where thousands of links share ports and slices end at different times.
+        Model of port sharing. Max-min is exact except for `tolerance`. The times of fair queues
+        differ by up to 3 % from max-min on rings and trees with 16 slices per chunk, and by more
+        with one or two slices. Fair queues are faster if thousands of links share ports and slices
+        end at different times.
     tolerance : float
-        Max-min only: share of its bytes that a slice may still lack when it ends together with
-        another slice. The missing bytes are sent with the link's next slice. 0: exact.
+        Max-min only: a slice ends together with another slice if at most this share of its bytes is
+        left. The bytes left are sent with the link's next slice. 0: exact.
 
     Returns
     -------
@@ -101,10 +102,10 @@ def simulate(
 
     Notes
     -----
-    A slice is sent when the link has sent all its earlier slices, the dependencies of its send are
+    A slice is sent when the link has sent all its earlier slices, the dependencies of its SEND are
     done, and, if the peer's op is a RECV, the dependencies of that RECV are done. A link sends one
-    slice at a time. The slice lands `Network.alpha_s` after its last byte is sent, or within a node
-    `Network.inside_alpha_s`; then the sender's memory is released. The number of landing places and
+    slice at a time. A slice lands `Network.alpha_s` (within a node, `Network.inside_alpha_s`) after
+    its last byte is sent; then the sender's memory is released. The number of landing places and
     the latency of a clear-to-send are not modelled.
 
     *Cost*: memory is 8 bytes per op and channel, plus 0.1 kB per op of a shape while the schedule
@@ -112,9 +113,9 @@ def simulate(
     a pause, as in a ring of equal nodes. Any other slice takes about 1 µs with fair queues; max-min
     recomputes the rates of all affected links once per batch. Examples for an allreduce over 1,024
     nodes with 8 rails: a ring with 8 channels and 4 slices per chunk, 67 million slices in all,
-    takes 19 s (15 s of which generate the ops) and 0.8 GB; 28 packed trees with 16 slices take 5 s
-    with fair queues, and 28 s with max-min at a tolerance of 0.01. The first call on a machine
-    compiles for up to 30 s.
+    takes 19 s (15 s of which generate the ops) and 0.8 GB; 28 packed trees with 16 slices per chunk
+    take 5 s with fair queues, and 28 s with max-min at a tolerance of 0.01. The first call on a
+    machine compiles for up to 30 s.
 
     Examples
     --------
@@ -213,7 +214,7 @@ def _wrong(name: str, value: object, allowed: str) -> InvalidArgument:
 def _waits_for_ever(
     program: Program, channels: Channels, chunks: Records, routes: PortRoutes, state: FlowState
 ) -> InvalidArgument | ScheduleError:
-    """Return the error for a simulation in which nothing more can happen."""
+    """Return the error for a simulation whose remaining ops can never run."""
     parked = np.flatnonzero(state.links["state"] == PARKED)
     if parked.size:
         src, dst = int(routes.src[parked[0]]), int(routes.dst[parked[0]])

@@ -1,4 +1,4 @@
-"""Division of a buffer into chunks and slices, identical to that of the executor.
+"""Division of a buffer into the same chunks and slices as in the executor.
 
 Every chunk has at least one slice; an empty chunk has one empty slice, which is sent too.
 """
@@ -46,7 +46,7 @@ def cut_chunks(program: Program, sizes: Sizes, weights: Sequence[int]) -> Record
     Parameters
     ----------
     program : Program
-        Gives the number of parts, and of the chunks of each channel.
+        Provides the number of parts and the number of chunks of each channel.
     sizes : Sizes
     weights : sequence of int
         Share of each channel in the buffer.
@@ -59,9 +59,9 @@ def cut_chunks(program: Program, sizes: Sizes, weights: Sequence[int]) -> Record
     Raises
     ------
     InvalidArgument
-        If the weights are not one integer per channel, 0 or more and not all 0, if the number of
-        parts does not divide the number of chunks or of elements, or if a chunk has more than
-        2**31 - 1 slices.
+        If the number of weights is not the number of channels, a weight is negative or all are 0,
+        if the number of parts does not divide the number of chunks of a channel or the number of
+        elements, or if a chunk has more than 2**31 - 1 slices.
     """
     pieces = layout(
         sizes.nelements,

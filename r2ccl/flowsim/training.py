@@ -1,10 +1,10 @@
 """Time of a data-parallel training step: compute plus the exposed part of the allreduces.
 
 A step computes a forward and a backward pass for each micro-batch. During the last backward pass
-the gradients become final at a constant rate. They are divided into buckets; the allreduce of a
-bucket can start when the whole bucket is final. Allreduces run one at a time, in the order of the
-buckets. The time from the end of the backward pass to the end of the last allreduce is exposed: it
-adds to the step.
+the gradients become final at a constant rate. The gradients are divided into buckets; the allreduce
+of a bucket can start when the whole bucket is final. Allreduces run one at a time, in the order of
+the buckets. The time from the end of the last backward pass to the end of the last allreduce is
+exposed: it makes the step longer.
 
 The caller passes a function that returns the time of an allreduce. Parallelism inside a node, such
 as tensor parallelism, is part of the compute time. Pipeline parallelism over nodes is not modelled,
@@ -36,7 +36,7 @@ class TrainingJob(msgspec.Struct, frozen=True, kw_only=True):
     compute_s : float
         Seconds of the forward and backward passes of all micro-batches.
     gradient_nbytes : int
-        Bytes of gradients on each rank of the allreduce.
+        Bytes of gradients that each rank contributes to the allreduces of one step.
     bucket_nbytes : int
         Bytes of a bucket; the last bucket may be smaller. 0: one bucket, so nothing overlaps.
     nmicrobatches : int
@@ -63,7 +63,7 @@ class TrainingJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Bytes of each bucket, in the order in which they become final."""
+        """Bytes of each bucket, in the order in which the buckets become final."""
         size = self.bucket_nbytes or self.gradient_nbytes
         starts = range(0, self.gradient_nbytes, max(1, size))
         return tuple(min(size, self.gradient_nbytes - start) for start in starts)

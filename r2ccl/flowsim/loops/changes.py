@@ -4,8 +4,8 @@ After a change no link uses a port without bandwidth, and all rates and end time
 new bandwidths.
 
 A slice in flight on a port that fails is sent again from its start over other ports, as in a replay
-after a migration. If a link returns to its home port because that port has recovered, its slice in
-flight continues there with the remaining bytes.
+after a migration. If a link returns to its home port because that port has recovered, the link's
+slice in flight continues there with the remaining bytes.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def _take_off(s: FlowState, link: int, bandwidths: Rates, is_fair: bool) -> None
 def _move(s: FlowState, bandwidths: Rates, ports: Ports, is_fair: bool) -> int:
     """Set the new ports of all links.
 
-    Of the links whose ports changed, list the busy ones in ``rested``, and the parked ones in
-    ``starting``. Return the number of links in ``rested``.
+    If a link's ports change, list the link in ``rested`` if it is busy, and in ``starting`` if it
+    is parked. Return the number of links in ``rested``.
     """
     count = 0
     for link in range(s.links.size):

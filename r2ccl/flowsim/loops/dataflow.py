@@ -2,15 +2,15 @@
 
 `r2ccl.flowsim.loops.state` defines the terms. The interface to the models of port sharing is
 narrow: in ``starting``, this module lists the links whose next slice may be sent, and the model
-calls `sent` when a slice is sent completely. A waiter is in at most one queue: that of the first
-unfinished op it depends on, or that of its lane. A waiter is woken when enough slices of that op
-are done, or when the lane is free to reduce.
+calls `sent` when a slice is sent completely. A waiter is in at most one queue: the queue of the
+first unfinished op that it depends on, or the queue of its lane. It is woken when enough slices of
+that op are done, or when the lane is free to reduce.
 
 The rules are those of `r2ccl.schedule.ir`: if an op and its dependency work on the same chunk
 index, slice k of the op waits for slice k of the dependency; otherwise every slice waits for the
 whole dependency. A slice for a RECV can be sent only when the dependencies of the RECV are done. A
 slice for a RECV_REDUCE can land at once, in separate memory, and is reduced when the dependencies
-of the RECV_REDUCE are done. A slice that has landed completes the same slice of its send.
+of the RECV_REDUCE are done. When a slice has landed, the same slice of its SEND is done.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from r2ccl.flowsim.loops.state import (
 
 @inlined
 def slice_nbytes(s: FlowState, chunk: int, number: int) -> int:
-    """Return the bytes of slice `number` of a chunk."""
+    """Return the number of bytes of slice `number` of a chunk."""
     me = s.chunks[chunk]
     if number < me.nslices - 1:
         size: int = me.slice_nbytes
@@ -46,9 +46,9 @@ def slice_nbytes(s: FlowState, chunk: int, number: int) -> int:
 
 @inlined
 def _is_ready(s: FlowState, row: int, me: Any, number: int, waiter: int) -> bool:
-    """Return True if the dependencies of an op's slice `number` are done; else queue `waiter`.
+    """Return True if the dependencies of slice `number` of op `row` are done; else queue `waiter`.
 
-    `me` is a record of the op's channel: a link or a local op.
+    `me` is the record of the link or local op that waits; it identifies the channel.
     """
     chunk = s.rows[row].chunk
     for i in range(s.rows[row].after, s.rows[row + 1].after):
@@ -128,7 +128,7 @@ def _act(s: FlowState, row: int, me: Any, number: int, waiter: int) -> bool:
 
 @inlined
 def _deliver(s: FlowState, link: int) -> None:
-    """Deliver landed slices to their receiving ops, in the link's order, until one must wait."""
+    """Deliver landed slices to their ops, in the link's order, until a slice must wait."""
     me = s.links[link]
     waiter = s.links.size + link
     me.is_held = True
@@ -149,7 +149,7 @@ def _deliver(s: FlowState, link: int) -> None:
 
 @inlined
 def _land(s: FlowState, link: int) -> None:
-    """Record that the link's next slice has landed: finish it for its send, and deliver it."""
+    """Process the landing of the link's next slice: finish it for its SEND, and deliver it."""
     me = s.links[link]
     row = s.messages[me.landing].send
     me.landing_slice += 1
@@ -191,7 +191,7 @@ def sent(s: FlowState, link: int) -> None:
 
 @inlined
 def _work(s: FlowState, number: int) -> None:
-    """Run slices of a local op until one must wait."""
+    """Run slices of a local op until a slice must wait."""
     me = s.locals[number]
     waiter = 2 * s.links.size + number
     while me.slice < me.nslices:
@@ -204,7 +204,7 @@ def _work(s: FlowState, number: int) -> None:
 
 @inlined
 def _resume(s: FlowState, waiter: int) -> None:
-    """Check the dependencies of a woken waiter again, and continue it."""
+    """Check the dependencies of a woken waiter again, and continue its work if they are done."""
     nlinks = s.links.size
     if waiter < nlinks:
         _advance(s, waiter)
@@ -224,7 +224,7 @@ def wake(s: FlowState) -> None:
 
 @called
 def begin(s: FlowState) -> None:
-    """Start the links and local ops that depend on nothing, and queue the others as waiters.
+    """Start the links and local ops that depend on nothing, and queue all others as waiters.
 
     Only the first call does anything.
     """
@@ -248,7 +248,7 @@ def has_room(s: FlowState) -> bool:
 def next_time(s: FlowState, transmission: float) -> float:
     """Return the time of the next event, in seconds.
 
-    `transmission` is the time at which the next slice leaves the wire, or infinity.
+    `transmission` is the time at which a port or link next finishes a slice, or infinity.
     """
     if s.counts[INSTANT] > 0:
         now: float = s.clock[0]
@@ -264,7 +264,7 @@ def next_time(s: FlowState, transmission: float) -> float:
 
 @called
 def land_and_reduce(s: FlowState) -> None:
-    """Process the landings and reductions that are due, and slices that take no time to send."""
+    """Process due landings, due reductions, and the slices that take no time to send."""
     now = s.clock[0]
     for way in range(2):
         while s.landing_count[way] > 0 and s.landings[way, s.landing_first[way]].time <= now:
@@ -294,7 +294,7 @@ def goes_on_a_wire(s: FlowState, link: int) -> bool:
     """Set the size of a link's next slice; return True if the slice must be sent over ports.
 
     If the slice is empty, or transfers of the link take no time (`FREE`), list the link in
-    ``instant``. Otherwise park a link without a port.
+    ``instant``. Otherwise, if the link has no port, park it.
     """
     me = s.links[link]
     chunk = me.chunk_base + s.rows[s.messages[me.message].send].chunk

@@ -3,11 +3,11 @@
 A slice is queued at its egress port and at its ingress port at the same time, and is sent
 completely when both have served it. A port that is not the bottleneck of a slice serves it early
 and then has more bandwidth for its other slices. Over several slices a link therefore gets about
-its max-min fair share, at the cost of a few heap operations per event, without a computation over
-other links. The time of a single slice may be inaccurate. Measured against
-`r2ccl.flowsim.loops.max_min`, rings take the same time; double binary trees and packed trees over 8
-nodes take from 2.1 % less to 0.7 % more; 28 packed trees with 16 slices over 1,024 nodes take 2.8 %
-less.
+its max-min fair share. An event costs a few heap operations, and no computation over other links.
+The time of a single slice may be inaccurate. Compared with `r2ccl.flowsim.loops.max_min`, the
+simulated times of rings are equal; those of double binary trees and packed trees over 8 nodes are
+from 2.1 % shorter to 0.7 % longer; that of 28 packed trees with 16 slices per chunk over 1,024
+nodes is 2.8 % shorter.
 
 Between two events, `FlowState.heap` holds for each busy port the time at which it finishes its next
 slice.
@@ -55,7 +55,7 @@ def settle(s: FlowState, port: int) -> None:
 
 @inlined
 def requeue(s: FlowState, port: int) -> None:
-    """Set the port's heap entry to the end of its next slice; an idle port gets no entry."""
+    """Set the port's heap entry to the time of its next finished slice; an idle port has none."""
     here = s.ports[port]
     if here.count == 0:
         clear_time(s, port)
@@ -88,7 +88,7 @@ def place(s: FlowState, link: int) -> None:
 
 @inlined
 def _part_left(s: FlowState, seat: int, port: int) -> float:
-    """Remove `seat` from the port's queue; return the bytes of its slice not yet served there."""
+    """Remove `seat` from the port's queue; return the bytes that the port has not served yet."""
     if s.seats[seat].next == AWAY:
         return 0.0
     settle(s, port)
@@ -120,7 +120,7 @@ def _start(s: FlowState) -> None:
 
 @inlined
 def _serve(s: FlowState, port: int) -> None:
-    """Remove the slices that the port has served; finish those served by both of their ports."""
+    """Remove the slices that the port has served; finish those that both ports have served."""
     settle(s, port)
     here = s.ports[port]
     here.virtual = s.seats[here.head].mark  # removes the rounding error of `settle`

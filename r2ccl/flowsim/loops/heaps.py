@@ -1,4 +1,4 @@
-"""Binary min-heaps in flat arrays: an array of keys and one of item numbers.
+"""Binary min-heaps in flat arrays: an array of keys and an array of item numbers.
 
 The order in which equal keys leave a heap depends only on the earlier calls, so simulations are
 deterministic.
@@ -29,7 +29,7 @@ def push(keys: Keys, numbers: Numbers, count: int, key: float, number: int) -> N
 
 @inlined
 def replace_first(keys: Keys, numbers: Numbers, count: int, key: float, number: int) -> None:
-    """Replace the entry with the smallest key in a heap of `count` entries."""
+    """Replace the entry with the smallest key by (`key`, `number`) in a heap of `count` entries."""
     at = 0
     while 2 * at + 1 < count:
         child = 2 * at + 1

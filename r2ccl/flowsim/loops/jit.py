@@ -2,7 +2,7 @@
 
 Importing this module imports Numba, which takes about 0.5 s.
 
-Numba's disk cache checks only one file for changes: that of the function called from Python.
+Numba's disk cache checks only one file for changes: the file of the function called from Python.
 `STAMP` makes the cache depend on all sources of this package.
 
 By default Numba updates the reference count of every array of a `FlowState` at every call, which
@@ -37,7 +37,7 @@ STAMP = zlib.crc32(b"".join(p.read_bytes() for p in sorted(Path(__file__).parent
 
 
 def inlined(function: _F) -> _F:
-    """Compile `function` inline into the loops that call it; it stays a Python function.
+    """Compile `function` inline into the loops that call it, and return the Python function.
 
     A call that is not inlined copies about a hundred machine words: the addresses and shapes of the
     arrays of a `FlowState`.
@@ -47,7 +47,7 @@ def inlined(function: _F) -> _F:
 
 
 def called(function: _F) -> _F:
-    """Compile `function` for calls from loops, not inline.
+    """Compile `function` for calls from loops, not inline, and return the Python function.
 
     Use this decorator for long functions that handle many slices per call.
     """

@@ -5,8 +5,8 @@ is full, the loop returns and the caller enlarges it.
 
 Terms:
 
-- *row*: an op of the program. All channels of one shape run the same rows; the op of one channel
-  has the number ``op_base + row``, with the ``op_base`` of that channel.
+- *row*: an op of the program. All channels of one shape run the same rows. The op of row ``row`` on
+  one channel has the number ``op_base + row``, with the ``op_base`` of that channel.
 - *link*: a directed link of one channel between two ranks. It sends one slice at a time.
 - *seat*: the entry of a link in the list of a port. Link ``i`` has seat ``2 i`` at its egress port
   and seat ``2 i + 1`` at its ingress port.
