@@ -1,11 +1,11 @@
 """Assignment of NICs to GPUs, and of backups for NICs that are lost or slow.
 
-A flow is the traffic of one channel of one GPU. Flows are placed one at a time: next is always the
-waiting flow that can get the most bandwidth. `Affinity.assign` places channel 0 of every GPU, then
-channel 1 of every GPU, and so on. Flows that share a port or a link get equal parts of its
-bandwidth. A flow gets the NIC that gives it the most bandwidth; among equals, the nearest NIC, then
-the one with the fewest flows, then the first in the order of names. Flows therefore share a NIC
-only if no free NIC gives more bandwidth.
+A flow is the traffic of one channel of one GPU. Flows are placed one at a time; the next is always
+the flow that can get the most bandwidth. `Affinity.assign` first places channel 0 of every GPU,
+then channel 1 of every GPU, and so on. Flows that share a port or a link get equal parts of its
+bandwidth. A flow gets the NIC that gives it the most bandwidth. Among equal NICs it gets the
+nearest, then the one with the fewest flows, then the first in the order of names. Flows therefore
+share a NIC only if no free NIC gives more bandwidth.
 
 A flow may pass through the memory of another GPU (NCCL's PXN): over NVLink to a GPU near the NIC,
 and from there over PCI switches, or over NVLink-C2C and PCI. A flow takes this route if it has more
@@ -35,7 +35,7 @@ class Affinity:
     machine : Machine
         The machine, equal in all processes of the host; see `r2ccl.topology.machine.merge`.
     gpus : collection of str, optional
-        Bus ids of the GPUs in use; default: all. Only these relay the traffic of other GPUs.
+        Bus ids of the GPUs in use; default: all. Only these GPUs relay the traffic of other GPUs.
     ports : collection of str, optional
         Labels (`NicPort.label`) of the ports in use; default: all.
 
@@ -80,9 +80,9 @@ class Affinity:
     def preferences(self) -> dict[str, tuple[NicRoute, ...]]:
         """Return each GPU's routes: to its home port first, then to the backup ports, best first.
 
-        The home port of a GPU is the one that `assign` gives it. The bandwidth of a backup assumes
-        that all other GPUs use their home ports. The order of equally good backups differs between
-        GPUs, so GPUs that lose the same NIC spread over different backups.
+        The home port of a GPU is the port that `assign` chooses for its channel 0. The bandwidth of
+        a backup assumes that all other GPUs use their home ports. The order of equally good backups
+        differs between GPUs, so GPUs that lose the same NIC spread over different backups.
 
         Returns
         -------
@@ -150,16 +150,17 @@ def host_routes(
     ----------
     machine : Machine
     cpus : collection of int
-        CPUs the process may run on, as from ``os.sched_getaffinity``. Its memory is assumed to be
-        on the NUMA node with most of these CPUs. Among equally fast NICs, the NIC with the least
-        sum of NUMA distances to these CPUs comes first. CPUs outside all NUMA nodes are ignored.
+        CPUs on which the process may run, as from ``os.sched_getaffinity``. The memory of the
+        process is assumed to be on the NUMA node with most of these CPUs. Among equally fast NICs,
+        the NIC with the least sum of NUMA distances to these CPUs comes first. CPUs outside all
+        NUMA nodes are ignored.
     ports : collection of str, optional
         Labels of the ports in use; default: all.
 
     Returns
     -------
     tuple of NicRoute
-        One route per reachable port; equally good ones in the order of `Machine.ports`.
+        One route per reachable port; equally good routes are in the order of `Machine.ports`.
 
     Raises
     ------
@@ -195,7 +196,7 @@ def _host_route(home: NumaNode, port: NicPort, path: TopologyPath) -> NicRoute:
 def _chosen(
     asked: Collection[str] | None, there: Sequence[str], find: Callable[[str], object]
 ) -> tuple[str, ...]:
-    """Return the names in `asked` (None: all) in the order of `there`.
+    """Return the names in `asked`, in the order of `there`; all names in `there` if it is None.
 
     `find` is called with each name in `asked`, and raises if the machine has no such part.
     """

@@ -23,11 +23,12 @@ from r2ccl.topology.machine import Machine
 class NicRoute(msgspec.Struct, frozen=True):
     """Route of one flow to a NIC port.
 
-    ``gpu`` is the bus id of the GPU that the flow starts at, empty for host memory; ``channel``
-    numbers the flows of a GPU from 0; ``port`` is the label of the NIC port. ``via`` is the bus id
-    of the GPU whose memory the route passes through, None for a direct route. ``bandwidth_mbps``
-    is the bandwidth of the route without other flows, and ``share_mbps`` the bandwidth that this
-    flow gets beside the others, in Mbit/s. ``why`` explains the choice of the route to people.
+    ``gpu`` is the bus id of the GPU where the flow starts, empty for host memory; ``channel`` is
+    the number of the flow among the flows of the GPU, from 0; ``port`` is the label of the NIC
+    port. ``via`` is the bus id of the GPU through whose memory the route passes, None for a direct
+    route. ``bandwidth_mbps`` is the bandwidth of the route without other flows, and ``share_mbps``
+    is the part that this flow gets if other flows use the same links, both in Mbit/s. ``why`` is
+    the reason for the choice of the route, as text for people.
     """
 
     gpu: str
@@ -104,7 +105,7 @@ class Options:
         }
 
     def of(self, gpu: str, port: str) -> list[Option]:
-        """Return the possible routes from a GPU to a port, beginning with any direct one.
+        """Return the possible routes from a GPU to a port; a direct route comes first.
 
         The list is empty if there is no route, or if the GPU or the port is not in use.
         """
@@ -114,10 +115,10 @@ class Options:
         return self._paths.between(Vertex(VertexKind.GPU, gpu), Vertex(VertexKind.PORT, port))
 
     def _nearest(self, gpus: Sequence[str], port: str) -> Iterator[tuple[str, TopologyPath]]:
-        """Yield the GPUs that may relay the traffic of other GPUs to a port, and their paths to it.
+        """Yield each GPU that may relay traffic of other GPUs to `port`, and its path to `port`.
 
-        These are the GPUs with the best path to the port. If the class of the best path is farther
-        than `Distance.P2C`, there are none.
+        These are the GPUs with the best path to the port, if the class of that path is not farther
+        than `Distance.P2C`.
         """
         paths = [(gpu, path) for gpu in gpus if (path := self._path(gpu, port)) is not None]
         if paths:
@@ -143,7 +144,7 @@ class Options:
 
 
 class Load:
-    """Flows of a machine, counted per link; places further flows where they get most bandwidth.
+    """Number of flows on each link of a machine; `place` adds flows where they get most bandwidth.
 
     Parameters
     ----------
@@ -167,7 +168,7 @@ class Load:
         self._count(self._option_of(route))
 
     def settle(self, routes: Iterable[NicRoute]) -> list[NicRoute]:
-        """Return `routes` with ``share_mbps`` computed anew from all flows added so far.
+        """Return `routes` with ``share_mbps`` recomputed from all flows added so far.
 
         The flows of `routes` must have been added before.
 
@@ -192,21 +193,21 @@ class Load:
     ) -> list[NicRoute]:
         """Add flows, each on the route that gives it the most bandwidth.
 
-        Next is always the waiting flow that can get the most bandwidth.
+        The next flow to add is always the one that can get the most bandwidth.
 
         Parameters
         ----------
         flows : sequence of (str, int)
             Bus id of the GPU, and channel, of each flow.
         causes : mapping of (str, int) to str
-            Reason why a flow is moved, as the beginning of `NicRoute.why`. Flows that are placed
-            for the first time are not in this mapping.
+            Reason why each moved flow is moved, with which `NicRoute.why` begins. Flows that are
+            placed for the first time are not in this mapping.
 
         Returns
         -------
         list of NicRoute
-            Routes in the order of placement, each with the ``share_mbps`` at that moment. Flows
-            without a possible route are left out.
+            Routes in the order of placement, each with the ``share_mbps`` at the moment of its
+            placement. Flows without a possible route are left out.
         """
         waiting = list(flows)
         placed: list[NicRoute] = []
@@ -225,8 +226,7 @@ class Load:
         """Return the best route of GPU ``home.gpu`` to each port except ``home.port``, best first.
 
         Ports that the GPU cannot reach are left out. Equally good routes are in the order of the
-        ports, beginning with port number `turn`, modulo the number of ports. The routes are not
-        added as flows.
+        ports, beginning with port number `turn` modulo the number of ports. No flow is added.
         """
         ports = self._options.ports
         ahead = [*ports[turn % len(ports) :], *ports[: turn % len(ports)]]
@@ -250,7 +250,7 @@ class Load:
         return min(paths, key=self._rank, default=None)
 
     def _rank(self, option: Option) -> tuple[int, Distance, int]:
-        """Return the sort key: most bandwidth, then nearest port, then port with fewest flows."""
+        """Return a sort key: most bandwidth, then nearest port, then port with fewest flows."""
         return -self._share(option), option.distance, self._in_use[option.port]
 
     def _share(self, option: Option) -> int:
@@ -273,7 +273,7 @@ class Load:
         )
 
     def _instead(self, option: Option) -> str:
-        """Describe why a route through another GPU is better than the direct one.
+        """Describe why `option`, a route through another GPU, is better than the direct route.
 
         Return an empty string if `option` is direct, or if there is no direct route.
         """

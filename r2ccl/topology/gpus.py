@@ -1,16 +1,17 @@
 """GPUs of a machine and their NVLinks, read from the CUDA driver and NVML.
 
-`read_gpus` reads them through two small interfaces. `BindingsSource` implements `GpuSource` with
-the CUDA driver; `BindingsLinks` implements `LinkSource` with ``cuda.bindings.nvml``, which it
-imports when created.
+`read_gpus` reads the GPUs and NVLinks through two small interfaces. `BindingsSource` implements
+`GpuSource` with the CUDA driver; `BindingsLinks` implements `LinkSource` with
+``cuda.bindings.nvml``, which it imports when created.
 
-Invariant: for `find_gpus`, a machine without CUDA is no error: it has no GPUs, and a remark gives
-the reason. If NVML is missing and there are several GPUs, a remark states what was assumed instead.
+Invariant: `find_gpus` raises no error on a machine without CUDA. It then returns no GPUs, and a
+remark with the reason. If NVML is missing and there are several GPUs, a remark states that the
+NVLinks were inferred.
 
 References
 ----------
 CUDA Driver API, cuDeviceGetAttribute and cuDeviceGetP2PAttribute. NVML API Reference, NvLink
-methods; the constants of NVML here are those of nvml.h.
+methods; the NVML constants in this module are from nvml.h.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class GpuSource(Protocol):
         ...
 
     def peer_attribute(self, name: str, source: int, target: int) -> int:
-        """Return ``CU_DEVICE_P2P_ATTRIBUTE_<name>`` for access of `source` to `target`'s memory."""
+        """Return ``CU_DEVICE_P2P_ATTRIBUTE_<name>`` for access by `source` to `target`'s memory."""
         ...
 
 
@@ -86,8 +87,9 @@ class GpuFacts(msgspec.Struct, frozen=True):
     """GPUs that this process may use, and their NVLinks.
 
     ``gpus`` are in the order of CUDA's ordinals. ``nvlinks`` has one entry per GPU and neighbour.
-    ``links_from`` is the source of ``nvlinks``: ``NVML``, or ``peer access`` if they were inferred;
-    empty if nothing was queried. ``remarks`` tell people what is missing or was assumed.
+    ``links_from`` is the source of ``nvlinks``: ``NVML``, or ``peer access`` if the NVLinks were
+    inferred; empty if nothing was queried. ``remarks`` are texts for people about missing facts and
+    assumptions.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -108,8 +110,8 @@ def read_gpus(source: GpuSource, open_links: Callable[[], LinkSource]) -> GpuFac
     ----------
     source : GpuSource
     open_links : callable
-        Returns a `LinkSource`, which this function closes; raises `TransportError` if NVML is not
-        available.
+        Function that returns a `LinkSource`, which `read_gpus` closes, or raises `TransportError`
+        if NVML is not available.
 
     Raises
     ------
@@ -135,7 +137,7 @@ def read_gpus(source: GpuSource, open_links: Callable[[], LinkSource]) -> GpuFac
 
 
 def find_gpus() -> GpuFacts:
-    """Read the GPUs of this machine; if CUDA does not work, return only a remark with the reason.
+    """Read the GPUs of this machine; if CUDA does not work, return no GPUs and a remark on why.
 
     Notes
     -----
@@ -258,7 +260,8 @@ class BindingsLinks:
 def _named(remote: str, kind: int) -> tuple[str, LinkEnd]:
     """Return the bus id and the kind of an NVLink's far end.
 
-    `remote` and `kind` are as NVML reports them. If `remote` is not a bus id, the end is a switch.
+    `remote` is the bus id and `kind` the device type of the far end, as NVML reports them. If
+    `remote` is not a bus id, the far end is a switch.
     """
     try:
         target = parse_bus_id(remote)

@@ -75,7 +75,7 @@ class Graph:
     Raises
     ------
     InvalidArgument
-        If a rate in `speeds` is negative, or a port in it is not in the machine.
+        If a rate in `speeds` is negative, or a port in `speeds` is not in the machine.
     """
 
     def __init__(self, machine: Machine, speeds: Mapping[str, int] | None = None) -> None:
@@ -88,7 +88,7 @@ class Graph:
         self._links = {vertex: dict(sorted(near.items())) for vertex, near in self._links.items()}
 
     def neighbours(self, vertex: Vertex) -> Mapping[Vertex, Link]:
-        """Return the links of a vertex, in the order of the vertices at their other ends.
+        """Return the links of a vertex by the vertex at the other end, in the order of vertices.
 
         Raises
         ------

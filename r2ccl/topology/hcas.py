@@ -63,8 +63,9 @@ class Gid(msgspec.Struct, frozen=True):
 class Hca(msgspec.Struct, frozen=True):
     """One port of an RDMA device.
 
-    ``netdev`` is the port's Ethernet interface and ``index`` the kernel's number of that interface;
-    they are empty and 0 on InfiniBand, or if this network namespace has no such interface.
+    ``netdev`` is the port's Ethernet interface and ``index`` the kernel's number of that interface.
+    On InfiniBand, or if this network namespace has no such interface, ``netdev`` is empty and
+    ``index`` is 0.
     ``link_layer`` is ``Ethernet`` or ``InfiniBand``; ``state`` is ``ACTIVE``, ``DOWN``, ``INIT`` or
     ``ARMED``. If unknown, ``speed_mbps`` is 0 and ``numa_node`` is -1. ``gids`` are the GID table
     entries in use, by index.
@@ -92,8 +93,8 @@ def list_hcas(root: Path = SYSFS) -> tuple[Hca, ...]:
     Parameters
     ----------
     root : Path
-        Directory ``class/infiniband`` of sysfs; the directory ``net`` beside it gives the numbers
-        of interfaces.
+        Directory ``class/infiniband`` of sysfs. The numbers of interfaces are read from the
+        directory ``net`` beside it.
 
     Returns
     -------
@@ -150,7 +151,7 @@ class GidFinder:
         InvalidArgument
             If the port no longer exists, or has no usable GID.
         OSError
-            As `list_hcas`.
+            As for `list_hcas`.
         """
         device = self._root / self._name
         port = device / "ports" / str(self._port)
@@ -174,9 +175,9 @@ def select_hcas(hcas: Sequence[Hca], pattern: str) -> tuple[Hca, ...]:
     hcas : sequence of Hca
         Ports of the machine; the result keeps their order.
     pattern : str
-        Value of ``R2CC_HCA``, in the syntax of `NameFilter`. If it is empty or an exclusion, all
-        ports are chosen that are not excluded and have a GID that `choose_gid` finds without an
-        index or an address. ``none``: no port.
+        Value of ``R2CC_HCA``, in the syntax of `NameFilter`. If it is empty or an exclusion, every
+        ACTIVE port is chosen that is not excluded and for which `choose_gid` finds a GID without an
+        index or an address. If it is ``none``, no port is chosen.
 
     Returns
     -------
@@ -210,8 +211,9 @@ def choose_gid(hca: Hca, index: int = -1, address: str = "") -> Gid:
     """Choose the GID that a queue pair on `hca` sends from.
 
     On Ethernet, the GID is a RoCE v2 entry. IPv4 addresses are preferred to global IPv6 addresses,
-    and these to link-local ones. Among equals, GIDs of the port's own interface are preferred to
-    those of a VLAN on it, then the lowest index decides. On InfiniBand, the GID is entry 0.
+    and global IPv6 addresses to link-local ones. Among GIDs of the same kind of address, those of
+    the port's own interface are preferred to those of a VLAN on it, then the lowest index decides.
+    On InfiniBand, the GID is entry 0.
 
     Parameters
     ----------
@@ -226,8 +228,7 @@ def choose_gid(hca: Hca, index: int = -1, address: str = "") -> Gid:
     Raises
     ------
     InvalidArgument
-        If no entry fits, in which case the message lists all entries, or if `address` is not an IP
-        address.
+        If no entry fits (the message then lists all entries), or if `address` is not an IP address.
     """
     is_chosen = index >= 0
     candidates = [x for x in hca.gids if x.index == index] if is_chosen else _preferred(hca)
@@ -241,7 +242,7 @@ def choose_gid(hca: Hca, index: int = -1, address: str = "") -> Gid:
 
 @contextmanager
 def _parsing(port: Path) -> Iterator[None]:
-    """Translate a ValueError, of an attribute of `port` that cannot be parsed, to an OSError."""
+    """Raise OSError in place of a ValueError that parsing an attribute of `port` raises."""
     try:
         yield
     except ValueError as exc:
@@ -299,8 +300,9 @@ def _read_gid(port: Path, slot: str) -> Gid | None:
 def _netdev_of(device: Path, port: int, gids: Iterable[Gid]) -> str:
     """Return the interface of an Ethernet port; empty if none is found.
 
-    The interface is that of the first GID that has one; else the one that Soft-RoCE uses; else the
-    one of the same PCI function with the same port number.
+    The interface is the interface of the first GID that has one. If no GID has one, it is the
+    interface that Soft-RoCE uses; without Soft-RoCE, it is the interface of the same PCI function
+    with the same port number.
     """
     named = [gid.netdev for gid in gids if gid.netdev]
     if named:

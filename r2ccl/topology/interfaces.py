@@ -32,8 +32,8 @@ VIRTUAL_PREFIXES = ("docker", "virbr")
 class Interface(msgspec.Struct, frozen=True):
     """One network interface as the kernel lists it.
 
-    ``index`` is the kernel's number of the interface. ``addresses`` are those that a socket can
-    bind without a scope: IPv4 first, then IPv6 except link-local ones. ``is_up`` is true if the
+    ``index`` is the kernel's number of the interface. ``addresses`` are the addresses that a socket
+    can bind without a scope: IPv4 first, then IPv6 except link-local. ``is_up`` is true if the
     interface is administratively up and has a carrier. ``speed_mbps`` is 0 if unknown.
     """
 
@@ -57,17 +57,17 @@ def discover(
     Parameters
     ----------
     config : Config
-        ``socket_ifname`` selects interfaces, ``rails`` sets their number (0: all, and 2 rails on
-        loopback), and ``last_resort`` sets the interface of the last-resort rail, which carries
-        data only between two ranks that have no other rail left. ``last_resort`` is ignored if the
+        ``socket_ifname`` selects interfaces. ``rails`` sets the number of rails; 0 means one per
+        interface, or 2 on loopback. ``last_resort`` sets the interface of the last-resort rail,
+        which carries data only between two ranks that have no other rail left; it is ignored if the
         rails are on loopback or `rdma_names` is not empty.
     exclude_addresses : collection of str
         Addresses of the management interface. Interfaces with one of these addresses are left out
         unless ``socket_ifname`` names them or no other interface qualifies.
     rdma_names : collection of str
         Names of the interfaces of the RDMA NICs in use. If not empty, all socket rails serve as
-        last-resort rails beside RDMA. They use the other interfaces, including the management
-        interface, or the same interfaces if there are no others.
+        last-resort rails beside RDMA. They use the interfaces of other NICs, including the
+        management interface, or the interfaces of the RDMA NICs if there are no others.
     is_one_host : bool
         True if all ranks run on this host. Rails are then loopback addresses, unless
         ``socket_ifname`` names interfaces.
@@ -75,14 +75,14 @@ def discover(
     Returns
     -------
     tuple of Nic
-        Rails, at least one; element i is rail i. They are in natural order of their names (``eth2``
-        before ``eth10``), followed by the last-resort rail if there is one.
+        NICs of the rails, at least one; element i is rail i. They are in natural order of their
+        names (``eth2`` before ``eth10``), followed by the last-resort rail if there is one.
 
     Raises
     ------
     InvalidArgument
-        If no interface qualifies, fewer than ``config.rails`` do, or ``config.last_resort`` names
-        no usable interface; the message lists the interfaces found. Also if
+        If no interface qualifies, fewer than ``config.rails`` qualify, or ``config.last_resort``
+        names no usable interface; the message lists the interfaces found. Also if
         ``config.socket_ifname`` does not parse, or ``config.rails`` exceeds `MAX_LOOPBACK_RAILS` on
         loopback.
     """

@@ -1,4 +1,4 @@
-"""Values that describe the parts of a machine that move data: NUMA nodes, PCI tree, GPUs, NICs.
+"""Description of the parts of a machine that move data: NUMA nodes, PCI tree, GPUs and NICs.
 
 `sysfs` and `gpus` read these values from the machine, `distance` finds paths between the parts. A
 GPU is named by its PCI bus id, because CUDA's ordinals depend on ``CUDA_VISIBLE_DEVICES`` and
@@ -34,9 +34,9 @@ class NumaNode(msgspec.Struct, frozen=True):
     """Processors that share a memory controller; NCCL's ``cpu``.
 
     ``cpus`` are the kernel's numbers of the processors. ``arch`` is NCCL's name of the architecture
-    (``x86_64``, ``arm64``, ``ppc64``). ``vendor``, ``family`` and ``model`` are those in
-    /proc/cpuinfo; they are empty and 0 if it has none. ``distances`` are pairs of a node's id and
-    the distance to that node, empty if unknown.
+    (``x86_64``, ``arm64``, ``ppc64``). ``vendor``, ``family`` and ``model`` are from /proc/cpuinfo;
+    a value that is missing there is empty or 0. ``distances`` are pairs of a node's id and the
+    distance to that node, empty if unknown.
     """
 
     id: int
@@ -50,7 +50,7 @@ class NumaNode(msgspec.Struct, frozen=True):
     def distance_to(self, node: int) -> int:
         """Return the NUMA distance to the node with the id `node`.
 
-        If the firmware gives none, it is 10 to the node itself and 20 to another node.
+        If the firmware reports no distance, it is 10 to the node itself and 20 to another node.
         """
         known = dict(self.distances).get(node, 0)
         return known or (LOCAL_DISTANCE if node == self.id else REMOTE_DISTANCE)
@@ -59,11 +59,11 @@ class NumaNode(msgspec.Struct, frozen=True):
 class PciDevice(msgspec.Struct, frozen=True):
     """An endpoint or a switch of the PCI tree, and the link above it.
 
-    A PCIe link has two ends, each a PCI function: a port above, and the device below. The port is
-    no `PciDevice`. ``parent`` is the bus id of the switch that the port belongs to; empty if the
-    port belongs to a root complex. ``device_class`` is the PCI class code of 24 bits (0x060400:
-    bridge). ``speed_mtps`` is the signalling rate of a lane in megatransfers per second, ``width``
-    the number of lanes. The identifiers of vendor and device are 0 if unknown.
+    A PCIe link has two ends, which are PCI functions: a port above, and the device below. The port
+    is no `PciDevice`. ``parent`` is the bus id of the switch that the port belongs to; empty if the
+    port belongs to a root complex. ``device_class`` is the PCI class code of 24 bits (0x060400 for
+    a bridge). ``speed_mtps`` is the signalling rate of a lane in megatransfers per second, and
+    ``width`` the number of lanes. The identifiers of vendor and device are 0 if unknown.
     """
 
     bus_id: str
@@ -149,8 +149,9 @@ class Machine(msgspec.Struct, frozen=True):
     """Parts of one host. Create a machine with `Machine.of`, which sorts and checks the parts.
 
     ``gpus`` are in the order of their bus ids, which is also NVML's order. ``pci`` are the PCI
-    devices of the GPUs and the NICs, and the PCI switches above these. ``remarks`` tell people what
-    was assumed because a fact was missing, and what works below its limits.
+    devices of the GPUs and the NICs, and the PCI switches above them. ``remarks`` are texts for
+    people about missing facts, the values assumed instead, and links that use fewer lanes than they
+    could.
     """
 
     nodes: tuple[NumaNode, ...]
@@ -226,7 +227,7 @@ def bus_order(bus_id: str) -> tuple[int, ...]:
 
 
 def merge(machines: Sequence[Machine]) -> Machine:
-    """Merge the machines that several processes of one host have read into one machine.
+    """Merge the descriptions of one host that several of its processes have read into one.
 
     This is necessary because a process sees only the GPUs in ``CUDA_VISIBLE_DEVICES`` and the
     interfaces of its network namespace. The result does not depend on the order of `machines`. If

@@ -1,4 +1,4 @@
-"""Monitor that reports at once if a local NIC goes up or down, or gains or loses an address.
+"""Monitor that reports when a local NIC goes up or down, or gains or loses an address.
 
 Netlink notifications are the fastest evidence of a failure at the local end of a rail. The module
 only reports changes as values; `r2ccl.failover` decides what they mean. Invariant: each event
@@ -112,7 +112,7 @@ class LinkMonitor:
         """Return the changes since the last call, without waiting for new ones.
 
         The first call returns the changes since the monitor was created. Changes are in the order
-        in which they happened, except those found after the notification queue has overflowed.
+        in which they happened, except changes found after the notification queue has overflowed.
 
         Raises
         ------

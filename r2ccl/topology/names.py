@@ -20,9 +20,10 @@ class _Rule(NamedTuple):
 class NameFilter:
     """Filter of device names: ``eth,ib``, ``=eth0,eth1``, ``^docker`` or ``mlx5_0:1,mlx5_2``.
 
-    Names are separated by commas. A leading ``^`` turns the whole list into an exclusion, a leading
-    ``=`` makes all its names exact; ``=`` before a single name makes that name exact. All other
-    names are prefixes. ``:`` and a number after a name select that port of the device.
+    Names are separated by commas. A ``^`` at the start of the list makes the list an exclusion. A
+    ``=`` at the start of the list makes all its names exact; a ``=`` before a later name makes that
+    name exact. All other names are prefixes. ``:`` and a number after a name select that port of
+    the device.
 
     Parameters
     ----------
@@ -63,9 +64,9 @@ class NameFilter:
         return bool(self._rules) and not self.is_exclusion
 
     def lists(self, name: str, port: int | None = None) -> bool:
-        """Return whether the list names a device, also if the list is an exclusion.
+        """Return whether the list names a device, even if the list is an exclusion.
 
-        With `port`, return whether it names that port of the device or the whole device.
+        With `port`, return whether the list names that port of the device or the whole device.
         """
         return any(
             (name == rule.name if rule.is_exact else name.startswith(rule.name))

@@ -1,7 +1,7 @@
 """Format of NCCL topology files, which describe a `Machine` to NCCL (``NCCL_TOPO_FILE``).
 
 The format has no UUIDs, multiprocessor counts, NUMA distances, network interfaces of RDMA ports or
-remarks; everything else of the machine is written.
+remarks; all other facts about the machine are written.
 
 References
 ----------
@@ -28,9 +28,9 @@ def format_xml(machine: Machine, ranks: Mapping[str, int] | None = None) -> str:
     ----------
     machine : Machine
     ranks : mapping of str to int, optional
-        Rank of each GPU, by bus id of the GPU. If the file is NCCL's only source, NCCL ignores a
-        GPU without a rank; if NCCL merges the file with the hardware that it detects, it adds the
-        rank itself. Default: no ranks.
+        Rank of each GPU, by bus id of the GPU. If NCCL uses only the file, it ignores a GPU without
+        a rank; if it merges the file with the hardware that it detects, it adds the rank itself.
+        Default: no ranks.
     """
     root = ET.Element("system", version=_VERSION)
     _Writer(machine, ranks or {}).write(root)

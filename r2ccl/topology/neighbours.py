@@ -83,11 +83,12 @@ class Neighbours:
         Returns
         -------
         bool
-            True if the address is known, if none has to be resolved (for the machine's own
-            addresses and IPv6 link-local ones), or if the kernel does not support the query (before
-            Linux 5.0). False if the address is not known yet, or if the lookup failed for a
-            reason that may pass: no route exists, the interface or the source address is down or
-            was removed, or no file descriptor or kernel memory is free.
+            True if the link-layer address is known, if none has to be resolved (`destination` is an
+            address of this machine or an IPv6 link-local address), or if the kernel does not
+            support the query (before Linux 5.0). False if the link-layer address is not known yet,
+            or if the lookup failed for a reason that may pass: no route exists, the interface or
+            the source address is down or was removed, or no file descriptor or kernel memory is
+            free.
 
         Raises
         ------
@@ -128,7 +129,7 @@ class Neighbours:
     def _next_hop(self, to: _Address) -> _Address | None:
         """Return the next hop on the route to `to`; None if `to` is an address of this machine.
 
-        The next hop is the gateway, or `to` itself if it is reached without a gateway.
+        The next hop is the gateway, or `to` itself if the route has no gateway.
         """
         body = RTMSG.pack(_family(to), to.max_prefixlen, 0, 0, 0, 0, 0, 0, 0)
         body += attribute(RTA_DST, to.packed) + attribute(RTA_OIF, _INDEX.pack(self._index))
@@ -160,7 +161,7 @@ _NO_WAY = frozenset(
 
 
 def _send_nothing(source: _Address, to: _Address, index: int) -> None:
-    """Send an empty datagram to `to` through interface `index`, whatever the routing table says."""
+    """Send an empty datagram to `to` through interface `index`, regardless of the routing table."""
     if isinstance(source, ipaddress.IPv4Address):
         where = (socket.IPPROTO_IP, _IP_PKTINFO, _PKTINFO.pack(index, source.packed))
     else:

@@ -1,9 +1,8 @@
-"""Minimal client of routing netlink: frames, attributes, requests, dumps and acknowledgements.
+"""Minimal client of routing netlink: messages, attributes, requests, dumps and acknowledgements.
 
 The library has its own small client because a link event must reach the data loop within a
 millisecond, and because importing a general netlink library takes longer than joining a
-communicator.
-Invariant: no message is read beyond the length in its header.
+communicator. Invariant: no message is read beyond the length in its header.
 
 References
 ----------
@@ -141,8 +140,8 @@ class RouteSocket:
     Parameters
     ----------
     timeout_s : float
-        Time in seconds to wait for the whole answer to a request. The kernel answers within the
-        send call, so a timeout means a broken kernel, not a slow one.
+        Time in seconds to wait for the whole answer to a request. The kernel answers during the
+        send call, so only a broken kernel causes a timeout.
 
     Raises
     ------
@@ -169,7 +168,7 @@ class RouteSocket:
                 return
 
     def ask(self, kind: int, body: bytes) -> NetlinkMessage:
-        """Return the one entry of a kernel table that `body` describes.
+        """Return the entry of a kernel table that `body` describes.
 
         Raises
         ------

@@ -1,9 +1,9 @@
 """Reader of a machine's sysfs: NUMA nodes, the PCI tree above GPUs and NICs, and NIC ports.
 
 The roots of sysfs and proc are parameters, so recorded trees can be read like live ones. Facts
-about GPUs are passed in, because sysfs does not have them. Invariant: a missing or garbled
-attribute is no error. Its value is empty or 0, or, if planning needs a value, an assumed one that
-`Machine.remarks` states.
+about GPUs are parameters too, because sysfs does not have them. Invariant: a missing or garbled
+attribute is no error. Its value is empty or 0. If planning needs a value, one is assumed, and
+`Machine.remarks` states it.
 
 References
 ----------
@@ -33,8 +33,8 @@ _RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _SPEED = re.compile(r"([0-9]{1,3})(?:\.([0-9]))? GT/s")
 #: PCIe Base Specification, Link Capabilities register; some devices show other numbers.
 _WIDTHS = frozenset((1, 2, 4, 8, 12, 16, 32))
-#: Most bytes read of a file: one page holds any attribute, and the first processor's entry in
-#: /proc/cpuinfo.
+#: Maximum number of bytes read from a file: one page holds any attribute, and the first processor's
+#: entry in /proc/cpuinfo.
 _READ_NBYTES = 4096
 
 #: PCI class codes of devices whose own class is unknown.
@@ -58,13 +58,13 @@ def read_machine(
     sysfs, proc : Path
         Mount points of these file systems, or directories with recorded copies.
     arch : str
-        Architecture of the processors as in uname(2); empty: that of this machine.
+        Architecture of the processors as in uname(2). Default: the architecture of this machine.
 
     Returns
     -------
     Machine
-        Its ``remarks`` are those of `gpus`, one for each value that was assumed or is unknown, and
-        one for each PCIe link that uses fewer lanes than both its ends support.
+        Its ``remarks`` are the remarks of `gpus`, a remark for each value that was assumed or is
+        unknown, and a remark for each PCIe link that uses fewer lanes than both its ends support.
     """
     facts = gpus or GpuFacts()
     there = {gpu.bus_id: gpu for gpu in facts.gpus}  # partitions of a GPU have the same bus id
@@ -97,7 +97,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 
 class _Reader:
-    """Reader of attributes below one root; missing or garbled ones give an empty or default value.
+    """Reader of attributes below a root; a missing or garbled attribute reads as empty or default.
 
     ``remarks`` collects the remarks of `Machine.remarks`.
     """
@@ -156,9 +156,9 @@ class _Tree:
     def add(self, chain: _Chain, device_class: int) -> None:
         """Add the last device of a chain, and the switches above it.
 
-        The functions of a chain alternate between ports and devices. The last one is the device.
-        The function before each device or switch is the port at the upper end of its link.
-        `device_class` is used if the class of the last device is unknown.
+        The functions of a chain alternate between ports and devices, and end with the device. The
+        function before a device or switch is the port at the upper end of its link. `device_class`
+        is used if the class of the last device is unknown.
         """
         devices = chain[::-2]
         ports = chain[-2::-2]
@@ -186,7 +186,8 @@ class _Tree:
     def node(self, name: str, place: Path) -> int:
         """Return the NUMA node of the device with the directory `place`.
 
-        If the kernel does not know it, return the first node; `name` is the device in the remark.
+        If the kernel does not know the node, return the first node and, if there are several, add a
+        remark that names the device `name`.
         """
         node = self._reader.integer(place / "numa_node", -1)
         if node in self._nodes:
@@ -199,8 +200,8 @@ class _Tree:
         """Return the lane rate (in MT/s) and the number of lanes of a link.
 
         The rate is the highest that both ends support, because an idle device lowers the current
-        rate. The number of lanes is the current one, because a link that was trained to fewer lanes
-        than both ends support does not regain them.
+        rate. The number of lanes is the current number, because a link that was trained to fewer
+        lanes than both ends support does not regain the missing lanes.
         """
         remarks = self._reader.remarks
         speeds = [mtps for end in ends if (mtps := self._speed(end / "max_link_speed"))]
@@ -222,7 +223,7 @@ class _Tree:
 
 
 def _read_processor(reader: _Reader, proc: Path, arch: str) -> NumaNode:
-    """Return a node with the processor's architecture, vendor, family and model only."""
+    """Return a node that has only the processor's architecture, vendor, family and model."""
     first = reader.text(proc / "cpuinfo").partition("\n\n")[0]
     lines = (line.partition(":") for line in first.splitlines())
     said = {key.strip(): value.strip() for key, _, value in lines}
