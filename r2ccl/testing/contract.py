@@ -44,7 +44,7 @@ class Bench(Protocol):
     cross: bool | None
 
     def endpoints(self, rail: int) -> tuple[Any, Any]:
-        """Connect the ranks on `rail`; return rank 0's and rank 1's endpoint for ``open``."""
+        """Connect the ranks on `rail`; return the endpoints that ranks 0 and 1 pass to ``open``."""
         ...
 
     def run(self) -> None:
@@ -69,7 +69,7 @@ class Bench(Protocol):
 
 
 class Side:
-    """One rank's end of a path, and all events of its transport, also those of other paths."""
+    """One rank's end of a path, and the events of the rank's transport, of this and other paths."""
 
     def __init__(self, bench: Bench, rank: int, rail: int) -> None:
         self.transport = bench.transports[rank]
@@ -91,7 +91,7 @@ class Side:
     def queue(self, seq: int, data: bytes | bytearray, token: object = None, **more: Any) -> None:
         """Queue slice `seq` of channel 3, with the bytes of `data`, without flushing.
 
-        `token` is that of a `Cleared` event; None sends the slice eagerly. `more` may contain
+        `token` is the token of a `Cleared` event; None sends the slice eagerly. `more` may contain
         ``ack`` (default 0) and ``is_replay``, with their meaning in `Transport.isend`.
         """
         frame = Frame(3, seq, more.pop("ack", 0), 5, 77)
@@ -132,7 +132,7 @@ class JoinedPair:
             side.transport.open(side.path, endpoint)
 
     def settle(self) -> None:
-        """Run the network, flush and poll both sides, five times."""
+        """Run the network, then flush and poll both sides; repeat this five times."""
         for _ in range(5):
             self.bench.run()
             for side in (self.a, self.b):
@@ -145,7 +145,8 @@ class JoinedPair:
         Raises
         ------
         AssertionError
-            If the wait exceeds ``Bench.patience_s``. The message names `what`.
+            If the wait exceeds ``Bench.patience_s``. The message contains `what`, a description of
+            the condition.
         """
         give_up = time.monotonic() + self.bench.patience_s
         while not is_done():
@@ -173,9 +174,9 @@ class JoinedPair:
 class Talker:
     """A side that keeps its send queue full of eager slices.
 
-    It queues 40 slices at once, and then one more in each turn that follows a turn in which slices
-    arrived, up to 100 in total. So the transport must get its credits or acknowledgments to the
-    peer although its queue of slices is full.
+    The constructor queues 40 slices. Each call of `turn` queues one more if slices arrived in the
+    turn before, up to 100 in total. The transport must therefore deliver its credits or
+    acknowledgments to the peer although its queue of slices is full.
     """
 
     _AT_ONCE = 40
@@ -261,9 +262,9 @@ def check_confirmations_ride_along(bench: Bench) -> None:
 
 
 def check_early_confirmation(bench: Bench) -> None:
-    """Check that a slice confirmed by the transport itself is reported as arrived.
+    """Check that a slice that the transport itself confirms is also reported as arrived.
 
-    This must hold even if the receiver fences the path right after the confirmation.
+    The transport must report it even if the receiver fences the path right after the confirmation.
     """
     pair = JoinedPair(bench)
     region = bytearray(300_000)
@@ -293,7 +294,7 @@ def check_order(bench: Bench) -> None:
 
 
 def check_both_ways(bench: Bench) -> None:
-    """Check eager slices, a cleared slice and confirmations in opposite directions at once."""
+    """Check eager slices, a cleared slice and confirmations sent in both directions at once."""
     pair = JoinedPair(bench)
     region = bytearray(200_000)
     token = pair.cleared(region)
@@ -347,7 +348,7 @@ def check_view_is_free_when_sent(bench: Bench) -> None:
 
 
 def check_replay(bench: Bench) -> None:
-    """Check that a replay arrives exactly once; it may overtake slices queued earlier."""
+    """Check that a replayed slice arrives exactly once; it may overtake slices queued earlier."""
     pair = JoinedPair(bench)
     regions = [bytearray(50_000) for _ in range(3)]
     tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
@@ -422,7 +423,7 @@ def check_fence_is_last(bench: Bench) -> None:
 def check_fence_keeps_writes_out(bench: Bench) -> None:
     """Check that after `Fenced` no write reaches a landing place announced before the fence.
 
-    This holds for slices sent before the fence and after it.
+    The check covers slices that the peer sends before the fence and after it.
     """
     pair = JoinedPair(bench)
     regions = [bytearray(100_000) for _ in range(2)]

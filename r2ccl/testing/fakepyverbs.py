@@ -6,11 +6,11 @@ NICs of a `FakeFabric` reach each other. The fake implements the part of verbs t
 reliable queue pairs, RDMA writes with and without immediate data, flushed requests, and one
 completion queue per device.
 
-A write is carried out when it is posted. If a port on its way is mute or one of the two queue pairs
-is not ready, the write stays in flight, and a later post carries it out. A queue pair that goes to
-ERR completes every request in flight, including unsignaled ones. A completion that does not fit
-into the completion queue is lost, and the device reports CQ_ERR (InfiniBand specification, volume
-1, 10.8.2 and 11.6.3).
+A write is carried out when it is posted. If the port of either NIC is mute or one of the two queue
+pairs is not ready, the write stays in flight, and a later post carries it out. A queue pair that
+goes to ERR completes every request in flight, including unsignaled requests. A completion that does
+not fit into the completion queue is lost, and the device reports CQ_ERR (InfiniBand specification,
+volume 1, 10.8.2 and 11.6.3).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class FakeContext:
         fabric.contexts[name] = self
 
     def query_device(self) -> Any:
-        """Return the limit of completion queue entries and the number of ports."""
+        """Return the largest size of a completion queue, and the number of ports."""
         return SimpleNamespace(max_cqe=self.fabric.max_cqe, phys_port_cnt=self.fabric.nports)
 
     def query_port(self, port: int) -> Any:
@@ -195,7 +195,7 @@ class FakeCompletionQueue:
         self._is_armed = False
 
     def push(self, completion: Completion) -> None:
-        """Add an entry; if the queue is full, lose it and, the first time, report CQ_ERR."""
+        """Add an entry; if the queue is full, drop the entry, and report CQ_ERR the first time."""
         if len(self._entries) == self.cqe:
             if not self.nlost:
                 self._context.raise_event(_CQ_ERR)
@@ -210,7 +210,7 @@ class FakeCompletionQueue:
     def poll(self, count: int) -> tuple[int, list[Completion]]:
         """Remove up to `count` entries; return their number and the entries.
 
-        Once an entry was lost, every poll returns none.
+        Once an entry has been lost, every poll returns no entries.
         """
         if self.nlost:
             return 0, []
@@ -330,9 +330,9 @@ class FakeQueuePair:
     def post_send(self, request: FakeRequest) -> None:
         """Post a write, and carry it out at once unless it must stay in flight.
 
-        It stays in flight if a port on its way is mute, this queue pair is not yet in RTS, or the
-        remote one is not in RTR or RTS; a later post then carries it out, once nothing prevents
-        this. If this queue pair is in ERR, the write completes as flushed.
+        The write stays in flight if the port of either NIC is mute, this queue pair is not yet in
+        RTS, or the remote queue pair is not in RTR or RTS. A later post carries it out once none of
+        these is the case. If this queue pair is in ERR, the write completes as flushed.
 
         Raises
         ------
@@ -388,8 +388,9 @@ class FakeQueuePair:
 def installed(fabric: FakeFabric) -> Iterator[SimpleNamespace]:
     """Replace pyverbs by the fake; yield the `r2ccl.transport.verbs` modules that then use it.
 
-    These modules are reimported on entry, and the originals are restored on exit. Their classes
-    are therefore not the same objects as those imported outside of this context.
+    These modules are reimported on entry, and the original modules are restored on exit. The
+    classes in the yielded modules are therefore other objects than the classes outside of this
+    context.
     """
     importers = [f"r2ccl.transport.verbs.{name}" for name in _IMPORTERS]
     modules = _modules(fabric)

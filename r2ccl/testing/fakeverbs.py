@@ -63,7 +63,7 @@ class FakeNic:
     def make_qp(self, number: int) -> Any:
         """Return a fake pyverbs queue pair with this number, of type RC and in state INIT.
 
-        Its struct is ``records["qp"]``, which replaces that of the queue pair made before.
+        Its struct is ``records["qp"]``, which replaces the struct of the previous queue pair.
         """
         cq = self.address("cq")
         self.records["qp"] = _record(
@@ -73,7 +73,7 @@ class FakeNic:
         return _holder(self.records["qp"], qp_num=number, qp_state=_IN_INIT, qp_type=_RC)
 
     def located(self) -> ProviderNic:
-        """Return the `ProviderNic` that `locate_nic` must find, but with an empty `provider`."""
+        """Return the result expected from `locate_nic`, but with an empty `provider`."""
         table = self.records["context"][0]
         return ProviderNic(
             context=self.address("context"), pd=self.address("pd"), cq=self.address("cq"),
@@ -88,13 +88,14 @@ class ProviderRates(msgspec.Struct, frozen=True):
     Attributes
     ----------
     empty_poll_s : float
-        Per poll that finds no completion.
+        CPU seconds of a poll that finds no completion.
     completion_s : float
-        Per completion in a poll that fills its batch, including the construction of its tuple.
+        CPU seconds per completion in a poll that fills its batch, including the construction of the
+        completion's tuple.
     write_s : float
-        Per posted RDMA write.
+        CPU seconds to post an RDMA write.
     receive_s : float
-        Per receive request, if several are posted by one call.
+        CPU seconds per receive request, if one call posts several.
     """
 
     empty_poll_s: float
@@ -109,9 +110,9 @@ def rates(batch: int = 256, chain: int = 32, seconds: float = 0.2) -> ProviderRa
     Parameters
     ----------
     batch : int
-        Completions that a non-empty poll returns.
+        Number of completions that a non-empty poll returns.
     chain : int
-        Receive requests posted by one call.
+        Number of receive requests posted by one call.
     seconds : float
         Shortest CPU time of each of the four measurements.
 
@@ -159,7 +160,7 @@ def _record(layout: np.dtype[Any], **values: int) -> Record:
 
 
 def _holder(record: Record, **shown: int) -> Any:
-    """Return a ctypes object over the memory of `record` with pyverbs' attributes `shown`."""
+    """Return a ctypes object over the memory of `record` with the pyverbs attributes `shown`."""
     kind = type("Holder", (ctypes.c_char * record.nbytes,), shown)
     return kind.from_buffer(record.view(np.uint8).data)  # type: ignore[attr-defined]
 

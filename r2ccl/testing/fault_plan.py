@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class FaultPlan:
-    """List of faults for one run, with the record of those that fired.
+    """List of faults for one run, with a record of the faults that fired.
 
     For a second run, make a fresh plan with ``FaultPlan(plan.faults)``. As a context manager, the
     plan raises AssertionError on exit if a fault did not fire, unless the body raised an error.
@@ -44,7 +44,7 @@ class FaultPlan:
     ----------
     faults : tuple of Fault
     fired : list of Firing
-        The faults that fired, oldest first; in a rank, only those that it triggers.
+        The faults that fired, oldest first. In a rank, only faults that the rank triggers.
     """
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
@@ -108,7 +108,7 @@ class FaultPlan:
                 )
 
     def resolved(self, ranks_per_node: int) -> FaultPlan:
-        """Return a fresh plan in which each fault with `at_op` names its rank, see `Fault`."""
+        """Return a fresh plan in which each fault with `at_op` has its `rank`; see `Fault`."""
         return FaultPlan(
             fault
             if fault.at_op is None
@@ -138,14 +138,14 @@ class FaultPlan:
         return firing
 
     def pending(self) -> Sequence[Fault]:
-        """Return the faults that have not fired; in a rank, only those that it triggers."""
+        """Return the faults that have not fired; in a rank, only faults that the rank triggers."""
         fired = {firing.index for firing in self.fired}
         return [self.faults[index] for index in self._claimed if index not in fired]
 
     def assert_all_fired(self) -> None:
         """Raise AssertionError if `pending` faults are left; the message names them.
 
-        A fault with `at_op` does not fire if the run or collective `at_op` ends before `at_step`.
+        A fault with `at_op` does not fire if the run, or its collective, ends before its slice.
         """
         pending = self.pending()
         if pending:
@@ -169,7 +169,7 @@ class FaultPlan:
     def wrap(self, inner: Transport, rank: int) -> ReportingTransport:
         """Return a wrapper of `inner` that applies the faults that `rank` triggers.
 
-        `r2ccl.init` calls it. The wrapper owns `inner`.
+        `r2ccl.init` calls this method. The wrapper owns `inner`.
 
         Raises
         ------
@@ -191,8 +191,8 @@ def fail_at(rank: int, rail: int, op: int, step: int = 0) -> FaultPlan:
     rank, rail : int
         The rank, and the number of the rail that it loses.
     op, step : int
-        Number of the collective, and of the slice among those that `rank` sends in it; both count
-        from 0.
+        Number of the collective, and number of the slice among the slices that `rank` sends in this
+        collective; both count from 0.
 
     Returns
     -------
@@ -212,9 +212,9 @@ def fail_at(rank: int, rail: int, op: int, step: int = 0) -> FaultPlan:
 def wrap_by_env(inner: Transport, rank: int) -> ReportingTransport:
     """Return a wrapper of `inner` that applies the faults of the plan that the environment names.
 
-    `r2ccl.init` calls it if ``R2CC_TRANSPORT_WRAPPER=r2ccl.testing.fault_plan:wrap_by_env`` is set.
-    ``R2CC_FAULT_PLAN`` is the file of the plan; without it there are no faults. `rank` is not used:
-    the faults are those of the rank in ``RANK``.
+    `r2ccl.init` calls this function if the variable ``R2CC_TRANSPORT_WRAPPER`` is
+    ``r2ccl.testing.fault_plan:wrap_by_env``. ``R2CC_FAULT_PLAN`` is the file of the plan; without
+    it there are no faults. The rank is read from ``RANK``; `rank` is not used.
 
     Raises
     ------
@@ -237,7 +237,7 @@ def reporter_from_env(
         ``R2CC_FAULT_PLAN`` is the plan's file, ``RANK`` the number of this process. If
         ``R2CC_FAULT_SOCKET`` is set, the lab that listens on this socket applies the faults.
     apply : callable, optional
-        Applies a fault if ``R2CC_FAULT_SOCKET`` is not set, and is otherwise not used.
+        Function that applies a fault, used only if ``R2CC_FAULT_SOCKET`` is not set.
 
     Returns
     -------

@@ -74,8 +74,8 @@ class Fault(
     ----------
     action : Action
     node, rail : int, optional
-        The NIC of this node on this rail; both are required for NIC faults except ``restore``, for
-        which an omitted field means all nodes or all rails.
+        Node and rail of the NIC. Both are required for faults of NICs, except for ``restore``: if
+        one is omitted there, the fault applies to all nodes or all rails.
     peer : int, optional
         The other node of an ``isolate``.
     rank : int, optional
@@ -87,8 +87,8 @@ class Fault(
         Trigger: the fault is applied before the triggering rank posts slice `at_step` of
         collective `at_op`. Both count from 0; `at_step` is 0 by default.
     duration_s : float, optional
-        The fault is undone after this many seconds; required for ``flap`` and ``stop``. Without it
-        the fault stays.
+        The fault is undone after this many seconds; required for ``flap`` and ``stop``. Default:
+        the fault is not undone.
     rate : str, optional
         Rate of ``slow`` in tc's syntax, such as ``20mbit``.
     mean_s : float, optional
@@ -168,8 +168,8 @@ class Fault(
         Raises
         ------
         InvalidArgument
-            If `text` is malformed, its action or a field is unknown (the message lists the allowed
-            ones), or the fault is invalid; see `Fault`.
+            If `text` is malformed, if its action or a field is unknown (the message lists the
+            allowed actions and fields), or if the fault is invalid (see `Fault`).
         """
         action, _, rest = text.partition(":")
         fields: dict[str, Any] = {"action": action.strip()}
@@ -186,7 +186,7 @@ class Fault(
     def triggered_by(self, ranks_per_node: int = 1) -> int:
         """Return the rank whose progress triggers the fault if it has `at_op`.
 
-        It is `rank` if given, otherwise the first rank of `node`, or rank 0 without a `node`.
+        It is `rank` if given, otherwise the first rank of `node`, or rank 0 if there is no `node`.
         """
         if self.rank is not None:
             return self.rank
@@ -215,7 +215,7 @@ class Firing(msgspec.Struct, frozen=True, kw_only=True):
     time_s, applied_s : float
         Times just before the fault was requested and just after it was applied, in CLOCK_MONOTONIC
         seconds, which are comparable between processes of one machine. The fault takes effect
-        between the two, so a latency measured from `time_s` is never too short.
+        between these times, so a latency measured from `time_s` is never too short.
     """
 
     index: int

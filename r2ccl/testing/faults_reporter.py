@@ -1,9 +1,9 @@
 """Rank side of a fault plan: triggers each fault at its collective and slice.
 
 `ReportingTransport` calls `FaultReporter.at` before it posts each slice. If a fault is due, `at`
-applies it and returns once it is in force, so the fault takes effect exactly at that slice. In a
-netlab the lab applies it: `LabClient` sends the request over the Unix socket in
-``R2CC_FAULT_SOCKET``. With no fault left for this rank, `at` costs one comparison.
+applies it and returns once the fault is in force, so the fault takes effect exactly at that slice.
+In a netlab the lab applies the fault: `LabClient` sends the request over the Unix socket in
+``R2CC_FAULT_SOCKET``. If no fault is left for this rank, `at` costs one comparison.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Applied(msgspec.Struct, frozen=True):
 
 
 class PlanRecord(Protocol):
-    """Part of the interface of `FaultPlan` that a reporter uses."""
+    """Interface of `FaultPlan` as far as a reporter uses it."""
 
     faults: tuple[Fault, ...]
 
     def claim(self, indices: Sequence[int]) -> None:
-        """Declare that only the faults at `indices` are expected to fire in this process."""
+        """Declare that in this process only the faults at `indices` of the plan can fire."""
         ...
 
     def record(self, index: int, time_s: float, applied_s: float) -> Firing:
@@ -70,13 +70,14 @@ class FaultReporter:
     Parameters
     ----------
     plan : PlanRecord
-        The reporter uses only the faults with `at_op` that `rank` triggers, and records in the
-        plan when they fired. The lab applies faults with `at_s`. If nodes have several ranks, each
-        fault must name its `rank`, as in a plan from `FaultPlan.resolved`.
+        The reporter uses only the faults with `at_op` that `rank` triggers, and records in the plan
+        when they fired. It ignores faults with `at_s`, which the lab applies. If nodes have several
+        ranks, each fault must have its `rank`, as in a plan from `FaultPlan.resolved`.
     rank : int
         Number of this process.
     apply : callable of Due
-        Applies a fault, such as a `LabClient`. The fault must be in force when the call returns.
+        Callable that applies a fault, such as a `LabClient`. The fault must be in force when the
+        call returns.
     """
 
     def __init__(self, plan: PlanRecord, rank: int, apply: Callable[[Due], None]) -> None:
@@ -151,7 +152,7 @@ class LabClient:
         self._timeout_s = timeout_s
 
     def __call__(self, due: Due) -> None:
-        """Ask the lab to apply the fault of `due`, and wait until it is in force.
+        """Ask the lab to apply the fault of `due`, and wait until the fault is in force.
 
         Raises
         ------

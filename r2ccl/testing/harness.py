@@ -1,7 +1,7 @@
 """Runs of a user's program with failures, for the fixtures of the pytest plugin ``r2ccl_pytest``.
 
-A fault that did not happen and a rank that fails in a netlab raise AssertionError, which fails the
-test.
+If a fault does not happen, or a rank fails in a netlab, the run raises AssertionError, which fails
+the test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WRAPPER = f"{__name__}:wrap_and_record"
 
 
 class FaultInjection:
-    """Failures of NICs for the next run of a `RankRunner`; a call adds one.
+    """Failures of NICs for the next run of a `RankRunner`; calling the object adds a failure.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class FaultInjection:
 
 
 class _PlanFile:
-    """Fault plan in a file that ranks read, beside which they leave a file per fault that fired."""
+    """Fault plan in a file that ranks read; they add a file beside it for each fault that fires."""
 
     def __init__(self, plan: FaultPlan, path: Path) -> None:
         self._plan = plan
@@ -71,11 +71,11 @@ class _PlanFile:
         path.write_bytes(plan.to_json())
 
     def environment(self) -> dict[str, str]:
-        """Return the variables with which `r2ccl.init` injects the faults."""
+        """Return the environment variables that make `r2ccl.init` inject the faults."""
         return {"R2CC_FAULT_PLAN": str(self._path), "R2CC_TRANSPORT_WRAPPER": _WRAPPER}
 
     def assert_all_fired(self) -> None:
-        """Raise AssertionError, which names them, if faults did not fire."""
+        """Raise AssertionError if faults did not fire; the message names these faults."""
         for index in range(len(self._plan.faults)):
             if _record_of(self._path, index).exists():
                 self._plan.record(index, monotonic(), monotonic())
@@ -87,9 +87,10 @@ def _record_of(path: str | Path, index: int) -> Path:
 
 
 def wrap_and_record(inner: Transport, rank: int) -> ReportingTransport:
-    """Return a wrapper as `wrap_by_env`, which records each fault that fires beside the plan.
+    """Return a wrapper as `wrap_by_env` does; it also leaves a file for each fault that fires.
 
-    `r2ccl.init` calls it in ranks that a `RankRunner` starts.
+    `r2ccl.init` calls this function in ranks that a `RankRunner` starts. The files are beside the
+    file of the plan.
     """
 
     def reporter(cut: Callable[[Due], None]) -> FaultReporter | None:
@@ -108,8 +109,9 @@ class RankRunner:
     Parameters
     ----------
     module : module
-        Module of the test: its functions are sent to the ranks by value, so that the ranks do not
-        import it, and assertions in them are as detailed as in the test.
+        Module of the test. Its functions are sent to the ranks by value, so the ranks do not import
+        the module, and a failed assertion in a rank is reported with the same details as in the
+        test.
     injection : FaultInjection, optional
     """
 
@@ -130,9 +132,9 @@ class RankRunner:
         Raises
         ------
         Exception
-            As `r2ccl.launch`.
+            As for `r2ccl.launch`.
         AssertionError
-            If a failure of `r2ccl_fail_at` did not happen.
+            If a failure that `r2ccl_fail_at` requested did not happen.
         """
         plan = self._injection.take() if self._injection else None
         variables = {**(env or {}), **(plan.environment() if plan else {})}
@@ -154,7 +156,7 @@ class NetlabRunner(Protocol):
         timeout_s: float = 120.0,
         **shape: Any,
     ) -> list[RankResult]:
-        """Run a program in a lab."""
+        """Run a program in a lab; see `run_in_netlab`."""
         ...
 
 
@@ -166,14 +168,14 @@ def run_in_netlab(
     timeout_s: float = 120.0,
     **shape: Any,
 ) -> list[RankResult]:
-    """Build a lab, run a program on each of its ranks under `faults`, and require its success.
+    """Build a lab, run a program on all its ranks under `faults`, and require that each succeeds.
 
     Parameters
     ----------
     argv : sequence of str
         The program and its arguments, such as ``[sys.executable, "train.py"]``.
     faults : sequence of str or Fault
-        Texts are parsed by `Fault.parse`: ``"nic_down:node=1,rail=0,at_op=3"``.
+        Faults to inject. `Fault.parse` parses texts, such as ``"nic_down:node=1,rail=0,at_op=3"``.
     env, timeout_s
         As in `Lab.run`.
     **shape

@@ -1,4 +1,4 @@
-"""Fake GPU in host memory: implements `Device` for tests, and raises on unordered accesses.
+"""Fake GPU in host memory: implements `Device` for tests; raises an error on unordered accesses.
 
 A `FakeGpu` is the GPU, also called the card; a `FakeDevice` is one process on it. Several devices,
 in threads or used in turn, act as several ranks on one GPU, which exchange handles of memory. A
@@ -19,13 +19,13 @@ drawn from a seed, and every access to memory is checked::
   orders, independent of the order in which they ran. This covers copies, kernels, words,
   `FakeDevice.read` and `write`, and accesses of the host that it declares by `host_reads` and
   `host_writes`.
-- Work enqueued before a flush that uses memory written by a NIC (`nic_write`), on a card that
-  reorders such writes.
+- Work that uses memory written by a NIC (`nic_write`) and was enqueued before the host flushed the
+  write, on a card that reorders such writes.
 - Freeing, unmapping or unpinning memory, and destroying streams or events, while the host does not
-  know that their work is over (on a device with ``is_strict``, the default).
-- Calls that would never return (`WouldHang`): work that is enqueued to a full launch queue, work on
-  a GPU with ``is_blocking``, and memory management on a GPU with ``is_serial``, if what they wait
-  for needs a later action of the waiting thread.
+  know that the work that uses them is over (on a device with ``is_strict``, the default).
+- Calls that would never return (`WouldHang`), because they wait for work that needs a later action
+  of the waiting thread. Such calls enqueue work to a full launch queue or on a GPU with
+  ``is_blocking``, or manage memory on a GPU with ``is_serial``.
 - Work enqueued on a stream that captures a graph.
 - Addresses that are unknown, freed, of another process or of a GPU not made reachable, accesses
   beyond the end of an allocation, the host's address of pinned memory passed to the GPU, and
@@ -38,21 +38,22 @@ runs:
 - The host reads a pinned target of such work: it finds poison there, so its result is wrong.
 
 If the host writes to a word for which a stream waits, the fake detects the write at the next call
-of any process, and assumes that it came after everything the host did before that call.
+of any process, and assumes that the write came after everything the host did before that call.
 
 **Not detected:**
 
-- An undeclared read of a target by the host after the work ran, but before the host could know
-  that.
+- An undeclared read of a target by the host after the work ran, but before the host could know that
+  the work had run.
 - A race of an access that the host makes after its write to a word and before its next call,
-  because the fake orders the access before the write.
-- A flush before the host knew of a NIC's write, if the data was already there.
+  because the fake orders this access before the write to the word.
+- A flush that the host makes before it knows of a NIC's write, if the data was already there.
 - Code that relies on the ordering of the legacy default stream, which is like any other stream
   here.
-- Processes that rely on steps of others without being notified, unless ``are_hosts_one=False``.
+- Processes that rely on steps of other processes without a notification, unless
+  ``are_hosts_one=False``.
 - Delays of work whose stream shares a hardware queue with another stream.
-- Delays by driver calls that block those of other threads, as a call that waits for the device
-  might.
+- Delays by driver calls that block driver calls of other threads, as a call that waits for the
+  device might do.
 - The duration of work, which the fake does not model.
 """
 

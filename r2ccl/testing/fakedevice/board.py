@@ -39,7 +39,7 @@ _LOOK_AGAIN_S = 0.001
 
 
 class Host:
-    """CPU code of a process, as an actor with a vector clock (`r2ccl.testing.fakedevice.order`)."""
+    """CPU code of a process: an actor with a vector clock (`r2ccl.testing.fakedevice.order`)."""
 
     def __init__(self, actor: int) -> None:
         self.actor = actor
@@ -49,7 +49,7 @@ class Host:
 
     @property
     def seen(self) -> Clock:
-        """Vector clock of all steps that the host knows, including NIC writes; read only."""
+        """Vector clock of all steps that the host knows, including NIC writes; do not modify it."""
         if not self.unflushed:
             return self.clock
         known = dict(self.clock)
@@ -180,8 +180,8 @@ class Board:
         Raises
         ------
         WrongOrder
-            If this call is wrong or an earlier one was. After the first error every call raises
-            the same error, so that no other thread waits forever.
+            If this call is wrong, or an earlier call was wrong. After the first error every call
+            raises the same error, so that no other thread waits forever.
         """
         with self._changed:
             if self._failure is not None:
@@ -199,7 +199,7 @@ class Board:
     def wait_until(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Run operations until `is_over()` is true; return False after `timeout_s` seconds.
 
-        Call it with the lock held (`entered`); it releases the lock while it sleeps.
+        The caller must hold the lock (`entered`), which is released while the method sleeps.
 
         Raises
         ------
@@ -221,10 +221,10 @@ class Board:
         return True
 
     def _see_words(self) -> None:
-        """Record the words that hosts have written since the last look.
+        """Record the words that hosts have written since the last call.
 
-        Which host wrote a word is not known. The write is therefore ordered after all that any host
-        that can write the word knew.
+        The board does not know which host wrote a word. It therefore orders the write after
+        everything that the hosts that can write the word know.
         """
         for word in self._words:
             if word.piece.span.is_host and word.has_changed:
@@ -247,7 +247,7 @@ class Board:
         return word
 
     def remove(self, span: Span, why: str) -> None:
-        """Remove a span, its exported handles, and its words unless other spans share them.
+        """Remove a span, its exported handles, and those of its words that no other span shares.
 
         `why` describes the removal in the messages about later accesses to the span.
         """
@@ -269,7 +269,7 @@ class Board:
         self._guards[operation] = Guard(operation)
 
     def run(self, limit: int | None = None) -> int:
-        """Run up to `limit` operations, or all that can run if it is None; return how many ran."""
+        """Run up to `limit` operations (None: all that can run), and return their number."""
         with self.entered():
             count = 0
             while (limit is None or count < limit) and self.step():
@@ -277,12 +277,12 @@ class Board:
             return count
 
     def advance(self) -> None:
-        """Run a random number of operations, perhaps none; call it with the lock held."""
+        """Run a random number of operations, perhaps none; the caller must hold the lock."""
         while self._random.random() < _ONE_MORE and self.step():
             pass
 
     def step(self) -> bool:
-        """Run one operation that is ready; return False if there is none."""
+        """Run one operation that is ready; return False if no operation is ready."""
         ready = [each for each in self._streams if each.queue and each.queue[0].is_ready()]
         if not ready:
             return False
@@ -302,7 +302,7 @@ class Board:
         return True
 
     def _expose(self) -> None:
-        """Mark the operations that the GPU may be executing by now, and guard their memory."""
+        """Mark as exposed the operations that the GPU may be executing, and guard their memory."""
         found = True
         while found:
             found = False
@@ -363,9 +363,9 @@ class Board:
     # Freeing
 
     def users(self, span: Span) -> list[FakeOperation]:
-        """Return the operations that have not run and use a span, or memory that it owns.
+        """Return the operations that have not run and use a span, or memory that the span owns.
 
-        An operation uses the memory of a span also if it reaches the memory through another span.
+        This includes operations that reach the memory of the span through another span.
         """
         return [
             each
@@ -375,7 +375,7 @@ class Board:
         ]
 
     def check_idle(self, span: Span, host: Host, doing: str) -> None:
-        """Check that no process maps a span, and that a host knows that all work on it is over.
+        """Check that no process maps `span`, and that `host` knows that all work on it is over.
 
         `doing` describes the call that frees the span, for the message.
 
@@ -396,7 +396,7 @@ class Board:
                 )
 
     def learn_all(self, host: Host, card: int) -> None:
-        """Merge the clocks of a card's streams into that of a host that waited for the card."""
+        """Merge the clocks of a card's streams into the clock of `host`, which waited for it."""
         for stream in self._streams:
             if stream.card == card:
                 join(host.clock, stream.clock)

@@ -46,16 +46,16 @@ class FakeDevice(FakeProcess):
     gpu : FakeGpu
         The card, which this process opens.
     name : str
-        Name of the process, unique among those that have the card open.
+        Name of the process, unique among the processes that have the card open.
     ordinal : int
         Number of the GPU in its process.
     uuid : bytes, optional
-        By default the card's. With another uuid, the device looks like a second card that accesses
-        the same memory.
+        By default the uuid of the card. With another uuid, the device looks like a second card that
+        accesses the same memory.
     is_strict : bool
-        If True, freeing memory or destroying a stream or an event is an error unless the host knows
-        that the work using it is over. If False, the call waits for the work, as the driver does,
-        but for at most `timeout_s`.
+        If True, a call that frees memory or destroys a stream or an event raises an error unless
+        the host knows that the work using the resource is over. If False, the call waits for the
+        work, as the driver does, but for at most `timeout_s`.
     timeout_s : float
         Longest time in seconds that `close` waits for work. Unless `is_strict`, also the longest
         time that any other call waits for work before it frees a resource.
@@ -71,21 +71,21 @@ class FakeDevice(FakeProcess):
     Misuse
         By every method except `close`, for an invalid argument, and after `close`.
     Race
-        By every method that accesses memory, or runs work that does, if another access to the same
-        bytes is not ordered with this one.
+        By every method that accesses memory, or runs work that accesses memory, if this access and
+        another access to the same bytes are not ordered.
     StillInUse
         By every method that frees a resource, if work that uses it may be in progress.
     WouldHang
-        By every method that enqueues work, and with ``FakeGpu.is_serial`` also by those that manage
-        memory or load kernels, if the method waits longer than ``FakeGpu.patience_s``.
+        By every method that enqueues work, if it waits longer than ``FakeGpu.patience_s``. With
+        ``FakeGpu.is_serial``, also by every method that manages memory or loads kernels.
     TransportError
         By the methods in `refusals`, and for a call that the driver refuses and the library
         handles, such as `map` of an unknown handle.
 
     Notes
     -----
-    *After failure*: every method of every process, on this card and on those made by
-    `FakeGpu.beside`, raises the first `WrongOrder` again.
+    *After failure*: every later driver call of every process, on this card and on all cards of the
+    same board, raises the first `WrongOrder` again.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class FakeDevice(FakeProcess):
             self._retire(self._own(memory.ctypes.data, MemoryKind.PINNED), "free_pinned")
 
     def pin(self, memory: Bytes) -> int:
-        """Implement `Device.pin`; the returned address always differs from the host's."""
+        """Implement `Device.pin`; the returned address always differs from the host address."""
         with self._managing("pin"):
             return self._board.space.pin(self._name, self._card, memory).address
 
@@ -196,7 +196,7 @@ class FakeDevice(FakeProcess):
             if not isinstance(peer, FakeDevice) or peer._board is not self._board:
                 raise refusal("reach", "NO_PEER_ACCESS")
             if peer._name != self._name:
-                raise Misuse.of(f"{peer._name} is another process: `map` what it exports")
+                raise Misuse.of(f"{peer._name} is another process: use `map` for its memory")
             self._reached.add(peer._card)
 
     def export(self, address: int) -> tuple[bytes, int]:
@@ -440,13 +440,15 @@ class FakeDevice(FakeProcess):
         self._enqueue(self._stream(stream), operation)
 
     def close(self) -> None:
-        """Implement `Device.close`: wait for the streams made here, and free the memory made here.
+        """Implement `Device.close`: wait for this device's own streams, and free its own memory.
+
+        Streams and memory of the library's caller (`caller_stream`, `caller_memory`) stay.
 
         Raises
         ------
         StillInUse
-            If other streams may still use memory made here, or a stream made here does not finish
-            in time.
+            If other streams may still use this device's own memory, or one of its own streams does
+            not finish in time.
         """
         if self._is_closed:
             return

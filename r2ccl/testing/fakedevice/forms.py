@@ -1,8 +1,8 @@
 """The library's reduction kernels for the fake GPU, computed by the host's NumPy kernels.
 
 A kernel whose arguments are the addresses of its operands declares the memory that it touches. A
-kernel that reads these addresses from a table cannot declare it, because the host may fill the
-table after the launch. Results have the same bits as those of `r2ccl.kernels.cuda`.
+kernel that reads these addresses from a table cannot declare its memory, because the host may fill
+the table after the launch. The kernels give the same bits as `r2ccl.kernels.cuda`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ADDRESS_NBYTES = 8
 
 
 class FakeLauncher(Launcher):
-    """`Launcher` for a `FakeDevice`: same arguments and grids, but kernels in Python.
+    """`Launcher` for a `FakeDevice`, with the same arguments and grids, but kernels in Python.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ def combine(form: Form, sources: Sequence[Array], factor: float, nranks: int) ->
 
 
 def _scaled(operand: Array, factor: float) -> Array:
-    """Return the product in the operand's dtype, computed at least in the precision of float32."""
+    """Return `operand` times `factor` in the operand's dtype, computed at least in float32."""
     real = np.float64 if operand.real.dtype == np.float64 else np.float32
     is_complex = operand.dtype.kind == "c"
     parts = operand.view(real) if is_complex else operand.astype(real)

@@ -39,25 +39,25 @@ class FakeGpu:
         True if streams can set words and wait for them.
     reorders_remote_writes : bool
         True if GPU work may miss a NIC's write (`FakeDevice.nic_write`) until the host has flushed
-        it, as some drivers report of their GPUs.
+        the write. Some drivers report this property of their GPUs.
     queue_limit : int
-        Number of operations that the queue of a stream holds. A call that enqueues another one
-        waits for room, as with the launch queue of a real GPU.
+        Number of operations that the queue of a stream can hold. A call that enqueues a further
+        operation waits for room, as with the launch queue of a real GPU.
     is_blocking : bool
         True if every enqueuing call returns only when its operation is over, as with
         CUDA_LAUNCH_BLOCKING=1 and under some profilers.
     is_serial : bool
-        True if calls that manage memory or load kernels wait for all work of their process. The
-        driver's documentation does not say which of these calls wait. Other threads can enqueue
-        work during the wait.
+        True if every call that manages memory or loads kernels waits for all work of its process.
+        (The documentation of the CUDA driver does not say which of these calls wait.) Other threads
+        can enqueue work during the wait.
     patience_s : float
         Longest time in seconds of a wait caused by `queue_limit`, `is_blocking` or `is_serial`; the
         call then raises `WouldHang`.
     clock : Clock, optional
         Returns the time in seconds, for the deadlines of waits.
     board : Board, optional
-        Board of another card to share; see `beside`. By default the card makes its own, from
-        `seed`, `are_hosts_one` and `clock`, which are otherwise ignored.
+        Board of another card, to be shared; see `beside`. By default the card makes its own board
+        from `seed`, `are_hosts_one` and `clock`. If a board is given, these three are ignored.
 
     Attributes
     ----------

@@ -2,8 +2,8 @@
 
 An operation is exposed once the GPU could start it at any time. From then on its pinned sources
 must not change, and its pinned targets are filled with poison, so that a host that reads them too
-early gets a wrong result. When the operation runs, sources and poison are checked for writes of the
-host. Memory is guarded only while no correctly ordered access can touch it.
+early gets a wrong result. When the operation runs, the guard checks that the host has changed
+neither sources nor poison. Memory is guarded only while no correctly ordered access can touch it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Guard:
         return bool(self._sources or self._targets)
 
     def take(self, others: Iterable[FakeOperation]) -> None:
-        """Guard the pinned sources that no other operation writes, and targets that none uses.
+        """Guard each pinned source that no other operation writes, and each unused pinned target.
 
         Parameters
         ----------
         others : iterable of FakeOperation
-            The other operations that count: they may run earlier, because they have not run and are
-            not behind the guarded operation in its stream.
+            Operations that may run before the guarded operation: they have not run, and are not
+            behind it in its stream. A target is unused if none of them accesses it.
         """
         others = tuple(others)
         for piece in tuple(self._sources):

@@ -68,10 +68,10 @@ class Grid:
         Raises
         ------
         Misuse
-            If the kernel is not running, the address is invalid, or the kernel declared its
-            accesses and not this one.
+            If the kernel is not running, the address is invalid, or the kernel declares accesses
+            but not this access.
         Race
-            If the kernel declared no accesses, and this one is not ordered with an earlier one.
+            If the kernel declares no accesses, and this access is not ordered with an earlier one.
         """
         view = self._reach(Access.READ, address, nbytes).view
         view.flags.writeable = False
@@ -83,21 +83,21 @@ class Grid:
         Raises
         ------
         Misuse, Race
-            As `read`.
+            As for `read`.
         """
         return self._reach(Access.WRITE, address, nbytes).view
 
     def hold_against(self, declared: FakeOperation) -> None:
         """Refuse accesses to memory that the operation `declared` does not list.
 
-        The grid then records no accesses, because those that `declared` lists are recorded when the
-        operation starts.
+        The grid then records no accesses, because the accesses that `declared` lists are recorded
+        when the operation starts.
         """
         self._declared = declared
 
     @contextmanager
     def running(self, stamp: Stamp, clock: Clock) -> Iterator[None]:
-        """Allow accesses in the body of the ``with``, recorded with this stamp and clock."""
+        """Allow accesses in the body of the ``with``, and record them with `stamp` and `clock`."""
         self._now = (stamp, clock)
         try:
             yield

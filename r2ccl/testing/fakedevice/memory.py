@@ -4,8 +4,8 @@ Addresses of device memory are invalid for the host's CPU and never reused. Pinn
 fake allocates has the same address for host and GPU. Existing host memory that is pinned gets
 another address for the GPU, so that confusing the two addresses is detected.
 
-Each byte has one `Shadow` and one position in it, which do not depend on the process, the address
-or the mapping of a shared file through which the byte is accessed.
+Each byte has one `Shadow`, and one position in this shadow. Both are the same for every process,
+address and mapping of a shared file through which the byte is accessed.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Span:
     owner : str
         Name of the process.
     card : int
-        Number of the card that has the memory. For pinned and registered memory: the card whose
-        device made the span; for mapped memory: the card whose device mapped it.
+        Number of the card that has the memory. For pinned and registered memory it is the card
+        whose device made the span, and for mapped memory the card whose device mapped it.
     kind : MemoryKind
     address : int
         Address that work of the GPU uses.
@@ -74,7 +74,7 @@ class Span:
     number : int
         Unique number of the span.
     is_callers : bool
-        True if the library's caller made it, False if the library did.
+        True if the library's caller made the span, False if the library made it.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Span:
 
     @property
     def has_memory(self) -> bool:
-        """True if the span owns its bytes, which are then freed with it."""
+        """True if the span owns its bytes, which are then freed together with the span."""
         return self.kind not in (MemoryKind.REGISTERED, MemoryKind.MAPPED)
 
     def __str__(self) -> str:
@@ -177,7 +177,7 @@ class AddressSpace:
     def allocate(
         self, owner: str, card: int, nbytes: int, kind: MemoryKind, *, is_callers: bool = False
     ) -> Span:
-        """Allocate memory of a card for process `owner`, filled with a nonzero byte."""
+        """Allocate memory of a card for process `owner`, and fill it with a nonzero byte."""
         if nbytes < 1:
             raise Misuse.of(f"an allocation needs at least 1 byte, not {nbytes}")
         memory = np.full(nbytes, _UNWRITTEN, np.uint8)
@@ -196,7 +196,7 @@ class AddressSpace:
         return self._add(owner, card, MemoryKind.PINNED, address, memory, shadow, address)
 
     def pin(self, owner: str, card: int, memory: Bytes) -> Span:
-        """Pin whole pages of host memory: give them an address for all GPUs of process `owner`."""
+        """Pin whole pages of host memory: reserve an address for all GPUs of process `owner`."""
         at = memory.ctypes.data
         if at % _PAGE or memory.nbytes % _PAGE or not memory.nbytes:
             raise Misuse.of(f"{memory.nbytes} bytes at {at:#x} to pin are not whole pages")
@@ -211,7 +211,7 @@ class AddressSpace:
         return self._add(owner, card, MemoryKind.REGISTERED, address, flat, shadow, position)
 
     def map(self, owner: str, card: int, source: Span) -> Span:
-        """Map device memory of another process: give it an address for `card` in `owner`."""
+        """Map device memory of another process: reserve an address for `card` in `owner`."""
         address = self._reserve(source.nbytes)
         span = self._add(
             owner, card, MemoryKind.MAPPED, address, source.memory, source.shadow, source.position
@@ -250,7 +250,7 @@ class AddressSpace:
                 span.memory.fill(_UNWRITTEN)
 
     def find(self, owner: str, cards: Container[int], address: int, nbytes: int) -> MemoryPiece:
-        """Return the memory that work of a process finds at an address.
+        """Return the memory that work of a process accesses at an address.
 
         Parameters
         ----------
@@ -317,7 +317,7 @@ class AddressSpace:
 def _backing(address: int) -> tuple[tuple[int, int], int]:
     """Return (device, inode) of the shared file mapped at `address`, and the offset in the file.
 
-    For private memory it returns (0, 0) and the address itself.
+    For private memory, return (0, 0) and the address itself.
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
         extent, permissions, offset, device, inode, *_ = line.split()

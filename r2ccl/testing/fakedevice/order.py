@@ -3,8 +3,8 @@
 An actor is a stream, a host (the CPU code of a process), or the NICs of a host. A clock (a vector
 clock) holds for each actor the number of its last known step; a stamp identifies one step. If two
 accesses touch the same byte and at least one of them is a write, the clock of the later access must
-cover the stamp of the earlier one; otherwise `Race` is raised. Two unordered accesses are detected
-whichever of them the fake ran first.
+cover the stamp of the earlier one; otherwise `Race` is raised. The order in which the fake ran the
+two accesses does not matter.
 
 References
 ----------
@@ -49,15 +49,15 @@ class StillInUse(WrongOrder):
 
     @classmethod
     def by(cls, what: str, user: str, why: str) -> StillInUse:
-        """Return the error for the call `what`, which frees something that `user` still uses.
+        """Return the error for the call `what`, which frees a resource that `user` still uses.
 
-        `why` ends the message: it says what `user` is still doing, such as ``has not run``.
+        `why` is the state of `user`, such as ``has not run``; it ends the message.
         """
         return cls(f"freed too early: {what}\nbut\n  {user}\n{why}")
 
 
 class WouldHang(WrongOrder):
-    """Error raised when a call waits for work that never runs; a real call would not return."""
+    """Error raised when a call waits for work that never runs; a real driver call would hang."""
 
     @classmethod
     def by(cls, what: str, waiting: str) -> WouldHang:

@@ -1,8 +1,8 @@
 """`FakeProcess`: base class of `FakeDevice` with the methods that `Device` does not have.
 
 With these methods a test declares accesses of the host to pinned memory, and emulates memory and
-streams of the library's caller, messages between processes, and writes of NICs. Each call of a
-process runs with the board's lock held (`Board.entered`).
+streams of the library's caller, messages between processes, and writes of NICs. The board's lock is
+held during each call of a process (`Board.entered`).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class FakeProcess:
         self._board.remove(span, doing)
 
     def _settle(self, is_over: Callable[[], bool]) -> None:
-        """Wait until `is_over()` is true or time is up; do nothing if the device is strict."""
+        """Wait until `is_over()` is true, for at most `timeout_s`; do nothing if `is_strict`."""
         if not self._is_strict and self._board.wait_until(is_over, self._timeout_s):
             self._board.learn_all(self._host, self._card)
 
@@ -180,7 +180,7 @@ class FakeProcess:
         Raises
         ------
         StillInUse
-            If work on the memory, also that of another process, has not run, or the host does not
+            If work on the memory, of this or another process, has not run, or the host does not
             know that the work of this process is over.
         """
         with self._called("free_caller_memory"):
@@ -214,12 +214,12 @@ class FakeProcess:
         return place
 
     def tell(self) -> Clock:
-        """Return the host's clock, to be passed to `hear` in a process that gets a message."""
+        """Return the host's clock, for `hear` in a process that receives a message of this one."""
         with self._called("tell"):
             return self._host.release()
 
     def hear(self, message: Clock) -> None:
-        """Learn all that another process knew when its `tell` returned `message`."""
+        """Learn everything that another process knew when its `tell` returned `message`."""
         with self._called("hear"):
             join(self._host.clock, message)
 

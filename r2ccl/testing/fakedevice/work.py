@@ -44,7 +44,7 @@ class Word:
 
     @property
     def has_changed(self) -> bool:
-        """True if the value in memory differs from the last recorded one: a host wrote it."""
+        """True if a host wrote the word: its value differs from the last recorded value."""
         return self.value != self._written[-1][0]
 
     def note(self, clock: Clock) -> None:
@@ -67,7 +67,8 @@ class Word:
     def learn(self, clock: Clock, value: int) -> None:
         """Merge into `clock` the clock of the writer that first wrote `value` or more.
 
-        The wait for `value` to which `clock` belongs is then ordered after that write.
+        A stream that waits for `value` calls this method with its clock, so that its later work is
+        ordered after that write.
         """
         join(clock, next(known for found, known in self._written if _is_at_least(found, value)))
 
@@ -122,7 +123,7 @@ class FakeOperation:
         return self.is_ready()
 
     def learn(self, clock: Clock) -> None:
-        """Merge the clocks of all that the operation waited for into `clock`, the stream's."""
+        """Merge the clocks of all that the operation waited for into the stream's `clock`."""
         join(clock, self.clock)
 
     def touch(self, stamp: Stamp, clock: Clock) -> None:
@@ -155,7 +156,7 @@ class Copy(FakeOperation):
 
 
 class Record(FakeOperation):
-    """Record of an event: it runs once all earlier work of the stream is over."""
+    """Operation that records an event; it runs once all earlier work of the stream is over."""
 
     #: Stamp of its step in the stream; None until it has run.
     stamp: Stamp | None = None
@@ -167,7 +168,7 @@ class Record(FakeOperation):
 
 
 class WaitForRecord(FakeOperation):
-    """Wait for the record that an event had when the wait was enqueued."""
+    """Wait for the newest record of an event at the time when the wait was enqueued."""
 
     def __init__(self, what: str, clock: Clock, record: Record) -> None:
         super().__init__(what, clock)
@@ -182,7 +183,7 @@ class WaitForRecord(FakeOperation):
         return self._record.is_over or self._record.is_exposed
 
     def learn(self, clock: Clock) -> None:
-        """Merge the clock of the record into `clock`, the stream's."""
+        """Merge the clock of the record into the stream's `clock`."""
         super().learn(clock)
         join(clock, self._record.clock)
 
@@ -219,7 +220,7 @@ class WaitForWord(FakeOperation):
         return self._word.has_reached(self._value)
 
     def learn(self, clock: Clock) -> None:
-        """Merge the clock of the word's writer into `clock`, the stream's."""
+        """Merge the clock of the word's writer into the stream's `clock`."""
         super().learn(clock)
         self._word.learn(clock, self._value)
 

@@ -1,9 +1,10 @@
 """netlab: a cluster of multi-NIC nodes emulated on one machine, with real TCP and injected faults.
 
-Each node is a network namespace, each rail's switch a bridge, each NIC with its cable a shaped veth
-pair. `Lab` builds the cluster, runs programs on it and injects the faults of a `FaultPlan`.
-iproute2 builds the network, with one batch process of ``ip`` and one of ``tc`` per namespace. NIC
-faults are applied and undone by netlink; only ``slow``, and bringing a NIC up again, use iproute2.
+Each node is a network namespace. The switch of a rail is a bridge. A NIC with its cable is a veth
+pair whose traffic is shaped. `Lab` builds the cluster, runs programs on it and injects the faults
+of a `FaultPlan`. It builds the network with iproute2: one batch process of ``ip`` and one of ``tc``
+per namespace. Faults of NICs are applied and undone over netlink; only ``slow``, and bringing a NIC
+up again, use iproute2.
 """
 
 from r2ccl.testing.netlab.fabric import LabShape

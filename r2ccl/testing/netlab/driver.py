@@ -124,7 +124,7 @@ class Driver:
     """Thread that runs scheduled callables and answers the reports of ranks.
 
     Exceptions in this thread are appended to `errors`; `Lab.raise_errors` raises a `LabError` that
-    quotes the first.
+    quotes the first exception.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class Driver:
         self._in_thread(stop)
 
     def _in_thread(self, action: Callable[[], object]) -> None:
-        """Run `action` in the driver's thread, which owns the selector; raise what it raises."""
+        """Run `action` in the driver's thread, which owns the selector; raise its exception."""
         done: Future[None] = Future()
 
         def call() -> None:

@@ -1,8 +1,8 @@
 """Names and addresses of a lab's cluster, and the iproute2 lines that build the cluster.
 
 This module does no I/O: it makes text from a `LabShape`. The two ends of a veth always have
-different interface indices, because only then does the kernel report a lost carrier at once
-(measured: after 0.3 ms instead of 822 ms).
+different interface indices, because otherwise the kernel reports a lost carrier late (measured:
+after 822 ms instead of 0.3 ms).
 
 ::
 
@@ -57,13 +57,13 @@ class LabShape(msgspec.Struct, frozen=True, kw_only=True):
         segments that TCP passes to the NIC: with a smaller bucket the kernel splits the segments in
         software, which takes all CPU time.
     latency : str
-        Longest time a packet may wait in a NIC's queue, such as ``5ms``; it is also the longest
-        delay that a busy NIC adds. A queue holds at least 128 KiB, two segments of 64 KiB, because
-        TCP stalls with a shorter queue.
+        Longest time a packet may wait in a NIC's queue, such as ``5ms``. A busy NIC adds at most
+        this delay. A queue holds at least 128 KiB, two segments of 64 KiB, because TCP stalls with
+        a shorter queue.
     buffer : str
-        Longest time a packet may wait in the queue of a switch port, such as ``20ms``. By default
-        it is longer than `latency`, because several nodes send to one port at once, and real
-        switches have memory for that.
+        Longest time a packet may wait in the queue of a switch port, such as ``20ms``. The default
+        is longer than `latency`, because several nodes can send to one port at once, and real
+        switches have buffers for that case.
     ranks_per_node : int
         Number of processes that `Lab.run` starts on each node.
 
@@ -138,7 +138,7 @@ def port_name(node: int, rail: int) -> str:
 
 
 def port_index(node: int, rail: int) -> int:
-    """Return the interface index of a switch port; it differs from those of all NICs."""
+    """Return the interface index of a switch port, which differs from the index of every NIC."""
     return 1024 + node * 128 + rail
 
 

@@ -276,7 +276,7 @@ def test_a_gpu_of_another_machine_is_not_reached() -> None:
 
 def test_what_another_process_opened_is_not_reached() -> None:
     b = Bench()
-    with pytest.raises(Misuse, match="rank 7 is another process: `map` what it exports"):
+    with pytest.raises(Misuse, match="rank 7 is another process: use `map` for its memory"):
         b.device.reach(FakeDevice(b.gpu.beside(), "rank 7"))
 
 
