@@ -1,7 +1,7 @@
 """Transport contract for probes: checks of `Transport.probe` for any implementation.
 
-The checks take the same `Bench` as those of `r2ccl.testing.contract`, and raise AssertionError if
-the transport breaks its promise. Each wait ends after at most ``Bench.patience_s``.
+The checks take the same `Bench` as the checks of `r2ccl.testing.contract`, and raise AssertionError
+if the transport breaks its promise. Each wait ends after at most ``Bench.patience_s``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STRAIGHT = (ProbeKey(1, 0, 0), ProbeKey(1, 1, 1))
 
 
 def ask(bench: Bench, key: ProbeKey) -> Probed:
-    """Probe `key` from rank 0, wait for the outcome, and return it.
+    """Probe `key` from rank 0, wait for the outcome, and return the outcome.
 
     Only rank 0's transport is polled, so the answer cannot depend on the process of rank 1.
 
@@ -83,7 +83,7 @@ def check_probe_survives_the_fence(bench: Bench) -> None:
 
 
 def check_probes_disturb_nothing(bench: Bench) -> None:
-    """Check that probes do not disturb slices, and that a key has one probe in flight at most."""
+    """Check that probes do not disturb slices, and that a key has at most one probe in flight."""
     bench.join_probes()
     pair = JoinedPair(bench)
     regions = [bytearray(50_000) for _ in range(8)]

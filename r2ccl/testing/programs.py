@@ -34,7 +34,7 @@ def find_program(name: str) -> str | None:
 
 
 def describe_missing(names: Iterable[str]) -> str:
-    """Describe which programs of `names` are missing and how to install them.
+    """Describe the programs of `names` that are missing, and the way to install them.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def describe_missing(names: Iterable[str]) -> str:
     Returns
     -------
     str
-        Empty if none is missing; otherwise for example
+        Empty if no program is missing; otherwise for example
         ``tc is not in PATH or an sbin folder: install iproute2 (`apt-get install ...`)``.
     """
     missing = [name for name in names if find_program(name) is None]

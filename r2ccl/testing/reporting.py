@@ -1,11 +1,13 @@
 """Transport wrapper that applies the faults of a plan at given slices.
 
-The library itself contains no test code: tests inject faults by wrapping its transport. In a netlab
-the lab applies each fault to the emulated NIC. Without a netlab the only fault is ``nic_down``, and
-its node must be the number of the rank that triggers it: the wrapper stops sending on this rank's
-connections of the rail and reports them as failed; the library then reconnects them.
+Tests inject faults by wrapping the transport, so the rest of the library contains no test code. In
+a netlab the lab applies each fault to the emulated NIC. Without a netlab the only fault is
+``nic_down``, and its node must be the number of the rank that triggers it: the wrapper stops
+sending on this rank's connections of the rail and reports them as failed; the library then
+reconnects them.
 
-The wrapper adds one method call to each call, and a few comparisons to each slice sent.
+The wrapper adds one method call to each call of the transport, and a few comparisons to each slice
+sent.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ class ReportingTransport:
     Parameters
     ----------
     inner : Transport
-        The transport that does the work. Owned: `close` closes it.
+        The transport that does the work; `close` closes it.
     make_reporter : callable
-        Called once with a function that applies a `Due` fault to this rank's connections. Returns
-        the reporter of the rank, or None if there is no plan.
+        Function that returns the reporter of the rank, or None if there is no plan. It is called
+        once, with a function that applies the fault of a `Due` to this rank's connections.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class ReportingTransport:
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
-        """Report the slice, which applies the faults due before it, and send it.
+        """Report a slice, so that the faults due before it are applied, and send the slice.
 
         A slice on a path that a fault has cut is not sent.
 
@@ -85,7 +87,7 @@ class ReportingTransport:
             self._inner.isend(path, frame, view, token, is_replay)
 
     def begin(self, first_op: int) -> None:
-        """Count collective `first_op` as the user's first; no fault is applied before it."""
+        """Count collective `first_op` as the user's first; earlier collectives get no faults."""
         self._first_op = first_op
 
     def joins(self, rail: int) -> bool:
@@ -109,7 +111,7 @@ class ReportingTransport:
         return self._inner.register_device(address, nbytes)
 
     def open(self, path: PathKey, endpoint: Any) -> None:
-        """Forward to the inner transport, and end the cut of the path by an earlier fault."""
+        """Forward to the inner transport; a path that an earlier fault cut is no longer cut."""
         self._open.add(path)
         self._silent.discard(path)
         self._inner.open(path, endpoint)
@@ -187,8 +189,8 @@ class ReportingTransport:
         Raises
         ------
         InvalidArgument
-            If the fault is not ``nic_down``, which is the only one that works without a netlab, or
-            its node is not this rank.
+            If the fault is not ``nic_down``, the only fault that works without a netlab, or its
+            node is not this rank.
         """
         fault = due.fault
         if fault.action is not Action.NIC_DOWN:

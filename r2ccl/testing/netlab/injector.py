@@ -1,8 +1,8 @@
 """Injector of faults into the NICs and ranks of a lab.
 
-The injector applies a fault at once. The driver's thread undoes it after `duration_s`, and sets the
-NIC of a flap up and down. A lock serialises all changes of NICs, so that no other fault changes a
-NIC between the two times of a `Firing`.
+The injector applies a fault at once. The driver's thread undoes the fault after `duration_s`, and
+sets the NIC of a flap up and down. A lock serialises all changes of NICs, so that no other fault
+changes a NIC between the two times of a `Firing`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Injector:
     nics : NicFaults
         Applies and undoes NIC faults; only the injector may use it.
     driver : Driver
-        Runs the end of a fault and the next change of a flap in its thread.
+        Driver whose thread ends faults and makes the changes of a flap.
     find_job : callable
         Returns the running job, or None if no job runs.
     """

@@ -132,8 +132,8 @@ class Lab:
     def inside(self, node: int, function: Callable[[], _T]) -> _T:
         """Call `function` in a thread inside a node and return its result.
 
-        Sockets that the function creates belong to that node for their whole life. An exception of
-        the function is raised here.
+        Sockets that the function creates belong to that node for their whole life. If the function
+        raises an exception, `inside` raises it too.
         """
         return inside(self._nodes[node], function)
 
@@ -176,11 +176,11 @@ class Lab:
         argv : sequence of str
             The program and its arguments, the same for every rank. The lab sets ``RANK``,
             ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``, ``MASTER_ADDR``,
-            ``MASTER_PORT`` and the ``R2CC_*`` settings of the rank's node in its environment.
+            ``MASTER_PORT`` and the ``R2CC_*`` settings of the node in the environment of each rank.
         env : mapping, optional
-            Environment variables that override those of this process and of the lab.
+            Environment variables that override the variables of this process and of the lab.
         plan : FaultPlan, optional
-            Faults to inject; afterwards `plan.fired` records which fired, and when.
+            Faults to inject; afterwards `plan.fired` lists the faults that fired, with their times.
         timeout_s : float
             Seconds after which ranks that still run are ended; their results have `is_timed_out`.
         sink : callable, optional
@@ -198,8 +198,8 @@ class Lab:
             If the plan does not fit the lab, if some of its faults have fired before, or if a job
             is running.
         LabError
-            If a fault could not be applied or undone. It is raised after all ranks have ended, and
-            their results are lost.
+            If a fault could not be applied or undone. The error is raised after all ranks have
+            ended, and their results are lost.
         """
         take = sink or _print_line
         with self._start(argv, env, plan, is_interactive=False) as job:
@@ -216,9 +216,9 @@ class Lab:
     ) -> LabJob:
         """Start a program as `run` does, but with pipes to each rank's stdin and stdout.
 
-        The call returns when all ranks are started; faults with `at_s` count from then. A lab runs
-        one job at a time: close the returned job before starting the next. Call `raise_errors` to
-        learn of faults that could not be applied.
+        The call returns when all ranks are started; `at_s` of a fault counts from this time. A lab
+        runs one job at a time: close the returned job before starting the next. `raise_errors`
+        reports faults that could not be applied.
 
         Raises
         ------
@@ -237,7 +237,7 @@ class Lab:
         Returns
         -------
         Firing
-            The times just before and after; `index` is -1.
+            Record with the times just before and after the change; its `index` is -1.
 
         Raises
         ------
@@ -252,15 +252,15 @@ class Lab:
     def restore(self, node: int | None = None, rail: int | None = None) -> Firing:
         """Undo all faults of a NIC, of a node, of a rail or, with no argument, of all NICs.
 
-        Returns and raises as `apply` does.
+        The result and the errors are those of `apply`.
         """
         return self.apply(Fault(action=Action.RESTORE, node=node, rail=rail))
 
     def counters(self) -> dict[tuple[int, int], tuple[int, int]]:
         """Return the number of bytes that each NIC has sent and received.
 
-        The bytes are counted at the switch port, from the start of the lab. They include link
-        headers, one per segment of up to 64 KiB that TCP passes to the NIC. The call is fast enough
+        The bytes are counted at the switch port, from the start of the lab. They include one link
+        header for each segment of up to 64 KiB that TCP passes to the NIC. The call is fast enough
         for tens of samples per second.
 
         Returns
@@ -355,7 +355,7 @@ def _choose_congestion_control() -> str:
 
 
 def _read_whole(descriptor: int) -> bytes:
-    """Read a /proc file from its start to its end; one read returns at most a page."""
+    """Read a /proc file from start to end, with several reads: a read returns at most a page."""
     data = b""
     while piece := os.pread(descriptor, 1 << 16, len(data)):
         data += piece

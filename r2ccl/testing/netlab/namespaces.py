@@ -3,7 +3,7 @@
 The namespaces of a set are named ``r2cc-<pid>-<start time>-<random>-<part>``, after the process
 that owns the set. A guard process, connected to the owner by a pipe, deletes them when the owner
 closes the set or dies. If the guard is killed too, the next `NamespaceSet` or `clean` deletes them.
-Neither removes namespaces with other names, nor those of an owner that is alive.
+Namespaces with other names, and namespaces whose owner is alive, are never deleted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NamespaceSet:
     Parameters
     ----------
     parts : sequence of str
-        Last part of each namespace's name; letters and digits only.
+        Last part of the name of each namespace; a part has letters and digits only.
 
     Raises
     ------
@@ -69,7 +69,7 @@ class NamespaceSet:
     Attributes
     ----------
     name : str
-        Name of the set, with which the names of its namespaces begin.
+        Name of the set. The names of all its namespaces begin with it.
     namespaces : dict of str to str
         Name of each namespace by its part.
     directory : Path
@@ -143,8 +143,8 @@ def clean() -> list[str]:
 def inside(namespace: str, function: Callable[[], _T]) -> _T:
     """Call `function` in a new thread inside `namespace`; return its result or raise its exception.
 
-    A socket belongs for its whole life to the namespace of the thread that created it. So one
-    process can hold sockets in several namespaces.
+    A socket belongs for its whole life to the namespace of the thread that created it, so one
+    process can have sockets in several namespaces.
 
     Raises
     ------
@@ -168,7 +168,7 @@ def write_sysctls(values: dict[str, str]) -> None:
     Raises
     ------
     LabError
-        If the kernel refuses a setting; earlier ones stay in force.
+        If the kernel refuses a setting; the settings written before stay in force.
     """
     for key, value in values.items():
         try:
@@ -186,7 +186,7 @@ def run_batch(command: list[str], lines: Iterable[str]) -> None:
     Raises
     ------
     LabError
-        If the program is missing, takes too long or refuses a line. The message quotes its error.
+        If the program is missing, takes too long or refuses a line. The message quotes the error.
     """
     text = "\n".join(lines)
     argv = [find_program(command[0]) or command[0], *command[1:], "-batch", "-"]
@@ -208,7 +208,7 @@ def run_batch(command: list[str], lines: Iterable[str]) -> None:
 
 
 def _line_named(stderr: str, text: str) -> str:
-    """Quote the line whose number iproute2 gives in its error; empty if it gives none."""
+    """Return the line whose number is in iproute2's error `stderr`; empty if there is no number."""
     match = re.search(r"Command failed -:(\d+)", stderr)
     return f" ({text.splitlines()[int(match[1]) - 1]})" if match else ""
 

@@ -1,9 +1,9 @@
 """Faults of the NICs of a running lab: `NicFaults` applies and undoes them.
 
 Faults that cut a NIC use netlink sockets that are kept open in each namespace, so that the faults
-take effect without delay. Changes of a rate use iproute2, and so does bringing a NIC up again,
-which also restores its routes. If faults overlap and `NicFaults.undo` undoes one, the NIC is in
-the state that the other faults alone would have caused.
+take effect without delay. iproute2 changes rates; it also brings a NIC up again and restores the
+NIC's routes. If faults overlap and `NicFaults.undo` undoes one of them, the NIC is then in the
+state that the other faults alone would have caused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Target(NamedTuple):
 
 
 class FaultHold:
-    """Applied fault; compared by identity, so that two equal faults are undone separately."""
+    """Fault that was applied; compared by identity, so two equal faults are undone separately."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
@@ -53,8 +53,8 @@ class FaultHold:
 class NicFaults:
     """Faults in force on the NICs of one lab. Not thread-safe.
 
-    Faults with different targets add up. Of several faults with the same target, such as two rates
-    of a NIC, the last applies; when it ends, the fault before it applies again.
+    Faults with different targets add up. If several faults have the same target, such as two rates
+    of a NIC, the last fault applies; when it ends, the fault before it applies again.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ class NicFaults:
         return hold
 
     def is_held(self, hold: FaultHold) -> bool:
-        """Return True if a fault has not been undone, even if a later one overrides it."""
+        """Return True if a fault has not been undone, even if a later fault overrides it."""
         return hold in self._holds.get(hold.target, ())
 
     def undo(self, hold: FaultHold) -> None:
@@ -145,9 +145,10 @@ class NicFaults:
                 self.undo(hold)
 
     def set_flapping(self, hold: FaultHold, *, is_up: bool) -> None:
-        """Set a flapping NIC up or down without ending its flap, which must not have been undone.
+        """Set a flapping NIC up or down, without ending the flap.
 
-        Do nothing if a later fault of the same target overrides the flap.
+        The flap must not have been undone. Do nothing if a later fault of the same target overrides
+        it.
 
         Raises
         ------
@@ -235,7 +236,7 @@ def _target(fault: Fault) -> Target:
 
 
 def _directions(fault: Fault) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the nodes (sender, receiver) of both directions that an ``isolate`` cuts."""
+    """Return (sender, receiver) for each of the two directions that an ``isolate`` cuts."""
     assert fault.node is not None
     assert fault.peer is not None
     return (fault.node, fault.peer), (fault.peer, fault.node)

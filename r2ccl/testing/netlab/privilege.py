@@ -58,18 +58,18 @@ def unavailable_reason() -> str | None:
 
 
 def ensure_privileged() -> None:
-    """Restart the running command in a user namespace if a lab needs that.
+    """Restart the running command in a user namespace if a lab needs a user namespace.
 
-    Return if this process can build a lab, or was restarted already. Otherwise replace the process
-    by one with the same command line, which runs as root of new user, network and mount namespaces,
-    after a probe process has built a lab in such namespaces. Call this function before creating
-    threads, child processes or open files that the restart would lose.
+    Do nothing if this process can build a lab, or was restarted already. Otherwise start a probe
+    process, which builds a lab in new user, network and mount namespaces. Then replace this process
+    by a process with the same command line that runs as root in such namespaces. Call this function
+    before creating threads, child processes or open files that the restart would lose.
 
     Raises
     ------
     LabError
-        If this process can neither build a lab nor be restarted where it can. The message gives
-        the reason.
+        If a lab can be built neither in this process nor in new namespaces. The message gives the
+        reason.
     """
     if _MARK in os.environ:
         return

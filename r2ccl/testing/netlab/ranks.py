@@ -100,7 +100,7 @@ class LabJob:
         self.ranks[rank].popen.send_signal(number)
 
     def wait(self, timeout_s: float) -> list[RankResult]:
-        """Wait for all ranks, end those that run longer than `timeout_s`, and return their results.
+        """Wait for all ranks, end them after `timeout_s` seconds, and return their results.
 
         The results are in order of rank. Afterwards the job and its pipes are closed. If the ranks
         have pipes, another thread must read them, because a rank blocks when its stdout is full.
@@ -204,7 +204,7 @@ class LabJob:
 def _read_until(deadline: float, selector: selectors.BaseSelector, running: int) -> int:
     """Read output and reap ranks until none of `running` ranks is left, or until `deadline`.
 
-    Returns the number of ranks that still run.
+    Return the number of ranks that still run.
     """
     while running and (left := deadline - time.monotonic()) > 0:
         for key, _ in selector.select(left):
@@ -233,7 +233,7 @@ class _LineReader:
         return self._pipe.fileno()
 
     def read(self) -> bool:
-        """Read one piece of output; return False at its end, or if none is available now."""
+        """Read one piece of output; return False at the end of the output, or if none is there."""
         try:
             data = os.read(self.fileno(), _READ_NBYTES)
         except BlockingIOError:
@@ -247,7 +247,7 @@ class _LineReader:
     def finish(self) -> None:
         """Read the rest of the pipe, and pass on the last line even if it has no newline.
 
-        The number of reads is limited, as a child process of the rank may write forever.
+        The number of reads is limited, because a child process of the rank may write forever.
         """
         for _ in range(_PIPE_READS):
             if not self.read():
@@ -263,7 +263,7 @@ class _LineReader:
 def spawn(
     namespace: str, argv: Sequence[str], env: Mapping[str, str], *, is_interactive: bool
 ) -> subprocess.Popen[bytes]:
-    """Start a program in a namespace; the pid of the result is that of the program itself.
+    """Start a program in a namespace; the result has the pid of the program itself.
 
     If `is_interactive`, the program has pipes for stdin and stdout, and the stderr of this process.
     Otherwise it has one pipe for both stdout and stderr, and an empty stdin.
@@ -289,7 +289,7 @@ def _terminate(popen: subprocess.Popen[bytes]) -> None:
 def _wait_for(
     processes: Sequence[subprocess.Popen[bytes]], timeout_s: float
 ) -> list[subprocess.Popen[bytes]]:
-    """Wait up to `timeout_s` for all processes; return those that have not ended."""
+    """Wait up to `timeout_s` for all processes; return the processes that have not ended."""
     deadline = time.monotonic() + timeout_s
     for popen in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -298,7 +298,7 @@ def _wait_for(
 
 
 def _signal_group(popen: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Signal a rank and its children, unless it was reaped: its pid may then be in use again."""
+    """Signal a rank and its children, unless the rank was reaped: its pid may be reused."""
     if popen.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(popen.pid, number)

@@ -1,12 +1,13 @@
 """rdmalab: real ibverbs on Soft-RoCE devices, in a virtual machine with an RDMA-capable kernel.
 
 With virtme-ng, QEMU boots a distribution's kernel on the host's own root file system, so all
-software installed on the host is available in the machine. The CPU is emulated unless KVM is
-requested. In the machine, NICs and cables are veth pairs, and rdma_rxe makes an RDMA device of each
-NIC. A node is only a set of devices, because rdma_rxe 6.1 does not support network namespaces.
+software installed on the host is available in the virtual machine. The CPU is emulated unless KVM
+is requested. In the virtual machine, NICs and cables are veth pairs, and rdma_rxe makes an RDMA
+device of each NIC. A node is only a set of devices, because rdma_rxe 6.1 does not support network
+namespaces.
 
 `packages` checks and installs the requirements, `shape` defines names and addresses, `vm` boots the
-machine and runs a command, `guest` makes the devices inside the machine.
+virtual machine and runs a command, and `guest` makes the devices inside it.
 """
 
 from r2ccl.testing.rdmalab.packages import prepare, unavailable_reason

@@ -1,8 +1,8 @@
 """Requirements of rdmalab on this machine: distribution packages, virtme-ng and pyverbs.
 
-`missing` checks them without changing anything. `prepare` installs those that are missing, and
-reports each change before making it. If it cannot install a requirement, it raises an error that
-names the command to run.
+`missing` checks the requirements without changing anything. `prepare` installs the missing ones,
+and reports each change before making it. If it cannot install a requirement, it raises an error
+that names the command to run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Need(msgspec.Struct, frozen=True):
     what : str
         Description of the requirement, for messages.
     package : str
-        Debian package that provides it; empty if it comes from the Python Package Index.
+        Debian package that meets the requirement; empty if a package of the Python Package Index
+        meets it.
     is_there : callable
         Returns True if this machine meets the requirement.
     """
@@ -79,7 +80,7 @@ def missing() -> tuple[Need, ...]:
 
 
 def unavailable_reason() -> str | None:
-    """Return the reason why this machine cannot boot a lab, with a remedy if any; else None."""
+    """Return why this machine cannot boot a lab, with a remedy if there is one; None if it can."""
     if not _is_supported():
         return f"rdmalab needs Linux on x86_64; this is {sys.platform} on {platform.machine()}"
     lacks = missing()
@@ -100,9 +101,9 @@ def prepare(say: Callable[[str], None]) -> None:
     """Install the missing requirements that this process can install.
 
     apt-get installs distribution packages if the process is root, and pip installs virtme-ng if
-    the process runs in a virtual environment. If this process cannot import pyverbs, the
-    distribution's is linked into the virtual environment, provided that it is built for the running
-    version of Python.
+    the process runs in a virtual environment. If this process cannot import pyverbs, the pyverbs of
+    the distribution is linked into the virtual environment, provided that it is built for the
+    running version of Python.
 
     Parameters
     ----------
@@ -133,8 +134,8 @@ def prepare(say: Callable[[str], None]) -> None:
 def find_kernel(root: Path = Path("/")) -> Path | None:
     """Return the newest readable kernel image in ``boot`` that has an rdma_rxe module.
 
-    `root` is the directory that contains ``boot`` and ``lib``. None means that there is no such
-    image.
+    `root` is the directory that contains ``boot`` and ``lib``. The result is None if there is no
+    such image.
     """
     versions = [module.parents[5].name for module in root.glob(f"lib/modules/*/{_RXE}")]
     images = [root / "boot" / f"vmlinuz-{version}" for version in versions]
@@ -220,7 +221,7 @@ def _has_provider() -> bool:
 
 
 def _has_static_busybox() -> bool:
-    """Return True if the busybox found is statically linked: early boot has no libraries."""
+    """Return True if busybox is installed and statically linked: early boot has no libraries."""
     found = next(filter(None, map(find_program, ("busybox-static", "busybox"))), None)
     # The path of a program's loader stands close to its ELF header (elf(5), PT_INTERP).
     return found is not None and b"/ld-linux" not in Path(found).read_bytes()[:4096]

@@ -51,14 +51,14 @@ class RdmaLabError(R2cclError):
 
 
 class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Size of a lab: the number of its nodes and of their RDMA devices.
+    """Size of a lab: the number of nodes, and of RDMA devices per node.
 
     Parameters
     ----------
     nodes : int
         Number of nodes, 1 to 16.
     nics : int
-        Number of RDMA devices per node, 1 to 16; each is on a rail of its own.
+        Number of RDMA devices per node, 1 to 16; each device of a node is on another rail.
 
     Raises
     ------
@@ -77,9 +77,9 @@ class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self | None:
-        """Return the shape of the lab to which a program with this environment belongs.
+        """Return the shape of the lab in which a program with this environment runs.
 
-        None means that the program does not run in a lab.
+        The result is None if the program does not run in a lab.
         """
         if environment.get(MARK) != "1":
             return None
@@ -149,7 +149,10 @@ def device_lines(shape: MachineShape, present: Collection[str]) -> Iterator[str]
 
 
 def sysctls(shape: MachineShape) -> dict[str, str]:
-    """Return the settings, by path under ``/proc/sys``, that let a machine's NICs communicate."""
+    """Return the kernel settings with which the NICs of one machine communicate.
+
+    The keys are paths under ``/proc/sys``.
+    """
     netdevs = [shape.netdev(node, rail) for node, rail in shape.places()]
     return {
         f"net/ipv4/conf/{netdev}/{key}": value

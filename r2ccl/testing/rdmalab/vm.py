@@ -1,8 +1,8 @@
 """Virtual machine of a lab: `run` boots it, runs one command in it, and powers it off.
 
-The machine's root file system is the host's, and writable: files that the command writes stay on
-the host, and the command has the permissions of the host user there. All processes of the machine
-end with `run`, also if the process that called `run` is killed.
+The virtual machine uses the root file system of the host, with the permissions of the host user, so
+files that the command writes stay on the host. All processes of the virtual machine end with `run`,
+even if the process that called `run` is killed.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class VmResult(msgspec.Struct, frozen=True, kw_only=True):
     status : int
         Exit status of the command as a shell reports it; 124 if `is_timed_out`.
     is_timed_out : bool
-        True if the time limit ended the machine before the command ended.
+        True if the machine was killed at the time limit, before the command ended.
     boot_s : float
         Seconds from the kernel's start until the command started, by the machine's clock.
     total_s : float
@@ -118,20 +118,21 @@ def run(
     Parameters
     ----------
     command : sequence of str
-        Runs as root in the current directory, with the environment of this process and the lab's
-        variables, and with unlimited locked memory.
+        Program and arguments. The command runs as root in the current directory, with the
+        environment of this process, the lab's variables and unlimited locked memory.
     shape : MachineShape
         The devices to make before the command starts.
     machine : VirtualMachine, optional
         Size of the machine. Default: ``VirtualMachine()``.
     timeout_s : float
-        Time limit in seconds for the whole run, including the boot. If it passes while the command
-        runs, the machine is killed and the result has `is_timed_out`.
+        Time limit in seconds for the whole run, including the boot. If the limit passes while the
+        command runs, the machine is killed and the result has `is_timed_out`.
     report : Path, optional
-        Directory for the command's results, created if it does not exist. The command finds its
-        path in ``R2CC_RDMALAB_REPORT``. Files written elsewhere are kept as well.
+        Directory for the command's results, created if it does not exist. The variable
+        ``R2CC_RDMALAB_REPORT`` of the command is its path. Files written elsewhere are kept too.
     environment : mapping, optional
-        Variables that override those of this process and of the lab, except the path of `report`.
+        Variables that override the variables of this process and of the lab, except the path of
+        `report`.
     sink : callable, optional
         Called with each piece of the command's output, stdout and stderr together. By default the
         output goes to stdout.
@@ -170,8 +171,8 @@ def guest_script(
 ) -> str:
     """Return the shell script that the machine runs after boot.
 
-    The script writes a file into `private` after each stage; the last one holds the command's exit
-    status.
+    The script writes a file into `private` after each stage; the last file contains the command's
+    exit status.
     """
     guest = [sys.executable, "-m", "r2ccl.testing.rdmalab.guest"]
     guest += ["--nodes", str(shape.nodes), "--nics", str(shape.nics)]

@@ -1,8 +1,8 @@
 """Checks during a simulation, and poisoned memory that makes wrong accesses visible.
 
-Each check raises `Violation`. `CheckedLinks`, `CheckedRun` and `CheckedPool` are subclasses of the
-library's own classes that check slices themselves or report them to a `Checker`; otherwise they
-behave like their base classes.
+A check that fails raises `Violation`. `CheckedLinks` and `CheckedRun` report slices to a `Checker`,
+and `CheckedPool` checks landing places itself. Otherwise these classes behave like their base
+classes, which are the library's own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Violation(AssertionError):
 
 
 class Checker:
-    """Record of the slices, plans and released or retired memory of one run, with its checks."""
+    """Record of a run's slices, plans, and released or retired memory, with checks of them."""
 
     def __init__(self) -> None:
         #: Bytes posted, by (source, destination, channel, seq).
@@ -72,7 +72,7 @@ class Checker:
             )
 
     def read(self, message: SimMessage) -> None:
-        """Raise Violation if a NIC reads memory that was released; use as `SimNetwork.on_read`."""
+        """Raise Violation if a NIC reads released memory; this is the hook `SimNetwork.on_read`."""
         is_own_memory = message.kind is MessageKind.WRITE and not message.is_copied
         if is_own_memory and id(message.view) in self.released:
             frame = message.frame
@@ -82,7 +82,7 @@ class Checker:
             )
 
     def planned(self, rank: int, op: int, health: Health, nevents: int) -> None:
-        """Record with which health a rank plans a collective.
+        """Record the health with which a rank plans a collective.
 
         Parameters
         ----------
@@ -91,7 +91,7 @@ class Checker:
         op : int
             Number of the collective.
         health : Health
-            The health.
+            The health that the rank uses.
         nevents : int
             Number of events of the simulation so far.
 
@@ -113,9 +113,9 @@ class Checker:
             raise Violation(f"rank {rank}: call {call} returned a wrong result")
 
     def retire(self, what: str, *arrays: Array) -> None:
-        """Poison memory that was given back to its caller: nothing may write to it any more.
+        """Poison memory that was given back to the caller, to detect later writes to it.
 
-        `what` names the owner of the memory, for `check_retired`.
+        `what` names the owner of the memory in the message of `check_retired`.
         """
         for array in arrays:
             raw = array.view(np.uint8)

@@ -2,8 +2,8 @@
 
 `Session` and `Overlay` are the library's own. Only two parts are simulated: the dialing of paths,
 and the carriers, which are the connections that carry the frames of a session. Each session has two
-carriers, which may lose, repeat, delay and reorder frames. Each message still arrives exactly once
-and in order, unless all frames are lost.
+carriers, which may lose, repeat, delay and reorder frames. The session still delivers each message
+exactly once and in order, unless all frames are lost.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class SimControl:
             self.open_session(peer)
 
     def open_session(self, peer: int) -> None:
-        """Start a session with `peer`, which starts its end when the first frame arrives.
+        """Start a session with `peer`; the peer starts its end when the first frame arrives.
 
         Do nothing if there is a session with `peer`, or `peer` is lost.
         """
@@ -154,7 +154,7 @@ class SimControl:
         """Report the peers that are lost: silent for longer than the peer timeout, or cut off.
 
         A peer is cut off if all ranks that have a session with it are lost. `excused_s` is the time
-        in seconds for which this process did not run, which does not count as silence.
+        in seconds for which this process did not run; this time does not count as silence.
         """
         now = self._timeline.now
         for peer, session in list(self._sessions.items()):
@@ -290,7 +290,10 @@ class SimControl:
         self._start_dial(PathKey(peer, rail), epoch)
 
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
-        """Dial a bypass by the first of `ways` that is up; give up if this fails or none is up."""
+        """Dial a bypass by the first of `ways` that is up.
+
+        Give up if none is up, or if the dial fails.
+        """
         key = PathKey(peer, BYPASS)
         self._ndials += 1
         self._dials[key] = (self._ndials, epoch)
@@ -308,7 +311,7 @@ class SimControl:
                 self._start_dial(key, epoch)
 
     def is_connecting(self, peer: int, rail: int, epoch: int) -> bool:
-        """Return True if this rank is dialing or accepts the path with exactly this `epoch`."""
+        """Return True if this rank dials or accepts the path with exactly this `epoch`."""
         key = PathKey(peer, rail)
         return epoch in (self._dials.get(key, (0, -1))[1], self._expected.get(key))
 
@@ -363,7 +366,7 @@ class SimControl:
     def _try_dial(
         self, key: PathKey, number: int, pause_s: float, wire: Wire, patience: float
     ) -> None:
-        """Deliver the handshake to the peer, which may accept its epoch until time `patience`."""
+        """Deliver the handshake; repeat it until the peer accepts its epoch or time `patience`."""
         if not self._is_current(key, number):
             return
         epoch = self._dials[key][1]
@@ -397,8 +400,8 @@ class SimControl:
     def _answered(self, key: PathKey, number: int, pause_s: float, wire: Wire, end: End) -> None:
         """Complete a dial when the peer's answer arrives.
 
-        If the dial was cancelled or replaced, or the path broke meanwhile, close this rank's end,
-        and after a break dial again; the peer's end is in use by then.
+        If the dial was cancelled or replaced meanwhile, close this rank's end. If the path broke
+        meanwhile, close this rank's end and dial again. The peer already uses its end by then.
         """
         if not self._is_current(key, number):
             end.close()
@@ -411,7 +414,7 @@ class SimControl:
 
 
 class _ControlEnd:
-    """Sender and receiver of a control frame, in place of an `End`, for the `route` hook."""
+    """Sender and receiver of a control frame; the `route` hook gets it in place of an `End`."""
 
     __slots__ = ("path", "rank")
 

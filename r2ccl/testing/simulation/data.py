@@ -1,10 +1,10 @@
 """Input data of simulated ranks, and the results that a call must produce, bit for bit.
 
 Because a floating-point sum depends on the order of the additions, the expected results come from
-`r2ccl.schedule.interpret`, which runs the schedule op by op with NumPy's arithmetic. They are
-checked against a reduction in rank order, within the rounding error. This module does not use
-`r2ccl.kernels` to reduce, because it checks the results of those kernels. Equal arguments give
-equal data.
+`r2ccl.schedule.interpret`, which runs the schedule op by op with NumPy's arithmetic. The expected
+results are compared with a reduction in rank order, within the rounding error. This module does not
+reduce with `r2ccl.kernels`, because its results are used to check these kernels. Equal arguments
+give equal data.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def draw(dtype: str, count: int, call: int, rank: int) -> Array:
     """Return random input data of one rank for one call; do not write to the array.
 
     Integers cover the whole range of their type, and some are 0. The magnitudes of floats vary so
-    much that sums in different orders mostly round differently, but a product of up to seven does
-    not overflow. Pairs (for MINLOC and MAXLOC) often have equal values; an array of pairs has their
-    `raw_dtype`.
+    much that sums in different orders mostly round differently, but a product of up to seven floats
+    does not overflow. Pairs (for MINLOC and MAXLOC) often have equal values; an array of pairs has
+    the dtype that `raw_dtype` returns.
     """
     kind = DTYPES[CODES[dtype]]
     random = np.random.default_rng((count, call, rank))
@@ -145,7 +145,7 @@ def _function(dtype: str, op: ReduceOp) -> Callable[[Array, Array], Array]:
 
 
 def _best(kind: np.dtype[Any], sign: int, left: Array, right: Array) -> Array:
-    """Return the pairs with the least ``sign * value``, and among these the least index."""
+    """Return, per element, the pair with the least ``sign * value``, then with the least index."""
     pairs = zip(left.view(kind).tolist(), right.view(kind).tolist(), strict=True)
     best = [min(pair, key=lambda each: (sign * each[0], each[1])) for pair in pairs]
     result = np.zeros(left.size, kind)
@@ -187,7 +187,10 @@ def _moved(schedule: Schedule, inputs: list[Array], rank: int, parts: Sequence[R
 
 
 def _require_near(found: Array, inputs: list[Array], name: str, op: ReduceOp) -> None:
-    """Assert that a reduction equals one in rank order, within rounding error for floats."""
+    """Assert that `found` equals the reduction of `inputs` in rank order.
+
+    For floats, it may differ by the rounding error.
+    """
     function, nranks, dtype = _function(name, op), len(inputs), found.dtype
     if dtype.kind in "iub" or op in _EXACT:
         total = functools.reduce(function, inputs)

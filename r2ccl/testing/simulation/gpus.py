@@ -1,7 +1,7 @@
 """Simulated ranks whose collectives use the memory of fake GPUs, reached directly by NICs.
 
-A `GpuNetwork` moves slices between the `FakeDevice`s of the ranks. The fake device treats each
-access of a NIC as one of the host, and raises an error for unordered accesses: for example if a
+A `GpuNetwork` moves slices between the `FakeDevice`s of the ranks. The fake device treats an access
+of a NIC like an access of the host, and raises an error for unordered accesses: for example if a
 slice is sent before the host knows that the kernel that computes it is done, or a landing place is
 announced while a kernel reads it. Kernels run late, in any order that streams and events allow.
 
@@ -82,7 +82,7 @@ class GpuPool(LandingPool):
         self._device.write(_address_of(place), np.full(place.nbytes, _POISON, np.uint8))
 
     def take(self, nbytes: int) -> Place:
-        """Return a free place; raise Violation if it was written since it was given back."""
+        """Return a free place; raise Violation if the place was written while it was free."""
         place = super().take(nbytes)
         if (self._device.read(_address_of(place), nbytes) != _POISON).any():
             raise Violation("a free landing place in device memory was written")

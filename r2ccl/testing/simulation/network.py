@@ -1,11 +1,11 @@
 """Simulated network in virtual time, whose paths can break at any event.
 
-It models RDMA instead of sockets, because RDMA is the harder case. A cleared slice is a one-sided
-write: the network moves it in two halves from the sender's memory into the landing place, without
-either process taking part. The network reads each half when it lands, so a sender that overwrites
-its memory too early sends wrong bytes. If a path breaks between the halves, only one half lands. A
-write in flight when a path is cut may land long afterwards (`Cut.late_s`), unless the receiver has
-fenced its end. Fencing takes time.
+The network models RDMA instead of sockets, because RDMA is the harder case. A cleared slice is a
+one-sided write: the network moves the slice in two halves from the sender's memory into the landing
+place, and neither process takes part. The network reads each half when it lands, so a sender that
+overwrites its memory too early sends wrong bytes. If a path breaks between the halves, only one
+half lands. A write that is in flight when a path is cut may land long afterwards (`Cut.late_s`),
+unless the receiver has fenced its end. Fencing takes time.
 
 All events are scheduled on a `Timeline`. The state of wires, connections and messages is in
 `r2ccl.testing.simulation.wire`; `r2ccl.testing.simulation.transport` implements `Transport` on top.
@@ -49,16 +49,16 @@ class SimNetwork:
     bandwidth : float
         Bytes per second.
     jitter : float
-        Largest random increase of the latency, as a fraction of it.
+        Largest random increase of the latency, as a fraction of `latency_s`.
     fence_s : float
         Longest time in seconds that a fence takes.
     retry_s : float
-        Seconds until an end reports a broken connection on which a message stays unacknowledged.
+        Seconds after which an end with an unacknowledged message reports a broken connection.
     probe_timeout_s : float
         Seconds after which an unanswered probe fails.
     is_loud : bool
-        True if closing one end notifies the other, as with TCP's FIN and RST; False if it does not,
-        as with queue pairs.
+        True if closing one end notifies the other end, as with TCP's FIN and RST; False if it does
+        not, as with queue pairs.
     is_full : bool
         True if ports of different rails reach each other.
     """
@@ -160,7 +160,7 @@ class SimNetwork:
     # Cuts and repairs
 
     def cut(self, wire: Wire, cut: Cut) -> None:
-        """Break `wire` as `cut` describes: later messages do not arrive before `restore`.
+        """Break `wire` as `cut` describes; messages sent later do not arrive before `restore`.
 
         Do nothing if the wire is broken already.
         """
@@ -233,10 +233,10 @@ class SimNetwork:
             self.timeline.after(self.retry_s, self.fail, end, "RETRY_EXC_ERR", detail)
 
     def _reset(self, end: End) -> None:
-        """Handle at `end` that the other end was closed.
+        """Process at `end` that the other end was closed.
 
-        If the network `is_loud` and the wire is up, `end` fails soon; otherwise only once a message
-        that it sent stays unacknowledged.
+        If the network `is_loud` and the wire is up, `end` fails after one latency. Otherwise it
+        fails only if a message that it sent stays unacknowledged.
         """
         if self.is_loud and end.wire.is_up:
             self.timeline.after(self.delay(), self.fail, end, "EOF", "the peer closed its end")
@@ -246,8 +246,8 @@ class SimNetwork:
     def set_port(self, rank: int, rail: int, is_up: bool) -> None:
         """Disconnect a port from the fabric, or reconnect it.
 
-        This affects probes and new bypasses, and a port that goes down breaks its bypasses. The
-        caller must cut or restore the other wires of the port.
+        A disconnected port answers no probes, its bypasses break, and new bypasses cannot use it.
+        The caller must cut or restore the other wires of the port.
         """
         self._down.discard((rank, rail))
         if not is_up:
@@ -285,7 +285,7 @@ class SimNetwork:
     def _probed(
         self, rank: int, key: ProbeKey, spent_s: float, on_result: Callable[[bool], None]
     ) -> None:
-        """Complete a probe when its answer is due; it fails if the way broke meanwhile."""
+        """Complete a probe when its answer is due; the probe fails if its way broke meanwhile."""
         if self.is_way_up(rank, key):
             on_result(True)
         else:
@@ -329,7 +329,7 @@ class SimNetwork:
     def pump(self, end: End) -> None:
         """Send the next flushed message of `end`; cleared slices are sent after all others.
 
-        `end` sends one message at a time: when it has left, the next one follows.
+        `end` sends one message at a time: when a message has left, the next one is sent.
         """
         queue = end.small or end.bulk
         end.is_busy = bool(queue) and end.state is EndState.LIVE
@@ -387,12 +387,12 @@ class SimNetwork:
     def refuse(self, end: End, piece: WirePiece) -> None:
         """Discard a piece that arrived at a closed end; the sender's end then fails.
 
-        See `_reset` for the time of the failure.
+        It fails at the time that `_reset` describes.
         """
         self._reset(end.other)
 
     def take(self, end: End, piece: WirePiece) -> None:
-        """Process a piece that arrived at `end`: write its bytes; report its event."""
+        """Process a piece that arrived at `end`: write its bytes, and report its event if any."""
         message = piece.message
         assert end.transport is not None
         if message.kind is MessageKind.WRITE:
@@ -408,7 +408,7 @@ class SimNetwork:
         end.transport.report(self._event(end, message, is_confirmed))
 
     def _confirm_early(self, end: End, frame: Frame) -> bool:
-        """Confirm a landed slice before the receiving rank polls it, if its ``irecv`` allowed this.
+        """Confirm a landed slice before the receiving rank polls it, if the ``irecv`` allows this.
 
         Return True if the slice was confirmed.
         """

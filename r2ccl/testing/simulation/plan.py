@@ -1,6 +1,6 @@
 """Workloads and failure plans of the simulator, as values for property tests.
 
-A `Workload`, a `FailurePlan` and a seed determine a run, event for event. A fault that has an
+A `Workload`, a `FailurePlan` and a seed determine every event of a run. A fault with an attribute
 ``at`` happens before event number ``at`` of the timeline. All numbers are integers, so that a
 property test can shrink them; times are in milliseconds (``ms`` in the name) or microseconds
 (``us``).
@@ -60,16 +60,16 @@ class Workload(msgspec.Struct, frozen=True):
     slice_nbytes, eager_nbytes, eager_slots, landing_depth : int
         Settings of `r2ccl.config.Config` by the same names.
     busy_ms : tuple of int
-        Time for which each rank computes before each of its calls; repeated if shorter than the
-        number of ranks. Empty: no rank computes.
+        Time for which each rank computes before each of its calls. If there are fewer times than
+        ranks, the times repeat. Empty: no rank computes.
     no_rail_timeout_ms : int
         Setting `no_rail_timeout_s`, in milliseconds.
     is_loud : bool
         True if closing one end of a connection notifies the other end, as with TCP; False if it
         does not, as with queue pairs.
     fabric : str
-        ``full``: ports of different rails reach each other. ``rail``: they do not. ``none``: they
-        do not, and no bypass is used.
+        ``full``: ports of different rails reach each other. ``rail``: they do not reach each other.
+        ``none``: they do not reach each other, and no bypass is used.
     is_lazy : bool
         True if no data path is connected before a call needs it.
     max_connections : int
@@ -108,8 +108,8 @@ class CutPath(msgspec.Struct, frozen=True):
     a, b, rail : int
         The two ranks and the rail.
     told : tuple of int
-        Ranks that are notified of the cut, after one network latency. The other ranks must detect
-        it.
+        Ranks that are notified of the cut, after one network latency. All other ranks must detect
+        the cut.
     keep : int
         Number of pieces in flight in each direction that still land. A piece is half of a cleared
         slice, or another message.
@@ -134,9 +134,9 @@ class CutPath(msgspec.Struct, frozen=True):
 
 
 class NicDown(msgspec.Struct, frozen=True):
-    """Fault: a rank's NIC breaks, with all its paths; if `is_seen`, its rank is notified.
+    """Fault: a rank's NIC breaks, with all its paths; if `is_seen`, the rank is notified.
 
-    The other attributes are as in `CutPath`.
+    `rank` and `rail` identify the NIC. All other attributes are as in `CutPath`.
     """
 
     at: int
@@ -150,9 +150,9 @@ class NicDown(msgspec.Struct, frozen=True):
 
 
 class Exclude(msgspec.Struct, frozen=True):
-    """Order, not a fault: rank `by` excludes a rail of `rank`.
+    """Order, not a fault: rank `by` excludes `rail` of `rank`.
 
-    If `is_excluded` is False, it includes the rail again.
+    If `is_excluded` is False, rank `by` includes the rail again.
     """
 
     at: int
@@ -178,7 +178,7 @@ class Kill(msgspec.Struct, frozen=True):
 
 
 class Lose(msgspec.Struct, frozen=True):
-    """Fault: message `number` is lost; unless it is a control frame, its connection breaks.
+    """Fault: message `number` is lost, and its connection breaks unless it is a control frame.
 
     The messages of a run, including control frames, are numbered from 0 in the order in which they
     are sent.
@@ -200,7 +200,7 @@ class Hold(msgspec.Struct, frozen=True):
 class Noise(msgspec.Struct, frozen=True):
     """Percentages of the control frames that are lost, repeated or delayed at random.
 
-    A delayed frame, and the copy of a repeated one, arrives up to `late_ms` later.
+    A delayed frame, or the second copy of a repeated frame, arrives up to `late_ms` later.
     """
 
     lose: int = 0

@@ -179,10 +179,10 @@ class SimRank:
         return self.progress.is_computing
 
     def start(self) -> None:
-        """Start to connect the paths; the calls follow by themselves.
+        """Start to connect the paths; the rank then makes its calls by itself.
 
-        The first call begins once all paths are connected, or after the connect timeout if each
-        peer has a path.
+        The first call begins once all paths are connected. After the connect timeout, one path to
+        each peer is enough.
         """
         self.failover.start()
         self._deadline = self._timeline.now + self._config.init_timeout_s
@@ -407,7 +407,7 @@ class SimRank:
     # Memory of a call
 
     def operands(self, task: SimTask) -> Operands:
-        """Allocate and fill the memory of the next call, and return it with the call's plan."""
+        """Allocate and fill the memory of the next call; return the memory and the call's plan."""
         source, output = self._work.memory(self.ncalls, self.rank, task.schedule)
         call = HostCall(task.layout, source, output, *self._work.arithmetic(task))
         self._arrays = call.spaces
@@ -418,7 +418,7 @@ class SimRank:
         return self._arrays[1]
 
     def retire(self, what: str) -> None:
-        """Give the call's memory back to its caller: nothing may write to it any more.
+        """Give the call's memory back to its caller; later writes to it are detected.
 
         `what` names the call in the message of a `Violation`.
         """

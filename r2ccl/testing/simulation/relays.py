@@ -1,9 +1,9 @@
 """Simulated ranks whose slices pass through a PXN relay on some rails.
 
 A PXN relay copies slices between the user's memory and slots in the memory of a GPU near the NIC.
-Each rank relays on every second rail, so some paths are relayed at both ends, some at one end, some
-at none. There are few slots, so some slices travel directly. Free slots are poisoned to detect
-writes into them. The copies run late, as work of the fake GPU.
+Each rank relays on every second rail, so some paths are relayed at both ends, some at one end, and
+some at no end. There are few slots, so some slices bypass the relay. Free slots are poisoned to
+detect writes into them. The copies run late, as work of the fake GPU.
 
 Use it with ``simulate(..., network_type=GpuNetwork, rank_type=RelayRank)``. Equal workloads, plans
 and seeds give equal runs.
@@ -46,7 +46,7 @@ class CheckedRelay(Relay):
     """`Relay` on a fake GPU that detects writes into free slots.
 
     Only every `nth_look`-th call of `collect` returns finished copies, as if the data loop were
-    busy. The slots, `nslots` of `slot_nbytes` bytes each, are allocated on `device`.
+    busy. The `nslots` slots, each of `slot_nbytes` bytes, are allocated on `device`.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class CheckedRelay(Relay):
             self._poison(slot)
 
     def take(self, nbytes: int) -> Slot | None:
-        """Return a free slot as `Relay.take`; raise Violation if it was written while free."""
+        """Return a free slot as `Relay.take` does; raise Violation if it was written while free."""
         slot = super().take(nbytes)
         if slot is not None and (self._fake.read(slot.address, self._nbytes) != _POISON).any():
             raise Violation("a free slot of a relay was written")
         return slot
 
     def collect(self) -> list[Slot]:
-        """Return no slots, except in every `nth_look`-th call: then those whose copies are done."""
+        """Return the slots whose copies are done in every `nth_look`-th call, otherwise none."""
         self._nlooks += 1
         return [] if self._nlooks % self._nth_look else super().collect()
 

@@ -1,4 +1,4 @@
-"""`simulate`, which runs a job on simulated ranks, with the faults of a plan.
+"""The function `simulate`, which runs a job on simulated ranks with the faults of a plan.
 
 A run uses one thread and a virtual clock that jumps to the next event. The number of events is
 limited, so each run ends: with a `SimOutcome`, or with a `Violation`.
@@ -59,7 +59,7 @@ class SimOutcome(msgspec.Struct, frozen=True):
     ncalls : tuple of int
         Number of calls that each rank completed.
     nevents, nmessages : int
-        Number of events of the timeline, and of messages sent, including control frames.
+        Number of events of the timeline, and number of messages sent, including control frames.
     time_s : float
         Virtual time at the end of the run, in seconds.
     trace : list of tuple
@@ -67,8 +67,8 @@ class SimOutcome(msgspec.Struct, frozen=True):
     repairs : int
         Number of repairs of failed paths, counted at each end.
     interruption_s : float
-        Time from the first failure of a path to the first byte of a slice that was replayed, in
-        seconds; 0 if none was.
+        Time from the first failure of a path to the first byte of a replayed slice, in seconds; 0
+        if no slice was replayed.
     nbypasses : int
         Number of bypass connections made.
     verdicts : tuple of tuple of Verdict
@@ -122,7 +122,7 @@ def simulate(
     plan : FailurePlan, optional
         Faults and noise. By default nothing fails.
     seed : int
-        Seed of the order of simultaneous events, of latencies and of noise.
+        Seed of the order of simultaneous events, the latencies and the noise.
     network_type, rank_type : type
         Classes of the network and of the ranks, for example `gpus.GpuNetwork` and `gpus.GpuRank`.
     max_events : int

@@ -1,7 +1,7 @@
 """Schedules that a simulated job can run: one or more variants of each algorithm in `r2ccl.algos`.
 
-In the schedules for ranks of unequal bandwidth, rank 0 has the least. Equal arguments give equal
-schedules.
+In the schedules for ranks of unequal bandwidth, rank 0 has the least bandwidth. Equal arguments
+give equal schedules.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def _flat(nranks: int, nchannels: int) -> list[tree.Parents]:
 
 
 def _reach(nranks: int) -> Reach:
-    """Return a function that says which ranks reach each other.
+    """Return a function that returns whether two ranks reach each other.
 
-    All do, except ranks 0 and 1 if there are at least four ranks.
+    If there are four ranks or more, ranks 0 and 1 do not. All other pairs of ranks do.
     """
     return lambda a, b: nranks < 4 or {a, b} != {0, 1}
 

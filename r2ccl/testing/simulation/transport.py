@@ -1,7 +1,7 @@
 """`Transport` over a `SimNetwork`, with one-sided writes.
 
-A poll returns all events since the poll before it, in order. No event of a path follows its
-`Fenced`.
+A poll returns all events since the previous poll, in order. After the `Fenced` of a path there are
+no events of the path until it is opened again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ class SimTransport(PreconnectedTransport):
     Notes
     -----
     ``poll`` never sleeps. To detect mistakes of the caller, each poll overwrites the payloads that
-    the previous poll returned, and these calls raise InternalError: ``isend``, ``irecv`` and
-    ``confirm`` on a path whose `Fenced` was returned by an earlier poll than the last, until the
-    path is opened again; ``open`` of a path that is not fenced; ``isend`` of a cleared slice whose
-    size differs from its landing place.
+    the previous poll returned, and these calls raise InternalError:
+
+    - ``isend``, ``irecv`` and ``confirm`` on a path whose `Fenced` was returned by a poll before
+      the last one, until the path is opened again
+    - ``open`` of a path that was opened before and is not fenced yet
+    - ``isend`` of a cleared slice whose size differs from its landing place
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class SimTransport(PreconnectedTransport):
             self._queue(end, SimMessage(MessageKind.CONFIRM, end, frame, None), False)
 
     def flush(self) -> None:
-        """Pass queued messages to the network; none is sent before `flush`."""
+        """Pass queued messages to the network; no message is sent before `flush`."""
         dirty, self._dirty = self._dirty, []
         for end in dirty:
             for message, is_replay in end.queued:
@@ -136,7 +138,7 @@ class SimTransport(PreconnectedTransport):
                 self._network.pump(end)
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Return the events since the last poll, without sleeping, whatever `timeout_s` is."""
+        """Return the events since the last poll, without sleeping; `timeout_s` has no effect."""
         for payload in self._lent:
             payload[:] = b"\xee" * len(payload)
         self._lent.clear()
@@ -156,7 +158,7 @@ class SimTransport(PreconnectedTransport):
         self._on_event()
 
     def fence(self, path: PathKey) -> None:
-        """Start to fence the local end of `path`; `Fenced` follows once it is drained."""
+        """Start to fence the local end of `path`; `Fenced` follows once the end is drained."""
         end = self._ends.get(path)
         if end is not None:
             self._network.note("fence", self._rank, path)
@@ -178,7 +180,7 @@ class SimTransport(PreconnectedTransport):
     def probe(self, key: ProbeKey) -> None:
         """Probe a port, unless a probe with this key is in flight.
 
-        If the network does not connect the two ports, report None at once.
+        If the network does not connect the two ports, report the outcome None at once.
         """
         if key in self._probing:
             return

@@ -55,7 +55,7 @@ class Timeline:
 
 
 class MessageKind(enum.Enum):
-    """Kind of a message; all but CONTROL travel on a path."""
+    """Kind of a message; messages of all kinds except CONTROL travel on a path."""
 
     #: An eager slice.
     EAGER = "eager"
@@ -73,9 +73,9 @@ class Act(enum.Enum):
     """Action of the network on a message.
 
     A path is reliable and ordered. For a message of a path, DROP therefore breaks the connection,
-    and DELAY also delays all later messages. CUT breaks the wire before the message arrives.
-    A control message is lost with DROP or CUT; only a control message may be delivered twice, with
-    DUPLICATE.
+    and DELAY also delays all later messages. CUT breaks the wire before the message arrives. For a
+    control message, DROP and CUT lose only the message. DUPLICATE delivers a control message twice;
+    it is not used for messages of a path.
     """
 
     DELIVER = "deliver"
@@ -108,7 +108,8 @@ class Cut(msgspec.Struct, frozen=True):
         failure.
     keep : int
         Number of pieces in flight in each direction that still arrive. A piece is half of a cleared
-        slice, or another message. Later pieces do not arrive, so an odd number can tear a slice.
+        slice, or another message. The pieces after them are lost, or wait for a repair if
+        `is_stall`, so an odd number can leave half a slice written.
     late_s : float
         Seconds from the cut to the arrival of these pieces.
     is_stall : bool
@@ -126,9 +127,9 @@ class Cut(msgspec.Struct, frozen=True):
 class SimMessage:
     """Message of a simulated network, sent from `end`.
 
-    `view` is the payload: the sender's memory, for CLEAR the announced landing place, None for
-    CONFIRM and CONTROL. `region` is the landing place of a cleared slice. `number` is the position
-    among all messages of the run, -1 until the message is sent.
+    `view` is the payload in the sender's memory; for CLEAR it is the announced landing place, and
+    for CONFIRM and CONTROL it is None. `region` is the landing place of a cleared slice. `number`
+    is the position among all messages of the run, and -1 until the message is sent.
     """
 
     __slots__ = (
@@ -185,8 +186,8 @@ class EndState(enum.IntEnum):
 class Wire:
     """Wire between two ranks on one rail; after a failure a new connection uses the same wire.
 
-    Each bypass has its own wire, which either passes through a third rank over the two wires
-    `legs`, or crosses rails between the two `ports`, each a (rank, rail). The wire of a bypass
+    Each bypass has its own wire. It either passes through a third rank, over the two wires `legs`,
+    or crosses rails, between the two `ports`, which are (rank, rail) pairs. The wire of a bypass
     breaks if one of these wires or ports breaks, and is never repaired.
     """
 

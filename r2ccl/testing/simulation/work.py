@@ -69,13 +69,16 @@ class SimWork:
         return make(spec, rank, tuple(homes), self._seen(health), self.config)
 
     def arithmetic(self, task: SimTask) -> tuple[kernels.Reducer, kernels.Divider | None]:
-        """Return the function that reduces slices, and for AVG the one that divides, else None."""
+        """Return the function that reduces slices, and for AVG the function that divides.
+
+        The second function is None for every other operation.
+        """
         return kernels.arithmetic(task.signature, self.workload.nranks)
 
     def memory(self, call: int, rank: int, schedule: Schedule) -> tuple[Array, Array]:
-        """Return the input array of `rank` for a call, filled, and a new output array.
+        """Return the filled input array of `rank` for a call, and a new output array.
 
-        Both are the same array if the call is in place and its `schedule` allows that.
+        Both are the same array if the call is in place and its `schedule` allows it.
         """
         spec = self.calls[call]
         source = data.draw(spec.dtype, spec.count, call, rank).copy()
@@ -83,7 +86,7 @@ class SimWork:
         return source, source if is_in_place else np.empty_like(source)
 
     def result(self, call: int, rank: int, task: SimTask, output: Array) -> tuple[bytes, bytes]:
-        """Return the bytes that `rank` has in the defined part of `output`, and those expected."""
+        """Return the bytes in the defined part of the output of `rank`, and the expected bytes."""
         spec = self.calls[call]
         found = output[data.part(task.schedule, rank, spec.count, spec.sizes)].tobytes()
         wanted = data.expected(task.schedule, spec.dtype, spec.count, call, spec.op, spec.sizes)
@@ -95,7 +98,7 @@ class SimWork:
         return busy[rank % len(busy)] / 1e3 if busy else 0.0
 
     def _seen(self, health: Health) -> Health:
-        """Return `health`, with no rail above the share that the workload's `slow` gives it."""
+        """Return `health`, with the share of each rail limited to its share in `Workload.slow`."""
         slow = self.workload.slow
         worst = [each._replace(share=min(each.share, health.share(*each[:2]))) for each in slow]
         return health.changed(worst) if worst else health
@@ -105,7 +108,7 @@ class SimWork:
 def _chosen(
     spec: CallSpec, rank: int, homes: tuple[int, ...], health: Health, config: Config
 ) -> SimTask:
-    """Plan a call with the schedule that it names; `health` only affects the placement."""
+    """Plan a call with the schedule that `spec` names; `health` affects only the placement."""
     schedule = _schedule(spec.algorithm, health.nranks, spec.channels)
     if spec.algorithm in RINGS:
         placement = place(schedule.nchannels, homes, health)
