@@ -159,8 +159,8 @@ class _Lane:
             raise error_at(
                 self._arrays,
                 op,
-                "reduces ranks that do not directly follow those of the left operand, but the "
-                f"reduction must be in rank order ({self._mode})",
+                "the ranks of the right operand do not directly follow the ranks of the left "
+                f"operand, but the reduction must be in rank order ({self._mode})",
             )
         pair = (left.expression, right.expression)
         number = self._expressions.setdefault(pair, len(self._expressions))

@@ -112,7 +112,7 @@ class FakeProcess:
             or span.card != self._card
         ):
             raise Misuse.of(
-                f"{address:#x} is not the start of {kind.value} made here: it is in {span}"
+                f"{address:#x} is not the start of {kind.value} of this device: it is in {span}"
             )
         return span
 

@@ -471,8 +471,8 @@ def misuses(b: Bench) -> dict[str, Callable[[], object]]:
             here, 4, words.ctypes.data, 8, 8, 2, b.first
         ),
         "is not aligned": lambda: device.write_word(b.first, here + 2, 1),
-        "is not the start of device memory made here": lambda: device.free(here + 8),
-        "is not the start of pinned memory made here": lambda: device.free_pinned(words[8:]),
+        "is not the start of device memory of this device": lambda: device.free(here + 8),
+        "is not the start of pinned memory of this device": lambda: device.free_pinned(words[8:]),
         "has not pinned": lambda: device.unpin(words),
         "is pinned already": lambda: device.pin(pages),
         "to pin are not whole pages": lambda: device.pin(words[1:]),
