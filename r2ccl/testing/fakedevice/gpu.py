@@ -113,7 +113,7 @@ class FakeGpu:
         return self.board.run(limit)
 
     def pending(self) -> list[str]:
-        """Return descriptions of this card's operations that have not run, of all processes."""
+        """Return descriptions of all processes' operations on this card that have not run."""
         return self.board.pending(card=self.number)
 
     # Writes of NICs
