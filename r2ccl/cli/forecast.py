@@ -18,7 +18,7 @@ from r2ccl.failover.health.table import WHOLE
 from r2ccl.planning.cluster import ClusterShape
 from r2ccl.planning.cost_model import Choice, Rates
 from r2ccl.planning.plan_cache import PlanCache
-from r2ccl.planning.planner import FASTEST, best
+from r2ccl.planning.planner import best, reason
 from r2ccl.planning.two_level import TwoLevelPlans
 from r2ccl.types import DIRECT, CallSignature, Collective, ReduceOp
 
@@ -199,8 +199,7 @@ def _forecasts(
         for name, choice in ordered
     }
     if collective != Collective.ALLREDUCE:
-        why = "the only candidate" if len(found) == 1 else FASTEST
-        return found, why, 0
+        return found, reason(chosen, list(variants.values())), 0
     nchunks = _nchunks(cluster, call)
     return found, planner.explain(scenario.nbytes, health).why, nchunks
 
