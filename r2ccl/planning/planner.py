@@ -366,7 +366,7 @@ class Planner:
             why += f"; {_listed(unable)} cannot run, because some nodes have no common rail"
         if not terms.is_whole:
             left = [name for name in _FOR_WHOLE if name not in _FOR_DEGRADED]
-            why += f"; {_listed(left)} is left out unless all rails are whole"
+            why += f"; {_listed(left)} competes only while all NICs have their full bandwidth"
         return why
 
     def _nchannels(self, nbytes: int, nranks: int) -> int:
