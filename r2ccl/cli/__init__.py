@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from r2ccl.cli.lines import discard_output, has_lost_reader
 from r2ccl.config import VERSION
 from r2ccl.errors import InvalidArgument, R2cclError
 
@@ -33,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
     The status is 2 if the subcommand raises an `R2cclError`; the message of the error is printed on
-    standard error.
+    standard error. As in a shell, it is 130 after Ctrl-C, and 141 if the reader of standard output
+    has closed it, such as ``head``.
 
     Parameters
     ----------
@@ -47,11 +50,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else argv
     try:
-        args = make_parser(words[:1]).parse_args(words)
-        status: int = args.run(args)
+        try:
+            args = make_parser(words[:1]).parse_args(words)
+            status: int = args.run(args)
+        finally:
+            sys.stdout.flush()
     except R2cclError as exc:
         print(f"r2ccl: {exc}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("r2ccl: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        if not has_lost_reader(sys.stdout):
+            raise  # not standard output is broken, but another pipe or socket
+        discard_output()
+        return 128 + signal.SIGPIPE
     return status
 
 

@@ -20,31 +20,46 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``r2ccl bench`` to its parser; the parsed ones go to `run`."""
     parser.description = (
         "Measure collectives as nccl-tests does: time, algorithm and bus bandwidth. Every result "
-        "is verified, unless -c is 0. Without a launcher, the command starts --nranks ranks. The "
-        "exit status is 1 if any element is wrong."
+        "is verified, unless -c is 0. Sizes below one element, or one per part, are rounded up to "
+        "it. Without a launcher, the command starts --nranks ranks. The exit status is 1 if any "
+        "element is wrong."
     )
     add = parser.add_argument
     names = [*FORMS, "all"]
-    add("--collective", choices=names, default="allreduce", metavar="NAME", help=", ".join(names))
-    add("-b", "--minbytes", type=parse_size, default="1M")
-    add("-e", "--maxbytes", type=parse_size, help="default: --minbytes")
-    add("-i", "--step", "--stepbytes", type=parse_size, default="1M", help="bytes between sizes")
-    add("-f", "--factor", "--stepfactor", type=float, default=1.0, help="if above 1, replaces -i")
-    add("-n", "--iters", type=int, default=20, help="calls, or groups of calls, per timed loop")
-    add("-w", "--warmup-iters", "--warmup_iters", type=int, default=5)
-    add("-c", "--check", type=int, default=1, help="verifications per result; 0: none")
-    add("-d", "--datatype", default="float", metavar="TYPE", help="of NumPy or nccl-tests; or all")
+    add("--collective", choices=names, default="allreduce", metavar="NAME",
+        help=f"{', '.join(names)}; default: %(default)s")  # fmt: skip
+    add("-b", "--minbytes", type=parse_size, default="1M", help="least size; default: %(default)s")
+    add("-e", "--maxbytes", type=parse_size, help="largest size; default: --minbytes")
+    add("-i", "--step", "--stepbytes", type=parse_size, default="1M",
+        help="bytes between sizes; default: %(default)s")  # fmt: skip
+    add("-f", "--factor", "--stepfactor", type=float, default=1.0,
+        help="if above 1, replaces -i; default: %(default)s")  # fmt: skip
+    add("-n", "--iters", type=int, default=20,
+        help="calls, or groups of calls, per timed loop; default: %(default)s")  # fmt: skip
+    add("-w", "--warmup-iters", "--warmup_iters", type=int, default=5,
+        help="calls before the timed loop; default: %(default)s")  # fmt: skip
+    add("-c", "--check", type=int, default=1,
+        help="verifications per result; 0: none; default: %(default)s")  # fmt: skip
+    add("-d", "--datatype", default="float", metavar="TYPE",
+        help="of NumPy or nccl-tests; or all; default: %(default)s")  # fmt: skip
     add("-o", "--op", choices=[*OPS, "all"], help="operation of reductions; default: sum")
     add("-r", "--root", type=int, help="root; -1: every root in turn; default: 0")
-    add("-t", "--nthreads", type=int, default=1, help="threads, each with a communicator")
-    add("-g", "--ngpus", type=int, default=0, help="1: arrays on a GPU; 0: in host memory")
-    add("-m", "--agg-iters", "--agg_iters", type=int, default=1, help="calls per group")
-    add("-z", "--blocking", type=int, choices=(0, 1), default=1, help="0: asynchronous calls")
-    add("-R", "--local-register", "--local_register", type=int, default=0, help="1: register")
-    add("-G", "--cudagraph", type=int, default=0, help="only 0: there are no graphs of calls")
+    add("-t", "--nthreads", type=int, default=1,
+        help="threads, each with a communicator; default: %(default)s")  # fmt: skip
+    add("-g", "--ngpus", type=int, default=0,
+        help="1: arrays on a GPU; 0: in host memory; default: %(default)s")  # fmt: skip
+    add("-m", "--agg-iters", "--agg_iters", type=int, default=1,
+        help="calls per group; default: %(default)s")  # fmt: skip
+    add("-z", "--blocking", type=int, choices=(0, 1), default=1,
+        help="0: asynchronous calls; default: %(default)s")  # fmt: skip
+    add("-R", "--local-register", "--local_register", type=int, default=0,
+        help="1: register the buffers; default: %(default)s")  # fmt: skip
+    add("-G", "--cudagraph", type=int, default=0,
+        help="only 0: there are no graphs of calls; default: %(default)s")  # fmt: skip
     add("-a", "--average", type=int, choices=range(4), default=1,
-        help="reported time: 0: rank 0, 1: mean, 2: min, 3: max")  # fmt: skip
-    add("--nranks", type=int, default=2, help="processes without a launcher")
+        help="reported time: 0: rank 0, 1: mean, 2: min, 3: max; default: %(default)s")  # fmt: skip
+    add("--nranks", type=int, default=2,
+        help="processes without a launcher; default: %(default)s")  # fmt: skip
     add(
         "--json",
         type=Path,

@@ -11,7 +11,7 @@ import msgspec
 
 from r2ccl.cli.cards import CudaFacts
 from r2ccl.cli.diagnosis import DoctorFinding, Facts, is_usable
-from r2ccl.cli.rails import local_rails
+from r2ccl.cli.rails import local_rails, select_ports
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument
 from r2ccl.topology.interfaces import select
@@ -32,8 +32,8 @@ class Capabilities(msgspec.Struct, frozen=True):
 
     ``rdma`` and ``tcp`` name the rails between hosts, except the last-resort rail and rails that
     are declared failed. ``shm`` is True if ranks of this host share memory, ``loopback`` if they
-    can use TCP among themselves. ``gpus`` are the numbers of the GPUs whose memory collectives
-    accept.
+    can use TCP among themselves. Both are False if `r2ccl.init` refuses the settings. ``gpus`` are
+    the numbers of the GPUs whose memory collectives accept.
     """
 
     rdma: tuple[str, ...]
@@ -48,6 +48,10 @@ class Capabilities(msgspec.Struct, frozen=True):
         return bool(self.rdma or self.tcp or self.shm or self.loopback)
 
     def __str__(self) -> str:
+        if not self.is_any:
+            return (
+                "r2ccl will use nothing: init() raises InvalidArgument, see the error about rails"
+            )
         within = "shared memory" if self.shm else "TCP" if self.loopback else "nothing"
         if self.rdma:
             between = f"RDMA over {', '.join(self.rdma)}"
@@ -68,12 +72,13 @@ def capabilities_of(
         rails = [rail for rail in local_rails(facts, config) if not rail.is_failed]
     except InvalidArgument:  # reported among the findings about rails
         rails = []
+    is_accepted = _is_accepted(facts, config)
     can_use_verbs = is_usable(findings.verbs)
     return Capabilities(
         rdma=tuple(rail.name for rail in rails if rail.is_rdma and can_use_verbs),
         tcp=tuple(dict.fromkeys(r.name for r in rails if not r.is_rdma and not r.is_last_resort)),
-        shm=findings.sharing.level == "ok",
-        loopback=_has_loopback(facts, config),
+        shm=is_accepted and findings.sharing.level == "ok",
+        loopback=is_accepted,
         gpus=tuple(
             card.ordinal
             for card in cuda.gpus
@@ -90,7 +95,10 @@ def missing_of(
     reasons = {
         "rdma": (findings.verbs, "unset R2CC_HCA=none and R2CC_FAILED_NICS"),
         "gpu": (findings.gpus, "install a GPU with NVIDIA's driver, and pip install 'r2ccl[gpu]'"),
-        "shm": ((findings.sharing,), "unset R2CC_SHM=0"),
+        "shm": (
+            (findings.sharing, *(each for each in findings.rails if each.level == "error")),
+            "unset R2CC_SHM=0",
+        ),
     }
     return tuple(
         DoctorFinding(name, "error", "is required, but cannot be used", _fix_of(*reasons[name]))
@@ -108,8 +116,13 @@ def _fix_of(findings: Sequence[DoctorFinding], default: str) -> str:
     return default
 
 
-def _has_loopback(facts: Facts, config: Config) -> bool:
+def _is_accepted(facts: Facts, config: Config) -> bool:
+    """Return whether `r2ccl.init` accepts the settings if all ranks are on this host.
+
+    Ranks that share memory need an interface, too: they open their connections over it.
+    """
     try:
+        select_ports(facts, config)
         return bool(select(facts.interfaces, config, is_one_host=True))
     except InvalidArgument:
         return False

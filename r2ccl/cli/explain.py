@@ -32,8 +32,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--nodes", type=_count, default=4, metavar="N", help="default: %(default)s")
-    add("--nics", type=_count, default=8, metavar="N", help="NICs per node; default: %(default)s")
+    add("--nodes", type=int, default=4, metavar="N", help="default: %(default)s")
+    add("--nics", type=int, default=8, metavar="N", help="NICs per node; default: %(default)s")
     add(
         "--rate", type=parse_rate, default="400gbit", metavar="RATE",
         help="bandwidth of a NIC per direction, as 400gbit or 50GB/s; default: %(default)s",
@@ -42,20 +42,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--latency", type=parse_duration, default="5us", metavar="TIME",
         help="time of one step of a small collective; default: %(default)s",
     )  # fmt: skip
-    add("--ranks-per-node", type=_count, default=1, metavar="N", help="default: %(default)s")
+    add("--ranks-per-node", type=int, default=1, metavar="N", help="default: %(default)s")
     add(
         "--nbytes", type=parse_size, default="1G", metavar="SIZE",
         help="size of the whole buffer, as 64M; units are powers of 1024; default: %(default)s",
     )  # fmt: skip
     add("--collective", choices=COLLECTIVES, default="allreduce", metavar="NAME",
-        help=", ".join(COLLECTIVES))  # fmt: skip
+        help=f"{', '.join(COLLECTIVES)}; default: %(default)s")  # fmt: skip
     add(
-        "--lose", type=_port, action="append", default=[], metavar="NODE:NIC",
-        help="a NIC that is down; repeatable",
+        "--lose", type=_ports, action="extend", default=[], metavar="NODE:NIC,...",
+        help="NICs that are down; repeatable",
     )  # fmt: skip
     add(
-        "--slow", type=_slow_port, action="append", default=[], metavar="NODE:NIC:FRACTION",
-        help="a NIC with this fraction of its bandwidth, in sixteenths; repeatable",
+        "--slow", type=_slow_ports, action="extend", default=[], metavar="NODE:NIC:FRACTION,...",
+        help="NICs with this fraction of their bandwidth, in sixteenths; repeatable",
     )  # fmt: skip
     add("--no-simulate", action="store_true", help="only predict, which needs no Numba")
     add("--png", metavar="FILE", help="draw the times; needs pip install 'r2ccl[demo]'")
@@ -85,10 +85,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 10**4:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed is 1 to 9999")
-    return int(text)
+def _ports(text: str) -> list[tuple[int, int]]:
+    return [_port(part) for part in text.split(",")]
+
+
+def _slow_ports(text: str) -> list[tuple[int, int, float]]:
+    return [_slow_port(part) for part in text.split(",")]
 
 
 def _port(text: str) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from r2ccl.failover.health.table import WHOLE
 from r2ccl.planning.cluster import ClusterShape
 from r2ccl.planning.cost_model import Choice, Rates
 from r2ccl.planning.plan_cache import PlanCache
-from r2ccl.planning.planner import FASTEST, best
+from r2ccl.planning.planner import best, reason
 from r2ccl.planning.two_level import TwoLevelPlans
 from r2ccl.types import DIRECT, CallSignature, Collective, ReduceOp
 
@@ -103,16 +103,21 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
     Raises
     ------
     InvalidArgument
-        If a NIC does not exist or is named twice, a node has no NIC left, there are too few nodes,
-        or too many ranks or NICs, or fewer than `_UNIT_NBYTES` bytes per rank.
+        If a NIC does not exist or is named twice, a node has no NIC left, there are too few or too
+        many nodes, ranks or NICs, or fewer than `_UNIT_NBYTES` bytes per rank.
     """
     nranks = args.nodes * args.ranks_per_node
-    if args.nodes < 2:
-        raise InvalidArgument(f"--nodes {args.nodes}: a network needs 2 nodes or more")
-    if nranks > _MOST_RANKS or args.nics > _MOST_NICS:
+    for name, value, least, most in (
+        ("nodes", args.nodes, 2, _MOST_RANKS),
+        ("ranks-per-node", args.ranks_per_node, 1, _MOST_RANKS // 2),
+        ("nics", args.nics, 1, _MOST_NICS),
+    ):
+        if not least <= value <= most:
+            raise InvalidArgument(f"--{name} {value}: allowed is {least} to {most}")
+    if nranks > _MOST_RANKS:
         raise InvalidArgument(
-            f"--nodes {args.nodes} --ranks-per-node {args.ranks_per_node} --nics {args.nics}: "
-            f"allowed are up to {_MOST_RANKS} ranks in all, and {_MOST_NICS} NICs per node"
+            f"--nodes {args.nodes} --ranks-per-node {args.ranks_per_node}: {nranks} ranks in all; "
+            f"allowed is 2 to {_MOST_RANKS}"
         )
     for option, node, nic in (
         *(("--lose", *port) for port in args.lose),
@@ -199,8 +204,7 @@ def _forecasts(
         for name, choice in ordered
     }
     if collective != Collective.ALLREDUCE:
-        why = "the only candidate" if len(found) == 1 else FASTEST
-        return found, why, 0
+        return found, reason(chosen, list(variants.values())), 0
     nchunks = _nchunks(cluster, call)
     return found, planner.explain(scenario.nbytes, health).why, nchunks
 

@@ -58,7 +58,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tag",
         choices=("auto", "always", "never"),
         default="auto",
-        help="prefix output lines with [rank]; auto: once a second rank has written",
+        help="prefix output lines with [rank]; auto: once a second rank has written; "
+        "default: %(default)s",
     )
     parser.add_argument(
         "--prefix", action="store_const", const="always", dest="tag", help="same as --tag always"

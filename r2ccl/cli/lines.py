@@ -1,9 +1,12 @@
-"""Output of several ranks as whole lines, each with its rank in front if that is asked for."""
+"""Standard output of a command: lines of several ranks, and output that nobody reads any more."""
 
 from __future__ import annotations
 
+import os
+import select
+import sys
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 #: Foreground colours of the prefixes, by rank: the six that are readable on black and on white.
 _COLOURS = (36, 33, 32, 35, 34, 31)
@@ -67,4 +70,18 @@ def wants_colour(out: BinaryIO, env: Mapping[str, str]) -> bool:
     return out.isatty() and not env.get("NO_COLOR") and env.get("TERM", "dumb") != "dumb"
 
 
-__all__ = ["LinePrinter", "wants_colour"]
+def has_lost_reader(out: TextIO) -> bool:
+    """Return True if `out` is a pipe or a socket that nobody reads any more."""
+    poll = select.poll()
+    poll.register(out, 0)  # errors are reported in any case
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def discard_output() -> None:
+    """Redirect standard output to /dev/null, so that Python can write the rest when it exits."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+__all__ = ["LinePrinter", "discard_output", "has_lost_reader", "wants_colour"]

@@ -39,40 +39,41 @@ example:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``r2ccl netlab`` to its parser; the parsed ones go to `main`."""
-    parser.description = "Run one process per node on a cluster of network namespaces."
+    parser.description = "Run a program on every node of a cluster of network namespaces."
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     default = LabShape()
-    parser.add_argument("--nodes", type=int, default=default.nodes)
-    parser.add_argument("--rails", type=int, default=default.rails, help="NICs on each node")
-    parser.add_argument(
-        "--rate", default=default.rate, help="rate of each NIC (default %(default)s)"
-    )
-    parser.add_argument("--fabric", choices=FABRICS, default=default.fabric)
-    parser.add_argument("--mtu", type=int, default=default.mtu)
-    parser.add_argument(
-        "--burst", default=default.burst, help="size of the tbf bucket (default %(default)s)"
-    )
-    parser.add_argument("--latency", default=default.latency, help="longest delay in a NIC's queue")
-    parser.add_argument(
-        "--buffer", default=default.buffer, help="longest delay in a switch port's queue"
-    )
-    parser.add_argument("--ranks-per-node", type=int, default=default.ranks_per_node)
-    parser.add_argument("--fault", action="append", default=[], metavar="FAULT", help="repeatable")
-    parser.add_argument("--plan", metavar="FILE", help="JSON list of faults")
-    parser.add_argument("--timeout", type=seconds, default=600.0, metavar="SECONDS")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--nodes", type=int, default=default.nodes, help="default: %(default)s")
+    add("--rails", type=int, default=default.rails, help="NICs per node; default: %(default)s")
+    add("--rate", default=default.rate, help="rate of each NIC; default: %(default)s")
+    add("--fabric", choices=FABRICS, default=default.fabric,
+        help="NICs that reach each other: all, or those of a rail; default: %(default)s",
+    )  # fmt: skip
+    add("--mtu", type=int, default=default.mtu, help="bytes; default: %(default)s")
+    add("--burst", default=default.burst, help="size of the tbf bucket; default: %(default)s")
+    add("--latency", default=default.latency,
+        help="longest delay in a NIC's queue; default: %(default)s")  # fmt: skip
+    add("--buffer", default=default.buffer,
+        help="longest delay in a switch port's queue; default: %(default)s")  # fmt: skip
+    add("--ranks-per-node", type=int, default=default.ranks_per_node,
+        help="processes per node; default: %(default)s")  # fmt: skip
+    add("--fault", action="append", default=[], metavar="FAULT", help="repeatable")
+    add("--plan", metavar="FILE", help="JSON list of faults")
+    add("--timeout", type=seconds, default=600.0, metavar="SECONDS",
+        help="then the ranks are terminated; default: %(default)g")  # fmt: skip
+    add(
         "--clean",
         action="store_true",
         help="remove the remains of labs whose processes are dead, and exit",
     )
-    parser.add_argument(
+    add(
         "--enter",
         action="store_true",
         help="do not build a lab, but run the command once, with the privileges to build labs: as "
         "root of a user namespace, unless this user can build them",
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- program and its arguments")
+    add("command", nargs=argparse.REMAINDER, help="-- program and its arguments")
     parser.set_defaults(run=main)
 
 

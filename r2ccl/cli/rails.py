@@ -78,8 +78,27 @@ def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
     return (*shown, *_summary(failed.count(False), hcas))
 
 
+def select_ports(facts: Facts, config: Config) -> Sequence[Hca]:
+    """Return the RDMA ports that are rails.
+
+    Raises
+    ------
+    InvalidArgument
+        If R2CC_HCA is invalid, or names ports that cannot be used.
+    """
+    hcas = select_hcas(facts.hcas, config.hca)
+    if not facts.pyverbs_error:
+        return hcas
+    if hcas and NameFilter(config.hca, variable="R2CC_HCA").is_selection:
+        raise InvalidArgument(
+            f"R2CC_HCA={config.hca} selects RDMA NICs, but pyverbs does not work here: repair it, "
+            f"see below, or set R2CC_HCA={NO_HCA}"
+        )
+    return ()
+
+
 def _selected(facts: Facts, config: Config) -> tuple[Sequence[Nic], Sequence[Hca]]:
-    hcas = select_hcas(facts.hcas, config.hca) if not facts.pyverbs_error else ()
+    hcas = select_ports(facts, config)
     names = [hca.netdev for hca in hcas]
     return select(facts.interfaces, config, rdma_names=names), hcas
 
@@ -197,4 +216,4 @@ def _speed(mbps: int) -> str:
     return f"{mbps / 1000:g} Gbit/s" if mbps else "speed unknown"
 
 
-__all__ = ["LocalRail", "examine_rails", "local_rails"]
+__all__ = ["LocalRail", "examine_rails", "local_rails", "select_ports"]

@@ -34,23 +34,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     shape, machine = MachineShape(), VirtualMachine()
-    parser.add_argument("--nodes", type=int, default=shape.nodes)
-    parser.add_argument("--nics", type=int, default=shape.nics, help="RDMA devices on each node")
-    parser.add_argument("--cpus", type=int, default=machine.cpus)
-    parser.add_argument(
-        "--memory",
-        default=machine.memory,
-        help="memory of the virtual machine (default %(default)s)",
-    )
-    parser.add_argument("--kvm", action="store_true", help="use KVM instead of emulation")
-    parser.add_argument("--timeout", type=seconds, default=900.0, metavar="SECONDS")
-    parser.add_argument(
-        "--report", type=Path, metavar="DIR", help="directory for results; created if missing"
-    )
-    parser.add_argument(
-        "--prepare", action="store_true", help="only install missing packages, then exit"
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- program and its arguments")
+    add = parser.add_argument
+    add("--nodes", type=int, default=shape.nodes, help="default: %(default)s")
+    add("--nics", type=int, default=shape.nics,
+        help="RDMA devices on each node; default: %(default)s")  # fmt: skip
+    add("--cpus", type=int, default=machine.cpus,
+        help="processors of the virtual machine; default: %(default)s")  # fmt: skip
+    add("--memory", default=machine.memory,
+        help="memory of the virtual machine; default: %(default)s")  # fmt: skip
+    add("--kvm", action="store_true", help="use KVM instead of emulation")
+    add("--timeout", type=seconds, default=900.0, metavar="SECONDS",
+        help="then the virtual machine is ended; default: %(default)g")  # fmt: skip
+    add("--report", type=Path, metavar="DIR", help="directory for results; created if missing")
+    add("--prepare", action="store_true", help="only install missing packages, then exit")
+    add("command", nargs=argparse.REMAINDER, help="-- program and its arguments")
     parser.set_defaults(run=main)
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import CancelledError
 from typing import Any, Protocol
 
 from r2ccl.bootstrap.launch import describe_exit
-from r2ccl.cli.lines import LinePrinter
+from r2ccl.cli.lines import LinePrinter, discard_output
 from r2ccl.cli.rankprocs import TERMINATION_GRACE_S
 from r2ccl.cli.values import FAILURE_GRACE_S
 
@@ -127,9 +127,7 @@ class Supervisor:
     def _lose_output(self, exc: OSError) -> None:
         """End the ranks, because their output cannot be written, such as to ``head``."""
         self._has_lost_output = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # else Python fails to write the rest when it exits
-        os.close(nowhere)
+        discard_output()
         is_pipe = isinstance(exc, BrokenPipeError)
         self._status = self._status or (128 + signal.SIGPIPE if is_pipe else 1)
         if not is_pipe:

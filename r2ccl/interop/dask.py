@@ -34,6 +34,7 @@ from r2ccl import (
     init,
 )
 from r2ccl.clock import monotonic
+from r2ccl.interop.rank_exchange import RankExchange
 
 #: Period at which `run` looks for workers that have left, in seconds; first limit of a fetch.
 _PERIOD_S = 0.5
@@ -58,7 +59,7 @@ def run(
     function : callable
         Its communicator is closed when it returns, or aborted if it raises an exception.
     *args
-        Further arguments, equal on all ranks.
+        Further arguments, equal on all ranks. Futures are replaced by their results.
     workers : sequence of str, optional
         Addresses of workers, in rank order. Each needs a free thread, in which `function` runs as a
         task. Default: all workers.
@@ -101,7 +102,8 @@ def run(
     group = f"r2ccl-{uuid.uuid4().hex}"
     futures = [
         client.submit(
-            _run_rank, function, args, group, len(chosen), rank, _Settings(settings),
+            _run_rank, function, _masked(args), group, len(chosen), rank,
+            _Masked(settings, f"settings: {', '.join(settings) or 'none'}"),
             workers=[address], allow_other_workers=False, pure=False, key=f"{group}-{rank}",
         )
         for rank, address in enumerate(chosen)
@@ -128,14 +130,26 @@ class _Failure:
         self.error = error
 
 
-class _Settings:
-    """Settings for the ranks. Dask may log the arguments of a task, so `repr` shows no values."""
+class _Masked:
+    """Value of a task whose `repr` does not show it: Dask logs the arguments of a task that fails.
 
-    def __init__(self, values: Settings) -> None:
-        self.values = values
+    The secret of a job may be among the settings, or among the arguments of the function.
+    """
+
+    def __init__(self, value: Any, shown: str) -> None:
+        self.value = value
+        self._shown = shown
 
     def __repr__(self) -> str:
-        return f"<settings: {', '.join(self.values) or 'none'}>"
+        return f"<{self._shown}>"
+
+
+def _masked(args: Sequence[Any]) -> list[Any]:
+    """Return the arguments, masked except futures, which Dask must see to replace them."""
+    return [
+        each if isinstance(each, Future) else _Masked(each, f"argument: {type(each).__name__}")
+        for each in args
+    ]
 
 
 def _outcomes(client: Client, futures: Sequence[Future], workers: Sequence[str]) -> list[Any]:
@@ -180,28 +194,27 @@ def _cause(failures: Sequence[_Failure]) -> BaseException:
 
 def _run_rank(
     function: Callable[..., Any],
-    args: tuple[Any, ...],
+    args: Sequence[Any],
     group: str,
     nranks: int,
     rank: int,
-    settings: _Settings,
+    settings: _Masked,
 ) -> Any:
     """Connect to the other ranks and call `function`; the task of a worker."""
-    config = Config.from_env(os.environ, **settings.values)
+    config = Config.from_env(os.environ, **settings.value)
     ranks = DaskRanks(group, nranks, rank, config.init_timeout_s)
     try:
-        communicator = init(ranks, **settings.values)
+        communicator = init(ranks, **settings.value)
     finally:
         ranks.forget()
     with communicator:
-        return function(communicator, *args)
+        return function(
+            communicator, *(each.value if isinstance(each, _Masked) else each for each in args)
+        )
 
 
-class DaskRanks:
-    """Exchange of values among ranks through the scheduler, with the methods `r2ccl.init` calls.
-
-    Except `allgather` and `bcast`, which take fewer arguments, the methods are those of a
-    communicator of mpi4py.
+class DaskRanks(RankExchange):
+    """Exchange of values among ranks through the scheduler, for `r2ccl.init`.
 
     Parameters
     ----------
@@ -213,20 +226,11 @@ class DaskRanks:
     """
 
     def __init__(self, group: str, nranks: int, rank: int, timeout_s: float) -> None:
+        super().__init__(rank, nranks)
         self._client = get_client()
         self._group = group
-        self._nranks = nranks
-        self._rank = rank
         self._deadline_s = monotonic() + timeout_s
         self._used: list[tuple[Queue, Variable]] = []
-
-    def Get_rank(self) -> int:
-        """Return the rank of this process."""
-        return self._rank
-
-    def Get_size(self) -> int:
-        """Return the number of ranks."""
-        return self._nranks
 
     def allgather(self, value: Any) -> list[Any]:
         """Return the value that each rank passed, in rank order; tuples become lists.
@@ -256,10 +260,6 @@ class DaskRanks:
                 rank=self._rank,
                 status="TIMEOUT",
             ) from exc
-
-    def bcast(self, value: Any, root: int) -> Any:
-        """Return the value that rank `root` passed; the errors are those of `allgather`."""
-        return self.allgather(value if self._rank == root else None)[root]
 
     def forget(self) -> None:
         """Remove the values from the scheduler; call this after the last exchange."""

@@ -331,12 +331,12 @@ class Planner:
             chosen = self.own(chosen.schedule, nbytes, health)
         if self.fabric.rates == UNMEASURED:  # loads can be compared; times are unknown
             chosen, *others = (each._replace(predicted_ns=0) for each in (chosen, *others))
-        allowed = self._names(self._terms(nbytes, self._carried(health)))
-        why = self._why(nbytes, is_allowed=chosen.name in allowed)
+        why = self._why(chosen, nbytes, health)
         return Explanation(nbytes, chosen, tuple(others), why, health.excluded)
 
-    def _why(self, nbytes: int, *, is_allowed: bool) -> str:
-        """Return the reason of a choice, for people; `is_allowed`: its family is in `_names`."""
+    def _why(self, chosen: Choice, nbytes: int, health: Health) -> str:
+        """Return the reason of the choice for an allreduce, for people."""
+        is_allowed = chosen.name in self._names(self._terms(nbytes, self._carried(health)))
         config = self._config
         if nbytes <= config.eager_nbytes:
             return "because the data fits one eager slice"
@@ -346,11 +346,28 @@ class Planner:
             return f"because {setting}{'' if is_allowed else _NOT_APPLICABLE}"
         if not is_allowed:
             return "because some nodes have no common home rail"
+        if len(self.fabric.homes) == 1:
+            return "because each node has one rail, on which only the ring runs"
         if self.fabric.nwires == 1:
             return "because all rails share one wire, so losing a rail costs no bandwidth"
         if self.fabric.rates == UNMEASURED:
             return "because the network was not measured"
-        return FASTEST
+        return self._comparison(chosen, nbytes, health)
+
+    def _comparison(self, chosen: Choice, nbytes: int, health: Health) -> str:
+        """Return the reason of the choice for an allreduce whose candidates were compared."""
+        carried = self._carried(health)
+        terms = self._terms(nbytes, carried)
+        placed = [each for name in self._names(terms) for each in self._put(name, terms, carried)]
+        able = {each.candidate.name for each in placed if each.has_way}
+        unable = [each.candidate.name for each in placed if each.candidate.name not in able]
+        why = reason(chosen, self.compare(nbytes, health))
+        if unable:
+            why += f"; {_listed(unable)} cannot run, because some nodes have no common rail"
+        if not terms.is_whole:
+            left = [name for name in _FOR_WHOLE if name not in _FOR_DEGRADED]
+            why += f"; {_listed(left)} competes only while all NICs have their full bandwidth"
+        return why
 
     def _nchannels(self, nbytes: int, nranks: int) -> int:
         nwires = self.fabric.nwires
@@ -400,6 +417,34 @@ def best(found: Sequence[Choice]) -> Choice:
 
     least = min(map(weighed, found))
     return next(each for each in found if weighed(each) <= least * _AS_GOOD)
+
+
+def reason(chosen: Choice, found: Sequence[Choice]) -> str:
+    """Return why `best` chose `chosen` among `found`, with the two least times, for people."""
+    least: dict[str, Choice] = {}
+    for each in sorted(found, key=lambda choice: choice.predicted_ns):
+        least.setdefault(each.name, each)
+    others = [each for each in least.values() if each.name != chosen.name]
+    if not others:
+        return "the only schedule that can run"
+    other = others[0]
+    said = f"predicted {_milliseconds(chosen)}"
+    if other.predicted_ns < chosen.predicted_ns:
+        # `best` accepts both, so that the difference is within the error of predictions.
+        said += f", preferred to {other.name}, about as fast with {_milliseconds(other)}"
+    else:
+        said += f", before {other.name} with {_milliseconds(other)}"
+    return f"{said}; compared were {_listed(least)}"
+
+
+def _milliseconds(choice: Choice) -> str:
+    return f"{choice.predicted_ns / 1e6:.3f} ms"
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return names as ``a``, ``a and b`` or ``a, b and c``, each once."""
+    *first, last = dict.fromkeys(names)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _expanded(choice: Choice, terms: Terms) -> Choice:
@@ -460,11 +505,9 @@ _CROWDED = Fraction(105, 100)
 _MIN_CHUNK_NBYTES = 64 << 10
 #: Families whose schedules depend on `Terms.nchannels`, which is smaller for little data.
 _OF_RINGS = ("ring", "bridged_ring", "spanning_tree")
-#: Reason of a choice that was compared with others.
-FASTEST = "predicted fastest, or preferred and within 2 % of the fastest"
 #: End of the reason of a choice if no family that a setting allows can run.
 _NOT_APPLICABLE = " has no schedule for these nodes and their rails"
 #: Maximum number of entries in `Planner._placed`.
 _KEPT = 128
 
-__all__ = ["FASTEST", "Explanation", "Planner", "best", "full_channels"]
+__all__ = ["Explanation", "Planner", "best", "full_channels", "reason"]

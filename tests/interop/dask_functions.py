@@ -51,3 +51,7 @@ def lose_rank_2(comm: Communicator) -> tuple[str, float]:
         with comm.shrink() as survivors:
             return type(exc).__name__, total(survivors, 3)
     raise AssertionError("the barrier did not fail")
+
+
+def fail_with(comm: Communicator, secret: str) -> None:
+    raise ValueError("no")

@@ -11,6 +11,7 @@ pytest.importorskip("distributed")
 
 from interop.dask_functions import (
     fail_on_rank_1,
+    fail_with,
     lose_rank_2,
     lose_result_of_rank_2,
     set_variable,
@@ -74,6 +75,23 @@ def test_arguments_of_the_tasks_do_not_show_the_secret(
     for each in shown:
         assert "<settings: secret>" in each
         assert secret not in each
+
+
+def test_a_failed_task_logs_no_argument(dask_client: Any) -> None:
+    wait_for_workers(dask_client)
+    secret = "5ec7" * 16
+    with pytest.raises(ValueError, match="no"):
+        run(dask_client, fail_with, secret)
+    logs = str(dask_client.get_worker_logs())
+    assert "Compute Failed" in logs
+    assert "<argument: str>" in logs
+    assert secret not in logs
+
+
+def test_futures_among_the_arguments_are_resolved(dask_client: Any) -> None:
+    wait_for_workers(dask_client)
+    count = dask_client.submit(int, "10")
+    assert set(run(dask_client, total, count).values()) == {6.0}
 
 
 def test_nothing_is_left_on_the_scheduler(dask_client: Any) -> None:

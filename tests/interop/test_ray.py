@@ -120,6 +120,21 @@ def test_a_value_that_arrives_as_the_timer_fires_counts() -> None:
     assert asyncio.run(exchange()) == [(["a", "b"], [])] * 2
 
 
+def test_an_ending_group_registers_no_rank(start: Any) -> None:
+    from r2ccl.interop.ray.rendezvous import ExchangeActor
+
+    ending = ray.remote(ExchangeActor).options(name="r2ccl-g", num_cpus=0).remote(2)
+    try:
+        ray.get(ending.close.remote(), timeout=WAIT_S)
+        [actor] = start(1)
+        # The group that follows has another number of ranks.
+        error = error_of(actor.join.remote(3, 1, init_timeout_s=3))
+        assert isinstance(error, TransportTimeout)
+        assert "rank 0 did not call join()" in str(error)
+    finally:
+        ray.kill(ending)
+
+
 def test_the_end_of_rank_0_ends_the_others(start: Any) -> None:
     actors = start(2)
     get([each.pid.remote() for each in actors])

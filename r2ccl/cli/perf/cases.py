@@ -54,10 +54,13 @@ class Case:
     def of(
         cls, form: CollectiveForm, nranks: int, nbytes: int, dtype: np.dtype[Any], **more: Any
     ) -> Case:
-        """Return the largest case of at most `nbytes`; equal parts have equally many elements."""
+        """Return the largest case of at most `nbytes`; equal parts have equally many elements.
+
+        Unless `nbytes` is 0, it has at least one element, and one per part if the parts are equal.
+        """
+        unit = nranks if form.has_parts and not form.is_unequal else 1
         total = nbytes // dtype.itemsize
-        if form.has_parts and not form.is_unequal:
-            total -= total % nranks
+        total = max(total - total % unit, unit if nbytes else 0)
         return cls(form, nranks, 0 if form.sends is DataExtent.NONE else total, dtype, **more)
 
     @property

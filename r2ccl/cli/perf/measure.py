@@ -25,10 +25,19 @@ from r2ccl.cli.perf.calls import PerfMemory, Runner
 from r2ccl.cli.perf.cases import Buffers, Case, count_wrong, make_inputs, place
 from r2ccl.cli.perf.forms import FORMS, CollectiveForm
 from r2ccl.cli.perf.options import DTYPES_BY_NAME, PerfOptions
-from r2ccl.cli.perf.report import HEADER, describe, format_line, row_of, save_results
+from r2ccl.cli.perf.report import (
+    HEADER,
+    check_results,
+    describe,
+    format_line,
+    row_of,
+    save_results,
+    verdict,
+)
 from r2ccl.cli.values import size_range
 from r2ccl.communicator import Communicator
 from r2ccl.dtypes import CODES
+from r2ccl.errors import InvalidArgument
 from r2ccl.factory import init
 from r2ccl.kernels import ON_GPU
 from r2ccl.types import ReduceOp
@@ -212,13 +221,30 @@ def cases(form: CollectiveForm, nranks: int, options: PerfOptions) -> list[Case]
     ]
 
 
+def _problem(comm: Communicator, options: PerfOptions) -> str | None:
+    """Return why the ranks cannot measure, or None; on all ranks alike."""
+    if not -1 <= options.root < comm.nranks:
+        return f"-r {options.root}: allowed are 0 to {comm.nranks - 1}, and -1 for every root"
+    if options.json is None:
+        return None
+    problem = ""
+    if comm.rank == 0:
+        try:
+            check_results(options.json)
+        except InvalidArgument as exc:
+            problem = str(exc)
+    is_refused = comm.allreduce(np.array([bool(problem)], np.int64))[0]
+    return problem if is_refused else None
+
+
 def run(options: PerfOptions) -> int:
     """Measure every case on this rank; rank 0 prints. Return the exit status."""
     rows: list[dict[str, Any]] = []
     with init() as comm, ExitStack() as stack:
         say = print if comm.rank == 0 else lambda *_, **__: None
-        if not -1 <= options.root < comm.nranks:
-            say(f"-r {options.root}: allowed are 0 to {comm.nranks - 1}, and -1 for every root")
+        problem = _problem(comm, options)
+        if problem is not None:
+            say(f"r2ccl bench: {problem}", file=sys.stderr)
             return 2
         say(describe(options, comm.nranks))
         job = PerfJob(comm, options, stack)
@@ -233,7 +259,7 @@ def run(options: PerfOptions) -> int:
                 say(format_line(case, halves), flush=True)
     wrong = sum(each["wrong"] or 0 for each in rows)
     average = sum(each["busbw_gb_per_s"] for each in rows) / max(1, len(rows))
-    say(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    say(f"# Out of bounds values : {verdict(rows)}")
     say(f"# Avg bus bandwidth    : {average:g}\n#")
     if options.json is not None and comm.rank == 0:
         save_results(options.json, rows, shlex.join(["r2ccl", *sys.argv[1:]]))

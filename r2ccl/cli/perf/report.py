@@ -13,6 +13,7 @@ from typing import Any
 from r2ccl.cli.perf.cases import Case
 from r2ccl.cli.perf.forms import algbw, busbw
 from r2ccl.cli.perf.options import NCCL_NAMES, PerfOptions
+from r2ccl.errors import InvalidArgument
 
 
 def row_of(
@@ -105,6 +106,40 @@ def save_results(
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
+def check_results(path: Path) -> None:
+    """Check that `save_results` can write to `path`: make its folder, and open the file.
+
+    The file keeps its contents; if it is missing, it stays missing.
+
+    Raises
+    ------
+    InvalidArgument
+        If the file cannot be written.
+    """
+    try:
+        is_new = not path.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as exc:
+        raise InvalidArgument(
+            f"--json {path} cannot be written ({exc.strerror}): give the path of a file in a "
+            "writable folder"
+        ) from exc
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the number of wrong elements in all `rows`, and what it means."""
+    checked = [each["wrong"] for each in rows if each["wrong"] is not None]
+    if not checked:
+        return "not checked"
+    wrong = sum(checked)
+    if wrong:
+        return f"{wrong} FAILED"
+    return "0 OK" if len(checked) == len(rows) else f"0 OK ({len(rows) - len(checked)} not checked)"
+
+
 _PACKAGES = ("r2ccl", "numpy", "torch", "mpi4py", "mpich", "openmpi")
 
 
@@ -123,4 +158,13 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-__all__ = ["HEADER", "describe", "format_line", "machine", "row_of", "save_results"]
+__all__ = [
+    "HEADER",
+    "check_results",
+    "describe",
+    "format_line",
+    "machine",
+    "row_of",
+    "save_results",
+    "verdict",
+]

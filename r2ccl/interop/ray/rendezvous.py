@@ -29,6 +29,7 @@ from r2ccl import (
     init,
 )
 from r2ccl.clock import monotonic
+from r2ccl.interop.rank_exchange import RankExchange
 
 #: Pause in seconds before this rank again creates or looks for the exchange actor.
 _PAUSE_S = 0.05
@@ -103,12 +104,20 @@ class ExchangeActor:
         self._joined: dict[int, str] = {}
         self._values: dict[int, dict[int, Any]] = {}
         self._complete: dict[int, asyncio.Event] = {}
+        self._is_closed = False
 
-    async def join(self, rank: int, call: str) -> int:
+    async def close(self) -> None:
+        """Register no more ranks: Ray may take a moment to end this actor."""
+        self._is_closed = True
+
+    async def join(self, rank: int, call: str) -> int | None:
         """Register `rank`; return the number of ranks, or 0 if another actor has registered it.
 
-        `call` identifies the call of the function `join`, which may call this method repeatedly.
+        The result is None if rank 0 has closed this actor. `call` identifies the call of the
+        function `join`, which may call this method repeatedly.
         """
+        if self._is_closed:
+            return None
         return self._nranks if self._joined.setdefault(rank, call) == call else 0
 
     async def exchange(
@@ -131,11 +140,8 @@ class ExchangeActor:
         return ([] if missing else [values[each] for each in range(self._nranks)]), missing
 
 
-class RayRanks:
-    """Exchange of values through an `ExchangeActor`, with the methods that `r2ccl.init` calls.
-
-    Except `allgather` and `bcast`, which take fewer arguments, the methods are those of a
-    communicator of mpi4py.
+class RayRanks(RankExchange):
+    """Exchange of values among ranks through an `ExchangeActor`, for `r2ccl.init`.
 
     Parameters
     ----------
@@ -149,20 +155,11 @@ class RayRanks:
     def __init__(
         self, meeting: Any, group_name: str, nranks: int, rank: int, deadline_s: float
     ) -> None:
+        super().__init__(rank, nranks)
         self._meeting = meeting
         self._group_name = group_name
-        self._nranks = nranks
-        self._rank = rank
         self._deadline_s = deadline_s
         self._nexchanges = 0
-
-    def Get_rank(self) -> int:
-        """Return the rank of this process."""
-        return self._rank
-
-    def Get_size(self) -> int:
-        """Return the number of ranks."""
-        return self._nranks
 
     def allgather(self, value: Any) -> list[Any]:
         """Return the value that each rank passed, in rank order.
@@ -193,10 +190,6 @@ class RayRanks:
             raise _timeout(self._rank, self._group_name, f"rank {ranks} did not call join()")
         return list(values)
 
-    def bcast(self, value: Any, root: int) -> Any:
-        """Return the value that rank `root` passed; the errors are those of `allgather`."""
-        return self.allgather(value if self._rank == root else None)[root]
-
 
 @contextmanager
 def _meet(group_name: str, nranks: int, rank: int, timeout_s: float) -> Iterator[RayRanks]:
@@ -207,6 +200,8 @@ def _meet(group_name: str, nranks: int, rank: int, timeout_s: float) -> Iterator
         try:
             yield RayRanks(meeting, group_name, nranks, rank, deadline_s)
         finally:
+            with suppress(RayActorError, GetTimeoutError):
+                ray.get(meeting.close.remote(), timeout=_REPLY_S)
             ray.kill(meeting)
     else:
         meeting = _find(group_name, nranks, rank, deadline_s)
@@ -238,6 +233,9 @@ def _find(group_name: str, nranks: int, rank: int, deadline_s: float) -> Any:
             continue
         except GetTimeoutError:
             why = "the actor that rank 0 created does not answer"
+            continue
+        if found is None:  # of the last group of this name
+            time.sleep(_PAUSE_S)
             continue
         if found == nranks:
             return meeting

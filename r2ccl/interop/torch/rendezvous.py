@@ -19,6 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from r2ccl import Communicator, TransportError, TransportTimeout, init
 from r2ccl.clock import monotonic
+from r2ccl.interop.rank_exchange import RankExchange
 
 #: Variable that `r2ccl launch` sets: its listening socket at R2CC_PORT, for ranks without a store.
 _LISTENER = "R2CC_LISTEN_FD"
@@ -26,10 +27,8 @@ _TIMEOUT = "R2CC_TIMEOUT_S"
 _PREFIX = "r2ccl"
 
 
-class StoreRanks:
-    """Exchange of values among ranks through a store, with the methods that `r2ccl.init` calls.
-
-    The methods, except `allgather_bytes`, are named as those of a communicator of mpi4py.
+class StoreRanks(RankExchange):
+    """Exchange of values among ranks through a store, for `r2ccl.init`.
 
     Parameters
     ----------
@@ -46,20 +45,11 @@ class StoreRanks:
     """
 
     def __init__(self, store: Any, rank: int, nranks: int, timeout: timedelta) -> None:
+        super().__init__(rank, nranks)
         self._store = store
-        self._rank = rank
-        self._nranks = nranks
         self._timeout = timeout
         self._attempt = store.add(f"{_PREFIX}/attempts/{rank}", 1)
         self._nrounds = 0
-
-    def Get_rank(self) -> int:
-        """Return the rank of this process."""
-        return self._rank
-
-    def Get_size(self) -> int:
-        """Return the number of ranks."""
-        return self._nranks
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes that each rank passed, in rank order."""

@@ -119,7 +119,7 @@ class LabShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _bad(name: str, given: object, allowed: str) -> InvalidArgument:
-    return InvalidArgument(f"netlab: {name}={given!r}; allowed is {allowed}")
+    return InvalidArgument(f"a lab cannot have {name}={given!r}; allowed is {allowed}")
 
 
 def nic_name(rail: int) -> str:

@@ -297,7 +297,7 @@ class Lab:
         is_interactive: bool,
     ) -> LabJob:
         if self._job is not None:
-            raise InvalidArgument("netlab: a job is running in this lab; close it first")
+            raise InvalidArgument("a job is running in this lab; close it first")
         with contextlib.ExitStack() as on_failure:
             run = self._prepare(plan) if plan is not None else None
             job = self._job = LabJob(lambda: self._forget(run))
@@ -322,7 +322,7 @@ class Lab:
         plan.check(nodes=shape.nodes, rails=shape.rails, ranks_per_node=shape.ranks_per_node)
         if plan.fired:
             raise InvalidArgument(
-                "netlab: this fault plan was already used; make a fresh one: FaultPlan(plan.faults)"
+                "this fault plan was already used; make a fresh one: FaultPlan(plan.faults)"
             )
         return PlanRun(plan, self._set.directory, shape.ranks_per_node, self.apply)
 

@@ -73,7 +73,7 @@ class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
         for name, most in (("nodes", MAX_NODES), ("nics", MAX_NICS)):
             value = getattr(self, name)
             if not 1 <= value <= most:
-                raise InvalidArgument(f"rdmalab: {name}={value}: allowed is 1 to {most}")
+                raise InvalidArgument(f"a lab cannot have {name}={value}; allowed is 1 to {most}")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self | None:

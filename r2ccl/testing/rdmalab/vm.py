@@ -77,9 +77,9 @@ class VirtualMachine(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 1 <= self.cpus <= 255:
-            raise InvalidArgument(f"rdmalab: cpus={self.cpus}: allowed is 1 to 255")
+            raise InvalidArgument(f"a machine cannot have cpus={self.cpus}; allowed is 1 to 255")
         if not _MEMORY.fullmatch(self.memory):
-            raise InvalidArgument(f"rdmalab: memory={self.memory!r}: write 4G or 512M")
+            raise InvalidArgument(f"a machine cannot have memory={self.memory!r}; write 4G or 512M")
 
 
 class VmResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -128,7 +128,23 @@ def test_a_machine_that_can_exchange_nothing_fails(machine, capsys) -> None:
     no = DoctorFinding("shm", "warning", "no memory", "set R2CC_SHM=0")
     machine.setattr(doctor_report, "examine_sharing", lambda config: no)
     assert main(["doctor"]) == 1
-    assert "nothing within this host, nothing between hosts" in capsys.readouterr().out
+    assert "r2ccl will use nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "value"), [("SOCKET_IFNAME", "eth7"), ("HCA", "mlx5_9")])
+def test_a_setting_that_init_refuses_leaves_nothing(machine, capsys, name, value) -> None:
+    machine.setenv(f"R2CC_{name}", value)
+    assert main(["doctor", "--require", "shm"]) == 1
+    said = capsys.readouterr().out
+    assert "init() raises InvalidArgument, see the error about rails" in said.splitlines()[-1]
+    assert f"error   rails       R2CC_{name}='{value}'" in said
+    assert "fix: rails: " in said
+
+
+def test_a_named_port_needs_pyverbs() -> None:
+    facts = msgspec.structs.replace(FACTS, hcas=(PORT,), pyverbs_error="not installed")
+    assert found(facts).is_any
+    assert not found(facts, hca="mlx5_0").is_any
 
 
 def test_an_unknown_requirement_is_a_usage_error(capsys) -> None:

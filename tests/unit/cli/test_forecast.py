@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,63 @@ def test_a_lost_nic_and_a_slow_one_cost_time() -> None:
     assert slow is not None
     assert lost is not None
     assert whole < slow <= lost
+
+
+def test_one_option_names_several_nics() -> None:
+    listed = found_by("--lose", "1:1,2:0", "--slow", "3:0:0.5,0:1:0.25", is_simulated=False)
+    assert listed.scenario.lost == ((1, 1), (2, 0))
+    assert listed.scenario.slow == ((3, 0, 8), (0, 1, 4))
+
+
+def test_the_reason_names_the_two_fastest_and_their_times() -> None:
+    found = found_by("--nics", "8", "--lose", "1:1", is_simulated=False)
+    for why, forecasts in ((found.why, found.healthy), (found.why_degraded, found.degraded)):
+        compared = re.search("compared were (.+?)(;|$)", why)
+        assert compared is not None
+        names = re.split(", | and ", compared[1])
+        times = sorted((forecasts[name].predicted_s, name) for name in names)
+        assert len(times) > 2
+        for time_s, name in times[:2]:
+            assert f"{1e3 * time_s:.3f} ms" in why
+            assert name in (*re.findall("(?:before|to) ([a-z_]+)", why), *chosen_of(forecasts))
+    assert "dissemination competes only while all NICs have their full" in found.why_degraded
+    assert "dissemination" not in found.why_degraded.partition(";")[2].partition(";")[0]
+
+
+def chosen_of(forecasts: dict[str, forecast.Forecast]) -> list[str]:
+    return [name for name, each in forecasts.items() if each.is_chosen]
+
+
+def test_schedules_that_cannot_run_are_named() -> None:
+    found = found_by("--nodes", "3", "--lose", "0:0,1:1", is_simulated=False)
+    assert "ring and tree cannot run, because some nodes have no common rail" in found.why_degraded
+
+
+def test_one_nic_per_node_is_no_shared_wire() -> None:
+    found = found_by("--nics", "1", is_simulated=False)
+    assert found.why == "because each node has one rail, on which only the ring runs"
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nbytes", ["4K", "256K", "16M", "256M"])
+def test_predictions_are_within_a_third_of_simulations(nodes: int, nbytes: str) -> None:
+    found = found_by("--nodes", str(nodes), "--nics", "4", "--nbytes", nbytes, "--lose", "1:1")
+    ratios = {
+        (state, name): each.predicted_s / each.simulated_s
+        for state, forecasts in (("healthy", found.healthy), ("degraded", found.degraded))
+        for name, each in forecasts.items()
+        if each.predicted_s and each.simulated_s
+    }
+    assert len(ratios) >= 10
+    assert {key: each for key, each in ratios.items() if not 2 / 3 < each < 3 / 2} == {}
+
+
+@pytest.mark.parametrize("collective", ["allgather", "reduce_scatter", "broadcast", "reduce"])
+@pytest.mark.parametrize("nodes", [5, 8])
+def test_predictions_of_other_collectives(collective: str, nodes: int) -> None:
+    options = ["--nodes", str(nodes), "--nbytes", "320K", "--collective", collective]
+    for name, each in found_by(*options).healthy.items():
+        assert each.simulated_s == pytest.approx(each.predicted_s, rel=1 / 3), name
 
 
 def test_nothing_is_degraded_without_a_loss() -> None:
@@ -142,8 +200,12 @@ def test_without_the_simulator_there_are_predictions(monkeypatch, capsys) -> Non
             "--lose names: allowed are nodes 0 to 3 and NICs 0 to 1",
         ),
         (["--slow", "0:2:0.5"], "no NIC 0:2, which --slow names"),
-        (["--nodes", "1"], "a network needs 2 nodes or more"),
-        (["--nodes", "600", "--ranks-per-node", "2"], "allowed are up to 1024 ranks"),
+        (["--nodes", "0"], "--nodes 0: allowed is 2 to 1024"),
+        (["--nodes", "1"], "--nodes 1: allowed is 2 to 1024"),
+        (["--nodes", "9999"], "--nodes 9999: allowed is 2 to 1024"),
+        (["--nics", "33"], "--nics 33: allowed is 1 to 32"),
+        (["--nodes", "600", "--ranks-per-node", "2"], "1200 ranks in all; allowed is 2 to 1024"),
+        (["--lose", "1:0,4:0"], "no NIC 4:0, which --lose names"),
         (["--nbytes", "0"], "--nbytes 0: allowed is 256 or more"),
         (["--lose", "1:0", "--lose", "1:1"], "names all NICs of node 1"),
         (["--lose", "1:0", "--slow", "1:0:0.5"], "name NIC 1:0 twice"),
@@ -160,7 +222,8 @@ def test_a_wrong_cluster_is_refused(capsys, options, reason) -> None:
         (["--lose", "1"], "write NODE:NIC"),
         (["--slow", "1:1"], "write NODE:NIC:FRACTION"),
         (["--slow", "1:1:2"], "write NODE:NIC:FRACTION"),
-        (["--nodes", "0"], "allowed is 1 to 9999"),
+        (["--nodes", "x"], "invalid int value"),
+        (["--lose", "1:1,2"], "write NODE:NIC"),
         (["--rate", "fast"], "is not a rate"),
     ],
 )

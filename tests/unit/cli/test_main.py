@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from r2ccl.cli import COMMANDS, main
+from r2ccl.cli import COMMANDS, main, make_parser
 from r2ccl.config import VERSION
 
 #: Modules that take long to import: packages, and the engine of this library.
 HEAVY = ("numpy", "numba", "ml_dtypes", "r2ccl.communicator", "r2ccl.planning", "r2ccl.runtime")
+R2CCL = [sys.executable, "-m", "r2ccl"]
 _PROGRAM = """
 import contextlib, io, json, sys
 from r2ccl.cli import main
@@ -66,6 +69,89 @@ def test_an_unknown_subcommand_names_the_known_ones(capsys: pytest.CaptureFixtur
         main(["doctr"])
     said = capsys.readouterr().err
     assert all(name in said for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_an_option_shows_its_default(command: str) -> None:
+    parser = make_parser([command])
+    [subparsers] = [each for each in parser._actions if isinstance(each.choices, dict)]
+    options = [each for each in subparsers.choices[command]._actions if each.option_strings]
+    assert options
+    silent = [
+        each.option_strings[-1]
+        for each in options
+        if each.nargs != 0 and each.default not in (None, []) and "default" not in (each.help or "")
+    ]
+    assert silent == []
+
+
+#: Commands that write for longer than the test needs to close the pipe or to interrupt them.
+WRITING = [
+    ["explain", "--no-simulate"],
+    ["doctor"],
+    ["bench", "-b", "1K", "-e", "64K", "-f", "2", "-n", "1", "-w", "1"],
+    ["demo", "--calls", "3"],
+    ["launch", "-n", "1", "--", "echo", "hello"],
+]
+
+
+@pytest.mark.parametrize("arguments", [*WRITING, ["--help"]], ids=lambda each: each[0])
+def test_output_that_nobody_reads_ends_quietly(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as out:
+        ran = subprocess.run(
+            [*R2CCL, *arguments], stdout=out, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    assert (ran.returncode, ran.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_pipe_that_is_not_the_output_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise BrokenPipeError
+
+    reader, writer = os.pipe()
+    with open(reader, "rb"), open(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr("r2ccl.cli.explain.run", fail)
+        with pytest.raises(BrokenPipeError):
+            main(["explain"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["bench", "-n", "100000000"], ["demo", "--calls", "100000"]],
+    ids=lambda each: each[0],
+)
+def test_an_interrupt_of_a_job_is_one_line(arguments: list[str]) -> None:
+    with subprocess.Popen(
+        [*R2CCL, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # as in a terminal, the signal reaches the whole group
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (128 + signal.SIGINT, b"r2ccl: interrupted\n")
+
+
+@pytest.mark.parametrize("command", ["explain", "doctor"])
+def test_an_interrupt_is_one_line(monkeypatch, capsys, command: str) -> None:
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"r2ccl.cli.{command}.run", interrupt)
+    assert main([command]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "r2ccl: interrupted\n"
+
+
+@pytest.mark.parametrize("arguments", [["netlab", "--nodes", "0", "--", "true"]])
+def test_a_message_names_the_command_once(capsys, arguments: list[str]) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said == "r2ccl netlab: a lab cannot have nodes=0; allowed is 1 to 250\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

@@ -25,7 +25,7 @@ from r2ccl.cli.perf.cases import Case, count_wrong, expected, make_inputs, place
 from r2ccl.cli.perf.forms import FORMS, DataExtent, busbw
 from r2ccl.cli.perf.measure import Measurement
 from r2ccl.cli.perf.options import PerfOptions, options_of
-from r2ccl.cli.perf.report import HEADER, format_line, row_of
+from r2ccl.cli.perf.report import HEADER, check_results, format_line, row_of, verdict
 from r2ccl.dtypes import CODES, DTYPES
 from r2ccl.kernels import ON_GPU, divider, reducer
 from r2ccl.types import ReduceOp
@@ -351,6 +351,19 @@ def test_the_exit_status_tells_of_wrong_elements(monkeypatch, capsys, added, sta
     assert ("FAILED" if status else "OK") in printed
 
 
+def test_results_that_nobody_checked_are_not_ok(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(measure, "init", Solo)
+    assert measure.run(parsed(["-b", "64", "-n", "1", "-w", "0", "-c", "0"])) == 0
+    assert "# Out of bounds values : not checked\n" in capsys.readouterr().out
+    assert verdict([{"wrong": 0}, {"wrong": None}]) == "0 OK (1 not checked)"
+
+
+@pytest.mark.parametrize(("name", "least"), [("allreduce", 4), ("gather", 12), ("alltoallv", 4)])
+def test_sizes_below_an_element_are_rounded_up(name: str, least: int) -> None:
+    sizes = [Case.of(FORMS[name], 3, nbytes, np.dtype("f4")).nbytes for nbytes in (0, 1, 3, 25)]
+    assert sizes == [0, least, least, 24]
+
+
 def test_the_error_of_one_thread_ends_the_others(monkeypatch, capsys) -> None:
     monkeypatch.setattr(measure, "init", Solo)
     with pytest.raises(RuntimeError, match="no path"):
@@ -390,7 +403,7 @@ def test_every_collective_is_measured(tmp_path: Path) -> None:
         for form in forms
     }
     assert all(row["time_us"] > 0 and row["nranks"] == 3 for row in rows)
-    assert {row["nbytes"] for row in rows if row["collective"] == "gather"} == {0, 600}
+    assert {row["nbytes"] for row in rows if row["collective"] == "gather"} == {12, 600}
 
 
 @pytest.mark.parametrize(
@@ -480,7 +493,23 @@ def test_ranks_with_the_variables_of_torchrun(tmp_path: Path) -> None:
 def test_a_root_that_is_no_rank_is_refused() -> None:
     ran = run_perf([*TINY, "--collective", "reduce", "-r", "2"])
     assert ran.returncode == 2
-    assert "-r 2: allowed are 0 to 1" in ran.stdout
+    assert "-r 2: allowed are 0 to 1" in ran.stderr
+
+
+def test_results_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    ran = run_perf([*TINY, "--json", str(tmp_path)])
+    assert ran.returncode == 2
+    assert f"--json {tmp_path} cannot be written (Is a directory)" in ran.stderr
+    assert ran.stdout == "", "nothing was measured"
+
+
+def test_the_check_of_a_file_of_results_leaves_no_trace(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "folder" / "new.json"
+    old.write_text("{}")
+    for path in (old, new):
+        check_results(path)
+    assert old.read_text() == "{}"
+    assert not new.exists()
 
 
 @pytest.mark.parametrize(

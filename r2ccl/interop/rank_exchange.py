@@ -1,0 +1,49 @@
+"""`RankExchange`: base of the objects through which ranks meet, for `r2ccl.init`.
+
+`r2ccl.init` accepts any object with these methods, such as a communicator of mpi4py. The ranks
+exchange the address of rank 0 and the secret of the job through it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+
+class RankExchange(ABC):
+    """Exchange of values among ranks, with the methods that `r2ccl.init` calls.
+
+    Except `allgather` and `bcast`, which take fewer arguments, the methods are those of a
+    communicator of mpi4py.
+
+    Parameters
+    ----------
+    rank, nranks : int
+
+    Notes
+    -----
+    *Collective*: all ranks call `allgather` and `bcast` in the same order.
+    """
+
+    def __init__(self, rank: int, nranks: int) -> None:
+        self._rank = rank
+        self._nranks = nranks
+
+    def Get_rank(self) -> int:
+        """Return the rank of this process."""
+        return self._rank
+
+    def Get_size(self) -> int:
+        """Return the number of ranks."""
+        return self._nranks
+
+    @abstractmethod
+    def allgather(self, value: Any) -> list[Any]:
+        """Return the value that each rank passed, in rank order."""
+
+    def bcast(self, value: Any, root: int) -> Any:
+        """Return the value that rank `root` passed; the errors are those of `allgather`."""
+        return self.allgather(value if self._rank == root else None)[root]
+
+
+__all__ = ["RankExchange"]
