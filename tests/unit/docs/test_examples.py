@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.mpi import find_mpiexec
+from support.slow import slow_but
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -103,9 +104,23 @@ def test_notebook_shows_what_happens_in_a_kernel(tmp_path: Path) -> None:
     assert shown(executed) == shown(notebook)
 
 
-def test_demo_on_loopback_loses_a_rail_and_no_bit(tmp_path: Path) -> None:
+#: Runs the demo argv[1] with the first argv[2] images.
+FEWER = """
+import runpy, sys, sklearn.datasets as datasets
+program, nimages, *sys.argv[1:] = sys.argv[1:]
+digits = datasets.load_digits()
+digits.data, digits.target = digits.data[:int(nimages)], digits.target[:int(nimages)]
+datasets.load_digits = lambda: digits
+sys.path.insert(0, program.rpartition("/")[0])
+runpy.run_path(program, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("nimages", slow_but([288], [288, 1797]))
+def test_demo_on_loopback_loses_a_rail_and_no_bit(nimages: int, tmp_path: Path) -> None:
     demo = EXAMPLES / "train_digits.py"
-    written = run(sys.executable, demo, "--epochs", "1", "--loopback", cwd=tmp_path)
+    options = ("--epochs", "1", "--loopback")
+    written = run(sys.executable, "-c", FEWER, demo, str(nimages), *options, cwd=tmp_path)
     # Whichever end is first to notice: the one that was cut, or its peer.
     assert re.search(r"evidence +(ENETDOWN|EOF|ECONNRESET|EPIPE): ", written), written
     assert written.rstrip().splitlines()[-1].startswith("OK: a NIC died during an allreduce")
