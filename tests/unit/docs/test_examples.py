@@ -17,7 +17,7 @@ from support.slow import slow_but
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
-LAUNCH = (sys.executable, "-m", "r2ccl", "launch", "-n", "3", "--")
+LAUNCH = (sys.executable, "-m", "r2ccl", "launch", "-n", "2", "--")
 
 
 def run(*argv: str | Path, cwd: Path = ROOT, **env: str) -> str:
@@ -54,7 +54,7 @@ def test_numbered_examples_are_short(path: Path) -> None:
 
 
 def test_allreduce_sums_over_all_ranks() -> None:
-    assert "3 ranks: every element is 6, the last rank is 2" in run(
+    assert "2 ranks: every element is 3, the last rank is 1" in run(
         *LAUNCH, sys.executable, EXAMPLES / "01_allreduce.py"
     )
 
@@ -104,23 +104,28 @@ def test_notebook_shows_what_happens_in_a_kernel(tmp_path: Path) -> None:
     assert shown(executed) == shown(notebook)
 
 
-#: Runs the demo argv[1] with the first argv[2] images.
-FEWER = """
-import runpy, sys, sklearn.datasets as datasets
-program, nimages, *sys.argv[1:] = sys.argv[1:]
+#: Runs the demo in the folder argv[1] on argv[2] nodes, with the first argv[3] images.
+SMALLER = """
+import runpy, sys
+folder, nnodes, nimages, *sys.argv[1:] = sys.argv[1:]
+sys.path.insert(0, folder)
+from demos import cluster
+from sklearn import datasets
+cluster.NODES = int(nnodes)
 digits = datasets.load_digits()
 digits.data, digits.target = digits.data[:int(nimages)], digits.target[:int(nimages)]
 datasets.load_digits = lambda: digits
-sys.path.insert(0, program.rpartition("/")[0])
-runpy.run_path(program, run_name="__main__")
+runpy.run_path(f"{folder}/train_digits.py", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("nimages", slow_but([288], [288, 1797]))
-def test_demo_on_loopback_loses_a_rail_and_no_bit(nimages: int, tmp_path: Path) -> None:
-    demo = EXAMPLES / "train_digits.py"
+@pytest.mark.parametrize(("nnodes", "nimages"), slow_but([(3, 216)], [(3, 216), (4, 1797)]))
+def test_demo_on_loopback_loses_a_rail_and_no_bit(
+    nnodes: int, nimages: int, tmp_path: Path
+) -> None:
+    size = (str(nnodes), str(nimages))
     options = ("--epochs", "1", "--loopback")
-    written = run(sys.executable, "-c", FEWER, demo, str(nimages), *options, cwd=tmp_path)
+    written = run(sys.executable, "-c", SMALLER, EXAMPLES, *size, *options, cwd=tmp_path)
     # Whichever end is first to notice: the one that was cut, or its peer.
     assert re.search(r"evidence +(ENETDOWN|EOF|ECONNRESET|EPIPE): ", written), written
     assert written.rstrip().splitlines()[-1].startswith("OK: a NIC died during an allreduce")

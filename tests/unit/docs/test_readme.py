@@ -121,11 +121,12 @@ def test_names_in_snippets_exist(name: str) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("r2ccl"):
             parents = [f"{node.module}.{alias.name}" for alias in node.names]
             assert all(resolves(each.split(".")) for each in parents), parents
-        elif isinstance(node, ast.Attribute):
-            dotted = ast.unparse(node).split(".")
-            owner = {"r2ccl": r2ccl, "comm": r2ccl.Communicator, "pool": r2ccl.LaunchPool}
-            if len(dotted) == 2 and dotted[0] in owner:
-                assert hasattr(owner[dotted[0]], dotted[1]), ".".join(dotted)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "r2ccl":
+            assert hasattr(r2ccl, node.attr), node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = {"comm": r2ccl.Communicator, "pool": r2ccl.LaunchPool}
+            found = owner.get(ast.unparse(node.func.value))
+            assert found is None or hasattr(found, node.func.attr), ast.unparse(node.func)
 
 
 # What is named exists
@@ -177,8 +178,9 @@ def resolves(parts: list[str]) -> bool:
         try:
             found: object = import_module(".".join(parts[:cut]))
         except ModuleNotFoundError as exc:
-            # A module for another library, which is not installed.
-            if exc.name in {"torch", "ray", "distributed"}:
+            # A module for another library, which is not installed. A folder of its name on the
+            # path is an empty package: the name that is missing is then `ray.util`.
+            if (exc.name or "").partition(".")[0] in {"torch", "ray", "distributed"}:
                 return cut == len(parts)
             continue
         for part in parts[cut:]:
