@@ -167,7 +167,8 @@ def assert_shows(shown: str, written: str) -> None:
 
 
 def _has_module(name: str) -> Callable[[], bool]:
-    return lambda: find_spec(name) is not None
+    # A folder of this name on the path is a package without an origin.
+    return lambda: (spec := find_spec(name)) is not None and spec.origin is not None
 
 
 def _has_program(name: str) -> Callable[[], bool]:

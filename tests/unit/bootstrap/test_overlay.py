@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.slow import slow_but
 
 from r2ccl.bootstrap.overlay import Overlay, children, neighbors, parent
 from r2ccl.errors import InvalidArgument
@@ -59,9 +60,10 @@ def test_the_tree_joins_neighbors_and_has_depth_log2(nranks: int) -> None:
     assert seen == set(range(nranks))
 
 
-def test_routes_avoid_closed_ranks_or_there_is_none() -> None:
+@pytest.mark.parametrize("noverlays", slow_but([40], [40, 200]))
+def test_routes_avoid_closed_ranks_or_there_is_none(noverlays: int) -> None:
     rng = random.Random(1)
-    for _ in range(200):
+    for _ in range(noverlays):
         nranks = rng.randrange(2, 40)
         lost = set(rng.sample(range(nranks), rng.randrange(nranks - 1)))
         left = set(rng.sample(range(nranks), rng.randrange(nranks - 1))) - lost

@@ -6,8 +6,8 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import slow
 
 from r2ccl.bootstrap.session import (
     MAX_BODY_NBYTES,
@@ -226,8 +226,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(ACTIONS)
+@slow.given(75, 300, ACTIONS)
 def test_any_drop_repeat_reorder_and_cut_ends_in_exactly_once(
     actions: list[tuple[str, int]],
 ) -> None:
@@ -257,7 +256,7 @@ def test_any_drop_repeat_reorder_and_cut_ends_in_exactly_once(
     pair.settle()
 
 
-@given(st.integers(0, 2**32), st.lists(st.binary(max_size=40), max_size=20))
+@slow.given(25, 100, st.integers(0, 2**32), st.lists(st.binary(max_size=40), max_size=20))
 def test_frames_survive_any_cut_of_the_byte_stream(seed: int, bodies: list[bytes]) -> None:
     frames = [SessionFrame(seq, 0, body) for seq, body in enumerate(bodies, start=1)]
     frames.append(SessionFrame(0, 7, b""))

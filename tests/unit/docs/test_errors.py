@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.once import once
 
 import r2ccl
 from r2ccl import errors
@@ -59,9 +60,10 @@ class Module:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        self.nodes = list(ast.walk(tree))
         self.constants: dict[str, str] = {}
-        for node in self.tree.body:
+        for node in tree.body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 value = node.value
                 if isinstance(value, ast.Constant) and isinstance(value.value, str):
@@ -84,7 +86,7 @@ class Module:
         return "…"
 
     def sites(self) -> Iterator[Site]:
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Call):
                 for kind, text in self._said(node):
                     where = f"{self.path.relative_to(ROOT)}:{node.lineno}"
@@ -132,14 +134,67 @@ def only_passes_on(template: str) -> bool:
     return len(re.findall(r"[A-Za-z]", re.sub(r"^rank …", "", template))) < 3
 
 
-@functools.cache
-def modules() -> list[Module]:
-    return [Module(path) for path in sorted((ROOT / "r2ccl").rglob("*.py"))]
+def names_in(annotation: ast.expr) -> Iterator[str]:
+    """Yield the names in an annotation, also in one that is a string."""
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Constant):
+            yield from re.findall(r"\w+", str(node.value))
+        else:
+            yield str(getattr(node, "attr", getattr(node, "id", "")))
 
 
-@functools.cache
-def sites() -> list[Site]:
-    return [site for module in modules() for site in module.sites()]
+class Facts(NamedTuple):
+    """What the sources say."""
+
+    sites: list[Site]
+    #: Names that are raised, and functions whose annotation names a public error.
+    raised: list[str]
+    returning: list[str]
+    #: Constants passed as ``status``, and what stands before the colon in causes of failures.
+    statuses: list[str]
+    causes: list[str]
+
+
+def collect() -> Facts:
+    facts = Facts([], [], [], [], [])
+    for path in sorted((ROOT / "r2ccl").rglob("*.py")):
+        module = Module(path)  # one at a time: many trees in memory slow down the parser
+        facts.sites.extend(module.sites())
+        for node in module.nodes:
+            if isinstance(node, ast.Raise):
+                facts.raised.extend(names_raised(node))
+            elif isinstance(node, ast.FunctionDef):
+                if node.returns and not set(CLASSES).isdisjoint(names_in(node.returns)):
+                    facts.returning.append(node.name)
+            elif isinstance(node, ast.Call):
+                facts.statuses.extend(statuses_given(node))
+                facts.causes.extend(causes_named(module, node))
+    return facts
+
+
+def names_raised(node: ast.Raise) -> Iterator[str]:
+    if isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
+        yield node.exc.func.id
+
+
+def statuses_given(call: ast.Call) -> Iterator[Any]:
+    for keyword in call.keywords:
+        if keyword.arg == "status" and isinstance(keyword.value, ast.Constant):
+            yield keyword.value.value
+
+
+def causes_named(module: Module, call: ast.Call) -> Iterator[str]:
+    if name_of(call.func) == ("fail", "self"):
+        template = module.template(call.args[-1])
+        if template[:1].isupper():
+            yield template.partition(":")[0]
+
+
+@pytest.fixture(scope="session")
+def facts(run_folder: Path) -> Facts:
+    """Return what one process of this run collects: parsing the sources takes 3 s."""
+    sites, *others = once(run_folder, "facts-of-messages", collect)
+    return Facts([Site(*each) for each in sites], *others)
 
 
 def patterns(kind: str) -> list[str]:
@@ -151,65 +206,42 @@ def patterns(kind: str) -> list[str]:
 
 
 def matches(pattern: str, text: str) -> bool:
-    parts = (re.escape(part) for part in pattern.split("…"))
-    return re.fullmatch(".*".join(parts), text, re.DOTALL) is not None
+    return compiled(pattern).fullmatch(text) is not None
+
+
+@functools.cache
+def compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, pattern.split("…"))), re.DOTALL)
 
 
 @pytest.mark.parametrize("kind", [*CLASSES, "log"])
-def test_every_message_is_documented_and_every_row_is_a_message(kind: str) -> None:
+def test_every_message_is_documented_and_every_row_is_a_message(kind: str, facts: Facts) -> None:
     listed = patterns(kind)
-    spoken = [site for site in sites() if site.kind == kind and not only_passes_on(site.template)]
+    spoken = [
+        site for site in facts.sites if site.kind == kind and not only_passes_on(site.template)
+    ]
     missing = [site for site in spoken if not any(matches(row, site.template) for row in listed)]
     assert missing == [], "add them to docs/errors.md, with what they mean and what to do"
     stale = [row for row in listed if not any(matches(row, site.template) for site in spoken)]
     assert stale == [], "no such message any more"
 
 
-def test_the_collector_sees_the_places_that_raise() -> None:
+def test_the_collector_sees_the_places_that_raise(facts: Facts) -> None:
     """A name that is raised and is no class of ours is a helper that returns one, or known here."""
-    assert len(sites()) > 150
-    raised = {
-        node.exc.func.id
-        for module in modules()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Raise)
-        and isinstance(node.exc, ast.Call)
-        and isinstance(node.exc.func, ast.Name)
-    }
-    returning = {
-        node.name
-        for module in modules()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.FunctionDef) and node.returns is not None
-        and any(each in ast.unparse(node.returns) for each in CLASSES)
-    }  # fmt: skip
+    assert len(facts.sites) > 150
     inner = {"_failure", "_FoundFaults", "HandshakeRejected", "HandshakeTimeout", "FrameError",
              "LinkEnded", "Violation", "_RemoteTraceback", "FakePyverbsError"}  # fmt: skip
     builtin = {"AssertionError", "AttributeError", "BufferError", "ConnectionAbortedError",
                "ConnectionResetError", "ImportError", "KeyError", "OSError", "SystemExit",
                "TypeError", "ValueError"}  # fmt: skip
-    assert raised - set(CLASSES) - returning - inner - builtin == set()
+    known = {*CLASSES, *facts.returning} | inner | builtin
+    assert set(facts.raised) <= known
 
 
-def test_every_status_is_documented() -> None:
-    given = {
-        keyword.value.value
-        for module in modules()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Call)
-        for keyword in node.keywords
-        if keyword.arg == "status" and isinstance(keyword.value, ast.Constant)
-    }
-    causes = {
-        template.partition(":")[0]
-        for module in modules()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Call) and name_of(node.func) == ("fail", "self")
-        and (template := module.template(node.args[-1]))[:1].isupper()
-    }  # fmt: skip
-    assert causes
+def test_every_status_is_documented(facts: Facts) -> None:
+    assert facts.causes
     listed = re.findall(r"^\| `([A-Z_]+)` \|", PAGE, re.MULTILINE)
-    assert given | causes | {"EOF", "EBADMSG"} <= set(listed)
+    assert {*facts.statuses, *facts.causes, "EOF", "EBADMSG"} <= set(listed)
 
 
 def test_completions_are_documented_in_the_words_of_the_library() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,9 @@ BESIDE = {Path("docs")}
 
 
 def too_long(source: str) -> list[str]:
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    names = [each.name for each in ast.walk(ast.parse(source)) if isinstance(each, functions)]
-    return [name for name in names if name.startswith("test") and len(name) > MAX_NAME]
+    # Parsing all tests takes 2 s.
+    names = re.findall(r"^[ \t]*(?:async[ \t]+)?def[ \t]+(test\w*)", source, re.MULTILINE)
+    return [name for name in names if len(name) > MAX_NAME]
 
 
 def test_names_of_tests_are_short() -> None:
@@ -29,11 +29,12 @@ def test_a_long_name_is_found_in_classes_too() -> None:
     fits, long = "test_".ljust(MAX_NAME, "x"), "test_".ljust(MAX_NAME + 1, "x")
     source = f"class TestIt:\n    def {long}(self): ...\n    def {fits}(self): ...\n"
     assert too_long(source) == [long]
+    assert too_long(f"async def {long}(): ...\n") == [long]
 
 
 def test_folders_of_unit_tests_mirror_the_packages() -> None:
     folders = {file.relative_to(UNIT).parent for file in FILES if file.is_relative_to(UNIT)}
-    packages = {file.relative_to(ROOT / "r2ccl").parent for file in ROOT.rglob("r2ccl/**/*.py")}
+    packages = {file.relative_to(ROOT / "r2ccl").parent for file in ROOT.glob("r2ccl/**/*.py")}
     assert folders - packages == BESIDE
 
 

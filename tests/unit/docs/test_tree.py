@@ -8,6 +8,7 @@ import tomllib
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -61,26 +62,53 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+class Source(NamedTuple):
+    """What the tests need of a module: its tree takes much memory, which slows down all others."""
+
+    #: Also those below functions and for types alone.
+    imports: list[ast.Import | ast.ImportFrom]
+    classes: list[str]
+    #: The names in ``__all__``; None if there is none.
+    listed: set[str] | None
+
+
+def read(file: Path) -> Source:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(tree))
+    return Source(
+        [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))],
+        [node.name for node in nodes if isinstance(node, ast.ClassDef)],
+        listed(tree),
+    )
+
+
+def listed(tree: ast.Module) -> set[str] | None:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return None
+
+
 @functools.cache
-def trees() -> dict[str, ast.Module]:
-    return {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in MODULES.items()}
+def sources() -> dict[str, Source]:
+    return {name: read(file) for name, file in MODULES.items()}
 
 
-def imports_of(tree: ast.AST) -> set[str]:
-    """All modules of the library that one imports, also below functions and for types alone."""
+def imports_of(source: Source) -> set[str]:
+    """All modules of the library that one imports."""
     found = set()
-    for node in ast.walk(tree):
+    for node in source.imports:
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             found.update(name if name in MODULES else node.module for name in names)
-        elif isinstance(node, ast.Import):
+        else:
             found.update(alias.name for alias in node.names)
     return found & MODULES.keys()
 
 
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    return {name: imports_of(tree) - {name} for name, tree in trees().items()}
+    return {name: imports_of(source) - {name} for name, source in sources().items()}
 
 
 def test_a_listing_shows_few_modules_and_packages() -> None:
@@ -127,21 +155,16 @@ def test_small_modules_have_more_than_one_importer() -> None:
 
 def test_a_class_has_a_name_of_its_own() -> None:
     places = defaultdict(list)
-    for name, tree in trees().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(name)
+    for name, source in sources().items():
+        for each in source.classes:
+            if not each.startswith("_"):
+                places[each].append(name)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def test_words_that_were_replaced_do_not_come_back() -> None:
     words = {name.rpartition(".")[2] for name in MODULES}
-    classes = {
-        node.name.lower()
-        for tree in trees().values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
+    classes = {each.lower() for source in sources().values() for each in source.classes}
     assert set(REPLACED) & (words | classes) <= STILL_THERE
 
 
@@ -154,20 +177,12 @@ def test_the_communicator_is_an_index_without_logic() -> None:
             assert len([each for each in found if isinstance(each, ast.stmt)]) <= 5, node.name
 
 
-def listed(tree: ast.Module) -> set[str] | None:
-    """Return the names in ``__all__``; None if there is none."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return set(ast.literal_eval(node.value))
-    return None
-
-
 def test_names_that_others_import_are_in_all() -> None:
-    names = {name: listed(tree) for name, tree in trees().items()}
+    names = {name: source.listed for name, source in sources().items()}
     missing = {
         (node.module, alias.name)
-        for tree in trees().values()
-        for node in ast.walk(tree)
+        for source in sources().values()
+        for node in source.imports
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
         if f"{node.module}.{alias.name}" not in MODULES

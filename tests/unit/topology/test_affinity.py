@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from support import slow
 from support.machines.recorded import record, write
@@ -428,7 +427,7 @@ def shares_fit(machine: Machine, routes: Sequence[NicRoute]) -> bool:
     return all(used[port.label] <= port.speed_mbps for port in machine.ports)
 
 
-@given(hosts(), st.integers(1, 3), st.data())
+@slow.given(25, 100, hosts(), st.integers(1, 3), st.data())
 def test_every_flow_has_a_nic_while_one_is_left(
     machine: Machine, nchannels: int, data: st.DataObject
 ) -> None:
@@ -479,7 +478,7 @@ def test_every_process_of_a_host_gets_the_same_answer(
     assert here.reroute(here.assign(), lost) == there.reroute(there.assign(), lost)
 
 
-@given(hosts())
+@slow.given(25, 100, hosts())
 def test_preferences_hold_every_port_once_and_begin_at_home(machine: Machine) -> None:
     affinity = Affinity(machine)
     preferences = affinity.preferences()
@@ -490,7 +489,7 @@ def test_preferences_hold_every_port_once_and_begin_at_home(machine: Machine) ->
         assert sorted(route.port for route in routes) == sorted(labels)
 
 
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
+@slow.given(25, 100, st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
 def test_nics_that_are_equally_near_are_used_equally(ngpus: int, nnics: int, nflows: int) -> None:
     above = PciDevice("0000:00:00.0", "", 0, 0x060400, 32_000, 16)
     pci = [above]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from support import slow
 from support.machines.recorded import record
@@ -254,7 +253,7 @@ def test_a_way_is_as_wide_as_its_links_and_the_same_both_ways(machine: Machine) 
             assert back.vertices == way.vertices[::-1]
 
 
-@given(trees())
+@slow.given(25, 100, trees())
 def test_no_way_is_wider_or_as_wide_and_shorter(machine: Machine) -> None:
     """Against a search over every simple path."""
     graph = Graph(machine)
@@ -280,7 +279,7 @@ def test_no_way_is_wider_or_as_wide_and_shorter(machine: Machine) -> None:
             assert (-way.bandwidth_mbps, len(way.vertices)) == min(every((start,), end, 1 << 40))
 
 
-@given(trees())
+@slow.given(25, 100, trees())
 def test_equal_machines_have_equal_ways(machine: Machine) -> None:
     again = Machine.of(
         machine.nodes[::-1],

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import slow
 
 from r2ccl.topology import LinkEvent, LinkMonitor, netlink
 from r2ccl.types import Nic
 
 
-@given(st.lists(st.tuples(st.integers(0, 0x3FFF), st.binary(max_size=40))))
+@slow.given(25, 100, st.lists(st.tuples(st.integers(0, 0x3FFF), st.binary(max_size=40))))
 def test_attributes_survive_a_round_trip(pairs: list[tuple[int, bytes]]) -> None:
     packed = b"".join(netlink.attribute(kind, payload) for kind, payload in pairs)
     assert [(kind, bytes(each)) for kind, each in netlink.attributes(memoryview(packed))] == pairs

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.jobs import launch
 from support.mpi import find_mpiexec
 
 from r2ccl.cli import main, make_parser
@@ -371,11 +373,10 @@ def test_the_error_of_one_thread_ends_the_others(monkeypatch, capsys) -> None:
 
 
 def run_perf(
-    arguments: Sequence[str], launcher: Sequence[str] = (), env: Mapping[str, str] | None = None
+    arguments: Sequence[str], launcher: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*launcher, *PERF, *arguments],
-        env={**os.environ, **(env or {})},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -383,8 +384,19 @@ def run_perf(
     )
 
 
-def results_of(path: Path, ran: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+def run_ranks(arguments: Sequence[str], nranks: int = 2) -> list[int]:
+    """Run the command on ranks that a launcher has started; return their exit statuses."""
+    return launch(partial(main, ["bench", *arguments]), nranks, timeout_s=TIMEOUT_S)
+
+
+def results_of(path: Path, arguments: Sequence[str], nranks: int = 2) -> list[dict[str, Any]]:
+    assert run_ranks([*arguments, "--json", str(path)], nranks) == [0] * nranks
+    rows = right_rows(path)
+    assert {row["nranks"] for row in rows} == {nranks}
+    return rows
+
+
+def right_rows(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(path.read_text())["results"]
     assert {row["wrong"] for row in rows} == {0}
     return rows
@@ -396,7 +408,8 @@ TINY = ["-b", "4", "-e", "600", "-f", "150", "-n", "2", "-w", "1"]
 def test_every_collective_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "all.json"
     ran = run_perf([*TINY, "--collective", "all", "--nranks", "3", "--json", str(path)])
-    rows = results_of(path, ran)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    rows = right_rows(path)
     forms = FORMS.values()
     assert Counter(row["collective"] for row in rows) == {
         form.name: 1 if form.name == "barrier" else 4 if form.can_be_in_place else 2
@@ -425,23 +438,19 @@ def test_every_collective_is_measured(tmp_path: Path) -> None:
     ids=lambda each: " ".join(each) if isinstance(each, list) else "",
 )
 def test_options_of_nccl_tests(tmp_path: Path, options, fields) -> None:
-    path = tmp_path / "found.json"
-    rows = results_of(path, run_perf([*TINY, *options, "--json", str(path)]))
-    for row in rows:
+    for row in results_of(tmp_path / "found.json", [*TINY, *options]):
         assert row | fields | {"wrong": 0} == row
 
 
 def test_every_root_in_turn(tmp_path: Path) -> None:
-    path = tmp_path / "roots.json"
-    options = ["-r", "-1", "--collective", "reduce", "--json", str(path)]
-    rows = results_of(path, run_perf([*TINY, *options]))
-    assert Counter(row["root"] for row in rows) == {0: 4, 1: 4}
+    options = ["-r", "-1", "--collective", "reduce"]
+    rows = results_of(tmp_path / "roots.json", [*TINY, *options], nranks=3)
+    assert Counter(row["root"] for row in rows) == {0: 4, 1: 4, 2: 4}
 
 
 def test_all_types_and_operations(tmp_path: Path) -> None:
-    path = tmp_path / "types.json"
-    options = ["-b", "64", "-n", "1", "-w", "0", "-d", "all", "-o", "all", "--json", str(path)]
-    rows = results_of(path, run_perf([*options, "--collective", "reduce_scatter"]))
+    options = ["-b", "64", "-n", "1", "-w", "0", "-d", "all", "-o", "all"]
+    rows = results_of(tmp_path / "types.json", [*options, "--collective", "reduce_scatter"])
     found = {(row["dtype"], row["op"]) for row in rows}
     pairs = [(DTYPES[code].name, op.name.lower()) for code, ops in ON_GPU.items() for op in ops]
     assert found == set(pairs)
@@ -450,15 +459,9 @@ def test_all_types_and_operations(tmp_path: Path) -> None:
 def test_ranks_started_by_mpiexec(tmp_path: Path) -> None:
     path = tmp_path / "mpi.json"
     launcher = [str(find_mpiexec()), "-n", "2"]
-    rows = results_of(path, run_perf([*TINY, "--json", str(path)], launcher))
-    assert {row["nranks"] for row in rows} == {2}
-
-
-def test_ranks_started_by_r2ccl_launch(tmp_path: Path) -> None:
-    path = tmp_path / "launch.json"
-    launcher = [sys.executable, "-m", "r2ccl", "launch", "-n", "3", "--"]
-    rows = results_of(path, run_perf([*TINY, "--json", str(path)], launcher))
-    assert {row["nranks"] for row in rows} == {3}
+    ran = run_perf([*TINY, "--json", str(path)], launcher)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert {row["nranks"] for row in right_rows(path)} == {2}
 
 
 def test_ranks_with_the_variables_of_torchrun(tmp_path: Path) -> None:
@@ -490,10 +493,9 @@ def test_ranks_with_the_variables_of_torchrun(tmp_path: Path) -> None:
     assert {row["nranks"] for row in json.loads(path.read_text())["results"]} == {2}
 
 
-def test_a_root_that_is_no_rank_is_refused() -> None:
-    ran = run_perf([*TINY, "--collective", "reduce", "-r", "2"])
-    assert ran.returncode == 2
-    assert "-r 2: allowed are 0 to 1" in ran.stderr
+def test_a_root_that_is_no_rank_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_ranks([*TINY, "--collective", "reduce", "-r", "2"]) == [2, 2]
+    assert "-r 2: allowed are 0 to 1" in capfd.readouterr().out
 
 
 def test_results_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
