@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from r2ccl.bootstrap.launchers import find_launcher
+from r2ccl.cli.lines import launch_printing
 from r2ccl.cli.perf.forms import FORMS, OPS
 from r2ccl.cli.values import parse_size
 
@@ -77,15 +78,13 @@ def run(args: argparse.Namespace) -> int:
     InvalidArgument
         If an option is refused.
     """
-    from r2ccl.bootstrap.launch import launch  # these import NumPy and the engine
-    from r2ccl.cli.perf import measure
+    from r2ccl.cli.perf import measure  # these import NumPy and the engine
     from r2ccl.cli.perf.options import options_of
 
     options = options_of(args)
     if "RANK" in os.environ or find_launcher(os.environ) is not None:
         return measure.run(options)
-    statuses: list[int] = launch(partial(measure.run, options), options.nranks)
-    return max(statuses)
+    return max(launch_printing(partial(measure.run, options), options.nranks))
 
 
 __all__ = ["configure", "run"]

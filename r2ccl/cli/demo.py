@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+from r2ccl.cli.lines import launch_printing
 from r2ccl.cli.values import parse_size
 from r2ccl.errors import InvalidArgument
 
@@ -63,13 +64,12 @@ def run(args: argparse.Namespace) -> int:
     ):
         if value < least:
             raise InvalidArgument(f"r2ccl demo {option} {value}: allowed is {least} or more")
-    from r2ccl.bootstrap.launch import launch  # these import NumPy and the engine
-    from r2ccl.cli.demo_rank import run_rank
+    from r2ccl.cli.demo_rank import run_rank  # imports NumPy and the engine
 
     rails = str(args.rails)
     env = {**_SETTINGS, "R2CC_RAILS": rails, "R2CC_CHANNELS": rails}
     program = partial(run_rank, args.calls, args.nbytes)
-    wrong: list[int] = launch(program, args.nranks, timeout_s=_TIMEOUT_S, env=env)
+    wrong = launch_printing(program, args.nranks, timeout_s=_TIMEOUT_S, env=env)
     return 1 if any(wrong) else 0
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import select
 import sys
-from collections.abc import Mapping, Sequence
-from typing import BinaryIO, TextIO
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, BinaryIO, TextIO
+
+from r2ccl.errors import R2cclError
 
 #: Foreground colours of the prefixes, by rank: the six that are readable on black and on white.
 _COLOURS = (36, 33, 32, 35, 34, 31)
@@ -84,4 +87,36 @@ def discard_output() -> None:
     os.close(nowhere)
 
 
-__all__ = ["LinePrinter", "discard_output", "has_lost_reader", "wants_colour"]
+def launch_printing(program: Callable[[], int], nranks: int, **options: Any) -> list[int]:
+    """Run `program`, of which rank 0 prints, in `nranks` processes of this machine.
+
+    The options and the result are those of `r2ccl.bootstrap.launch.launch`.
+
+    Raises
+    ------
+    BrokenPipeError
+        If nobody reads standard output any more.
+    R2cclError
+        If a rank fails.
+    """
+    from r2ccl.bootstrap.launch import launch
+
+    try:
+        statuses: list[int] = launch(partial(_run_rank, program), nranks, **options)
+    except R2cclError as exc:
+        if has_lost_reader(sys.stdout):
+            raise BrokenPipeError from exc  # rank 0 failed first, and the other ranks lost it
+        raise
+    return statuses
+
+
+def _run_rank(program: Callable[[], int]) -> int:
+    try:
+        return program()
+    except BrokenPipeError:
+        if has_lost_reader(sys.stdout):
+            discard_output()
+        raise
+
+
+__all__ = ["LinePrinter", "discard_output", "has_lost_reader", "launch_printing", "wants_colour"]
