@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from support import collective_programs, failure_programs, operation_programs, part_programs, values
-from support.jobs import launch
+from support.jobs import launch, survivors
 from support.slow import slow_but
 
 import r2ccl
@@ -215,9 +215,8 @@ def test_wrong_ops_roots_and_schedules_end_nothing(is_busy: bool) -> None:
 )
 def test_a_killed_rank_is_lost_on_every_survivor(victim: int, nbytes: int) -> None:
     run = partial(failure_programs.killed_report, victim, nbytes)
-    reports = failure_programs.survivors(run, 3, victim, TIMEOUT_S)
-    assert len(reports) == 2
-    for report in reports:
+    reports = survivors(run, 3, [[victim]], timeout_s=TIMEOUT_S)
+    for report in reports.values():
         assert report["error"] == "PeerLost"
         assert report["peer"] == victim
         assert report["after"] == "PeerLost"
@@ -225,11 +224,9 @@ def test_a_killed_rank_is_lost_on_every_survivor(victim: int, nbytes: int) -> No
 
 
 def test_a_rank_lost_in_init_leaves_nothing_to_shrink() -> None:
-    reports = failure_programs.survivors(
-        partial(failure_programs.killed_in_init, 1), 3, 1, TIMEOUT_S
-    )
-    assert [peer for peer, _ in reports] == [1, 1]
-    for _, text in reports:
+    run = partial(failure_programs.killed_in_init, 1)
+    for peer, text in survivors(run, 3, [[1]], timeout_s=TIMEOUT_S).values():
+        assert peer == 1
         assert "left during init" in text
         assert "restart the job" in text
         assert "shrink" not in text

@@ -7,18 +7,12 @@ every access by GPU and host is checked.
 from __future__ import annotations
 
 import functools
-import os
-import signal
-import sys
 from pathlib import Path
 
 import pytest
 from support import device_programs as programs
-from support import localjobs
-from support.jobs import launch
+from support.jobs import launch, survivors
 from support.slow import slow_but
-
-from r2ccl.bootstrap.launch import LocalJob
 
 TIMEOUT_S = 90.0
 
@@ -43,21 +37,9 @@ def test_a_rail_lost_in_the_middle_changes_nothing() -> None:
 
 
 def test_no_stream_hangs_when_a_rank_dies(tmp_path: Path) -> None:
-    code = f"from support.device_programs import dying; print(dying(1, {str(tmp_path)!r}))"
-    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with LocalJob(3) as job:
-        argv = [sys.executable, "-c", code]
-        started = [localjobs.start(job, rank, argv, env) for rank in range(3)]
-    try:
-        said = [process.communicate(timeout=TIMEOUT_S) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
-    assert started[1].returncode == -signal.SIGKILL
-    for rank in (0, 2):
-        assert started[rank].returncode == 0, said[rank][1]
-        assert "lost rank 1" in said[rank][0]
+    run = functools.partial(programs.dying, 1, str(tmp_path))
+    for said in survivors(run, 3, [[1]], timeout_s=TIMEOUT_S).values():
+        assert "lost rank 1" in said
 
 
 def test_a_failure_nobody_waited_for_is_told_at_the_next_call() -> None:
