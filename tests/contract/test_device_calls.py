@@ -17,15 +17,22 @@ from support.slow import slow_but
 TIMEOUT_S = 90.0
 
 
-@pytest.mark.parametrize("nranks", slow_but([1, 3], [1, 2, 3]))
-def test_every_collective_is_exact(nranks: int) -> None:
-    run = functools.partial(programs.collectives, (0, 1, 100, 20_001))
+#: No data, one window, several windows; the slow cases have one element, too, and more windows.
+COUNTS, MORE_COUNTS = (0, 100, 5_001), (0, 1, 100, 20_001)
+CASES = [(nranks, MORE_COUNTS) for nranks in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("nranks", "counts"), slow_but([(1, COUNTS), (3, COUNTS)], [(1, COUNTS), (3, COUNTS), *CASES])
+)
+def test_every_collective_is_exact(nranks: int, counts: tuple[int, ...]) -> None:
+    run = functools.partial(programs.collectives, counts)
     assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
 
 
-@pytest.mark.parametrize("nranks", slow_but([3], [1, 2, 3]))
-def test_parts_and_scans_do_as_on_the_host(nranks: int) -> None:
-    run = functools.partial(programs.copied_collectives, (0, 1, 100, 20_001))
+@pytest.mark.parametrize(("nranks", "counts"), slow_but([(3, COUNTS)], [(3, COUNTS), *CASES]))
+def test_parts_and_scans_do_as_on_the_host(nranks: int, counts: tuple[int, ...]) -> None:
+    run = functools.partial(programs.copied_collectives, counts)
     assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
 
 

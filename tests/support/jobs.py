@@ -28,8 +28,8 @@ MARK = "result of the rank: "
 _SCRIPT = Path(__file__).with_name("pickled_program.py")
 #: What ranks import in their first calls; imported once, before the first rank is forked.
 _IMPORTED = (
-    "r2ccl.factory", "r2ccl.bootstrap.startup", "r2ccl.testing", "psutil", "numpy.ma",
-    "numpy.random",
+    "r2ccl.factory", "r2ccl.bootstrap.startup", "r2ccl.gpu.backends", "r2ccl.testing",
+    "psutil", "numpy.ma", "numpy.random",
 )  # fmt: skip
 
 
