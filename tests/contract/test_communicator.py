@@ -50,7 +50,7 @@ def test_every_collective_dtype_and_op_is_exact(nranks: int, names: tuple[str, .
         [(3, ("float32",))],
         [(3, ("float32",)), *((nranks, ("float32", "bfloat16")) for nranks in (1, 2, 3, 4, 8))],
     ),
-    ids=str,
+    ids=lambda given: str(given) if isinstance(given, int) else "-".join(given),
 )
 def test_every_protocol_is_exact(nranks: int, names: tuple[str, ...]) -> None:
     """Use sizes around the eager limit, of one slice, several slices, several channels."""

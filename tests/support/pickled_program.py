@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib
 import json
 import os
 import pickle
@@ -20,7 +21,7 @@ import r2ccl.shm.group
 _BEFORE = dict(os.environ)
 
 with contextlib.suppress(ImportError):  # an extra
-    pass  # 0.3 s, in each rank with arrays on a GPU
+    importlib.import_module("cuda.core.utils")  # 0.3 s, in each rank with arrays on a GPU
 
 r2ccl.shm.group.preload()
 r2ccl.runtime.compiled.call.preload()
