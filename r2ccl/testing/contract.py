@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from r2ccl.transport.base import (
     Arrived,
     Cleared,
@@ -214,7 +216,8 @@ def pattern(nbytes: int, salt: int = 0) -> bytearray:
 
     A shifted copy differs from the original, so data at a wrong offset is detected.
     """
-    return bytearray((i * 31 + (i >> 8) * 7 + salt) & 0xFF for i in range(nbytes))
+    i = np.arange(nbytes)
+    return bytearray((i * 31 + (i >> 8) * 7 + salt).astype(np.uint8))
 
 
 def check_eager(bench: Bench) -> None:

@@ -1,10 +1,13 @@
-"""Run one rank of a job that continues without the ranks it loses; print a report as JSON.
+"""One rank of a job that continues without the ranks it loses, and its report.
 
-The first argument is the plan: ``steps`` allreduces of ``count`` int64, ``quorum``, ``settings`` of
-`r2ccl.init`, and the fault of this rank, if any. The rank ``dies`` with its process group in the
-middle of a step or when the named method of `Shrinking` is called; ``stops`` before a step;
-``lingers_s`` before it first meets the other survivors, while its control thread runs; or
-``aborts_after_s`` in another thread, and then does not shrink.
+Its plan: ``steps`` allreduces of ``count`` int64, ``quorum``, ``settings`` of `r2ccl.init`, and the
+fault of this rank, if any. The rank ``dies`` with its process group in the middle of a step or when
+the named method of `Shrinking` is called; ``stops`` before a step; ``lingers_s`` before it first
+meets the other survivors, while its control thread runs; or ``aborts_after_s`` in another thread,
+and then does not shrink. If all ranks have ``tells_pids``, it ``wakes`` a stopped rank when the
+survivors have shrunk, or ``kills`` one at its end.
+
+As a program, it takes the plan as its first argument, and prints the report as JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,12 +28,13 @@ from r2ccl.bootstrap.succession import Succession
 from r2ccl.failover.shrink.protocol import Shrinking
 
 _IN_MID_CALL_S = 0.01
+_JOIN_S = 60.0
 
 
 class Worker:
     """Steps of work, and the original ranks of the members that do them."""
 
-    def __init__(self, comm: r2ccl.Communicator, plan: dict[str, Any]) -> None:
+    def __init__(self, comm: r2ccl.Communicator, plan: Mapping[str, Any]) -> None:
         self.comm = comm
         self.names = list(range(comm.nranks))
         self.plan = plan
@@ -37,6 +42,9 @@ class Worker:
         self.errors: list[str] = []
         self.shrink_s: list[float] = []
         self.x = np.empty(plan["count"], np.int64)
+        self.pids: list[int] = []
+        if plan.get("tells_pids"):
+            self.pids = comm.allgather(np.array([os.getpid()])).ravel().tolist()
 
     @property
     def name(self) -> int:
@@ -75,7 +83,8 @@ class Worker:
         done = np.array([self.step])
         self.comm.allreduce(done, op=r2ccl.MIN)
         self.step = int(done[0])
-        print("shrunk", flush=True)
+        if "wakes" in self.plan:
+            os.kill(self.pids[self.plan["wakes"]], signal.SIGCONT)
 
     def run(self) -> None:
         is_shrinking = False
@@ -110,13 +119,15 @@ def linger_once(seconds: float) -> None:
     Succession.make = make_late  # type: ignore[method-assign]
 
 
-def main() -> None:
-    plan = json.loads(sys.argv[1])
+def run(plans: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Run the plan of this rank; return the report."""
+    plan = plans[int(os.environ["RANK"])]
     if isinstance(plan.get("dies"), str):
         setattr(Shrinking, plan["dies"], die)
     if "lingers_s" in plan:
         linger_once(plan["lingers_s"])
     worker = Worker(r2ccl.init(**plan.get("settings", {})), plan)
+    begin = time.monotonic()
     if "aborts_after_s" in plan:
         threading.Timer(plan["aborts_after_s"], worker.comm.abort).start()
     failure = ""
@@ -124,15 +135,21 @@ def main() -> None:
         worker.run()
     except r2ccl.R2cclError as exc:
         failure = f"{type(exc).__name__}: {exc}"
-    report = {
+    for thread in threading.enumerate():  # those that the end of the process waits for
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(_JOIN_S)
+    took_s = time.monotonic() - begin
+    if "kills" in plan:
+        os.kill(worker.pids[plan["kills"]], signal.SIGKILL)
+    return {
         "steps": worker.step,
         "names": worker.names,
         "errors": worker.errors,
         "shrink_s": worker.shrink_s,
         "failure": failure,
+        "took_s": took_s,
     }
-    print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(run({int(os.environ["RANK"]): json.loads(sys.argv[1])})), flush=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.mpi import find_mpiexec
+from support.slow import slow_but
 
 from r2ccl.bootstrap.launch import LocalJob
 
@@ -159,7 +160,7 @@ def lost(rank: Rank) -> list[int]:
     return [report["peer"] for report in rank.all_reports() if report["kind"] == "lost"]
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", slow_but([0, 2], [0, 1, 2]))
 def test_a_killed_rank_is_lost_quickly_on_all_others(
     start_ranks: Callable[..., list[Rank]], victim: int
 ) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from support import collective_programs, failure_programs, operation_programs, part_programs, values
-from support.jobs import launch
+from support.jobs import launch, survivors
 from support.slow import slow_but
 
 import r2ccl
@@ -30,20 +30,35 @@ COLLECTIVES = (
 )
 
 
-@pytest.mark.parametrize("nranks", slow_but([3], [1, 2, 3, 4, 5]))
-def test_every_collective_dtype_and_op_is_exact(nranks: int) -> None:
-    given = {"counts": (0, 7), "names": values.DTYPES}
+#: An element type of each kind: integers and floats, complex, logical, small floats, pairs.
+KINDS = ("uint8", "float64", "complex64", "bool", "bfloat16", "float8_e5m2", "float32_index")
+
+
+@pytest.mark.parametrize(
+    ("nranks", "names"),
+    slow_but([(3, KINDS)], [(3, KINDS), *((nranks, values.DTYPES) for nranks in range(1, 6))]),
+    ids=lambda given: str(given) if isinstance(given, int) else f"{len(given)} types",
+)
+def test_every_collective_dtype_and_op_is_exact(nranks: int, names: tuple[str, ...]) -> None:
+    given = {"counts": (0, 7), "names": names}
     check_in_one_job(nranks, *(partial(run, **given) for run in COLLECTIVES))
 
 
-@pytest.mark.parametrize("nranks", slow_but([3], [1, 2, 3, 4, 8]))
-def test_every_protocol_is_exact(nranks: int) -> None:
+@pytest.mark.parametrize(
+    ("nranks", "names"),
+    slow_but(
+        [(3, ("float32",))],
+        [(3, ("float32",)), *((nranks, ("float32", "bfloat16")) for nranks in (1, 2, 3, 4, 8))],
+    ),
+    ids=lambda given: str(given) if isinstance(given, int) else "-".join(given),
+)
+def test_every_protocol_is_exact(nranks: int, names: tuple[str, ...]) -> None:
     """Use sizes around the eager limit, of one slice, several slices, several channels."""
     counts = (16383, 16384, 16385, 70001, 262144, 1000003)
     reductions = partial(
         collective_programs.allreduces,
         counts=counts,
-        names=("float32", "bfloat16"),
+        names=names,
         ops=values.some_ops,
     )
     given = {"counts": (16385, 100_003), "names": ("float32",)}
@@ -215,9 +230,8 @@ def test_wrong_ops_roots_and_schedules_end_nothing(is_busy: bool) -> None:
 )
 def test_a_killed_rank_is_lost_on_every_survivor(victim: int, nbytes: int) -> None:
     run = partial(failure_programs.killed_report, victim, nbytes)
-    reports = failure_programs.survivors(run, 3, victim, TIMEOUT_S)
-    assert len(reports) == 2
-    for report in reports:
+    reports = survivors(run, 3, [[victim]], timeout_s=TIMEOUT_S)
+    for report in reports.values():
         assert report["error"] == "PeerLost"
         assert report["peer"] == victim
         assert report["after"] == "PeerLost"
@@ -225,11 +239,9 @@ def test_a_killed_rank_is_lost_on_every_survivor(victim: int, nbytes: int) -> No
 
 
 def test_a_rank_lost_in_init_leaves_nothing_to_shrink() -> None:
-    reports = failure_programs.survivors(
-        partial(failure_programs.killed_in_init, 1), 3, 1, TIMEOUT_S
-    )
-    assert [peer for peer, _ in reports] == [1, 1]
-    for _, text in reports:
+    run = partial(failure_programs.killed_in_init, 1)
+    for peer, text in survivors(run, 3, [[1]], timeout_s=TIMEOUT_S).values():
+        assert peer == 1
         assert "left during init" in text
         assert "restart the job" in text
         assert "shrink" not in text
@@ -251,11 +263,11 @@ def test_a_peer_that_does_not_come_is_named() -> None:
 @pytest.mark.parametrize("nranks", slow_but([4], [2, 4]))
 @pytest.mark.parametrize(("count", "step"), [(1000, 0), (500_000, 1)])
 def test_losing_a_rail_changes_no_bit(nranks: int, count: int, step: int) -> None:
-    run = partial(failure_programs.lose_rails, count, step, 6)
+    run = partial(failure_programs.lose_rails, count, step, 4)
     reports = launch(run, nranks, timeout_s=TIMEOUT_S)
     assert reports[0][1] >= 1
     reference = launch(
-        partial(failure_programs.many_reductions, count, 6), nranks, timeout_s=TIMEOUT_S
+        partial(failure_programs.many_reductions, count, 4), nranks, timeout_s=TIMEOUT_S
     )
     assert [results for results, _ in reports] == reference
 

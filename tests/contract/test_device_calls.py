@@ -7,31 +7,32 @@ every access by GPU and host is checked.
 from __future__ import annotations
 
 import functools
-import os
-import signal
-import sys
 from pathlib import Path
 
 import pytest
 from support import device_programs as programs
-from support import localjobs
-from support.jobs import launch
+from support.jobs import launch, survivors
 from support.slow import slow_but
-
-from r2ccl.bootstrap.launch import LocalJob
 
 TIMEOUT_S = 90.0
 
 
-@pytest.mark.parametrize("nranks", slow_but([1, 3], [1, 2, 3]))
-def test_every_collective_is_exact(nranks: int) -> None:
-    run = functools.partial(programs.collectives, (0, 1, 100, 20_001))
+#: No data, one window, several windows; the slow cases have one element, too, and more windows.
+COUNTS, MORE_COUNTS = (0, 100, 5_001), (0, 1, 100, 20_001)
+CASES = [(nranks, MORE_COUNTS) for nranks in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("nranks", "counts"), slow_but([(1, COUNTS), (3, COUNTS)], [(1, COUNTS), (3, COUNTS), *CASES])
+)
+def test_every_collective_is_exact(nranks: int, counts: tuple[int, ...]) -> None:
+    run = functools.partial(programs.collectives, counts)
     assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
 
 
-@pytest.mark.parametrize("nranks", slow_but([3], [1, 2, 3]))
-def test_parts_and_scans_do_as_on_the_host(nranks: int) -> None:
-    run = functools.partial(programs.copied_collectives, (0, 1, 100, 20_001))
+@pytest.mark.parametrize(("nranks", "counts"), slow_but([(3, COUNTS)], [(3, COUNTS), *CASES]))
+def test_parts_and_scans_do_as_on_the_host(nranks: int, counts: tuple[int, ...]) -> None:
+    run = functools.partial(programs.copied_collectives, counts)
     assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
 
 
@@ -43,21 +44,9 @@ def test_a_rail_lost_in_the_middle_changes_nothing() -> None:
 
 
 def test_no_stream_hangs_when_a_rank_dies(tmp_path: Path) -> None:
-    code = f"from support.device_programs import dying; print(dying(1, {str(tmp_path)!r}))"
-    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with LocalJob(3) as job:
-        argv = [sys.executable, "-c", code]
-        started = [localjobs.start(job, rank, argv, env) for rank in range(3)]
-    try:
-        said = [process.communicate(timeout=TIMEOUT_S) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
-    assert started[1].returncode == -signal.SIGKILL
-    for rank in (0, 2):
-        assert started[rank].returncode == 0, said[rank][1]
-        assert "lost rank 1" in said[rank][0]
+    run = functools.partial(programs.dying, 1, str(tmp_path))
+    for said in survivors(run, 3, [[1]], timeout_s=TIMEOUT_S).values():
+        assert "lost rank 1" in said
 
 
 def test_a_failure_nobody_waited_for_is_told_at_the_next_call() -> None:

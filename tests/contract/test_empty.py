@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support import empty_programs as programs
-from support import localjobs
-from support.jobs import launch
+from support.jobs import launch, survivors
 from support.slow import slow_but
-
-from r2ccl.bootstrap.launch import LocalJob
 
 pytestmark = pytest.mark.timeout(300)
 TIMEOUT_S = 120.0
@@ -74,14 +68,5 @@ def test_too_large_arrays_are_an_error_that_ends_nothing() -> None:
 
 
 def test_arrays_survive_the_death_of_a_rank() -> None:
-    command = (
-        "import json; from support.empty_programs import survived; print(json.dumps(survived(1)))"
-    )
-    program, env = [sys.executable, "-c", command], {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with LocalJob(3) as job:
-        started = [localjobs.start(job, rank, program, env) for rank in range(3)]
-    outputs = [each.communicate(timeout=TIMEOUT_S) for each in started]
-    for rank in (0, 2):
-        assert started[rank].returncode == 0, outputs[rank][1]
-        found = json.loads(outputs[rank][0].splitlines()[-1])
-        assert found == ["PeerLost of rank 1", [6.0, 4.0, 8.0]]
+    found = survivors(functools.partial(programs.survived, 1), 3, [[1]], timeout_s=TIMEOUT_S)
+    assert list(found.values()) == [("PeerLost of rank 1", [6.0, 4.0, 8.0])] * 2

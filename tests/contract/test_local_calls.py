@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support import localjobs, matrix_programs, mixed_programs
+from support import matrix_programs, mixed_programs
 from support import sharing_programs as programs
-from support.jobs import launch
+from support.jobs import launch, survivors
 from support.slow import slow_but
 
 import r2ccl
-from r2ccl.bootstrap.launch import LocalJob
 
 pytestmark = pytest.mark.timeout(300)
 TIMEOUT_S = 120.0
@@ -137,17 +133,9 @@ def test_memory_is_freed_at_the_end() -> None:
 
 
 def test_survivors_share_memory_again() -> None:
-    command = (
-        "import json; from support.sharing_programs import survived; print(json.dumps(survived(1)))"
-    )
-    program, env = [sys.executable, "-c", command], {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with LocalJob(3) as job:
-        started = [localjobs.start(job, rank, program, env) for rank in range(3)]
-    outputs = [each.communicate(timeout=TIMEOUT_S) for each in started]
-    for rank in (0, 2):
-        assert started[rank].returncode == 0, outputs[rank][1]
-        found = json.loads(outputs[rank][0].splitlines()[-1])
-        assert found == ["PeerLost of rank 1", 2.0, True]
+    run = functools.partial(programs.survived, 1)
+    found = survivors(run, 3, [[1]], timeout_s=TIMEOUT_S)
+    assert list(found.values()) == [("PeerLost of rank 1", 2.0, True)] * 2
 
 
 @pytest.mark.timeout(900)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import local_message_programs as programs
-from support import localjobs
-from support.jobs import launch
+from support.jobs import launch, survivors
 from support.slow import slow_but
-
-from r2ccl.bootstrap.launch import LocalJob
 
 pytestmark = pytest.mark.timeout(200)
 TIMEOUT_S = 90.0
@@ -98,17 +92,9 @@ def test_a_late_peer_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("name", slow_but(["recv", "long sendrecv"], programs.WAITS))
 def test_a_killed_peer_is_named(name: str, tmp_path: Path) -> None:
-    command = (
-        "import json; from support.local_message_programs import lost_peer; "
-        f"print(json.dumps(lost_peer({name!r})))"
-    )
-    program = [sys.executable, "-c", command]
-    env = {"PYTHONPATH": os.pathsep.join(sys.path), "DIED_AT": str(tmp_path / "died")}
-    with LocalJob(2) as job:
-        started = [localjobs.start(job, rank, program, env) for rank in range(2)]
-    outputs = [each.communicate(timeout=TIMEOUT_S) for each in started]
-    assert started[0].returncode == 0, outputs[0][1]
-    error, took_s = json.loads(outputs[0][0].splitlines()[-1])
+    lost = functools.partial(programs.lost_peer, name)
+    env = {"DIED_AT": str(tmp_path / "died")}
+    error, took_s = survivors(lost, 2, [[1]], timeout_s=TIMEOUT_S, env=env)[0]
     print(f"{1e3 * took_s:.1f} ms from the death to the error")
     assert error == "PeerLost of rank 1"
     assert took_s < 1.0

@@ -32,11 +32,36 @@ def mpiexec(nranks: int, *argv: str | Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def written(program: str, nranks: int = 2) -> Any:
-    """Run a program that must succeed; return the JSON that it writes."""
-    done = mpiexec(nranks, "-c", program)
+#: Runs programs that are given as text.
+RUN = """
+import sys
+
+for program in sys.argv[1:]:
+    exec(program, {"__name__": "__main__"})
+"""
+
+
+def written(nranks: int, *programs: str) -> list[Any]:
+    """Run programs that must succeed one after another; return the JSON that each writes."""
+    done = mpiexec(nranks, "-c", RUN, *programs)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def of_one(run_folder: Path) -> dict[str, Any]:
+    """What programs of one rank write. One job runs them: its start costs more than they do."""
+    programs = (METHODS, SIGNATURES, NAMES)
+    found = once(run_folder, "mpi-of-one", lambda: written(1, *programs))
+    return dict(zip(programs, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def of_two(run_folder: Path) -> dict[str, Any]:
+    """What programs of two ranks write. One job runs them; the last leaves active requests."""
+    programs = (CHILDREN, UNLIKE_MPI, THREADS, REFUSALS)
+    found = once(run_folder, "mpi-of-two", lambda: written(2, *programs))
+    return dict(zip(programs, found, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +108,11 @@ print(json.dumps({
 ENDING = ["Comm.Abort"]
 
 
-def test_every_method_is_compared_with_that_of_mpi4py(reports: list[dict[str, Any]]) -> None:
+def test_every_method_is_compared_with_that_of_mpi4py(
+    reports: list[dict[str, Any]], of_one: dict[str, Any]
+) -> None:
     """Each has a case with a result; those of a communicator with buffers, one with an error."""
-    methods = written(METHODS, 1)
+    methods = of_one[METHODS]
     with_result: set[str] = set()
     with_error: set[str] = set()
     for report in reports:
@@ -124,8 +151,8 @@ print(json.dumps({
 """
 
 
-def test_arguments_and_defaults_are_those_of_mpi4py() -> None:
-    found = written(SIGNATURES, 1)
+def test_arguments_and_defaults_are_those_of_mpi4py(of_one: dict[str, Any]) -> None:
+    found = of_one[SIGNATURES]
     assert len(found) > 40
     assert {name: own for name, (_, own) in found.items()} == {
         name: plain for name, (plain, _) in found.items()
@@ -165,8 +192,8 @@ def undocumented(names: list[str], documented: set[str]) -> list[str]:
     return [name for name in names if not bases(name) & documented]
 
 
-def test_every_name_is_carried_passed_or_refused() -> None:
-    found = written(NAMES, 1)
+def test_every_name_is_carried_passed_or_refused(of_one: dict[str, Any]) -> None:
+    found = dict(of_one[NAMES])
     carried = found.pop("carried")
     table = (ROOT / "docs/mpi.md").read_text(encoding="utf-8").split("<!-- table:mpi -->")[1]
     rows = table.split("<!-- /table -->")[0].splitlines()[3:]
@@ -218,8 +245,8 @@ if comm.rank == 0:
 """
 
 
-def test_refusals_say_what_to_do() -> None:
-    said = written(REFUSALS)
+def test_refusals_say_what_to_do(of_two: dict[str, Any]) -> None:
+    said = of_two[REFUSALS]
     expected = [
         ("MpiError", "r2ccl does not run Agree: call comm.mpi.Agree, which MPI runs"),
         ("MpiError", "does not run Revoke: call comm.communicator.revoke()"),
@@ -291,8 +318,8 @@ if comm.rank == 0:
 """
 
 
-def test_what_differs_from_mpi() -> None:
-    (is_long, long, total, sizes), receiver = written(UNLIKE_MPI)
+def test_what_differs_from_mpi(of_two: dict[str, Any]) -> None:
+    (is_long, long, total, sizes), receiver = of_two[UNLIKE_MPI]
     assert is_long
     assert "rank 0 sent 800000 elements of uint8 with tag 0, but rank 1 receives up to 24" in long
     assert (total, sizes) == (1, [100_000, 5])
@@ -340,9 +367,9 @@ if comm.rank == 0:
 """
 
 
-def test_threads_send_and_receive_at_once() -> None:
+def test_threads_send_and_receive_at_once(of_two: dict[str, Any]) -> None:
     sizes = sorted(97 * turn + number for turn in range(30) for number in range(4))
-    assert written(THREADS) == [[[], sizes]] * 2
+    assert of_two[THREADS] == [[[], sizes]] * 2
 
 
 CHILDREN = """
@@ -368,8 +395,8 @@ if comm.rank == 0:
 """
 
 
-def test_children_share_the_connections() -> None:
-    before, after, received = written(CHILDREN)
+def test_children_share_the_connections(of_two: dict[str, Any]) -> None:
+    before, after, received = of_two[CHILDREN]
     assert after == before
     assert received == list(range(20))
 
@@ -400,7 +427,8 @@ if comm.rank == 0:
 
 
 def test_an_ended_communicator_raises_an_mpi_exception() -> None:
-    for rank, said in enumerate(written(LOST)):
+    (of_ranks,) = written(2, LOST)
+    for rank, said in enumerate(of_ranks):
         assert [[is_revoked, cause] for is_revoked, _, cause in said] == [
             [True, "CommunicatorRevoked"]
         ] * 2

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from contract import shrink_rank
 from support import failure_programs as programs
-from support import localjobs
-from support.jobs import launch
+from support.jobs import launch, survivors
 from support.slow import slow_but
-
-from r2ccl.bootstrap.launch import LocalJob
 
 pytestmark = pytest.mark.timeout(200)
 
-SCRIPT = Path(__file__).with_name("shrink_rank.py")
 #: Seconds for the start (half a minute on a busy machine), R2CC_INIT_TIMEOUT_S, and the error: the
 #: library's own message must come first.
 TIMEOUT_S = 150.0
@@ -31,50 +21,21 @@ STEPS = 30
 PLAN: dict[str, Any] = {"steps": STEPS, "count": 200_000}
 
 
-@contextmanager
-def ranks(
-    nranks: int, fates: Mapping[int, Mapping[str, Any]], **plan: Any
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Run `nranks` of the script, each with its own plan.
+def reports(
+    nranks: int, fates: Mapping[int, Mapping[str, Any]], dying: Sequence[int] = (), **plan: Any
+) -> dict[int, dict[str, Any]]:
+    """Run `nranks` ranks, each with its own plan; return the reports of those that do not die.
 
     Ranks that die at the same step are one process group, which one signal kills: a rank that died
-    later could still shrink together with the survivors.
+    later could still shrink together with the survivors. `dying` are others that are killed.
     """
-    groups: dict[Any, int] = {}
-    started = []
-    with LocalJob(nranks) as job:
-        for rank in range(nranks):
-            fate = fates.get(rank, {})
-            argv = [sys.executable, str(SCRIPT), json.dumps({**PLAN, **plan, **fate})]
-            group = groups.get(fate["dies"], 0) if "dies" in fate else None
-            started.append(localjobs.start(job, rank, argv, process_group=group))
-            if group == 0:
-                groups[fate["dies"]] = started[rank].pid
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
-
-
-def report(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, err
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
-
-
-def reports(
-    nranks: int, fates: Mapping[int, Mapping[str, Any]], **plan: Any
-) -> dict[int, dict[str, Any]]:
-    """Return the reports of the ranks that do not die."""
-    with ranks(nranks, fates, **plan) as started:
-        dying = {rank for rank, fate in fates.items() if "dies" in fate}
-        for rank in dying:
-            started[rank].wait(TIMEOUT_S)
-            assert started[rank].returncode == -signal.SIGKILL
-        return {rank: report(started[rank]) for rank in range(nranks) if rank not in dying}
+    groups: dict[Any, list[int]] = {}
+    for rank, fate in fates.items():
+        if "dies" in fate:
+            groups.setdefault(fate["dies"], []).append(rank)
+    plans = {rank: {**PLAN, **plan, **fates.get(rank, {})} for rank in range(nranks)}
+    ends = [*groups.values(), *([rank] for rank in dying)]
+    return survivors(functools.partial(shrink_rank.run, plans), nranks, ends, timeout_s=TIMEOUT_S)
 
 
 def check_finished(found: Mapping[int, Mapping[str, Any]]) -> None:
@@ -135,20 +96,11 @@ def test_any_quorum_goes_on_alone() -> None:
     check_finished(reports(3, {0: {"dies": 3}, 1: {"dies": 3}}, quorum="any"))
 
 
-def wait_for_line(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdout is not None
-    assert process.stdout.readline().strip() == line  # readline() ends with the process if it fails
-
-
 def test_a_stopped_rank_that_was_given_up_wakes_as_no_member() -> None:
-    fates = {1: {"stops": 3}}
-    with ranks(3, fates, settings={"peer_timeout_s": 1.0}) as started:
-        survivors = [started[0], started[2]]
-        for process in survivors:
-            wait_for_line(process, "shrunk")
-        started[1].send_signal(signal.SIGCONT)
-        woken = report(started[1])
-        check_finished({0: report(started[0]), 2: report(started[2])})
+    fates: dict[int, dict[str, Any]] = {0: {"wakes": 1}, 1: {"stops": 3}}
+    found = reports(3, fates, tells_pids=True, settings={"peer_timeout_s": 1.0})
+    woken = found.pop(1)
+    check_finished(found)
     assert woken["failure"].startswith("NoQuorum: rank 1: can reach only ranks [1] of 3, but")
     assert woken["errors"] == ["PeerLost"]
 
@@ -168,9 +120,8 @@ def test_a_revoked_communicator_shrinks_to_all_without_leaks() -> None:
 
 
 def test_abort_beside_a_stopped_peer_takes_bounded_time() -> None:
-    fates: dict[int, dict[str, Any]] = {0: {"aborts_after_s": 1.0}, 1: {"stops": 3}}
-    with ranks(2, fates, settings={"peer_timeout_s": 600.0}) as started:
-        begin = time.monotonic()
-        left = report(started[0])
-        assert time.monotonic() - begin < 20
-        assert left["failure"].startswith("CommunicatorRevoked: rank 0: abort() was called")
+    fates: dict[int, dict[str, Any]] = {0: {"aborts_after_s": 0.5, "kills": 1}, 1: {"stops": 3}}
+    settings = {"peer_timeout_s": 600.0}
+    left = reports(2, fates, dying=[1], tells_pids=True, settings=settings)[0]
+    assert left["took_s"] < 20
+    assert left["failure"].startswith("CommunicatorRevoked: rank 0: abort() was called")

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from support import status_programs
 from support.jobs import launch
+from support.slow import slow_but
 
 from r2ccl.runtime.status import RankStatus
 
@@ -42,7 +43,7 @@ def test_no_signal_is_taken_without_being_asked_and_none_is_kept() -> None:
     assert launch(status_programs.handler_after_close, 1, timeout_s=TIMEOUT_S) == [[True] * 5]
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", slow_but([0], [0, 2]))
 def test_the_timeouts_message_names_the_rank_that_did_not_join(victim: int) -> None:
     run = functools.partial(status_programs.not_joined, victim)
     outcomes = launch(run, 4, timeout_s=TIMEOUT_S)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support import interrupted
+from support.slow import sweep
 
 from r2ccl.errors import InternalError
 from r2ccl.testing.contract import CHECKS, Bench, JoinedPair, pattern
@@ -214,11 +215,12 @@ def test_contract(bench: Bench, check: Callable[[Bench], None]) -> None:
     check(bench)
 
 
+@sweep(4, 1)
 @pytest.mark.parametrize("name", ["tcp", "mixed", "verbs, in memory"])
-def test_a_close_that_is_interrupted_can_be_repeated(name: str) -> None:
-    """Interrupt `close` before every line; the next one frees every descriptor."""
+def test_a_close_that_is_interrupted_can_be_repeated(name: str, step: int) -> None:
+    """Interrupt `close` before every `step`-th line; the next one frees every descriptor."""
     before = descriptors()
-    for line in itertools.count(1):
+    for line in itertools.count(1, step):
         bench = BENCHES[name]()
         pair = JoinedPair(bench)
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support import localjobs
 from support import two_level_programs as programs
-from support.jobs import launch
+from support.jobs import launch, survivors
 from support.slow import slow_but
 
 import r2ccl
-from r2ccl.bootstrap.launch import LocalJob
 
 pytestmark = pytest.mark.timeout(300)
 TIMEOUT_S = 120.0
@@ -118,17 +113,9 @@ def test_a_call_that_ends_early_leaves_nothing_behind(how: str, cause: str) -> N
 
 
 def test_survivors_of_a_killed_rank_go_on() -> None:
-    command = (
-        "import json; from support.two_level_programs import killed; "
-        "print(json.dumps(killed([2, 2], 1)))"
-    )
-    program, env = [sys.executable, "-c", command], {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with LocalJob(4) as job:
-        started = [localjobs.start(job, rank, program, env) for rank in range(4)]
-    outputs = [each.communicate(timeout=TIMEOUT_S) for each in started]
-    for rank in (0, 2, 3):
-        assert started[rank].returncode == 0, outputs[rank][1]
-        error, took_s, total = json.loads(outputs[rank][0].splitlines()[-1])
+    run = functools.partial(programs.killed, HOSTS, 1)
+    found = survivors(run, 4, [[1]], timeout_s=TIMEOUT_S)
+    for error, took_s, total in found.values():
         assert (error, total) == ("PeerLost of rank 1", 3.0)
         assert took_s < 5.0
 

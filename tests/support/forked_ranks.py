@@ -71,10 +71,13 @@ class ForkedRanks:
 
     def run(
         self, script: Path, argument: str, environments: Sequence[Mapping[str, str]],
-        timeout_s: float,
+        timeout_s: float, groups: Sequence[Sequence[int]] = (),
     ) -> list[Output]:  # fmt: skip
-        """Run a job with one rank per environment; kill ranks that exceed `timeout_s`."""
-        order = [str(script), argument, list(environments), timeout_s]
+        """Run a job with one rank per environment; kill ranks that exceed `timeout_s`.
+
+        The ranks of each of `groups` are a process group.
+        """
+        order = [str(script), argument, list(environments), timeout_s, groups]
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
@@ -104,8 +107,8 @@ def _serve(scripts: Sequence[str], modules: Sequence[str]) -> None:
         importlib.import_module(module)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        script, argument, environments, timeout_s = json.loads(line)
-        outputs = _run(mains[script], argument, environments, timeout_s)
+        script, argument, environments, timeout_s, groups = json.loads(line)
+        outputs = _run(mains[script], argument, environments, timeout_s, groups)
         print(json.dumps(outputs), flush=True)
 
 
@@ -122,10 +125,16 @@ def _main_of(script: str) -> Callable[[str], None]:
 
 def _run(
     main: Callable[[str], None], argument: str, environments: Sequence[Mapping[str, str]],
-    timeout_s: float,
+    timeout_s: float, groups: Sequence[Sequence[int]],
 ) -> list[Output]:  # fmt: skip
+    leaders = {rank: min(group) for group in groups for rank in group}
+    ranks: list[_Rank] = []
     with LocalJob(len(environments)) as job:
-        ranks = [_fork(job, rank, main, argument, env) for rank, env in enumerate(environments)]
+        for rank, env in enumerate(environments):
+            group = None
+            if rank in leaders:
+                group = 0 if leaders[rank] == rank else ranks[leaders[rank]].pid
+            ranks.append(_fork(job, rank, main, argument, env, group))
     codes = _wait([rank.pid for rank in ranks], time.monotonic() + timeout_s)
     outputs = []
     for rank in ranks:
@@ -151,15 +160,21 @@ def _wait(pids: Sequence[int], until_s: float) -> dict[int, int]:
 
 
 def _fork(
-    job: LocalJob, rank: int, main: Callable[[str], None], argument: str, env: Mapping[str, str]
-) -> _Rank:
+    job: LocalJob, rank: int, main: Callable[[str], None], argument: str, env: Mapping[str, str],
+    group: int | None,
+) -> _Rank:  # fmt: skip
+    """Fork a rank into the process group `group`; 0: into one of its own, None: into this one's."""
     # In memory, because not every file system lets unlinked files be read.
     started = _Rank(0, os.memfd_create(f"out-{rank}"), os.memfd_create(f"err-{rank}"))
     pid = os.fork()
     if pid:
+        if group is not None:
+            os.setpgid(pid, group)
         return started._replace(pid=pid)
     code = 1
     try:
+        if group is not None:  # here and above: whichever process runs first
+            os.setpgid(0, group)
         # A job in the background of a shell that is not interactive ignores Ctrl-C.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         null = os.open(os.devnull, os.O_RDONLY)

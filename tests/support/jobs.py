@@ -12,8 +12,9 @@ import functools
 import json
 import os
 import pickle
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ from r2ccl.errors import R2cclError
 #: Begins the line with the result of a rank.
 MARK = "result of the rank: "
 _SCRIPT = Path(__file__).with_name("pickled_program.py")
+#: What ranks import in their first calls; imported once, before the first rank is forked.
+_IMPORTED = (
+    "r2ccl.factory", "r2ccl.bootstrap.startup", "r2ccl.gpu.backends", "r2ccl.testing",
+    "psutil", "numpy.ma", "numpy.random",
+)  # fmt: skip
 
 
 def launch(
@@ -38,23 +44,56 @@ def launch(
 
     If several ranks raise, raise the exception that came first.
     """
+    outputs = _outputs(fn, nranks, timeout_s, env)
+    return list(_values(dict(enumerate(outputs))).values())
+
+
+def survivors(
+    fn: Callable[[], Any],
+    nranks: int,
+    dying: Sequence[Sequence[int]],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+) -> dict[int, Any]:
+    """Run `fn` in `nranks` processes, of which SIGKILL ends some; return the results of the others.
+
+    The ranks of each sequence in `dying` are a process group, which one signal can end.
+    """
+    outputs = _outputs(fn, nranks, timeout_s, env, dying)
+    killed = {rank for group in dying for rank in group}
+    left = {rank: output for rank, output in enumerate(outputs) if rank not in killed}
+    values = _values(left)
+    for rank in killed:
+        assert outputs[rank].returncode == -signal.SIGKILL, f"rank {rank}"
+    return values
+
+
+def _outputs(
+    fn: Callable[[], Any], nranks: int, timeout_s: float, env: Mapping[str, str] | None,
+    groups: Sequence[Sequence[int]] = (),
+) -> list[Output]:  # fmt: skip
     argument = {
         "function": base64.b64encode(pickle.dumps(fn)).decode(),
         "environment": {**os.environ, **(env or {})},
         "folder": os.getcwd(),
         "path": sys.path,
     }
-    outputs = _forked_ranks().run(_SCRIPT, json.dumps(argument), [{}] * nranks, timeout_s)
-    found = [_result(rank, output) for rank, output in enumerate(outputs)]
-    failures = [(time_s, rank) for rank, (is_good, time_s, _) in enumerate(found) if not is_good]
+    return _forked_ranks().run(_SCRIPT, json.dumps(argument), [{}] * nranks, timeout_s, groups)
+
+
+def _values(outputs: Mapping[int, Output]) -> dict[int, Any]:
+    """Return the results of ranks, or raise the exception that came first."""
+    found = {rank: _result(rank, output) for rank, output in outputs.items()}
+    failures = [(time_s, rank) for rank, (is_good, time_s, _) in found.items() if not is_good]
     if failures:
         raise found[min(failures)[1]][2]
-    return [value for _, _, value in found]
+    return {rank: value for rank, (_, _, value) in found.items()}
 
 
 @functools.cache
 def _forked_ranks() -> ForkedRanks:
-    forked = ForkedRanks([_SCRIPT], ["r2ccl.factory"])
+    forked = ForkedRanks([_SCRIPT], _IMPORTED)
     atexit.register(forked.close)
     return forked
 
@@ -71,4 +110,4 @@ def _result(rank: int, output: Output) -> tuple[bool, float, Any]:
     return ended
 
 
-__all__ = ["MARK", "launch"]
+__all__ = ["MARK", "launch", "survivors"]

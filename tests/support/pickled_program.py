@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import importlib
 import json
 import os
 import pickle
@@ -17,6 +19,9 @@ import r2ccl.shm.group
 
 #: Environment of the process that forks the ranks; a rank has that of its job in addition.
 _BEFORE = dict(os.environ)
+
+with contextlib.suppress(ImportError):  # an extra
+    importlib.import_module("cuda.core.utils")  # 0.3 s, in each rank with arrays on a GPU
 
 r2ccl.shm.group.preload()
 r2ccl.runtime.compiled.call.preload()

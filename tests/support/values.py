@@ -45,9 +45,16 @@ def some_ops(name: str) -> list[r2ccl.ReduceOp]:
     return [op for op in ops if op in ops_of(name)]
 
 
+@functools.lru_cache(maxsize=128)
+def _small_integers(rank: int, count: int) -> np.ndarray:
+    values = np.random.default_rng((rank, count)).integers(1, 3, count).astype(np.int8)
+    values.flags.writeable = False
+    return values
+
+
 def data_of(rank: int, count: int, name: str) -> np.ndarray:
     """Return small integers, whose sums and products over a few ranks are exact in every dtype."""
-    values = np.random.default_rng((rank, count)).integers(1, 3, count)
+    values = _small_integers(rank, count)
     dtype = dtype_of(name)
     if dtype.names is None:
         return (values - 1 if name == "bool" else values).astype(dtype)
