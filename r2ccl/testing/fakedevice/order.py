@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import os
 import sys
 from pathlib import Path
 from typing import TypeAlias
@@ -119,7 +120,7 @@ def caller() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _is_ours(filename: str) -> bool:
