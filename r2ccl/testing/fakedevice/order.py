@@ -86,6 +86,9 @@ class Access(enum.Enum):
     WAIT = "waits for"
     SET = "sets"
 
+    # Enum computes the hash from the name, in Python; each access looks up several kinds.
+    __hash__ = object.__hash__
+
 
 #: Kinds of earlier accesses with which an access of each kind must be ordered.
 _AFTER = {
