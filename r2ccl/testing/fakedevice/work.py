@@ -38,7 +38,7 @@ class Word:
     def move(self, piece: MemoryPiece) -> None:
         """Access the word through `piece`: the same bytes, perhaps in another span."""
         self.piece = piece
-        self._cell = memoryview(piece.view).cast("I")
+        self._cell = piece.view.data.cast("I")
 
     @property
     def value(self) -> int:
