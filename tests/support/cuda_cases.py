@@ -74,6 +74,23 @@ def others() -> list[Form]:
     ]
 
 
+def representative() -> list[Form]:
+    """Return one form of each way through the template: all that quick tests run."""
+    float32 = CODES[np.dtype(np.float32)]
+    return [
+        Form(dtype_code=float32, op=ReduceOp.SUM),
+        Form(dtype_code=FLOAT16_CODE, op=ReduceOp.SUM, is_scaled=True),
+        Form(dtype_code=BFLOAT16_CODE, op=ReduceOp.PROD),
+        Form(dtype_code=BFLOAT16_CODE, op=ReduceOp.SUM, ninputs=8, noutputs=8, is_wide=True),
+        Form(dtype_code=0, op=ReduceOp.MIN, ninputs=4),
+        Form(dtype_code=8, op=ReduceOp.MAX),
+        Form(dtype_code=4, op=ReduceOp.SUM, is_divided=True),
+        Form(dtype_code=18, op=ReduceOp.PROD),
+        Form(dtype_code=float32, op=ReduceOp.SUM, ninputs=8, noutputs=8, has_table=True),
+        Form(dtype_code=float32, op=ReduceOp.SUM, ninputs=1),
+    ]
+
+
 def host_fuses() -> bool:
     """Return whether NumPy's complex product uses one fused multiply-add per part."""
     a, b = np.array([1 + 2.0**-30]), np.array([1 - 2.0**-30])

@@ -1,4 +1,4 @@
-"""Run kernels in Numba's CUDA simulator and print the errors of each form, as JSON.
+"""Read forms as JSON, run them in Numba's CUDA simulator, and print the errors of each, as JSON.
 
 Must be run with NUMBA_ENABLE_CUDASIM=1. Blocks are small, so that arrays are too: the simulator
 runs a Python thread for each thread of a block.
@@ -10,9 +10,10 @@ import json
 import sys
 from typing import Any
 
+import msgspec
 import numpy as np
 from numba import cuda
-from support.cuda_cases import FACTOR, NRANKS, Arena, Layout, others, pairs, shifted, title
+from support.cuda_cases import FACTOR, NRANKS, Arena, Layout, shifted, title
 
 from r2ccl.dtypes import DTYPES
 from r2ccl.kernels.cuda import Form, arguments, canonical, twins
@@ -58,9 +59,9 @@ def run(form: Form, layout: Layout, kernel: Any, seed: int) -> list[str]:
 
 
 def main() -> None:
-    """Run all forms."""
+    """Run the forms."""
     wrong: dict[str, list[str]] = {}
-    for form in (*pairs(), *others()):
+    for form in msgspec.json.decode(sys.stdin.buffer.read(), type=list[Form]):
         kernel = cuda.jit(build(canonical(form), twins, cuda))
         wrong[title(form)] = [
             said for seed, layout in enumerate(layouts(form))

@@ -7,13 +7,16 @@ import mmap
 from typing import Any
 
 import numpy as np
+import pytest
+from support.slow import slow_but
 
 from r2ccl.device.base import Stream
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu, FakeKernel, Grid
 
 NBYTES = 64
 PAGE = mmap.PAGESIZE
-NSEEDS = 200
+#: Runs a test with few seeds of the order of work, and as a slow case with many.
+by_seeds = pytest.mark.parametrize("nseeds", slow_but([40], [40, 200]))
 
 
 def pattern(seed: int, nbytes: int = NBYTES) -> np.ndarray[Any, np.dtype[np.uint8]]:

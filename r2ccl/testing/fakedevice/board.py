@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 from r2ccl.clock import Clock as Time
 from r2ccl.testing.fakedevice.guard import Guard
@@ -24,6 +25,7 @@ from r2ccl.testing.fakedevice.order import (
     Clock,
     Misuse,
     Race,
+    Shadow,
     Stamp,
     StillInUse,
     WrongOrder,
@@ -113,7 +115,8 @@ class Board:
         self._hosts: dict[str, Host] = {}
         self._streams: list[FakeStream] = []
         self._guards: dict[FakeOperation, Guard] = {}
-        self._words: list[Word] = []
+        #: Words by shadow and position. They are aligned, so two words share all bytes or none.
+        self._words: dict[tuple[Shadow, int], Word] = {}
         self._ncards = 0
         self._nactors = 0
         self._nhandles = 0
@@ -226,8 +229,8 @@ class Board:
         The board does not know which host wrote a word. It therefore orders the write after
         everything that the hosts that can write the word know.
         """
-        for word in self._words:
-            if word.piece.span.is_host and word.has_changed:
+        for word in self._words.values():
+            if word.has_changed and word.piece.span.is_host:
                 word.note(self._known_around(word.piece))
 
     def _known_around(self, piece: MemoryPiece) -> Clock:
@@ -239,12 +242,10 @@ class Board:
 
     def word_at(self, piece: MemoryPiece) -> Word:
         """Return the word at `piece`; make it if it does not exist yet."""
-        for word in self._words:
-            if word.piece.overlaps(piece):
-                return word
-        word = Word(piece, self._known_around(piece))
-        self._words.append(word)
-        return word
+        key = piece.span.shadow, piece.position
+        if key not in self._words:
+            self._words[key] = Word(piece, self._known_around(piece))
+        return self._words[key]
 
     def remove(self, span: Span, why: str) -> None:
         """Remove a span, its exported handles, and those of its words that no other span shares.
@@ -253,13 +254,13 @@ class Board:
         """
         self.space.remove(span, why)
         self.exports = {each: known for each, known in self.exports.items() if known is not span}
-        for word in tuple(self._words):
+        for key, word in tuple(self._words.items()):
             if word.piece.span is span:
                 left = self.space.sharing(word.piece)
                 if left:
-                    word.piece = left[0]
+                    word.move(left[0])
                 else:
-                    self._words.remove(word)
+                    del self._words[key]
 
     # Work
 
@@ -303,10 +304,11 @@ class Board:
 
     def _expose(self) -> None:
         """Mark as exposed the operations that the GPU may be executing, and guard their memory."""
-        found = True
+        busy = [stream for stream in self._streams if stream.queue]
+        found = bool(busy)
         while found:
             found = False
-            for stream in self._streams:
+            for stream in busy:
                 for operation in stream.queue:
                     if not operation.is_exposed:
                         if not operation.is_due():
@@ -314,12 +316,13 @@ class Board:
                         operation.is_exposed = found = True
                     if operation.is_undeclared:
                         break
-        for stream in self._streams:
-            queue = tuple(stream.queue)
-            for place, operation in enumerate(queue):
+        for stream in busy:
+            for place, operation in enumerate(stream.queue):
+                if not operation.is_exposed:
+                    break  # no later one is exposed either
                 guard = self._guards[operation]
-                if operation.is_exposed and guard.is_wanted:
-                    later = set(queue[place:])
+                if guard.is_wanted:
+                    later = set(islice(stream.queue, place, None))
                     guard.take(other for other in self._pending() if other not in later)
 
     def _pending(self) -> Iterator[FakeOperation]:

@@ -239,12 +239,17 @@ class AddressSpace:
 
         `why` describes the call that freed the span, for messages about later accesses.
         """
-        whole = MemoryPiece(span, 0, span.nbytes)
+        first, end = span.position, span.position + span.nbytes
         self._spans.remove(span)
         self._gone.append((span.address, span.address + span.nbytes - 1, f"{span}, {why}"))
         if span.source is not None:
             span.source.nmappings -= 1
-        elif not any(MemoryPiece(each, 0, each.nbytes).overlaps(whole) for each in self._spans):
+        elif not any(
+            each.shadow is span.shadow
+            and each.position < end
+            and first < each.position + each.nbytes
+            for each in self._spans
+        ):
             span.shadow.forget(span.position, span.nbytes)
             if span.has_memory:
                 span.memory.fill(_UNWRITTEN)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import os
 import sys
 from pathlib import Path
 from typing import TypeAlias
@@ -85,6 +86,9 @@ class Access(enum.Enum):
     WAIT = "waits for"
     SET = "sets"
 
+    # Enum computes the hash from the name, in Python; each access looks up several kinds.
+    __hash__ = object.__hash__
+
 
 #: Kinds of earlier accesses with which an access of each kind must be ordered.
 _AFTER = {
@@ -119,7 +123,7 @@ def caller() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _is_ours(filename: str) -> bool:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from r2ccl.testing.fakedevice.memory import MemoryPiece
 from r2ccl.testing.fakedevice.order import Access, Clock, Stamp, join
 
@@ -33,19 +31,24 @@ class Word:
     """
 
     def __init__(self, piece: MemoryPiece, clock: Clock) -> None:
-        self.piece = piece
+        self.move(piece)
         #: Values in the order written, each with the clock of its writer.
         self._written = [(self.value, clock)]
+
+    def move(self, piece: MemoryPiece) -> None:
+        """Access the word through `piece`: the same bytes, perhaps in another span."""
+        self.piece = piece
+        self._cell = piece.view.data.cast("I")
 
     @property
     def value(self) -> int:
         """Value in memory."""
-        return int(self.piece.view.view(np.uint32)[0])
+        return self._cell[0]
 
     @property
     def has_changed(self) -> bool:
         """True if a host wrote the word: its value differs from the last recorded value."""
-        return self.value != self._written[-1][0]
+        return self._cell[0] != self._written[-1][0]
 
     def note(self, clock: Clock) -> None:
         """Record the value that is in memory now as written by an actor with `clock`."""
@@ -57,7 +60,7 @@ class Word:
 
     def set(self, value: int, clock: Clock) -> None:
         """Write the word as an actor with `clock`."""
-        self.piece.view.view(np.uint32)[0] = value % _MODULUS
+        self._cell[0] = value % _MODULUS
         self.note(clock)
 
     def has_reached(self, value: int) -> bool:

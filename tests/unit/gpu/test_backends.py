@@ -172,21 +172,32 @@ def test_what_was_found_is_freed_if_the_rest_cannot_be_made() -> None:
     close([each for each in found if each is not None])
 
 
+#: Elements of allreduces: few of them, and more.
+FEW = (0, 3, 61, 200)
+MORE = (0, 1, 3, 16, 33, 61, 200, 1001)
+
+
 @pytest.mark.parametrize(
-    ("reaches", "op", "seed"),
+    ("reaches", "op", "seed", "counts"),
     slow_but(
-        [(True, ReduceOp.AVG, 0), (False, ReduceOp.SUM, 1), (True, ReduceOp.MAX, 2)],
-        itertools.product((True, False), (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX), range(3)),
+        [
+            (True, ReduceOp.AVG, 0, FEW),
+            (False, ReduceOp.SUM, 1, FEW),
+            (True, ReduceOp.MAX, 2, FEW),
+        ],
+        itertools.product(
+            (True, False), (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX), range(3), (FEW, MORE)
+        ),
     ),
 )
 def test_hierarchical_calls_mix_with_calls_of_all_ranks(
-    reaches: bool, op: ReduceOp, seed: int
+    reaches: bool, op: ReduceOp, seed: int, counts: tuple[int, ...]
 ) -> None:
     """Parts differ, are empty, or too small for the NICs; ranks count collectives all the same."""
     group = Group(4, seed, 2)
     group.ranks[0].transport.refuses = lambda address: not reaches
     found = callers(group)
-    for count in (0, 1, 3, 16, 33, 61, 200, 1001):
+    for count in counts:
         xs = [data_of(rank + seed, count) for rank in range(4)]
         results = together(4, lambda rank, xs=xs: found[rank].allreduce(xs[rank], op))  # type: ignore[misc]
         meant = np.max(xs, axis=0) if op is ReduceOp.MAX else np.sum(xs, axis=0)
@@ -197,7 +208,7 @@ def test_hierarchical_calls_mix_with_calls_of_all_ranks(
     hierarchical = [each.backends[0] for each in found]
     for each in found:
         each.backends = each.backends[1:]
-    xs = [data_of(rank, 900) for rank in range(4)]
+    xs = [data_of(rank, 300) for rank in range(4)]
     for result in together(4, lambda rank: found[rank].allreduce(xs[rank])):
         np.testing.assert_array_equal(result, np.sum(xs, axis=0))
     assert len({each.rank.engine.op for each in found}) == 1
@@ -236,7 +247,7 @@ def test_members_use_the_rails_near_to_their_gpus(tmp_path: Path) -> None:
         rank.device._gpu.bus_id = gpus[rank.rank % 2]
     machine = record(tmp_path, "dgx_h100").read()
     found = callers(group, machine, ("mlx5_0:1", "mlx5_3:1"))
-    xs = [data_of(rank, 5000) for rank in range(4)]
+    xs = [data_of(rank, 1000) for rank in range(4)]
     for result in together(4, lambda rank: found[rank].allreduce(xs[rank])):
         np.testing.assert_array_equal(result, np.sum(xs, axis=0))
     for rank in group.ranks:

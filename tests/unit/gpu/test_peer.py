@@ -6,6 +6,7 @@ order that streams, events and words allow, and finds two that should have been 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import Any
@@ -106,7 +107,7 @@ class Node:
 
 
 @pytest.mark.parametrize("seed", slow_but([1, 5], range(6)))
-@pytest.mark.parametrize("count", [0, 4, 40, 1000])
+@pytest.mark.parametrize("count", slow_but([0, 4, 240], [0, 4, 40, 240, 1000]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_collective_of_any_size(kind: Collective, count: int, seed: int) -> None:
     nranks = 2 + seed % 3
@@ -126,7 +127,7 @@ def allreduce_of(count: int) -> CallSignature:
     return CallSignature(Collective.ALLREDUCE, INT64, ReduceOp.SUM, count)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_but([1], range(4)))
 def test_calls_back_to_back_on_the_same_memory(seed: int) -> None:
     nranks, ncalls, count = 3, 20, 30
     node = Node(nranks, seed)
@@ -298,8 +299,19 @@ def test_a_kernel_reads_all_addresses_or_none_when_taken_back() -> None:
     node.close()
 
 
-@pytest.mark.parametrize("memory", [MemoryKind.POOLED, MemoryKind.MANAGED, MemoryKind.DEVICE])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "memory"),
+    slow_but(
+        [
+            (Collective.ALLREDUCE, MemoryKind.POOLED),
+            (Collective.ALLGATHER, MemoryKind.MANAGED),
+            (Collective.REDUCE_SCATTER, MemoryKind.DEVICE),
+            (Collective.BROADCAST, MemoryKind.POOLED),
+            (Collective.REDUCE, MemoryKind.DEVICE),
+        ],
+        itertools.product(KINDS, (MemoryKind.POOLED, MemoryKind.MANAGED, MemoryKind.DEVICE)),
+    ),
+)
 def test_any_memory_works_on_any_rank(kind: Collective, memory: MemoryKind) -> None:
     """Rank 1's arrays cannot be exported, or are given again; the windows of an area are small."""
     nranks, count, root, ncalls = 3, 120, 1, 4
@@ -338,7 +350,7 @@ def test_freed_memory_is_unmapped_and_a_loop_does_not_grow() -> None:
     def body(rank: int) -> int:
         device, stream, mine = node.devices[rank], node.streams[rank], node.calls[rank]
         most = 0
-        for _ in range(3 * NSLOTS):
+        for _ in range(NSLOTS + 8):
             place = device.caller_memory(64)
             for _ in range(2):
                 device.copy(place, put(device, stream, np.arange(8)), 64, stream)

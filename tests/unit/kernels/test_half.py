@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from r2ccl.dtypes import BFLOAT16_CODE, CODES, DTYPES
-from r2ccl.kernels import divider, quiet_context, reducer
+from r2ccl.kernels import divider, native, quiet_context, reducer
 from r2ccl.types import ReduceOp
 
 FLOAT16_CODE = CODES[np.dtype(np.float16)]
@@ -150,24 +149,33 @@ def test_random_chains_round_at_every_step(code: int) -> None:
     assert out.tobytes() == expected.tobytes()
 
 
-def test_a_second_process_does_not_import_numba(tmp_path: Path) -> None:
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Let this process and those that it starts store kernels in a new directory."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    forget()
+    yield tmp_path
+    forget()
+
+
+def forget() -> None:
+    """Make this process look for the directory and the kernels again."""
+    for each in (native._directory, native.address_of, native.callable_of, reducer, divider):
+        each.cache_clear()
+
+
+def test_a_second_process_does_not_import_numba(cache: Path) -> None:
+    x = np.ones(3, np.float16)
+    reducer(FLOAT16_CODE, ReduceOp.SUM)(x, x, x)
+    divider(FLOAT16_CODE, 4)(x)
+    assert x.tolist() == [0.5, 0.5, 0.5]
+    stored = sorted(cache.glob("*.o"))
+    assert len(stored) == 2
     script = (
         "import sys, numpy as np; from r2ccl.kernels import divider, reducer\n"
         "x = np.ones(3, np.float16); reducer(6, 0)(x, x, x); divider(6, 4)(x)\n"
         "print(x.tolist(), 'numba' in sys.modules)"
     )
-    assert run_with_cache(script, tmp_path) == "[0.5, 0.5, 0.5] True"
-    assert run_with_cache(script, tmp_path) == "[0.5, 0.5, 0.5] False"
-
-
-def run_with_cache(script: str, folder: Path) -> str:
-    """Run in another process whose kernels are cached in `folder`."""
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        env={**os.environ, "NUMBA_CACHE_DIR": str(folder)},
-    )
-    return run.stdout.strip()
+    second = subprocess.check_output([sys.executable, "-c", script], text=True, timeout=60)
+    assert second == "[0.5, 0.5, 0.5] False\n"
+    assert sorted(cache.glob("*.o")) == stored

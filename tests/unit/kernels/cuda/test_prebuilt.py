@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.slow import slow_but
 
 from r2ccl.errors import TransportError
 from r2ccl.kernels import ON_GPU
@@ -54,7 +55,7 @@ def test_the_archive_is_small() -> None:
     assert ARCHIVE.stat().st_size < 1_000_000
 
 
-@pytest.mark.parametrize("form", COMPARED, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", slow_but(COMPARED[2:], COMPARED), ids=lambda form: form.name)
 def test_a_kernel_compiled_anew_is_the_same(form: Form) -> None:
     """The same compiler writes the same text; another one may not."""
     pytest.importorskip("numba_cuda", reason="numba-cuda, which compiles kernels, is missing")

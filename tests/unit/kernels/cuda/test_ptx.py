@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from support.cuda_cases import (
     FACTOR,
+    FLOAT16_CODE,
     NRANKS,
     Arena,
     Layout,
     host_fuses,
     others,
     pairs,
+    representative,
     shifted,
     title,
 )
@@ -40,28 +42,13 @@ needs_ptxas = pytest.mark.skipif(
     shutil.which("ptxas") is None, reason="no ptxas in PATH; it comes with the CUDA toolkit"
 )
 
-FLOAT16_CODE = CODES[np.dtype(np.float16)]
-FLOAT32_CODE = CODES[np.dtype(np.float32)]
-#: One form of each way through the template: all that is tested where slow tests are left out.
-REPRESENTATIVE = [
-    Form(dtype_code=FLOAT32_CODE, op=ReduceOp.SUM),
-    Form(dtype_code=FLOAT16_CODE, op=ReduceOp.SUM, is_scaled=True),
-    Form(dtype_code=BFLOAT16_CODE, op=ReduceOp.PROD),
-    Form(dtype_code=BFLOAT16_CODE, op=ReduceOp.SUM, ninputs=8, noutputs=8, is_wide=True),
-    Form(dtype_code=0, op=ReduceOp.MIN, ninputs=4),
-    Form(dtype_code=8, op=ReduceOp.MAX),
-    Form(dtype_code=4, op=ReduceOp.SUM, is_divided=True),
-    Form(dtype_code=18, op=ReduceOp.PROD),
-    Form(dtype_code=FLOAT32_CODE, op=ReduceOp.SUM, ninputs=8, noutputs=8, has_table=True),
-    Form(dtype_code=FLOAT32_CODE, op=ReduceOp.SUM, ninputs=1),
-]
 ALL = (*pairs(), *others())
 #: Every ninth form that collectives launch: of all types, and of most numbers of operands.
 PREBUILT = tuple(forms())[::9]
 
 
 def cases(given: Iterable[Form]) -> list[Any]:
-    quick = set(map(canonical, REPRESENTATIVE))
+    quick = set(map(canonical, representative()))
     return [
         pytest.param(
             form, id=title(form), marks=() if canonical(form) in quick else pytest.mark.slow
@@ -202,7 +189,13 @@ def test_no_register_is_spilled(form: Form, cache: Path, tmp_path: Path) -> None
 
 
 def test_a_table_that_nobody_filled_is_no_work(cache: Path) -> None:
-    form = Form(dtype_code=FLOAT32_CODE, op=ReduceOp.SUM, ninputs=4, noutputs=2, has_table=True)
+    form = Form(
+        dtype_code=CODES[np.dtype(np.float32)],
+        op=ReduceOp.SUM,
+        ninputs=4,
+        noutputs=2,
+        has_table=True,
+    )
     kernel = Kernel(ptx_of(form, TARGET, cache).text.decode())
     table = np.zeros(6, np.int64)
     given = arguments(form, [table.ctypes.data], 10_000)

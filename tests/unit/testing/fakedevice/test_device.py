@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example
 from hypothesis import strategies as st
-from support.fake_bench import NBYTES, NSEEDS, PAGE, Bench, launch_add, load_add, pattern
+from support.fake_bench import NBYTES, PAGE, Bench, by_seeds, launch_add, load_add, pattern
+from support.slow import given
 
 from r2ccl.device.base import Stream
 from r2ccl.errors import TransportError
@@ -65,9 +66,10 @@ def test_memory_that_was_freed_has_no_past() -> None:
             shadow.touch(start, 4, Access.WRITE, Stamp(2, 2, "beside"), {2: 2})
 
 
-def test_a_word_that_went_back_is_waited_for_anew() -> None:
+@by_seeds
+def test_a_word_that_went_back_is_waited_for_anew(nseeds: int) -> None:
     """Each round sets it to 1 and, when the other stream has read, back to 0."""
-    for seed in range(NSEEDS):
+    for seed in range(nseeds):
         b = Bench(seed)
         flag = b.device.allocate_pinned(NBYTES).view(np.uint32)
         shared, target = b.memory(), b.memory()
@@ -110,8 +112,9 @@ def test_what_a_stream_waits_for_the_host_with_is_left_alone() -> None:
     assert bytes(slot) == bytes(b.data)
 
 
-def test_a_slot_that_earlier_work_still_reads_is_not_poisoned() -> None:
-    for seed in range(NSEEDS):
+@by_seeds
+def test_a_slot_that_earlier_work_still_reads_is_not_poisoned(nseeds: int) -> None:
+    for seed in range(nseeds):
         b = Bench(seed)
         slot, out = b.device.allocate_pinned(NBYTES), b.memory()
         slot[:] = b.data
@@ -227,10 +230,9 @@ def execute(program: list[Step], seed: int) -> None:
     b.gpu.run()
 
 
-@given(program=steps(), seed=st.integers(0, 2**32))
+@given(75, 300, steps(), st.integers(0, 2**32))
 @example(program=[Step(0, "copy to", 0), Step(0, "record", 0), Step(1, "wait", 0),
                   Step(1, "copy from", 0)], seed=0)  # fmt: skip
-@settings(max_examples=300)
 def test_a_program_fails_exactly_if_it_is_not_ordered(program: list[Step], seed: int) -> None:
     if is_ordered_right(program):
         execute(program, seed)
@@ -601,8 +603,9 @@ def test_no_two_allocations_have_one_number() -> None:
 # Waits of the driver
 
 
-def test_without_strictness_the_calls_that_wait_wait() -> None:
-    for seed in range(NSEEDS):
+@by_seeds
+def test_without_strictness_the_calls_that_wait_wait(nseeds: int) -> None:
+    for seed in range(nseeds):
         gpu = FakeGpu(seed)
         device = FakeDevice(gpu, is_strict=False)
         stream, event = device.make_stream(), device.make_event()

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from support.fake_bench import NBYTES, NSEEDS, PAGE, Bench, launch_add, load_add
+from support.fake_bench import NBYTES, PAGE, Bench, by_seeds, launch_add, load_add
+from support.slow import slow_but
 
 from r2ccl.device.base import Stream
 from r2ccl.testing.fakedevice import Race, StillInUse, WrongOrder
@@ -378,16 +379,18 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("nseeds", slow_but([10], [10, 40]))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.act.__name__)
-def test_the_wrong_order_is_found_whatever_is_run_first(case: Case) -> None:
-    for seed in range(40):
+def test_the_wrong_order_is_found_whatever_is_run_first(case: Case, nseeds: int) -> None:
+    for seed in range(nseeds):
         with pytest.raises(case.error):
             case.act(Bench(seed), False)
 
 
+@by_seeds
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.act.__name__)
-def test_the_right_order_passes_whatever_is_run_first(case: Case) -> None:
-    for seed in range(NSEEDS):
+def test_the_right_order_passes_whatever_is_run_first(case: Case, nseeds: int) -> None:
+    for seed in range(nseeds):
         case.act(Bench(seed), True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_bench import NBYTES, NSEEDS, PAGE, Bench, launch_add, load_add
+from support.fake_bench import NBYTES, PAGE, Bench, by_seeds, launch_add, load_add
 
 from r2ccl.errors import TransportError
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu, Misuse, Race, StillInUse
@@ -86,9 +86,12 @@ def test_work_that_no_flush_precedes_is_found(act: Callable[[Bench, bool], None]
             act(Bench(seed, reorders_remote_writes=True), False)
 
 
+@by_seeds
 @by_name
-def test_work_after_a_flush_sees_what_nics_wrote(act: Callable[[Bench, bool], None]) -> None:
-    for seed in range(NSEEDS):
+def test_work_after_a_flush_sees_what_nics_wrote(
+    act: Callable[[Bench, bool], None], nseeds: int
+) -> None:
+    for seed in range(nseeds):
         act(Bench(seed, reorders_remote_writes=True), True)
 
 
@@ -204,8 +207,9 @@ def test_cards_beside_each_other_are_different_gpus() -> None:
     assert (device.uuid, device.bus_id, device.capability) == (bytes(16), "0001:02:03.0", (8, 0))
 
 
-def test_a_gpu_reads_and_writes_the_memory_of_one_it_reaches() -> None:
-    for seed in range(NSEEDS):
+@by_seeds
+def test_a_gpu_reads_and_writes_the_memory_of_one_it_reaches(nseeds: int) -> None:
+    for seed in range(nseeds):
         b = Pair(seed)
         mine = b.memory()
         b.device.copy(mine, b.theirs, NBYTES, b.first)
