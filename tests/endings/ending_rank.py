@@ -31,7 +31,7 @@ ENDS, ABSENT = 1, 2
 #: Bytes of the buffer; a multiple of the number of ranks.
 COUNT = 2_100_000
 #: Seconds from init to the end, and from the end to rank 2's call.
-AFTER_S, ABSENT_S = 0.3, 0.2
+AFTER_S, ABSENT_S = 0.4, 0.3
 #: Seconds from the end to rank 2's call if the others shrink, and so wait for rank 2.
 SHRINK_S = 1.5
 PATTERN = 0xA5
