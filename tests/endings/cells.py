@@ -87,7 +87,7 @@ def judge(seen: Seen, ending: str, moment: str, scale: float = 1.0) -> None:
         assert not each["left"], f"rank {rank} left descriptors, threads or children\n{told}"
     own = found.pop(ENDS, None)
     if own is not None:
-        limit_s = LIMIT_S if moment != "idle" else 3.0
+        limit_s = LIMIT_S if moment != "idle" else 2.2
         assert own["raised_s"] - seen.ended_s < limit_s * scale, told
         assert own.get("took_s", 0.0) < LIMIT_S * scale, told
         assert own["error"] == OWN.get(kind, "CommunicatorRevoked"), told

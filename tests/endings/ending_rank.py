@@ -115,7 +115,7 @@ class Rank:
 
     def in_idle(self, comm: r2ccl.Communicator) -> None:
         if self.rank == ENDS:
-            self.sleep(AFTER_S + 2.0)
+            self.sleep(AFTER_S + 1.2)
         comm.reduce(self.x)
 
     def in_call(self, comm: r2ccl.Communicator) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
 from endings.cells import ended_s
+from support.slow import slow_but
 
 pytestmark = pytest.mark.timeout(120)
 
 both_ways = pytest.mark.parametrize("is_local", [False, True], ids=["tcp", "shm"])
 
 
-@both_ways
-@pytest.mark.parametrize("kind", ["unwinds", "calls"])
+@pytest.mark.parametrize(
+    ("kind", "is_local"),
+    slow_but([("unwinds", False), ("calls", True)], product(["unwinds", "calls"], [False, True])),
+)
 def test_a_child_harms_nobody(run_ranks: Any, kind: str, is_local: bool) -> None:
     outputs = run_ranks("fork_rank", kind, is_local)
     for rank, (code, out, err) in enumerate(outputs):

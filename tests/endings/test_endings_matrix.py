@@ -24,13 +24,10 @@ CELLS = [
     ),
     ("memory", "call"),
 ]  # fmt: skip
-#: Every ending and every moment at least once.
+#: With `LOCAL_QUICK`, every ending and every moment at least once.
 QUICK = [
     ("abort_handler", "idle"),
     ("revoke_thread", "async"),
-    ("abort_thread", "repair"),
-    ("revoke_handler", "call"),
-    ("close_thread", "call"),
     ("close_handler", "shrink"),
     ("interrupt", "init"),
     ("twice", "flow"),
@@ -44,13 +41,10 @@ QUICK = [
 #: a rail nor memory for partial sums.
 LOCAL = [cell for cell in CELLS if cell[0] != "memory" and cell[1] not in ("init", "repair")]
 LOCAL_QUICK = [
-    ("abort_thread", "call"),
+    ("close_thread", "call"),
     ("revoke_handler", "async"),
-    ("close_handler", "message"),
-    ("term", "shrink"),
     ("interrupt", "message"),
-    ("twice", "exchange"),
-    ("kill", "exchange"),
+    ("abort_thread", "exchange"),
 ]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import r2ccl
 
 RAIL, OWNER, OPS = 1, 1, 5
-GIVE_UP_S, UNPLUGGED_S = 30.0, 4.0
+GIVE_UP_S, UNPLUGGED_S = 30.0, 1.5
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def reports(plan: FaultPlan | None = None, **env: str) -> list[dict[str, Any]]:
 
 def test_a_cable_pulled_while_its_nic_is_excluded_is_no_failure() -> None:
     # The job excludes the NIC before operation 11.
-    down = Fault(action=Action.NIC_DOWN, node=1, rail=1, at_op=14, duration_s=1.5)
+    down = Fault(action=Action.NIC_DOWN, node=1, rail=1, at_op=14, duration_s=0.6)
     plan = FaultPlan([down])
     found = reports(plan)
     plan.assert_all_fired()

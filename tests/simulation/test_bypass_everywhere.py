@@ -35,7 +35,7 @@ def apart(at: int, gap: int, is_seen: bool, keep: int = 0) -> tuple[NicDown, Nic
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 240)
-@sweep(5 * STEP, STEP)
+@sweep(31, STEP)
 @pytest.mark.parametrize("is_seen", slow_but([False], [True, False]), ids=["seen", "silent"])
 @pytest.mark.parametrize("fabric", slow_but(["rail"], ["full", "rail"]))
 @pytest.mark.parametrize(
@@ -57,15 +57,16 @@ def test_a_pair_is_left_apart_at_every_event(
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
-def test_two_ranks_alone_go_across_at_every_event() -> None:
-    for at in range(0, simulate(PAIR).nevents, STEP):
+@sweep(13, STEP)
+def test_two_ranks_alone_go_across_at_every_event(step: int) -> None:
+    for at in range(0, simulate(PAIR).nevents, step):
         faults = apart(at, at % 5, is_seen=at % 2 == 0)
         outcome = simulate(PAIR, FailurePlan(faults), seed=at)
         assert outcome.is_clean, (faults, outcome.errors)
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
-@sweep(35, 1 if IS_THOROUGH else 5)
+@sweep(83, 1 if IS_THOROUGH else 5)
 @pytest.mark.parametrize("at", slow_but([120], [120, 300]))
 def test_the_bypass_is_cut_at_every_event_and_another_way_found(at: int, step: int) -> None:
     """Cut the paths of a bypass in turn; ranks 2 and 3 can both forward."""
@@ -87,10 +88,11 @@ def test_the_bypass_is_cut_at_every_event_and_another_way_found(at: int, step: i
     "busy_ms",
     [(8000, 8000), *(pytest.param(b, marks=pytest.mark.slow) for b in ((8000, 0), (0, 8000)))],
 )
-def test_ranks_that_compute_find_a_way_meanwhile(busy_ms: tuple[int, int]) -> None:
+@sweep(211, 17 if IS_THOROUGH else 71)
+def test_ranks_that_compute_find_a_way_meanwhile(busy_ms: tuple[int, int], step: int) -> None:
     """Compute for longer than the no-rail timeout: the loss must not end the next call."""
     workload = msgspec.structs.replace(PAIR, calls=PAIR.calls * 2, busy_ms=busy_ms)
-    for at in range(0, simulate(workload).nevents, 17 if IS_THOROUGH else 71):
+    for at in range(0, simulate(workload).nevents, step):
         faults = apart(at, at % 5, is_seen=True)
         outcome = simulate(workload, FailurePlan(faults), seed=at)
         assert outcome.is_clean, (faults, outcome.errors)

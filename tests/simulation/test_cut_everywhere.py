@@ -34,7 +34,7 @@ def told_to(who: str, a: int, b: int, at: int) -> tuple[int, ...]:
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
-@sweep(7, 1)
+@sweep(17, 1)
 @pytest.mark.parametrize("who", slow_but(["one", "nobody"], ["both", "one", "nobody"]))
 @pytest.mark.parametrize(
     "workload", slow_but([EAGER], [CLEARED, EAGER, TREES]), ids=["cleared", "eager", "trees"]
@@ -60,7 +60,7 @@ def test_a_path_is_cut_at_every_event(workload: Workload, who: str, step: int) -
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
-@sweep(23, 1 if IS_THOROUGH else 3)
+@sweep(47, 1 if IS_THOROUGH else 3)
 @pytest.mark.parametrize("is_lazy", [True, False])
 @pytest.mark.parametrize("is_seen", slow_but([False], [True, False]))
 def test_a_nic_goes_down_at_every_event(is_seen: bool, is_lazy: bool, step: int) -> None:
@@ -73,7 +73,7 @@ def test_a_nic_goes_down_at_every_event(is_seen: bool, is_lazy: bool, step: int)
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
-@sweep(7, 1)
+@sweep(31, 1)
 @pytest.mark.parametrize(
     ("first_us", "second_us"), slow_but([(300, 0)], [(0, 0), (300, 0), (0, 300), (300, 300)])
 )

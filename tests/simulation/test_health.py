@@ -4,6 +4,7 @@ Every simulation checks that no two ranks plan one collective from different ver
 """
 
 import pytest
+from support.slow import slow_but, sweep
 
 from r2ccl.failover.health.table import WHOLE
 from r2ccl.testing.simulation import (
@@ -20,7 +21,7 @@ from r2ccl.testing.simulation.rank import SimRank
 
 RAIL = 1
 WORKLOAD = Workload(nranks=4, calls=(CallSpec(300),) * 4, busy_ms=(700,) * 4)
-MOMENTS = range(700, 1_500, 200)
+MOMENTS = slow_but([700, 1_100], range(700, 1_500, 200))
 
 
 @pytest.mark.parametrize("at", MOMENTS)
@@ -67,11 +68,12 @@ def test_a_cut_pair_and_a_slow_rank_are_no_news_for_the_plan() -> None:
         assert {health.version for health in outcome.known} == {0}
 
 
-def test_calls_in_close_succession_agree_despite_a_noisy_control() -> None:
+@sweep(900, 300)
+def test_calls_in_close_succession_agree_despite_a_noisy_control(step: int) -> None:
     workload = Workload(nranks=4, calls=(CallSpec(60),) * 12)
     noise = Noise(lose=20, repeat=20, late=30, late_ms=5)
     versions = set()
-    for at in range(300, 3_000, 300):
+    for at in range(300, 3_000, step):
         faults = (
             NicDown(at, 2, RAIL, restore_us=5_000),
             NicDown(at + 100, 0, 2, restore_us=3_000),

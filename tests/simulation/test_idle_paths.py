@@ -47,16 +47,18 @@ def test_idle_paths_are_closed_and_connected_again() -> None:
     assert not any(limited.verdicts)
 
 
-@pytest.mark.parametrize("nranks", [5, 6])
-def test_rails_that_connect_again_need_no_bypass(nranks: int) -> None:
-    for seed in range(10):
+@pytest.mark.parametrize(
+    ("nranks", "nseeds"), slow_but([(5, 3), (6, 3)], [(5, 3), (6, 3), (5, 10), (6, 10)])
+)
+def test_rails_that_connect_again_need_no_bypass(nranks: int, nseeds: int) -> None:
+    for seed in range(nseeds):
         assert simulate(workload(nranks, 1), seed=seed).nbypasses == 0
 
 
 @pytest.mark.parametrize("limit", [1, 2])
 @pytest.mark.parametrize(
     ("nranks", "nseeds"),
-    slow_but([(5, 5), (8, 2)], [(5, 5), (8, 2), *((n, 20) for n in range(3, 10))]),
+    slow_but([(5, 2), (8, 1)], [(5, 2), (8, 1), *((n, 20) for n in range(3, 10))]),
 )
 def test_ranks_at_different_speeds_lose_nothing(nranks: int, nseeds: int, limit: int) -> None:
     for seed in range(nseeds):
@@ -66,7 +68,7 @@ def test_ranks_at_different_speeds_lose_nothing(nranks: int, nseeds: int, limit:
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
-@sweep(370, 37)
+@sweep(1009, 37)
 def test_a_nic_goes_down_while_idle_paths_are_closed(is_seen: bool, step: int) -> None:
     job = workload(6, 2)
     for at in range(0, simulate(job).nevents, step):
@@ -75,7 +77,7 @@ def test_a_nic_goes_down_while_idle_paths_are_closed(is_seen: bool, step: int) -
         assert outcome.is_clean, (down, outcome.errors)
 
 
-@sweep(203, 29)
+@sweep(809, 29)
 def test_a_path_is_cut_while_idle_paths_are_closed(step: int) -> None:
     job = workload(5, 1)
     for at in range(0, simulate(job).nevents, step):
@@ -127,7 +129,7 @@ def left_behind(world: World) -> list[tuple[int, PathKey]]:
     return found
 
 
-@pytest.mark.parametrize("seed", slow_but((0, 1, 17, 93, 103, 174), range(200)))
+@pytest.mark.parametrize("seed", slow_but((1, 17, 103), range(200)))
 def test_paths_closed_at_any_time_lose_no_rail(seed: int) -> None:
     draw = random.Random(seed)
     nranks, nrails = draw.randrange(2, 6), draw.randrange(1, 4)

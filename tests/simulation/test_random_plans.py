@@ -146,13 +146,13 @@ larger_plans = hypothesis.settings(random_plans, max_examples=max(1, EXAMPLES //
 
 
 @LIMIT
-@given(min(50, EXAMPLES), EXAMPLES, jobs(), suppress_health_check=UNCHECKED)
+@given(min(20, EXAMPLES), EXAMPLES, jobs(), suppress_health_check=UNCHECKED)
 def test_every_job_ends_with_the_exact_result(job: tuple[Workload, FailurePlan, int]) -> None:
     check_result(job)
 
 
 @LIMIT
-@given(min(8, EXAMPLES), max(1, EXAMPLES // 5), jobs(MORE), suppress_health_check=UNCHECKED)
+@given(min(3, EXAMPLES), max(1, EXAMPLES // 5), jobs(MORE), suppress_health_check=UNCHECKED)
 def test_every_larger_job_ends_with_the_exact_result(
     job: tuple[Workload, FailurePlan, int],
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.slow import sweep
+from support.slow import slow_but, sweep
 
 from r2ccl.errors import TransportError
 from r2ccl.gpu.pxn.relay import Relay, Slot
@@ -100,12 +100,15 @@ def plan_of_cut(at: int, a: int, b: int, rail: int) -> FailurePlan:
 
 @pytest.mark.parametrize("rank_type", RANKS)
 @pytest.mark.parametrize("workload", [RING, TREES, CALLS], ids=["ring", "trees", "calls"])
-def test_slices_are_relayed_and_exact(workload: Workload, rank_type: type[RelayRank]) -> None:
+@pytest.mark.parametrize("nseeds", slow_but([1], [1, 5]))
+def test_slices_are_relayed_and_exact(
+    nseeds: int, workload: Workload, rank_type: type[RelayRank]
+) -> None:
     with (
         mock.patch.object(Relay, "copy_in", autospec=True, side_effect=Relay.copy_in) as filled,
         mock.patch.object(Relay, "copy_out", autospec=True, side_effect=Relay.copy_out) as emptied,
     ):
-        for seed in range(5):
+        for seed in range(nseeds):
             assert run(workload, seed=seed, rank_type=rank_type).is_clean
     assert filled.call_count
     assert emptied.call_count
@@ -123,14 +126,14 @@ def test_a_path_is_cut_at_every_event(workload: Workload) -> None:
             assert outcome.is_clean, (plan, rank_type, outcome.errors)
 
 
-@sweep(35, 1 if IS_THOROUGH else 7)
+@sweep(105, 1 if IS_THOROUGH else 7)
 def test_a_nic_goes_down_at_any_event(step: int) -> None:
     for at in range(0, run(RING).nevents, step):
         down = NicDown(at, at % 3, at // 3 % 2, is_seen=at % 2 == 0, restore_us=300 * (at % 2))
         assert run(RING, FailurePlan((down,)), at, RANKS[at % len(RANKS)]).is_clean, down
 
 
-@sweep(115, 23)
+@sweep(230, 23)
 @pytest.mark.parametrize("rank_type", RANKS)
 def test_calls_that_end_early_leave_their_memory_alone(
     rank_type: type[RelayRank], step: int
@@ -141,7 +144,7 @@ def test_calls_that_end_early_leave_their_memory_alone(
         assert all(outcome.errors[rank] is not None or outcome.ncalls[rank] for rank in (0, 2))
 
 
-@sweep(55, 11)
+@sweep(101, 11)
 def test_slots_come_back_whatever_happens(step: int) -> None:
     """Check the slots of every live rank once nothing moves any more."""
     for at in range(150, 450, step):
@@ -157,9 +160,10 @@ def test_slots_come_back_whatever_happens(step: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["copy", "record", "is_done"])
-def test_a_relay_that_fails_costs_a_path_and_no_call(method: str) -> None:
+@pytest.mark.parametrize("nseeds", slow_but([4], [4, 20]))
+def test_a_relay_that_fails_costs_a_path_and_no_call(method: str, nseeds: int) -> None:
     """Lose the context of the relay, not of the rank's own GPU."""
-    for seed in range(20):
+    for seed in range(nseeds):
         outcome = run(CALLS, seed=seed, rank_type=_failing(method, 1 + seed % 2))
         assert outcome.is_clean, (seed, outcome.errors)
         assert outcome.repairs, seed
@@ -254,6 +258,8 @@ def _slot_given_at_once() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(PxnTransport, "_send_waiting", send)
 
 
+#: Event of the cut at which the search for a mistake begins: where it was found last.
+FIRST = {"fenced while copied": 210}
 MISTAKES = {
     "sent early": _sent_early,
     "fenced while copied": _fenced_while_copied,
@@ -265,9 +271,10 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(mistake: str) -> None:
     with MISTAKES[mistake](), pytest.raises(Violation):
-        _sweep()
+        _sweep(FIRST.get(mistake, 150))
 
 
-def _sweep() -> None:
-    for at, workload in itertools.product(range(150, 600, 3), (TREES, RING)):
+def _sweep(first: int) -> None:
+    moments = (*range(first, 600, 3), *range(150, first, 3))
+    for at, workload in itertools.product(moments, (TREES, RING)):
         run(workload, plan_of_cut(at, *PATHS[at % 6]), at, Late)

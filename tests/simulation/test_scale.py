@@ -22,7 +22,7 @@ from r2ccl.testing.simulation.wire import Timeline
 NRAILS = 8
 PEER_TIMEOUT_S = 2.0
 TICK_S = 0.02
-SIZES = [8, 100, pytest.param(1024, marks=pytest.mark.slow)]
+SIZES = slow_but([8, 36], [8, 36, 100, 1024])
 
 
 class Rank:
@@ -150,7 +150,7 @@ def test_all_ranks_learn_of_a_death(nranks: int, victims: list[int]) -> None:
         assert max(found_s) - min(found_s) <= 2 * math.log2(nranks) * cluster.delay_s + TICK_S
 
 
-@pytest.mark.parametrize("nranks", [8, 100])
+@pytest.mark.parametrize("nranks", slow_but([8], [8, 100]))
 def test_both_sides_of_a_partition_lose_each_other(nranks: int) -> None:
     cluster = Cluster(nranks)
     cluster.run(0.1)

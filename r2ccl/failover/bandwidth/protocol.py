@@ -210,9 +210,9 @@ class Balance:
         """
         if not self._nominal:
             return 1.0
-        found = []
+        found, best = [], self._best()
         for spell in reversed(self._spells):
-            whole = self._whole(spell)
+            whole = _whole(spell, best)
             if whole:
                 found.append(statistics.median(whole) / self._nominal)
                 if len(found) == _LEVEL_NSPELLS:
@@ -269,8 +269,9 @@ class Balance:
     def _compare(self) -> dict[int, float]:
         total = dict.fromkeys(self._meters, 0.0)
         busy_s = dict.fromkeys(self._meters, 0.0)
+        best = self._best()
         for spell in reversed(self._spells):
-            whole = self._whole(spell)
+            whole = _whole(spell, best)
             if not whole:
                 continue
             standard = statistics.median(whole)
@@ -282,21 +283,25 @@ class Balance:
                 break
         return {rail: total[rail] / length_s for rail, length_s in busy_s.items() if length_s}
 
-    def _whole(self, spell: _Spell) -> list[float]:
-        """Return the rates of the rails of highest weight that were busy in `spell`.
-
-        The list is empty unless more than half of these rails were busy.
-        """
-        highest = max(self.weights.values())
-        most = sum(weight == highest for weight in self.weights.values()) / 2
-        whole = [spell.rate(rail) for rail in spell.busy_s if self.weights[rail] == highest]
-        return whole if len(whole) > most else []
+    def _best(self) -> set[int]:
+        """Return the rails of highest weight."""
+        highest = max(self.weights.values(), default=WHOLE)
+        return {rail for rail, weight in self.weights.items() if weight == highest}
 
     def _ended(self, nslices: int, now: float) -> None:
         self._under_way -= nslices
         if self._under_way == 0:
             self._active_s = self.active_s(now)
             self._busy_since_s = None
+
+
+def _whole(spell: _Spell, best: set[int]) -> list[float]:
+    """Return the rates of the rails in `best` that were busy in `spell`.
+
+    The list is empty unless more than half of these rails were busy.
+    """
+    rails = [rail for rail in spell.busy_s if rail in best]
+    return [spell.rate(rail) for rail in rails] if len(rails) > len(best) / 2 else []
 
 
 def shares(

@@ -6,7 +6,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import slow
 from support.schedules import float_results
@@ -48,8 +47,7 @@ def test_any_part_is_accepted_and_costs_what_it_says(part: BlendPart) -> None:
     assert measure(schedule) == schedule.cost
 
 
-@settings(deadline=None, max_examples=25)
-@given(parts(), st.booleans())
+@slow.given(10, 25, parts(), st.booleans())
 def test_any_part_sums(part: BlendPart, in_place: bool) -> None:
     n = len(part.sent)
     inputs = [np.random.default_rng(rank).integers(-999, 999, 100) for rank in range(n)]
@@ -57,8 +55,7 @@ def test_any_part_sums(part: BlendPart, in_place: bool) -> None:
         np.testing.assert_array_equal(output, sum(inputs))
 
 
-@settings(deadline=None, max_examples=25)
-@given(parts())
+@slow.given(10, 25, parts())
 def test_floats_agree_bit_for_bit_on_all_ranks_and_in_both_modes(part: BlendPart) -> None:
     assert len(float_results(alone(part))) == 1
 
@@ -77,8 +74,7 @@ def test_many_ranks(n: int, nsegments: int) -> None:
     assert measure(schedule) == schedule.cost
 
 
-@settings(deadline=None, max_examples=25)
-@given(parts())
+@slow.given(10, 25, parts())
 def test_every_rank_carries_what_its_part_says(part: BlendPart) -> None:
     count = part.nchunks << 12
     schedule = alone(part)
@@ -95,15 +91,13 @@ def test_with_one_straggler_roles_reach_the_bound(n: int, left: int) -> None:
     assert choose(of).time == packed_trees.lower_bound(of)
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 7), max_size=4))
+@slow.given(40, 100, st.lists(st.integers(1, 7), max_size=4))
 def test_with_some_stragglers_among_many_roles_reach_the_bound(lost: list[int]) -> None:
     of = [*lost, *[8] * (16 - len(lost))]
     assert choose(of).time == packed_trees.lower_bound(of)
 
 
-@settings(deadline=None)
-@given(bandwidths)
+@slow.given(40, 100, bandwidths)
 def test_the_time_is_that_of_the_busiest(of: list[int]) -> None:
     n = len(of)
     roles = choose(of)
@@ -121,8 +115,7 @@ def test_equal_ranks_are_a_plain_ring() -> None:
     assert leaf_ring.allreduce([3, 3, 3]).nchunks == (3,)
 
 
-@settings(deadline=None)
-@given(bandwidths, st.integers(1, 40))
+@slow.given(40, 100, bandwidths, st.integers(1, 40))
 def test_relaying_is_dealt_evenly(of: list[int], nsegments: int) -> None:
     roles = choose(of)
     dealt = deal(roles, nsegments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,9 +16,12 @@ from r2ccl.schedule.check import check
 from r2ccl.schedule.cost import measure, wire_nbytes
 from r2ccl.schedule.interpret import interpret
 
+CASES = list(product(range(1, 11), (1, 2, 3, 4, 7)))
 
-@pytest.mark.parametrize("nsegments", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("n", range(1, 11))
+
+@pytest.mark.parametrize(
+    ("n", "nsegments"), slow_but([*(case for case in CASES if case[0] < 6), (8, 3)], CASES)
+)
 def test_it_is_accepted_and_costs_what_it_says(n: int, nsegments: int) -> None:
     for straggler in {0, n // 2, n - 1}:
         of = [2] * n

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,11 +17,13 @@ from r2ccl.schedule.cost import measure
 from r2ccl.schedule.interpret import interpret
 
 SHARES = [None, Fraction(0), Fraction(1, 3), Fraction(1)]
+CASES = list(product(range(1, 9), (1, 2, 5), SHARES))
 
 
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("nchunks", [1, 2, 5])
-@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize(
+    ("n", "nchunks", "share"),
+    slow_but([*(case for case in CASES if case[0] < 5), (7, 2, Fraction(1, 3))], CASES),
+)
 def test_it_is_accepted_and_costs_what_it_says(
     n: int, nchunks: int, share: Fraction | None
 ) -> None:

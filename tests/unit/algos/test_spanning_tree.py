@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.slow import given
 
 from r2ccl.algos import spanning_tree, tree
 from r2ccl.errors import InvalidArgument
@@ -30,8 +30,7 @@ def talk_over(schedule: Schedule, parents: list[int]) -> bool:
     )
 
 
-@settings(deadline=None, max_examples=40)
-@given(trees(), st.integers(1, 3))
+@given(15, 40, trees(), st.integers(1, 3))
 def test_every_tree_carries_every_collective(parents: list[int], nchannels: int) -> None:
     for make in (spanning_tree.allgather, spanning_tree.reduce_scatter):
         schedule = make(parents, nchannels)
@@ -40,8 +39,7 @@ def test_every_tree_carries_every_collective(parents: list[int], nchannels: int)
         assert talk_over(schedule, parents)
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 10), st.integers(0, 999))
+@given(30, 60, st.integers(1, 10), st.integers(0, 999))
 def test_a_tree_is_found_wherever_there_is_one(n: int, seed: int) -> None:
     rng = random.Random(seed)
     edges = {frozenset((rank, rng.randrange(rank))) for rank in range(1, n)}

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.slow import given
 
 from r2ccl.algos import tree
 from r2ccl.errors import InvalidArgument
@@ -47,15 +47,13 @@ def test_double_binary_trees_are_flat_and_share_the_work(n: int) -> None:
     assert max(sum(each.degree(rank) for each in trees) for rank in range(n)) <= 4
 
 
-@settings(deadline=None, max_examples=60)
-@given(parents())
+@given(20, 60, parents())
 def test_any_tree_reduces_broadcasts_and_does_both(one: tree.Parents) -> None:
     for make in (tree.allreduce, tree.reduce, tree.broadcast):
         require_sound(make([one]))
 
 
-@settings(deadline=None, max_examples=30)
-@given(parents(), st.integers(0, 50))
+@given(15, 30, parents(), st.integers(0, 50))
 def test_trees_sum(one: tree.Parents, count: int) -> None:
     inputs = [np.arange(count, dtype=np.int64) * (rank + 1) for rank in range(len(one))]
     for result in interpret(tree.allreduce([one, one]), inputs, np.add):

@@ -14,14 +14,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import slow
 
 from r2ccl.algos import recursive_doubling, ring, tree
 from r2ccl.flowsim import Change, Network, simulate
 from r2ccl.schedule.chunks import layout
 from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
-
-#: Shared cores stall for longer than any one example needs.
-relaxed = settings(deadline=None, max_examples=150)
 
 
 class Wire:
@@ -369,8 +367,7 @@ def assert_agree(schedule, nbytes, network, nslices, node_ports=False):
     assert outcome.time_s == pytest.approx(float(reference.now), rel=1e-9)
 
 
-@given(st.data())
-@relaxed
+@slow.given(50, 150, st.data())
 def test_random_programs_take_the_time_the_reference_says(data):
     schedule = data.draw(schedules())
     network = data.draw(networks(schedule.nranks))
@@ -394,8 +391,7 @@ def test_collectives_take_the_time_the_reference_says(name, data):
     assert_agree(schedule, 120, network, data.draw(st.integers(1, 3)))
 
 
-@given(data=st.data())
-@settings(deadline=None, max_examples=25)
+@slow.given(10, 25, st.data())
 def test_reductions_of_a_channel_take_turns_as_in_the_reference(data):
     """One link into each lane: with more, who of two that come together is first is open."""
     schedule = ring.allreduce(data.draw(st.integers(2, 5)), 2)
@@ -405,8 +401,7 @@ def test_reductions_of_a_channel_take_turns_as_in_the_reference(data):
     assert_agree(schedule, 120, network, data.draw(st.integers(1, 3)))
 
 
-@given(st.data())
-@relaxed
+@slow.given(50, 150, st.data())
 def test_fair_queues_carry_every_byte_within_every_ports_rate(data):
     schedule = data.draw(schedules())
     network = msgspec.structs.replace(data.draw(networks(schedule.nranks)), changes=())

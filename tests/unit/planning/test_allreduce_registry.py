@@ -5,8 +5,8 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.slow import given
 
 from r2ccl.config import ALGOS
 from r2ccl.planning.allreduce_registry import FAMILIES, Terms, candidates, expand
@@ -29,8 +29,9 @@ def test_every_family_has_a_name_that_users_can_give() -> None:
     assert set(FAMILIES) == set(ALGOS) - {"auto"}
 
 
-@settings(deadline=None, max_examples=40)
 @given(
+    15,
+    40,
     st.lists(st.tuples(*[st.sampled_from([0, 4, 16])] * 3), min_size=1, max_size=6),
     st.sampled_from(sorted(FAMILIES)),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import slow
 from support.healths import health
@@ -72,8 +71,7 @@ def test_channels_are_as_many_as_the_data_is_worth() -> None:
     assert counts == [1, 2, 6]
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.data())
+@slow.given(15, 40, st.data())
 def test_what_was_asked_before_changes_no_choice(data: st.DataObject) -> None:
     """`explain` is local: a rank that calls it plans as the others do."""
     nodes = data.draw(st.sampled_from([(0, 1, 2), (0, 1, 2, 0, 1), (0, 0, 1, 1, 2, 2)]))

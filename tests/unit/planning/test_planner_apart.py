@@ -71,11 +71,16 @@ def test_every_collective_is_bridged_whatever_is_lost(
     health = Health(1, NRAILS, bytes(share for node in nodes for share in rows[node]))
     fabric = Fabric(range(NRAILS), NRAILS, nodes if per_node > 1 else (), RATES)
     planner = Planner(fabric, Config(mode=mode, algo=algo))
+    checked = set()
     for collective, nbytes in product(Collective, (100, 64 * MIB)):
         call = CallSignature(collective, 0, ReduceOp.SUM, 0, len(nodes) - 1)
         for is_sample in (False, True):
             choice = planner.plan(call, nbytes, health, is_bandwidth_sample=is_sample)
             schedule = choice.schedule
+            key = (schedule.digest(), schedule.root)
+            if key in checked:
+                continue
+            checked.add(key)
             check(schedule)
             if collective not in FIXED:
                 assert not without_a_way(schedule, rows, nodes)

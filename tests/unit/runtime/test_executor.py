@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import hypothesis
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import strategies as st
 from support.datapaths import DataPath
+from support.slow import given
 
 from r2ccl import kernels
 from r2ccl.algos import recursive_doubling, ring
@@ -104,17 +104,18 @@ def data(nranks: int, count: int, dtype: str = "float32") -> list[Array]:
     return [(random.standard_normal(count) * 100).astype(dtype) for _ in range(nranks)]
 
 
-@hypothesis.settings(deadline=None, max_examples=60)
-@hypothesis.given(
-    nranks=st.integers(1, 5),
-    count=st.integers(0, 200),
-    nchannels=st.integers(1, 3),
-    slice_nbytes=st.sampled_from([4, 20, 64, 1_000]),
-    eager_nbytes=st.sampled_from([0, 8, 64, 1_000]),
-    depth=st.integers(1, 3),
-    is_ring=st.booleans(),
-    is_in_place=st.booleans(),
-    seed=st.integers(0, 1_000),
+@given(
+    20,
+    60,
+    st.integers(1, 5),
+    st.integers(0, 200),
+    st.integers(1, 3),
+    st.sampled_from([4, 20, 64, 1_000]),
+    st.sampled_from([0, 8, 64, 1_000]),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 1_000),
 )
 def test_allreduce_is_the_sum(
     nranks: int,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import slow
 
@@ -184,8 +184,7 @@ def make_rail(shape: dict[str, float], rate: Callable[[float], float] | None = N
     )
 
 
-@settings(max_examples=150, deadline=None)
-@given(rails, st.integers(3, 8))
+@slow.given(50, 150, rails, st.integers(3, 8))
 def test_thirty_slices_give_the_rate_within_15_percent(
     shape: dict[str, float], window: int
 ) -> None:
@@ -204,8 +203,7 @@ def test_a_change_is_followed_within_a_second_of_traffic(
     assert job.rate() == pytest.approx(factor * shape["rate"], rel=0.15)
 
 
-@settings(max_examples=60, deadline=None)
-@given(rails, st.lists(st.floats(0.0, 10.0), min_size=3, max_size=3))
+@slow.given(20, 60, rails, st.lists(st.floats(0.0, 10.0), min_size=3, max_size=3))
 def test_idle_time_and_short_operations_keep_the_estimate(
     shape: dict[str, float], gaps_s: list[float]
 ) -> None:

@@ -4,8 +4,8 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.slow import given
 
 from r2ccl.failover.failback.protocol import DEFAULT, Policy, Quarantine
 
@@ -282,8 +282,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(events)
+@given(100, 300, events)
 def test_any_order_of_events_keeps_the_invariants(history: list[tuple[str, float]]) -> None:
     quarantine = Quarantine(0.0)
     now, ngood = 0.0, 0

@@ -19,8 +19,8 @@ from unittest import mock
 
 import msgspec
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.slow import given, slow_but
 
 from r2ccl.errors import CommunicatorRevoked, InternalError, InvalidArgument
 from r2ccl.failover.health.protocol import (
@@ -174,12 +174,13 @@ def play(world: World, schedule: bytes) -> World:
 # Random schedules
 
 
-@settings(max_examples=300, deadline=None)
 @given(
-    nranks=st.integers(1, 9),
-    window=st.integers(1, 3),
-    rest_s=st.sampled_from([0.0, 0.02]),
-    schedule=st.binary(max_size=100) | st.binary(min_size=300, max_size=600),
+    100,
+    300,
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.sampled_from([0.0, 0.02]),
+    st.binary(max_size=100) | st.binary(min_size=300, max_size=600),
 )
 def test_no_two_ranks_plan_a_collective_from_different_versions(
     nranks: int, window: int, rest_s: float, schedule: bytes
@@ -191,27 +192,30 @@ def random_schedule(seed: int, nbytes: int = 400) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
-@pytest.mark.parametrize("nranks", [2, 3, 6, 11])
-def test_long_schedules_of_many_rounds(nranks: int) -> None:
+@pytest.mark.parametrize(
+    ("nranks", "nschedules"),
+    slow_but([(2, 60), (3, 60), (11, 15)], [(2, 60), (3, 60), (11, 15), (6, 60), (11, 60)]),
+)
+def test_long_schedules_of_many_rounds(nranks: int, nschedules: int) -> None:
     versions = 0
-    for seed in range(60):
+    for seed in range(nschedules):
         schedule = random_schedule(seed, 200 * nranks)
         versions += play(World(nranks), schedule).ranks[0].held.version
-    assert versions > 60 * 5, "the schedules must make the ranks agree often"
+    assert versions > 5 * nschedules, "the schedules must make the ranks agree often"
 
 
 # Every interleaving of two ranks
 
 #: What the ranks report, in this order: each the moment it is next and chosen to happen.
 TOLD = ((1, RailShare(1, 0, DOWN)), (0, RailShare(0, 1, DOWN)))
-MAX_OP = 5
 
 
 class SmallWorld(World):
-    """Two ranks that report `TOLD` and start `MAX_OP` collectives, in any order."""
+    """Two ranks that report `TOLD` and start `nops` collectives, in any order."""
 
-    def __init__(self) -> None:
+    def __init__(self, nops: int) -> None:
         super().__init__(2)
+        self.nops = nops
         self.told = 0
 
     def moves(self) -> list[Callable[[], None]]:
@@ -222,7 +226,7 @@ class SmallWorld(World):
         found += [
             partial(self.start, rank)
             for rank, agreement in enumerate(self.ranks)
-            if agreement.started < MAX_OP and agreement.may_start(agreement.started + 1)
+            if agreement.started < self.nops and agreement.may_start(agreement.started + 1)
         ]
         found += [partial(self.deliver, pair) for pair, queue in self.queues.items() if queue]
         return found
@@ -233,8 +237,14 @@ class SmallWorld(World):
         self.report(rank, news)
 
 
-def test_every_interleaving_of_two_ranks_reports_and_collectives() -> None:
-    first = pickle.dumps(SmallWorld())
+@pytest.mark.parametrize(
+    ("nops", "least_states", "least_ends"),
+    slow_but([(3, 1500, 60)], [(3, 1500, 60), (5, 5000, 200)]),
+)
+def test_every_interleaving_of_two_ranks_reports_and_collectives(
+    nops: int, least_states: int, least_ends: int
+) -> None:
+    first = pickle.dumps(SmallWorld(nops))
     seen, todo, ends = {first}, [first], 0
     while todo:
         state = todo.pop()
@@ -253,8 +263,8 @@ def test_every_interleaving_of_two_ranks_reports_and_collectives() -> None:
             world = pickle.loads(state)
             world.settle()
             world.check_settled()
-    assert ends > 200
-    assert len(seen) > 5000, "too few states for every interleaving"
+    assert ends > least_ends
+    assert len(seen) > least_states, "too few states for every interleaving"
 
 
 # Broken protocols: the schedules above must find them

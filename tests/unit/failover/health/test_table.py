@@ -4,8 +4,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support import slow
 
 from r2ccl.bootstrap.session import MAX_BODY_NBYTES
 from r2ccl.errors import InvalidArgument
@@ -236,8 +237,7 @@ def test_what_was_not_measured_is_excused_by_nobody() -> None:
     assert findings.merged(whole()).share(0, 1) == 2, "a verdict of another rank stands"
 
 
-@settings(max_examples=150, deadline=None)
-@given(said=st.lists(st.tuples(st.integers(0, NRANKS - 1), NEWS), max_size=12), data=st.data())
+@slow.given(50, 150, st.lists(st.tuples(st.integers(0, NRANKS - 1), NEWS), max_size=12), st.data())
 def test_the_order_of_different_ranks_words_does_not_matter(
     said: list[tuple[int, RailShare]], data: st.DataObject
 ) -> None:

@@ -6,7 +6,15 @@ from typing import Any
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from support.slow import slow_but
 
 from r2ccl.errors import InternalError
 from r2ccl.failover.migration.link import LinkReport, RecvLink, SendLink, SliceState
@@ -536,5 +544,7 @@ class Links(RuleBasedStateMachine):
         assert self.nreleased == target
 
 
-TestLinks = Links.TestCase
-TestLinks.settings = hypothesis.settings(max_examples=100, stateful_step_count=60, deadline=None)
+@pytest.mark.parametrize("nexamples", slow_but([40], [40, 150]))
+def test_a_link_over_paths_that_come_and_go(nexamples: int) -> None:
+    limits = hypothesis.settings(max_examples=nexamples, stateful_step_count=60, deadline=None)
+    run_state_machine_as_test(Links, settings=limits)

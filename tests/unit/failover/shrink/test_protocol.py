@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import slow
 
 from r2ccl.errors import InternalError, InvalidArgument
 from r2ccl.failover.shrink.protocol import (
@@ -281,8 +281,7 @@ def with_doubts(nranks: int, seed: int, kind: type[Shrinking] = Shrinking) -> Wo
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=600, deadline=None)
-@given(nranks=st.integers(1, 6), seed=SEEDS)
+@slow.given(100, 600, st.integers(1, 6), SEEDS)
 def test_survivors_go_on_together_or_raise_and_none_waits_on(nranks: int, seed: int) -> None:
     world = with_crashes(nranks, seed)
     world.check_agreement()
@@ -292,14 +291,12 @@ def test_survivors_go_on_together_or_raise_and_none_waits_on(nranks: int, seed: 
         assert all(world.life[rank] is Life.DONE for rank in alive), world.life
 
 
-@settings(max_examples=600, deadline=None)
-@given(nranks=st.integers(2, 6), seed=SEEDS)
+@slow.given(100, 600, st.integers(2, 6), SEEDS)
 def test_no_two_groups_go_on_although_the_living_are_given_up(nranks: int, seed: int) -> None:
     with_doubts(nranks, seed).check_partition()
 
 
-@settings(max_examples=200, deadline=None)
-@given(nranks=st.integers(2, 5), seed=SEEDS)
+@slow.given(50, 200, st.integers(2, 5), SEEDS)
 def test_any_quorum_lets_the_last_one_go_on(nranks: int, seed: int) -> None:
     rng = random.Random(seed)
     world = World(nranks, quorum="any")
@@ -355,11 +352,18 @@ class Forgets(Shrinking):
         return super().tell(info)
 
 
-@pytest.mark.parametrize(
-    "mistake", [GoesOnAlone, IgnoresDone, BuildsAtOnce, WaitsForNews, MixesAttempts, Forgets]
-)
+#: Mistakes, and the seed at which the search for each begins: few schedules show that a rank
+#: forgets what it has built.
+MISTAKES = {
+    GoesOnAlone: 0, IgnoresDone: 0, BuildsAtOnce: 0, WaitsForNews: 0, MixesAttempts: 0,
+    Forgets: 2950,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_schedules_find_mistakes(mistake: type[Shrinking]) -> None:
-    for seed in range(3000):
+    first = MISTAKES[mistake]
+    for seed in range(first, first + 3000):
         try:
             world = with_crashes(4, seed, mistake)
             world.check_agreement()

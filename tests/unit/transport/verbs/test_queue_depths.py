@@ -17,7 +17,7 @@ from r2ccl.transport.verbs import queue_depths
 from r2ccl.transport.verbs.registration import RegistrationCache
 from r2ccl.types import PathKey, ProbeKey
 
-many_peers = pytest.mark.parametrize("npeers", slow_but([63], [63, 255]))
+many_peers = pytest.mark.parametrize("npeers", slow_but([15], [15, 63, 255]))
 #: As many as a send queue holds.
 NSLICES = queue_depths.NSENDS
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import errno
-import gc
 import itertools
 import logging
 import threading
@@ -23,8 +22,10 @@ from hypothesis.stateful import (
     multiple,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 from support import interrupted
+from support.slow import slow_but
 
 from r2ccl.errors import InternalError, InvalidArgument, TransportError
 from r2ccl.transport.verbs.lifetime import allocation_of
@@ -159,11 +160,9 @@ def test_an_array_over_foreign_memory_lives_as_long_as_that(cache: RegistrationC
     cache.register(address, 64, x)
 
     del x
-    gc.collect()
     assert cache.find(address, 64) is not None
 
     del export
-    gc.collect()
     assert cache.find(address, 64) is None
 
 
@@ -264,7 +263,6 @@ def test_a_freed_array_is_not_found_and_not_kept_alive(
     assert not registration.is_owner_held
 
     del x
-    gc.collect()
 
     assert cache.find(address, 80) is None
     assert not any(nic.open for nic in nics)
@@ -282,7 +280,6 @@ def test_memory_mapped_again_at_an_address_is_registered_anew(
     old, new = Owner(), Owner()
     stale = cache.register(4096, 100, old)
     del old
-    gc.collect()
 
     fresh = cache.register(4096, 200, new)
 
@@ -319,7 +316,6 @@ def test_a_pin_keeps_owner_and_registration_until_work_is_done(
     registration.unpin()
 
     del x
-    gc.collect()
     cache.drain()
     assert cache.find(address, 80) is registration
 
@@ -371,7 +367,6 @@ def test_memory_covered_for_another_owner_is_registered_anew(
     mine = cache.register(1600, 100, inner)
     assert_index_is_sound(cache)
     del a, b
-    gc.collect()
 
     assert cache.find(1600, 100) is mine
 
@@ -393,7 +388,6 @@ def test_a_dead_overlapping_registration_hides_no_live_one(
     left = cache.register(1000, 1000, living)
     cache.register(1500, 1000, dying)
     del dying
-    gc.collect()
 
     assert cache.find(1600, 100) is left
 
@@ -764,5 +758,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert not any(nic.open for nic in self.nics)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-test_any_sequence_of_calls = CacheMachine.TestCase
+@pytest.mark.parametrize("nexamples", slow_but([50], [50, 150]))
+def test_any_sequence_of_calls(nexamples: int) -> None:
+    limits = settings(max_examples=nexamples, stateful_step_count=40, deadline=None)
+    run_state_machine_as_test(CacheMachine, settings=limits)
