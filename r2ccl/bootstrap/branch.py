@@ -47,17 +47,12 @@ class Branch:
     ----------
     rank, nranks : int
         ``rank`` is not 0.
-    leader : socket.socket
-        Connection to rank 0. Borrowed.
     rejections : Rejections
     """
 
-    def __init__(
-        self, rank: int, nranks: int, leader: socket.socket, rejections: Rejections
-    ) -> None:
+    def __init__(self, rank: int, nranks: int, rejections: Rejections) -> None:
         self._rank = rank
         self._parent = parent(rank)
-        self._leader = leader
         self._rejections = rejections
         self._listening: socket.socket | None = None
         self._listener: Listener | None = None
@@ -82,7 +77,7 @@ class Branch:
     def listen(self, host: str) -> wire.Address:
         """Listen for the children at numeric address `host`; return the address to connect to.
 
-        Return ``("", 0)`` if this rank has no children.
+        Return ``("", 0)`` if this rank has no children. Another call replaces the listening socket.
 
         Raises
         ------
@@ -91,6 +86,9 @@ class Branch:
         """
         if not self._awaited:
             return ("", 0)
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
         try:
             self._listening = wire.listen(host)
         except OSError as exc:
@@ -98,9 +96,11 @@ class Branch:
         return (host, int(self._listening.getsockname()[1]))
 
     async def exchange(
-        self, own: PeerInfo, secret: Secret, welcome: Welcome
+        self, own: PeerInfo, secret: Secret, leader: socket.socket, welcome: Welcome
     ) -> tuple[PeerInfo, ...]:
         """Send `own` and the children's addresses to the parent; return those of all ranks.
+
+        `leader` is the connection to rank 0, on which `welcome` arrived. Borrowed.
 
         Raises
         ------
@@ -108,7 +108,8 @@ class Branch:
             As for `r2ccl.bootstrap.rendezvous.meet`. The children raise the same error.
         """
         self._communicator_id = welcome.communicator_id
-        self._readers[0] = MessageReader(self._leader, self._settle, self._on_leader_end)
+        self._leader = leader
+        self._readers[0] = MessageReader(leader, self._settle, self._on_leader_end)
         if self._listening is not None:
             self._listener = Listener([self._listening], secret, self._admit, self._rejections)
             self._listener.start()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 
 from r2ccl.bootstrap import wire
 from r2ccl.bootstrap.auth import (
@@ -25,6 +26,10 @@ from r2ccl.bootstrap.auth import (
 )
 from r2ccl.bootstrap.wire import HANDSHAKE_TIMEOUT_S, Address
 from r2ccl.errors import decode_errno, exhaustion_advice
+
+#: Function that returns the first bytes that a dialer sends over its connected socket. With the
+#: proof, they must fit into the buffer of a new connection, which has at least 4 KiB.
+FirstBytes = Callable[[socket.socket], bytes]
 
 
 class HandshakeTimeout(TimeoutError):
@@ -45,14 +50,23 @@ class _Dialing:
     dialer : Dialer
     limit_s : float
         Longest time in seconds of the handshake, including that of connecting.
+    first_bytes : callable, optional
+        As for `dial`.
     """
 
-    def __init__(self, sock: socket.socket, dialer: Dialer, limit_s: float) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        dialer: Dialer,
+        limit_s: float,
+        first_bytes: FirstBytes | None = None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._sock = sock
         self._fd = sock.fileno()
         self._dialer = dialer
         self._limit_s = limit_s
+        self._first_bytes = first_bytes
         self._has_proved = False
         #: Size in bytes of the acceptor's next message, and what has arrived of it.
         self._wanted, self._received = OPENING_NBYTES, b""
@@ -118,8 +132,10 @@ class _Dialing:
             self._forget()
             self._end.set_result(None)
         else:
-            # This always fits into the buffer of a new connection.
-            self._sock.send(self._dialer.prove(message))
+            proof = self._dialer.prove(message)
+            if self._first_bytes is not None:
+                proof += self._first_bytes(self._sock)
+            self._sock.send(proof)  # always fits into the buffer of a new connection
             self._has_proved, self._wanted = True, ANSWER_NBYTES
 
     def _expect_connected(self, until_s: float) -> None:
@@ -151,12 +167,16 @@ async def dial(
     *,
     source: str = "",
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    first_bytes: FirstBytes | None = None,
 ) -> socket.socket:
     """Connect to `target` (numeric) from local address `source` and authenticate with `claim`.
 
     Connecting takes at most `timeout_s`, since the peer's kernel answers. Connecting and
     authenticating take at most `timeout_s` or `HANDSHAKE_TIMEOUT_S`, whichever is longer, since the
     peer may be busy.
+
+    The result of `first_bytes` is sent together with the proof, so that the acceptor wakes up once
+    for both. At this time the far end has not proved that it knows the secret.
 
     Returns
     -------
@@ -176,7 +196,7 @@ async def dial(
     """
     dialer = Dialer(secret, claim, os.urandom(NONCE_NBYTES))
     sock = wire.open_socket(target[0], source)
-    dialing = _Dialing(sock, dialer, max(timeout_s, HANDSHAKE_TIMEOUT_S))
+    dialing = _Dialing(sock, dialer, max(timeout_s, HANDSHAKE_TIMEOUT_S), first_bytes)
     dialing.connect(target, timeout_s)
     return await dialing.wait()
 
@@ -233,4 +253,4 @@ def describe_failure(exc: OSError | HandshakeRejected, target: Address, timeout_
     return "; ".join(filter(None, explain_failure(exc, target, timeout_s)))
 
 
-__all__ = ["HandshakeTimeout", "describe_failure", "dial", "explain_failure", "prove"]
+__all__ = ["FirstBytes", "HandshakeTimeout", "describe_failure", "dial", "explain_failure", "prove"]

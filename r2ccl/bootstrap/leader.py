@@ -223,7 +223,9 @@ class Leader:
         return self._receive_member
 
     def _receive_member(self, sock: socket.socket) -> None:
-        self._members.append(_Member(sock, self._on_message, self._on_end, self._readers))
+        member = _Member(sock, self._on_message, self._on_end, self._readers)
+        self._members.append(member)
+        member.reader.read()  # its Hello, which has arrived with its proof
 
     def _on_message(self, member: _Member, body: bytes) -> None:
         if member.rank < 0:

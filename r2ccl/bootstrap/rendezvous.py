@@ -12,6 +12,9 @@ choice of rails depends on whether all ranks share a host::
     Ready(PeerInfo of its part of the tree)    ->  rank 0: waits for all
                                                <-  Table(peers), all with the same number of rails
 
+A rank sends its Hello together with its proof of the secret, so that rank 0 wakes up once for both;
+rank 0 reads the Hello only after it has verified the proof.
+
 The second round goes through the tree, so that rank 0 exchanges addresses with log2(n) ranks only.
 Rank 0's children use the connection that they have. An error on any
 rank becomes a ``MeetingFailed``, which rank 0 sends to all ranks, so that all raise the same error.
@@ -23,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -124,14 +128,20 @@ class _Member:
         self._timeout_s = timeout_s
         self._control_address = control_address
         self._last_failure = "rank 0 has not published the secret yet"
+        #: Error of this rank's listener for its children in the tree, if it could not be opened.
+        self._unlistenable: InvalidArgument | None = None
         #: Error of the last attempt if it could not resolve the name of rank 0, else None.
         self._unresolved: OSError | None = None
         self._leader = LeaderName(identity.rank, identity.address, identity.port)
 
     async def run(self) -> Meeting:
         """Join the rendezvous at rank 0, return its result and close all connections."""
-        sock, secret = await self._reach_leader()
-        branch = Branch(self._hello.rank, self._hello.nranks, sock, self._rejections)
+        branch = Branch(self._hello.rank, self._hello.nranks, self._rejections)
+        try:
+            sock, secret = await self._reach_leader(branch)
+        except BaseException:
+            await branch.close()
+            raise
         try:
             async with asyncio.timeout(self._timeout_s + VERDICT_MARGIN_S):
                 return await self._join(sock, secret, branch)
@@ -153,29 +163,35 @@ class _Member:
             sock.close()
 
     async def _join(self, sock: socket.socket, secret: Secret, branch: Branch) -> Meeting:
-        own_address = str(sock.getsockname()[0])
-        try:
-            address = branch.listen(self._control_address or own_address)
-        except InvalidArgument as exc:
-            await self._say(sock, self._hello)
-            await self._say(sock, MeetingFailed(str(exc)))
-            raise
-        await self._say(sock, msgspec.structs.replace(self._hello, address=address))
+        if self._unlistenable is not None:
+            await self._say(sock, MeetingFailed(str(self._unlistenable)))
+            raise self._unlistenable
         welcome = self._take(Welcome, await wire.receive_message(sock))
         try:
-            own = self._prepare(welcome.is_on_one_host, own_address)
+            own = self._prepare(welcome.is_on_one_host, _own_address(sock))
         except R2cclError as exc:
             await self._say(sock, MeetingFailed(str(exc)))
             raise
-        peers = await branch.exchange(own, secret, welcome)
+        peers = await branch.exchange(own, secret, sock, welcome)
         return Meeting(welcome.communicator_id, secret, peers)
 
-    async def _reach_leader(self) -> tuple[socket.socket, Secret]:
+    def _first_message(self, branch: Branch, sock: socket.socket) -> bytes:
+        """Listen for this rank's children at the address of `sock`; return the framed `Hello`."""
+        try:
+            address = branch.listen(self._control_address or _own_address(sock))
+        except InvalidArgument as exc:
+            self._unlistenable = exc
+            address = self._hello.address
+        else:
+            self._unlistenable = None
+        return wire.frame(encode(msgspec.structs.replace(self._hello, address=address)))
+
+    async def _reach_leader(self, branch: Branch) -> tuple[socket.socket, Secret]:
         pause = _FIRST_PAUSE_S
         began_s = monotonic()
         give_up_at, is_said = began_s + self._timeout_s, False
         while (left_s := give_up_at - monotonic()) > 0:
-            found = await self._try_leader(left_s)
+            found = await self._try_leader(left_s, branch)
             if found is not None:
                 return found
             if not is_said and monotonic() > began_s + _REPORT_AFTER_S:
@@ -198,7 +214,9 @@ class _Member:
             peer=0,
         )
 
-    async def _try_leader(self, timeout_s: float) -> tuple[socket.socket, Secret] | None:
+    async def _try_leader(
+        self, timeout_s: float, branch: Branch
+    ) -> tuple[socket.socket, Secret] | None:
         secret = self._identity.secret.current()
         if secret is None:
             return None
@@ -211,7 +229,11 @@ class _Member:
             return None
         self._unresolved = None
         try:
-            return await dialing.dial(secret, claim, target, timeout_s=timeout_s), secret
+            sock = await dialing.dial(
+                secret, claim, target, timeout_s=timeout_s,
+                first_bytes=partial(self._first_message, branch),
+            )  # fmt: skip
+            return sock, secret
         except (OSError, HandshakeRejected) as exc:
             self._last_failure = dialing.describe_failure(exc, target, timeout_s)
         return None
@@ -227,6 +249,10 @@ class _Member:
 
     def _where(self) -> str:
         return f"{self._identity.address}:{self._identity.port}"
+
+
+def _own_address(sock: socket.socket) -> str:
+    return str(sock.getsockname()[0])
 
 
 __all__ = ["meet"]

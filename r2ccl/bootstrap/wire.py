@@ -123,6 +123,11 @@ async def resolve(host: str, port: int) -> str:
     return str(found[0][4][0])
 
 
+def frame(body: bytes) -> bytes:
+    """Return `body`, prefixed with its length, as `send_message` sends it."""
+    return _LENGTH.pack(len(body)) + body
+
+
 async def send_message(sock: socket.socket, body: bytes) -> None:
     """Send `body`, prefixed with its length.
 
@@ -132,7 +137,7 @@ async def send_message(sock: socket.socket, body: bytes) -> None:
         If the connection fails.
     """
     loop = asyncio.get_running_loop()
-    await loop.sock_sendall(sock, _LENGTH.pack(len(body)) + body)
+    await loop.sock_sendall(sock, frame(body))
 
 
 async def send_messages(messages: Iterable[tuple[socket.socket, bytes]]) -> None:
@@ -140,7 +145,7 @@ async def send_messages(messages: Iterable[tuple[socket.socket, bytes]]) -> None
     loop = asyncio.get_running_loop()
     rests = []
     for sock, body in messages:
-        packet = memoryview(_LENGTH.pack(len(body)) + body)
+        packet = memoryview(frame(body))
         # A coroutine only where the socket's buffer is too small: there are n - 1 sockets.
         with contextlib.suppress(OSError):
             if (nsent := _send_some(sock, packet)) < len(packet):
@@ -218,7 +223,7 @@ class MessageReader:
         self._received = bytearray()
         self._is_stopped = False
         self._readers: ReadLoop = readers or asyncio.get_running_loop()
-        self._readers.add_reader(sock.fileno(), self._read)
+        self._readers.add_reader(sock.fileno(), self.read)
 
     def stop(self) -> None:
         """Stop receiving; must be called before the socket is closed. Idempotent."""
@@ -226,7 +231,8 @@ class MessageReader:
             self._is_stopped = True
             self._readers.remove_reader(self._sock.fileno())
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Receive what has arrived. The loop calls this whenever the socket is readable."""
         try:
             piece = self._sock.recv(_READ_NBYTES)
             if not piece:
@@ -290,6 +296,7 @@ __all__ = [
     "Address",
     "MessageReader",
     "close_hard",
+    "frame",
     "limit_silence",
     "listen",
     "open_socket",

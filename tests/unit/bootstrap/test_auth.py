@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import pickle
 
 import pytest
@@ -31,6 +32,13 @@ def dialer(nonce: bytes = b"d" * 32, secret: Secret = SECRET, claim: Claim = CLA
 
 def acceptor(nonce: bytes = b"a" * 32, secret: Secret = SECRET) -> Acceptor:
     return Acceptor(secret, nonce)
+
+
+@given(key=st.binary(min_size=32, max_size=32), message=st.binary(max_size=200))
+def test_a_signature_is_the_hmac_of_the_message(key: bytes, message: bytes) -> None:
+    secret = Secret(key)
+    expected = hmac.digest(key, message, "sha256")
+    assert [secret.sign(message), secret.sign(message)] == [expected, expected]
 
 
 def test_both_sides_with_the_secret_agree() -> None:

@@ -139,6 +139,28 @@ def test_rank_0_sends_the_table_to_log2_ranks(monkeypatch: pytest.MonkeyPatch, n
     assert traffic.nbytes < 700 * nranks + nchildren * (table + 64)
 
 
+def test_a_hello_behind_a_wrong_proof_is_not_read() -> None:
+    ranks = Ranks(2, timeout_s=5.0)
+    claim = Claim(Purpose.RENDEZVOUS, bytes(16), 1, 0)
+    forged = wire.frame(encode(Hello(1, 2, HOST.format(1), 666, 64 * "0")))
+
+    async def main() -> None:
+        ranks.start()
+        ranks.tasks[1].cancel()
+        with pytest.raises(R2cclError, match="closed during the handshake"):
+            await dialing.dial(
+                Secret(b"s" * SECRET_NBYTES),
+                claim,
+                ("127.0.0.1", ranks.port),
+                first_bytes=lambda _sock: forged,
+            )
+        ranks.tasks[1] = asyncio.get_running_loop().create_task(ranks._meet(1, info_of))
+        assert await ranks.errors() == [None, None]  # rank 1 was not started twice
+        assert ranks.rejections.counts == {"wrong proof": 1}
+
+    run(main)
+
+
 # -- failures; the tree of 8 ranks is 0: 1, 2, 4; 2: 3; 4: 5, 6; 6: 7 -------------------------
 
 
