@@ -1,4 +1,4 @@
-"""Translation of NICs that an operator declares failed into rails of ranks.
+"""Maps the NICs that an operator has declared failed to the ranks and rails that use them.
 
 ``R2CC_FAILED_NICS`` names the host of a NIC, `Communicator.exclude` one rank of the host. A NIC
 given by name is excluded for all ranks of the host that use it. A NIC given by the number of a rail
@@ -117,7 +117,7 @@ def _number(given: SupportsIndex) -> int:
 
 
 def is_declared(text: str, hostname: str, rail: int, name: str) -> bool:
-    """Return whether ``R2CC_FAILED_NICS=text`` names a NIC of a host, by the name of the host.
+    """Return whether ``R2CC_FAILED_NICS=text`` names a NIC of the host `hostname`.
 
     The NIC may be given by its `name` or by the number of its `rail`. Entries that give the host by
     its number do not count.

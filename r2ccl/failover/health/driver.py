@@ -98,10 +98,10 @@ class HealthAgreement:
         self._nasked = 0
         self._granted: list[tuple[int, OnAnswer]] = []
         self._version = health.version
-        #: Health of every next collective while no round is running, else None. While it is set, a
-        #: caller may skip `enter`: it plans with this health and sets `last_started` to the number
-        #: of the collective, which the agreement reads before its next event. The check then costs
-        #: one comparison.
+        #: Health of all following collectives while no round is running, else None. While `steady`
+        #: is set, a caller may skip `enter`: the caller plans with this health and sets
+        #: `last_started` to the number of the collective. The agreement reads `last_started` before
+        #: its next event. The check then costs one comparison.
         self.steady = self._agreement.steady
         self.last_started = 0
 

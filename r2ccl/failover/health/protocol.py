@@ -200,7 +200,7 @@ class Agreement:
 
     @property
     def steady(self) -> Health | None:
-        """Health of every next collective while no round is running; None: call `start` for each.
+        """Health of the next collectives while no round is running; None: call `start` for each.
 
         Valid until the next event (`report`, `on_message`, `tick` or `peer_lost`). Collectives
         planned with it need no `start`, but must be counted with `skip_to` before that event.

@@ -149,7 +149,7 @@ class Member:
 
     @property
     def steady(self) -> Health | None:
-        """Health of every next collective until the next promise; None: call `start` for each."""
+        """Health of all collectives until the next promise; None: call `start` for each."""
         return self._plans[0][1] if self.limit is None and len(self._plans) == 1 else None
 
     def skip_to(self, op: int) -> None:
