@@ -36,9 +36,9 @@ A *weight* is the share of a rail in `r2ccl.failover.health.table`, in sixteenth
 best rail. Rails of unequal nominal rates therefore get unequal weights too. If all rails of a rank
 are slow, the comparison cannot show it. For this case the nominal rate can be set
 (`Balance.set_nominal_rate`): the best rails keep weight 16 only if their *level* is at least
-`_WHOLE_LEVEL`. The level is the upper quartile, over the last `_LEVEL_NSPELLS` spells, of the
-reference divided by the nominal rate. It is not the median, because a process that stalls lowers
-the rate in more spells than it raises it in.
+`_WHOLE_LEVEL`. The level is the upper quartile, over the last `_LEVEL_NSPELLS` spells with a
+reference, of the reference divided by the nominal rate. It is not the median, because a process
+that stalls lowers the rate in more spells than it raises it in.
 
 Times are passed in as clock readings. Invariants: the estimate of a rail does not change while all
 rails are idle; a weight is at least 1, because share 0 means down; equal arguments of `shares` give
