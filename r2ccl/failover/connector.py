@@ -23,12 +23,12 @@ caller, even if it is the higher rank, and need not report that the connection i
 
 The probed end is kept until the next offer of the same probe arrives: the prober has then closed
 its end. Probes have low priority: per tick, at most one offer of a probe is sent, and none while
-paths are being repaired. If a probe cannot be connected (on a fabric that does not connect its two
-rails), the pauses between the attempts grow to one minute. The next attempt follows at once if a
-path to its peer on one of its two rails comes up.
+paths are being repaired. If a probe cannot be connected (for example because the fabric does not
+connect its two rails), the pauses between the attempts grow to one minute. The next attempt follows
+at once if a path to the probed rank on one of the two rails comes up.
 
-Invariant: this rank has at most one endpoint of each path, and one per role (prober, probed) of
-each probe, that is not in use yet. An endpoint that is not handed over is closed.
+Invariant: of the endpoints that are not in use yet, this rank has at most one per path, and at most
+one per probe and role (prober, probed). An endpoint that does not come into use is closed.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     """Control message: endpoint info of the caller, for a path or a probe.
 
     ``rail`` is the receiver's rail. ``via`` is the sender's rail of a probe; -1: the message
-    concerns a path, whose two rails are the same. ``epoch`` is that of the path, or the number of
-    the probe's connection; ``attempt`` counts the attempts within it.
+    concerns a path, whose two rails are the same. ``epoch`` is the epoch of the path, or the number
+    of the probe's connection. ``attempt`` counts the attempts in this epoch or for this connection.
     """
 
     rail: int
@@ -106,7 +106,7 @@ def probe_keys(peers: Sequence[int], rails: Sequence[int]) -> list[ProbeKey]:
     ----------
     peers : sequence of int
     rails : sequence of int
-        RDMA rails; the first rail follows the last rail.
+        RDMA rails, in order; the rail after the last one is the first one.
     """
     following = dict(zip(rails, [*rails[1:], *rails[:1]], strict=True))
     return [
@@ -126,7 +126,8 @@ class _Attempt:
         self.epoch = epoch
         self.number = 0
         self.endpoint: Endpoint | None = None
-        #: Answerer only: offer not answered yet. Of a probe: time until which the caller waits.
+        #: Answerer only: offer not answered yet, and for a probe the time until which the caller
+        #: waits for the answer.
         self.offer: Offer | None = None
         self.expiry = 0.0
         #: Time when the caller begins again, or the answerer tries to answer again.
@@ -335,10 +336,10 @@ class Connector:
                 self._on_reply(key, attempt, message)
 
     def on_joined(self, event: Joined) -> None:
-        """Handle the end of the verification that this rank, as the caller, made of an endpoint.
+        """Handle the result of the test of a connection whose caller is this rank.
 
-        If it succeeded, take the endpoint into use and tell the answerer; else schedule a retry.
-        Ignore the event if another attempt has replaced the endpoint since.
+        If the test succeeded, take the endpoint into use and tell the answerer; else schedule a
+        retry. Ignore the event if another attempt has replaced the endpoint since.
         """
         key = event.key
         attempt = self._attempts.get(key)

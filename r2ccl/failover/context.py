@@ -24,7 +24,7 @@ class RankContext(NamedTuple):
     config : Config
     clock : Clock
     nwires : int
-        Number of rails whose bandwidths add up.
+        Number of rails whose bandwidths add up; 1 if all rails share one wire, as on loopback.
     last_resorts : frozenset of int
         Rails that carry data between two ranks only if no other path connects them.
     nodes : sequence of int
@@ -95,7 +95,7 @@ class RankContext(NamedTuple):
     def has_bypasses(self) -> bool:
         """True if bypasses may be used.
 
-        They are used neither in the fail-stop baseline nor with R2CC_FABRIC=none.
+        Bypasses are used neither in the fail-stop baseline nor with R2CC_FABRIC=none.
         """
         return self.config.is_resilient and self.config.fabric != "none"
 

@@ -1,4 +1,4 @@
-"""Translation of NICs that an operator declares failed into rails of ranks.
+"""Maps the NICs that an operator has declared failed to the ranks and rails that use them.
 
 ``R2CC_FAILED_NICS`` names the host of a NIC, `Communicator.exclude` one rank of the host. A NIC
 given by name is excluded for all ranks of the host that use it. A NIC given by the number of a rail
@@ -19,14 +19,14 @@ from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.config import parse_failures
 from r2ccl.errors import InvalidArgument
 
-#: Rank and rail of one end of paths.
+#: Rank and rail of a port.
 Port: TypeAlias = tuple[int, int]
 
 
 class Declared(NamedTuple):
-    """Ports that are excluded at the start, and the entries that name no NIC of this job.
+    """Ports that are excluded at the start, and entries of ``R2CC_FAILED_NICS`` without a NIC.
 
-    ``unknown``: the entries of ``R2CC_FAILED_NICS`` that name no NIC, each written ``host:nic``.
+    ``unknown`` has the entries that name no NIC of this job, each written ``host:nic``.
     """
 
     ports: frozenset[Port]
@@ -36,7 +36,7 @@ class Declared(NamedTuple):
 def declared(peers: Sequence[PeerInfo]) -> Declared:
     """Return the ports that are excluded at the start, from the announcements of all ranks.
 
-    These are the NICs in ``R2CC_FAILED_NICS``, and the rails that were excluded before a shrink.
+    These are the ports of the NICs in ``R2CC_FAILED_NICS``, and those excluded before a shrink.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def declared(peers: Sequence[PeerInfo]) -> Declared:
     Raises
     ------
     InvalidArgument
-        If a rank with such a port has no other rail, or no other rail in common with some rank.
+        If a rank with such a port has no rail left, or no rail left in common with another rank.
     """
     nodes = list(dict.fromkeys(info.host for info in peers))
     ports = {(info.rank, rail) for info in peers for rail in info.excluded}
@@ -78,8 +78,8 @@ def ports_of(
         One per rank.
     rank : int
     nic : str or int
-        Name of a NIC, whose ports of all ranks of the host are returned; or number of a rail, of
-        which only the port of `rank` is returned.
+        If the name of a NIC is given, its ports of all ranks of the host are returned; if the
+        number of a rail is given, only the port of `rank`.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def _number(given: SupportsIndex) -> int:
 
 
 def is_declared(text: str, hostname: str, rail: int, name: str) -> bool:
-    """Return whether ``R2CC_FAILED_NICS=text`` names a NIC of a host, by the name of the host.
+    """Return whether ``R2CC_FAILED_NICS=text`` names a NIC of the host `hostname`.
 
     The NIC may be given by its `name` or by the number of its `rail`. Entries that give the host by
     its number do not count.
@@ -133,7 +133,7 @@ def _rails(info: PeerInfo, nic: str) -> list[int]:
 
 
 def _is_nic(name: str, nic: str) -> bool:
-    """Return whether `nic` is `name`, or the device (``mlx5_0``) of a port (``mlx5_0:1``)."""
+    """Return whether `nic` is `name`, or the device (``mlx5_0``) of port `name` (``mlx5_0:1``)."""
     return nic in (name, name.partition(":")[0])
 
 

@@ -115,7 +115,8 @@ class Failover:
             on_up=self._report_up,
             is_excluded=self._is_excluded,
         )
-        #: Evidence and time of ports that are down, whose idle paths have not been failed yet.
+        #: Ports that are down and whose idle paths have not been failed yet: rail to (evidence,
+        #: time).
         self._ports_down: dict[int, tuple[str, float]] = {}
         self._watch = Watch(self._config.suspicion_timeout_s)
         self._join_by_s = 0.0
@@ -207,7 +208,7 @@ class Failover:
         self._joining = +self._joining
 
     def _make_room(self, peers: frozenset[int]) -> None:
-        """Close idle paths as far as connecting `peers` would exceed ``R2CC_MAX_CONNECTIONS``."""
+        """Close idle paths if connecting `peers` would exceed ``R2CC_MAX_CONNECTIONS``."""
         config = self._config
         surplus = len(self._links.connected | peers) - config.max_connections
         if surplus > 0 and config.max_connections and config.is_resilient:
@@ -280,7 +281,7 @@ class Failover:
             self._port_down(event.rail, f"{PORT_ERR}: {why}")
 
     def on_joined(self, event: Joined) -> None:
-        """Handle the end of the verification of an RDMA connection whose caller is this rank."""
+        """Handle the result of the test of an RDMA connection whose caller is this rank."""
         self._connector.on_joined(event)
         if isinstance(event.key, ProbeKey) and not event.error:
             self.failback.hurry(PathKey(event.key.peer, event.key.rail))
@@ -303,7 +304,7 @@ class Failover:
         self._end_ports_down(now)
 
     def _end_ports_down(self, now: float) -> None:
-        """Fail the remaining paths of ports that are down; see `_port_down` for the time."""
+        """Fail the remaining paths of ports that are down, at the time that `_port_down` states."""
         for rail, (_, since_s) in list(self._ports_down.items()):
             if not self.migration.repairing or now >= since_s + _GIVE_WAY_S:
                 self._end_port_down(rail)
@@ -318,7 +319,7 @@ class Failover:
         self._report_down(self._rank, rail)
 
     def _port_up(self, rail: int) -> None:
-        """Have the paths of local port `rail`, which came up, probed soon by their lower ranks.
+        """Let the lower ranks of the paths on `rail`, whose local port came up, probe these soon.
 
         Paths that are up are left out.
         """
@@ -368,9 +369,9 @@ class Failover:
             self.agreement.on_message(peer, message)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
-        """End the communicator because the control plane lost `peer`; see `Revocation.spares`.
+        """End the communicator because the control plane lost `peer`.
 
-        Do nothing if that method returns True: the loss is then no error.
+        Do nothing if `peer` was leaving and its loss is therefore no error (`Revocation.spares`).
 
         Parameters
         ----------
@@ -461,8 +462,9 @@ class Failover:
     def _seek(self, bypasses: Bypasses, peers: frozenset[int], now: float) -> None:
         """Begin at most `_MOST_SEEKS` rounds of the search for bypasses, each to one peer.
 
-        Bypasses to `peers`, and to ranks that this rank waits for, are sought at once; those to
-        other ranks that are cut off, from `connect_timeout_s` after the start on.
+        Bypasses to `peers`, and to ranks that this rank waits for, are sought at once. Bypasses to
+        other ranks that are cut off are sought only when `connect_timeout_s` has passed since the
+        start.
         """
         wanted = peers | self._links.awaited_peers()
         if now >= self._join_by_s:
@@ -492,7 +494,8 @@ class Failover:
             self.migration.fail(path.key, f"PROBE_UNANSWERED: {cause}")
         elif self._transport.is_stuck(path.key):
             self.migration.fail(
-                path.key, "FLOW_STUCK: the rail answers a probe, this connection only retransmits"
+                path.key,
+                "FLOW_STUCK: the rail answers a probe, but this connection only retransmits",
             )
 
     # Excluded rails

@@ -127,7 +127,7 @@ class Watch:
         return suspects
 
     def are_silent(self, paths: Iterable[PathKey]) -> bool:
-        """Return whether all `paths` have made no progress for `suspicion_s`; True for no path."""
+        """Return True if all `paths` are without progress for `suspicion_s`, or there are none."""
         return all(self._silent_s.get(path, 0.0) >= self._suspicion_s for path in paths)
 
 

@@ -217,11 +217,11 @@ class Revocation:
             self._announce(self.reason)
 
     def spread(self) -> None:
-        """Tell each neighbor which ranks have been found to be leaving since the last call.
+        """Tell each neighbor the ranks that this rank has learned are leaving since the last call.
 
-        Ranks that are neighbors of the receiver themselves are left out: they have told it. Called
-        at every tick, so that one message names several ranks, and before this rank closes its
-        control sessions.
+        Ranks that are neighbors of the receiver are left out, because they have told the receiver
+        themselves. Called at every tick, so that one message names several ranks, and before this
+        rank closes its control sessions.
         """
         news, self._unspread = self._unspread, set()
         if not news:

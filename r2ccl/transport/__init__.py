@@ -1,1 +1,1 @@
-"""Transports move slices over paths: `base` is the interface, `tcp` and `verbs` implement it."""
+"""Transports move slices over paths; `tcp`, `verbs` and `mixed` implement the interface `base`."""

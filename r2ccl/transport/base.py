@@ -2,7 +2,7 @@
 
 A transport moves slices over paths. Only transports and bootstrap open network connections to other
 ranks, and only transports use verbs. The calls of this interface hide the differences between a
-socket and a queue pair:
+socket and a queue pair, for example:
 
 ========================  ==============================  ====================================
 call                      over TCP                        over verbs
@@ -15,10 +15,11 @@ call                      over TCP                        over verbs
                           for nothing else                pair used for nothing else
 ========================  ==============================  ====================================
 
-Two protocols carry a slice. *Eager*: ``isend`` without an ``irecv``; the payload arrives in the
-transport's memory and is borrowed by its `Arrived` event until the next ``poll``. *Cleared*: the
-receiver announces the landing place with ``irecv``, the sender is notified by `Cleared` and answers
-with ``isend`` on the same path; the payload lands in the region itself.
+Two protocols carry a slice. *Eager*: the sender calls ``isend`` without an ``irecv`` of the
+receiver. The payload arrives in the transport's memory, and the `Arrived` event borrows it until
+the next ``poll``. *Cleared*: the receiver announces the landing place with ``irecv``, the sender is
+notified by `Cleared` and calls ``isend`` on the same path. The payload arrives in the landing
+place.
 
 Invariants:
 
@@ -73,9 +74,9 @@ class Arrived(msgspec.Struct, gc=False):
 
     A cleared slice is in its landing place and ``payload`` is None. An eager slice is in
     ``payload``, which is borrowed until the next ``poll``. ``began_s`` is the clock's time, in
-    seconds, when the transport saw the header of the slice; for an eager slice, and always over
-    verbs, when it saw the whole slice. ``is_confirmed`` is True if the transport has already
-    confirmed the slice to the sender.
+    seconds, when the transport read the header of a cleared slice over TCP, or noticed the complete
+    slice in all other cases. ``is_confirmed`` is True if the transport has already confirmed the
+    slice to the sender.
     """
 
     path: PathKey
@@ -182,7 +183,7 @@ Event = Arrived | Cleared | Confirmed | Sent | Failed | Fenced | Joined | RailCh
 class Endpoint(Protocol):
     """One end of the connection of a path or of a probe, made by `Transport.offer`.
 
-    The two ranks exchange `info` over the control plane; each passes the peer's to `join`.
+    The two ranks exchange `info` over the control plane; each passes the peer's `info` to `join`.
     """
 
     @property
@@ -266,8 +267,8 @@ class Transport(Protocol):
         False means that the control plane connects sockets and passes them to `open`.
 
         If True, the probes of the rail use separate connections, which are made in the same way.
-        The rank that probes passes ``is_caller=True`` to `Endpoint.join`, and `probe` uses its end
-        from the `Joined` on. The end of the probed rank answers as soon as its ``join`` returned.
+        The rank that probes passes ``is_caller=True`` to `Endpoint.join`; `probe` uses its end once
+        `Joined` has reported success. The end of the probed rank answers once its ``join`` returns.
         """
         ...
 
@@ -397,8 +398,8 @@ class Transport(Protocol):
     def flush(self) -> None:
         """Send queued slices, announcements and confirmations, without waiting for room.
 
-        What the sockets and send queues do not accept now stays queued; later calls of `poll` and
-        `flush` send it.
+        Data that the sockets and send queues do not accept now stays queued; later calls of `poll`
+        and `flush` send it.
         """
         ...
 
@@ -417,7 +418,7 @@ class Transport(Protocol):
     def fence(self, path: PathKey) -> None:
         """Take the local end of `path` out of use; `poll` reports `Fenced` when that is complete.
 
-        Call it exactly once after each `open`, also if the path has failed.
+        Call it exactly once after each `open`, even if the path has failed.
         """
         ...
 
@@ -436,8 +437,8 @@ class Transport(Protocol):
 
         ``Probed.is_answered`` is None if the probe could not be made and so proves nothing, for
         example because the rail does not exist. It is also None if a probe between different rails
-        is not answered and none of the same key was ever answered, because some fabrics do not
-        connect ports of different rails at all.
+        is not answered and no probe of the same key was ever answered: some fabrics do not connect
+        ports of different rails at all.
         """
         ...
 
@@ -454,7 +455,7 @@ class WrappedTransport(Transport, Protocol):
     """Transport that wraps another one."""
 
     def begin(self, first_op: int) -> None:
-        """Note that `r2ccl.init` is complete.
+        """Record that `r2ccl.init` is complete.
 
         Collectives with numbers below `first_op` belong to ``init``, all others to the user.
         """

@@ -31,8 +31,8 @@ class TransportPart(Transport, Protocol):
     def arm(self) -> None:
         """Make the descriptor of `fileno` become readable at the next event.
 
-        An earlier event may leave the descriptor unreadable. So call `poll` once more between `arm`
-        and the wait.
+        An event that occurred before this call need not make the descriptor readable. So call
+        `poll` once more between `arm` and the wait.
         """
         ...
 
@@ -60,7 +60,7 @@ class MixedTransport:
     parts : sequence of TransportPart
         Owned. Their rails are numbered consecutively in this order, and each part uses these
         numbers in its path keys. The first part must use sockets: it also carries the bypasses.
-        Only the last part registers host memory, so only that part may need registration.
+        Host memory is registered only with the last part, so no other part may need registration.
     """
 
     def __init__(self, parts: Sequence[TransportPart]) -> None:
@@ -71,7 +71,7 @@ class MixedTransport:
         #: Outcomes of probes that no part can make, for the next `poll`.
         self._refused: list[Event] = []
         self._epoll = select.epoll()
-        # Not a part's descriptor: the polls that precede the wait would clear that one.
+        # A part's own wakeup would not do: the polls that precede the wait would clear it.
         self._wakeup = Wakeup()
         self._epoll.register(self._wakeup.number, select.EPOLLIN)
         for part in parts:

@@ -2,12 +2,13 @@
 
 Theory of operation
 -------------------
-`r2ccl.failover.bandwidth.trains` measures the rate of one rail. Rates measured at different times
-cannot be compared: a process that stalls, at either end, slows all rails at that time, and its
-backlog looks like a burst afterwards. The rate of a rail is therefore compared only with the rates
-of other rails in the same short interval, called a *spell*. A rail is *busy* while a train of it
-lasts. The reference is the median rate of those rails with the highest weight that were busy in the
-spell::
+`r2ccl.failover.bandwidth.trains` measures the rate of one rail during *trains*, times in which the
+rail always has slices in flight. Rates measured at different times cannot be compared: a process
+that stalls, at either end, slows all rails at that time, and its backlog looks like a burst
+afterwards. The rate of a rail is therefore compared only with the rates of other rails in the same
+short interval, called a *spell*. A rail is *busy* during its trains. The *reference* of a spell is
+the median rate of the rails that have the highest weight and were busy in the spell. An example,
+with rates in MB/s::
 
     spell       0     1     2     3     4
     rail 0     196   198    51   285
@@ -17,10 +18,11 @@ spell::
 Here the process stalled in spell 2 and caught up in spell 3. In spells 0 to 3, rail 2 has a quarter
 of the rate of rails 0 and 1. Spell 4 has no reference, because only rail 2 was busy.
 
-The estimate of a rail is the mean of its latest comparisons (rate over reference), weighted by
-busy time, over `_COMPARED_S` of busy time. A spell counts only if more than half of the rails with
-the highest weight were busy: when the fast rails have finished their part of a long operation, a
-slow rail would otherwise be compared with other slow rails.
+In each spell, the rate of a rail is divided by the reference. The estimate of a rail is the mean of
+these quotients, weighted by busy time, over the latest spells that contain `_COMPARED_S` of its
+busy time. A spell counts only if more than half of the rails with the highest weight were busy:
+when the fast rails have finished their part of a long operation, a slow rail would otherwise be
+compared with other slow rails.
 
 A weight changes only after the estimate has implied a different weight for `_SETTLE_S` of active
 time (time with a slice in flight on any rail) without interruption. A slow rail gets work in
@@ -33,9 +35,10 @@ so this number does not affect the comparison.
 A *weight* is the share of a rail in `r2ccl.failover.health.table`, in sixteenths of the rate of the
 best rail. Rails of unequal nominal rates therefore get unequal weights too. If all rails of a rank
 are slow, the comparison cannot show it. For this case the nominal rate can be set
-(`Balance.set_nominal_rate`): the best rails keep weight 16 only if their *level*, their median rate
-over the nominal rate, is at least `_WHOLE_LEVEL`. The level is taken from the better spells,
-because a process that stalls lowers the rate in some spells and raises it in few.
+(`Balance.set_nominal_rate`): the best rails keep weight 16 only if their *level* is at least
+`_WHOLE_LEVEL`. The level is the upper quartile, over the last `_LEVEL_NSPELLS` spells with a
+reference, of the reference divided by the nominal rate. It is not the median, because a process
+that stalls lowers the rate in more spells than it raises it in.
 
 Times are passed in as clock readings. Invariants: the estimate of a rail does not change while all
 rails are idle; a weight is at least 1, because share 0 means down; equal arguments of `shares` give
@@ -54,7 +57,7 @@ from r2ccl.failover.health.table import WHOLE
 #: Length of a spell, in seconds of active time.
 _SPELL_S = 0.05
 #: Busy time of a rail that its estimate covers, and the age, in active time, at which spells are
-#: dropped. A rail at a hundredth of its rate takes seconds for one slice.
+#: dropped. That age is long, because a rail at a hundredth of its rate takes seconds for one slice.
 _COMPARED_S = 0.3
 _MEMORY_S = 10.0
 #: Active time for which another weight must be proposed before it replaces the one in use.
@@ -110,7 +113,7 @@ class Balance:
         self.toward = dict.fromkeys(self._meters, -1)
         #: Weight in use of each rail, 1 to `WHOLE`.
         self.weights = dict.fromkeys(self._meters, WHOLE)
-        #: Active time since which another weight has been proposed, per rail with a proposal.
+        #: Active time when another weight was first proposed, per rail with such a proposal.
         self._proposed_s: dict[int, float] = {}
         #: Active time until all rails last became idle, and the clock reading at which the first
         #: rail became busy after that.
@@ -186,10 +189,11 @@ class Balance:
     def estimates(self, now: float) -> dict[int, float | None]:
         """Return the rate of each rail relative to the median rate of the rails of highest weight.
 
-        None means that the rate is not known. If no spell of the last `_MEMORY_S` of active time
-        compares a rail, its last estimate is used, once its last train is more than `_FRESH_S` of
-        active time ago. From then on the estimate doubles with every further `_FRESH_S`, up to the
-        estimate of the best rail. So the rail gets work, without which it cannot be measured.
+        None means that the rate is not known. For a rail that no spell of the last `_MEMORY_S` of
+        active time compares, the last estimate is returned, once the last train of the rail is more
+        than `_FRESH_S` of active time ago. This estimate doubles with every further `_FRESH_S`, up
+        to the estimate of the best rail. So the rail gets work, without which it cannot be
+        measured.
         """
         active_s = self.active_s(now)
         self._forget(active_s)
@@ -244,7 +248,7 @@ class Balance:
         return bool(settled)
 
     def _record(self, rail: int, train: Train, active_s: float) -> None:
-        """Divide the bytes and busy time of a train over the spells it spans, as if ending now."""
+        """Divide the bytes and busy time of a train, which ends now, among the spells it spans."""
         begun_s = active_s - train.length_s
         first = max(int(begun_s / _SPELL_S), int((active_s - _MEMORY_S) / _SPELL_S), 0)
         for number in range(first, int(active_s / _SPELL_S) + 1):

@@ -5,8 +5,8 @@ Theory of operation
 The data loop knows, at no extra cost, when a slice was posted to a rail and when the slice was
 confirmed. The time of a single slice gives no rate, because it includes the latency and the wait
 behind other slices. While at least one slice is always in flight, however, each confirmation
-follows the previous one after the service time of one slice. A *train* therefore counts from one
-confirmation to a later one::
+follows the previous one after the service time of one slice. A *train* is therefore the time from
+one confirmation to a later one::
 
     posted      1 2   3   4   5          6 7
     confirmed       1   2   3   4   5          6   7 ...
@@ -16,8 +16,8 @@ confirmation to a later one::
 
 This is the delivery rate of Cheng, Cardwell et al. (draft-cheng-iccrg-delivery-rate-estimation-02),
 based on the packet pair of Keshav (SIGCOMM 1991), with trains that begin at a confirmation and end
-at the latest when the rail becomes idle. A rate therefore contains no latency and no idle time, in
-which the rail waits for the caller or for a slower rail of the schedule, and no sample needs to be
+at the latest when the rail becomes idle. A train therefore contains no latency, and no idle time in
+which the rail waits for the caller or for a slower rail of the schedule. So no sample needs to be
 marked as limited by the application. Confirmations that arrive at the same instant count as one:
 if confirmations were delayed and arrive together (ack compression), no train begins or ends between
 them. Trains that are too short, as in small operations, are discarded.

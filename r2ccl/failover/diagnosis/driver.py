@@ -1,12 +1,13 @@
 """Diagnosis driver: probes every failed or suspected path until there is a verdict on the path.
 
-`r2ccl.failover.diagnosis.protocol` decides which probes to make. This module makes this rank's
-probes, requests those of other ranks by control message, and answers their requests. It keeps the
-last verdict on each path. It never moves slices: a path that failed was taken out of use already
-(`r2ccl.failover.migration.driver`), and the path to a slow peer stays in use.
+`r2ccl.failover.diagnosis.protocol` decides which probes to make. This module makes the probes that
+start at this rank, asks other ranks by control message to make the others, and carries out such
+requests of other ranks. It keeps the last verdict on each path. It never moves slices: a path that
+failed was taken out of use already (`r2ccl.failover.migration.driver`), and the path to a slow peer
+stays in use.
 
-The diagnosis of a failure begins at a tick after running repairs are done, because repairs have
-priority, or after `_GIVE_WAY_S`. Requests of other ranks are checked: a request for a rank or rail
+Repairs have priority: the diagnosis of a failure begins at the first tick without a running repair,
+at the latest after `_GIVE_WAY_S`. Requests of other ranks are checked: a request for a rank or rail
 that does not exist, for a probe of the rank that receives it, or beyond `MAX_SERVED`, is refused.
 
 Invariants: at most one diagnosis per path and `MAX_DIAGNOSES` in all; every probe gets an answer,
@@ -90,7 +91,7 @@ class Diagnosis:
     paths : mapping of PathKey to Path
         Paths on rails of this rank, without bypasses; read only.
     transport : Transport
-        Queried for its rails, for which of them are RDMA rails, and for stuck paths.
+        Queried for its rails, for the kind of each (RDMA or TCP), and for stuck paths.
     control : Post
         Sends control messages.
     ask : callable
@@ -208,10 +209,10 @@ class Diagnosis:
                 self._go_on(case)
 
     def withdrawn(self, key: PathKey) -> None:
-        """Drop the diagnosis of path `key`, if any: the path has not failed, its port is excluded.
+        """Drop the diagnosis of path `key`, if any, because a port of the path is excluded.
 
-        A diagnosis may have begun because the peer learned of the exclusion first and closed the
-        connection, and this end saw only the closed connection.
+        The path has not failed. A diagnosis may have begun because the peer learned of the
+        exclusion first and closed the connection, and this end saw only the closed connection.
         """
         self._news.pop(key, None)
         case = self._open.pop(key, None)

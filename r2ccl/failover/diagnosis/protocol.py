@@ -24,9 +24,9 @@ ends as soon as the verdict is LINK, which further answers cannot change. An *au
   third host and no message. But the other rail shares both hosts with the suspected ports, and on a
   fabric that does not connect rails the probe fails only after its timeout.
 
-The peer is also asked to probe this rank's port. Its reply shows that its process can be reached,
-whatever the result: the verdict is PEER (dead or cut off) only if there is no reply and no rail
-reaches the peer either.
+The peer is also asked to probe this rank's port. A reply, whatever the result of the probe, shows
+that the peer's process can be reached. The verdict is PEER (dead or cut off) only if there is no
+reply and no port of the peer answers either.
 
 Times are passed in as clock readings. Invariants: at most two rounds; each probe is made once, and
 its answer used once; a verdict is changed only by a port that reports itself down or, if its kind
@@ -163,7 +163,7 @@ class PathDiagnosis:
         return self._ask([self._direct], now)
 
     def on_cause(self, now: float, cause: str, *, is_own: bool) -> None:
-        """Add `cause`, which `begin` was not given: evidence of a failure (``STATUS: detail``).
+        """Add `cause` (``STATUS: detail``), evidence of a failure that was found after `begin`.
 
         A port that reports itself down gives, or revises, the verdict. Other evidence turns a
         suspicion into a failure, and is ignored once there is a verdict.
@@ -338,12 +338,12 @@ def choose_auxiliaries(
 ) -> list[Auxiliary]:
     """Return the auxiliaries for a diagnosis by rank `me`, best first.
 
-    Auxiliaries whose path is up come first. Within those with and those without such a path, third
-    ranks come before other rails. Ranks of one host may share a NIC, so at most one third rank per
-    NIC is used, and none on the two NICs of the path. Third ranks are ordered from ``me + 1``
-    upwards, so that different ranks ask different third ranks. Other rails are ordered by their
-    distance from the rail of the path, because RDMA probes are connected only from the same rail
-    and the next one.
+    Auxiliaries whose path is up come first, then all others. In both groups, third ranks come
+    before other rails. Ranks of one host may share a NIC, so at most one third rank per NIC is
+    used, and none on the two NICs of the path. Third ranks are ordered from ``me + 1`` upwards, so
+    that different ranks ask different third ranks. Other rails are ordered by their distance from
+    the rail of the path, because RDMA probes are connected only from the same rail and the next
+    one.
 
     Parameters
     ----------

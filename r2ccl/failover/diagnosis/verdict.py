@@ -1,4 +1,4 @@
-"""Verdict: which part of a path failed, inferred from the probes that ports answer.
+"""Verdict: the part of a path that failed, inferred from the results of probes.
 
 Theory of operation
 -------------------
@@ -10,8 +10,9 @@ third port (aux) show which part is at fault::
 
     local -> remote   aux -> remote   local -> aux   verdict
     ------------------------------------------------------------------------------------
-    works             -               -              the peer is slow: nothing migrates; or this one
-                                                     connection, if it failed or only retransmits
+    works             -               -              this connection, if it failed or only
+                                                     retransmits; else the peer, which is slow
+                                                     (nothing migrates)
     fails             fails           works          the remote NIC
     fails             works           fails          the local NIC
     fails             works           works          the link between them
@@ -71,7 +72,7 @@ class Port(NamedTuple):
 class Reading(msgspec.Struct, frozen=True):
     """Result of the probe of port `target` from port `asker`.
 
-    ``is_answered`` (None: the probe could not be made) and ``detail`` have the meaning of those of
+    ``is_answered`` (None: the probe could not be made) and ``detail`` mean the same as in
     `r2ccl.transport.base.Probed`.
     """
 
@@ -187,12 +188,12 @@ HARD: dict[tuple[bool, bool], VerdictKind] = {
 WORDS: dict[VerdictKind, str] = {
     VerdictKind.LOCAL_NIC: "the local NIC, its cable or its switch port failed",
     VerdictKind.REMOTE_NIC: "the remote NIC, its cable or its switch port failed",
-    VerdictKind.LINK: "the link failed, both NICs work",
+    VerdictKind.LINK: "the link failed, but both NICs work",
     VerdictKind.RAIL: "the rail (its switch) failed",
-    VerdictKind.PEER_SLOW: "the process is slow, its port answers; the path stays in use",
-    VerdictKind.FLOW: "one connection failed, its ports answer",
+    VerdictKind.PEER_SLOW: "the process is slow, but its port answers; the path stays in use",
+    VerdictKind.FLOW: "one connection failed, but its ports answer",
     VerdictKind.PATH: "it is not known which part of this path is at fault",
-    VerdictKind.PEER: "dead or cut off, neither a rail nor the control session answers",
+    VerdictKind.PEER: "dead or cut off: neither a rail nor the control session answers",
 }
 
 #: The sender's verdict -> the same verdict in the view of the other end. Other kinds are not sent.

@@ -105,8 +105,8 @@ class Failback:
     def tick(self, now: float) -> None:
         """Send the probes that are due, and begin to connect the paths that may return.
 
-        A path to a peer to which no path is up may return at once. Excluded paths are skipped.
-        `now` is a clock reading in seconds.
+        If no path to a peer is up, all paths to this peer may return at once. Excluded paths are
+        skipped. `now` is a clock reading in seconds.
         """
         for key, quarantine in list(self._waiting.items()):
             if self._is_excluded(key):

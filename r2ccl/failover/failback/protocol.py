@@ -15,18 +15,19 @@ without failure halves the number every `Policy.half_life_s`::
     hold = hold_unit * (2**(strikes - 1) - 1), at most hold_cap
 
 The first failure after a long healthy time therefore costs only the probes. A path that fails
-immediately after each return is held for 1, 3, 7, 15 units. A path that goes down in quarantine
-gets no strike, because it carried no traffic; its hold starts again. A path whose rail is excluded
-gets no strike either, because it did not fail. A path whose good periods are shorter than its hold
-stays in quarantine. This is route flap damping (RFC 2439) with the correction of RFC 7196: only
-failures of the path itself count, and only while it carried traffic.
+immediately after each return is held for 1, 3, 7 and 15 units after its second to fifth failure. A
+path that goes down in quarantine gets no strike, because it carried no traffic; its hold starts
+again. A path whose rail is excluded gets no strike either, because it did not fail. A path whose
+good periods are shorter than its hold stays in quarantine. This is route flap damping (RFC 2439)
+with the correction of RFC 7196: only failures of the path itself count, and only while it carried
+traffic.
 
 Why these values: three answers 0.1 s apart exclude a link that flaps while coming up, and cost
 0.2 s after the first answer. The cap of 1 s limits how long a restored path stays unnoticed if no
 carrier event is seen here (remote NIC, switch), at a cost of one probe per second and path. With a
-unit of 1 s, a second failure in a row, which may be chance, costs 1 s; a fifth costs 15 s. The cap
-of the hold allows a path that fails for days 12 returns per hour; after ten healthy minutes, the
-half-life has cleared its strikes.
+unit of 1 s, a second failure in a row, which may be chance, costs 1 s; a fifth costs 15 s. With the
+hold at its cap of 300 s, a path that fails after each return returns at most 12 times per hour.
+After ten healthy minutes, the half-life has cleared its strikes.
 
 Times are passed in as clock readings. Invariants: a path that is in use is never due for a probe;
 only healthy time in use reduces the strikes, a carrier event does not.
@@ -90,7 +91,7 @@ class Quarantine:
         self._returned_s = now
         self._strikes = 0.0
         self._pause_s = policy.spacing_s
-        #: Time when the next probe is due; True while a probe has no result.
+        #: Time when the next probe is due; and True while a probe that was sent has no result.
         self._next_s = now
         self._asked = False
         self._ngood = 0

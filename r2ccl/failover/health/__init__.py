@@ -1,1 +1,1 @@
-"""Table of the rails that are down or slow, and the agreement on which collective first uses it."""
+"""Health table of all rails, and the agreement on the first collective that uses a new version."""

@@ -7,7 +7,8 @@ end their exclusion (`exclude`). `enter` returns the health with which all ranks
 
 Only one thread may use a `HealthAgreement` at a time; any thread may read ``known``. A rail that
 this rank reported down stays down until this rank reports it up. An excluded rail of this rank
-counts as reported down, so that it is up only once a path has shown that its port works.
+counts as reported down: after the exclusion ends, the rail is up only once a path has shown that
+its port works.
 """
 
 from __future__ import annotations
@@ -91,16 +92,16 @@ class HealthAgreement:
         self._down = {(rank, rail) for rail in health.excluded_rails(rank)}
         self._weights: dict[tuple[int, int], int] = {}
         self._toward: dict[int, int] = {}
-        #: Callbacks of the exclusion requests without an answer, by number; and of those granted
-        #: from a version on that is not agreed on yet, with that version.
+        #: Callbacks of the exclusion requests without an answer, by number; and callbacks of the
+        #: granted requests, each with the version, not agreed on yet, that carries it out.
         self._asked: dict[int, OnAnswer] = {}
         self._nasked = 0
         self._granted: list[tuple[int, OnAnswer]] = []
         self._version = health.version
-        #: Health of every next collective while no round is running, else None. While it is set, a
-        #: caller may skip `enter`: it plans with this health and sets `last_started` to the number
-        #: of the collective, which the agreement reads before its next event. The check then costs
-        #: one comparison.
+        #: Health of all following collectives while no round is running, else None. While `steady`
+        #: is set, a caller may skip `enter`: the caller plans with this health and sets
+        #: `last_started` to the number of the collective. The agreement reads `last_started` before
+        #: its next event. The check then costs one comparison.
         self.steady = self._agreement.steady
         self.last_started = 0
 
@@ -203,7 +204,7 @@ class HealthAgreement:
         Parameters
         ----------
         ports : iterable of (int, int)
-            Rank and rail of each.
+            Rank and rail of each rail to exclude or include.
         on_answer : callable
             ``on_answer(refusal)``: called with an empty text once all ranks know of the change, or
             with the reason why nothing was changed. Not called if a rank is lost meanwhile.

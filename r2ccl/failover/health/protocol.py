@@ -40,8 +40,8 @@ other, so they are numbered.) Let rank r start collective k.
 
 By 1, all ranks choose the health of k among the same commits. By 2, "the newest version whose
 first collective is at most k" is the same version on all ranks. By the same argument the health of
-k is final before k starts: for W collectives after the last one started while no promise is open,
-and up to the limit of the promise otherwise.
+some collectives is final before they start: while no promise is open, that of the W collectives
+after the last one started; while a promise is open, that of all collectives up to its limit.
 
 Why the agreement makes progress
 --------------------------------
@@ -50,9 +50,9 @@ waits for no collective. A rank that does not answer is named in the log (`Late`
 ends the communicator and with it the agreement (`peer_lost`).
 
 W is at least 1. A rank that has not begun the collective which the others run can therefore begin
-it, and each round lets every rank start W more collectives, so reports at any rate cannot stop the
-collectives. With the default W = 1, a collective that takes longer than a round never waits, and a
-shorter one waits once, for the rest of the round. A larger W would avoid that wait too, but would
+it. Each round lets every rank start W more collectives, so the collectives continue however often
+reports arrive. With the default W = 1, a collective that takes longer than a round never waits, and
+a shorter one waits once, for the rest of the round. A larger W would avoid that wait too, but would
 delay the new plan by more collectives, which costs most when collectives are long. Short
 collectives are protected by a time instead: `rest_s` passes between a commit and the next round.
 A pause counted in collectives would delay news on a rank that runs none. During the pause, the
@@ -200,7 +200,7 @@ class Agreement:
 
     @property
     def steady(self) -> Health | None:
-        """Health of every next collective while no round is running; None: call `start` for each.
+        """Health of the next collectives while no round is running; None: call `start` for each.
 
         Valid until the next event (`report`, `on_message`, `tick` or `peer_lost`). Collectives
         planned with it need no `start`, but must be counted with `skip_to` before that event.
@@ -243,7 +243,7 @@ class Agreement:
         Raises
         ------
         InvalidArgument
-            If a rank, rail or share does not exist.
+            If a rank or rail does not exist, or a share is not 0 to `WHOLE`.
         """
         self.held.changed(news)  # raises here, not only on the coordinator
         if not news or self.lost is not None:
@@ -257,8 +257,8 @@ class Agreement:
     def adopt(self, now: float, health: Health) -> list[Action]:
         """Take the shares in `health` as each rank's report on its own rails; call it on rank 0.
 
-        A communicator that is made from another one adopts that one's health and excluded rails, so
-        that failures need not be detected and reported again in each.
+        A communicator that is made from another one adopts its health and excluded rails, so that
+        failures need not be detected and reported again.
         """
         if self.lost is not None:
             return []
@@ -297,8 +297,8 @@ class Agreement:
         name = type(message).__name__
         if not 0 <= peer < self.nranks or peer == self.rank:
             raise InternalError(
-                f"rank {self.rank}: {name} from rank {peer}, which is not another rank of 0 to "
-                f"{self.nranks - 1}"
+                f"rank {self.rank}: {name} from rank {peer}, but the sender must be another rank, "
+                f"from 0 to {self.nranks - 1}"
             )
         if not self._is_addressed(peer, message):
             raise InternalError(

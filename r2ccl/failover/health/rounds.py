@@ -149,7 +149,7 @@ class Member:
 
     @property
     def steady(self) -> Health | None:
-        """Health of every next collective until the next promise; None: call `start` for each."""
+        """Health of all collectives until the next promise; None: call `start` for each."""
         return self._plans[0][1] if self.limit is None and len(self._plans) == 1 else None
 
     def skip_to(self, op: int) -> None:
@@ -246,7 +246,7 @@ class Subtree:
         self.missing = frozenset((self._rank, *self.children))
 
     def promise(self, rank: int, message: Promise) -> Promise | None:
-        """Store the promise of `rank`; if none is missing now, return that of the whole subtree.
+        """Store the promise of `rank`; return the promise of the subtree once none is missing.
 
         Ignore a promise of an earlier version, and a repeated promise.
 
@@ -307,7 +307,7 @@ class Coordinator:
         Raises
         ------
         InvalidArgument
-            If a rank, rail or share does not exist.
+            If a rank or rail does not exist, or a share is not 0 to `WHOLE`.
         """
         self._newest.changed(news)  # checks the news
         self._findings.note(reporter, news)

@@ -1,10 +1,10 @@
 """Health: the table of rail bandwidths that planners read, and how reports are merged into it.
 
 A *share* is the bandwidth that one rail of one rank has left, in sixteenths of the full rate: 0 is
-down, `WHOLE` is the full rate. That is the rate of the rank's best rail, unless all its rails are
-slow (`r2ccl.failover.bandwidth.protocol`). Shares are coarse on purpose: measurement noise must not
-cause a new plan. Ranks that plan from equal tables build equal schedules. The code that measures a
-share decides when a change is large enough to report; this table keeps no history.
+down, `WHOLE` is the full rate. The full rate is that of the rank's best rail, unless all its rails
+are slow (`r2ccl.failover.bandwidth.protocol`). Shares are coarse on purpose: measurement noise must
+not cause a new plan. Ranks that plan from equal tables build equal schedules. The code that
+measures a share decides when a change is large enough to report; this table keeps no history.
 
 An *excluded* rail of a rank is one that an operator has taken out of use (``R2CC_FAILED_NICS``,
 `Communicator.exclude`). Its share is 0 whatever is reported, and its paths are not connected.
@@ -220,7 +220,7 @@ class Findings:
         port            1: 16      2: 4     3: 16
 
     A slow edge between two good edges is attributed to the sending port: one direction of one of
-    its two ports is slow, and the measurements cannot tell of which.
+    its two ports is slow, and the measurements do not show which port.
     """
 
     def __init__(self, health: Health) -> None:

@@ -28,11 +28,11 @@ from r2ccl.types import BYPASS, BypassWay, PathKey
 
 #: Maximum number of ways of each kind (cross ways, third ranks) given to the control plane at once.
 MAX_WAYS = 32
-#: Time from the begin of a round, in which all its ways are tried, to the next round, in seconds.
+#: Time from the start of a round, in which all its ways are tried, to the next round, in seconds.
 ROUND_S = 3.5
 #: Minimum pause before a failed bypass is dialed again, in seconds.
 PAUSE_S = 0.2
-#: Time that rails to a peer get to connect before a bypass is searched, in seconds.
+#: Time that the paths on rails to a peer get to connect before the search for a bypass, in seconds.
 PATIENCE_S = 0.2
 
 
@@ -95,7 +95,7 @@ class Bypasses:
             self._control.accept_path(peer, BYPASS, 0)
 
     def connecting(self, peer: int) -> None:
-        """Set when the next round may begin after the rails to `peer` began to connect.
+        """Set the time of the next round after the paths on rails to `peer` began to connect.
 
         The round may begin after `PATIENCE_S`, or at once if every home rail is known to be down at
         one of the two ranks.
@@ -104,7 +104,7 @@ class Bypasses:
             self._due_s[peer] = self._clock() + PATIENCE_S
 
     def lost(self, key: PathKey) -> None:
-        """Set when the next round may begin after the loss of path `key`.
+        """Set the time of the next round after the loss of path `key`.
 
         The round may begin at once if a path on a rail was lost, and after `PAUSE_S` if the bypass
         was lost.
@@ -194,9 +194,9 @@ class Bypasses:
     def _forwarders(self, peer: int, nrounds: int) -> list[BypassWay]:
         """Return ways through third ranks, over every TCP rail that may lead to them.
 
-        Third ranks that share a working rail with `peer` come first. The rail to ask over differs
-        from one third rank to the next, because a rail may have failed without any rank having
-        noticed.
+        Third ranks that share a working rail with `peer` come first. The first rail over which a
+        third rank is asked differs from one third rank to the next, because a rail may have failed
+        unnoticed.
         """
         # Different pairs start at different ranks; a round starts after the ranks of the last one.
         first = self._rank + peer + 1 + nrounds * MAX_WAYS

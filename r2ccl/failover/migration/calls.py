@@ -30,12 +30,12 @@ class Calls(Generic[_C]):
     signatures : dict of int to int
         Packed signatures of the last `HISTORY` calls, by number of the call.
     pairs : mapping of (int, bool) to int, or None
-        Packed signature of the slices from a peer (False) or to a peer (True), if each pair of
-        ranks has its own signature; None: ``signature`` is that of all slices.
+        Packed signatures, if each pair of ranks has its own: key (peer, False) for the slices from
+        a peer, (peer, True) for those to a peer. None: ``signature`` is that of all slices.
     ahead : dict
-        Signatures received for calls that this rank has not started, by number of the call. The
-        value is a dict whose keys are (signature, sender, whether the slices are sent to the
-        sender). It is not a set, so that its order is deterministic.
+        Signatures that peers sent for calls that this rank has not started, by number of the call.
+        Each value is a dict used as an ordered set. Its keys are (signature, peer, is_sent);
+        ``is_sent`` is True if the signature is that of the slices that this rank sends to the peer.
     seen : dict of int to int
         Number of the last call of which a frame has arrived from each peer.
     consumers : mapping

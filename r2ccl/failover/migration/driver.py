@@ -60,9 +60,10 @@ class Migration:
     connector : Connector
         Connects paths of rails whose ends exchange endpoint info (RDMA).
     failback : Failback
-        Notified of each path that failed, if this rank must bring it back, and of each that is up.
+        Notified of each path that failed, if this rank must bring it back, and of each path that
+        came up.
     bypasses : Bypasses or None
-        Notified of each path that failed or is up. None: bypasses are not used.
+        Notified of each path that failed or came up. None: bypasses are not used.
     share : callable
         ``share(rank, rail)``: share of its bandwidth that a port has left, as far as known: 0
         (down) to 16.
@@ -73,8 +74,8 @@ class Migration:
         ``on_up(path)``: called when a path comes up, which shows that both of its ports work.
     is_excluded : callable
         ``is_excluded(path)``: returns whether a port of the path is excluded. Such a path is not
-        connected. If the other end connects it before it learns of the exclusion, it is fenced at
-        once.
+        connected. If the peer connects it, because the peer does not know of the exclusion yet, the
+        path is fenced at once.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class Migration:
     def reopen(self, peer: int) -> None:
         """Connect the paths to `peer` that were closed as idle, and tell the peer to do the same.
 
-        This begins once all paths that are being closed are fenced at both ends.
+        The connection begins once all paths that are being closed are fenced at both ends.
         """
         self._links.note_connected(peer)
         self.cut_off.add(peer)
@@ -285,8 +286,8 @@ class Migration:
     def exclude(self, rank: int, rail: int) -> None:
         """Take all paths of the port of `rank` on `rail`, which is excluded, out of use.
 
-        They are not diagnosed. Bypasses that begin or end at `rank` are fenced too, because this
-        end does not know their ports; the next search avoids the excluded port.
+        The paths are not diagnosed. Bypasses that begin or end at `rank` are fenced too, because
+        this end does not know their ports; the next search avoids the excluded port.
         """
         for path in list(self._paths.values()):
             key = path.key
@@ -416,7 +417,9 @@ class Migration:
             self.routes.lose(path.key)
             return
         self.log.failed(path.key, path.epoch, path.cause, failed_s)
-        _log.info("rank %d: takes %s to rank %d out of use: %s", self._rank, rail, peer, path.cause)
+        _log.info(
+            "rank %d: taking %s to rank %d out of use: %s", self._rank, rail, peer, path.cause
+        )
         self.routes.lose(path.key)
         if self._bypasses is not None and not self._revocation.is_leaving:
             self._bypasses.lost(path.key)
@@ -536,7 +539,7 @@ class Migration:
             path.cause = ""  # it was closed, which is no failure
 
     def _share(self, key: PathKey) -> float:
-        """Return the share of the worse of the path's two ports, 1 to 16; if one is down, 1."""
+        """Return the share of the path's worse port, 1 to 16; a port that is down counts as 1."""
         return max(1, min(self._port_share(self._rank, key.rail), self._port_share(*key)))
 
 

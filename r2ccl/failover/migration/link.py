@@ -15,7 +15,7 @@ Two counts describe the sender (``confirmed <= posted``) and three the receiver
     sender    confirmed .............. posted     slices between may have to be replayed
     receiver  consumed .. delivered .. received   passed on, still in use | waiting for a receive
 
-A slice has arrived in order if it is below ``received``. The receiver's ``posted`` counts its
+All slices with numbers below ``received`` have arrived. The receiver's ``posted`` counts its posted
 receives; eager slices may arrive before their receive is posted.
 
 When a path is fenced at both ends, the receiver's report (``received`` and the slices that arrived
@@ -127,7 +127,7 @@ class SendLink:
         self.confirmed = 0
         #: `Links.ncalls` when a slice was last posted; 0: none was.
         self.last_used = 0
-        #: `newly_retired` has passed every slice below this number.
+        #: Number of the slice from which the next call of `newly_retired` continues.
         self.retired_below = 0
         #: Slices not yet released, contiguous in ``seq``, oldest first.
         self.outstanding: deque[Slice] = deque()
@@ -273,7 +273,7 @@ class SendLink:
         return released + self._release()
 
     def waiting(self) -> list[Slice]:
-        """Assign the route to the eager slices that have no path, and return them.
+        """Assign the link's route to the eager slices that have no path, and return these slices.
 
         The caller writes them now. The route must not be None.
         """
@@ -460,7 +460,7 @@ class RecvLink:
                 landing.was_lost = True
 
     def unnamed(self) -> list[Landing]:
-        """Assign the route to the landing places that have no path, and return them.
+        """Assign the link's route to the landing places without a path, and return these places.
 
         The caller announces them now. Landing places whose slices have arrived are left out. The
         route must not be None.

@@ -52,7 +52,10 @@ class Consumer(Protocol):
         ...
 
     def on_retired(self, index: int) -> None:
-        """Handle that the transport no longer reads one more cleared slice of send op `index`."""
+        """Handle the retirement of one more cleared slice of send op `index`.
+
+        The transport no longer reads the view of the slice.
+        """
         ...
 
     def advance(self) -> None:
@@ -79,7 +82,7 @@ class Links:
         self.peers: set[int] = set()
         #: Those of `peers` whose paths were not closed because they were idle.
         self.connected: set[int] = set()
-        #: `ncalls` when the paths to each peer were last wanted.
+        #: Value of `ncalls` when the paths to each peer were last requested.
         self._wanted: dict[int, int] = {}
         #: Paths on rails, without bypasses.
         self.on_rails: dict[PathKey, Path] = {}
@@ -157,7 +160,7 @@ class Links:
         return sender, receiver
 
     def calls_of(self, context_id: int) -> Calls[Consumer]:
-        """Return the calls of the communicator with `context_id`; create them on first use.
+        """Return the `Calls` of communicator `context_id`; create the object on first use.
 
         A peer may use a new communicator before this rank has made it.
         """
@@ -255,7 +258,7 @@ class Links:
         on a rail is up, if a path to them is being repaired, or if a bypass to them is up.
         """
         idle = self.connected.difference(*(calls.busy for calls in self.calls.values()))
-        # By slices posted here: a peer that only confirms slices names no call.
+        # Only slices and receives posted here count: a confirmation does not show its call.
         last_used = self._wanted.copy()
         for sender in self.senders.values():
             if sender.outstanding or sender.confirmed != sender.posted:

@@ -90,9 +90,9 @@ class RepairLog:
             repair.fenced_s = now
 
     def awaits(self, key: PathKey, received: dict[int, int]) -> None:
-        """Store which slice is the first that each channel misses after the fence of path `key`.
+        """Store the number of each channel's first missing slice after the fence of path `key`.
 
-        `received` has the number of this slice for each channel on which a slice is expected.
+        `received` has this number for each channel on which a slice is expected.
         """
         self._awaited[key] = received
 

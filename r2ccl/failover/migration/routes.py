@@ -86,10 +86,10 @@ class Routes:
         return {channel: key.rail for channel, key in self._choose(peer).items()}
 
     def reroute(self, peer: int, proposed: Mapping[int, int] | None = None) -> dict[int, int]:
-        """Assign routes to the channels to `peer` that have none; send what waited for a route.
+        """Assign routes to the channels to `peer` that have none, and send the waiting frames.
 
-        Eager slices, announcements of landing places, and confirmations may have waited. If no path
-        to `peer` is up, nothing is assigned and nothing is sent.
+        Eager slices, announcements of landing places, and confirmations may wait for a route. If no
+        path to `peer` is up, nothing is assigned and nothing is sent.
 
         Parameters
         ----------

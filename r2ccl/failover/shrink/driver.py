@@ -318,7 +318,7 @@ class _Regrouping(Generic[_S]):
                 self._wait()
 
     def close(self) -> None:
-        """Close what this attempt opened and did not return, in bounded time."""
+        """Close everything that this attempt opened and did not return, in bounded time."""
         self._drop()
         if self._succession is not None:
             self._succession.close()

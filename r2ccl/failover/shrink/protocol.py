@@ -301,9 +301,9 @@ class Shrinking:
     def _may_go_on(self) -> bool:
         """Return whether this rank may use the communicator that it has built.
 
-        It may if one of the other members uses this communicator; or if all of them have built it,
-        and this rank has sent no View since that agreement. A rank that was lost after this rank
-        sent its last View still counts as a member.
+        It may if another member uses this communicator already. It also may if all members have
+        built the communicator and this rank has sent no View since that agreement. A rank that was
+        lost after this rank sent its last View still counts as a member.
         """
         if self._held is None:
             return False

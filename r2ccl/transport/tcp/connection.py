@@ -79,7 +79,7 @@ class Connection:
         self.path = path
         self.sock = sock
         self.fd = sock.fileno()
-        #: Uninitialized: the kernel provides pages as they are used, and most paths use one or two.
+        #: Not initialized: the kernel provides only pages in use, and most paths use one or two.
         buffer = np.empty(buffer_nbytes, np.uint8)
         self.buffer = buffer.data
         self.buffer_address = int(buffer.ctypes.data)

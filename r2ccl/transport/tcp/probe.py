@@ -3,8 +3,8 @@
 The peer reserves the port without listening, so its *kernel* refuses each connect; the refusal is
 the answer. A probe makes three connects spread over the probe timeout, because two lost packets do
 not prove that a rail has failed. A probe between different rails binds its sockets to the interface
-of the local rail: by the address alone, the kernel would send from the NIC in the destination's
-subnet, which may be the failed one.
+of the local rail. Otherwise the kernel would send from the NIC in the destination's subnet, and
+this may be the NIC that failed.
 
 A connect that fails because this machine has no descriptor, port or memory left proves nothing
 about the rail. If this happens to one of a probe's connects and no other is answered, the outcome
@@ -125,9 +125,9 @@ class TcpProber:
     def advance(self) -> list[Probed]:
         """Make the connects that are due and end probes that timed out; return the finished probes.
 
-        Call it after `on_ready`, so that answers that already arrived count. However late it is
-        called, each connect has at least a third of the timeout for its answer. So a process that
-        was stopped for a while does not conclude that its peers are silent.
+        Call it after `on_ready`, so that answers that already arrived count. However late this
+        method is called, each connect has at least a third of the timeout for its answer. So a
+        process that was stopped for a while does not conclude that its peers are silent.
         """
         now = self._clock()
         for probe in list(self._probes.values()):

@@ -9,8 +9,8 @@ at fragment boundaries, so they do not wait behind bulk data.
 Sockets arrive connected and authenticated from `r2ccl.bootstrap` and carry only these frames. A
 malformed frame fails the path.
 
-Invariants: TCP_NOTSENT_LOWAT bounds the unsent bytes in the kernel, so a replay waits for few other
-bytes. Only this process writes to a landing place, so closing the socket is a fence.
+Invariants: TCP_NOTSENT_LOWAT bounds the unsent bytes in the kernel, so only few bytes are sent
+before a replay. Only this process writes to a landing place, so closing the socket is a fence.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ _log = logging.getLogger(__name__)
 _NOTSENT_LOWAT = 64 << 10
 #: On loopback no line rate delays the bytes, and more unsent bytes mean fewer wake-ups. The socket
 #: buffers are large enough that two ranks seldom wait for each other and small enough to stay in
-#: the cache. Measured, 64 MiB with buffers of 512 KiB, 1 MiB, and left to grow: 33, 26, 33 ms for
-#: 2 ranks; 93, 86, 99 ms for 4 ranks on 2 cores.
+#: the cache. Measured for 64 MiB with buffers of 512 KiB, of 1 MiB, and of a size that the kernel
+#: chooses: 33, 26 and 33 ms for 2 ranks; 93, 86 and 99 ms for 4 ranks on 2 cores.
 _LOOPBACK_NOTSENT_LOWAT = 256 << 10
 _LOOPBACK_BUFFER_NBYTES = 1 << 20
 #: Congestion control of ``auto``. On loopback, which loses nothing, Reno opens its window at once
@@ -98,8 +98,8 @@ class TcpTransport(PreconnectedTransport):
         Largest eager payload accepted from a peer.
     congestion : str
         TCP congestion control to set on each socket: ``auto`` for reno on loopback and cubic
-        elsewhere, empty for the system's default. If the chosen one cannot be set, the system's
-        default is used.
+        elsewhere, empty for the system's default. The system's default is also used if the chosen
+        algorithm cannot be set.
     sources : mapping of int to Nic
         Local NIC of each rail, for probes.
     targets : mapping of PathKey to (str, int)
@@ -207,7 +207,7 @@ class TcpTransport(PreconnectedTransport):
         if self._unparsed:
             self._parse_rest()
             if self._events:
-                # Slices borrow the buffers, which must not be read into before they are handled.
+                # Slices borrow the buffers, so handle the slices before reading into the buffers.
                 events, self._events = self._events, []
                 return events
         for fd, mask in self._epoll.poll(0 if self._events else timeout_s):
@@ -238,15 +238,15 @@ class TcpTransport(PreconnectedTransport):
         """Lend the connections of `paths` to compiled code, which reads and writes their sockets.
 
         The borrower may change the fields of the connections. Until `take_back` was called for each
-        connection, no other method of the transport but `wake` and `has_other_events` may be
-        called.
+        connection, the only other methods of the transport that may be called are `wake` and
+        `has_other_events`.
 
         Returns
         -------
         list of Connection or None
-            In the order of `paths`. None if events are waiting for `poll`, or if one of the paths
-            is not open, has announced landing places, has something queued, or has read only a part
-            of a slice; nothing is lent then.
+            In the order of `paths`. None (nothing is lent) if events are waiting for `poll`, or if
+            one of the paths is not open, has announced landing places, has queued data, or has read
+            only a part of a slice.
         """
         if self._events:
             return None
@@ -263,7 +263,7 @@ class TcpTransport(PreconnectedTransport):
         return conns
 
     def take_back(self, conn: Connection, error: int | None = None) -> None:
-        """End the loan of `conn`, whose fields must describe what the borrower left unfinished.
+        """End the loan of `conn`; its fields must show the frames that are not finished.
 
         `error` is the errno of the borrower's failed system call, or 0 if the peer closed the
         connection; in both cases the path fails. None: there was no error.
@@ -292,7 +292,7 @@ class TcpTransport(PreconnectedTransport):
         return is_other or self._prober.is_busy
 
     def _parse_rest(self) -> None:
-        """Parse the frames that a borrower read into the connections' buffers and did not parse."""
+        """Parse the frames in the connections' buffers that a borrower read but did not parse."""
         unparsed, self._unparsed = self._unparsed, set()
         for conn in unparsed:
             if self._by_path.get(conn.path) is conn:
@@ -314,7 +314,7 @@ class TcpTransport(PreconnectedTransport):
         self._wakeup.wake()
 
     def fence(self, path: PathKey) -> None:
-        """Close the socket of `path`; the next `poll` reports `Fenced`, even if it is not open.
+        """Close the socket of `path`, if open; the next `poll` reports `Fenced` in any case.
 
         Raises
         ------
@@ -581,7 +581,7 @@ class TcpTransport(PreconnectedTransport):
             self._fail(
                 conn,
                 "EBADMSG",
-                f"fragment of {nbytes} bytes, only {len(place.rest)} are missing",
+                f"fragment of {nbytes} bytes, but only {len(place.rest)} bytes are missing",
             )
             return False
         target, place.rest = place.rest[:nbytes], place.rest[nbytes:]

@@ -2,9 +2,9 @@
 
 pyverbs holds the GIL in every call, so this module makes no pyverbs call that could block: it polls
 descriptors before it reads events from them, and queue pairs are connected only to peers whose
-link-layer address the kernel already knows. Compiled code polls the completion queue and posts
-requests instead of pyverbs (`r2ccl.transport.verbs.fastpath`), if the parameter `fastpath` allows
-it and libibverbs' structs are found and verified.
+link-layer address the kernel already knows. Compiled code (`r2ccl.transport.verbs.fastpath`) takes
+the place of pyverbs in polling the completion queue and posting requests, if the parameter
+`fastpath` allows it, Numba is installed, and libibverbs' structs are found and verified.
 
 Invariant: `RdmaDevice.close` closes the objects of the device in the order that verbs requires. All
 queue pairs and memory regions must be closed before that call.
@@ -123,9 +123,10 @@ class RdmaDevice:
         Neighbour table of the port's interface. Owned. None on InfiniBand, where the subnet
         manager resolves addresses.
     fastpath : str
-        What polls and posts. ``"1"``: compiled code, or pyverbs if libibverbs is not as expected.
-        ``"0"``: pyverbs. ``"auto"``: as ``"1"``, but pyverbs on software NICs, where the kernel's
-        work per request is so large that loading Numba (0.7 s) does not pay.
+        Code that polls and posts. ``"1"``: compiled code; pyverbs if Numba is not installed, or
+        libibverbs is not as expected. ``"0"``: pyverbs. ``"auto"``: as ``"1"``, but pyverbs on
+        software NICs, where the kernel's work per request is so large that loading Numba (0.7 s)
+        does not pay.
     npeers : int
         Maximum number of ranks that this device connects to; determines the size of the
         completion queue.
@@ -364,7 +365,7 @@ class RdmaDevice:
         return bool(self.query().state == e.IBV_PORT_ACTIVE)
 
     def read_endpoint_info(self, info: bytes, kind: type[_AnyInfo]) -> _AnyInfo:
-        """Decode a peer's endpoint info of type `kind`; raise if connecting to it would block.
+        """Decode a peer's endpoint info of type `kind`; raise if connecting would block.
 
         Raises
         ------

@@ -8,7 +8,7 @@ migrate to another rail without moving in memory:
 =========  =====================================================================================
 dmabuf     the allocation is exported as a dma-buf, whose descriptor every NIC registers
 peermem    the device pointer is registered like host memory; the module nvidia_peermem resolves it
-staging    data pass through pinned host memory instead (`r2ccl.gpu.staged`)
+staging    data passes through pinned host memory instead (`r2ccl.gpu.staged`)
 =========  =====================================================================================
 
 `DeviceMemoryRoute` holds the method used and why each better method failed.
@@ -19,9 +19,9 @@ the stream-ordered pool and managed memory can move while registered, so they ar
 
 *Alignment and addresses.* CUDA exports only whole host pages, so the dma-buf covers the pages that
 the allocation touches; the region begins at the allocation's base. pyverbs registers a dma-buf with
-an I/O virtual address equal to the region's offset in the dma-buf. So the NIC's address of byte
-``p`` is ``p - first page``, and ``iova_base`` is minus the address of the first page. The
-descriptor is closed as soon as the NICs have registered it.
+an I/O virtual address equal to the region's offset in the dma-buf. So the NIC's address of the byte
+at ``p`` is ``p`` minus the address of the first page, and ``iova_base`` is minus the address of the
+first page. The descriptor is closed as soon as the NICs have registered it.
 
 *Reallocation.* No Python object owns an allocation, so nothing reports that it was freed. Each
 lookup therefore compares CUDA's buffer id, which is never reused (`RegistrationCache.find`). The

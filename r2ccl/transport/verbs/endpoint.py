@@ -109,8 +109,8 @@ class VerbsEndpoint:
         self.acked: dict[int, int] = {}
         #: Events to report once the end is opened.
         self.held: list[Event] = []
-        #: Markers completed since the fence, and the clock's time when the fence stops waiting; 0
-        #: if it does not wait, because the device refused the flush.
+        #: Number of markers completed since the fence, and the clock's time when the fence stops
+        #: waiting for them; 0 if it does not wait, because the device refused the flush.
         self.markers = 0
         self.give_up_s = 0.0
         #: Value of `consumed` in the last credit sent, ring bytes consumed since then, and ring

@@ -109,9 +109,9 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 @register_jitable  # type: ignore[untyped-decorator, unused-ignore]
 def _repeats(wcs: Any, count: int, at: int) -> bool:
-    """Return True if entry `at` repeats one of the first `count` entries, a flushed request.
+    """Return True if entry `at` repeats a flushed request among the first `count` entries.
 
-    Both entries then have the same wr_id and queue pair number.
+    A repetition has the same wr_id and queue pair number.
     """
     for i in range(count):
         is_same = wcs[i].wr_id == wcs[at].wr_id and wcs[i].qp_num == wcs[at].qp_num
@@ -124,7 +124,7 @@ def _repeats(wcs: Any, count: int, at: int) -> bool:
 def _poll(queue_at: int) -> int:
     """Poll completions into the records of the `_QUEUE` at address `queue_at`; return their number.
 
-    If the first call of poll_cq returns a negative number (an error), return that number instead.
+    If the first call of poll_cq returns an error, which is a negative number, return the error.
     """
     queue = carray(_pointer(queue_at), (1,), _QUEUE)[0]
     wcs = carray(_pointer(queue.wcs), (queue.capacity,), WC)

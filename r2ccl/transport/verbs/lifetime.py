@@ -4,18 +4,19 @@ Theory of operation
 -------------------
 A registration outlives the call it was made for, so it must end when its memory is freed. An
 address that is freed and mapped again refers to other pages, but the old registration would still
-access the old pages. An address alone does not show this. Two things do:
+access the old pages. The address alone does not show that this happened. Two things do:
 
 * the *owner*, the object that keeps the memory alive. `allocation_of` follows a NumPy view to the
   array or object at its root, so all views of an allocation have the same owner;
 * an *identity* that changes when an address is allocated again (CUDA's buffer id), for memory that
   no Python object owns (`r2ccl.transport.verbs.dmabuf`).
 
-An owner is *watched* with a weak reference, which reports its death before its memory is freed. An
-object that can free or move its memory during its life (``bytearray``, ``array.array``, ``mmap``)
-is *held* instead: an export of its buffer keeps it alive and prevents both. An object that accepts
-no weak reference is held too. NumPy refuses to resize an array that is watched. Callers must not
-resize the storage of a registered tensor, nor release a registered memoryview.
+An owner is *watched* with a weak reference, which reports the owner's death before the memory is
+freed. An object that can free or move its memory during its life (``bytearray``, ``array.array``,
+``mmap``) is *held* instead: an export of its buffer keeps the object alive and stops it from
+freeing or moving the memory. An object that accepts no weak reference is held too. NumPy refuses to
+resize an array that is watched. Callers must not resize the storage of a registered tensor, nor
+release a registered memoryview.
 
 Invariant: watching never keeps an owner alive; holding always does.
 """
@@ -59,8 +60,8 @@ class Allocation(msgspec.Struct, frozen=True):
 def allocation_of(address: int, nbytes: int, owner: Any) -> Allocation:
     """Return the host allocation that contains `nbytes` bytes at `address`.
 
-    If `owner` is a NumPy array or view, that is the whole memory of the array that the view is
-    based on; for any other object, exactly the `nbytes` bytes.
+    If `owner` is a NumPy array or view, the allocation is the whole memory of the array that the
+    view is based on. For any other object, it is exactly the `nbytes` bytes.
 
     Parameters
     ----------
@@ -132,7 +133,7 @@ class Lifetime:
         return self._held is not None
 
     def is_of(self, owner: Any) -> bool:
-        """Return True if this object watches or holds `owner`; for None, if there is no owner."""
+        """Return True if this object watches or holds `owner`; None stands for no owner."""
         if owner is None:
             return self._finalizer is None and self._held is None
         held = self._held
@@ -141,7 +142,7 @@ class Lifetime:
     def owner(self) -> Any:
         """Return the owner, or the export of its buffer if that is held instead.
 
-        None if there is no owner or it has died.
+        Return None if there is no owner or the owner has died.
         """
         if self._finalizer is None:
             return self._held
@@ -171,7 +172,10 @@ def _hold(owner: Any) -> Any:
 
 
 def _export(owner: Any) -> memoryview | None:
-    """Return an export of the owner's buffer, during which the owner cannot move or free it."""
+    """Return an export of the owner's buffer, which stops the owner from moving or freeing it.
+
+    Return None if the owner has no buffer.
+    """
     try:
         return memoryview(owner)
     except TypeError:  # no buffer protocol

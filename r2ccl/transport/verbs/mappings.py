@@ -5,8 +5,8 @@ open, as a descriptor does. In a child that outlives a killed parent, it would k
 queue pairs alive, and the peers' NICs would continue to write to memory that nobody reads. So, in
 each child, a fork handler replaces every such mapping by zeroed memory before other code of the
 child runs. Mappings that other libraries made are replaced too: queue pairs do not work in a child
-anyway. The address range stays reserved: if the child frees the provider's objects, the provider
-unmaps these addresses, and nothing else may be mapped there by then.
+anyway. The address range stays reserved: if the child later frees the provider's objects, the
+provider unmaps these addresses, so no other memory may have been mapped there.
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ from pyverbs.wr import SGE, SendWR  # isort: skip
 
 #: Times the NIC sends a probe before it gives up: two lost packets do not prove that a rail failed.
 _NTRIES = 3
-#: For this time, in seconds, an unanswered probe decides later probes of the same two ports. The
-#: queue pairs between these ports fail at different times, within about 1 s with the default
-#: retries; each failure starts probes, and diagnosis may repeat them once.
+#: For this time, in seconds, later probes of the same two ports have the outcome of an unanswered
+#: probe. The queue pairs between these ports fail at different times, within about 1 s with the
+#: default retries; each failure starts probes, and diagnosis may repeat them once.
 _SILENCE_S = 5.0
 #: Unit of a queue pair's timeout: attribute ``timeout`` t means this many seconds times 2^t.
 _TIMEOUT_UNIT_S = 4.096e-6
@@ -66,7 +66,7 @@ class ProbeEnd:
     timeout : int
         ``timeout`` attribute of the queue pair: 4.096 us times 2^timeout.
     on_made, discard : callable
-        Called with this end: `on_made` when it has made its queue pair, `discard` by `close`.
+        Called with this end: `on_made` when the end has made its queue pair, `discard` by `close`.
     """
 
     def __init__(

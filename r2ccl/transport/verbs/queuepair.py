@@ -8,15 +8,19 @@ completion at the peer:
 - *slices* go into the landing place that their receiver announced;
 - *credits* carry no payload.
 
-The 32 bits of immediate data are: 2 bits for the kind (`Tag`); 8 bits of *mark*, a random number
-that the receiver chooses for each connection, so that data of an earlier connection is recognised;
-and 22 bits for the message's offset in the ring in units of `ALIGN`, the number of the landing
-place, or the count of consumed messages (in a credit).
+The 32 bits of immediate data are:
+
+- 2 bits for the kind (`Tag`);
+- 8 bits for the *mark*, a random number that the receiver chooses for each connection, so that data
+  of an earlier connection is recognised;
+- 22 bits for the message's offset in the ring in units of `ALIGN`, the number of the landing place,
+  or the count of consumed messages (in a credit).
 
 Receive requests receive no data; they only produce completions. One is posted for every message,
-landing place and credit that can be in flight, so receiver-not-ready does not occur. Work requests
-are made once and refilled for each post, both pyverbs' and those of the compiled code. Only this
-module, `r2ccl.transport.verbs.device` and `r2ccl.transport.verbs.probe` use queue pairs of pyverbs.
+landing place and credit that can be in flight, so receiver-not-ready does not occur. The objects
+for work requests, both of pyverbs and of the compiled code, are made once and refilled for each
+post. Only this module, `r2ccl.transport.verbs.device` and `r2ccl.transport.verbs.probe` use queue
+pairs of pyverbs.
 
 A queue pair is reused: `reset` ends a connection, `renew` prepares the next one. Each connection is
 a *life* of the queue pair, with its own packet sequence number, mark, and life number in the wr_id
@@ -389,8 +393,8 @@ class QueuePair:
     def retire(self, number: int) -> tuple[RequestKind, int]:
         """Handle the completion of the send request with wr_id `number`; return its kind and count.
 
-        The count is the number of send requests posted in this life up to this one. They have all
-        completed, because a send queue completes in order.
+        The count is the number of send requests posted in this life, up to and including this one.
+        All of them have completed, because a send queue completes in order.
         """
         count = number & _COUNT_MASK
         self.retired = max(self.retired, count)
@@ -422,9 +426,9 @@ class QueuePair:
             raise self._device.refusal("flush a queue pair", exc) from exc
 
     def reset(self) -> None:
-        """Take the queue pair to state RESET and end its life; `renew` begins the next one.
+        """Take the queue pair to state RESET and end its life; `renew` begins the next life.
 
-        No peer can write to this rank's memory through it until then.
+        Until then, no peer can write to this rank's memory through the queue pair.
 
         Raises
         ------
@@ -437,7 +441,7 @@ class QueuePair:
             raise self._device.refusal("reset a queue pair", exc) from exc
 
     def close(self) -> None:
-        """Destroy the queue pair; no peer can write to this rank's memory through it afterwards."""
+        """Destroy the queue pair; afterwards no peer can write to this rank's memory through it."""
         self._close_queue()
         self._region.close()
 

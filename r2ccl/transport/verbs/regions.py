@@ -35,7 +35,8 @@ class MemoryRegion(Protocol):
     def iova_base(self) -> int:
         """Difference between the NIC's I/O address of a byte and its address in the process.
 
-        It is added to addresses in work requests and in messages to peers; 0 for host memory.
+        The difference is added to addresses in work requests and in messages to peers. It is 0 for
+        host memory.
         """
         ...
 
@@ -58,11 +59,11 @@ class Registrar(Protocol):
         Raises
         ------
         TransportError
-            If the NIC refuses and the registrar explains why: callers must pass on the error
+            If the NIC refuses and the registrar explains why. Callers must pass on the error
             unchanged.
         Exception
             If the NIC refuses and the exception has only an error number, ``errno`` or
-            ``error_code``: callers must translate it by `refusal`.
+            ``error_code``. Callers must translate the exception by `refusal`.
         """
         ...
 

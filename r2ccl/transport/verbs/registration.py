@@ -17,8 +17,8 @@ needs one bisection.
 its owner is freed    `find` stops returning it at once, in whatever thread the owner died; the
                       NICs deregister it in `RegistrationCache.drain`
 its identity changed  `find` compares the identity with the driver's (device memory only)
-its last user closed  only if it holds its owner (`r2ccl.transport.verbs.lifetime`): the cache
-                      must not keep memory alive
+its last user closed  applies only if it holds its owner (`r2ccl.transport.verbs.lifetime`): the
+                      cache itself must not keep memory alive
 it is replaced        a new registration contains it or lies inside it; `find` stops returning it
                       at once, and it ends when it has neither users nor pins
 it is evicted         space is needed; the least recently used registration without users and
@@ -299,9 +299,9 @@ class RegistrationCache:
         address, nbytes : int
         owner : object
             Object that keeps the memory alive; None for device memory. The cache has a weak
-            reference to it, and ends the registration when it dies. An owner that can free its
-            memory earlier, or accepts no weak reference, is kept alive instead, until the last user
-            has closed the registration (`Registration.is_owner_held`).
+            reference to the owner, and ends the registration when the owner dies. An owner that can
+            free its memory earlier, or accepts no weak reference, is kept alive instead, until the
+            last user has closed the registration (`Registration.is_owner_held`).
 
         Returns
         -------
@@ -342,8 +342,8 @@ class RegistrationCache:
     def close(self) -> None:
         """End every registration, even with users or pins; the NICs must have stopped.
 
-        Pins can remain after Ctrl-C, which can come between a pin and its work request. A
-        registration that Ctrl-C left in no list ends when its protection domains are closed.
+        Pins can remain if Ctrl-C came between a pin and its work request. A registration that
+        Ctrl-C left in no list ends when its protection domains are closed.
         """
         self._is_closed = True
         for kept in (self._index, self._leaving):
@@ -429,9 +429,9 @@ class RegistrationCache:
             self._retire(registration)
 
     def _settle(self, registration: Registration) -> None:
-        """End a registration without pins whose memory was freed or that nothing keeps.
+        """End a registration without pins if its memory was freed, or if nothing keeps it.
 
-        Users keep it; so does the index, unless the registration holds its owner.
+        Users keep a registration. The index keeps it too, unless the registration holds its owner.
         """
         if not registration.is_open or registration._pins:
             return

@@ -1,8 +1,8 @@
 """Flow control of a message ring: one rank writes messages into a ring in the peer's memory.
 
-The writer chooses the offset of every message and sends the offset with it. The reader only counts
-the messages it has consumed, and returns the count modulo a power of two (a credit) from time to
-time. Counts are cumulative, so credits may be merged or lost.
+The writer chooses the offset of every message and sends the offset with the message. The reader
+only counts the messages it has consumed. From time to time it returns a *credit*: the count modulo
+`COUNT_MODULUS`. Counts are cumulative, so credits may be merged or lost.
 
 Invariant: ring space is reused only after the message in it was consumed.
 """
@@ -48,7 +48,9 @@ class SendRing:
             If the message is larger than the ring.
         """
         if nbytes > self._nbytes:
-            raise InternalError(f"message of {nbytes} bytes for a ring of {self._nbytes}")
+            raise InternalError(
+                f"a message of {nbytes} bytes does not fit into a ring of {self._nbytes} bytes"
+            )
         if len(self._ends) >= self._nmessages:
             return None
         if not self._ends:  # begin at offset 0: a large message fits only there
@@ -79,7 +81,9 @@ class SendRing:
         if fresh > COUNT_MODULUS // 2:
             return  # a later count arrived before this one
         if fresh > len(self._ends):
-            raise InternalError(f"{fresh} messages were consumed, only {len(self._ends)} in flight")
+            raise InternalError(
+                f"{fresh} messages were consumed, but only {len(self._ends)} were in flight"
+            )
         for _ in range(fresh):
             self._tail = self._ends.popleft()
         self._consumed += fresh

@@ -85,8 +85,8 @@ class Staging:
     def reach(self, view: memoryview, nic: int) -> Reach:
         """Return memory by which the NIC with index `nic` can send or receive the slice `view`.
 
-        It is the memory of `view` if that is registered, else a staging buffer, which the caller
-        must copy from or to. It is pinned until `release`.
+        The result is the memory of `view` if that is registered, else a staging buffer: the caller
+        copies the slice to the buffer, or from it. The memory is pinned until `release`.
 
         Raises
         ------

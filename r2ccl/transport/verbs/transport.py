@@ -185,7 +185,7 @@ class VerbsTransport:
     def open(self, path: PathKey, endpoint: VerbsEndpoint) -> None:
         """Begin to use `endpoint`, which has joined, as `path`.
 
-        The next `poll` reports what arrived on it before this call.
+        The next `poll` reports the slices and messages that arrived on it before this call.
         """
         endpoint.state = EndpointState.LIVE
         self._by_path[path] = endpoint
@@ -414,8 +414,8 @@ class VerbsTransport:
     def arm(self) -> None:
         """Make the descriptor of `fileno` become readable at the next completion.
 
-        An earlier completion may leave the descriptor unreadable. So call `poll` once more between
-        `arm` and the wait.
+        A completion that occurred before this call need not make the descriptor readable. So call
+        `poll` once more between `arm` and the wait.
         """
         for nic, device in enumerate(self._devices):
             if nic not in self._broken:
@@ -446,7 +446,7 @@ class VerbsTransport:
         return bool(ready)
 
     def _return_lent(self) -> None:
-        """Count as consumed the messages whose ring memory the last poll's events borrowed."""
+        """Mark as consumed the messages whose memory was lent to the events of the last poll."""
         lending, self._lending = self._lending, []
         for end in lending:
             end.consume_lent()
@@ -485,8 +485,8 @@ class VerbsTransport:
     def _take_batch(self, nic: int, batch: list[Completion]) -> bool:
         """Handle completions; return True if any of them failed.
 
-        A batch omits repeated flush errors. So if a completion failed, the queue may have more of
-        them even though the batch has fewer than `BATCH`.
+        A batch omits repeated flush errors. So if a completion failed, the queue may have further
+        completions even though the batch has fewer than `BATCH`.
         """
         has_failed = False
         ends = self._by_number[nic]

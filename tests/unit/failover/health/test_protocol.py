@@ -716,7 +716,7 @@ def _promised() -> Agreement:
 @pytest.mark.parametrize(
     ("agreement", "peer", "message", "complaint"),
     [
-        (make(0), 3, Report((NEWS,)), "Report from rank 3, which is not another rank of 0 to 2"),
+        (make(0), 3, Report((NEWS,)), "Report from rank 3, but the sender must be another rank"),
         (make(0), -1, Report((NEWS,)), "rank 0: Report from rank -1"),
         (make(1), 1, Promise(0, 0), "rank 1: Promise from rank 1"),
         (make(1), 2, Report((NEWS,)), "rank 1: Report from rank 2, but Report and"),

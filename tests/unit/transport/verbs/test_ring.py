@@ -65,7 +65,7 @@ def test_what_cannot_be() -> None:
     ring = SendRing(128, 2, 64)
     with pytest.raises(InternalError, match="ring of 128"):
         ring.take(129)
-    with pytest.raises(InternalError, match="1 messages were consumed, only 0"):
+    with pytest.raises(InternalError, match="1 messages were consumed, but only 0"):
         ring.credit(1)
 
 
