@@ -46,8 +46,8 @@ class Communicator:
     Every method marked *collective* must be called by all ranks in the same order. The sections
     below apply to all collectives, that is, to `allreduce`, `allgather`, `reduce_scatter`,
     `broadcast`, `reduce`, `gather`, `scatter`, `alltoall`, `scan`, `exscan`, their forms with ``v``
-    for parts of unequal size, and `run_schedule`; a method says only what it adds to them, or what
-    differs.
+    for parts of unequal size, and `run_schedule`. The docstring of a method has only additions and
+    differences.
 
     Attributes
     ----------
@@ -64,8 +64,9 @@ class Communicator:
     x : array_like
         The input, of any shape, in host memory on all ranks or in device memory on all ranks.
         The dtype must be equal on all ranks, and so must the number of elements, unless parts may
-        have unequal sizes. Must be C-contiguous in device memory, or if it receives the result;
-        other inputs are copied first if they are not. Borrowed until the collective has finished.
+        have unequal sizes. Must be C-contiguous in device memory, or if it receives the result; in
+        all other cases, an array that is not C-contiguous is copied first. Borrowed until the
+        collective has finished.
     out : array_like, optional
         Receives the result: a C-contiguous array of the dtype of `x`, in the same kind of memory.
         Disjoint from `x`, except for the overlap that the method allows.
@@ -90,7 +91,7 @@ class Communicator:
     Results of all collectives
     --------------------------
     `out` or, without it, its default; None on a rank that receives nothing. With ``async_op``, a
-    `Work` whose `wait` returns this. A call on device memory always returns at once, and work
+    `Work` whose `wait` returns the same. A call on device memory always returns at once, and work
     enqueued on `stream` afterwards sees the result; with ``async_op``, only after `Work.order`.
 
     Errors of all collectives and messages
@@ -191,8 +192,8 @@ class Communicator:
         x : array_like, any shape
             In host memory on all ranks, or in device memory on all ranks; dtype and number of
             elements must be equal on all ranks. Must be C-contiguous in device memory, or if it
-            receives the result; other inputs are copied first if they are not. Borrowed until the
-            collective has finished.
+            receives the result; in all other cases, an array that is not C-contiguous is copied
+            first. Borrowed until the collective has finished.
         out : array_like, optional
             Receives the result: the same memory as `x` or disjoint from it. Default: `x` itself.
         op : ReduceOp, ConvertedOp or UserOp
@@ -932,10 +933,10 @@ class Communicator:
         Notes
         -----
         See `Communicator` for the other errors. A message of at most ``R2CC_EAGER_NBYTES``, less a
-        header of 32 bytes, is short: it is copied, and the call returns. A longer one waits for its
-        `recv`. So does a short one with which more than 1 MiB of short messages to `to` would be
-        waiting for a `recv`. *After failure*: no message is lost or doubled. Messages and
-        collectives do not wait for each other.
+        header of 32 bytes, is short: it is copied, and the call returns. A longer message waits for
+        its `recv`. A short message waits, too, if together with it more than 1 MiB of this rank's
+        short messages to `to` would wait for a `recv`. *After failure*: no message is lost or
+        doubled. Messages and collectives do not wait for each other.
         """
         return self._messages.send(x, to, tag, is_synchronous=is_synchronous, is_async=async_op)
 
@@ -1089,7 +1090,7 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If `x` is not such an array.
+            If `x` is not as described.
         TransportError
             If a NIC refuses the memory, or ``R2CC_REGISTRATION_LIMIT_NBYTES`` would be exceeded.
 
@@ -1313,8 +1314,9 @@ class Communicator:
     def dump_on_signal(self, signum: int = signal.SIGUSR1) -> None:
         """Write `dump` to ``R2CC_DUMP_FILE``, or to stderr, on every signal `signum`.
 
-        The handler also runs while the main thread is in a blocking call of r2ccl. The previous
-        handler of the signal is called after it, and is restored by ``close()`` or ``abort()``.
+        The handler also runs while the main thread is in a blocking call of r2ccl. It calls the
+        previous handler of the signal at its end. ``close()`` or ``abort()`` restores the previous
+        handler.
         ``R2CC_DUMP_SIGNAL=SIGUSR1`` installs the handler in `r2ccl.init`.
 
         Raises

@@ -40,7 +40,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     eager_slots: int = 16
     #: Maximum size of a slice, the unit of pipelining, confirmation and replay.
     slice_nbytes: int = 1 << 20
-    #: Maximum number of slices ahead for which a receiver announces landing places on one link.
+    #: Maximum number of landing places that a receiver announces ahead of the data on one link.
     landing_depth: int = 2
     #: Maximum number of channels of a large collective; 0: derived from the number of rails.
     channels: int = 0
@@ -119,8 +119,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     init_timeout_s: float = 60.0
     #: init() waits this long for all rails, then continues with those that are up.
     connect_timeout_s: float = 5.0
-    #: Most ranks that a rank keeps data paths to; beyond it, idle paths are closed, those least
-    #: recently used first, except those made by init(). 0: no limit.
+    #: Maximum number of ranks to which a rank keeps data paths. Above it, the least recently used
+    #: idle paths are closed, but none that init() made. 0: no limit.
     max_connections: int = 128
     #: Congestion control of TCP rails; auto: cubic, on loopback reno; empty: the system default.
     tcp_congestion: str = "auto"
@@ -341,7 +341,8 @@ ALGOS = (
 )
 
 #: Smallest and largest value of a field. The first three are attributes of a queue pair of 8, 5
-#: and 3 bits (ibv_modify_qp(3)); r2ccl adds -1, and excludes timeout 0, which waits forever.
+#: and 3 bits (ibv_modify_qp(3)). r2ccl also allows the ``gid_index`` -1, and does not allow the
+#: ``ib_timeout`` 0, which waits forever.
 RANGES: dict[str, tuple[float, float]] = {
     "gid_index": (-1, 255),
     "ib_timeout": (1, 31),

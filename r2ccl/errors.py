@@ -21,11 +21,11 @@ from typing import Any
 class R2cclError(Exception):
     """Base class of all exceptions that r2ccl raises.
 
-    They can be pickled; what is unpickled has the same message and attributes.
+    An exception can be pickled; the unpickled copy has the same message and attributes.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what `pickle` needs; it does not call the constructor of the class."""
+        """Return the form for `pickle`, which restores the error without its constructor."""
         return _restored, (type(self), self.args, self.__dict__)
 
 
@@ -111,7 +111,7 @@ class RailDown(TransportError):
 
 
 class TransportTimeout(TransportError):
-    """Timeout of a wait; the message says what it waited for.
+    """Timeout of a wait; the message names the event that did not happen.
 
     If ``wait(timeout_s)`` of a `Work` or `MessageRequest` raises it, the operation continues.
     """

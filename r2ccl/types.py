@@ -217,8 +217,8 @@ class CallSignature(msgspec.Struct, frozen=True):
     def pack(self) -> int:
         """Return the 64-bit form: 4 bits collective, 6 dtype, 4 op, 12 root, 38 count (elements).
 
-        With an operation of the user, the upper 12 of the 38 bits contain its digest. Of numbers
-        with more bits, only the lower bits are packed; they distinguish calls well enough.
+        With an operation of the user, the upper 12 of the 38 bits contain its digest. Only the
+        lower bits of larger numbers are packed; they distinguish calls well enough.
         """
         head = (self.collective << 10) | (self.dtype << 4) | self.op
         count = self.count & _COUNT_MASK

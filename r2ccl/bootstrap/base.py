@@ -47,7 +47,7 @@ class ControlPort(Post, Protocol):
     """
 
     def open_session(self, peer: int) -> None:
-        """Connect a session with `peer`, over which messages to it are sent from now on.
+        """Connect a session with `peer`, and send messages to `peer` over it from now on.
 
         `peer` must call `open_session` too: the lower rank dials, the higher rank accepts.
         """
@@ -68,7 +68,7 @@ class ControlPort(Post, Protocol):
         ...
 
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
-        """Connect to `peer`, as its path of rail `BYPASS`, by the first of `ways` that works.
+        """Connect the path of rail `BYPASS` to `peer` by the first of `ways` that works.
 
         To be called by the lower of the two ranks. Each way is tried once.
         """

@@ -4,8 +4,8 @@ A *way* is a connection from a NIC of the lower rank to a NIC of the higher rank
 third rank, the forwarder. The lower rank dials several ways, each after a short pause, and uses the
 first over which the higher rank authenticates. The forwarder accepts an authenticated rank,
 connects to the target over the first rail that answers, and copies bytes in both directions until
-either side closes. The two ranks authenticate each other end to end through the forwarder. Runs in
-the control thread.
+either side closes. The two ranks authenticate each other end to end through the forwarder. The
+code runs in the control thread.
 
 Bypasses are not probed. The kernel closes a TCP connection after `SILENCE_S` without an answer from
 the kernel at the other end. That closes the whole bypass, and the two ranks try other ways.
@@ -174,11 +174,14 @@ class Forwarder:
             far = await first_of(self._ways_to(claim.beyond))
         except OSError as exc:
             logger.info(
-                "rank %d: cannot forward rank %d to rank %d: %s",
+                "rank %d: cannot forward a connection of rank %d to rank %d: %s",
                 rank, claim.src, claim.beyond, exc,
             )  # fmt: skip
             return
-        logger.info("rank %d: forwarding rank %d to rank %d", rank, claim.src, claim.beyond)
+        logger.info(
+            "rank %d: forwarding a connection of rank %d to rank %d",
+            rank, claim.src, claim.beyond,
+        )  # fmt: skip
         with far:
             for sock in (near, far):
                 wire.limit_silence(sock, SILENCE_S)

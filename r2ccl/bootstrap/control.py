@@ -69,9 +69,9 @@ class ControlHandler(Protocol):
     def on_path(self, peer: int, rail: int, epoch: int, sock: socket.socket) -> None:
         """Take ownership of the socket of a new path.
 
-        It is connected, authenticated and non-blocking, with TCP_NODELAY; the first byte to read is
-        from the peer's transport. Called at both ends, once per successful `accept_path`,
-        `dial_path` or `dial_bypass`.
+        The socket is connected, authenticated and non-blocking, with TCP_NODELAY; the first byte
+        to read is from the peer's transport. Called at both ends, once per successful
+        `accept_path`, `dial_path` or `dial_bypass`.
         """
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
@@ -83,10 +83,10 @@ class ControlHandler(Protocol):
         why : str
             Evidence of the loss.
         last_heard_s : float or None
-            Seconds between the last sign of life of `peer` and the finding of its loss, at the rank
-            that found it. If `peer` has given this rank up: seconds since the last sign of life of
-            `peer` at this rank, or None without a session with it. Also None if all ranks that have
-            a session with `peer` are lost.
+            Seconds between the last sign of life of `peer` and the finding of its loss, measured by
+            the rank that found the loss. If `peer` has given this rank up: seconds since the last
+            sign of life of `peer` at this rank, or None without a session with `peer`. Also None if
+            all ranks that have a session with `peer` are lost.
         """
 
     def on_tick(self, now: float) -> None:
@@ -101,8 +101,8 @@ class ControlPlane:
 
     Made by `r2ccl.bootstrap.connect`. All methods except `close` may be called from any thread and
     return without blocking. Calls before `start` take effect at `start`. The callbacks that methods
-    take (`on_failed`, `fn`) run in the control thread. If `peer` is this rank or no rank, or `rail`
-    is no rail, methods that take them raise InvalidArgument, except `kick` and `obstacles`.
+    take (`on_failed`, `fn`) run in the control thread. Except `kick` and `obstacles`, methods raise
+    InvalidArgument if `peer` is this rank or no rank, or `rail` is no rail.
 
     Parameters
     ----------
@@ -212,7 +212,7 @@ class ControlPlane:
         Raises
         ------
         InternalError
-            If it was called before.
+            If `start` was called before.
         """
         if self._handler is not None:
             raise InternalError(f"rank {self.rank}: the control plane was started before")
@@ -339,8 +339,8 @@ class ControlPlane:
     def open_session(self, peer: int) -> None:
         """Connect a session with `peer`, which must call this, too; the lower rank dials.
 
-        It dials when a message is sent over the session, at the latest after 20 ms. Does nothing if
-        there is a session already.
+        The lower rank dials when a message is sent over the session, at the latest after 20 ms.
+        Does nothing if there is a session already.
         """
         self._check(peer)
         self._do(functools.partial(self._open_session, peer))
@@ -385,11 +385,11 @@ class ControlPlane:
         self._do(lambda: self._paths.dial(key, epoch, guarded) if self._is_open(peer) else None)
 
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
-        """Connect to `peer`, as its path of rail `BYPASS`, by the first of `ways` that works.
+        """Connect the path of rail `BYPASS` to `peer` by the first of `ways` that works.
 
-        To be called by the lower of the two ranks. Tries each way once; if none works, that is only
-        logged. Replaces an earlier `dial_bypass` of the same peer. Does nothing if `peer` is lost
-        or has left.
+        To be called by the lower of the two ranks. Tries each way once; a failure of all ways is
+        only logged. Replaces an earlier `dial_bypass` of the same peer. Does nothing if `peer` is
+        lost or has left.
         """
         self._check(peer)
         self._do(

@@ -42,7 +42,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Message of a rank to its parent: the addresses of all ranks in its part of the tree."""
+    """Message of a rank to its parent: the addresses of all ranks in the sender's subtree."""
 
     infos: tuple[PeerInfo, ...]
 
@@ -90,8 +90,8 @@ class MeetingFailed(msgspec.Struct, frozen=True, tag="failed"):
     def error(self, rank: int, account: str = "") -> R2cclError:
         """Return the error that `rank` must raise.
 
-        `account` is a clause that tells what `rank` itself waited for; empty adds nothing. It is
-        not used if the cause is a rank that exited.
+        `account` is a clause that names the event for which `rank` itself waited; it may be empty.
+        It is not used if the cause is a rank that exited.
         """
         if self.lost >= 0:
             return PeerLost(

@@ -47,8 +47,8 @@ _WAYS = (
 class Identity(msgspec.Struct):
     """Rank, job size, rendezvous address and secret of this process.
 
-    ``address`` and ``port`` are where rank 0 listens during the rendezvous. ``listener`` is rank
-    0's socket for this if it is already open, else None; the holder of the identity owns it.
+    Rank 0 listens at ``address`` and ``port`` during the rendezvous. ``listener`` is the listening
+    socket of rank 0 if it is already open, else None; the holder of the `Identity` owns it.
     """
 
     rank: int
@@ -106,7 +106,7 @@ def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identi
 def host_id() -> str:
     """Return host name, boot id and network namespace, as one text.
 
-    It is equal for ranks that share a network stack, and so a loopback interface.
+    Ranks with equal texts share a network stack, and thus a loopback interface.
     """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = os.stat("/proc/self/ns/net").st_ino
@@ -189,8 +189,8 @@ def _outbound_address() -> str:
             probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737): an unassigned address
         except OSError as exc:
             raise InvalidArgument(
-                "there is no IPv4 default route, so the address that other hosts reach is unknown: "
-                "set R2CC_CONTROL_ADDRESS on every rank to an address of its host that others reach"
+                "there is no IPv4 default route, so the address at which other hosts reach this "
+                "host is unknown: set R2CC_CONTROL_ADDRESS on every rank to such an address"
             ) from exc
         address: str = probe.getsockname()[0]
         return address
@@ -241,7 +241,7 @@ def _number(env: Mapping[str, str], name: str, instead: str = "") -> int:
 
 
 def _inherited_listener(env: Mapping[str, str]) -> socket.socket | None:
-    """Duplicate the launcher's socket, so that a second communicator can use it again."""
+    """Return a duplicate of the launcher's socket, or None; later communicators make their own."""
     if LISTEN_FD_VARIABLE not in env:
         return None
     fd = _number(env, LISTEN_FD_VARIABLE)
@@ -253,7 +253,7 @@ def _inherited_listener(env: Mapping[str, str]) -> socket.socket | None:
             raise OSError(errno.EINVAL, "not a listening socket")
     except OSError as exc:
         raise InvalidArgument(
-            f"{LISTEN_FD_VARIABLE}={fd} is no listening socket that can be used ({exc.strerror}): "
+            f"{LISTEN_FD_VARIABLE}={fd} is not a usable listening socket ({exc.strerror}): "
             "unset the variable, which only a launcher of r2ccl may set"
         ) from exc
     return listener

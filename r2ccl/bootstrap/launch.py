@@ -112,7 +112,7 @@ class LocalJob:
         self.close()
 
     def close(self) -> None:
-        """Close the rendezvous socket in this process; call it when all ranks were started."""
+        """Close the rendezvous socket in this process; call it when all ranks are started."""
         self.listener.close()
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -166,8 +166,8 @@ def launch(
     Notes
     -----
     Ranks write to the standard output of this process. In a notebook, and wherever else
-    ``sys.stdout`` is not that output, their lines appear there while `launch` waits, each after
-    ``[rank]``. No rank outlives this process.
+    ``sys.stdout`` is not this output, the lines of the ranks appear in ``sys.stdout`` while
+    `launch` waits, each after ``[rank]`` if there are several ranks. No rank outlives this process.
     """
     limit_s = float("inf" if timeout_s is None else timeout_s)  # raises before any rank runs
     with LocalJob(nranks) as job:
@@ -232,7 +232,7 @@ class RankProcesses:
     ranks : list
         Process of each rank, with its ``results``, a `Connection`.
     is_by_value : bool
-        Functions of the main module must be sent by value.
+        True if functions of the main module must be sent by value.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class RankProcesses:
         Returns
         -------
         list of Connection
-            Those that are readable; empty after the deadline.
+            Readable connections; empty after the deadline.
         """
         while True:
             piped = self._output.descriptors() if self._output else ()
@@ -375,8 +375,9 @@ class RankProcesses:
     def end(self, grace_s: float) -> None:
         """Wait at most `grace_s` seconds for the ranks to exit, then end the others by signals.
 
-        They get SIGTERM and, after `_TERMINATION_GRACE_S`, SIGKILL. The grace period lets ranks
-        report the loss of a peer after a failure. If Ctrl-C interrupts it, they get SIGKILL.
+        The others get SIGTERM and, after `_TERMINATION_GRACE_S`, SIGKILL. The grace period lets
+        ranks report the loss of a peer after a failure. If Ctrl-C interrupts this method, the ranks
+        get SIGKILL.
         """
         try:
             self.join(grace_s)

@@ -24,17 +24,18 @@ logger = logging.getLogger("r2ccl.bootstrap")
 
 #: Port of the rendezvous if nothing else gives one: torchrun's default MASTER_PORT + 1.
 DEFAULT_PORT = 29501
-#: Ports for jobs that have an identity, below the ephemeral ports of Linux.
+#: First port and number of ports for jobs that the launcher identifies. All are below the
+#: ephemeral ports of Linux.
 _FIRST_PORT, _NPORTS = 10_000, 20_000
 
 
 class LauncherVariables(msgspec.Struct, frozen=True):
     """Variables of a launcher.
 
-    ``rank`` and ``nranks`` name the variables with the rank and the number of ranks; of several
-    for the number, the first that is set counts. ``local`` names the one with the number of ranks
-    on this host, ``hosts`` the one with the list of hosts, and ``job`` those that together identify
-    the job. Empty: the launcher has no such variable.
+    ``rank`` names the variable with the rank, and ``nranks`` the variables with the number of
+    ranks, of which the first that is set is used. ``local`` names the variable with the number of
+    ranks on this host, ``hosts`` the variable with the list of hosts, and ``job`` the variables
+    that together identify the job. Empty: the launcher has no such variable.
     """
 
     name: str
@@ -69,7 +70,7 @@ LAUNCHERS = (
 class RankPlace(msgspec.Struct, frozen=True):
     """Rank, number of ranks and address of rank 0, from the variables of a launcher.
 
-    ``port`` is the port of the rendezvous unless a setting gives one; 0 if one must.
+    ``port`` is the port of the rendezvous unless a setting gives one; 0: a setting must give it.
     """
 
     rank: int
@@ -83,8 +84,8 @@ def find_launcher(env: Mapping[str, str]) -> LauncherVariables | None:
     """Return the launcher that started this process, as its variables say; None if none did.
 
     If an MPI launcher and Slurm give the same rank and size, the ranks are tasks of a job step, and
-    Slurm's variables, which also have the hosts, are preferred. Not so if the number of ranks of
-    this host is set, too: then mpiexec runs within the step.
+    Slurm's variables, which also have the hosts, are preferred. But if the number of ranks on this
+    host is also set, mpiexec runs within the step, and the MPI launcher is preferred.
     """
     found = [each for each in LAUNCHERS if each.rank in env]
     slurm = [each for each in found if each.hosts and each.hosts in env]
@@ -166,9 +167,9 @@ def first_host(listed: str) -> str:
 
 
 def _port(launcher: LauncherVariables, env: Mapping[str, str]) -> int:
-    """Return the same port on all ranks of a job, most likely another one than other jobs.
+    """Return a port, equal on all ranks of a job, and most likely different between jobs.
 
-    0 if the launcher does not identify the job, and another job may be on the same host.
+    Return 0 if the launcher does not identify the job, and another job may be on the same host.
     """
     names = [env[name] for name in launcher.job if name in env]
     if not names:
@@ -202,7 +203,7 @@ def whole(name: str, env: Mapping[str, str]) -> int:
 
 
 def _numbers(launcher: LauncherVariables, env: Mapping[str, str]) -> tuple[int, int]:
-    """Return the rank and the number of ranks; -1 for what is not set or not a number."""
+    """Return rank and number of ranks; -1 for a variable that is missing or not a number."""
     size = next((name for name in launcher.nranks if name in env), "")
     return _number(env, launcher.rank), _number(env, size)
 
@@ -226,10 +227,10 @@ class LauncherClaim(msgspec.Struct, frozen=True):
 def claims(env: Mapping[str, str]) -> list[LauncherClaim]:
     """Return the rank and job size of each launcher in `env`; several if launchers are nested.
 
-    Claims without a number of ranks are returned only if none has one. A claim whose rank is not
-    below its number of ranks has the variables of two launchers, and is ignored. PMIx is ignored if
-    Open MPI's variables are set: Open MPI also sets PMIx's rank, and the size of the job step under
-    Slurm is then the number of hosts, not of ranks.
+    Claims without a number of ranks are returned only if no claim has one. A claim whose rank is
+    not below its number of ranks has the variables of two launchers, and is ignored. PMIx is
+    ignored if Open MPI's variables are set: Open MPI also sets PMIx's rank, and the size of the job
+    step under Slurm is then the number of hosts, not of ranks.
     """
     found = []
     for each in LAUNCHERS:

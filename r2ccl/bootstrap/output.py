@@ -1,4 +1,4 @@
-"""Output of ranks, where it must pass through the launcher: in a notebook cell, or under capture.
+"""Output of ranks that must pass through the launcher: in a notebook, or if output is captured.
 
 Ranks inherit the standard output of the launcher. If ``sys.stdout`` of the launcher is another
 object, as in a notebook, a test that captures output or ``contextlib.redirect_stdout``, output
@@ -19,8 +19,8 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 _READ_NBYTES = 1 << 16
-#: Most reads that empty a pipe, which holds 64 KiB, or 1 MiB if a rank has enlarged it. A process
-#: that writes without end must not hold the launcher.
+#: Maximum number of reads to empty a pipe, which holds 64 KiB, or 1 MiB if a rank has enlarged it.
+#: A process that writes without end must not block the launcher.
 _MOST_READS = 16
 #: Complete lines; a progress bar ends its lines with a carriage return.
 _LINES = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
@@ -90,7 +90,7 @@ class RankOutput:
         return self._sources.keys()
 
     def forward(self, descriptor: int) -> bool:
-        """Read what a descriptor holds and write its complete lines; return whether it held any."""
+        """Read available bytes and write complete lines; return whether there were any bytes."""
         source = self._sources[descriptor]
         try:
             data = os.read(descriptor, _READ_NBYTES)
@@ -118,7 +118,7 @@ class RankOutput:
         self._unfinished.clear()
 
     def close_theirs(self) -> None:
-        """Close the ends of the ranks in this process."""
+        """Close the copies in this process of the ends that the ranks use."""
         for descriptors in self.theirs:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -1,9 +1,9 @@
 """Connection of data sockets, one per (peer, rail, epoch).
 
-The lower of two ranks dials a rail until it succeeds, since a rail may come back after hours. It
-tries each way of a bypass once, and uses the first that works (`r2ccl.bootstrap.bypass`). The
-higher rank accepts exactly the (peer, rail, epoch) that it expects. The data plane decides when a
-path gets a new socket. Runs in the control thread.
+The lower of two ranks dials a rail until it succeeds, since a rail may come back after hours. For a
+bypass, it tries each way once, and uses the first that works (`r2ccl.bootstrap.bypass`). The higher
+rank accepts exactly the (peer, rail, epoch) that it expects. The data plane decides when a path
+gets a new socket. The code runs in the control thread.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 #: Long enough for one retransmission of a SYN, which Linux sends after 1 s.
 _CONNECT_TIMEOUT_S = 2.0
-#: A last-resort path is dialed some time after the other paths to its peer are connected, at the
-#: latest after a longer time: a call may wait for the others, and then exchanges data over them.
+#: A last-resort path is dialed `_QUIET_S` after the other paths to its peer are connected, at the
+#: latest `_GIVE_WAY_S` after it was requested, so that calls get the other paths first.
 _QUIET_S, _GIVE_WAY_S = 0.005, 0.02
 #: Maximum number of connections of one rail that a rank dials and authenticates at a time. If ranks
-#: that share a machine started all at once, no handshake would end in time.
+#: of one machine started all handshakes at once, no handshake would end in time.
 _MAX_HANDSHAKES = 4
 
 OnPath = Callable[[int, int, int, socket.socket], None]
@@ -46,7 +46,7 @@ class _Dial(msgspec.Struct):
     epoch: int
     on_failed: Callable[[str], None] | None
     task: asyncio.Task[None] | None = None
-    #: Starts the dial of a last-resort path, unless that was done.
+    #: Timer that starts the dial of a last-resort path; None: started, or no last resort.
     starter: asyncio.TimerHandle | None = None
 
     def stop(self) -> None:
@@ -166,7 +166,7 @@ class Paths:
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
         """Try each of `ways` to `peer` once; the first that works becomes the bypass.
 
-        Replaces an earlier dial. If no way works, that is only logged.
+        Replaces an earlier dial. A failure of all ways is only logged.
         """
         key = PathKey(peer, BYPASS)
         self._stop_dial(key)
@@ -210,7 +210,7 @@ class Paths:
         return self._setting.nics[key.rail].is_last_resort
 
     def _is_dialing(self, peer: int) -> bool:
-        """Return whether a dial to `peer` is pending, except those that have not been started."""
+        """Return whether a dial to `peer` has been started and is pending."""
         return any(
             key.peer == peer and entry.task is not None for key, entry in self._dials.items()
         )

@@ -9,7 +9,7 @@ A peer is *lost* when a connection to one of its listening addresses is refused 
 process is gone) while all carriers are silent; when shared memory shows that its process has ended
 (`ControlPlane.report_exit`); when its session has been silent for ``config.peer_timeout_s``; when
 it sends a message that cannot be decoded; or when another rank reports it. A peer has *left* when
-it sent Goodbye. Runs in the control thread.
+it sent Goodbye. The code runs in the control thread.
 """
 
 from __future__ import annotations

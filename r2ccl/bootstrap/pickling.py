@@ -25,8 +25,8 @@ _MAIN_NAME, _MAIN_PATH = "init_main_from_name", "init_main_from_path"
 def can_import_main(preparation: dict[str, Any]) -> bool:
     """Return whether a new process can import the main script of this one.
 
-    It cannot in a notebook, in an interactive session, with ``python -c`` and with a script that is
-    read from stdin. The path of a script that does not exist is removed from `preparation`.
+    It cannot in a notebook or an interactive session, with ``python -c``, or if the script is read
+    from stdin. The path of a script that does not exist is removed from `preparation`.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def can_import_main(preparation: dict[str, Any]) -> bool:
 
 
 def dumps(value: Any, *, is_by_value: bool = False) -> bytes:
-    """Return `value` pickled: by plain pickle if it can, by cloudpickle otherwise.
+    """Return `value` pickled, by plain pickle if possible, otherwise by cloudpickle.
 
     Parameters
     ----------
@@ -89,9 +89,9 @@ def dumps_call(
 
 
 class ByValue:
-    """Callable that is pickled with the source module of a function by value.
+    """Callable that sends a function of `module` by value when it is pickled.
 
-    For functions of a module that the receiver cannot or need not import, such as a test module.
+    For a module that the receiver cannot or need not import, such as a test module.
 
     Parameters
     ----------

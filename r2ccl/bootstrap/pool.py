@@ -43,7 +43,7 @@ _CLOSE_GRACE_S = 5.0
 def launch_pool(
     nranks: int, *, env: Mapping[str, str] | None = None, **settings: Any
 ) -> LaunchPool:
-    """Start `nranks` processes on this machine, connect them, and return a pool to call them with.
+    """Start `nranks` processes on this machine, connect them, and return a pool of them.
 
     Parameters
     ----------
@@ -61,14 +61,14 @@ def launch_pool(
     Raises
     ------
     InvalidArgument
-        If `nranks` is below 1, a setting is wrong or cannot be pickled.
+        If `nranks` is below 1, or a setting is wrong or cannot be pickled.
     R2cclError
         As `r2ccl.init`, or if a rank or the process that forks the ranks exits early.
 
     Notes
     -----
-    A main script must call it below ``if __name__ == "__main__"``, as `launch`. If the pool is
-    garbage-collected without `close`, and when this process ends, its ranks are killed.
+    A main script must call this function below ``if __name__ == "__main__"``, like `launch`. If the
+    pool is garbage-collected without `close`, and when this process ends, its ranks are killed.
 
     Examples
     --------
@@ -151,8 +151,8 @@ class LaunchPool:
         Notes
         -----
         The ranks keep what they have imported: after a change to the file of a module, make a new
-        pool. Lines that ranks write appear as with `launch`, those written between two calls in the
-        second.
+        pool. Lines that ranks write appear as with `launch`; lines written between two calls appear
+        during the second.
         """
         self._require_usable()
         is_by_value = self._processes.is_by_value
@@ -218,7 +218,7 @@ class LaunchPool:
         until_s = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         outcomes: dict[int, RankOutcome] = {}
         failure: BaseException | None = None
-        why = "run() was interrupted"  # and again, unless the check below is reached
+        why = "run() was interrupted"  # kept if an exception leaves before the check below
         try:
             try:
                 self._send(call)
@@ -250,9 +250,9 @@ class LaunchPool:
             os.close(descriptor)
 
     def _gather(self, outcomes: dict[int, RankOutcome], until_s: float) -> None:
-        """Add the outcomes of the other ranks as they arrive, until a deadline.
+        """Add the missing outcomes to `outcomes` as they arrive, until the time `until_s`.
 
-        After the first failure the others have `_GRACE_S`.
+        After the first failure, the remaining ranks have `_GRACE_S` seconds.
         """
         ranks = self._processes.ranks
         waiting = {ranks[rank].results: rank for rank in self._late(outcomes)}
@@ -271,7 +271,7 @@ class LaunchPool:
     ) -> BaseException | None:
         """Return the error of a call: the exit of a rank, else the first exception, else lateness.
 
-        `outcomes` are in the order of their arrival.
+        Return None if all ranks returned. `outcomes` are in the order of their arrival.
         """
         errors = {rank: each.error for rank, each in outcomes.items() if each.error is not None}
         exits = [error for rank, error in errors.items() if outcomes[rank].is_exit]
@@ -290,7 +290,7 @@ class LaunchPool:
         return None
 
     def _why_unusable(self, outcomes: Mapping[int, RankOutcome]) -> str:
-        """Return why the pool cannot go on after a failed call; empty if it can."""
+        """Return the reason why the pool is unusable after a failed call; empty: it is usable."""
         for rank, each in outcomes.items():
             if each.is_exit:
                 return f"rank {rank} exited"
@@ -326,7 +326,7 @@ def _kill(processes: RankProcesses, owner: int) -> None:
 
 
 def _check(comm: Any) -> None:
-    """Fail on some rank if the communicator is closed or revoked, or calls of ranks are unequal."""
+    """Fail on some rank if the communicator has ended, or the ranks have made different calls."""
     comm.barrier()
 
 

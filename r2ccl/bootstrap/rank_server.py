@@ -4,8 +4,8 @@ Importing NumPy and the library in every rank would take far longer than forks d
 of one machine share its cores. The server starts no threads and imports no user code: each rank
 imports the main script and the function after the fork.
 
-Invariant: the server ends when its launcher ends, and its ranks with it. It waits for the process
-of the launcher, since `end_with` would bind it to the thread that started it.
+Invariant: the server and its ranks end when the launcher ends. The server watches the process of
+the launcher, since `end_with` would end the server with the thread that started it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class RankRequest(msgspec.Struct):
         Pickled function that each rank calls without arguments, or with the `Connection` of its
         results if `is_serving`.
     is_serving : bool
-        The function answers calls that arrive on the `Connection`.
+        True if the function answers calls that arrive on the `Connection`.
     outputs : sequence of (int, int)
-        Descriptors of the standard output and standard error of each rank; empty: the server's.
+        Descriptors of each rank's standard output and standard error; empty: those of the server.
     """
 
     environments: Sequence[Mapping[str, str]]
@@ -84,7 +84,7 @@ class RankOutcome(NamedTuple):
     text : str
         Traceback of the exception.
     is_exit : bool
-        The rank exited instead; the launcher made the error.
+        True if the rank exited instead; the launcher then made the error.
     """
 
     value: Any = None
@@ -138,14 +138,14 @@ def serve(descriptor: int, launcher: int) -> None:
         for held in (*request.results, request.listener, *chain(*request.outputs)):
             os.close(held)
         connection.send(list(ranks.values()))
-        # Waiting for a rank frees its process id, so first wait until the launcher has opened it.
+        # Waiting for a rank frees its process id, so first let the launcher open its descriptor.
         _receive(connection, life)
         for rank, status in _exits(ranks, life):
             connection.send((rank, status))
 
 
 def _open_launcher(pid: int) -> int:
-    """Return a descriptor that is readable once the launcher has ended; exit if it has."""
+    """Return a descriptor that is readable once the launcher has ended; exit if it has already."""
     with suppress(ProcessLookupError):
         life = os.pidfd_open(pid)
         if os.getppid() == pid:  # else another process may have got the process id
@@ -154,7 +154,7 @@ def _open_launcher(pid: int) -> int:
 
 
 def _receive(connection: Connection, life: int) -> bytes:
-    """Return the next message of the launcher; exit if the launcher ends before."""
+    """Return the next message of the launcher; exit if the launcher ends first."""
     if life in wait([connection, life]):
         raise SystemExit(1)
     return connection.recv_bytes()

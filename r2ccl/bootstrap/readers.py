@@ -1,8 +1,8 @@
 """Set of sockets that the event loop watches as one descriptor: the class `ReaderSet`.
 
 asyncio makes about 20 Python calls to begin or end watching a descriptor, and runs each callback in
-a separate context. During the rendezvous, rank 0 watches one connection per rank. So it adds these
-to a separate epoll descriptor, and the event loop watches that descriptor.
+a separate context. During the rendezvous, rank 0 watches one connection per rank. It adds these
+connections to a separate epoll descriptor, which the event loop watches.
 """
 
 from __future__ import annotations

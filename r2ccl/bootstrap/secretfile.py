@@ -33,10 +33,10 @@ class SecretSource(Protocol):
         """Return the secret; None if it is not available yet, and must be asked for again."""
 
     def publish(self) -> None:
-        """Make the secret available to the other ranks; rank 0 calls it when it owns the port."""
+        """Make the secret available to the other ranks; rank 0 calls this when it owns the port."""
 
     def retract(self) -> None:
-        """Remove what `publish` made available; rank 0 calls it after the rendezvous."""
+        """Undo `publish`; rank 0 calls this after the rendezvous."""
 
 
 class GivenSecret:
@@ -82,7 +82,7 @@ class RuntimeFileSecret:
         self._secret = Secret(secrets.token_bytes(SECRET_NBYTES)) if is_leader else None
 
     def current(self) -> Secret | None:
-        """Return the secret: on rank 0 the generated one, elsewhere that in the file.
+        """Return the secret: on rank 0 the generated one, on other ranks the one in the file.
 
         Return None if there is no file yet.
 

@@ -49,7 +49,7 @@ MAX_BODY_NBYTES = MAX_FRAME_NBYTES - _HEADER.size
 
 
 class FrameError(R2cclError):
-    """Error: a frame is malformed or unexpected.
+    """Malformed or unexpected frame.
 
     ``reason`` is a short, fixed text, by which such frames are counted.
     """
@@ -152,7 +152,7 @@ class _Carrier:
     def __init__(self, now: float) -> None:
         self.heard_at = now
         self.spoke_at = now
-        #: All unacknowledged messages must be resent on this carrier.
+        #: True if all unacknowledged messages must be resent on this carrier.
         self.is_behind = True
 
 

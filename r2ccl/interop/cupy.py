@@ -9,8 +9,8 @@ A program for CuPy changes one import::
 
 The `Backend` that it returns has all collectives, ``barrier`` and ``stop``. It has no ``send``,
 ``recv`` or ``send_recv``, because `Communicator` sends messages from host memory only. Arrays may
-be CuPy's or NumPy's, of any dtype that r2ccl supports. They must be C-contiguous, except NumPy
-arrays that are only read, and read as a whole; others raise `InvalidArgument`.
+be CuPy's or NumPy's, of any dtype that r2ccl supports. An array that is not C-contiguous raises
+`InvalidArgument`, unless it is a NumPy array that is an input and is used as a whole.
 
 This module does not import CuPy.
 
@@ -357,8 +357,8 @@ def _first(name: str, array: Any, count: int) -> Any:
         return array
     if not 0 <= count <= array.size:
         raise InvalidArgument(
-            f"{name} has {array.size} elements, but count asks for {count}: give a count of 0 or "
-            "more, and an array that is long enough for it"
+            f"{name} has {array.size} elements, but count requires {count}: pass a count of 0 "
+            "or more, and an array that is large enough"
         )
     if not array.flags.c_contiguous:  # reshape would copy it
         raise InvalidArgument(

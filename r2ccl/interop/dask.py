@@ -36,7 +36,8 @@ from r2ccl import (
 from r2ccl.clock import monotonic
 from r2ccl.interop.rank_exchange import RankExchange
 
-#: Period at which `run` looks for workers that have left, in seconds; first limit of a fetch.
+#: Period in seconds at which `run` looks for workers that have left, and the first timeout of
+#: fetching a result.
 _PERIOD_S = 0.5
 #: Errors of a rank that usually follow from the error of another one.
 _CONSEQUENCES = (PeerLost, CommunicatorRevoked, TransportTimeout)
@@ -57,15 +58,15 @@ def run(
     client : distributed.Client
         Not asynchronous.
     function : callable
-        Its communicator is closed when it returns, or aborted if it raises an exception.
+        The communicator is closed when the function returns, and aborted if it raises an exception.
     *args
         Further arguments, equal on all ranks. Futures are replaced by their results.
     workers : sequence of str, optional
         Addresses of workers, in rank order. Each needs a free thread, in which `function` runs as a
         task. Default: all workers.
     on_error : {"raise", "return"}
-        What to do with exceptions when all ranks have ended: raise one, preferably the cause of the
-        others, or return each in place of the result of its rank.
+        Handling of exceptions after all ranks have ended. "raise": raise one of them, preferably
+        the cause of the others. "return": return each in place of the result of its rank.
     **settings
         Fields of `Config`; they take precedence over the ``R2CC_*`` variables of the workers.
 
@@ -131,7 +132,7 @@ class _Failure:
 
 
 class _Masked:
-    """Value of a task whose `repr` does not show it: Dask logs the arguments of a task that fails.
+    """Argument of a task, hidden from `repr`, because Dask logs the arguments of a failed task.
 
     The secret of a job may be among the settings, or among the arguments of the function.
     """
@@ -165,7 +166,7 @@ def _outcomes(client: Client, futures: Sequence[Future], workers: Sequence[str])
                 try:
                     outcomes[rank] = _outcome(futures[rank], fetch_s)
                 except TimeoutError:
-                    # The result is large, or its worker has left: then the task is not done now.
+                    # The result is large, or its worker has left, so that the task is not done now.
                     fetch_s *= 2
             elif workers[rank] not in left:
                 # Dask keeps the task of this worker until a worker with its address joins.
@@ -187,7 +188,7 @@ def _lost(rank: int, worker: str) -> R2cclError:
 
 
 def _cause(failures: Sequence[_Failure]) -> BaseException:
-    """Return the first error that is not a consequence of another rank's, if there is one."""
+    """Return the first error that is not a consequence of another rank's, else the first."""
     errors = [each.error for each in failures]
     return next((each for each in errors if not isinstance(each, _CONSEQUENCES)), errors[0])
 
@@ -233,7 +234,7 @@ class DaskRanks(RankExchange):
         self._used: list[tuple[Queue, Variable]] = []
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the value that each rank passed, in rank order; tuples become lists.
+        """Return the values of all ranks, in rank order; tuples become lists.
 
         Raises
         ------
@@ -253,7 +254,7 @@ class DaskRanks(RankExchange):
             return list(result.get(timeout=self._left_s()))
         except TimeoutError as exc:
             missing = [str(rank) for rank in range(self._nranks) if rank not in values]
-            which = f"rank {', '.join(missing)}" if values else "a rank, which rank 0 names,"
+            which = f"rank {', '.join(missing)}" if values else "a rank (see the error of rank 0)"
             raise TransportTimeout(
                 f"rank {self._rank}: {which} did not start within R2CC_INIT_TIMEOUT_S: check that "
                 "each worker of Dask has a free thread",

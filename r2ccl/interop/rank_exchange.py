@@ -13,8 +13,7 @@ from typing import Any
 class RankExchange(ABC):
     """Exchange of values among ranks, with the methods that `r2ccl.init` calls.
 
-    Except `allgather` and `bcast`, which take fewer arguments, the methods are those of a
-    communicator of mpi4py.
+    The methods are those of a communicator of mpi4py, but `root` has no default.
 
     Parameters
     ----------
@@ -39,7 +38,7 @@ class RankExchange(ABC):
 
     @abstractmethod
     def allgather(self, value: Any) -> list[Any]:
-        """Return the value that each rank passed, in rank order."""
+        """Return the values of all ranks, in rank order."""
 
     def bcast(self, value: Any, root: int) -> Any:
         """Return the value that rank `root` passed; the errors are those of `allgather`."""

@@ -1,9 +1,9 @@
 """Buffer arguments in the forms of mpi4py, as bytes that r2ccl can send.
 
-A *specification* is what a program passes: ``array``, ``[array, datatype]``, ``[array, count]``,
-``[array, count, datatype]``, ``[array, (count, displacement), datatype]`` or ``[array, count,
-displacement, datatype]``. A datatype is an ``MPI.Datatype`` or its character code; the default is
-that of the elements of the array.
+A *specification* is the argument that a program passes: ``array``, ``[array, datatype]``, ``[array,
+count]``, ``[array, count, datatype]``, ``[array, (count, displacement), datatype]`` or ``[array,
+count, displacement, datatype]``. A datatype is an ``MPI.Datatype`` or its character code; the
+default is the datatype of the elements of the array.
 
 Data of a predefined datatype is sent from, and received in, the memory of the array. Data of a
 derived datatype is packed into new memory by ``MPI_Pack`` before it is sent, and unpacked after it
@@ -39,7 +39,7 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
     ----------
     memory : ndarray of uint8, shape (nbytes,)
         Memory of the caller from the first element on; may be longer than the elements if the
-        caller passed a count. Read-only if the caller's array is.
+        caller passed a count. Read-only if the caller's array is read-only.
     count : int
         Number of elements of one block.
     nblocks : int
@@ -89,7 +89,7 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
         return np.empty(nbytes, np.uint8)
 
     def elements(self, dtype: np.dtype[Any]) -> Array:
-        """Return the elements as an array of `dtype`, which must match the datatype; not a copy."""
+        """Return a view of the elements as `dtype`, which must match the datatype."""
         return self.memory[: self.count * self.nblocks * dtype.itemsize].view(dtype)
 
     def pack(self, data: Array) -> None:
@@ -166,7 +166,7 @@ def message(spec: Any, *, writable: bool, nblocks: int = 1) -> BufferSpec:
 
 
 def parts_of(spec: Any, pairs: tuple[type, ...]) -> tuple[Any, Any, Any, Any]:
-    """Split a specification into array, count, displacement and datatype; None: not given.
+    """Split a specification into array, count, displacement and datatype; missing parts are None.
 
     Parameters
     ----------
@@ -273,7 +273,7 @@ def datatype_of(owner: Any, given: Any) -> Any:
 
 
 def _exporter(owner: Any) -> memoryview:
-    """View the elements of `owner` by the buffer protocol or, if it has none, by DLPack."""
+    """Return a view of the elements of `owner`, by the buffer protocol if possible, else DLPack."""
     try:
         return memoryview(owner)
     except TypeError:

@@ -48,7 +48,7 @@ EMPTY = CallOutcome()
 
 
 def nothing() -> None:
-    """Do nothing: the `Call.finish` of a result that is already in the caller's memory."""
+    """Do nothing; used as `Call.finish` if the result is already in the caller's memory."""
 
 
 class Call(msgspec.Struct, frozen=True, eq=False):
@@ -83,7 +83,7 @@ class Call(msgspec.Struct, frozen=True, eq=False):
         return EMPTY
 
     def look(self, work: Any) -> CallOutcome:
-        """Return the outcome of `work`, which is done, without calling `finish`."""
+        """Return the outcome of `work`, which must be done, without calling `finish`."""
         return EMPTY
 
     def cancel(self, work: Any) -> None:

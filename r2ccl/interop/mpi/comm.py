@@ -1,7 +1,8 @@
 """Communicator of mpi4py whose collectives and messages run on r2ccl.
 
-`Comm` derives from ``MPI.Intracomm`` and has its handle, because windows, files and other libraries
-take a communicator as an argument. Each public name of ``MPI.Intracomm`` is in one of three sets:
+`Comm` derives from ``MPI.Intracomm`` and has an MPI handle, because windows, files and other
+libraries take a communicator as an argument. Each public name of ``MPI.Intracomm`` is in one of
+three sets:
 
 - defined by `Comm`: runs on r2ccl, or on r2ccl and MPI together, such as `Split` and `Free`
 - in `PASSED`: runs on MPI
@@ -88,9 +89,9 @@ class Connections:
             self._kept.pop().wait()
 
     def free(self) -> None:
-        """Close the connections or, if a rank has another communicator on them, leave them open.
+        """Close the connections, unless some rank still uses them for another communicator.
 
-        Open connections are closed when the process ends.
+        Connections left open are closed when the process ends.
 
         *Collective*: all ranks.
         """
@@ -113,7 +114,7 @@ class Comm(MPI.Intracomm):
     Parameters
     ----------
     comm : MPI.Intracomm
-        Its ranks become the ranks of the `Comm`, and it runs the methods that r2ccl does not.
+        Provides the ranks of the `Comm`, and runs the methods that r2ccl does not.
     **options
         Keyword arguments of `r2ccl.init`: fields of `Config`, and ``faults``.
 
@@ -134,9 +135,9 @@ class Comm(MPI.Intracomm):
     Notes
     -----
     *Collective*: all ranks of `comm`. Communicators made from this one, by `Split`, `Dup` and the
-    like, share its connections. `Free` of this one closes the connections if all others have been
-    freed before; otherwise they are closed when the process ends. If the process ends with an
-    exception, the calls of the other ranks end with an error.
+    like, share its connections. `Free` of this communicator closes the connections if the
+    communicators made from it were freed before; otherwise they are closed when the process ends.
+    If the process ends with an exception, the calls of the other ranks end with an error.
     """
 
     def __new__(cls, comm: Any, **options: Any) -> Comm:  # noqa: D102  # see the class
@@ -285,7 +286,7 @@ class Comm(MPI.Intracomm):
         return self._child(self.mpi.Split(color, key))
 
     def Split_type(self, split_type: int, key: int = 0, info: Any = MPI.INFO_NULL) -> Any:
-        """Return the communicator of the ranks that MPI groups with this one by `split_type`.
+        """Return the communicator of the ranks that MPI groups with this rank by `split_type`.
 
         MPI.COMM_TYPE_SHARED, for example, groups the ranks of one host.
         """
@@ -366,7 +367,7 @@ class Comm(MPI.Intracomm):
         super().Abort(errorcode)
 
     def _child(self, made: Any) -> Any:
-        """Return `made`, a new communicator of mpi4py, as a `Comm` on the connections of this one.
+        """Return a `Comm` for `made`, a new communicator of mpi4py, on the connections of `self`.
 
         *Collective*: all ranks of this `Comm`.
         """
@@ -394,7 +395,7 @@ def _ranks(made: Any, parent: Any) -> list[int]:
 
 
 def _refuse(name: str) -> Any:
-    """Return a method that raises `MpiError`, with advice about what to do instead."""
+    """Return a method that raises `MpiError` with advice on an alternative."""
     instead = _INSTEAD.get(name, f"call comm.mpi.{name}, which MPI runs")
 
     def method(self: Comm, *args: Any, **kwargs: Any) -> None:

@@ -176,7 +176,7 @@ def _gathering(comm: Any, sendbuf: Any, into: BufferSpec | VectorSpec, run: Run)
 
 
 def _scattering(comm: Any, sent: BufferSpec | VectorSpec, recvbuf: Any, run: Run) -> Call:
-    """Return a call that sends one block to each rank and receives this rank's own."""
+    """Return a call that sends one block to each rank and receives the block of this rank."""
     x = sent.data(writable=False)
     own = sent.part(x, comm.rank)
     if is_in_place(recvbuf):

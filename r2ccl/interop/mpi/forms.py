@@ -1,7 +1,8 @@
 """Methods of mpi4py, made from functions that return a `Call` or `MessageCall`.
 
-Each function gives up to three methods: blocking, nonblocking and persistent, such as ``Bcast``,
-``Ibcast`` and ``Bcast_init``. Collectives on objects have the blocking one only (`on_objects`).
+Up to three methods are made from each function: blocking, nonblocking and persistent, such as
+``Bcast``, ``Ibcast`` and ``Bcast_init``. Collectives on objects have only the blocking method
+(`on_objects`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from r2ccl.interop.mpi.errors import handled
 from r2ccl.interop.mpi.messages import MessageCall
 from r2ccl.interop.mpi.requests import MpiPrequest, MpiRequest
 
-#: Takes the communicator and the arguments of a method of mpi4py.
+#: Takes the communicator and the arguments of a method of mpi4py; returns the checked call.
 Make = Callable[..., Call | MessageCall]
 
 _ANY_POSITION = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -36,7 +37,7 @@ def sent(make: Make) -> tuple[Any, Any, Any]:
 
 
 def received(make: Make) -> tuple[Any, Any, Any]:
-    """Return the three methods of a receive, like `sent`; the blocking one takes a status, too."""
+    """Return the same methods as `sent`, of a receive; the blocking one also takes a `status`."""
     return blocking_with_status(make), nonblocking(make), persistent(make)
 
 
@@ -84,7 +85,7 @@ def persistent(make: Make, *more: inspect.Parameter) -> Any:
 
     def method(self: Any, *args: Any, **kwargs: Any) -> MpiPrequest:
         given = signature.bind(self, *args, **kwargs).arguments
-        for each in more:  # hints, which r2ccl has no use for
+        for each in more:  # hints, which r2ccl does not use
             given.pop(each.name, None)
         with handled(self.mpi):
             return MpiPrequest(self, make(**given))

@@ -90,7 +90,7 @@ class Delivery:
 
 
 class MessageCall(msgspec.Struct, frozen=True, eq=False):
-    """A message to send or receive, with checked arguments; has the methods of a `Call`.
+    """A send, a receive or both, with checked arguments; has the methods of a `Call`.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ class MessageCall(msgspec.Struct, frozen=True, eq=False):
         return _outcome(found, work)._replace(obj=self.finish(found))
 
     def look(self, work: Delivery) -> CallOutcome:
-        """Return the outcome of `work`, which is done, without calling `finish`."""
+        """Return the outcome of `work`, which must be done, without calling `finish`."""
         return _outcome(work.wait(0), work)
 
     def cancel(self, work: Delivery) -> None:
@@ -273,7 +273,7 @@ def from_nowhere(tag: Any) -> MessageCall:
 
 
 def unpack_first(into: BufferSpec, out: Any, nbytes: int) -> None:
-    """Copy the first `nbytes` of `out` to the elements of `into`; keep its other elements."""
+    """Copy the first `nbytes` of `out` to `into`, whose other elements keep their values."""
     if nbytes < out.size and not into.is_contiguous:
         before = np.empty_like(out)
         into.pack(before)
@@ -326,7 +326,7 @@ def _largest_tag() -> int:
 def _sending_buffer(
     comm: Any, buf: Any, dest: Any, tag: Any, *, is_synchronous: bool = False
 ) -> MessageCall:
-    if dest == MPI.PROC_NULL:  # mpi4py does not look at the buffer then
+    if dest == MPI.PROC_NULL:  # mpi4py then ignores the buffer
         return sending(comm, None, dest, tag)
     sent = message(buf, writable=False)
     x = sent.data(writable=False)

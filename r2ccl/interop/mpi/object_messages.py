@@ -54,8 +54,8 @@ def irecv(
 ) -> MessageCall:
     """Begin to receive an object from rank `source`, like mpi4py's irecv.
 
-    `buf` is the memory for the pickle, or its size in bytes; by default 32 KiB. A larger pickle
-    raises `MpiError` with ``ERR_TRUNCATE``.
+    `buf` is the memory for the pickle, or the size of this memory in bytes; by default 32 KiB. A
+    larger pickle raises `MpiError` with ``ERR_TRUNCATE``.
     """
     if source == MPI.PROC_NULL:
         return from_nowhere(tag)
@@ -68,9 +68,8 @@ def recv(
 ) -> MessageCall:
     """Receive an object from rank `source`, like mpi4py's recv.
 
-    The object may have any size, unless `buf` is the memory for its pickle, or the size of this
-    memory in bytes.
-    Without `buf`, this function itself waits for the message.
+    `buf` is as for `irecv`. Without it, the object may have any size, and this function itself
+    waits for the message.
     """
     if buf is not None or source == MPI.PROC_NULL:
         return irecv(comm, buf, source, tag)

@@ -61,7 +61,10 @@ def scatter(comm: Any, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
 
 
 def alltoall(comm: Any, sendobj: Sequence[Any]) -> list[Any]:
-    """Send object r of the sequence to rank r; return one per rank, like mpi4py's alltoall."""
+    """Send object r of the sequence to rank r; return the received objects, in rank order.
+
+    Like mpi4py's alltoall.
+    """
     pickles = _pickles(comm, sendobj)
     counts = [each.size for each in pickles]
     theirs = comm.communicator.alltoall(np.array(counts), np.empty(comm.size, int)).tolist()
@@ -86,7 +89,7 @@ def allreduce(comm: Any, sendobj: Any, op: Any = MPI.SUM) -> Any:
 
 
 def scan(comm: Any, sendobj: Any, op: Any = MPI.SUM) -> Any:
-    """Return the reduction of the objects of ranks 0 to this one, like mpi4py's scan."""
+    """Return the reduction of the objects of ranks 0 to this rank, like mpi4py's scan."""
     return fold(op, allgather(comm, sendobj)[: comm.rank + 1])
 
 

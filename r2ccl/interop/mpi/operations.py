@@ -22,7 +22,7 @@ _LOGICAL = ("LAND", "LOR", "LXOR")
 _BITWISE = ("BAND", "BOR", "BXOR")
 _LOCATION = ("MINLOC", "MAXLOC")
 
-#: Names of datatypes, and the operations that they have.
+#: Names of datatypes, and the operations that MPI allows on them.
 _KINDS = (
     (
         "SIGNED_CHAR UNSIGNED_CHAR SHORT UNSIGNED_SHORT INT UNSIGNED LONG UNSIGNED_LONG LONG_LONG "
@@ -76,8 +76,8 @@ _OP_NAMES = {
 class MpiOp(MPI.Op):
     """User-defined operation, in place of ``MPI.Op``.
 
-    Of the user-defined operations, r2ccl can run only those that `Create` of this class made. One
-    that ``mpi4py.MPI.Op.Create`` made does not give access to its function.
+    r2ccl can run a user-defined operation only if `Create` of this class made it. An operation that
+    ``mpi4py.MPI.Op.Create`` made does not give access to its function.
 
     Attributes
     ----------

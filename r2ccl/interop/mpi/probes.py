@@ -69,8 +69,8 @@ def loaded(data: Any) -> Any:
 class MpiMessage:
     """Message that `Comm.Mprobe` returns, in place of ``MPI.Message``.
 
-    Once one of its methods has received the message, it is false and equal to
-    ``MPI.MESSAGE_NULL``. The constructor takes the message, so that no other receive can.
+    Once one of its methods has received the message, the object is false and equal to
+    ``MPI.MESSAGE_NULL``. The constructor takes the message, so that no other receive can take it.
 
     Parameters
     ----------

@@ -26,7 +26,7 @@ def allreduce(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call:
 
 
 def scan(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call:
-    """Reduce `sendbuf` of ranks 0 to this one into `recvbuf`, like mpi4py's Scan."""
+    """Reduce `sendbuf` of ranks 0 to this rank into `recvbuf`, like mpi4py's Scan."""
     return _elementwise(comm.communicator.scan, sendbuf, recvbuf, op)
 
 
@@ -120,7 +120,7 @@ def _at_start(run: Callable[..., Any], received: BufferSpec, count: int, op: Any
 
 
 def _input(sendbuf: Any, received: BufferSpec, nblocks: int = 1) -> BufferSpec:
-    """Read the input of a reduction; it must match the datatype and count of `received`."""
+    """Return the input of a reduction, which must match the datatype and count of `received`."""
     sent = message(sendbuf, writable=False, nblocks=nblocks)
     _require_same_datatype(sent, received)
     _require_equal("send count", sent.count, "receive count", received.count)

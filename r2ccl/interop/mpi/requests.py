@@ -22,7 +22,8 @@ from r2ccl.interop.mpi.calls import EMPTY, Call, CallOutcome
 from r2ccl.interop.mpi.errors import MpiError, handled
 from r2ccl.interop.mpi.messages import MessageCall
 
-#: Pause between two polls of a list of requests. A thread of r2ccl moves the data meanwhile.
+#: Pause between two polls of a list of requests, in seconds. Meanwhile, a thread of r2ccl moves
+#: the data.
 _PAUSE_S = 50e-6
 
 
@@ -114,7 +115,7 @@ class MpiRequest:
             self._call.cancel(self._work)
 
     def Free(self) -> None:
-        """Free the request, which is inactive or that of a send; the send continues.
+        """Free an inactive request, or the request of a send; the send continues.
 
         Raises
         ------
@@ -137,7 +138,7 @@ class MpiRequest:
 
     @classmethod
     def Get_status_any(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool]:
-        """Return the index and the flag of `Testany`, without completing the request."""
+        """Return the same index and flag as `Testany`, without completing the request."""
         return _first(requests, lambda request: request.Get_status(status))
 
     @classmethod
@@ -182,7 +183,7 @@ class MpiRequest:
     def Waitsome(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> list[int] | None:
-        """Wait until at least one request has finished; return the indices of those that have.
+        """Wait until a request has finished; return the indices of all that have finished.
 
         Returns None if no request is active.
         """
@@ -239,7 +240,7 @@ class MpiRequest:
     def testall(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[bool, list[Any] | None]:
-        """Return True and the objects received if all requests have finished, else False, None."""
+        """Return True and the objects if all requests have finished, else False and None."""
         if not all(request.Get_status() for request in _checked(requests)):
             return False, None
         return True, cls.waitall(requests, statuses)
@@ -258,7 +259,7 @@ class MpiRequest:
     def waitsome(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
-        """Wait until at least one request has finished; return the indices and objects of those.
+        """Wait like `Waitsome`; return the indices of the requests and the objects received.
 
         Returns None and None if no request is active.
         """

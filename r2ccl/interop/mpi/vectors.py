@@ -36,7 +36,7 @@ class VectorSpec(msgspec.Struct, frozen=True, eq=False):
     Parameters
     ----------
     memory : ndarray of uint8, shape (nbytes,)
-        Memory of the caller. Read-only if the caller's array is.
+        Memory of the caller. Read-only if the caller's array is read-only.
     blocks : tuple of BufferSpec
         Elements of each rank's block, in rank order.
     offsets : tuple of int
@@ -67,7 +67,7 @@ class VectorSpec(msgspec.Struct, frozen=True, eq=False):
     def data(self, *, writable: bool) -> Array:
         """Return bytes for a call of r2ccl: the caller's memory if possible, otherwise new memory.
 
-        New memory need not contain the elements before `pack`. The blocks start at `displs`.
+        Call `pack` to write the elements to new memory. The blocks start at `displs`.
         `writable` is True if r2ccl needs memory that it can write to.
         """
         if not self.is_contiguous:
@@ -155,7 +155,7 @@ def _made(
 
 
 def _per_block(values: Any, nblocks: int, of_one: Any) -> list[int]:
-    """Return a number for each block: those of a sequence, or ``of_one(values, rank)``."""
+    """Return one number per block: `values` if it is a sequence, else ``of_one(values, rank)``."""
     if isinstance(values, Sequence | np.ndarray) or hasattr(values, "__iter__"):
         return sequence(values, nblocks)
     one = operator.index(values)

@@ -1,9 +1,9 @@
 """`join`: ranks that are Ray actors exchange their addresses through another actor, and connect.
 
-Rank 0 creates this actor under a name that contains that of the group, and ends it when all ranks
-are connected. So the name can be used again, and an actor that Ray has restarted can join again.
-The actor is not detached: Ray ends it if rank 0 ends. The secret of the job is in the arguments and
-results of its methods only.
+Rank 0 creates the other actor, an `ExchangeActor`, under a name that contains the name of the
+group, and ends it when all ranks are connected. The name can then be used again, and a rank that
+Ray has restarted can join again. The `ExchangeActor` is not detached: Ray ends it if rank 0 ends.
+The secret of the job appears only in the arguments and results of its methods.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from r2ccl.interop.rank_exchange import RankExchange
 
 #: Pause in seconds before this rank again creates or looks for the exchange actor.
 _PAUSE_S = 0.05
-#: Longest time in seconds that Ray may take to deliver a reply of that actor.
+#: Longest time in seconds that Ray may take to deliver a reply of the exchange actor.
 _REPLY_S = 10.0
 #: Ray's default number of concurrent calls of an asynchronous actor. Each rank waits in one call.
 _NCALLS = 1000
@@ -107,11 +107,11 @@ class ExchangeActor:
         self._is_closed = False
 
     async def close(self) -> None:
-        """Register no more ranks: Ray may take a moment to end this actor."""
+        """Register no more ranks, because Ray may take a moment to end this actor."""
         self._is_closed = True
 
     async def join(self, rank: int, call: str) -> int | None:
-        """Register `rank`; return the number of ranks, or 0 if another actor has registered it.
+        """Register `rank`; return the number of ranks, or 0 if another actor is this rank.
 
         The result is None if rank 0 has closed this actor. `call` identifies the call of the
         function `join`, which may call this method repeatedly.
@@ -125,7 +125,7 @@ class ExchangeActor:
     ) -> tuple[list[Any], list[int]]:
         """Return the values that all ranks passed in exchange `number`, and the missing ranks.
 
-        If ranks are missing after `timeout_s`, there are no values.
+        If ranks are missing after `timeout_s` seconds, the list of values is empty.
         """
         values = self._values.setdefault(number, {})
         complete = self._complete.setdefault(number, asyncio.Event())
@@ -162,7 +162,7 @@ class RayRanks(RankExchange):
         self._nexchanges = 0
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the value that each rank passed, in rank order.
+        """Return the values of all ranks, in rank order.
 
         Raises
         ------
@@ -193,7 +193,7 @@ class RayRanks(RankExchange):
 
 @contextmanager
 def _meet(group_name: str, nranks: int, rank: int, timeout_s: float) -> Iterator[RayRanks]:
-    """Find the `ExchangeActor` of a group, or create it on rank 0, where the block ends it."""
+    """Yield the `RayRanks` of a group; rank 0 creates its actor, and ends it after the block."""
     deadline_s = monotonic() + timeout_s
     if rank == 0:
         meeting = _create(group_name, nranks, deadline_s)

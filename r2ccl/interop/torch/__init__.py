@@ -36,9 +36,9 @@ def _create(options: object, backend_options: object) -> R2cclProcessGroup:
 
 
 def register() -> None:
-    """Register the backend with torch, unless it is registered.
+    """Register the backend with torch, unless it is registered already.
 
-    torch 2.14 and newer call it as the entry point ``r2ccl`` of ``torch.distributed.backends``.
+    torch 2.14 and newer call this as the entry point ``r2ccl`` of ``torch.distributed.backends``.
     """
     if not hasattr(dist.Backend, "R2CCL"):
         dist.Backend.register_backend(

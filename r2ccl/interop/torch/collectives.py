@@ -270,7 +270,7 @@ def _outputs_in_order(comm: Communicator, outputs: Sequence[Tensor]) -> Iterator
 
 
 def _ordered_output(output: Tensor) -> Tensor:
-    """Return `output` if it is in order, otherwise a new tensor like it that is."""
+    """Return `output` if it is in order, otherwise an uninitialized tensor in order."""
     if is_in_order(output):
         return output
     return torch.empty_like(output, memory_format=torch.contiguous_format)

@@ -28,7 +28,7 @@ from r2ccl.interop.torch.tensors import Tensor, array_of, copy_back, in_order, o
 from r2ccl.interop.torch.works import CollectiveWork, MessageWork, seconds, translated
 
 _log = logging.getLogger("r2ccl.torch")
-#: Tags of `monitored_barrier`; torch's own tags have 32 bits.
+#: First tag of `monitored_barrier`, above torch's own tags, which have 32 bits.
 _BARRIER_TAG = 1 << 40
 
 #: Field of torch's options for each argument that has another name.
@@ -46,7 +46,7 @@ def _method(function: Callable[..., None], options: Any, nargs: int, *fields: st
     nargs : int
         Number of arguments before the options.
     *fields : str
-        Fields of the options that the form without options has as arguments, before the timeout.
+        Fields of the options that are arguments, before the timeout, in the form without options.
     """
 
     def method(self: GroupMethods, *args: Any, **named: Any) -> CollectiveWork:
@@ -70,7 +70,10 @@ def _run(fn: Callable[[], None]) -> None:
 def _options(
     options: Any, rest: tuple[Any, ...], named: dict[str, Any], fields: tuple[str, ...]
 ) -> Any:
-    """Return the options of a call in either form; `rest` and `named` are its arguments."""
+    """Return the options of a call in either form.
+
+    `rest` has the positional arguments from the options on, `named` the keyword arguments.
+    """
     opts = named.pop("opts", None)
     if rest and hasattr(rest[0], "asyncOp"):
         opts, rest = rest[0], rest[1:]
@@ -175,7 +178,7 @@ class GroupMethods:
     Attributes
     ----------
     communicator : Communicator
-        For `repairs`, `health` and all else that torch lacks.
+        Communicator that runs the calls; has `repairs`, `health` and all else that torch lacks.
 
     Notes
     -----
@@ -223,7 +226,7 @@ class GroupMethods:
     alltoall_base = all_to_all_single
 
     def _start(self, fn: Callable[[], None], results: Any, opts: Any) -> CollectiveWork:
-        """Run `fn` after the earlier calls and return its handle; if it is blocking, wait for it.
+        """Run `fn` after all earlier calls; return its handle, at once unless the call is blocking.
 
         A blocking call runs in this thread if no other call is queued or running, and if its
         timeout is not shorter than the communicator's.

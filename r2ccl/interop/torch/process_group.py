@@ -1,7 +1,7 @@
-"""`R2cclProcessGroup` and `R2cclBackend`: the classes of torch that `GroupMethods` completes.
+"""`R2cclProcessGroup` and `R2cclBackend`: classes of torch with the methods of `GroupMethods`.
 
-torch accepts process groups that are classes in Python. torch 2.14 and newer also expect a
-`torch._C._distributed_c10d.Backend` in them, which they ask, for example, for the group's size.
+torch accepts process groups that are written in Python. torch 2.14 and newer expect such a group to
+contain a `torch._C._distributed_c10d.Backend`, whose attributes, for example the size, torch reads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _connections = TorchConnections()
 
 
 class R2cclBackend(GroupMethods, c10d.Backend):  # type: ignore[misc]
-    """Backend that torch 2.14 and newer find in an `R2cclProcessGroup`; it shares its state."""
+    """Backend that torch 2.14 and newer find in an `R2cclProcessGroup`; shares its state."""
 
     # In a class in Python, the inherited properties would recurse without end.
     _supports_time_estimate = False
@@ -41,7 +41,7 @@ class R2cclBackend(GroupMethods, c10d.Backend):  # type: ignore[misc]
         GroupMethods.__init__(self, state)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have called `monitored_barrier`; torch passes a BarrierOptions."""
+        """Wait until all ranks have called `monitored_barrier`; `timeout` may be BarrierOptions."""
         super().monitored_barrier(getattr(timeout, "timeout", timeout), wait_all_ranks)
 
 
@@ -60,7 +60,7 @@ class R2cclProcessGroup(GroupMethods, dist.ProcessGroup):  # type: ignore[misc]
     Attributes
     ----------
     communicator : Communicator
-        For `repairs`, `health` and all else that torch lacks.
+        Communicator that runs the calls; has `repairs`, `health` and all else that torch lacks.
     """
 
     def __init__(self, communicator: Communicator, store: Any, timeout: timedelta) -> None:
@@ -101,7 +101,7 @@ class R2cclProcessGroup(GroupMethods, dist.ProcessGroup):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> R2cclProcessGroup | None:
-        """Return a new group of `ranks`, ranks of this group; None on other ranks.
+        """Return a new group of `ranks`, numbered as in this group; None on other ranks.
 
         *Collective*: all ranks of this group, which may make several new groups at once: the ranks
         of one new group pass the same `ranks`. `timeout` is by default that of this group.

@@ -21,7 +21,7 @@ from r2ccl import Communicator, TransportError, TransportTimeout, init
 from r2ccl.clock import monotonic
 from r2ccl.interop.rank_exchange import RankExchange
 
-#: Variable that `r2ccl launch` sets: its listening socket at R2CC_PORT, for ranks without a store.
+#: Variable by which `r2ccl launch` passes a listening socket at R2CC_PORT, for use without a store.
 _LISTENER = "R2CC_LISTEN_FD"
 _TIMEOUT = "R2CC_TIMEOUT_S"
 _PREFIX = "r2ccl"
@@ -52,7 +52,7 @@ class StoreRanks(RankExchange):
         self._nrounds = 0
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
-        """Return the bytes that each rank passed, in rank order."""
+        """Return the bytes of all ranks, in rank order."""
         prefix = self._next_prefix()
         self._store.set(f"{prefix}/{self._rank}", data)
         keys = {rank: f"{prefix}/{rank}" for rank in range(self._nranks)}
@@ -60,11 +60,11 @@ class StoreRanks(RankExchange):
         return [bytes(each) for each in self._store.multi_get(list(keys.values()))]
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the value that each rank passed, in rank order; JSON must be able to hold it."""
+        """Return the values of all ranks, in rank order; they must be convertible to JSON."""
         return [json.loads(each) for each in self.allgather_bytes(json.dumps(value).encode())]
 
     def bcast(self, value: Any, root: int) -> Any:
-        """Return the value that rank `root` passed; JSON must be able to hold it."""
+        """Return the value that rank `root` passed; it must be convertible to JSON."""
         key = self._next_prefix()
         if self._rank == root:
             self._store.set(key, json.dumps(value))
@@ -103,7 +103,7 @@ class StoreRanks(RankExchange):
 
 
 class TorchConnections:
-    """Maker of the communicators of this process's groups.
+    """Factory of the communicators of this process's groups.
 
     If the process group of all ranks uses r2ccl, its communicator makes the connections, and the
     communicators of all other groups share them. If not, each group connects its own ranks.

@@ -64,7 +64,7 @@ def array_of(tensor: Tensor) -> Any:
 
 
 def cannot_view(tensor: Tensor, why: object) -> InvalidArgument:
-    """Return the error for a tensor that no array can view; `why` is told as the cause."""
+    """Return the error for a tensor that no array can view; the message contains `why`."""
     return InvalidArgument(
         f"r2ccl cannot view a tensor of {tensor.dtype} on {tensor.device} with layout "
         f"{tensor.layout} as an array ({why}): convert it to a dense tensor on the CPU, of a dtype "
@@ -100,7 +100,7 @@ def in_order(tensor: Tensor) -> Tensor:
 
 
 def apart(source: Tensor, target: Tensor, first: int) -> Tensor:
-    """Return `source`; a copy of it if it overlaps `target` in any way but that of in-place calls.
+    """Return `source`, or a copy of it if it overlaps `target` and the call is not in place.
 
     Both are in order. A call is in place if `source` begins at element `first` of `target` or, for
     a negative `first`, if `target` begins at element ``-first`` of `source`.
@@ -121,8 +121,8 @@ def copy_back(tensor: Tensor, copy: Tensor) -> None:
 def joined(tensors: Sequence[Tensor], *, is_read: bool) -> Tensor:
     """Return one flat tensor with the elements of all `tensors`.
 
-    It is a view if the tensors follow one another in memory, otherwise a new tensor: a copy if
-    `is_read`, else uninitialized. `divide` copies its elements to the tensors.
+    The result is a view if the tensors follow one another in memory, otherwise a new tensor: a copy
+    if `is_read`, else uninitialized. `divide` copies the result back to the tensors.
 
     Raises
     ------

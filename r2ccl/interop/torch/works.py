@@ -51,8 +51,9 @@ class _AnyWork(dist.Work):  # type: ignore[misc]
         Raises
         ------
         DistBackendError
-            If the call failed or reached its own timeout, which ends it. Or if it has not finished
-            after a shorter `timeout`; then it continues, and the caller may wait again.
+            If the call failed, or reached its own timeout, which ends the call. Also if the call
+            has not finished after a shorter `timeout`; it then continues, and the caller may wait
+            again.
         """
         limit_s = seconds(timeout, math.inf)
         if not self._join(limit_s):
