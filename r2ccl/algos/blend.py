@@ -68,7 +68,8 @@ def blend(
     if not len(parts) == len(shares) == len(nchannels) or sum(shares) != 1 or min(shares) < 0:
         raise InvalidArgument(
             f"shares {', '.join(map(str, shares))} and channels {tuple(nchannels)} of {len(parts)} "
-            "parts: give one of each per part, with shares of 0 or more that add up to 1"
+            "parts: give one share and one number of channels per part; shares must be 0 or more "
+            "and add up to 1"
         )
     if min(nchannels) < 1:
         raise InvalidArgument(f"nchannels={tuple(nchannels)}; give 1 or more")

@@ -1,14 +1,14 @@
 """Bridged ring: ring allreduce in a rank order in which all neighbours share a rail.
 
-If rails are separate networks, two nodes that have lost different rails may share none. A ring is
-still possible if nodes that reach both lie between them.
+If rails are separate networks, two nodes that have lost different rails may have no rail in common.
+A ring is still possible in an order in which no two such nodes are neighbours.
 
-The order is found by repeated reversals. While the ring has a gap, that is neighbours a, b that do
-not reach each other, find neighbours c, d further along the ring such that a reaches c and b
-reaches d, and reverse the piece from b to c. Each reversal closes a gap and opens none, so the
-procedure ends.
-Such a pair c, d always exists under Ore's condition: if two nodes do not reach each other, the
-numbers of nodes that they reach add up to at least the number of all nodes.
+The order is found by repeated reversals. A gap in the ring is a pair of neighbours a, b that share
+no rail. While the ring has a gap, find neighbours c, d further along the ring such that a shares a
+rail with c, and b with d, and reverse the piece from b to c. Each reversal closes a gap and opens
+none, so the procedure ends. Such a pair c, d always exists under Ore's condition: for any two nodes
+without a common rail, the numbers of nodes with which they share a rail add up to at least the
+number of all nodes.
 
 Steps, bytes and time are those of a ring, which is as slow as its slowest node. Use a bridged ring
 if all nodes have about the same bandwidth but some pairs share no rail. The order can also be used

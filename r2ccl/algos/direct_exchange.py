@@ -35,7 +35,7 @@ def alltoall(nranks: int, nchannels: int = 1) -> Schedule:
     nranks : int
         Number of ranks. With one rank the schedule copies input to output.
     nchannels : int
-        Number of channels among which a large part is divided. Channel 0 comes in addition.
+        Number of channels among which a large part is divided. Channel 0 is not counted.
 
     Raises
     ------
@@ -71,9 +71,10 @@ def scatter(nranks: int, root: int = 0, nchannels: int = 1) -> Schedule:
 def lower_bound(sizes: Sequence[Sequence[int]], ports: Sequence[Sequence[int]]) -> Fraction:
     """Return a lower bound on the time of any direct exchange, without latency.
 
-    The bound is the largest of these times: to send or to receive all parts of a rank through its
-    ports, and to send the part of one rank for another over their common rails. A pair without a
-    common rail, whose data takes another way, counts only at the ports of its ranks.
+    The bound is the longest of these times: the time in which a rank can send all its parts through
+    its ports, the time in which it can receive all its parts, and the time in which a part can
+    cross the common rails of its two ranks. For two ranks without a common rail, only the first two
+    times count, because their data takes another way.
 
     Parameters
     ----------
@@ -81,8 +82,8 @@ def lower_bound(sizes: Sequence[Sequence[int]], ports: Sequence[Sequence[int]]) 
         ``sizes[i][j]`` is the size of the part that rank i has for rank j, in any unit.
     ports : sequence of sequence of int
         ``ports[i][k]`` is the bandwidth of rank i on rail k, in the unit of `sizes` per unit of
-        time; 0: down. It counts at most as much as the bandwidths of all other ranks on the rail
-        together.
+        time; 0 means down. The bandwidth of a port counts only up to the sum of the bandwidths of
+        all other ranks on the rail.
 
     Raises
     ------
@@ -126,7 +127,7 @@ def _schedule(
     cost: Cost,
     root: int = 0,
 ) -> Schedule:
-    # Without a channel besides 0, no weight is above 0, which `Schedule` refuses.
+    # With channel 0 alone, no weight would be above 0; `Schedule` refuses that.
     return Schedule(
         name="direct",
         collective=collective,

@@ -36,7 +36,8 @@ from r2ccl.schedule.build import ProgramBuilder
 from r2ccl.schedule.cost import measure
 from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 
-#: For each (node, channel), the data that it sends and receives, as multiples of the buffer.
+#: For each (node, channel), the data that the node sends and receives on the channel, as multiples
+#: of the buffer.
 Carried: TypeAlias = Mapping[tuple[int, int], tuple[Fraction, Fraction]]
 
 
@@ -52,8 +53,8 @@ def wrap(
     members : sequence of sequence of int
         Ranks of each node; together they are 0 to ``nranks - 1``.
     carried : mapping, optional
-        Data that each (node, channel) sends and receives in `inner`, as multiples of the buffer.
-        With it, the cost is usually computed without generating the ops; see Notes.
+        Data that each node sends and receives on each channel of `inner`, as multiples of the
+        buffer. If given, the cost is usually computed without generating the ops; see Notes.
 
     Raises
     ------
@@ -163,8 +164,9 @@ def _moved(
 ) -> Op:
     """Return `op` of `inner` as an op of a leader.
 
-    Its peer is a leader, and the indices in ``after`` are moved by `by`. The first op on a chunk
-    also waits for the op in `ready` that completes the node's sum of this chunk.
+    The peer of the returned op is a leader, and the indices in its ``after`` are larger by `by`.
+    The first op on a chunk also waits for the op in `ready` that completes the node's sum of this
+    chunk.
     """
     after = tuple(by + index for index in op.after)
     source = op.src_space

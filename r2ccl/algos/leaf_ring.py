@@ -12,21 +12,23 @@ sum. Then the sum is passed along positions p, p + 1, ... to position p - 2.
 
 In a segment in which a leaf relays, position p sends its data to the leaf instead of to position
 p + 1. The leaf reduces this data with its own and sends the result to the owner. At the end, the
-leaf sends the sum to position p - 2, instead of position p - 3 doing so. A second relay does the
-same for positions p + 1 and p - 3, and so on.
+leaf, not position p - 3, sends the sum to position p - 2. A second relay does the same for
+positions p + 1 and p - 3, and so on.
 
 A core rank sends and receives (n + m - 2 - r)/m of the data, where r is the mean number of leaves
 that relay in a segment. A leaf sends and receives the data once, and twice in segments in which it
 relays. `r2ccl.algos.roles` chooses the leaves and how often they relay, so that all ranks finish
-together: with one straggler, and mostly with several, in the time `packed_trees.lower_bound`.
+together. With one straggler, and mostly with several, this takes the time
+`packed_trees.lower_bound`.
 
 Segments overlap. On each link, the reduce-scatter of a segment comes before the remaining steps of
 earlier segments, so that the core has other work while it waits for a slow leaf. Two steps do not
 overlap with other segments: the reduce-scatter of the first segment, for which the leaves wait, and
 the allgather of the last segment. Both are shorter with more segments.
 
-Steps: 2(m - 1) dependent messages for one segment (2 if m is 1), at least 4 with a relay, and up to
-2(m - 2) more for each further segment (less than one if m is 2). Bytes on the wire: as above.
+Steps: one segment takes 2(m - 1) dependent messages, but at least 2, or 4 if a leaf relays. Each
+further segment adds up to 2(m - 2), or less than 1 on average if m is 2. Bytes on the wire: as
+above.
 
 Use it for large messages with few stragglers among many ranks. Every leaf must share a rail with
 every core rank, and neighbours in the core with each other.
@@ -64,7 +66,7 @@ class _Segment(NamedTuple):
     """One segment of the data.
 
     ``chunks[p]`` is the chunk of the section that starts at position p. ``relays`` are the leaves
-    that relay in this segment: ``relays[i]`` receives the data that position p + i has for it.
+    that relay in this segment: for that section, ``relays[i]`` receives the data of position p + i.
     """
 
     chunks: tuple[int, ...]
@@ -79,8 +81,8 @@ def allreduce(bandwidths: Sequence[int], nsegments: int = 16, nchannels: int = 1
     bandwidths : sequence of int
         Bandwidth of each rank, in any unit, above 0.
     nsegments : int
-        Number of segments. With more segments ranks wait less for each other, and the leaves relay
-        shares closer to the optimum. Without leaves there is one segment.
+        Number of segments. With more segments, ranks wait less for each other, and the shares that
+        leaves relay are closer to the optimum. Without leaves there is one segment.
     nchannels : int
         Number of independent copies of the pattern, each on its own share of the buffer.
 
@@ -241,9 +243,9 @@ def _steps(size: int, leaves: Sequence[int], segments: Sequence[_Segment]) -> in
     """Return the number of messages on the longest chain of dependent messages.
 
     The step of a message is its position in the longest chain that ends with it. All positions of
-    the ring behave alike, so the last step so far is kept once for all links of the ring, and per
-    leaf once for the links into it and once for the links out of it. The next message on such a
-    link has at least this step.
+    the ring behave alike. The last step so far is therefore one number for all links of the ring,
+    and two numbers per leaf: for the links into the leaf, and for the links out of it. The next
+    message on a link has at least the last step of the link.
     """
     ring, into, out = 0, dict.fromkeys(leaves, 0), dict.fromkeys(leaves, 0)
     reduced, given, completed, answered = [], [], [], []

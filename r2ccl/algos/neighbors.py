@@ -1,4 +1,4 @@
-"""Ranks that one rank exchanges data with as long as no rail has failed, direct exchanges apart.
+"""Ranks with which a rank exchanges data while no rail has failed, except in direct exchanges.
 
 Rings and chains connect consecutive ranks; recursive doubling and dissemination connect ranks at
 distances of powers of two. If nodes have several ranks, the same holds among nodes. A rank thus has
@@ -44,7 +44,7 @@ def neighbors(rank: int, nranks: int, nodes: Sequence[int] = ()) -> frozenset[in
     if per_node > 1:
         distances |= {per_node * power for power in _powers_of_two(nranks // per_node)}
     near = {(rank + sign * distance) % nranks for distance in distances for sign in (1, -1)}
-    if nranks > 1:  # if this is no power of two, recursive doubling also uses other distances
+    if nranks > 1:  # if `nranks` is no power of two, recursive doubling uses more distances
         ops = recursive_doubling.allreduce(nranks).program(rank).channels[0]
         near |= {op.peer for op in ops if op.peer >= 0}
     return frozenset(near - {rank})

@@ -104,7 +104,7 @@ def allreduce(
 
 
 def rings(bandwidths: Sequence[int]) -> tuple[Ring, ...]:
-    """Return the rings and their shares, from the ring of all nodes to that of the fastest.
+    """Return the rings and their shares, from the ring of all nodes to that of the fastest nodes.
 
     The module docstring derives the shares. With one or two nodes, the ring of all nodes is the
     only one.

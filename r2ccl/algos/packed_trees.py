@@ -201,8 +201,8 @@ def _deal_down(extra: Sequence[int], ntrees: int, root: int) -> list[list[int]]:
 def _rooted_tree(wanted: Sequence[int], root: int, first: int) -> tree.Parents:
     """Return the flattest tree in which node v has ``wanted[v]`` children.
 
-    Nodes are added in order of ``wanted``, largest first. The parent of each is the earliest added
-    node that still lacks a child. `first` is as in `flat_tree`.
+    Nodes are added in order of ``wanted``, largest first. The parent of a node is the earliest
+    added node that still lacks a child. `first` is as in `flat_tree`.
     """
     n = len(wanted)
     waiting = [node for node in range(n) if node != root]
@@ -218,8 +218,8 @@ def _rooted_tree(wanted: Sequence[int], root: int, first: int) -> tree.Parents:
 def flat_tree(wanted: Sequence[int], first: int = 0, reach: Reach | None = None) -> tree.Parents:
     """Return the flattest tree with the given degrees.
 
-    Nodes are added in order of degree, largest first. The parent of each is the earliest added node
-    that has fewer edges than its degree, that is a free edge.
+    Nodes are added in order of degree, largest first. The parent of a node is the earliest added
+    node that has a free edge, that is, fewer edges than its degree.
 
     Parameters
     ----------
@@ -228,8 +228,8 @@ def flat_tree(wanted: Sequence[int], first: int = 0, reach: Reach | None = None)
     first : int
         Node that comes first among nodes of equal degree; the others follow in cyclic order.
     reach : callable, optional
-        As for `allreduce`. If no waiting node reaches a node with a free edge, one is added below a
-        node without a free edge; degrees then differ from `wanted`.
+        As for `allreduce`. If no node outside the tree shares a rail with a node that has a free
+        edge, a node is added below one without a free edge; degrees then differ from `wanted`.
 
     Raises
     ------
@@ -284,7 +284,7 @@ def _round(values: Sequence[Fraction]) -> list[int]:
 
 
 def _in_twos(values: Sequence[Fraction], rooms: Sequence[int]) -> list[int]:
-    """Round `values` to integers with the same sum: even ones if possible, none above its room."""
+    """Round to integers with the same sum, even if possible, none above its entry of `rooms`."""
     halves = _round([each / 2 for each in values])
     found = [min(2 * half, room - room % 2) for half, room in zip(halves, rooms, strict=True)]
     missing = int(sum(values)) - sum(found)

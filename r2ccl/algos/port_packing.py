@@ -55,8 +55,8 @@ def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
     list of PortTree
         Trees that each carry an equal part of the data. The time of a packing is that of its
         busiest port: the port's number of edges divided by its bandwidth and by the number of
-        trees. The packing returned has the fewest trees of all those found whose time is within 1 %
-        of the best.
+        trees. Of the packings found whose time is within 1 % of the best, the result has the fewest
+        trees.
 
     Raises
     ------
@@ -151,7 +151,7 @@ def _walk(root: int, neighbours: Sequence[Sequence[int]]) -> tuple[list[int], li
 #: Values of `damping` that `pack` tries: with each edge, the price of a port grows by the fraction
 #: ``whole / (damping * share)`` of itself, where `whole` is the largest share.
 _DAMPINGS = (2, 4, 8, 16)
-#: Initial price of a port with share 1; the initial price of other ports is this divided by share.
+#: Initial price of a port with share 1; for any other port, the price is divided by its share.
 _PRICE = 1 << 32
 #: A packing of fewer trees is preferred if its time is at most this multiple of the best time.
 _AS_GOOD = Fraction(101, 100)

@@ -79,7 +79,7 @@ def _program(n: int, rank: int) -> tuple[Op, ...]:
         peer = 2 * partner if partner < extra else partner + extra
         ready = (len(ops) - 1,) if ops else ()
         ops.append(_send(peer, held, ready))
-        # The reduction overwrites the memory of the send; in place already in the first step.
+        # The reduction overwrites the memory that the send reads; in place, already in step 0.
         ops.append(_reduce(peer, held, (len(ops) - 1,), bit == doublings - 1))
         held = Space.OUTPUT
     if rank < 2 * extra:

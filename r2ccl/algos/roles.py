@@ -2,7 +2,7 @@
 
 Every byte takes 2(n - 1) transfers. A leaf makes one of them, or two if it relays; the m ranks of
 the core make the rest in equal parts. With bandwidths b, all ranks finish together if each makes
-T b transfers, for T = 2(n - 1) / (sum of all b); but no rank can make less than one. This gives the
+T b transfers, for T = 2(n - 1) / (sum of all b); but no rank makes fewer than one. This gives the
 bound `packed_trees.lower_bound`. A leaf ring reaches the bound unless a leaf would have to make
 more than two transfers, the leaves together would have to relay a byte more than m - 1 times, or
 the core ranks differ in bandwidth.
@@ -96,7 +96,7 @@ def _roles(bandwidths: Sequence[int], core: Sequence[int]) -> Roles:
 def _even_time(nranks: int, of_core: int, leaves: list[int]) -> Fraction:
     """Return the time at which all ranks finish together, for one unit of data.
 
-    Leaves that would have to transfer a byte more than twice transfer it twice, and finish earlier.
+    A leaf transfers each byte at most twice; a leaf with bandwidth for more finishes earlier.
     `of_core` is the bandwidth of the core, and `leaves` are the bandwidths of the leaves.
     """
     ntransfers = 2 * (nranks - 1)

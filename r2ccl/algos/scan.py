@@ -4,12 +4,13 @@ A rank always holds the reduction of consecutive ranks, and reduces it only with
 just below. The reduction therefore needs to be associative, but not commutative.
 
 In exchange k of `doubling`, for k = 0, 1, ..., a rank sends the reduction that it holds to the rank
-2^k above it. In its exscan, every rank first sends its own data to the next rank, and the scan then
-runs over the data received.
+2^k above it. In the exscan by `doubling`, every rank first sends its own data to the next rank, and
+the scan then runs over the data received.
 
 In a `chain`, a rank receives the reduction of all ranks below, reduces it with its own data and
-sends it to the next rank, as a pipeline. In its exscan, the reduction received is the result of the
-rank, which reduces its own data into a copy of the result and sends that copy to the next rank.
+sends it to the next rank, as a pipeline. In the exscan by `chain`, the received reduction is the
+rank's result. The rank reduces its own data into a copy of the result, and sends the copy to the
+next rank.
 
 Steps: with doubling, a scan takes ceil(log2 n) exchanges; its longest chain of dependent messages
 has as many messages, or for some n one fewer. An exscan takes one exchange, and then those of a
@@ -109,7 +110,7 @@ def _exclusive_doubling(nranks: int, rank: int) -> tuple[Op, ...]:
 def _double(program: ProgramBuilder, nranks: int, rank: int, lowest: int) -> None:
     """Add the ops of a scan by doubling over the ranks from `lowest` on.
 
-    It starts from the data that each rank has in OUTPUT, or else in INPUT.
+    The scan starts from the data that each rank has in OUTPUT, or else in INPUT.
     """
     distance = 1
     while distance < nranks - lowest:

@@ -1,11 +1,11 @@
 """Collectives over one spanning tree, for networks in which some pairs of ranks share no rail.
 
-A tree needs only n - 1 pairs of neighbours, so one exists whenever the ranks are connected at all.
-`span` finds a flat one. `r2ccl.algos.tree` has allreduce, broadcast and reduce over a tree; this
+A tree needs only n - 1 pairs of neighbours, so a tree exists whenever the ranks are connected.
+`span` finds a flat tree. `r2ccl.algos.tree` has allreduce, broadcast and reduce over a tree; this
 module has allgather and reduce-scatter.
 
-In the allgather every rank forwards each chunk to all neighbours except the one it came from. In
-the reduce-scatter chunk r is reduced on its way to rank r.
+In the allgather every rank forwards each chunk to all neighbours except the sender. In the
+reduce-scatter chunk r is reduced on its way to rank r.
 
 Steps: the diameter of the tree. Bytes on the wire: an edge that separates k of the n ranks from the
 others carries k/n of the data in one direction and (n - k)/n in the other.

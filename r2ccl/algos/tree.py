@@ -83,8 +83,8 @@ def grow(parents: Sequence[int]) -> Tree:
         order.extend(found[rank])
     if len(roots) != 1 or len(order) != n:
         raise InvalidArgument(
-            f"parents={tuple(parents)}: give every rank a parent of 0 to {n - 1}, and one root the "
-            "parent -1; every rank must descend from that root"
+            f"parents={tuple(parents)}: give one rank, the root, the parent -1, and every other "
+            f"rank a parent of 0 to {n - 1}; every rank must descend from the root"
         )
     heights = [0] * n
     for rank in reversed(order):
@@ -171,7 +171,7 @@ def line(nranks: int, root: int) -> Parents:
 
 
 def turned(parents: Sequence[int], root: int) -> Parents:
-    """Return the tree with the number of each rank shifted cyclically, such that `root` is root."""
+    """Return the tree with all rank numbers shifted cyclically so that `root` becomes the root."""
     n = len(parents)
     by = root - parents.index(-1)
     found = [-1] * n
@@ -207,7 +207,9 @@ def _schedule(
             f"trees of {sizes} ranks: give one tree or more, all with the same number of ranks"
         )
     if collective != "allreduce" and len(roots) != 1:
-        raise InvalidArgument(f"{collective} over trees with roots {sorted(roots)}: give one root")
+        raise InvalidArgument(
+            f"{collective} over trees with roots {sorted(roots)}: give trees with one common root"
+        )
     n = len(trees[0].parents)
     return Schedule(
         name=name,

@@ -41,7 +41,7 @@ def gather(parents: Sequence[int], nchannels: int = 1, name: str = "binomial") -
 
 
 def scatter(parents: Sequence[int], nchannels: int = 1, name: str = "binomial") -> Schedule:
-    """Build the scatter over a tree: rank r gets part r from its root.
+    """Build the scatter over a tree: rank r gets part r from the root of the tree.
 
     Arguments and errors as in `gather`.
     """
@@ -51,8 +51,8 @@ def scatter(parents: Sequence[int], nchannels: int = 1, name: str = "binomial") 
 def binomial(nranks: int, root: int = 0) -> Parents:
     """Return the binomial tree with the given root.
 
-    Let d be the distance of a rank above the root, modulo `nranks`. Its parent is at the distance d
-    without the lowest set bit.
+    Let d be the distance of a rank above the root, modulo `nranks`. The distance of its
+    parent is d with the lowest set bit cleared.
 
     Raises
     ------

@@ -1,6 +1,6 @@
 """Selects the backends for collectives on GPU memory, the same on all ranks.
 
-Scans, and calls whose parts are listed (gather, alltoallv and the like), always run in
+Scans, and calls that list the parts of the ranks (such as gather and alltoallv), always run in
 `r2ccl.gpu.copied`, which is not selected here. The backends for all other calls are, in order of
 preference:
 
@@ -8,12 +8,13 @@ preference:
    for allreduces only: such kernels work within the nodes, and backend 2 or 3 between them
    (`r2ccl.gpu.hierarchical`).
 2. NICs read and write slices in GPU memory (`r2ccl.gpu.gpudirect`).
-3. Data is copied through pinned host memory (`r2ccl.gpu.staged`). This supports all these calls.
+3. Data is copied through pinned host memory (`r2ccl.gpu.staged`). This backend supports all of
+   these calls.
 
 On one node, backend 2 is only tried if backend 1 does not work.
 
-The ranks try a backend to find out whether it works, because device attributes alone do not show
-it reliably.
+The ranks try a backend to find out whether it works, because device attributes do not show this
+reliably.
 
 Invariant: all ranks have the same backends, in the same order.
 """
@@ -337,7 +338,7 @@ class BackendSelector:
         group: Sequence[int],
         homes: Sequence[int],
     ) -> PxnRoutes | None:
-        """Return this rank's PXN routes; None if it has none, or without a health agreement.
+        """Return this rank's PXN routes; None if there are none, or there is no health agreement.
 
         A route is opened when a rail in `homes` has lost bandwidth at a rank in `group`.
         """

@@ -66,7 +66,7 @@ class CopiedBackend(HostMemoryBackend[DeviceJob]):
         self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def supports(self, call: DeviceCall) -> bool:
-        """Return whether ``call.request`` is set, as it is for the calls of this backend only."""
+        """Return whether ``call.request`` is set; it is set only for the calls of this backend."""
         return call.request is not None
 
     def is_prepared(self, call: DeviceCall) -> bool:
@@ -115,7 +115,7 @@ class CopiedBackend(HostMemoryBackend[DeviceJob]):
             output = self._fetch(request.output, _padded(request.source.nbytes))
         fetched = self._recorded(self._stream)
         self._await_copies(fetched)
-        # The copies are apart, even if the arrays are the same.
+        # The copies do not overlap, even if source and output are the same array.
         self._run(
             msgspec.structs.replace(
                 request, source=source, output=output, is_in_place=False, is_staged=True

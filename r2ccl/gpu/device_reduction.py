@@ -4,13 +4,13 @@
 which the host learns how much of the work is done.
 
 *Order.* Work on the stream runs in order, so the host need not order kernels among each other, even
-those of different channels. The host orders kernels and NICs. A NIC reads a kernel's output after
-the host has seen that the kernel's event is done. A kernel that reads a NIC's output is launched
-after the host has polled the completion of the NIC's write: "only CUDA synchronization and work
-submission APIs provide memory ordering of GPUDirect RDMA operations". On a device that reorders
-remote writes, one flush precedes the first work after each `commit`. That suffices, because the
-work for a slice is enqueued after the slice arrived, and a `commit` follows each poll of the
-transport.
+those of different channels. The host orders kernels relative to NICs. A NIC reads a kernel's output
+after the host has seen that the kernel's event is done. A kernel that reads a NIC's output is
+launched after the host has polled the completion of the NIC's write: "only CUDA synchronization and
+work submission APIs provide memory ordering of GPUDirect RDMA operations". On a device that
+reorders remote writes, one flush precedes the first work after each `commit`. That suffices,
+because the work for a slice is enqueued after the slice arrived, and a `commit` follows each poll
+of the transport.
 
 Only `ReductionStream.drain` waits for the device. Invariant: work counts as done only after the
 host has seen that its event is done.
@@ -172,7 +172,7 @@ class ReductionStream:
         return self._begun
 
     def commit(self) -> None:
-        """Record one event for all work enqueued since the last `commit`, so that `poll` sees it.
+        """Record one event after all work enqueued since the last `commit`, for `poll` to query.
 
         If there is no such work, record nothing.
         """

@@ -9,15 +9,15 @@ stream, runs the collective until its last kernel is done, and then lets the cal
 continue (`r2ccl.gpu.host_signal`). After a failure the stream continues too, but the result is
 undefined and the communicator ends.
 
-*Remote writes.* The caller may enqueue a kernel that reads the result before NICs have written it;
-on the device, this kernel waits for the end of the call. So that it sees the data, the last work of
-every call is enqueued after the last completion was polled, and the call ends once that work is
-done.
+*Remote writes.* Before NICs have written the result, the caller may enqueue a kernel that reads it;
+on the device, this kernel waits for the end of the call. So that the kernel sees the data, the last
+work of every call is enqueued after the last completion was polled, and the call ends once that
+work is done.
 
 *Memory and kernels* of a call are prepared in `GpuDirectBackend.prepare`, while no stream waits for
-a call, because allocating and loading may wait for the device. The worker allocates only memory of
-which `prepare` cannot know that it is needed: scratch memory of some schedules, landing places
-beyond the number used so far, and the staging copy of an array whose registration fails.
+a call, because allocating and loading may wait for the device. The worker allocates only memory
+whose need `prepare` cannot know: scratch memory of some schedules, landing places beyond the number
+used so far, and the staging copy of an array whose registration fails.
 
 *Groups.* `GpuDirectBackend.begin_part` runs a collective among a subset of the ranks; see
 `r2ccl.gpu.hierarchical`.

@@ -4,8 +4,8 @@ Within a node the GPUs access each other's memory (`r2ccl.gpu.peer`). Between no
 memory (`r2ccl.gpu.gpudirect`), or windows of the data pass through pinned memory
 (`r2ccl.gpu.staged`). Member i of every node owns part i of the data: it reduces this part of its
 node's inputs, runs an allreduce with the members i of the other nodes, and distributes the result
-in its node. Thus the rails carry as much data as for one rank per node, over the home rails of all
-members at once. Work on the stream, between ``ready`` and ``done`` of `PeerBackend`, in this order:
+in its node. The rails thus carry as much data as with one rank per node, spread over the home
+rails of all members. The stream does this work, between ``ready`` and ``done`` of `PeerBackend`:
 
 ::
 
@@ -61,7 +61,7 @@ class InterNodeBackend(Protocol):
     def begin_part(self, call: DeviceCall, stream: Stream, enter: EnterCall, widest: int) -> Any:
         """Begin `call` as a part of another call, and return its job for `finish`.
 
-        The backend divides it into as many collectives as it would a call of `widest` elements. See
+        The call is divided into as many collectives as a call of `widest` elements would be. See
         `StagedBackend.begin_part` for the other parameters and the errors.
         """
         ...
@@ -91,7 +91,7 @@ class HierarchicalBackend(PeerBackend):
         Backends between nodes, in order of preference; the last supports all calls. Borrowed: the
         caller closes them.
     enter : callable
-        Begins an allreduce among the ranks that have this rank's index in their nodes, and returns
+        Enters an allreduce among the ranks that have this rank's index in their nodes, and returns
         its plan. AVG divides by the number of all ranks.
     nnodes : int
         Number of nodes.
@@ -139,7 +139,7 @@ class HierarchicalBackend(PeerBackend):
         self._kernels.prepare_from_table(_summed(call), 1, self._nlocal - 1)
 
     def _limit(self, is_copied: bool) -> int:
-        """Return the size limit of windows, which does not depend on `is_copied`.
+        """Return the size limit of windows in bytes, which does not depend on `is_copied`.
 
         A node does not know whether other nodes copy arrays.
         """

@@ -1,14 +1,14 @@
-"""Base classes of the GPU backends: calls in order, and streams of the caller that wait for them.
+"""Base classes of the GPU backends, which let streams of the caller wait for calls.
 
 The caller's thread records an event on the caller's stream and submits the call to the
-communicator's worker. Only then does it let the caller's stream wait for a word in pinned memory
+communicator's worker. Then it lets the caller's stream wait for a word in pinned memory
 (`SignalledStream.hold`). The worker enqueues all work of the call on streams of the backend, and
 then a write of the word. A stream therefore never waits for a call that is not submitted yet. So
 there is no deadlock even if enqueuing blocks, because a launch queue is full or because
 CUDA_LAUNCH_BLOCKING=1 is set.
 
 Invariants: the word only increases, in the order of calls; every call that was begun ends, and then
-the word has reached its number.
+the word has reached the number of the call.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DeviceCall(NamedTuple):
 
 
 class DeviceJob(msgspec.Struct, eq=False, weakref=True, kw_only=True):
-    """A call that `begin` of a backend has begun, and that its `finish` executes.
+    """A call that a backend has begun with `begin`, and that the backend executes with `finish`.
 
     The event ``before`` is done when earlier work on the arrays is done. ``number`` counts the
     calls of the backend from 1; it is 0 if no stream waits for the call, because it is a part of
@@ -202,8 +202,8 @@ class SignalledStream:
     def _let_go(self, timeout_s: float) -> bool:
         """Let callers' streams pass all calls; wait for these streams and for the backend's stream.
 
-        The worker must be idle. `timeout_s` limits each wait. Return True if all streams are done;
-        only then may the pinned memory with the word be freed.
+        The worker must be idle. `timeout_s` limits each wait, in seconds. Return True if all
+        streams are done; only then may the pinned memory with the word be freed.
         """
         self._signal(self._number)
         return self._is_idle_in(timeout_s) and all(

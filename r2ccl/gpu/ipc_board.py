@@ -25,7 +25,7 @@ Slots and offers are explained in `r2ccl.gpu.peer_memory`.
 Only the owner's stream waits for the words ``ready`` and ``done`` of a section. After a failure the
 owner's CPU overwrites them, so that this stream continues; no other rank is affected.
 
-A message is stored before its number, so a rank that reads the number then reads the complete
+A message is stored before its number, so a rank that has read the number reads the complete
 message.
 
 The memory is a file that only the user who runs the ranks can access. Its name is removed after all
@@ -208,7 +208,7 @@ class IpcBoard:
         _FENCE()
 
     def has_kept(self, peer: int, number: int) -> bool:
-        """Return whether `peer`, which has failed, had finished round `number` before."""
+        """Return whether `peer` had finished round `number` before it failed."""
         return _is_reached(int(self._words[peer, _KEPT // 4]), number)
 
     def release(self, number: int) -> None:
@@ -312,8 +312,8 @@ class SharedFile:
                 os.close(descriptor)
         except OSError as exc:
             raise TransportError(
-                f"cannot open the shared memory of the ranks of this host: {exc}; if they run in "
-                f"containers, mount the same {_DIRECTORY} in all of these",
+                f"cannot open the shared memory of the ranks of this host: {exc}; if the ranks "
+                f"run in containers, mount the same {_DIRECTORY} in all containers",
                 status="NO_SHARED_MEMORY",
             ) from exc
 

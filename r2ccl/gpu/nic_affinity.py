@@ -42,8 +42,9 @@ _MOST_RAILS = 8 * _HOMES.size
 #: above it take 700 bytes.
 _MOST_NBYTES = 64 << 10
 #: Limits per host: PCI devices above its GPUs and NICs, devices on one PCI path, NUMA nodes, and
-#: different link rates. Real machines have some tens, 5, 8 and 5. At the limits the assignment
-#: takes seconds; its time grows with the product of the four numbers.
+#: different link rates. Real machines have some tens of devices, 5 on a path, 8 nodes and 5
+#: rates. At the limits the assignment takes seconds; its time grows with the product of the four
+#: numbers.
 _MOST_DEVICES, _MOST_DEPTH, _MOST_NODES, _MOST_RATES = 256, 16, 32, 16
 
 
@@ -223,7 +224,7 @@ def _exchange(
 ) -> tuple[int, list[bytes]]:
     """Return the number of rails, and the encoded report of each rank.
 
-    A report above the size limit is replaced by no bytes.
+    A report above the size limit is returned as an empty report.
     """
     heads = [_parse_head(received) for received in allgather(_HEAD.pack(len(report), nrails))]
     counts = [head[1] for head in heads if head is not None] or [nrails]

@@ -1,4 +1,4 @@
-"""Collectives among the GPUs of one node, each of which reads and writes the others' memory.
+"""Collectives among the GPUs of one node, which read and write each other's memory.
 
 Theory of operation
 -------------------
@@ -22,7 +22,7 @@ call is divided into windows that fit the ranks' areas, with a round for each; a
 not mapped copies each window to its area, or from there, or both.
 
 If a rank dies, the CPU of each surviving rank writes the words for which this rank's stream waits,
-so that no stream hangs, and the communicator ends. Kernels that have not run do nothing then: a
+so that no stream hangs, and the communicator ends. Kernels that have not run yet then do nothing: a
 kernel reads the addresses of its operands from a table in pinned memory, which the CPU clears.
 
 Invariants: a stream waits only for earlier work of its own rank, or for a word that another rank's
@@ -301,7 +301,7 @@ class PeerBackend(SignalledStream):
         return PeerJob(call=call, before=before, done=self.take_event(), number=self._next_number())
 
     def finish(self, job: PeerJob) -> None:
-        """Execute the call of `job`: enqueue its work when all ranks have called, and wait for it.
+        """Execute the call of `job`: enqueue its work when all ranks have made the call, and wait.
 
         This method runs in the worker thread. If a later call was begun, the final wait for the
         device is left to that call. After an error, this rank lets its own stream continue and, if
@@ -348,7 +348,7 @@ class PeerBackend(SignalledStream):
         """Raise the error of the call of `job`, if the call failed.
 
         The device must have finished the call. If another rank of the node had failed before it
-        finished its part, this call has failed, too, although its rounds have ended.
+        finished its part, this call has failed too, although the rounds of this call have ended.
         """
         assert isinstance(job, PeerJob)
         if job.error is None:
@@ -392,8 +392,8 @@ class PeerBackend(SignalledStream):
                 self._check()
                 return TransportError(
                     f"rank {self._rank}: rank {self._members[at]} failed in a collective on GPU "
-                    "memory, so the result of this one may be incomplete; the log of that rank "
-                    "has the cause",
+                    "memory, so the result of this collective may be incomplete; the log of "
+                    "that rank has the cause",
                     rank=self._rank,
                     peer=self._members[at],
                     status="PEER_FAILED",

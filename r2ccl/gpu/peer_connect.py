@@ -2,9 +2,9 @@
 
 Every rank exports its area (`r2ccl.gpu.peer_memory`), maps the areas of the other ranks of its
 node, and opens the memory of the node's `IpcBoard`. Then a kernel of each rank writes a pattern to
-the area of each other rank, whose owner verifies it. On some machines, for example with PCIe peer
-access behind an IOMMU, mapping succeeds but data is lost. If one rank fails, no rank uses
-`PeerBackend`.
+the area of every other rank, and the owner of the area verifies the pattern. On some machines, for
+example with PCIe peer access behind an IOMMU, mapping succeeds but data is lost. If one rank fails,
+no rank uses `PeerBackend`.
 
 Invariant: either all ranks get the memory of their node, or none does.
 """
@@ -112,7 +112,7 @@ def connect_peers(
 
 
 def _release(attempt: _Attempt) -> None:
-    """Unmap the areas of the other ranks, and free that of this rank.
+    """Unmap the areas of the other ranks, and free the area of this rank.
 
     Areas that a GPU may still use stay mapped and allocated, because unmapping and freeing them
     would wait for the GPU without a time limit.

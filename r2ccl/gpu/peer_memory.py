@@ -5,14 +5,14 @@ is created. An array in an allocation that the other ranks have not mapped is co
 owner's area, so every kind of memory works.
 
 When an allocation is used for the second time, its rank *offers* it to the other ranks: the rank's
-message of this call contains the IPC handle of the allocation. A message has room for one offer; a
+message for this call contains the IPC handle of the allocation. A message has room for one offer; a
 further allocation is offered at its next use. The other ranks map the allocation before a later
 call, while none of their streams waits for a call, because mapping may wait for the device. When
-all of them have mapped it, collectives use arrays in the allocation without a copy.
+all other ranks have mapped the allocation, collectives use arrays in it without a copy.
 
 Each rank has `NSLOTS` slots, and an offer names the slot of its allocation. If all slots are in
-use, the offer takes the slot of the allocation that was not used for the longest time. When the
-owner finds that an allocation was freed, it tells the other ranks, which then unmap it.
+use, the offer takes the slot of the least recently used allocation. When the owner finds that an
+allocation was freed, it tells the other ranks, which then unmap it.
 
 Invariant: a collective uses an allocation without a copy only if all ranks of the node except the
 owner have mapped it.
@@ -39,7 +39,7 @@ _MOST_SEEN = 256
 
 
 class ArrayPlace(NamedTuple):
-    """Location of a rank's array, in the form in which the rank tells it to the others.
+    """Location of a rank's array, in the form that is sent to the other ranks.
 
     ``slot`` is the slot of the allocation, `COPIED` or `ABSENT`. ``offset`` is the distance in
     bytes from the start of the allocation to the array; it is 0 for `COPIED` and `ABSENT`.
@@ -75,7 +75,7 @@ class _Export(msgspec.Struct):
 
 
 class _Change(NamedTuple):
-    """A change of what this rank has mapped for ``slot`` of member ``peer``.
+    """A change of the allocation that this rank has mapped for ``slot`` of member ``peer``.
 
     The present allocation of the slot, if any, is unmapped. Then the allocation of ``offer`` is
     mapped, unless ``offer`` is None.
@@ -135,8 +135,8 @@ class PeerMemory:
 
         Pass 0 for an array that this rank does not have; the slot is `ABSENT` then. Until all other
         ranks have mapped the array's allocation, the slot is `COPIED`. The second use of an
-        allocation prepares an offer, which `take_news` returns. If another offer is prepared
-        already, the next use of the allocation prepares it.
+        allocation prepares an offer, which `take_news` returns. If the offer of another
+        allocation still waits for `take_news`, the next use of this allocation prepares its offer.
 
         Raises
         ------

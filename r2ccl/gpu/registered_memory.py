@@ -54,8 +54,8 @@ class RegisteredDeviceMemory:
     """Memory of one device, allocated by this library and registered with every NIC.
 
     The constructor allocates and registers the first slab. Call the constructor and the methods
-    that register or release memory outside of the data loop, because they wait for it; `place` is
-    the exception.
+    that register or release memory outside of the data loop, because they wait for the data
+    loop; only `place` must be called in the data loop.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class RegisteredDeviceMemory:
         self._slabs.append(self._make(slab_nbytes, self.register))
 
     def register(self, address: int, nbytes: int) -> Registered:
-        """Register device memory of this library or of the user; end it with `release`.
+        """Register device memory of this library or of the user, until `release`.
 
         Parameters
         ----------

@@ -3,8 +3,8 @@
 `table` lists the supported operations, `host` implements them with NumPy, `half` and `float8` have
 the compiled loops for 16-bit and 8-bit floats, `fold` reduces the arrays of several ranks at once,
 `conversion` scales and widens inputs, `user` has the operations of the user, and `cuda` implements
-the operations on GPUs. `compiling` and `native` compile, store and load the loops, and `arrays`
-lets them read NumPy arrays.
+the operations on GPUs. `compiling` and `native` compile, store and load the loops, and with
+`arrays` the loops read NumPy arrays.
 
 Invariant: each element of a result depends only on the operands' elements at the same index, never
 on where a slice begins or ends. A replayed or differently cut slice therefore gives the same bits.
@@ -27,12 +27,12 @@ from r2ccl.types import REDUCTIONS, CallSignature, ReduceOp
 
 
 def arithmetic(call: CallSignature, nranks: int) -> tuple[Reducer, Divider | None]:
-    """Return the function that combines two slices of a call, and for AVG the one that divides.
+    """Return the function that combines two slices, and for AVG the function that divides the sum.
 
     Parameters
     ----------
     call : CallSignature
-        A collective without reduction gets a function that must not be called.
+        For a collective without reduction, the returned reducer must not be called.
     nranks : int
         Divisor of AVG.
 

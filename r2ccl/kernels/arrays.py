@@ -17,7 +17,7 @@ from r2ccl.errors import InternalError
 
 #: Offset of the pointer to the data in an array object.
 DATA = object.__basicsize__
-#: Offsets from there to the number of dimensions (int), the pointer to their sizes, the pointer to
+#: Offsets from `DATA` to the number of dimensions (int), the pointer to their sizes, the pointer to
 #: the dtype, and the flags (int).
 NDIM, SIZES, DTYPE, FLAGS = 8, 16, 40, 48
 

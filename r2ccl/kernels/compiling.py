@@ -13,7 +13,7 @@ from r2ccl.kernels.native import MachineCode, target_machine
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-#: Prefix of the name of Numba's wrapper with the C calling convention, around the function itself.
+#: Prefix of the symbol of Numba's C wrapper; the rest is the symbol of the function itself.
 _C_PREFIX = "cfunc."
 #: Functions that code generation may call without a declaration.
 _IMPLIED = ("memcpy", "memmove", "memset")
@@ -34,7 +34,7 @@ def compile_function(function: Callable[..., Any], name: str) -> MachineCode:
     nargs = function.__code__.co_argcount
     signature = types.int64(*[types.int64] * nargs)
     compiled = cfunc(signature, nopython=True, error_model="numpy")(function)
-    # Numba's wrapper reports errors by functions of Numba. These call the function itself.
+    # Numba's wrapper calls functions of Numba to report errors. The wrappers made here do not.
     inner = compiled.native_name.removeprefix(_C_PREFIX)
     names = (f"r2ccl.{name}", f"r2ccl.{name}.python")
     module = binding.parse_assembly(compiled.inspect_llvm())
@@ -55,7 +55,7 @@ def compile_function(function: Callable[..., Any], name: str) -> MachineCode:
 
 
 def _wrappers(inner: str, entry: str, wrapper: str, nargs: int) -> str:
-    """Return LLVM code of a C function, and of one that Python can call (METH_FASTCALL).
+    """Return the LLVM code of two wrappers: for C, and for Python (METH_FASTCALL).
 
     Numba's functions return a status, which is 0 unless they raise an exception, and take the
     addresses of the result and of a description of the error. The status is ignored, because the
@@ -109,7 +109,7 @@ run:
 
 
 def inlined(function: _F) -> _F:
-    """Return `function`, which compiled code can then call.
+    """Return `function` in a form that compiled code can call.
 
     This is ``numba.extending.register_jitable`` with a type for type checkers.
     """

@@ -1,9 +1,9 @@
 """Compiled kernels that reduce the arrays of several ranks at once, called by address.
 
-Compiled code calls them through a C function pointer, so one compiled loop serves all operations
-and element types. A kernel combines its sources from the first to the last, one step after another,
-as `r2ccl.kernels.reducer` would: integers wrap, 16-bit floats are computed in float32 and rounded
-at every step, and AVG divides at the end as `r2ccl.kernels.divider` does.
+Compiled code calls a kernel through a C function pointer, so the calling code is compiled once for
+all operations and element types. A kernel combines its sources from the first to the last, one step
+after another, as `r2ccl.kernels.reducer` would: integers wrap, 16-bit floats are computed in
+float32 and rounded at every step, and AVG divides at the end as `r2ccl.kernels.divider` does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def fold_kernel(dtype_code: int, op: ReduceOp | int) -> int:
     int
         Address of ``int64_t kernel(const int64_t *sources, int64_t count, void *target, int64_t
         nbytes)``, which returns 0. `sources` holds `count` addresses of arrays of `nbytes` bytes;
-        `target` may be one of them, and must not overlap them otherwise.
+        `target` may be one of these arrays; otherwise it must not overlap them.
 
     Raises
     ------

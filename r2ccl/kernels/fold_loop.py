@@ -94,7 +94,7 @@ def _multiply(x: Any, y: Any) -> Any:
 
 @inlined
 def _minimum(x: Any, y: Any) -> Any:
-    # `x` if it is NaN; `y` if only that is.
+    # If `x` is NaN, the result is `x`; if only `y` is NaN, the result is `y`.
     return x if (x <= y) | (x != x) else y
 
 

@@ -1,4 +1,4 @@
-"""Reductions in host memory: with NumPy, and for small floats with the loops of `half`, `float8`.
+"""Reductions in host memory: with NumPy, or with compiled loops for 16-bit and 8-bit floats.
 
 `reducer` loads a compiled loop when it is first called for a 16-bit or 8-bit float, so that this
 happens during planning and not between two slices.
@@ -204,7 +204,7 @@ def require_compiled(name: str) -> None:
     if name in SMALL and why_not_compiled():
         raise InvalidArgument(
             f"arrays of dtype {name} are reduced in compiled code, but {why_not_compiled()}; or "
-            "convert them to float32"
+            "convert the arrays to float32"
         )
 
 

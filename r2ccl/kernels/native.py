@@ -8,9 +8,9 @@ on the kind of processor for which it was made, and as long as the modules with 
 unchanged.
 
 The functions take and return 64-bit integers. A function is identified by its *maker*, a text
-``module:function``, and by the maker's arguments. Called with them, the maker returns the Python
-function to compile. It, or its module, may import Numba: this module imports and calls it only to
-compile.
+``module:function``, and by the maker's arguments. Called with these arguments, the maker returns
+the Python function to compile. A maker is imported and called only to compile, so the maker and its
+module may import Numba.
 
 Invariant: a file is loaded only if this user owns it and nobody else can write to it.
 """
@@ -47,9 +47,9 @@ _CACHE_DIRECTORY_VARIABLE = "NUMBA_CACHE_DIR"
 
 @functools.cache
 def why_not_compiled() -> str:
-    """Return why this process cannot compile, and what to do; empty if it can.
+    """Return the reason why this process cannot compile, and the remedy; empty if it can.
 
-    llvmlite and Numba are an extra, because they are three quarters of an installation.
+    llvmlite and Numba are an extra, because they take three quarters of the disk space.
     """
     missing = [name for name in ("llvmlite", "numba") if find_spec(name) is None]
     if not missing:
@@ -64,7 +64,7 @@ def _llvm() -> Any:
     Raises
     ------
     ImportError
-        If it is not installed.
+        If llvmlite or Numba is not installed.
     """
     if why_not_compiled():
         raise ImportError(why_not_compiled())
@@ -97,7 +97,7 @@ class _Stored(msgspec.Struct, frozen=True):
 
 @functools.cache
 def address_of(maker: str, *given: Any) -> int:
-    """Return the address of the C function of a maker, compiling it if this host has no file of it.
+    """Return the address of the C function of a maker; compile it if no file has it.
 
     The address stays valid until the process ends.
 
@@ -107,7 +107,7 @@ def address_of(maker: str, *given: Any) -> int:
         Maker of the function, ``module:function``. It returns a Python function of integers that
         Numba can compile.
     given : hashable
-        Arguments of the maker. Their texts become part of the name of the file.
+        Arguments of the maker; each, as a text, becomes part of the name of the file.
 
     Raises
     ------

@@ -117,8 +117,8 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
     Raises
     ------
     InvalidArgument
-        If `function` has another form, or if an object of an enclosing function that it uses, or a
-        default argument, is neither a number, a string, an array, a function nor a tuple of these.
+        If `function` has another form; or if one of its default arguments, or a variable of an
+        enclosing function that it uses, is not a number, string, array, function or tuple of these.
 
     Notes
     -----

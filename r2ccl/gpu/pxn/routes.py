@@ -145,8 +145,9 @@ class PxnRoutes:
         """Close all routes and free their memory; no slice may be in flight.
 
         If copies of a route do not end within `timeout_s` seconds, its slots are not freed, and the
-        copies of the remaining routes are not waited for. If a route cannot be closed because of an
-        error, the other routes are closed nevertheless. A warning is logged in both cases.
+        method does not wait for the copies of the remaining routes. If a route cannot be closed
+        because of an error, the other routes are closed nevertheless. A warning is logged in both
+        cases.
 
         Returns
         -------
@@ -212,7 +213,7 @@ class PxnRoutes:
             )  # fmt: skip
 
     def _open(self, rail: int, via: str) -> str:
-        """Open a route; return an empty string, or the reason why this process cannot."""
+        """Open a route; return an empty string, or the reason why this process cannot open it."""
         peer = self._peer(via)
         if peer is None:
             return "this process does not see that GPU (CUDA_VISIBLE_DEVICES)"

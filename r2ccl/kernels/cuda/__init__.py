@@ -1,11 +1,12 @@
 """Reductions and copies in GPU memory, compiled to PTX by Numba.
 
-A `form` specifies what a kernel computes. `template` generates the kernel's source, using the
-functions of `arithmetic` and `integers` on the instruction set defined by `machine`: `primitives`
-implements it for a GPU, `twins` for Numba's simulator. `compiling` compiles the source. `prebuilt`
-has the compiled kernels of all collectives; `ptx` returns a kernel from there or from a disk cache,
-or compiles it. `operands` packs the arguments, `launch` chooses the grid and launches on a
-`Device`, and `chain` plans kernels for any number of inputs. Numba is imported only to compile.
+A `form` specifies the computation of a kernel. `template` generates the kernel's source, using the
+functions of `arithmetic` and `integers` on the instruction set that `machine` defines. `primitives`
+implements this set for a GPU, `twins` for Numba's simulator. `compiling` compiles the source.
+`prebuilt` has the compiled kernels of all collectives; `ptx` takes a kernel from `prebuilt` or from
+a disk cache, or else compiles it. `operands` packs the arguments, `launch` chooses the grid and
+launches on a `Device`, and `chain` plans kernels for any number of inputs. Numba is imported only
+to compile.
 
 Invariant: unless a form scales or has `is_wide`, its results with two inputs have the same bits as
 those of `r2ccl.kernels.host`; with more, the same bits as the host's kernels applied from the left.

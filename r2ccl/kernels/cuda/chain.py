@@ -49,7 +49,7 @@ def chain(
 
     Notes
     -----
-    The result has the same bits as one kernel with all the inputs would give, except with
+    The result has the same bits as the result of a single kernel with all inputs, except with
     `is_wide`: between two kernels, a partial result is rounded to the type.
     """
     replace = msgspec.structs.replace

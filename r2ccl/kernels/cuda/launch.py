@@ -95,7 +95,7 @@ class Launcher:
             Addresses of the inputs and outputs, aligned to their element type. An output either
             is exactly an input or shares no memory with any input.
         count : int
-            Number of elements of each; with 0, nothing is launched.
+            Number of elements of each input and output; with 0, nothing is launched.
         stream : Stream
         factor : float
             Factor of a scaled form.

@@ -33,7 +33,7 @@ from r2ccl.types import ReduceOp
 _log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
-#: The archive.
+#: Archive with the kernels.
 ARCHIVE = _HERE / "prebuilt.zip"
 #: Member with the origin of the kernels.
 _ORIGIN = "origin.json"
@@ -96,7 +96,7 @@ def prebuilt_ptx(form: Form, path: Path = ARCHIVE) -> bytes | None:
         If the archive cannot be read (status ``NO_KERNELS``).
     """
     if origin_of(path).sources != digest_of_sources():
-        _log.info("the prebuilt GPU kernels are not those of the sources: run `make ptx`")
+        _log.info("the prebuilt GPU kernels were compiled from other sources: run `make ptx`")
         return None
     kernels = _read(path, _member_of(form)) or b""
     return kernels.partition(_title(form))[2].partition(_MARK)[0] or None

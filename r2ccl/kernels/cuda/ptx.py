@@ -88,7 +88,7 @@ def ptx_of(form: Form, capability: tuple[int, int], directory: Path | None) -> P
     InvalidArgument
         If the GPU is too old; see `check_capability`.
     TransportError
-        If the prebuilt kernels cannot be read (status ``NO_KERNELS``). If the kernel is not
+        If the prebuilt kernels cannot be read (status ``NO_KERNELS``); or if the kernel is not
         prebuilt, and numba-cuda is missing or does not find NVIDIA's compiler (``NO_CUDA``).
 
     Notes

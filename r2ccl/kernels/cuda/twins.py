@@ -30,7 +30,7 @@ _HALVES: dict[str, Any] = {"f16x2": np.float16, "bf16x2": ml_dtypes.bfloat16}
 
 
 def instruction(name: str) -> Function:
-    """Implement `InstructionSet.instruction`; the function never warns about overflow."""
+    """Implement `InstructionSet.instruction`; the returned function never warns about overflow."""
     quiet: Function = np.errstate(all="ignore")(_instruction(*name.split(".")))
     return quiet
 
@@ -104,9 +104,9 @@ def _nregisters(lane: str) -> int:
 
 
 def _stored(lane: str, itemsize: int) -> Any:
-    """Return the NumPy type, in memory, of the part of an element that one register takes.
+    """Return the NumPy type of the part of a stored element that one register takes.
 
-    It may be narrower than the register.
+    The type may be narrower than the register.
     """
     return np.dtype(f"{lane[0]}{itemsize // _nregisters(lane)}").type
 

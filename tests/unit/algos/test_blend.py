@@ -53,7 +53,7 @@ def test_a_part_without_a_share_is_left_out() -> None:
      ([HALF, HALF], [1])],
 )  # fmt: skip
 def test_shares_are_of_the_whole(shares: list[Fraction], nchannels: list[int]) -> None:
-    with pytest.raises(InvalidArgument, match="shares of 0 or more that add up to 1"):
+    with pytest.raises(InvalidArgument, match="shares must be 0 or more and add up to 1"):
         blend("both", parts(), shares, nchannels)
 
 

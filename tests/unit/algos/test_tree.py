@@ -87,7 +87,7 @@ def test_the_cost_is_that_of_the_busiest_rank() -> None:
 
 @pytest.mark.parametrize("wrong", [(), (0,), (-1, -1), (1, 0), (-1, 2, 1), (-1, 5)])
 def test_what_is_no_tree_is_refused(wrong: tree.Parents) -> None:
-    with pytest.raises(InvalidArgument, match="one root"):
+    with pytest.raises(InvalidArgument, match="one rank, the root"):
         tree.allreduce([wrong])
 
 
@@ -105,5 +105,5 @@ def test_trees_are_of_the_same_ranks(trees: list[tree.Parents]) -> None:
 
 @pytest.mark.parametrize("make", [tree.broadcast, tree.reduce])
 def test_a_rooted_collective_has_one_root(make: object) -> None:
-    with pytest.raises(InvalidArgument, match="give one root"):
+    with pytest.raises(InvalidArgument, match="give trees with one common root"):
         make([(-1, 0), (1, -1)])  # type: ignore[operator]
