@@ -1,6 +1,6 @@
-"""Advice for wrong arguments, in the words of the library that the caller's object is from.
+"""Advice in error messages about invalid arguments, in terms of the library of the caller's object.
 
-In a call whose arguments are right, only `require_op` runs, and only if ``op`` is a plain number.
+In a call whose arguments are valid, only `require_op` runs, and only if ``op`` is a plain number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from r2ccl.errors import InvalidArgument
 from r2ccl.types import ReduceOp
 
-#: Names of functions and of other libraries' constants, for the operations that they stand for.
+#: Name of the `ReduceOp`, by the name of a function or of another library's constant.
 _OP_NAMES = {
     "ADD": "SUM", "MUL": "PROD", "MULTIPLY": "PROD", "PRODUCT": "PROD", "MINIMUM": "MIN",
     "MAXIMUM": "MAX", "MEAN": "AVG", "AVERAGE": "AVG", "LOGICAL_AND": "LAND", "LOGICAL_OR": "LOR",
@@ -48,18 +48,18 @@ def on_host(x: Any) -> str:
 
 
 def as_array(x: Any) -> str:
-    """Return the end of a message about `x`, which is no array: what to pass instead, or ""."""
+    """Return the end of a message about `x`, which is not an array: advice, or "" for none."""
     found = _ARRAY.get(_library(x), "")
     return f"; pass {found}" if found else ""
 
 
 def require_op(op: object) -> None:
-    """Check that `op`, which has none of r2ccl's own types, is an integer.
+    """Check that `op`, whose type is not one of r2ccl's own, is an integer.
 
     Raises
     ------
     InvalidArgument
-        If `op` is no integer, such as ``"sum"`` or ``MPI.SUM``; the message says what to pass.
+        If `op` is not an integer, such as ``"sum"`` or ``MPI.SUM``; the message says what to pass.
     """
     if isinstance(op, Integral):
         return
@@ -75,10 +75,10 @@ def require_op(op: object) -> None:
 
 
 def refused_output(out: object, why: InvalidArgument) -> InvalidArgument:
-    """Return the error to raise for `out`, which cannot be viewed because of the error `why`.
+    """Return the error to raise for `out`, of which no view can be made because of the error `why`.
 
-    If `out` is an operation or a number, the error names the parameter to pass it as. Otherwise the
-    error is `why`.
+    If `out` is an operation or a number, the error says to which parameter it belongs. Otherwise
+    the error is `why`.
     """
     if isinstance(out, str) or callable(out) or "Op" in type(out).__name__:
         return InvalidArgument(

@@ -1,4 +1,4 @@
-"""Announcement of a job in the log of each rank: what runs, over which NICs, and how."""
+"""Log line of each rank about its job: version, rails, transport, schedules and mode."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _log = logging.getLogger(__name__)
 def announce(
     control: ControlPlane, config: Config, rails: Sequence[Nic], *, is_local: bool, is_shared: bool
 ) -> None:
-    """Log one INFO line about the connected job: what this rank runs, over which NICs, and how.
+    """Log one INFO line about the connected job: version, rails, transport, schedules and mode.
 
-    If Numba is not installed, rank 0 also warns of what is slower without it.
+    If compiled code cannot be used although a setting allows it, rank 0 also logs a warning that
+    names the consequences.
 
     If ``R2CC_DEBUG`` is VERSION or WARN, rank 0 instead logs a short line, with the version and the
     number of ranks, and the other ranks log nothing, as in NCCL.
@@ -28,7 +29,7 @@ def announce(
     control : ControlPlane
     config : Config
     rails : sequence of Nic
-        Local NIC of each rail: those of TCP, then RDMA ports.
+        Local NIC of each rail: first the NICs of TCP, then the RDMA ports.
     is_local : bool
         True if all ranks share memory.
     is_shared : bool
@@ -42,7 +43,7 @@ def announce(
             why_not_compiled(),
         )
     if control.rank == 0 and config.debug.upper() in ("VERSION", "WARN"):
-        # Handlers get the record although the level of the logger is WARNING.
+        # The level of the logger, WARNING, would drop the record, so pass it to the handlers.
         text, values = "r2ccl version %s, %d ranks", (VERSION, control.nranks)
         record = _log.makeRecord(_log.name, logging.INFO, __file__, 0, text, values, None)
         _log.handle(record)

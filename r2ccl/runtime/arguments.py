@@ -8,9 +8,9 @@ not C-contiguous. Its arguments and errors are those of the method of `Communica
 name.
 
 Invariant: the arrays of every `Request` are valid and fit together, and its operation exists. Other
-arrays and operations raise `InvalidArgument` here, before any data moves. Three things are checked
-elsewhere: the root by the caller, whether the dtype supports a `ReduceOp` by `check_op` or
-planning, and the ops of the schedule by `PlanCache`.
+arrays and operations raise `InvalidArgument` here, before any data moves. Three checks are made
+elsewhere: the caller checks the root, `check_op` or planning checks that the dtype supports a
+`ReduceOp`, and `PlanCache` checks the ops of the schedule.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
         For an allgather: True if `source` is already this rank's part of `output`. For an alltoall,
         alltoallv or exscan: True if `source` and `output` are the same memory. Otherwise False.
     conversion : ConvertedOp or None
-        Conversion of the input before the collective; then the request is staged.
+        Conversion of the input before the collective. If there is one, `is_staged` is True.
     is_staged : bool
         True if the collective may need more than `source`, `output` and the signature: copies of
         data before or after it, separate memory for partial sums, or `parts`.
@@ -101,7 +101,7 @@ def allreduce(x: Any, out: Any, op: Operation, schedule: Schedule | None = None)
     number = op if type(op) is ReduceOp else ReduceOp.SUM
     call = CallSignature(Collective.ALLREDUCE, source.dtype_code, number, source.count)
     request = Request(call, source, output, x if out is None else out, schedule)
-    # `_with_operation` is called only if needed: each function call costs 1 % of a small call.
+    # `_with_operation` is called only if needed: a function call takes 1 % of a small call's time.
     return request if number is op else _with_operation(request, op)
 
 
@@ -501,7 +501,7 @@ def _numbers(name: str, values: Any, nranks: int) -> tuple[int, ...]:
 def form_of(shape: Any, dtype: Any, like: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return the shape and the dtype of an array for `Communicator.empty`.
 
-    `dtype` may be None: that of `like`, or float64 without `like`.
+    If `dtype` is None, the dtype is that of `like`, or float64 without `like`.
 
     Raises
     ------
@@ -638,7 +638,11 @@ def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
 
 
 def _output(source: Memory | None, out: Any) -> Memory:
-    """Return a view of `out`; raise InvalidArgument if `source` is given and in another place."""
+    """Return a view of `out`.
+
+    Raise InvalidArgument unless `out` and `source`, if given, are both in host memory or both on
+    one GPU.
+    """
     try:
         output = view(out, writable=True)
     except InvalidArgument as exc:
@@ -654,7 +658,7 @@ def _output(source: Memory | None, out: Any) -> Memory:
     return output
 
 
-#: Stands for an argument that is no integer; neither a rank, a tag nor `ANY`.
+#: Replaces an argument that is not an integer; it is not a valid rank or tag, and not `ANY`.
 _NO_INTEGER = -2
 
 __all__ = [

@@ -262,7 +262,7 @@ class Worker:
             return self._changed.wait_for(lambda: not self._tasks, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse new tasks and all queued ones but the first, which may run; wait for the thread.
+        """Refuse new tasks and all queued ones except the running one; wait for the thread.
 
         Parameters
         ----------
@@ -313,7 +313,7 @@ class Worker:
 
 #: Interval in seconds at which `Worker.settle` checks that its task is still queued.
 _LOOK_S = 0.1
-#: Time in seconds in which the error of a collective must arrive after its timeout.
+#: Longest time in seconds from the timeout of a collective to the end of its task with an error.
 _GRACE_S = 10.0
 
 __all__ = ["Effects", "Task", "Work", "Worker"]

@@ -1,9 +1,9 @@
 """Types of the arguments and results of the collectives, for the overloads of `Communicator`.
 
-A collective has three overloads. A blocking call returns an array of the type of `x` and `out`, an
-asynchronous one a `Work` of it. The third overload returns Any. It accepts the other calls: an
-`async_op` whose value is not known to the type checker, and arrays of different types, such as a
-read-only input with a NumPy array as output.
+A collective has three overloads. A blocking call returns an array of the type of `x` and `out`. An
+asynchronous call returns a `Work` of this type. The third overload returns Any. It accepts all
+other calls: an `async_op` whose value is not known to the type checker, and arrays of different
+types, such as a read-only input with a NumPy array as output.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HasCuda(Protocol):
 
 
 class WritableDlpack(HasDlpack, Protocol):
-    """Array whose elements can be assigned; those of JAX cannot."""
+    """Array whose elements can be assigned, which excludes arrays of JAX."""
 
     def __setitem__(self, at: Any, value: Any, /) -> None:
         """Assign elements."""
@@ -45,7 +45,7 @@ class WritableDlpack(HasDlpack, Protocol):
 
 
 class WritableBuffer(HasBuffer, Protocol):
-    """Object with the buffer protocol whose elements can be assigned; ``bytes`` has none."""
+    """Object with the buffer protocol whose elements can be assigned, which excludes ``bytes``."""
 
     def __setitem__(self, at: Any, value: Any, /) -> None:
         """Assign elements."""
@@ -56,7 +56,7 @@ class WritableBuffer(HasBuffer, Protocol):
 Array: TypeAlias = HasDlpack | HasBuffer | HasCuda
 #: Array that a collective can read and write, and returns.
 A = TypeVar("A", bound=WritableDlpack | WritableBuffer | HasCuda)
-#: Array of which a collective can allocate another. For other objects it returns a NumPy array.
+#: Array of a type that a collective can allocate. For other objects, it allocates a NumPy array.
 N = TypeVar("N", bound=WritableDlpack | HasCuda)
 
 

@@ -22,10 +22,10 @@ from r2ccl.runtime.desync_check import Calling
 
 
 class Closing(msgspec.Struct, frozen=True, tag="closing"):
-    """Control message of close(): the sender (or, from rank 0, every rank) has called it.
+    """Control message: the sender has called close(); from rank 0: all ranks have called close().
 
-    Until all ranks have closed the communicator, each of them takes part in its health agreement,
-    because a slower rank may wait for the agreement.
+    Until all ranks have closed the communicator, each rank takes part in the communicator's health
+    agreement, because a slower rank may wait for the agreement.
     """
 
 
@@ -65,7 +65,7 @@ class Context(NamedTuple):
 
 
 class ContextPost:
-    """Sender of the control messages of one communicator, with ranks numbered as in it.
+    """Sender of the control messages of one communicator; it numbers ranks as the communicator.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ class Contexts:
         #: Messages for communicators that this rank has not made yet, with senders, by context id.
         self._early: dict[int, list[tuple[int, InContext]]] = {}
         self._lock = threading.Lock()
-        #: Number of communicators that this rank has closed, but not all of their ranks have.
+        #: Number of communicators that this rank has closed and some other rank has not.
         self.nclosing = 0
         self._free = (1 << _NIDS) - 2
         #: Lowest number of the first call of the next communicator.
@@ -190,7 +190,7 @@ class Contexts:
         if not common:
             raise InvalidArgument(
                 f"no context id is free on all ranks: at most {_NIDS} communicators may be open at "
-                "a rank: close those that are not used any more"
+                "a rank: close the communicators that are not in use"
             )
         context_id = (common & -common).bit_length() - 1
         first_op = max(int.from_bytes(offer[_NIDS // 8 :], "little") for offer in offers)
@@ -198,7 +198,7 @@ class Contexts:
             self._free &= ~(1 << context_id)
         return context_id, first_op
 
-    # Owner of the data loop
+    # Called by the owner of the data loop
 
     def add(self, member: ContextEngine) -> None:
         """Add a new communicator, and pass on the messages that arrived for it."""

@@ -7,7 +7,7 @@ own call is done or the loop is free. At other times the control thread runs the
 rank that is busy in user code still handles failures, replays slices and confirms them. Events of
 the control thread are functions in an inbox. The control thread runs them at once if no thread owns
 the loop; otherwise it wakes the owner, which runs them. Only the owner checks whether the calls of
-other threads are done, because the checks read what the loop changes.
+other threads are done, because the checks read state that the loop changes.
 
 Invariants: every wait has a deadline. No wait ends, by result, error or Ctrl-C, while a peer could
 still write into the call's memory. If a call could not end properly, which a second Ctrl-C can
@@ -50,15 +50,15 @@ _log = logging.getLogger(__name__)
 
 #: Duration in seconds of a sleep that lets another thread acquire the GIL.
 _GIVE_WAY_S = 50e-6
-#: Interval in seconds at which the control thread sends data of a finished call that sockets did
-#: not accept.
+#: Interval in seconds at which the control thread tries to send the data of finished calls that
+#: sockets did not accept before.
 _REST_S = 0.002
-#: Time in seconds that paths have to go out of use after an error. A transport destroys a queue
-#: pair that has not drained after one second.
+#: Longest time in seconds until all paths are out of use after an error. A transport destroys a
+#: queue pair that has not drained after one second.
 _SETTLE_S = 2.0
 #: Number of times that Ctrl-C may interrupt the cleanup of a failed call.
 _MOST_INTERRUPTS = 1_000
-#: Time in seconds that running calls have to end after the communicator was closed.
+#: Longest time in seconds in which running calls must end after the communicator was closed.
 _LAST_CALL_S = 10.0
 #: Interval in seconds of timer checks while a call waits; the default suspicion timeout is 25 times
 #: as long.
@@ -135,7 +135,7 @@ class _Follower:
     __slots__ = ("is_done", "is_over", "thread", "turn")
 
     def __init__(self, is_done: Callable[[], bool]) -> None:
-        #: Only the owner of the loop calls it, because it may use what the loop changes.
+        #: Called only by the owner of the loop, because it may read state that the loop changes.
         self.is_done = is_done
         self.is_over = False
         self.thread = get_ident()
@@ -195,8 +195,8 @@ class DataLoop:
     def acquire(self) -> None:
         """Become the owner of the data loop; a call in another thread that owns it stands aside.
 
-        Call it inside of ``try: ... finally: release()``, so that the loop is released even if
-        Ctrl-C interrupts this method.
+        Call this method inside of ``try: ... finally: release()``, so that the loop is released
+        even if Ctrl-C interrupts the method.
 
         Raises
         ------
@@ -281,7 +281,12 @@ class DataLoop:
                 for caller in self.callers.values():
                     if caller.is_calling:
                         caller.is_calling = False
-                        self.fail(CommunicatorRevoked(f"rank {self.rank}: interrupted"))
+                        self.fail(
+                            CommunicatorRevoked(
+                                f"rank {self.rank}: a call was interrupted repeatedly, so its "
+                                "cleanup did not finish"
+                            )
+                        )
                 self._drain()
                 self.progress.advance()
             except R2cclError as exc:
@@ -346,8 +351,8 @@ class DataLoop:
     def poll(self, caller: Caller) -> None:
         """Run the loop until it has no events, for some milliseconds at most.
 
-        A call of `caller` that waits outside of the loop calls this, so that messages advance. If
-        another thread owns the loop, return at once.
+        A call of `caller` that waits outside of the loop calls this method, so that messages
+        advance. If another thread owns the loop, return at once.
 
         Raises
         ------
@@ -399,7 +404,8 @@ class DataLoop:
         Raises
         ------
         TransportTimeout
-            If that takes longer than ``patience.timeout_s``; all communicators have ended.
+            If ``is_done()`` is not true within ``patience.timeout_s``; all communicators have
+            ended.
         R2cclError
             If the communicators have ended; no peer can write into the memory of a call any more.
         """
@@ -422,7 +428,7 @@ class DataLoop:
                     progress.advance()
                     if self._followers:
                         self._notify()
-                    continue  # an event may be what this wait is for
+                    continue  # an event may have made is_done() true
                 if progress.step():
                     idle_since = 0.0
                     if self._followers:
@@ -478,8 +484,8 @@ class DataLoop:
         caller.waiting = patience
         self._control.is_busy = self._sleeping = True
         try:
-            # Both are checked after the flag is set: a thread that adds to them later sees the flag
-            # and wakes the compiled code.
+            # The inbox and the newcomers are checked after the flag is set: a thread that adds to
+            # them later sees the flag and wakes the compiled code.
             while not (self.inbox or self._newcomers or self._followers):
                 result = run()
                 if result != PAUSED or self.compiled.is_interrupted():
@@ -499,8 +505,8 @@ class DataLoop:
     def _sleep(self, timeout_s: float) -> None:
         self._sleeping = True
         try:
-            # Both are checked after the flag is set: a thread that adds to them later sees the flag
-            # and wakes the loop.
+            # The inbox and the newcomers are checked after the flag is set: a thread that adds to
+            # them later sees the flag and wakes the loop.
             if not self.inbox and not self._newcomers:
                 self.progress.step(timeout_s)
         finally:
@@ -600,8 +606,8 @@ class DataLoop:
             finally:
                 self.release()
         _log.error(
-            "rank %d: a call still runs %g s after the communicator was closed: its "
-            "connections and memory stay in use; end the process to free them",
+            "rank %d: a call still runs %g s after the communicator was closed: the "
+            "communicator's connections and memory stay in use; end the process to free them",
             self.rank, _LAST_CALL_S,
         )  # fmt: skip
 

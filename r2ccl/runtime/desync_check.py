@@ -1,11 +1,11 @@
 """Desync check: finds the ranks that have not called the collective in which this rank waits.
 
-Slices carry the number of the sender's collective, but only to the ranks that exchange slices with
-it. The first rank whose call makes no progress therefore asks all ranks: its neighbors in the
-overlay network receive the number of its collective and pass it on. Each rank answers its neighbors
-with the number of the last collective that it has called, and does so again after each call until
-it has called the collective asked for. Answers are passed on to all ranks, several in one message.
-While calls make progress and are not late, no messages are sent.
+Slices carry the number of the sender's collective, but a rank exchanges slices only with some other
+ranks. The first rank whose call makes no progress therefore asks all ranks: it sends the number of
+its collective to its neighbors in the overlay network, which pass the number on. Each rank answers
+its neighbors with the number of the last collective that it has called, and answers again after
+each call until it has called the collective asked for. Answers are passed on to all ranks, several
+in one message. While calls make progress and are not late, no messages are sent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from r2ccl.bootstrap.overlay import without_session
 class Calling(msgspec.Struct, frozen=True, tag="calling"):
     """Control message: asks which ranks have not called collective ``op``; carries reports.
 
-    ``op`` is the highest collective that the sender knows a rank to wait in. ``last`` has the
-    reports: pairs of a rank and the number of the last collective that the rank has called.
+    ``op`` is the highest number of a collective in which, as far as the sender knows, a rank waits.
+    ``last`` has the reports: pairs of a rank and the number of the last collective that the rank
+    has called.
     """
 
     op: int
@@ -109,7 +110,7 @@ class DesyncCheck:
     def spread(self) -> None:
         """Send the new reports to the neighbors that do not receive them from the reporting rank.
 
-        Call it from time to time, so that one message carries several reports.
+        Call this method at intervals, so that one message carries several reports.
         """
         news, self._unspread = self._unspread, set()
         if not news:

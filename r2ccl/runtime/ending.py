@@ -28,8 +28,8 @@ class Ending:
     name : str
         Name of the thread.
     steps : sequence of callable
-        Each is called with the timeout of `begin`, in seconds; a step may have further limits. If a
-        step raises an exception, it is logged, and the next step runs.
+        Each step is called with the timeout of `begin`, in seconds; a step may have further limits.
+        If a step raises an exception, the exception is logged, and the next step runs.
     """
 
     def __init__(self, name: str, steps: Sequence[Callable[[float], None]]) -> None:

@@ -5,8 +5,8 @@ and runs its lanes (one per channel) until all have ended. Each communicator of 
 They share the data loop, the paths and the control plane, and an error ends all of them.
 
 ``rank``, ``nranks`` and the ranks in a health are numbered as in the communicator. The ranks in
-control messages, status and errors are numbered as in the job. In the job's first communicator,
-both numbers are equal.
+control messages, status and errors are numbered as in the job. In the job's first communicator, a
+rank has the same number in both.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from r2ccl.types import Nic
 
 #: Interval in seconds at which `Engine.exclude` checks whether the job has ended.
 _LOOK_S = 0.02
-#: Time in seconds that all paths to a new peer have to come up; then one of them is enough.
+#: Time in seconds for which a call waits for all paths to a new peer; then one of them is enough.
 STANDBY_S = 0.5
 
 
@@ -78,7 +78,7 @@ class LocalPath(Protocol):
 
     @property
     def ncalls(self) -> int:
-        """Number of calls begun that the data loop does not count."""
+        """Number of calls begun in shared memory, which the data loop does not count."""
         ...
 
     def end(self) -> None:
@@ -147,7 +147,7 @@ class Engine:
         self.homes = job.homes
         #: Home rails whose connections the transport makes itself: those of RDMA NICs.
         self.joined = job.joined
-        #: Health to plan with if the ranks do not agree on health (mode failstop).
+        #: Health to plan with in mode failstop, which has no health agreement.
         self.whole_health = job.whole_health().of_ranks(context.members)
         self._job = job
         self._control = control
@@ -206,8 +206,9 @@ class Engine:
     def derived(self, context: Context) -> Engine:
         """Return the engine of a new communicator, which shares the data loop.
 
-        Its first health is that of a network without failures, except for excluded rails. Its rank
-        0 then starts an agreement of its ranks on the present health of the job.
+        The new communicator begins with the health of a network without failures, except for
+        excluded rails. Its rank 0 then starts an agreement of its ranks on the present health of
+        the job.
 
         Parameters
         ----------
@@ -268,7 +269,7 @@ class Engine:
     def known_health(self) -> Known | None:
         """Return the newest health that this rank has received.
 
-        None if the ranks do not agree on health (mode failstop).
+        None in mode failstop, which has no health agreement.
         """
         return None if self._agreement is None else self._agreement.known
 
@@ -355,8 +356,8 @@ class Engine:
     def _take(self, peer: int, message: Any) -> None:
         """Handle a control message of this communicator from `peer`, a rank of it."""
         if isinstance(message, Calling):
-            # The last call may run in shared memory, where its peers see whether this rank has
-            # come; all calls before it have ended.
+            # The last call may run in shared memory, where peers see whether this rank takes
+            # part; all earlier calls have ended.
             self._desync.on_calling(message, max(self._calls.op, self.op - 1))
         elif isinstance(message, Closing):
             self._note_closed(peer)
@@ -417,8 +418,8 @@ class Engine:
         """Connect the paths to the first peers (`RankContext.first_peers`).
 
         Return when all these paths are up or, after ``R2CC_CONNECT_TIMEOUT_S``, when at least one
-        path to each of these peers is up. Paths of excluded NICs are not waited for; after
-        ``R2CC_CONNECT_TIMEOUT_S``, nor are peers that have left already.
+        path to each of these peers is up. The wait ignores paths of excluded NICs and, after
+        ``R2CC_CONNECT_TIMEOUT_S``, peers that have already left.
 
         Raises
         ------
@@ -516,7 +517,7 @@ class Engine:
         """
         loop, links, progress, calls = self._loop, self._links, self._progress, self._calls
         try:
-            # Most calls are small; each function call here takes 1 % of the time of such a call.
+            # Most calls are small; each function call here takes 1 % of the time of a small call.
             owner = self._owner
             if owner._is_owned() or not owner.acquire(blocking=False):  # type: ignore[attr-defined]
                 loop.acquire()
@@ -598,7 +599,7 @@ class Engine:
         self.unwatch_end(local.end)
 
     def watch_end(self, act: Callable[[], None]) -> None:
-        """Call `act`, in whichever thread, when the communicator ends; at once if it has ended."""
+        """Call `act`, in any thread, when the communicator ends; at once if it has ended."""
         self._revocation.on_end.append(act)
         if self._revocation.error is not None:
             act()
@@ -631,7 +632,7 @@ class Engine:
         """Connect and await data paths to those `peers`, ranks of the job, that have none.
 
         After `STANDBY_S`, one path to each peer is enough. Paths on last-resort rails are connected
-        too, but not waited for: only a loss of all other rails needs them.
+        too, but this method does not wait for them: they are used only if all other rails are lost.
         """
         self.nconnects += 1
         self._failover.connect_peers(peers)
@@ -656,7 +657,7 @@ class Engine:
     def call(self, fn: Callable[[], Any]) -> Any:
         """Call ``fn()`` as the owner of the data loop, and return its result.
 
-        Ctrl-C during `fn` ends the communicator, because it may leave the transport's tables
+        Ctrl-C during `fn` ends the communicator, because the transport's tables may then be
         inconsistent.
         """
         try:
@@ -696,7 +697,9 @@ class Engine:
         return self._transport.register_device(address, nbytes)
 
     def exclude(self, ports: Iterable[tuple[int, int]], *, is_excluded: bool) -> None:
-        """Exclude NICs, or end their exclusion; wait until all ranks know. Any thread may call it.
+        """Exclude NICs, or end their exclusion; wait until all ranks have agreed to that.
+
+        Any thread may call this method.
 
         Parameters
         ----------
@@ -708,10 +711,10 @@ class Engine:
         Raises
         ------
         InvalidArgument
-            If the ranks do not agree on health (mode failstop), or if a rank would have no rail
-            left or two ranks no common one.
+            In mode failstop, which has no health agreement; or if a rank would have no rail left,
+            or two ranks no common rail.
         TransportTimeout
-            If not all ranks know within ``R2CC_TIMEOUT_S``.
+            If the ranks have not agreed within ``R2CC_TIMEOUT_S``.
         CommunicatorRevoked
             If the communicator has ended. The call in progress raises the error that ended it.
         """
@@ -775,7 +778,8 @@ class Engine:
     def remove(self) -> None:
         """Leave a communicator that `derived` made; no call and no message may be in progress.
 
-        This rank takes part in its health agreement until all its ranks have left it.
+        This rank takes part in the communicator's health agreement until all ranks have left the
+        communicator.
 
         Raises
         ------
@@ -846,8 +850,8 @@ class Engine:
     def check(self) -> None:
         """Raise an error if the communicator has ended.
 
-        That is a copy of the error that ended it or, if a call has raised this error already,
-        `CommunicatorRevoked`.
+        The error is a copy of the error that ended the communicator or, if a call has already
+        raised that error, `CommunicatorRevoked`.
         """
         error = self._revocation.error
         if error is None:
@@ -867,7 +871,7 @@ class Engine:
     # Descriptions of the current wait; called in any thread
 
     def pending(self) -> Pending:
-        """Describe what the blocked call waits for. Any thread may call it; it does not wait.
+        """Describe the wait of the blocked call; any thread may call this method without waiting.
 
         If no collective is blocked, describe a blocked message or, in the job's first communicator,
         a blocked call on another communicator.

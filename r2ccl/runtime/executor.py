@@ -15,10 +15,10 @@ the work of the steps that it depends on is deferred. A step whose memory the tr
 writes must wait until that work is done.
 
 Invariant: memory is overwritten only after every step that reads it is done. A send is done when
-its slices are released: eager slices are copied; of other slices, the transport no longer reads the
-memory and, if `Config.is_resilient`, the peer has confirmed them. A receive with `Op.is_proof` may
-overwrite the memory of slices that the transport no longer reads but the peer has not confirmed,
-because the received message implies their confirmation.
+all its slices are released. An eager slice is released when it is copied. Another slice is released
+when the transport no longer reads its memory and, if `Config.is_resilient`, the peer has confirmed
+it. A receive with `Op.is_proof` may overwrite the memory of slices that the transport no longer
+reads but the peer has not confirmed, because the received message implies their confirmation.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Operands(Protocol):
 
     @property
     def computed(self) -> int:
-        """Number of the latest deferred work that is known to be done; earlier work is done too."""
+        """Sequence number of the last deferred work known to be done; earlier work is done too."""
         ...
 
     def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
@@ -81,8 +81,8 @@ class Operands(Protocol):
         Returns
         -------
         int
-            0 if the work is done. Otherwise the number of the deferred work, higher than all
-            earlier numbers; the work is done when `computed` has reached it.
+            0 if the work is done. Otherwise the sequence number of the deferred work, higher than
+            all earlier ones; the work is done when `computed` has reached this number.
         """
         ...
 
@@ -96,7 +96,7 @@ class HostCall:
     source, output : ndarray
         Flat and contiguous; the same memory if the collective is in place.
     reduce : callable
-        ``reduce(left, right, out)``, on arrays of equal size; `out` may be one of the operands.
+        ``reduce(left, right, out)``, on arrays of equal size; `out` may be `left` or `right`.
     finish : callable or None
         Applied in place to every finished slice of the result; divides by the number of ranks for
         AVG.
@@ -227,7 +227,7 @@ class _Inbound(_Cursor):
     __slots__ = ("depth", "held", "places", "under_way")
 
     def __init__(self, link: RecvLink, order: tuple[int, ...], depth: int) -> None:
-        # As in `_Cursor`: a call of its __init__ takes 0.3 % of the time of a small collective.
+        # Repeated from `_Cursor`: to call its __init__ takes 0.3 % of a small collective's time.
         self.link = link
         self.order = order
         self.at = 0
@@ -436,7 +436,10 @@ class LaneRun:
         return has_moved
 
     def _use(self, cursor: _Inbound, index: int, step: Step, data: Any) -> None:
-        """Reduce or copy `data`, the next slice of op `index`; None: it is in its destination."""
+        """Reduce or copy `data`, the next slice of op `index`.
+
+        If `data` is None, the slice is already in its destination.
+        """
         k = self._used[index]
         self._used[index] = k + 1
         number = 0

@@ -24,7 +24,7 @@ class Group:
     Attributes
     ----------
     messages : list of Message
-        After the block: the messages that the `recv` calls in it took, in the order of the calls.
+        After the block: the messages that the block's `recv` calls received, in the order of calls.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ def _nbytes(requests: Sequence[Request]) -> int:
 
 
 #: Maximum size in bytes of an array that is joined with others, and of one joined call. For larger
-#: ones, the copies cost more than the exchanges that they save.
+#: arrays, the copies take more time than joining saves.
 _SMALL_NBYTES, _MOST_NBYTES = 256 << 10, 4 << 20
 
 __all__ = ["Group", "batches", "joined"]

@@ -1,7 +1,7 @@
 """Job: the resources that all communicators of a process share, and their cleanup.
 
-The communicator that `r2ccl.init` returns and those made from it share the control plane, the
-transport, the data loop and the monitor of the NICs' carriers. An error in one of these
+The communicator that `r2ccl.init` returns and all communicators made from it share the control
+plane, the transport, the data loop and the monitor of the NICs' carriers. An error in one of these
 communicators ends all of them.
 """
 
@@ -68,7 +68,8 @@ class Job:
     is_forked : bool
         True if this process was forked from the process that started the job.
     is_left : bool
-        True once all ranks have left with all their data, so that none needs to be notified.
+        True once all ranks have left the job with all their data; then no rank needs to be notified
+        of the end of this rank.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Job:
     # Communicators
 
     def add(self, engine: Engine, make_device_calls: MakeDeviceCalls) -> Participant:
-        """Add a communicator and return its `Participant`; the first must be that of all ranks.
+        """Add a communicator and return its `Participant`; add the one of all ranks first.
 
         Parameters
         ----------
@@ -252,10 +253,10 @@ class Job:
             old.close()
 
     def close(self, participant: Participant) -> None:
-        """Close a communicator; if it is that of all ranks, close all: see `Communicator.close`.
+        """Close a communicator, or all if it is the first one; see `Communicator.close`.
 
-        If a blocking collective is in progress on them, or this is a signal handler that
-        interrupted a call, abort instead.
+        If a blocking collective is in progress on a communicator to close, or the caller is a
+        signal handler that interrupted a call, abort instead.
         """
         is_first = participant is self._participants[0]
         is_blocking = self.is_blocking if is_first else participant.is_blocking
@@ -283,7 +284,7 @@ class Job:
         first.require_seen()
 
     def _close_one(self, participant: Participant) -> None:
-        """Close a communicator made from the first one; the others of the job stay open."""
+        """Close a communicator made from the first one; the job's other communicators stay open."""
         participant.refuse(self.closed)
         try:
             participant.drain()
@@ -350,7 +351,7 @@ class Job:
             raise
 
     def free(self, deadline_s: float) -> None:
-        """Start the cleanup unless it has started; wait for it, `deadline_s` + `_BOUND_S` at most.
+        """Start the cleanup unless it has started; wait at most `deadline_s` + `_BOUND_S` for it.
 
         `deadline_s`, in seconds, is also the timeout of the cleanup's steps. In a signal handler
         that interrupted a call, wait only until the control plane is closed. Do nothing in a forked
@@ -449,9 +450,9 @@ def _nodes_of(peers: Sequence[PeerInfo]) -> tuple[int, ...]:
 _LEAVE_S = 5.0
 #: Timeout of the cleanup after `abort`, in seconds.
 _ABORT_S = 0.5
-#: Time in seconds that a running call has to end before the shared memory is freed.
+#: Longest wait in seconds for running calls to end, so that shared memory can be freed.
 _LAST_CALL_S = 10.0
-#: Time in seconds that `Job.free` waits beyond its timeout; the cleanup then continues alone.
+#: Time in seconds that `Job.free` waits beyond its timeout; then the cleanup thread runs on.
 _BOUND_S = 0.4
 
 __all__ = ["Job"]

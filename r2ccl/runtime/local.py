@@ -1,10 +1,11 @@
 """Calls of one communicator in memory that its ranks share, if all of them are on one host.
 
-Whether a call runs in shared memory follows from its signature, and from whether the caller passed
-a schedule. Both are equal on all ranks, so all ranks decide alike. A blocking call runs in the
-calling thread, unless asynchronous calls are in progress; all others run in the worker thread.
-Calls in shared memory are numbered together with those in the data loop, but do not use it. A call
-that waits long for a peer asks the engine whether the communicator has ended, or time is up.
+The signature of a call, and the presence of a user's schedule, determine whether it runs in shared
+memory. Both are equal on all ranks, so all ranks decide alike. A blocking call runs in the calling
+thread, unless asynchronous calls are in progress; all other calls run in the worker thread. Calls
+in shared memory do not use the data loop, but share one numbering with the calls in the data loop.
+A call that waits long for a peer checks whether the communicator has ended or the call's timeout
+has passed.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ Make = Callable[..., Request]
 #: Prepared call, input, output and result of a call that is to be repeated.
 Found: TypeAlias = tuple["LocalCall", Array, Array, Array | None]
 
-#: Maximum number of communicators of a rank that share memory, which takes 0.8 MiB each; further
-#: ones use the network.
+#: Maximum number of communicators of a rank that share memory, 0.8 MiB each; further communicators
+#: use the network.
 MOST_GROUPS = 32
 _REASON_NBYTES = 200
 
@@ -61,10 +62,10 @@ class Repeatable(NamedTuple):
     call : LocalCall
         Prepared call, for arrays of the same form.
     rest : tuple
-        Arguments after the input and the output: numbers, tuples of numbers, or None, which cannot
-        change. The first has the type ``kind``.
+        Arguments after the input and the output, all immutable: numbers, tuples of numbers, or
+        None. The first has the type ``kind``.
     uses_input, uses_output, has_output : bool
-        This rank uses the input; it uses the output; the caller passed an output.
+        True if this rank uses the input; if it uses the output; if the caller passed an output.
     shape, new_shape
         Shapes of the input and of the output; the latter is None unless the output was allocated
         for the call.

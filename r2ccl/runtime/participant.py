@@ -1,7 +1,7 @@
 """Participant: resources of one communicator at this rank.
 
-It owns the plan cache, the worker thread and the collectives of the communicator. The job, which
-owns the connections, closes it.
+A participant owns the plan cache, the worker thread and the collectives of the communicator. The
+job, which owns the connections, closes the participant.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ class Participant:
     def share_memory(self, nshared: int, obstacle: str) -> None:
         """Use shared memory within each host, if ``R2CC_SHM`` allows it.
 
-        With several hosts, it is used only if all of them have the same number of ranks, at least
-        two. Otherwise the network is used, even if ``R2CC_SHM=1``. Unless ``R2CC_SHM=1``, the
-        network is also used if ``R2CC_ALGO`` is set, or if `MOST_GROUPS` communicators of this
+        With several hosts, shared memory is used only if all hosts have the same number of ranks,
+        at least two. Otherwise the network is used, even if ``R2CC_SHM=1``. Unless ``R2CC_SHM=1``,
+        the network is also used if ``R2CC_ALGO`` is set, or if `MOST_GROUPS` communicators of this
         process share memory already.
 
         Parameters

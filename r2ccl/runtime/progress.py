@@ -54,7 +54,7 @@ class Computer(Protocol):
 
     @property
     def computed(self) -> int:
-        """Number of the latest work that is known to be done; all earlier work is done too."""
+        """Sequence number of the last work known to be done; all earlier work is done too."""
         ...
 
     @property
@@ -163,7 +163,7 @@ class Progress:
             self._compare(calls, peer, calls.op, seen, is_sent)
 
     def finish(self, calls: Calls[Consumer]) -> None:
-        """End the call, whose slices are all delivered and released, or which has failed."""
+        """End a call that has failed, or whose slices are all delivered and released."""
         calls.finish()
         self._computers.pop(calls, None)
 
@@ -203,7 +203,7 @@ class Progress:
         self._transport.flush()
 
     def replay(self, runs: Sequence[Consumer], events: Iterable[Event], recorder: Recorder) -> None:
-        """Pass events that compiled code has handled to the links and the lanes of a call.
+        """Pass the events that compiled code handled to the links and lanes of a call.
 
         Parameters
         ----------
@@ -310,7 +310,7 @@ class Progress:
             self._links.release(released)
 
     def _seen(self, key: PathKey, frame: Frame, *, is_sent: bool = False) -> Path | None:
-        """Record that `frame` arrived: a sign of life of the path, and the peer's current call.
+        """Record that `frame` arrived: count it as activity of its path, and note the peer's call.
 
         `is_sent` tells that the frame concerns a slice to the peer. Return the path; None if the
         communicator has ended, because the calls of the peer and of this rank differ.

@@ -70,7 +70,7 @@ def create(participant: Participant, ranks: Sequence[int]) -> Part | None:
 def create_among(participant: Participant, ranks: Sequence[int], allgather: AllgatherBytes) -> Part:
     """Agree on a communicator of `ranks`, and return it; only these ranks may call it.
 
-    `allgather` gathers the bytes of `ranks`, in this order, on each of them.
+    `allgather` gathers the bytes of all `ranks`, in the order of `ranks`, on each of these ranks.
     """
     engine = participant.engine
     participant.collectives.require_free()
@@ -90,7 +90,7 @@ def _different(ranks: Sequence[int], nranks: int) -> list[int]:
     """Return `ranks` as a list; raise `InvalidArgument` if one is invalid or occurs twice."""
     chosen = [rank_of(rank, nranks, "rank") for rank in ranks]
     if len(set(chosen)) < len(chosen):
-        raise InvalidArgument(f"ranks={list(ranks)!r}; allowed are ranks that all differ")
+        raise InvalidArgument(f"ranks={list(ranks)!r}; give each rank at most once")
     return chosen
 
 
@@ -109,7 +109,7 @@ def agree(
     engine : Engine
         Engine of the communicator to split.
     allgather : callable
-        Gathers the bytes of all ranks of the communicator, or of those in `among`, on each of them.
+        Gathers the bytes of all ranks that take part, on each of these ranks.
     color : int or None
         Ranks with the same color get one communicator; None: this rank gets none.
     key : int
@@ -135,7 +135,7 @@ def agree(
 
     Notes
     -----
-    *Collective*: all ranks, or those in `among`.
+    *Collective*: all ranks, or the ranks in `among`.
     """
     ranks = range(len(engine.context.members)) if among is None else among
     for name, value in (("color", color), ("key", key)):

@@ -43,7 +43,7 @@ class Wait(msgspec.Struct, frozen=True):
     rail : int or None
         Rail on which the object should arrive; None: any rail.
     why : str
-        Last known reason why it is missing; empty: not known.
+        Last known reason why the object is missing; empty: not known.
     """
 
     peer: int
@@ -148,12 +148,12 @@ class LinkEntry(msgspec.Struct, frozen=True):
     rail : int or None
         Rail that the link to the peer uses; None: no path is up.
     posted, confirmed : int
-        Slices to the peer that were posted, and that the peer has confirmed as consumed.
+        Number of slices to the peer: posted; confirmed by the peer as consumed.
     wanted, received, delivered, consumed : int
-        Slices from the peer for which a receive was posted, that arrived without a gap, that were
-        delivered in order to the collective, and that were consumed.
+        Number of slices from the peer: with a posted receive; received without a gap; delivered in
+        order to the collective; consumed.
     duplicates : int
-        Slices from the peer that arrived a second time and were dropped.
+        Number of slices from the peer that arrived a second time and were dropped.
     """
 
     peer: int
@@ -171,8 +171,8 @@ class LinkEntry(msgspec.Struct, frozen=True):
 class PeerEntry(msgspec.Struct, frozen=True):
     """Another rank: its host and process, time of its last sign of life, and last collective.
 
-    ``heard_s`` is None if this rank has no session with it. ``last_op`` is the number of the last
-    collective it was seen in; 0: none.
+    ``heard_s`` is None if this rank has no session with that rank. ``last_op`` is the number of the
+    last collective in which that rank was seen; 0: none.
     """
 
     rank: int
@@ -232,8 +232,8 @@ class RailHealth(msgspec.Struct, frozen=True):
 class MemoryReport(msgspec.Struct, frozen=True):
     """Memory of one rank in bytes, without the caller's arrays and Python itself.
 
-    The first three grow with the number of paths and links that are in use, not with the number of
-    ranks: docs/scale.md has the bounds.
+    The first three attributes grow with the number of paths and links that are in use, not with the
+    number of ranks: docs/scale.md has the bounds.
 
     Attributes
     ----------
@@ -340,7 +340,7 @@ class RankStatus(msgspec.Struct, frozen=True):
 def waits_of_call(links: Links, context_id: int, runs: Iterable[LaneRun]) -> tuple[Wait, ...]:
     """Return the slices, landing places, slots and confirmations that a collective waits for.
 
-    `context_id` is that of its communicator, `runs` has its lanes.
+    `context_id` is the id of the collective's communicator; `runs` has the collective's lanes.
     """
     found = []
     for (peer, channel), receiver in links.receivers.copy().items():

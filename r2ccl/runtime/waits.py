@@ -1,7 +1,7 @@
 """Waits of the calls of one communicator: their descriptions, and the wait in shared memory.
 
-Any thread may make descriptions, even while the data loop hangs. They number the ranks as in the
-job, not as in the communicator.
+Any thread may make descriptions, even while the data loop hangs. Descriptions number the ranks as
+in the job, not as in the communicator.
 """
 
 from __future__ import annotations

@@ -10,26 +10,26 @@ other ranks map; segments for arrays of the user are made on request. Modules:
 - `arrays` describes the arrays of a prepared call by numbers, which compiled code compares;
 - `rounds` has the compiled steps that all collectives share;
 - `places` has the compiled steps that find arrays in memory which all ranks map, and `single_copy`
-  those that move data between such arrays;
-- `allreduce` is the compiled pipeline of large allreduces, `scan` that of scans, and `exchange` the
-  compiled loop of all other collectives;
-- `symmetric` makes the memory that all ranks map for a user's arrays, `room` finds out how much
-  memory is left on the host, `mapping` maps shared memory;
+  the steps that move data between such arrays;
+- `allreduce` is the compiled pipeline of large allreduces, `scan` the pipeline of scans, and
+  `exchange` the compiled loop of all other collectives;
+- `symmetric` makes the memory that all ranks map for a user's arrays, `room` reads the amount of
+  memory left on the host, `mapping` maps shared memory;
 - `robust_mutex` detects that the process of another rank has ended;
 - `group` has `LocalGroup`, the object that a communicator calls;
-- `message_layout` has the offsets in the memory for messages, and those of a rank's table;
+- `message_layout` has the offsets in the memory for messages, and the words of a rank's table;
 - `frames` has the compiled steps of messages, `pump` the compiled loop that moves them;
 - `one_message` sends and receives in one compiled call;
 - `rings` has `Rings`, which `r2ccl/runtime/messages/local_driver.py` calls;
 - `machine` tells whether ranks can share memory on this kind of machine.
 
 All collectives consist of *rounds*, whose numbers never restart: in round j a rank copies data into
-stage slot ``j % 3`` of its segment and stores j in its word ``posted``; peers wait for that, read
-the slot, and store j in their word ``done``. In the first round of a call, each rank posts a header
-with the call's signature, and every rank waits for the headers of all others. Calls that differ are
-therefore found before any output is written. If the headers say that the ranks can access each
-other's arrays directly, the call has no further round, and a rank returns when the other ranks are
-done with its arrays.
+stage slot ``j % 3`` of its segment and stores j in its word ``posted``; peers wait for this value,
+read the slot, and store j in their word ``done``. In the first round of a call, each rank posts a
+header with the call's signature, and every rank waits for the headers of all others. Calls that
+differ are therefore found before any output is written. If the headers say that the ranks can
+access each other's arrays directly, the call has no further round, and a rank returns when the
+other ranks are done with its arrays.
 
 Messages are frames in rings. Each ordered pair of ranks has one ring, which the sender writes. The
 receiver takes frames in the order in which they were put. A message that no receive has taken does

@@ -100,7 +100,7 @@ def make_allreduce() -> Allreduce:
                     stream_fence()
                     publish(base + DONE, first)
                     state[STEP] = _COLLECT
-                # Until all ranks are done, they read this rank's input, and write its output.
+                # Other ranks read this rank's input and write its output until they are done.
                 if not wait_for_all(state, address, DONE, first):
                     return WAITING
                 state[LAST] = first

@@ -14,7 +14,8 @@ Array: TypeAlias = npt.NDArray[Any]
 #: Flags that a call checks: C-contiguous, aligned, writeable.
 CHECKED_FLAGS = 0x1 | 0x100 | 0x400
 
-#: Form of a pair of arrays: words of each array, and of both; see `form_of`.
+#: Form of a pair of arrays, see `form_of`: number of words of each array, and indices of the two
+#: words that follow.
 ARRAY_NWORDS = 4
 DISTANCE, IS_APART = 2 * ARRAY_NWORDS, 2 * ARRAY_NWORDS + 1
 

@@ -231,7 +231,8 @@ def call_kernel(
 ) -> Any:
     """Call the function at address `kernel`, which `r2ccl.kernels.fold` compiled.
 
-    It combines `count` inputs of `nbytes` bytes each and writes the result to address `target`.
+    The kernel combines `count` inputs of `nbytes` bytes each and writes the result to address
+    `target`.
     `sources` is the address of a table with the addresses of the inputs.
     """
 

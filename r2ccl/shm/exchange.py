@@ -87,8 +87,8 @@ def make_exchange() -> Exchange:
         of a kernel of `r2ccl.kernels.fold`, not 0, the parts of all ranks are reduced to ``output``
         instead. If parts differ in size, `tables` is the address of four rows with one word per
         rank, otherwise 0. The rows contain the first byte of each part that this rank sends, the
-        number of bytes of these parts, and the same of the parts that it receives; `nbytes` is then
-        the mean size of the latter.
+        number of bytes of each of these parts, then the first byte and the number of bytes of each
+        part that this rank receives; `nbytes` is then the mean size of the received parts.
     """
 
     def exchange(
@@ -110,8 +110,8 @@ def make_exchange() -> Exchange:
         is_receiver = (flags & TO_ROOT) == 0 or rank == root
         senders = range(root, root + 1) if flags & FROM_ROOT else range(nranks)
         receivers = range(root, root + 1) if flags & TO_ROOT else range(nranks)
-        # A slot is divided between the other ranks, unless they get the same data or one gets all.
-        # The share of rank r + 1 comes first in the slot of rank r.
+        # A slot is divided between the other ranks, unless they all get the same data or one rank
+        # gets all data. The share of rank r + 1 comes first in the slot of rank r.
         is_whole = is_shared or (flags & TO_ROOT) != 0 or nranks == 1
         piece = SLOT_NBYTES if is_whole else (SLOT_NBYTES // (nranks - 1)) & -64
         portion = 0 if is_whole else piece

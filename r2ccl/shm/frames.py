@@ -45,8 +45,8 @@ from r2ccl.shm.message_layout import (
 )
 from r2ccl.shm.rounds import copy
 
-#: Pieces of long messages: at least `_NPIECES` of them, so that the two copies overlap, within
-#: these sizes.
+#: A long message is sent in `_NPIECES` pieces, so that the copies of sender and receiver overlap,
+#: but a piece has at least `_LEAST_PIECE` and at most `_MOST_PIECE` bytes.
 _NPIECES = 4
 _LEAST_PIECE, _MOST_PIECE = 1 << 13, 1 << 15
 #: A receiver publishes its position in a ring after it has taken 1 / 2**3 of the ring.
@@ -65,7 +65,7 @@ def peer_words(table_at: Any, peer: Any) -> Any:
 def ring_bell(bell: Any) -> None:
     """Wake the sleeping threads of the peer whose bell has the address `bell`.
 
-    The caller must have stored the value for which they wait.
+    The caller must have stored the value for which these threads wait.
     """
     fence()
     if load_acquire(bell + WAITERS) > 0:
@@ -164,7 +164,7 @@ def begin_out(words: Any, source: Any, nbytes: Any) -> None:
 def begin_in(words: Any, target: Any, nbytes: Any, least_streamed: Any) -> None:
     """Begin to receive a long message of `nbytes` bytes, which `pull` copies to address `target`.
 
-    If it has at least `least_streamed` bytes, it is written without storing it in the caches.
+    A message of at least `least_streamed` bytes is written without storing it in the caches.
     """
     words[IN_AT] = target
     words[IN_STREAMED] = 1 if nbytes >= least_streamed else 0

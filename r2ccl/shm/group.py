@@ -56,8 +56,8 @@ _log = logging.getLogger(__name__)
 
 #: Flat, C-contiguous array.
 Array: TypeAlias = npt.NDArray[Any]
-#: Function that waits for a late peer: ``attend(resume, call)`` calls ``resume()`` until this
-#: returns True, or raises an error to give up. ``call`` is the packed signature of the call.
+#: Function that waits for a late peer: ``attend(resume, call)`` calls ``resume()`` until the result
+#: is True; to give up, it raises an error. ``call`` is the packed signature of the call.
 Attend: TypeAlias = Callable[[Callable[[], bool], int], None]
 #: Part of each rank in an array: first element, end (exclusive).
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -157,9 +157,9 @@ class LocalGroup:
     """Group of ranks of one host that share memory; made by `connect`.
 
     ``prepare(call, parts=None)`` returns a prepared call, see `_prepare`, and caches the latest
-    ones. `run` runs a prepared call on C-contiguous arrays. The caller of `run` has checked that
-    their dtypes are those of the call and that their sizes fit. *Collective*: all ranks must run
-    the same calls in the same order, one at a time.
+    ones. `run` runs a prepared call on C-contiguous arrays. The caller of `run` must have checked
+    that the arrays have the dtype of the call and that their sizes fit. *Collective*: all ranks
+    must run the same calls in the same order, one at a time.
 
     If a peer does not arrive soon, `run` passes a function to `attend`, which calls this function
     until it returns True; then the call has finished, or `run` raises `CallsDiffer`. `attend` may
@@ -239,8 +239,8 @@ class LocalGroup:
             If any two of the ranks cannot share memory, or memory or descriptors are exhausted;
             then no rank has a group.
         ImportError, TransportError
-            On this rank only, if the compiled code cannot be loaded; `preload` finds this out
-            before.
+            On this rank only, if the compiled code cannot be loaded; call `preload` to check that
+            first.
 
         Notes
         -----
@@ -372,9 +372,8 @@ class LocalGroup:
     def run(self, call: LocalCall, source: Array, output: Array) -> bool:
         """Run a call on the input `source` and the array `output`, and wait until it has finished.
 
-        The two may be the same array. One may also be a part of the other, if this part is the one
-        of this rank in the collective. Pass an array without elements for an array that this rank
-        does not use.
+        Both may be the same array. One array may also be a part of the other: the part of this rank
+        in the collective. Pass an array without elements for an array that this rank does not use.
 
         Returns
         -------
@@ -426,7 +425,7 @@ class LocalGroup:
     def _continue(self, call: LocalCall, source: Array, output: Array, result: int) -> None:
         """Continue a call whose loop returned `result`, not 0, until it has finished.
 
-        Raise an error if it cannot finish.
+        Raise an error if the call cannot finish.
         """
         *given, signature, flags = call.given
 
@@ -443,7 +442,7 @@ class LocalGroup:
                 self._attend(resume, signature % _WORD)
             except BaseException:
                 if CallSignature.unpack(signature % _WORD).collective == Collective.ALLREDUCE:
-                    self._withdraw(output)  # in no other call do peers write to it
+                    self._withdraw(output)  # peers write to the output only in an allreduce
                 raise
         if result:
             raise self._differs(call, result, signature % _WORD)

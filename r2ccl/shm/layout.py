@@ -23,9 +23,9 @@ POSTED = 0
 #: signature of the call, and the number of rounds that the owner needs.
 SIGNATURES, NROUNDS = 16, 32
 #: Part of the header in calls that may use arrays directly: the places of input and output, see
-#: `r2ccl.shm.places`; 0: there is none.
+#: `r2ccl.shm.places`; 0: no place.
 INPUTS, OUTPUTS = 48, 64
-#: Last round whose slots the owner has read; its result slot is valid.
+#: Last round whose stage slots the owner has read; the owner's result slot of this round is valid.
 DONE = 2 * LINE_NBYTES
 #: Offset from POSTED, and from DONE, to the number of threads that sleep until this word changes.
 WAITERS = LINE_NBYTES
@@ -60,7 +60,8 @@ ROUND, STEP = 5, 6
 TOTAL = 7
 #: Peer that the call waits for, or with which it disagrees.
 AWAITED = 8
-#: Number of calls of `pause` before a wait yields or sleeps, which adapts; its two limits.
+#: Number of calls of `pause` before a wait yields or sleeps, adapted to earlier waits; its minimum
+#: and its maximum.
 SPIN, SPIN_MIN, SPIN_MAX = 9, 10, 11
 #: Number of calls of `sched_yield` before a wait sleeps.
 YIELDS = 12
@@ -68,9 +69,9 @@ YIELDS = 12
 SLEEP_S, SLEEP_NS = 13, 14
 #: Outputs of at least this many bytes are written without storing them in the caches.
 STREAM_NBYTES = 15
-#: Number of waits, one after another, for which the pauses did not suffice.
+#: Number of successive waits for which the pauses did not suffice.
 MISSES = 16
-#: CPU to which this rank moves if it finds itself on that of the rank it waits for; -1: none.
+#: CPU to which this rank moves if it shares a CPU with the rank that it waits for; -1: none.
 HOME = 17
 #: Segments for arrays that all ranks map: address of the table of this rank's own segments, sorted
 #: by address; number of rows of this table; address of a table with one row per segment number: the
@@ -78,8 +79,8 @@ HOME = 17
 OWN_SYMMETRIC, NSYMMETRIC, SYMMETRIC = 18, 19, 20
 #: Words of a row of the first table: address of the first byte, end (exclusive), segment number.
 ROW_NWORDS = 3
-#: How the data of the call moves, see below; number of calls that began again, which `NCALLS`
-#: counts twice.
+#: Mode of the data transfer of the call, see the values below; number of calls that began again,
+#: which `NCALLS` counts twice.
 MODE, NREPEATED = 21, 22
 #: Addresses of the segments of all ranks, then space for the sources of a kernel.
 BASES = 23

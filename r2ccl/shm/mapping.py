@@ -71,7 +71,7 @@ class Mapping:
         Raises
         ------
         OSError
-            If there is no memory, or Linux is older than 5.14 (EINVAL).
+            If memory is exhausted, or Linux is older than 5.14 (EINVAL).
         """
         if _libc().madvise(self.address + start, nbytes, _MADV_POPULATE_WRITE) != 0:
             number = ctypes.get_errno()
@@ -86,7 +86,7 @@ class Mapping:
         Raises
         ------
         OSError
-            If there is no memory.
+            If memory is exhausted.
         """
         first, last = start & -_PAGE, (end + _PAGE - 1) & -_PAGE
         edges = [(at, ctypes.string_at(at, size)) for at, size in (

@@ -84,7 +84,7 @@ FIRST_PEER = 8
 HEAD, SEEN_TAIL = 0, 1
 #: Position up to which this rank has taken frames, and last position that it has published.
 TAIL, PUBLISHED_TAIL = 2, 3
-#: Bytes of short messages sent to the peer, and taken by receives from it.
+#: Bytes of short messages: sent to the peer; from the peer, taken by receives of this rank.
 SENT, TAKEN = 4, 5
 #: Long message that is being sent: address of the data not sent yet, its size, bytes per frame.
 #: Long message that is being received: address for the data not received yet, its size, 1 if it is
@@ -119,9 +119,9 @@ SENT_ALL, RECEIVED_ALL = 3, 4
 #: There is room for the frame that waits.
 ROOM = 5
 
-# Words of a direct call, see `r2ccl.shm.one_message`. First those that the caller gives: address of
-# the form of the arrays (0: not compared); receiver (-1: no send), dtype code, tag, bytes, whether
-# the message is short; sender (-1: no receive), dtype code, tag (-1: any), capacity in bytes.
+# Words of a direct call, see `r2ccl.shm.one_message`. The caller sets the first ten: address of the
+# form of the arrays (0: not compared); receiver (-1: no send), dtype code, tag, bytes, 1 if the
+# message is short; sender (-1: no receive), dtype code, tag (-1: any), capacity in bytes.
 
 CALL_FORM, CALL_TO, CALL_DTYPE, CALL_TAG, CALL_NBYTES, CALL_IS_SHORT = 0, 1, 2, 3, 4, 5
 CALL_SOURCE, CALL_RECV_DTYPE, CALL_RECV_TAG, CALL_CAPACITY = 6, 7, 8, 9

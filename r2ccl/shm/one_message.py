@@ -1,11 +1,11 @@
 """Compiled send, receive, or both at once, with one peer each: a *direct call*.
 
-It may run only if no other message of the communicator is in progress. A compiled loop makes the
-steps of the send and of the receive, which `r2ccl.runtime.messages.protocol` describes. The loop
-returns OPEN if a peer is late, if it sends a frame that the call does not expect, or after
-`MOST_ROUNDS` rounds that moved data. Python then continues the call from the steps that are stored
-in the call's words. The functions for single steps return an event: MOVED, IDLE if nothing could be
-done, or OPEN.
+A direct call may run only if no other message of the communicator is in progress. A compiled loop
+makes the steps of the send and of the receive, which `r2ccl.runtime.messages.protocol` describes.
+The loop returns OPEN if a peer is late, if a peer sends a frame that the call does not expect, or
+after `MOST_ROUNDS` rounds that moved data. Python then continues the call from the steps that are
+stored in the call's words. The functions for single steps return an event: MOVED, IDLE if nothing
+could be done, or OPEN.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ Direct = Callable[[int, int, int, int, int], int]
 def _put_message(table: Any, words: Any, call: Any, source: Any) -> Any:
     """Put the message into the ring, or only announce it; return an event.
 
-    A message is announced if it is long, or if with it more than `MOST_UNTAKEN` bytes of short
-    messages would wait for receives of the peer. If the ring has no room, put nothing and return
-    IDLE.
+    A message is announced if it is long, or if the short messages that wait for receives of the
+    peer would otherwise have more than `MOST_UNTAKEN` bytes. If the ring has no room, put nothing
+    and return IDLE.
     """
     nbytes = call[CALL_NBYTES]
     is_short = nbytes == 0
@@ -130,7 +130,7 @@ def _advance_send(table: Any, words: Any, call: Any, source: Any) -> Any:
             begin_out(words, source, call[CALL_NBYTES])
             call[SEND_STEP] = MOVES
             return MOVED
-        # The receive from the same peer looks at all other frames.
+        # A receive from the same peer handles all other frames.
         if call[CALL_SOURCE] != call[CALL_TO] or call[RECV_STEP] == DONE:
             return OPEN
     return IDLE
@@ -176,7 +176,7 @@ def _advance_receive(state: Any, table: Any, words: Any, call: Any, target: Any)
         return IDLE
     kind = next_frame(table, words)[FRAME_KIND] & KIND_MASK
     if kind == GRANT and call[CALL_TO] == call[CALL_SOURCE] and call[SEND_STEP] == AWAITS:
-        return IDLE  # the send looks at it
+        return IDLE  # the send handles this frame
     if step == AWAITS:
         return _take_frame(table, words, call, target)
     if kind != DATA_FRAME:

@@ -37,7 +37,7 @@ from r2ccl.types import AllgatherBytes
 
 _NAME_NBYTES = 16
 _CREDENTIALS = struct.Struct("iII")
-#: Time limit in seconds for the handshake of one connection, which may not be from a rank.
+#: Time limit in seconds for the handshake of one connection: any process may connect.
 _HANDSHAKE_S = 5.0
 
 

@@ -1,4 +1,4 @@
-"""Compiled loop that moves the data of messages to and from all peers, or waits until it can."""
+"""Compiled loop that moves the data of messages to and from all peers, and waits for more."""
 
 from __future__ import annotations
 

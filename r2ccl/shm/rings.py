@@ -115,8 +115,9 @@ class Rings:
         self._table[layout.RING], self._table[layout.TABLE_NRANKS] = self.ring_nbytes, nranks
         self._bell = own.messages_address + layout.BELL
         self._table[layout.OWN_BELL] = self._bell
-        # By peer: its words in the table, its ring as bytes, and the counts of bytes of short
-        # messages that it has taken from this rank, and this rank from it.
+        # By peer: words of the peer in the table; ring of the peer, as bytes; number of bytes of
+        # short messages that the peer has taken from this rank; and that this rank has taken from
+        # the peer.
         self._words: dict[int, Words] = {}
         self._data: dict[int, npt.NDArray[np.uint8]] = {}
         self._taken_by: dict[int, Words] = {}
@@ -151,7 +152,7 @@ class Rings:
         Raises
         ------
         TransportError
-            If there is no memory.
+            If memory is exhausted.
         """
         if peer not in self._allocated:
             self._own.allocate_ring(peer)
@@ -167,8 +168,8 @@ class Rings:
     def admits(self, peer: int, nbytes: int) -> bool:
         """Return whether a short message of `nbytes` bytes may be sent to `peer` now.
 
-        If so, count it as sent. The message must fit (`fits`), and the bytes of short messages that
-        receives of the peer have not taken yet are limited.
+        If so, count the message as sent. It must fit (`fits`), and the short messages that receives
+        of the peer have not taken may have at most `MOST_UNTAKEN` bytes.
         """
         words = self._words[peer]
         untaken = int(words[layout.SENT]) - int(self._taken_by[peer][0])
@@ -196,7 +197,7 @@ class Rings:
         Raises
         ------
         TransportError
-            If there is no memory for the ring.
+            If memory is exhausted for the ring.
         """
         self.allocate(peer)
         source = _address(data)
@@ -304,7 +305,7 @@ class DirectCall:
     Raises
     ------
     TransportError
-        If there is no memory for a ring.
+        If memory is exhausted for a ring.
     """
 
     def __init__(

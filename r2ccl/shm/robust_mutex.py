@@ -33,7 +33,7 @@ from r2ccl.shm import mapping
 from r2ccl.shm.layout import SLEEP_NS
 
 _PROCESS_SHARED, _ROBUST = 1, 1
-#: Offset of the flag of `_left` from the mutex.
+#: Offset in bytes from the mutex to the flag of `_left`.
 _LEFT = 56
 #: More than the size of ``pthread_mutexattr_t`` on all processors.
 _ATTRIBUTES_NBYTES = 64
@@ -144,7 +144,8 @@ def is_abandoned(address: int) -> bool:
         return not _left(address).value
     if found not in (0, errno.EOWNERDEAD):
         raise _translated("examine", found)
-    # Unlocked without being made consistent, it becomes unusable, so other ranks notice it, too.
+    # A mutex that is unlocked without being made consistent becomes unusable. Other ranks therefore
+    # notice the exit, too.
     _check("unlock", _libc().pthread_mutex_unlock(address))
     return found == errno.EOWNERDEAD and not _left(address).value
 

@@ -27,7 +27,7 @@ def room_nbytes(root: Path = Path("/")) -> int:
     Parameters
     ----------
     root : Path
-        Directory with ``proc`` and ``sys``; another one in tests.
+        Directory with ``proc`` and ``sys``; tests pass another directory.
     """
     found = []
     with suppress(OSError, ValueError):

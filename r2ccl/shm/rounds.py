@@ -35,8 +35,8 @@ from r2ccl.shm.waiting import wait
 def fits(form: Any, source_at: Any, target_at: Any) -> Any:
     """Return whether two arrays have a form that `r2ccl.shm.arrays.form_of` returned.
 
-    Their addresses may differ from those of the arrays of the form. Their distance may differ from
-    that in the form only if neither these two arrays overlap nor those of the form.
+    The addresses may differ from those of the arrays that the form describes. The distance may
+    differ only if the two arrays do not overlap, and the arrays that the form describes did not.
 
     Parameters
     ----------
@@ -86,8 +86,8 @@ def write_header(state: Any, address: Any, signature: Any) -> Any:
         if not wait_for_all(state, address, DONE, oldest):
             return False
         state[SAFE] = oldest
-    # The header of the call before the previous one is not read any more, because all ranks have
-    # posted the previous one.
+    # This overwrites the header of the call before the previous one. No rank reads it any more,
+    # because all ranks have posted the header of the previous call.
     base = state[BASES + state[RANK]] + 8 * (state[NCALLS] & 1)
     store_release(base + SIGNATURES, signature)
     store_release(base + NROUNDS, state[TOTAL])
@@ -118,10 +118,9 @@ def compare_headers(state: Any, address: Any, signature: Any) -> Any:
 
 @inlined
 def wait_for_all(state: Any, address: Any, offset: Any, value: Any) -> Any:
-    """Wait until the word at `offset` of every peer's segment is at least `value`.
+    """Wait until the word at `offset` of every peer's segment is at least `value`; return True.
 
-    Return True then. If the wait for a peer ends earlier (see `wait`), return False; AWAITED is
-    this peer.
+    If the wait for a peer ends earlier (see `wait`), return False; AWAITED is this peer.
     """
     for peer in range(state[NRANKS]):
         if peer != state[RANK] and not wait(state, address, state[BASES + peer] + offset, value):

@@ -84,7 +84,7 @@ class Segment:
         Raises
         ------
         TransportError
-            If there is no memory, or no descriptor is free.
+            If memory is exhausted, or no descriptor is free.
         """
         return cls(_make(nbytes, nbytes), nbytes)
 
@@ -98,7 +98,7 @@ class Segment:
         Raises
         ------
         TransportError
-            If there is no memory, no thread can be started, or no descriptor is free.
+            If memory is exhausted, no thread can be started, or no descriptor is free.
         """
         nbytes = SEGMENT_NBYTES + memory_nbytes(nranks)
         made = cls(_make(nbytes, SEGMENT_NBYTES + rings_at(nranks)), nbytes, nranks)
@@ -129,7 +129,7 @@ class Segment:
         Raises
         ------
         TransportError
-            If there is no memory.
+            If memory is exhausted.
         """
         nbytes = ring_nbytes(self.nranks)
         assert self._rings is not None

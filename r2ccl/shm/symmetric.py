@@ -6,8 +6,8 @@ and slices are found as well.
 
 A rank's own segment stays mapped as long as the group or an array needs it. The group frees a
 segment when the group is closed, or when all ranks have dropped their arrays in the segments of one
-`allocate`; they tell each other in the next `allocate`. Until a segment is freed, its addresses are
-not used again, so no other array can be mistaken for one in it.
+`allocate`; the next `allocate` exchanges this information. Until a segment is freed, its addresses
+are not used again, so no other array can be mistaken for an array in the segment.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class SymmetricMemory:
         exchange : callable
             Allgathers bytes between the ranks of the group; see `AllgatherBytes`.
         in_turn : callable
-            Calls a function at a time when no call runs in the group.
+            ``in_turn(fn)`` calls ``fn()`` at a time when no call runs in the group.
 
         Returns
         -------
@@ -134,7 +134,7 @@ class SymmetricMemory:
         Raises
         ------
         OSError
-            If there is no memory.
+            If memory is exhausted.
         """
         start = int(output.ctypes.data)
         for each in self._shared.values():
@@ -143,7 +143,7 @@ class SymmetricMemory:
                 each.own.mapping.withdraw(start, start + output.nbytes)
 
     def close(self) -> None:
-        """Unmap the segments of the peers; those of this rank stay mapped while arrays use them."""
+        """Unmap the peers' segments; this rank's segments stay mapped while arrays use them."""
         self._free(frozenset(self._shared))
 
     def _free_dropped(

@@ -97,7 +97,7 @@ def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
 
 @inlined
 def number_of_pauses(state: Any, address: Any, word: Any) -> Any:
-    """Return how often a wait for the owner of `word` may pause.
+    """Return the maximum number of pauses in a wait for the owner of `word`.
 
     `word` is an address in the first page of the owner's segment. After `_PROBE_EVERY` successive
     waits for which the pauses did not suffice, call `leave_cpu_of_peer` and return the largest
@@ -171,8 +171,8 @@ def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
 def make_wake_all() -> Callable[[int], int]:
     """Return the function ``wake_all``, which `r2ccl.kernels.native` compiles.
 
-    Its argument is the address of a state. It wakes the threads of all ranks that sleep in a call;
-    each of these calls returns WAITING.
+    The argument of ``wake_all`` is the address of a state. The function wakes the threads of all
+    ranks that sleep in a call; each of these calls returns WAITING.
     """
 
     def wake_all(address: Any) -> int:

@@ -1,9 +1,9 @@
 """Flat views of arrays in CUDA memory, without copying them or waiting for the GPU.
 
-The properties of a torch tensor are read from the tensor, those of other arrays from
-``__cuda_array_interface__`` or, if an array lacks it, from DLPack (by `cuda.core`). The result is a
-`DeviceBuffer`, or an error that names the object and lists what is allowed. The CUDA driver is
-queried only for the GPU of an address, if neither the array nor its library reports it.
+The properties of a torch tensor are read from the tensor; the properties of other arrays are read
+from ``__cuda_array_interface__`` or, if an array lacks it, from DLPack (by `cuda.core`). The result
+is a `DeviceBuffer`, or an error that names the object and lists the allowed types. The CUDA driver
+is queried only for the GPU of an address, if neither the array nor its library reports the GPU.
 
 Invariant: a `DeviceBuffer` is C-contiguous, aligned, in native byte order, in memory that a GPU can
 address and of a supported element type, and keeps that memory alive.
@@ -38,7 +38,7 @@ _CODES = {
     if code not in DTYPES or DTYPES[code].names is None
 }
 _NAMES = ", ".join(sorted(_CODES))
-#: Supported versions of ``__cuda_array_interface__``; strides have another meaning before 2.
+#: Supported versions of ``__cuda_array_interface__``; strides have another meaning in version 1.
 _VERSIONS = (2, 3)
 #: DLPack device type kDLCUDAManaged (dlpack.h).
 _MANAGED = 13

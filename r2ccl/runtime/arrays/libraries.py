@@ -1,9 +1,9 @@
 """Adapters of the array libraries other than NumPy: torch, CuPy and Numba.
 
-An adapter reports whether an array is on a GPU, which GPU that is, and the current stream of the
-library. It also allocates arrays of the library. The adapters use the modules that the caller has
-imported already, and import none of these libraries. Arrays of JAX, which are immutable, are inputs
-only, and need no adapter.
+An adapter reports whether an array is on a GPU, the number of that GPU, and the current stream of
+the library. It also allocates arrays of the library. The adapters use the modules that the caller
+has imported already, and import none of these libraries. Arrays of JAX, which are immutable, are
+inputs only, and need no adapter.
 
 Invariant: no function here waits for a GPU or reads the data of an array.
 """
@@ -142,8 +142,8 @@ class Numba:
 
     Numba has no current stream, so `stream` returns the stream of the array or, without one, the
     default stream. With ``NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM``, Numba itself uses the thread's
-    default stream instead of the legacy one; these two wait for each other (CUDA driver API, stream
-    synchronization behavior).
+    default stream instead of the legacy one; these two streams wait for each other (CUDA driver
+    API, stream synchronization behavior).
     """
 
     def __init__(self, cuda: Any) -> None:

@@ -34,7 +34,8 @@ _LOOP = "r2ccl.runtime.compiled.loop:make_loop"
 #: Maximum number of plans whose programs are kept.
 _KEPT = 64
 #: Maximum size in bytes of the memory for copies of eager slices and landing places. A call that
-#: needs more runs in Python, which keeps fewer copies: a large call whose slices are all eager.
+#: needs more, such as a large call whose slices are all eager, runs in Python, which keeps fewer
+#: copies.
 _MOST_ARENA_NBYTES = 64 << 20
 
 
@@ -75,7 +76,7 @@ class CompiledCalls:
         self._running: tuple[CompiledProgram, Calls[Consumer]] | None = None
         #: Number of events after which a call leaves compiled code; 0: no limit. For tests.
         self.limit = 0
-        #: Number of calls that ended in compiled code, and of those that the data loop finished.
+        #: Number of calls that ended in compiled code; number of calls that the data loop finished.
         self.nfinished = 0
         self.nleft = 0
 
@@ -258,7 +259,7 @@ class CompiledCalls:
         return not receiver.arrivals or self._import_arrivals(program, end)
 
     def _import_clears(self, program: CompiledProgram, end: LinkPair) -> bool:
-        """Copy how many slices already have landing places, which the peer has announced.
+        """Copy the number of slices for which the peer has announced landing places.
 
         Return False if a landing place is on another path, has another size, or was announced
         before that of an earlier slice.
@@ -339,7 +340,10 @@ class CompiledCalls:
                     self._progress.confirmed(program.paths[conn].peer, channel, ack)
 
     def _measure(self, program: CompiledProgram) -> None:
-        """Tell the bandwidth measurement when cleared slices were posted and when released."""
+        """Report the times at which cleared slices were posted and released.
+
+        The report goes to the bandwidth measurement.
+        """
         balance = self._links.balance
         assert balance is not None
         rows = program.log[: program.view[at.NLOGGED]]

@@ -1,10 +1,11 @@
 """Layout of the tables of a compiled call: arrays of 64-bit words.
 
 The words of the *state* come first. The records of connections, pairs and steps follow, then
-further tables. The state and the records contain the addresses of all of these. A *pair* is the two
-links of one peer and channel. The *ordinal* of a slice is its number among the slices of the call
-on its link, from 0; its *number* counts the slices of all calls on the link. Times are in
-nanoseconds of the monotonic clock, sizes in bytes. Each name is the index of a word in its record.
+further tables. The state and the records contain the addresses of the other records and tables. A
+*pair* is the two links of one peer and channel. The *ordinal* of a slice is its number among the
+slices of the call on its link, from 0; its *number* counts the slices of all calls on the link.
+Times are in nanoseconds of the monotonic clock, sizes in bytes. Each name is the index of a word in
+its record.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from __future__ import annotations
     SPACES, _OUTPUT, _SCRATCH,
     #: `Config.eager_slots`, `Config.confirm_after` and `Config.is_resilient`.
     SLOTS, CONFIRM_AFTER, IS_RESILIENT,
-    #: Idle time until which a wait only yields the processor; idle time after which the call leaves
-    #: compiled code; and longest time between two returns to Python.
+    #: Idle time during which a wait only yields the processor; idle time after which the call
+    #: leaves compiled code; and longest time between two returns to Python.
     SPIN_NS, SLEEP_NS, BUSY_NS,
     #: Address of the log, its number of rows, and the number of rows above which the call leaves
     #: compiled code.
@@ -36,7 +37,7 @@ from __future__ import annotations
     #: Addresses of an array of ``struct pollfd``, the last one for the wake-up; of a ``struct
     #: msghdr``; of a ``struct timespec``; and of two words, for the operands of a kernel.
     POLLS, MESSAGE, TIME, OPERANDS,
-    #: Number of the connection that failed, and the errno; 0: the peer closed it.
+    #: Number of the connection that failed, and the errno; 0: the peer closed the connection.
     FAILED_CONN, ERRNO,
     #: Time of the first pass of the loop without an event (0: the last pass had one), and time at
     #: which Python called the loop.
@@ -138,7 +139,7 @@ PAIR_NWORDS = 28
     #: Address of the table of steps to wait for, ``step << 2 | is_proof << 1 | is_by_slice``, and
     #: their number. With ``is_proof``, a retired send satisfies the dependency.
     AFTER, NAFTER,
-    #: Number of slices that are done; and number of those that are done or, in a send, retired.
+    #: Number of slices that are done; number of slices that are done or, in a send, retired.
     DONE, PASSED,
 ) = range(12)  # fmt: skip
 STEP_NWORDS = 12
@@ -150,10 +151,10 @@ STEP_NWORDS = 12
     range(8)
 )
 EVENT_NWORDS = 8
-#: Kinds of events: an eager slice arrived; a cleared slice arrived in its landing place; one did
-#: that had already been confirmed; the peer announced a landing place; it confirmed slices; a
-#: cleared slice was sent, was posted, was released. The last two are for
-#: `r2ccl.failover.bandwidth`.
+#: Kinds of events: an eager slice arrived; a cleared slice arrived in its landing place; a cleared
+#: slice that was confirmed early arrived there; the peer announced a landing place; the peer
+#: confirmed slices; a cleared slice was sent; a cleared slice was posted; a cleared slice was
+#: released. The last two kinds are for `r2ccl.failover.bandwidth`.
 ARRIVED_EAGER, ARRIVED_PLACED, ARRIVED_CONFIRMED = 0, 1, 2
 CLEARED_EVENT, CONFIRMED_EVENT, SENT_EVENT = 3, 4, 5
 POSTED_EVENT, RELEASED_EVENT = 6, 7

@@ -88,7 +88,7 @@ def flush(state: Any) -> Any:
 def has_unsent(state: Any) -> Any:
     """Return whether a slice is not written completely because its socket is full.
 
-    Staged frames, with the smallest eager slices, do not count: `restore_bytes` passes them on.
+    Staged frames, which include small eager slices, do not count: `restore_bytes` passes them on.
     """
     for number in range(state[NCONNS]):
         conn = conn_of(state, number)
@@ -138,7 +138,7 @@ def read_all(state: Any) -> Any:
 
 @inlined
 def poll(state: Any, timeout_ns: Any) -> Any:
-    """Wait for sockets, at most `timeout_ns`, and record which are ready.
+    """Wait at most `timeout_ns` for the sockets, and record the ready ones.
 
     Return the number of ready descriptors, or -1 after a wake-up, a signal or an error.
     """

@@ -31,8 +31,8 @@ _ALIGNMENT = 64
 #: Python, which then handles signals; in nanoseconds.
 _SLEEP_NS = 10_000_000
 _BUSY_NS = 5_000_000
-#: Spare rows of the log per pair, for confirmations of earlier slices. When they are used up, the
-#: call leaves compiled code; the log has as many rows more for the events until then.
+#: Spare rows of the log per pair, for confirmations of earlier slices. When these rows are used up,
+#: the call leaves compiled code; the log has the same number of rows again for events until then.
 _SPARE_ROWS = 64
 
 
@@ -106,7 +106,7 @@ class CompiledProgram:
     pairs : list of Pair
         Pairs of links that the plan uses.
     ends : list of LinkPair
-        The links of each of ``pairs``, in the same order.
+        Links of each pair in ``pairs``, in the same order.
     paths : tuple of PathKey
         Path of each connection, set by `bind`.
     traffic : dict of PathKey to list of int
@@ -244,7 +244,10 @@ class CompiledProgram:
         words[at.NAFTER] = len(step.after)
 
     def _pair_tables(self, tables: _Tables, number: int) -> tuple[int, ...]:
-        """Reserve the part of a pair in the arena, and add its tables; return their first words."""
+        """Reserve the part of a pair in the arena, and add the pair's tables.
+
+        Return the index of the first word of each table.
+        """
         pair = self.pairs[number]
         lane = self.layout.lanes[pair.lane]
         size = self.layout.slice_nbytes
@@ -327,7 +330,7 @@ class CompiledProgram:
     def bind(self) -> bool:
         """Use the current routes of the links.
 
-        Return False, and change nothing, if the links of a pair have no route or different ones.
+        Return False, and change nothing, if the two links of a pair have no common route.
         """
         routes = [end.sender.route for end in self.ends if end.sender.route is not None]
         if routes != [end.receiver.route for end in self.ends]:
@@ -404,7 +407,8 @@ class CompiledProgram:
 def is_supported(plan: Plan) -> bool:
     """Return whether compiled code can run a plan.
 
-    Its reduction, if any, must have a compiled kernel, and no final division such as that of AVG.
+    If the plan reduces, the reduction must have a compiled kernel. AVG, which ends with a division,
+    is not supported.
     """
     call = CallSignature.unpack(plan.signature)
     if call.op >= USER_OP or plan.finish is not None:

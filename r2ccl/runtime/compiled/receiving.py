@@ -73,7 +73,7 @@ from r2ccl.runtime.compiled.tables import first_of, log_event, pair_of, size_of,
 from r2ccl.shm.atomics import words_at
 
 #: Results of the functions: an event was logged; more bytes are needed; bytes of a slice were
-#: handled that is not complete; compiled code does not handle the frame.
+#: handled, but the slice is not complete; compiled code does not handle the frame.
 EVENT, MORE, TAKEN, FOREIGN = 1, 0, 2, -1
 
 

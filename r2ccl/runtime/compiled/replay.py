@@ -1,11 +1,10 @@
 """Continuation in Python of a call that compiled code has left.
 
 Compiled code logs the events of a call. `Replay.run` passes these events to the links and lanes in
-the same order. Meanwhile the transport is replaced by one that only records the posted slices and
-landing places, and copies and reductions that compiled code has done are skipped. Links and lanes
+the same order. Meanwhile a recorder replaces the transport, and only records the posted slices and
+landing places. The copies and reductions that compiled code has done are skipped. Links and lanes
 are then in the state that the data loop would have reached. `Replay.restore` passes to the
-connections the slices and frames that compiled code has read or written in part, and those that it
-has not begun.
+connections the slices and frames that compiled code has read or written only in part or not at all.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class _Posted(NamedTuple):
 
 
 class RecordingTransport:
-    """Transport that records slices and landing places which lanes post during a replay.
+    """Transport that records the slices and landing places that lanes post during a replay.
 
     Implements `Recorder`.
     """

@@ -254,7 +254,8 @@ def begin_unit(state: Any, conn: Any) -> Any:
 def write_some(state: Any, conn: Any) -> Any:
     """Write a part of the unit; return 1 if all of it is written, 0 if not, -1 if nothing was.
 
-    After -1, ``errno()`` tells why: EAGAIN if the socket is full, EINTR, or the connection's error.
+    After -1, ``errno()`` is the cause: EAGAIN if the socket is full, EINTR, or the connection's
+    error.
     """
     message = words_at(state[MESSAGE])
     parts = words_at(message[2])

@@ -58,7 +58,7 @@ _RECV, _RECV_REDUCE, _COPY = 1, 2, 3
 
 @inlined
 def is_ready(state: Any, step: Any, k: Any) -> Any:
-    """Return whether all that slice `k` of a step depends on is done."""
+    """Return whether all dependencies of slice `k` of a step are done."""
     after = words_at(step[AFTER])
     for number in range(step[NAFTER]):
         other = step_of(state, after[number] >> 2)

@@ -37,7 +37,7 @@ from r2ccl.types import MOST_UNTAKEN, EnvelopeKind
 _HEADER = struct.Struct("<BBxxIqQQ")
 _FIRST_OP_MASK = (1 << 32) - 1
 _LENGTH = struct.Struct("<Q")
-#: A rank reports to a sender the bytes of short messages taken each time this many were taken.
+#: Number of bytes of a sender's short messages that a rank takes between two reports to the sender.
 _REPORT_EVERY = 1 << 18
 #: The data of a message is divided among the channels at multiples of this number of bytes.
 _ALIGN = 64
@@ -168,12 +168,12 @@ class MessageDriver(MessageProtocol):
         self._envelopes: dict[int, deque[tuple[memoryview, SendRequest | None]]] = {}
         #: Slices to post, in the order of the grants, by link.
         self._outgoing: dict[SendLink, deque[tuple[LinkSend, memoryview]]] = {}
-        #: Landing places to announce, in the order of the grants, and the number of those announced
-        #: whose slices have not arrived, by link.
+        #: By link: landing places to announce, in the order of the grants; and number of announced
+        #: landing places whose slices have not arrived.
         self._incoming: dict[RecvLink, deque[tuple[LinkReceive, memoryview]]] = {}
         self._named: dict[RecvLink, int] = {}
-        #: Bytes of short messages, by peer: sent to it and taken by it; taken from it by this rank,
-        #: and the part of these that this rank has reported to it.
+        #: Number of bytes of short messages, by peer: sent to the peer; reported by the peer as
+        #: taken; taken by this rank; reported by this rank as taken.
         self._sent: dict[int, int] = {}
         self._taken: dict[int, int] = {}
         self._took: dict[int, int] = {}
@@ -185,7 +185,7 @@ class MessageDriver(MessageProtocol):
         for peer in members:
             link = links.receivers.get((peer, self._envelope_channel))
             if link is not None:
-                links.deliver(link)  # what arrived before this driver was made
+                links.deliver(link)  # slices that arrived before this driver was made
 
     def close(self) -> None:
         """Stop handling messages: envelopes and data that arrive later are not used."""
@@ -240,7 +240,7 @@ class MessageDriver(MessageProtocol):
         link = self._links.receiver(peer, self._envelope_channel)
         self._links.consume(link, True)
         kind, dtype, first_op, tag, ident, nbytes = _HEADER.unpack_from(payload)
-        if first_op != self._first_op:  # to a communicator closed without receiving it
+        if first_op != self._first_op:  # for a communicator that was closed before it arrived
             return
         if kind == EnvelopeKind.TAKEN:
             self._taken[peer] = nbytes
@@ -278,7 +278,7 @@ class MessageDriver(MessageProtocol):
         """Divide the bytes of a message from rank `source` among the data channels.
 
         Return the number of bytes on each channel, in proportion to the bandwidth of its rail; one
-        number if the first channel carries them all.
+        number if the first channel carries all bytes.
         """
         if self._nchannels == 1 or nbytes <= self._slice_nbytes:
             return [nbytes]

@@ -1,9 +1,9 @@
 """Messages of one communicator in memory that its ranks share: threads, waits and errors.
 
-One thread at a time moves messages; it holds a lock meanwhile, and is said to have its *turn*. A
-thread that waits for a message moves those of all threads. While none waits, the owner of the data
-loop moves them: at each tick, and more often while frames of this rank wait for room or the data of
-long messages moves.
+One thread at a time, whose *turn* it is, moves messages and holds a lock meanwhile. A thread that
+waits for a message moves the messages of all threads. While no thread waits, the owner of the data
+loop moves messages: at each tick, and more often while frames of this rank wait for room or the
+data of long messages moves.
 
 A *direct call* is a blocking send, receive or both that runs in one call of a compiled function
 (`r2ccl.shm.one_message`). It is possible if the communicator has no other unfinished message at
@@ -48,7 +48,8 @@ _GIVE_WAY_S = 50e-6
 _REST_S = 0.002
 #: Maximum number of prepared direct calls.
 _NPREPARED = 64
-#: Seconds that another thread has to end its turn after an error; a turn lasts some milliseconds.
+#: Longest wait in seconds for the end of another thread's turn after an error; a turn lasts some
+#: milliseconds.
 _LAST_TURN_S = 5.0
 #: Number of times that Ctrl-C may interrupt the cleanup of a failed call.
 _MOST_INTERRUPTS = 1_000
@@ -63,7 +64,7 @@ class LocalEngine(Protocol):
         ...
 
     def watch_end(self, act: Callable[[], None]) -> None:
-        """Call `act`, in whichever thread, when the communicator ends; at once if it has ended."""
+        """Call `act`, in any thread, when the communicator ends; at once if it has ended."""
         ...
 
     def unwatch_end(self, act: Callable[[], None]) -> None:
@@ -133,10 +134,10 @@ class LocalMessages:
         self._lock = RLock()
         #: One entry per thread that waits for its turn.
         self._newcomers: deque[None] = deque()
-        #: Whether no message is open, and no other thread has tried to move messages.
+        #: True if no message is unfinished, and no other thread has tried to move messages.
         self._is_quiet = True
         self._has_ended = False
-        #: Whether the control thread is scheduled to move messages.
+        #: True if the control thread is scheduled to move messages.
         self._is_resting = False
         self._prepared: dict[tuple[int, ...], tuple[DirectCall, Message | None]] = {}
         loop.pollers.append(self.poll)
@@ -213,8 +214,8 @@ class LocalMessages:
         Raises
         ------
         TransportTimeout
-            If that takes longer than ``patience.timeout_s``; all communicators of the job have
-            ended.
+            If ``is_done()`` is not true within ``patience.timeout_s``; all communicators of the job
+            have ended.
         R2cclError
             If the communicators have ended.
         """
@@ -278,8 +279,8 @@ class LocalMessages:
     def repeat(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
         """Run the direct call that `begin` prepared for `key`, with arrays of the same form.
 
-        Return NOT_RUN if there is none, if the form of an array differs, or for the reasons of
-        `begin`.
+        Return NOT_RUN if there is no such call, if the form of an array differs, or in the cases in
+        which `begin` returns NOT_RUN.
         """
         found = self._prepared.get(key)
         if found is None or type(x) is not np.ndarray or type(out) is not np.ndarray:
@@ -302,8 +303,8 @@ class LocalMessages:
         Returns
         -------
         Message or Delayed or NotRun or None
-            NOT_RUN if another message is unfinished, another thread moves messages, messages have
-            ended, or a peer is this rank or `ANY`; else see `Outcome`.
+            NOT_RUN if another message is unfinished, another thread moves messages, the
+            communicator has ended, or a peer is this rank or `ANY`; else see `Outcome`.
         """
         from r2ccl.shm.rings import DirectCall
 
@@ -409,7 +410,7 @@ class LocalMessages:
     def close(self, timeout_s: float) -> bool:
         """Drop all messages and move none any more.
 
-        Return False if another thread does not end its turn within `timeout_s`; call again then.
+        Return False if another thread does not end its turn within `timeout_s`; then call again.
         """
         self._has_ended = True
         if not self._forget(timeout_s):

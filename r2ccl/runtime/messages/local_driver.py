@@ -94,7 +94,7 @@ class LocalDriver(MessageProtocol):
         self.advance(False)
 
     def has_ring(self, peer: int) -> bool:
-        """Return whether there is a ring to `peer`: it is neither this rank nor `ANY`."""
+        """Return whether there is a ring to `peer`; False for this rank and for `ANY`."""
         return peer not in (ANY, self._rank)
 
     def is_short(self, nbytes: int) -> bool:
@@ -131,7 +131,10 @@ class LocalDriver(MessageProtocol):
         if event == layout.FRAME:
             kind, dtype, tag, ident, size, data = self.rings.frame()
             if kind == EnvelopeKind.DATA:
-                raise InternalError(f"rank {self._members[peer]} sends data that was not granted")
+                raise InternalError(
+                    f"rank {self._members[peer]} sends data that was not granted: please report "
+                    "this bug"
+                )
             # The data is in the ring, so the frame is taken out only afterwards.
             self._on_envelope(peer, kind, dtype, tag, ident, size, data)
             self.rings.consume(peer, len(data))

@@ -1,8 +1,8 @@
 """Matching of messages with receives, by source and tag.
 
-The order is that of MPI: if a receive matches several messages of one source, it takes the one that
-was sent first; if several receives match a message, the one that was posted first takes it. No I/O.
-Cost: linear in the number of unmatched messages or receives.
+The order is that of MPI: if a receive matches several messages of one source, the receive takes the
+message that was sent first; if several receives match a message, the receive that was posted first
+takes it. No I/O. Cost: linear in the number of unmatched messages or receives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-#: As the source or tag of a receive: every source or tag matches.
+#: Source or tag of a receive that matches every source or tag.
 ANY = -1
 
 

@@ -63,12 +63,12 @@ class MessageRequest:
         Raises
         ------
         TransportTimeout
-            If the wait takes longer. If `timeout_s` was given, the request continues: call `wait`
-            again. Otherwise, the communicator has ended.
+            If the wait takes longer than the timeout. If `timeout_s` was given, the request
+            continues: call `wait` again. Otherwise, the communicator has ended.
         InvalidArgument
-            If the message has more elements than the array of its receive, or another dtype. If it
-            is long or synchronous, the send raises this error too. A short message stays at the
-            receiver for another receive.
+            If the message has more elements than the array of its receive, or another dtype. If the
+            message is long or synchronous, the send raises this error too. A short message stays at
+            the receiver for another receive.
         R2cclError
             If the communicator has ended.
         """
@@ -227,7 +227,7 @@ class Messenger:
         Raises
         ------
         TransportTimeout
-            If that takes longer than ``R2CC_TIMEOUT_S``; the communicator has ended.
+            If data still moves after ``R2CC_TIMEOUT_S``; the communicator has ended.
         R2cclError
             If the communicator has ended.
         """
@@ -265,8 +265,8 @@ class Messenger:
     def send(self, x: Buffer, to: int, tag: int, *, is_synchronous: bool = False) -> MessageRequest:
         """Begin to send `x` to rank `to`; first connect paths to that rank if there are none.
 
-        `x` must not change until the request is done. If `is_synchronous`, that is not before a
-        receive has taken the message.
+        `x` must not change until the request is done. If `is_synchronous`, the request is done only
+        after a receive has taken the message.
         """
         driver = self._way.driver
 
@@ -307,8 +307,8 @@ class Messenger:
     def test(self, request: SendRequest | ReceiveRequest) -> bool:
         """Return whether a wait for `request` is over; if not, advance messages once.
 
-        The wait is over if the request is done, calls are refused or the communicator has ended. An
-        error that ends the communicator is left to `wait`.
+        The wait is over if the request is done, calls are refused or the communicator has ended.
+        `wait`, not this method, raises the error that ended the communicator.
         """
         if request.is_done or self._refusal is not None or self._loop.error is not None:
             return True
@@ -341,7 +341,7 @@ class Messenger:
             return request.is_done or is_late or self._refusal is not None
 
         if not is_over():
-            # A wait for a limited time ends nothing.
+            # The timeout of a caller does not end the communicator.
             limit_s = self._timeout_s if timeout_s is None else math.inf
             self._wait(is_over, *self._describe(request), limit_s)
         if request.error is not None:

@@ -29,8 +29,8 @@ from r2ccl.types import EnvelopeKind
 class SendRequest:
     """Message that is being sent to `peer`, a rank of the job.
 
-    ``view`` is its data, ``ident`` its number at this rank, and ``error`` the reason if the peer
-    refused it.
+    ``view`` is the data of the message, ``ident`` the number of the message at this rank, and
+    ``error`` the reason if the peer refused the message.
     """
 
     def __init__(self, peer: int, view: memoryview, ident: int) -> None:
@@ -92,7 +92,7 @@ class MessageProtocol(ABC):
     ) -> SendRequest:
         """Begin to send `view` to rank `to`; `view` is borrowed until the request is done.
 
-        `dtype` is the number of the dtype. If `is_synchronous`, the request is not done before a
+        `dtype` is the number of the dtype. If `is_synchronous`, the request is done only after a
         receive has taken the message.
         """
         request = self._new_send(self._members[to], view)
