@@ -68,7 +68,7 @@ class Branch:
         self._fault = ""
         self._has_passed_up = False
         self._is_leader_gone = False
-        #: Message to rank 0 that the parent is lost; None if the parent is not.
+        #: Message to rank 0 that the parent is lost; None while the parent is not lost.
         self._orphaned: bytes | None = None
         #: Last message from the parent or rank 0: a `Table` or a `MeetingFailed`.
         self._outcome: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -98,7 +98,7 @@ class Branch:
     async def exchange(
         self, own: PeerInfo, secret: Secret, leader: socket.socket, welcome: Welcome
     ) -> tuple[PeerInfo, ...]:
-        """Send `own` and the children's addresses to the parent; return those of all ranks.
+        """Send `own` and the children's addresses to the parent; return the addresses of all ranks.
 
         `leader` is the connection to rank 0, on which `welcome` arrived. Borrowed.
 
@@ -128,7 +128,8 @@ class Branch:
     def account(self) -> str:
         """Return what this rank waits for, as a clause for an error message.
 
-        Empty unless it waits for a child in the tree, or has failed to connect to its parent.
+        The result is empty unless this rank waits for a child in the tree, or has failed to connect
+        to its parent.
         """
         if self._awaited and self._communicator_id:
             return f"waits for the addresses of ranks {sorted(self._awaited)}"
@@ -154,10 +155,10 @@ class Branch:
             self._outcome.set_result(body)
 
     def _on_leader_end(self, exc: OSError) -> None:
-        """Handle the end of the connection to rank 0: rank 0 exited or has done its part.
+        """Handle the end of the connection to rank 0: rank 0 exited or has finished.
 
-        Its part is done only when it has the addresses of all ranks and has sent the table of
-        addresses to its children in the tree.
+        Rank 0 finishes when it has the addresses of all ranks and has sent the table of addresses
+        to its children in the tree.
         """
         self._is_leader_gone = True
         if self._parent == 0 or not self._has_passed_up:
@@ -173,11 +174,11 @@ class Branch:
         if claim.communicator != self._communicator_id or claim.dst != self._rank:
             raise HandshakeRejected("another rendezvous")
         if claim.src not in self._awaited:
-            raise HandshakeRejected("no child that is awaited")
+            raise HandshakeRejected("not an awaited child")
         return partial(self._receive_child, claim.src)
 
     def _receive_child(self, child: int, sock: socket.socket) -> None:
-        if child in self._children:  # it has given up an earlier connection
+        if child in self._children:  # the child has given up an earlier connection
             self._readers[child].stop()
             self._children[child].close()
         self._children[child] = sock
@@ -206,7 +207,7 @@ class Branch:
     # -- parent -----------------------------------------------------------------------------
 
     async def _climb(self, own: PeerInfo, secret: Secret, address: wire.Address) -> None:
-        """Wait for the children's addresses; send the parent those of this part of the tree.
+        """Wait for the children's addresses; send the addresses of this subtree to the parent.
 
         A parent other than rank 0 answers with the addresses of all ranks: wait for this answer. If
         a child sends anything but addresses, send the parent nothing, and rank 0 the error.

@@ -1,10 +1,10 @@
 """Dialing side of `r2ccl.bootstrap.auth`: connects TCP sockets and authenticates them.
 
-A connection is made by callbacks of the event loop, and a coroutine waits only for its end. A first
-call to a rank waits for these connections, and waking a task costs as much as a step of the
-handshake. `r2ccl.bootstrap.listener` runs the accepting side.
+Callbacks of the event loop make and authenticate a connection, and a coroutine only waits for the
+result. This saves time in the first call to a rank, which waits for these connections: to wake a
+task costs as much as a step of the handshake. `r2ccl.bootstrap.listener` runs the accepting side.
 
-Invariant: the far end of a socket that `dial` returns has proved the secret.
+Invariant: the far end of a socket that `dial` returns has proved that it knows the secret.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Dialing:
         Non-blocking. Closed unless `wait` returns.
     dialer : Dialer
     limit_s : float
-        Longest time in seconds of the handshake, including that of connecting.
+        Time limit in seconds for the handshake, including the time to connect.
     first_bytes : callable, optional
         As for `dial`.
     """
@@ -68,7 +68,7 @@ class _Dialing:
         self._limit_s = limit_s
         self._first_bytes = first_bytes
         self._has_proved = False
-        #: Size in bytes of the acceptor's next message, and what has arrived of it.
+        #: Size in bytes of the acceptor's next message, and the part of it that has arrived.
         self._wanted, self._received = OPENING_NBYTES, b""
         self._timer: asyncio.TimerHandle | None = None
         self._end: asyncio.Future[None] = self._loop.create_future()
@@ -139,7 +139,7 @@ class _Dialing:
             self._has_proved, self._wanted = True, ANSWER_NBYTES
 
     def _expect_connected(self, until_s: float) -> None:
-        """End the waiting unless the socket is connected; it then has until `until_s`."""
+        """Fail unless the socket is connected; else limit the handshake to loop time `until_s`."""
         try:
             self._sock.getpeername()
         except OSError:
@@ -153,7 +153,7 @@ class _Dialing:
             self._end.set_exception(HandshakeTimeout(self._limit_s))
 
     def _forget(self) -> None:
-        """Stop the timer, and watching the socket; idempotent."""
+        """Stop the timer, and stop watching the socket; idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._loop.remove_reader(self._fd)
@@ -214,7 +214,7 @@ async def prove(
         If it takes longer than `limit_s` seconds.
     HandshakeRejected
         If the other side does not know the secret, has another protocol version, or closes or
-        resets the connection: it does not accept it now, or its process has ended.
+        resets the connection, because it does not accept it now or its process has ended.
     """
     dialing = _Dialing(sock, Dialer(secret, claim, os.urandom(NONCE_NBYTES)), limit_s)
     dialing.shake_hands()

@@ -52,12 +52,12 @@ logger = logging.getLogger("r2ccl.bootstrap")
 
 _T = TypeVar("_T")
 
-#: Time that rank 0 waits for more ranks after an error, in order to send it to them, too.
+#: Time in seconds that rank 0 waits for more ranks after an error, to send them the error, too.
 _FAULT_GRACE_S = 0.5
-#: Extra time that the other ranks wait to receive rank 0's report of a timeout, and limit of the
-#: time that rank 0 takes to send a message to all ranks.
+#: Extra time in seconds that the other ranks wait to receive rank 0's report of a timeout. Also the
+#: time limit for rank 0 to send a message to all ranks.
 VERDICT_MARGIN_S = 5.0
-#: Longest wait of rank 0 for its port, which a previous job may be about to close.
+#: Longest wait of rank 0 for its port in seconds; a previous job may be about to close the port.
 _BIND_PATIENCE_S = 3.0
 _BIND_PAUSE_S = 0.25
 _RESOLVE_PAUSE_S = 0.5
@@ -382,7 +382,7 @@ class Leader:
             async with asyncio.timeout(VERDICT_MARGIN_S):
                 await wire.send_messages(messages)
         except TimeoutError:
-            logger.debug("rank 0 could not send to all ranks")
+            logger.debug("rank 0 could not send its message to all ranks in time")
 
     def _account_of(self, error: _FoundFaults) -> MeetingFailed:
         if len(self._faults) == len(self._left) > 0:
@@ -404,7 +404,8 @@ class Leader:
             )
         return MeetingFailed(
             f"ranks {missing} have not arrived at rank 0 ({where}) within {self._timeout_s:g} s: "
-            f"{self._turned_away()}look at their logs, or raise R2CC_INIT_TIMEOUT_S to wait longer",
+            f"{self._turned_away()}look at the logs of the missing ranks, or raise "
+            "R2CC_INIT_TIMEOUT_S to wait longer",
             is_timeout=True,
         )
 
@@ -414,7 +415,7 @@ class Leader:
 
 
 def _with_common_rails(infos: Iterable[PeerInfo]) -> tuple[PeerInfo, ...]:
-    """Return `infos` by rank, cut to the rails and RDMA ports of the rank with the fewest."""
+    """Return `infos` in rank order, each cut to the least number of rails and RDMA ports."""
     ordered = sorted(infos, key=lambda info: info.rank)
     nhomes = min(len(info.rails) - info.nlast_resorts for info in ordered)
     nlast = min(info.nlast_resorts for info in ordered)
@@ -452,7 +453,8 @@ def _cannot_listen(host: str, port: int, exc: OSError) -> InvalidArgument:
     advice = "check MASTER_ADDR and R2CC_PORT"
     if code == errno.EADDRINUSE:
         advice = (
-            "another process uses it (another job, or a second rank 0): set R2CC_PORT to a free one"
+            "another process uses the port (another job, or a second rank 0): set R2CC_PORT to a "
+            "free one"
         )
     elif code != errno.EADDRNOTAVAIL and is_exhaustion(code):
         advice = exhaustion_advice(code)

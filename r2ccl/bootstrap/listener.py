@@ -3,8 +3,8 @@
 Runs the accepting side of `r2ccl.bootstrap.auth`. The *gate* of a `Listener` is a function that
 decides whether an authenticated connection is accepted, and who takes over its socket.
 
-Invariant: a socket leaves this module only after both sides have proved the secret. Until then its
-bytes, its time and the number of such sockets are bounded, and bytes of strangers are compared but
+Invariant: a socket leaves this module only after both sides have proved the secret. Until then, the
+received bytes, the time and the number of such sockets are bounded, and the bytes are compared but
 never parsed.
 """
 
@@ -73,7 +73,7 @@ class Rejections:
         reason : str
             Short, fixed text.
         who : object
-            Who was rejected, or the error, as text for the log.
+            Address of the rejected peer, or the error; appears in the log.
         """
         self.counts[reason] += 1
         now = self._clock()
@@ -277,7 +277,7 @@ class Listener:
         sock.setblocking(False)
         if len(self._pending) >= self._max_pending:
             oldest = next(iter(self._pending.values()))
-            self._reject(oldest, "too many unproved connections", "the oldest of them")
+            self._reject(oldest, "too many unproved connections", "the oldest connection")
         loop = asyncio.get_running_loop()
         acceptor = Acceptor(self._secret, os.urandom(NONCE_NBYTES))
         made = _Handshake(sock, address, index, acceptor, loop.time() + self._timeout_s)

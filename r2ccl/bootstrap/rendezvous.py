@@ -16,8 +16,9 @@ A rank sends its Hello together with its proof of the secret, so that rank 0 wak
 rank 0 reads the Hello only after it has verified the proof.
 
 The second round goes through the tree, so that rank 0 exchanges addresses with log2(n) ranks only.
-Rank 0's children use the connection that they have. An error on any
-rank becomes a ``MeetingFailed``, which rank 0 sends to all ranks, so that all raise the same error.
+Rank 0's children use the connection that they have. An error on any rank becomes a
+``MeetingFailed``, which rank 0 sends to all ranks, so that all raise the same error.
+
 Runs in the control thread. Invariant: every wait has a time limit.
 """
 

@@ -146,7 +146,7 @@ async def send_messages(messages: Iterable[tuple[socket.socket, bytes]]) -> None
     rests = []
     for sock, body in messages:
         packet = memoryview(frame(body))
-        # A coroutine only where the socket's buffer is too small: there are n - 1 sockets.
+        # Make a coroutine only if the socket's buffer is too small: there are n - 1 sockets.
         with contextlib.suppress(OSError):
             if (nsent := _send_some(sock, packet)) < len(packet):
                 rests.append(loop.sock_sendall(sock, packet[nsent:]))
@@ -202,7 +202,7 @@ class MessageReader:
     sock : socket.socket
         Borrowed until `stop`.
     on_message : callable
-        Called with each message, as `send_message` was given it.
+        Called with the body of each message.
     on_end : callable
         Called with an OSError if the stream ends or fails, or a message is longer than 16 MiB; at
         most once, as the last call.

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except BrokenPipeError:
         if not has_lost_reader(sys.stdout):
-            raise  # not standard output is broken, but another pipe or socket
+            raise  # another pipe or socket is broken, not standard output
         discard_output()
         return 128 + signal.SIGPIPE
     return status
@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser(complete: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
     """Return the parser of ``r2ccl``.
 
-    The parsers of the subcommands in `complete`, by default all, have their arguments. The modules
-    of the other subcommands are not imported.
+    Only the parsers of the subcommands in `complete`, by default all, get their arguments. The
+    modules of the other subcommands are not imported.
     """
     parser = argparse.ArgumentParser(
         prog="r2ccl", description="Collective communication that survives the loss of NICs."

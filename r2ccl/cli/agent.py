@@ -1,7 +1,7 @@
-"""Agent of a launcher on another host: starts the ranks of its host and speaks for them.
+"""Agent of a launcher on another host: starts the ranks there and reports their output and exits.
 
-Its standard input and output are the link to the launcher. When the link ends, the agent ends its
-ranks: SIGTERM, then SIGKILL. The agent exits when its ranks have ended.
+The agent's standard input and output are the link to the launcher. When the link ends, the agent
+ends its ranks: SIGTERM, then SIGKILL. The agent exits when its ranks have ended.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def serve() -> int:
     Return 0, or 1 if the link ended before the ranks.
     """
     with os.fdopen(os.dup(1), "wb", buffering=0) as out:
-        os.dup2(2, 1)  # what else is printed must not enter the link
+        os.dup2(2, 1)  # other output of this process must not enter the link
         return asyncio.run(_serve(out))
 
 
@@ -112,7 +112,10 @@ class _Agent:
         await self._link.send(RankEnded(rank, status))
 
     async def run(self) -> int:
-        """Obey the launcher until the ranks have ended, or the link has; return the exit status."""
+        """Serve the launcher until the ranks or the link end, or `leave` is called.
+
+        Return the exit status of the agent.
+        """
         obeying = asyncio.create_task(self._obey())
         leaving = asyncio.create_task(self._is_leaving.wait())
         await asyncio.wait([obeying, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -160,7 +163,7 @@ class _Agent:
         self.leave()
 
     async def _feed(self, data: bytes) -> None:
-        """Give rank 0 input in a task, since a rank that does not read must not stop signals."""
+        """Write input to rank 0; run as a task, because rank 0 may be slow to read."""
         assert self._ranks is not None
         await self._ranks.feed(data)
         await self._link.send(InputTaken())

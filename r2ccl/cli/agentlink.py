@@ -1,11 +1,11 @@
 """Messages between a launcher and its agents on other hosts, and the link that carries them.
 
-A link is the standard input and output of the agent, mostly through ssh, which authenticates both
-ends and encrypts the link: the secret of the job travels on it. A message is a length of 4 bytes
-and msgpack.
+A link is the standard input and output of the agent, usually through ssh. The secret of the job
+travels on the link; ssh authenticates both ends and encrypts the link. A message is its length in 4
+bytes, followed by its fields, encoded with msgpack.
 
 Invariant: each end of a link sends something at least every `_ALIVE_S`, so that the other end
-notices within `_SILENCE_S` that this host, or the way to it, has failed.
+notices within `_SILENCE_S` that this host, or the network between the two, has failed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from r2ccl.config import VERSION
 
 _T = TypeVar("_T")
 
-#: First line that an agent writes. What the login shell of its host has written before is no part
-#: of the link.
+#: First line that an agent writes. Earlier output, from the login shell of its host, is not part of
+#: the link.
 GREETING = f"r2ccl agent {VERSION}\n".encode()
 
 _ALIVE_S = 10.0
@@ -36,11 +36,11 @@ _MAX_NBYTES = 4 << 20
 
 
 class LinkEnded(Exception):
-    """Raised when nothing more can come from the other end; the text is the reason."""
+    """Raised when the other end can send nothing more; the text is the reason."""
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """The sender is alive; both ends send it, and `AgentLink.receive` drops it."""
+    """Sign that the sender is alive; both ends send it, and `AgentLink.receive` drops it."""
 
 
 class Resolve(msgspec.Struct, frozen=True, tag=True):
@@ -50,15 +50,15 @@ class Resolve(msgspec.Struct, frozen=True, tag=True):
 
 
 class Resolved(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Resolve`."""
+    """Answer to `Resolve`: the numeric address."""
 
     address: str
 
 
 class Listen(msgspec.Struct, frozen=True, tag=True):
-    """Request for a socket at all addresses of the host, for the rendezvous at rank 0.
+    """Request for a socket that listens at all addresses of the host, for rank 0's rendezvous.
 
-    ``address`` has the family of the socket; ``port`` 0 takes a free one.
+    The socket has the address family of ``address``. If ``port`` is 0, a free port is taken.
     """
 
     address: str
@@ -66,7 +66,7 @@ class Listen(msgspec.Struct, frozen=True, tag=True):
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Listen`."""
+    """Answer to `Listen`: the port of the socket."""
 
     port: int
 
@@ -101,11 +101,11 @@ class Input(msgspec.Struct, frozen=True, tag=True):
 
 
 class InputTaken(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 has taken the last `Input`."""
+    """Answer to `Input`: rank 0 has taken the data."""
 
 
 class Output(msgspec.Struct, frozen=True, tag=True):
-    """Output of a stream of a rank; empty data end the stream."""
+    """Output of a rank to the stream ``out`` or ``err``; empty data end the stream."""
 
     rank: int
     stream: str
@@ -113,7 +113,7 @@ class Output(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag=True):
-    """Exit status of a rank, ``-n`` after signal n."""
+    """Exit status of a rank; ``-n`` if signal n ended the rank."""
 
     rank: int
     status: int
@@ -129,7 +129,7 @@ class AgentLink(Generic[_T]):
     Parameters
     ----------
     kinds : type or union of types
-        Messages that the other end sends.
+        Types of the messages that the other end sends.
     reader : asyncio.StreamReader
     writer : asyncio.StreamWriter
     """
@@ -143,9 +143,9 @@ class AgentLink(Generic[_T]):
         self._beating = asyncio.create_task(self._beat())
 
     async def send(self, message: ToAgent | FromAgent) -> None:
-        """Send a message; wait while the other end is behind.
+        """Send a message; wait while the other end reads too slowly.
 
-        A link that has ended drops the message: `receive` tells of the end.
+        If the link has ended, the message is dropped; `receive` reports the end.
         """
         self.post(message)
         try:
@@ -166,22 +166,22 @@ class AgentLink(Generic[_T]):
         Raises
         ------
         LinkEnded
-            If the other end has closed the link, sent nothing for `_SILENCE_S`, or sent what is no
-            message.
+            If the other end has closed the link, has sent nothing for `_SILENCE_S`, or has sent
+            invalid data.
         """
         while True:
             try:
                 async with asyncio.timeout(_SILENCE_S):
                     (nbytes,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
                     if nbytes > _MAX_NBYTES:
-                        raise LinkEnded(f"a message of {nbytes} bytes is no message")
+                        raise LinkEnded(f"a message of {nbytes} bytes is too long")
                     message = self._decoder.decode(await self._reader.readexactly(nbytes))
             except TimeoutError:
                 raise LinkEnded(f"silent for {_SILENCE_S:g} s") from None
             except (OSError, EOFError) as exc:
                 raise LinkEnded("the connection was closed") from exc
             except msgspec.MsgspecError as exc:
-                raise LinkEnded(f"no message: {exc}") from exc
+                raise LinkEnded(f"invalid message: {exc}") from exc
             if not isinstance(message, Alive):
                 return message
 
@@ -191,9 +191,9 @@ class AgentLink(Generic[_T]):
             await asyncio.sleep(_ALIVE_S)
 
     async def close(self) -> None:
-        """Close this end, after what was sent; the other end then raises `LinkEnded`.
+        """Send the buffered data, then close this end; the other end then raises `LinkEnded`.
 
-        What the other end does not take within `_FLUSH_S` is lost.
+        Data that the other end does not read within `_FLUSH_S` is lost.
         """
         self._beating.cancel()
         self._writer.close()

@@ -18,7 +18,7 @@ from r2ccl.cli.values import parse_size
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``r2ccl bench`` to its parser; the parsed ones go to `run`."""
+    """Add the arguments of ``r2ccl bench`` to `parser`; `run` takes the parsed arguments."""
     parser.description = (
         "Measure collectives as nccl-tests does: time, algorithm and bus bandwidth. Every result "
         "is verified, unless -c is 0. Sizes below one element, or one per part, are rounded up to "

@@ -28,7 +28,7 @@ class DoctorFindings(msgspec.Struct, frozen=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """Rails, ways within the host, and GPUs that ranks on this machine will use.
+    """Rails, transports within the host, and GPUs that ranks on this machine will use.
 
     ``rdma`` and ``tcp`` name the rails between hosts, except the last-resort rail and rails that
     are declared failed. ``shm`` is True if ranks of this host share memory, ``loopback`` if they
@@ -67,7 +67,7 @@ class Capabilities(msgspec.Struct, frozen=True):
 def capabilities_of(
     facts: Facts, cuda: CudaFacts, findings: DoctorFindings, config: Config
 ) -> Capabilities:
-    """Return what ranks on this machine will use with the settings in `config`."""
+    """Return the capabilities that ranks on this machine will use with the settings in `config`."""
     try:
         rails = [rail for rail in local_rails(facts, config) if not rail.is_failed]
     except InvalidArgument:  # reported among the findings about rails
@@ -108,7 +108,7 @@ def missing_of(
 
 
 def _fix_of(findings: Sequence[DoctorFinding], default: str) -> str:
-    """Return the fixes of the errors, or of the warnings if there are none, or `default`."""
+    """Return the fixes of all errors; without errors, of all warnings; without both, `default`."""
     for level in ("error", "warning"):
         fixes = [f"{each.check}: {each.fix}" for each in findings if each.level == level]
         if fixes:
@@ -119,7 +119,7 @@ def _fix_of(findings: Sequence[DoctorFinding], default: str) -> str:
 def _is_accepted(facts: Facts, config: Config) -> bool:
     """Return whether `r2ccl.init` accepts the settings if all ranks are on this host.
 
-    Ranks that share memory need an interface, too: they open their connections over it.
+    Ranks that share memory also need an interface, because they open their connections over it.
     """
     try:
         select_ports(facts, config)

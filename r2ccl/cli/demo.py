@@ -29,7 +29,7 @@ _LEAST_NBYTES = 1 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``r2ccl demo`` to its parser; the parsed ones go to `run`."""
+    """Add the arguments of ``r2ccl demo`` to `parser`; `run` takes the parsed arguments."""
     parser.description = (
         "Run allreduces on ranks of this machine, connected by several rails over loopback, and "
         "cut a rail in the middle of one. Every result is verified. The exit status is 1 if a "

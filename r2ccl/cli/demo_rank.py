@@ -20,7 +20,7 @@ _RAIL, _STEP = 1, 5
 
 
 def run_rank(calls: int, nbytes: int) -> int:
-    """Run `calls` allreduces of `nbytes`; return the number of wrong elements on all ranks.
+    """Run `calls` allreduces of `nbytes`; return the total number of wrong elements on all ranks.
 
     Rank 0 prints a line per call, and a line about the repair.
 
@@ -69,7 +69,7 @@ class _Reporter:
         )
 
     def called(self, number: int, took_s: float, nwrong: int) -> None:
-        """Print the time of a call, and whether the rail was cut or restored since the last one."""
+        """Print the time of call `number`; after the rail was cut or restored, print that too."""
         gbps = busbw("allreduce", self._comm.nranks, self._nbytes, took_s)
         state = f"{nwrong} wrong elements" if nwrong else "right"
         self._say(f"call {number}: {1e3 * took_s:7.1f} ms, busbw {gbps:5.2f} GB/s, {state}")

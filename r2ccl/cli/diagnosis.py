@@ -1,7 +1,9 @@
 """Diagnosis of verbs on a machine: each check is a pure function from `Facts` to a finding.
 
-`r2ccl.cli.doctor` collects the facts. The checks do not access the machine, so the facts of one
-machine can be examined on another. Invariant: a finding that is a warning or an error has a fix.
+`r2ccl.cli.doctor_report` collects the facts. The checks do not access the machine, so the facts of
+one machine can be examined on another.
+
+Invariant: a finding that is a warning or an error has a fix.
 """
 
 from __future__ import annotations
@@ -300,9 +302,9 @@ def is_usable(findings: tuple[DoctorFinding, ...]) -> bool:
 
 
 def _is_import_failure(error: str) -> bool:
-    """Return True unless `error` is empty or is an exception that pyverbs raised after its import.
+    """Return True if `error` says that pyverbs could not be imported, or did not answer in time.
 
-    The exceptions that pyverbs raises after its import have Pyverbs in the class name.
+    Exceptions that pyverbs raises after its import have Pyverbs in the class name.
     """
     return bool(error) and "Pyverbs" not in error.partition(":")[0]
 

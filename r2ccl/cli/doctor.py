@@ -12,7 +12,7 @@ REQUIREMENTS = ("rdma", "gpu", "shm")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``r2ccl doctor`` to its parser; the parsed ones go to `run`."""
+    """Add the arguments of ``r2ccl doctor`` to `parser`; `run` takes the parsed arguments."""
     parser.description = (
         "Show the rails that r2ccl would use on this machine with the current settings, the "
         "capabilities of its GPUs, which NIC each GPU uses, whether verbs can be used and, on the "
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the parsed command; return the exit status.
 
-    The status is 0 with ``--topology-xml``.
+    With ``--topology-xml`` the status is 0, otherwise that of `r2ccl.cli.doctor_report.report`.
 
     Raises
     ------

@@ -182,7 +182,8 @@ def _rdma_rails(facts: Facts, config: Config) -> Sequence[str]:
 def _why_not_opened(path: Path) -> str:
     """Return the reason why a device cannot be opened; empty if it can.
 
-    The device is opened as a test: its mode may permit what cgroups of a container forbid.
+    The function opens the device, because the file mode may permit what a container's cgroup
+    forbids.
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))

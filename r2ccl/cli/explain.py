@@ -23,7 +23,7 @@ example:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``r2ccl explain`` to its parser; the parsed ones go to `run`."""
+    """Add the arguments of ``r2ccl explain`` to `parser`; `run` takes the parsed arguments."""
     parser.description = (
         "Compare the schedules that a collective could run on a cluster, without and with lost or "
         "slow NICs: the time that the planner predicts by its cost model, the time of a flow-level "

@@ -26,8 +26,9 @@ from r2ccl.types import DIRECT, CallSignature, Collective, ReduceOp
 class Scenario(msgspec.Struct, frozen=True):
     """A cluster and a call.
 
-    ``rate`` is the bandwidth of a NIC in bytes/s. ``lost`` has (node, NIC) of each NIC that is
-    down, ``slow`` (node, NIC, sixteenths of the bandwidth that are left).
+    ``rate`` is the bandwidth of a NIC in bytes/s, ``latency_s`` the time of one step of a small
+    collective. ``lost`` has (node, NIC) for each NIC that is down. ``slow`` has (node, NIC,
+    sixteenths of its bandwidth that are left) for each slow NIC.
     """
 
     collective: str
@@ -219,7 +220,7 @@ def _nchunks(cluster: ClusterShape, call: CallSignature) -> int:
 
 
 def _simulator(scenario: Scenario, notes: list[str]) -> Simulate:
-    """Return the function that simulates a choice; it adds a note about each that it leaves out."""
+    """Return a function that simulates a choice, or adds to `notes` why it does not simulate it."""
     try:
         from r2ccl.flowsim.choices import simulate_choice
     except ImportError as exc:
@@ -245,7 +246,7 @@ def _simulator(scenario: Scenario, notes: list[str]) -> Simulate:
 
 
 def _count_slices(choice: Choice, nbytes: int) -> float:
-    """Return about how many slices all ranks together send."""
+    """Estimate the number of slices that all ranks together send."""
     schedule = choice.schedule
     chunk_nbytes = nbytes / schedule.nchannels / max(schedule.nchunks)
     sent_nbytes = float(schedule.cost.sent) * nbytes

@@ -4,7 +4,7 @@ Every call of the CUDA driver may crash or never return. The facts known so far 
 printed before each step: one `CudaFacts` per line, as JSON. Import this module only in a process
 that was started for it.
 
-Invariant: at the end everything is closed that was opened, and no file remains.
+Invariant: at the end, everything that was opened is closed, and no file remains.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Mapper = Callable[[Sequence[tuple[int, bytes]]], list[str]]
 
 
 class Journal:
-    """Record of the facts known so far, which it prints before each step."""
+    """Record of the facts known so far; `begin` prints them before each step."""
 
     def __init__(self, facts: CudaFacts) -> None:
         self.facts = facts

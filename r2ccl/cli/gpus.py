@@ -145,7 +145,7 @@ def check_streams(cards: Sequence[Card]) -> DoctorFinding:
     return DoctorFinding(
         "streams",
         "error",
-        f"streams of {_named(lacking)} cannot wait on memory values, without which collectives "
+        f"streams of {_named(lacking)} cannot wait on memory values, so collectives "
         "refuse GPU arrays",
         "copy the arrays to the host, or use another GPU",
     )

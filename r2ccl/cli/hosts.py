@@ -35,7 +35,7 @@ class JobHost(msgspec.Struct, frozen=True):
         return self.name.rpartition("@")[2]
 
     def listed(self, count: int) -> str:
-        """Return the host with `count` slots as `parse_hosts` reads it."""
+        """Return the host with `count` slots in the notation that `parse_hosts` reads."""
         user, at, address = self.name.rpartition("@")
         return f"{user}{at}[{address}]:{count}" if ":" in address else f"{self.name}:{count}"
 
@@ -124,8 +124,8 @@ def place(hosts: Sequence[JobHost], nranks: int | None) -> list[tuple[JobHost, i
     left = total if nranks is None else nranks
     if not 1 <= left <= total:
         raise InvalidArgument(
-            f"-n {left}: the hosts have {total} slots; allowed is 1 to {total}, or more slots: "
-            "--hosts NAME:SLOTS,..."
+            f"-n {left}: the hosts have {total} slots; allowed is 1 to {total}; to run "
+            "more ranks, give the hosts more slots: --hosts NAME:SLOTS,..."
         )
     placed, first = [], 0
     for host in hosts:

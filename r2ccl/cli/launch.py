@@ -10,11 +10,11 @@ SIGTERM before any failure, the status is 128 + the number of that signal. Other
 After a failure the other ranks have some time to exit by themselves and are then terminated; with
 ``--keep-going`` they run on and can continue without the failed rank (``comm.shrink()``). SIGINT
 and SIGTERM are forwarded to the ranks, which then have the same time to exit. A SIGINT or SIGTERM
-that arrives while ranks have this time, also after a failure, kills them.
+during this time, also after a failure, kills the ranks.
 
-`r2ccl.cli.launch_job` starts the ranks. On several hosts, an agent (`r2ccl.cli.agent`) starts those
-of each host. With ``--by-hand`` the command prints what the user runs on each host instead; the
-launchers of the hosts then do not communicate.
+`r2ccl.cli.launch_job` starts the ranks. On several hosts, an agent (`r2ccl.cli.agent`) on each host
+starts the host's ranks. With ``--by-hand`` the launcher only prints the command that the user must
+run on each host; the launchers of the hosts then do not communicate.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``r2ccl launch`` to its parser; the parsed ones go to `run`."""
+    """Add the arguments of ``r2ccl launch`` to `parser`; `run` takes the parsed arguments."""
     parser.description = "Run a command as several ranks on this machine, or on several hosts."
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -150,7 +150,7 @@ def _words_of(ssh: str) -> list[str]:
 
 
 def _master_address(args: argparse.Namespace, placed: Sequence[tuple[JobHost, int, int]]) -> str:
-    """Return the name or address of rank 0's host for the other hosts."""
+    """Return the name or address by which the other hosts reach rank 0's host."""
     if args.master_addr:
         return str(args.master_addr)
     address = placed[0][0].address
@@ -238,7 +238,10 @@ def _shared_secret(nhosts: int) -> str:
 
 
 def _own_address(name: str) -> str:
-    """Return the numeric address of this host, rank 0's, by its name; it must not be loopback."""
+    """Resolve the name of this host, on which rank 0 runs; refuse one of a loopback address.
+
+    A numeric loopback address is accepted.
+    """
     try:
         found = str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as exc:

@@ -88,7 +88,7 @@ def discard_output() -> None:
 
 
 def launch_printing(program: Callable[[], int], nranks: int, **options: Any) -> list[int]:
-    """Run `program`, of which rank 0 prints, in `nranks` processes of this machine.
+    """Run `program`, whose rank 0 prints, as `nranks` processes on this machine.
 
     The options and the result are those of `r2ccl.bootstrap.launch.launch`.
 
@@ -105,7 +105,7 @@ def launch_printing(program: Callable[[], int], nranks: int, **options: Any) -> 
         statuses: list[int] = launch(partial(_run_rank, program), nranks, **options)
     except R2cclError as exc:
         if has_lost_reader(sys.stdout):
-            raise BrokenPipeError from exc  # rank 0 failed first, and the other ranks lost it
+            raise BrokenPipeError from exc  # rank 0 could not print and failed first
         raise
     return statuses
 

@@ -38,7 +38,7 @@ example:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``r2ccl netlab`` to its parser; the parsed ones go to `main`."""
+    """Add the arguments of ``r2ccl netlab`` to `parser`; `main` takes the parsed arguments."""
     parser.description = "Run a program on every node of a cluster of network namespaces."
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

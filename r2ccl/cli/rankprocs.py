@@ -1,4 +1,4 @@
-"""Processes of the ranks of this host, which a launcher or the agent of one has started.
+"""Processes of the ranks of this host, started by a launcher or by its agent.
 
 Invariant: the kernel kills the ranks when this process ends, however it ends.
 """
@@ -22,14 +22,14 @@ from r2ccl.bootstrap.launch import JobShare
 from r2ccl.bootstrap.orphans import end_with
 from r2ccl.errors import InvalidArgument
 
-#: Seconds that ranks have to exit after SIGTERM, and that the pipes of a rank may stay open after
-#: its end: a process that it has started may hold them open forever.
+#: Seconds that ranks have to exit after SIGTERM. Also the longest wait for more output of an ended
+#: rank, because its child processes may hold its pipes open forever.
 TERMINATION_GRACE_S = 5.0
 _CHUNK_NBYTES = 64 << 10
-#: Most output of a rank that is passed on after it has ended: more than its pipe and the buffer of
-#: the reader hold, so that the rest comes from its children.
+#: Maximum output of a rank, in bytes, that is passed on after the rank has ended. Its pipe and the
+#: reader's buffer hold less, so any further output comes from its child processes.
 _MOST_LEFT_NBYTES = 2 << 20
-#: Interval at which the end of a rank is looked for, in seconds.
+#: Interval between checks whether a rank has ended, in seconds.
 _POLL_S = 0.02
 
 
@@ -64,7 +64,7 @@ class Sink(Protocol):
         """Take output of a stream of `rank`; empty data end the stream."""
 
     async def ended(self, rank: int, status: int) -> None:
-        """Take the exit status of `rank`, ``-n`` after signal n."""
+        """Take the exit status of `rank`; ``-n`` if signal n ended the rank."""
 
 
 class HostRanks:
@@ -73,7 +73,7 @@ class HostRanks:
     Parameters
     ----------
     share : JobShare
-        The ranks.
+        Ranks of this host.
     program : JobCommand
     sink : Sink
     """
@@ -144,7 +144,7 @@ class HostRanks:
         # Process.wait() also waits for the ends of the pipes, which children of the rank may hold.
         while process.returncode is None:
             await asyncio.sleep(_POLL_S)
-        if self._is_signalled:  # what a wrapper, such as a shell, has left behind
+        if self._is_signalled:  # end processes that a rank such as a shell has left behind
             _signal_group(process, signal.SIGKILL)
         has_ended.set()
         await self._sink.ended(rank, process.returncode)
@@ -154,7 +154,7 @@ class HostRanks:
     async def _pump(
         self, rank: int, stream: str, source: asyncio.StreamReader, has_ended: asyncio.Event
     ) -> None:
-        """Pass a stream on: all that the rank wrote, but not what its children write for ever."""
+        """Pass on all that the rank wrote to a stream, but not endless output of its children."""
         ending = asyncio.create_task(has_ended.wait())
         left_nbytes = _MOST_LEFT_NBYTES
         try:
@@ -174,9 +174,9 @@ class HostRanks:
             await self._sink.output(rank, stream, b"")
 
     async def feed(self, data: bytes) -> None:
-        """Write to the standard input of rank 0, which must be here; empty data end it.
+        """Write to the standard input of rank 0, which must run on this host; empty data close it.
 
-        What an ended rank does not read is dropped.
+        Data that the rank does not read before it ends is dropped.
         """
         stdin = self._ranks[0].stdin
         assert stdin is not None

@@ -29,7 +29,7 @@ example:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``r2ccl rdmalab`` to its parser; the parsed ones go to `main`."""
+    """Add the arguments of ``r2ccl rdmalab`` to `parser`; `main` takes the parsed arguments."""
     parser.description = "Run a program on Soft-RoCE devices in a virtual machine."
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

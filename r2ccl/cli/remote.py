@@ -1,8 +1,8 @@
 """Ranks on other hosts, which agents start: the launcher's side of `r2ccl.cli.agentlink`.
 
-Order of a start: all agents answer; the agent of the second host resolves the name of the first,
-since a host often has a loopback address for its own name; the first one opens the socket of the
-rendezvous; all start their ranks.
+A start has four steps. All agents answer. The agent of the second host resolves the name of the
+first host, because a host often has a loopback address for its own name. The agent of the first
+host opens the socket of the rendezvous. All agents start their ranks.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from r2ccl.errors import InvalidArgument, R2cclError
 
 _T = TypeVar("_T")
 
-#: Longest time until the agent of a host answers, which includes the login.
+#: Time limit in seconds for the agent of a host to answer; it includes the login.
 _LOGIN_S = 60.0
-#: Time that the process of ssh has to end after the agent was told to, or has ended.
+#: Time limit in seconds for the ssh process to end after the link to its agent was closed.
 _CLOSE_S = TERMINATION_GRACE_S + 1.0
 
 
@@ -62,9 +62,9 @@ class RemoteRanks:
     ----------
     host : JobHost
     first, count : int
-        The first rank of the host, and their number.
+        First rank of the host, and number of its ranks.
     supervisor : Supervisor
-        Gets the output and the exit statuses.
+        Receives the output and the exit statuses.
     """
 
     def __init__(self, host: JobHost, first: int, count: int, supervisor: Supervisor) -> None:
@@ -96,7 +96,7 @@ class RemoteRanks:
                 stdin=PIPE,
                 stdout=PIPE,
                 preexec_fn=partial(end_with, os.getpid()),
-                start_new_session=True,  # neither Ctrl-C nor a question reaches ssh
+                start_new_session=True,  # no Ctrl-C reaches ssh, and ssh cannot ask
             )
         except OSError as exc:
             raise InvalidArgument(f"cannot run {command[0]!r}: {exc.strerror}") from exc
@@ -112,7 +112,7 @@ class RemoteRanks:
                 f"`{shlex.join(command)}`, which must print {GREETING.decode().strip()!r}"
             ) from None
         except EOFError:
-            with contextlib.suppress(TimeoutError):  # it may live on without its output
+            with contextlib.suppress(TimeoutError):  # the agent may run on after its output ended
                 await asyncio.wait_for(process.wait(), _CLOSE_S)
             status = describe_exit(process.returncode)
             self._kill()
@@ -195,7 +195,10 @@ class RemoteRanks:
         await self._input_taken.wait()
 
     def signal(self, number: int) -> None:
-        """Have the agent send a signal to its ranks; end an agent that does not obey SIGKILL."""
+        """Have the agent send a signal to its ranks.
+
+        After SIGKILL, kill the agent's process unless it ends within `TERMINATION_GRACE_S`.
+        """
         if self._link is not None:
             self._link.post(SendSignal(number))
         if number == signal.SIGKILL and self._process is not None:
@@ -207,7 +210,7 @@ class RemoteRanks:
                 self._process.kill()
 
     async def close(self) -> None:
-        """Close the link, so that the agent ends what is left; wait for the process of ssh."""
+        """Close the link, so that the agent ends its remaining ranks; wait for the ssh process."""
         if self._link is not None:
             await self._link.close()
         if self._process is None:
@@ -230,7 +233,7 @@ async def start(
     address: str,
     port: int,
 ) -> None:
-    """Start the agents of all hosts, and by them all ranks.
+    """Start the agents of all hosts, which start all ranks.
 
     Parameters
     ----------
@@ -242,16 +245,17 @@ async def start(
     python : str
         Python interpreter of the other hosts.
     address : str
-        Name or address of the first host, as the other hosts know it.
+        Name or address by which the other hosts reach the first host.
     port : int
         Port of the rendezvous; 0 takes a free one.
 
     Raises
     ------
     InvalidArgument
-        If a host refuses its part: a name, a port, the command, the working directory.
+        If a host cannot resolve `address`, use the port, run the command or enter the working
+        directory.
     R2cclError
-        If there is no agent on a host.
+        If the agent of a host cannot be started, or ends during the start.
     """
     await asyncio.gather(*(group.open(ssh, python) for group in groups))
     numeric = "127.0.0.1"

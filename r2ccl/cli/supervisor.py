@@ -39,7 +39,7 @@ class RankGroup(Protocol):
         """Send a signal to all ranks of the group that have not ended."""
 
     async def close(self) -> None:
-        """End what is left of the group."""
+        """End the remaining ranks of the group."""
 
 
 class Supervisor:
@@ -112,7 +112,7 @@ class Supervisor:
 
     async def output(self, rank: int, stream: str, data: bytes) -> None:
         """Print output of a rank; empty data end the stream."""
-        # In a thread, since a reader of this output that pauses must not stop the event loop.
+        # A thread writes, because a slow reader of this output must not block the event loop.
         async with self._printing:
             if self._has_lost_output:
                 return
@@ -125,7 +125,7 @@ class Supervisor:
                 self._lose_output(exc)
 
     def _lose_output(self, exc: OSError) -> None:
-        """End the ranks, because their output cannot be written, such as to ``head``."""
+        """End the ranks, because their output cannot be written; ``head`` may have ended."""
         self._has_lost_output = True
         discard_output()
         is_pipe = isinstance(exc, BrokenPipeError)
@@ -142,7 +142,7 @@ class Supervisor:
             self._note_failure(what, status if status > 0 else 128 - status)
 
     def lost(self, ranks: Sequence[int], host: str, why: str) -> None:
-        """Note that the exit statuses of `ranks` stay unknown, since the agent of `host` ended."""
+        """Note that `host` was lost, so that the exit statuses of `ranks` stay unknown."""
         numbers = ", ".join(map(str, ranks))
         self._note_failure(f"host {host} was lost with rank {numbers}: {why}", _LOST_STATUS)
 
@@ -191,7 +191,7 @@ class Supervisor:
             feeding = self._groups[0].feed(data)
             try:
                 asyncio.run_coroutine_threadsafe(feeding, loop).result()
-            except (RuntimeError, CancelledError):  # all ranks have ended, and the loop
+            except (RuntimeError, CancelledError):  # all ranks and the event loop have ended
                 feeding.close()
                 return
             if not data:

@@ -117,7 +117,9 @@ def format_size(nbytes: int) -> str:
 
 
 def size_range(begin: int, end: int, *, step: int, factor: float) -> Iterator[int]:
-    """Yield sizes from `begin` to `end`: times `factor` if that is above 1, else plus `step`.
+    """Yield sizes from `begin` to at most `end`.
+
+    Each size is the previous one times `factor` if `factor` is above 1, else plus `step`.
 
     Raises
     ------

@@ -128,7 +128,7 @@ class Terms(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """True if `is_joined`, but some two nodes share at most half of the poorer's bandwidth."""
+        """True if `is_joined`, but two nodes share at most half the bandwidth of the poorer one."""
         if not self.is_joined:
             return False
         return any(
@@ -415,8 +415,8 @@ _MOST_NODES = {
     "optcc": 32,
     "r2cc": 32,
 }
-#: Largest number of nodes for which trees are packed by ports: if the network is sparse
-#: (`Terms.is_sparse`), and otherwise (8 rails per node: 20 ms with 12 nodes, 5 ms with 6).
+#: Largest number of nodes for which trees are packed by ports: in a sparse network
+#: (`Terms.is_sparse`), and in other networks (8 rails per node: 20 ms with 12 nodes, 5 ms with 6).
 _PACKED_BY_PORTS, _ALWAYS_BY_PORTS = 12, 6
 #: Maximum number of trees per home rail: with more, slices are too few or too small.
 MOST_TREES_PER_HOME = 8

@@ -72,7 +72,7 @@ _ENOUGH_NS = 50_000_000
 #: Number of allreduces per measurement of the bandwidth, and maximum number of repetitions.
 _NLARGE = 4
 _NTRIES = 3
-#: Size of the largest allreduce measured, in bytes; limits the memory. Fast networks need it.
+#: Size of the largest allreduce measured, in bytes: needed on fast networks, and limits the memory.
 _MOST_NBYTES = 64 << 20
 
 __all__ = ["calibrate"]

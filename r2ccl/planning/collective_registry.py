@@ -111,8 +111,8 @@ def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
     have a common home rail. If home rails do not connect all nodes, neighbours in the result may
     have no common home rail.
 
-    Nodes keep their order if all neighbours share as much bandwidth as the poorer of the two can
-    use. Otherwise degraded nodes are spread among healthy ones if that raises the shared bandwidth.
+    Nodes keep their order if every two neighbours share the whole usable bandwidth of the poorer
+    one. Otherwise degraded nodes are spread among healthy ones if that raises the shared bandwidth.
     With `keeps_order`, the result is the rank order if all neighbours in it have a common home
     rail, or if home rails do not connect all nodes.
     """
@@ -136,9 +136,10 @@ def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
 
 
 def _narrowest(order: Sequence[int], terms: Terms, wide: Sequence[int]) -> Fraction:
-    """Return the least bandwidth two neighbours share, as a fraction of what the poorer can use.
+    """Return the least bandwidth that two neighbours of the ring `order` share.
 
-    `wide` is ``terms.bandwidths``, computed once for many orders.
+    It is a fraction of the usable bandwidth of the poorer neighbour. `wide` is
+    ``terms.bandwidths``, computed once for many orders.
     """
     shares = terms.shares
     return min(

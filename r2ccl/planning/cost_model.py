@@ -208,7 +208,7 @@ def _of_nodes(health: Health, nodes: Sequence[int]) -> Health:
 
 
 def _of_one_wire(health: Health, homes: Sequence[int]) -> Health:
-    """Return the health with one rail, which has the best share of all rails on the shared wire."""
+    """Return the health with a single rail, on which each rank has its largest share of `homes`."""
     shares = bytes(max(health.share(rank, rail) for rail in homes) for rank in range(health.nranks))
     return msgspec.structs.replace(health, nrails=1, shares=shares, excluded=())
 
@@ -258,8 +258,8 @@ def _pauses_ns(
 ) -> Fraction:
     """Return the time in which the busiest port waits, in ns, besides ``steps x alpha``.
 
-    It is negative if steps overlap, so that less than alpha per step is lost. `nslices` is the
-    number of slices of a channel. The candidate is one of `NOT_TREES`.
+    The result is negative if steps overlap, so that less than alpha per step is lost. `nslices` is
+    the number of slices of a channel. The candidate is one of `NOT_TREES`.
     """
     schedule = candidate.schedule
     if candidate.name == "dissemination":

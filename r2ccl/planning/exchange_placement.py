@@ -1,6 +1,6 @@
 """Placement of direct exchanges: alltoall, gather and scatter, also with parts of unequal size.
 
-A part is what one rank sends to another. Small parts travel undivided on channel 0
+A part is the data that one rank sends to another. Small parts travel undivided on channel 0
 (`r2ccl.algos.direct_exchange`), whose load is neglected. Each larger part is divided evenly among
 the other channels, and each channel of each pair of ranks is placed on a rail. If all ports have
 their full bandwidth, all rails share one wire, or there are more than `_MOST_EDGES_PLACED` edges,
@@ -170,7 +170,7 @@ _MAKERS: dict[Collective, Callable[[int, int, int], Schedule]] = {
     Collective.SCATTERV: direct_exchange.scatter,
 }
 #: Maximum number of edges that are placed one by one (0.2 s). With more edges, every channel is
-#: placed on one rail, and its links at ports that are down detour.
+#: placed on one rail, and its links at ports that are down use other rails.
 _MOST_EDGES_PLACED = 20_000
 
 __all__ = ["flows_of_exchange", "place_exchange"]

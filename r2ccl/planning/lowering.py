@@ -193,7 +193,7 @@ def lower(
 
 
 def renumbered(layout: Layout, ranks: Sequence[int], channel: Callable[[int], int]) -> Layout:
-    """Return the layout with rank i replaced by ``ranks[i]``, link channel i by ``channel(i)``."""
+    """Return the layout with rank i renamed to ``ranks[i]``, link channel i to ``channel(i)``."""
 
     def way(old: LinkSteps) -> LinkSteps:
         return old._replace(peer=ranks[old.peer], channel=channel(old.channel))
@@ -222,8 +222,8 @@ def renumbered(layout: Layout, ranks: Sequence[int], channel: Callable[[int], in
 def cleared(layout: Layout) -> Layout:
     """Return the layout with all slices sent by clear-to-send, except empty ones, which stay eager.
 
-    It is needed for memory that this process cannot copy from. If one rank uses it for a call, all
-    ranks must.
+    Calls on memory that this process cannot copy from need such a layout. If one rank uses it for a
+    call, all ranks must.
     """
     return msgspec.structs.replace(layout, lanes=tuple(_cleared(each) for each in layout.lanes))
 
@@ -347,9 +347,10 @@ def limit_windows(layout: Layout, nhomes: int, nbytes: int) -> Layout:
 
     Notes
     -----
-    A receiver controls what is in flight by the landing places it announces. If several peers send
-    to one port, the data in flight to that port must fit the switch queue before it. A queue that
-    overflows drops segments, and TCP waits 200 ms to retransmit the last segment of a burst.
+    A receiver limits the data in flight by the number of landing places that it announces. If
+    several peers send to one port, the data in flight to that port must fit the switch queue before
+    it. A queue that overflows drops segments, and TCP waits 200 ms to retransmit the last segment
+    of a burst.
     Measured with 4 nodes of 4 rails of 200 Mbit/s, queues of 128 KiB, packed trees and slices of
     128 KiB: with two landing places ahead, a call retransmits 1,000 segments, waits 200 ms 3 to 7
     times and takes 1.4 times as long as with one. A port with one sender needs no bound, because

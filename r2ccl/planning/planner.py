@@ -225,8 +225,8 @@ class Planner:
     def _ordered(self, call: CallSignature, nbytes: int, health: Health) -> Choice:
         """Return the choice for a reduction that must combine the ranks' data in rank order.
 
-        A reduce-scatter, and a reduce of little data, run as an allreduce, from whose result each
-        rank takes what it needs.
+        A reduce-scatter, and a reduce of little data, run as an allreduce; each rank then
+        keeps the part of the result that it needs.
         """
         nranks = health.nranks
         if nbytes <= self._config.eager_nbytes:
@@ -420,7 +420,7 @@ def best(found: Sequence[Choice]) -> Choice:
 
 
 def reason(chosen: Choice, found: Sequence[Choice]) -> str:
-    """Return why `best` chose `chosen` among `found`, with the two least times, for people."""
+    """Return as a sentence why `best` chose `chosen` among `found`, with the two least times."""
     least: dict[str, Choice] = {}
     for each in sorted(found, key=lambda choice: choice.predicted_ns):
         least.setdefault(each.name, each)
@@ -430,7 +430,7 @@ def reason(chosen: Choice, found: Sequence[Choice]) -> str:
     other = others[0]
     said = f"predicted {_milliseconds(chosen)}"
     if other.predicted_ns < chosen.predicted_ns:
-        # `best` accepts both, so that the difference is within the error of predictions.
+        # `best` accepts both, so the difference is within the error of predictions.
         said += f", preferred to {other.name}, about as fast with {_milliseconds(other)}"
     else:
         said += f", before {other.name} with {_milliseconds(other)}"
@@ -448,7 +448,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _expanded(choice: Choice, terms: Terms) -> Choice:
-    """Return the choice with a schedule over ranks, also if that of `choice` is over nodes."""
+    """Return `choice` with a schedule over ranks; expand its schedule if that is over nodes."""
     if not choice.is_among_nodes:
         return choice
     schedule, placement = expand(choice.schedule, choice.placement, terms.teams, choice.flows)
@@ -500,8 +500,8 @@ _AS_GOOD = Fraction(102, 100)
 #: excess data (netlab, 4 x 4 and 8 x 2 rails: 1.0 to 1.6 times a ring's time with 4 and 16 MiB, 0.2
 #: to 0.5 times with 256 KiB).
 _CROWDED = Fraction(105, 100)
-#: Least bytes per chunk at which another channel is worth its overhead: below it, the ring's steps
-#: cost more time than the additional rails save.
+#: Minimum size of a chunk, in bytes, at which another channel is worth its overhead. With smaller
+#: chunks, the ring's steps cost more time than the additional rails save.
 _MIN_CHUNK_NBYTES = 64 << 10
 #: Families whose schedules depend on `Terms.nchannels`, which is smaller for little data.
 _OF_RINGS = ("ring", "bridged_ring", "spanning_tree")

@@ -242,7 +242,7 @@ def test_a_second_rank_0_is_told_that_the_port_is_taken() -> None:
     with LocalJob(2) as job:  # the job's socket acts as the first rank 0
         (error,) = join_all(job, {1: {"RANK": "0"}}, ranks=[1])
     assert isinstance(error, InvalidArgument)
-    assert "another process uses it" in str(error)
+    assert "another process uses the port" in str(error)
     assert "R2CC_PORT" in str(error)
 
 

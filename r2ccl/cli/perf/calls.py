@@ -84,7 +84,7 @@ class PerfMemory:
         return host
 
     def finish(self) -> None:
-        """Wait for the work on the GPU that calls have left behind, if the memory is a GPU's."""
+        """Wait for work that calls have left on the GPU; for host memory, do nothing."""
         if self._cuda is not None:
             self._cuda.synchronize()
 
@@ -95,7 +95,7 @@ class Runner:
     Parameters
     ----------
     buffers : sequence of Buffers
-        One for each call of a group.
+        Arrays of each call of a group.
     """
 
     def __init__(

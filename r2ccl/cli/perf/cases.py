@@ -26,21 +26,21 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "min": np.minimum,
     "max": np.maximum,
 }
-#: Contents of memory that receives a result.
+#: Value of all elements of result memory before a call.
 UNTOUCHED = 77
 
 
 @dataclass(frozen=True)
 class Case:
-    """Line of a table: a collective of `nranks` ranks, its buffer, operation and root.
+    """One line of the table: a collective of `nranks` ranks, its buffer, operation and root.
 
     Attributes
     ----------
     total : int
         Elements of the whole buffer.
     op : str
-        ``"sum"``, ``"prod"``, ``"min"``, ``"max"`` or ``"avg"``; without meaning if the collective
-        does not reduce.
+        ``"sum"``, ``"prod"``, ``"min"``, ``"max"`` or ``"avg"``; ignored if the collective does
+        not reduce.
     """
 
     form: CollectiveForm
@@ -54,9 +54,11 @@ class Case:
     def of(
         cls, form: CollectiveForm, nranks: int, nbytes: int, dtype: np.dtype[Any], **more: Any
     ) -> Case:
-        """Return the largest case of at most `nbytes`; equal parts have equally many elements.
+        """Return the case with the largest buffer of at most `nbytes`.
 
-        Unless `nbytes` is 0, it has at least one element, and one per part if the parts are equal.
+        If the parts must be equal, the number of elements is a multiple of the number of parts.
+        Unless `nbytes` is 0 or ranks pass no data, the buffer has at least one element, or one per
+        equal part.
         """
         unit = nranks if form.has_parts and not form.is_unequal else 1
         total = nbytes // dtype.itemsize
@@ -70,29 +72,29 @@ class Case:
 
     @property
     def count(self) -> int:
-        """Elements as nccl-tests counts them: of one part, if the parts are equal."""
+        """Number of elements as nccl-tests counts them: of one part, if the parts are equal."""
         is_part = self.form.has_parts and not self.form.is_unequal
         return self.total // self.nranks if is_part else self.total
 
     @property
     def parts(self) -> list[int]:
-        """Elements of each rank's part; unequal parts grow like 1, 2, 3, ... with the rank."""
+        """Number of elements of each rank's part; unequal parts grow as 1, 2, 3, ... by rank."""
         n = self.nranks
         weights = range(1, n + 1) if self.form.is_unequal else [1] * n
         sums = [self.total * each // sum(weights) for each in accumulate(weights, initial=0)]
         return [high - low for low, high in pairwise(sums)]
 
     def exchanged(self, rank: int) -> list[int]:
-        """Return the elements that `rank` sends each rank, and receives from it, in an alltoallv.
+        """Return how many elements `rank` exchanges with each rank, per direction, in an alltoallv.
 
-        The part of ranks i and j is number i + j of `parts`, so every rank sends and receives the
-        whole buffer.
+        Ranks i and j exchange ``parts[(i + j) % nranks]`` elements, so every rank sends and
+        receives the whole buffer.
         """
         parts = self.parts
         return [parts[(rank + peer) % self.nranks] for peer in range(self.nranks)]
 
     def part(self, rank: int) -> slice:
-        """Return the place of the part of `rank` in the whole buffer."""
+        """Return the range of the part of `rank` in the whole buffer."""
         begin = sum(self.parts[:rank])
         return slice(begin, begin + self.parts[rank])
 
@@ -137,7 +139,7 @@ def _draw(rng: np.random.Generator, case: Case, rank: int) -> Array | None:
 
 
 def expected(case: Case, inputs: Sequence[Array | None], rank: int) -> Array | None:
-    """Return what `rank` must receive; None if its memory must not change."""
+    """Return the data that `rank` must receive; None if its memory must not change."""
     if case.receives(rank) is None:
         return None
     name = case.form.name

@@ -1,6 +1,7 @@
 """Collectives as they are measured, and the bandwidths of nccl-tests.
 
-The module imports neither NumPy nor the engine: ``r2ccl bench --help`` lists the collectives.
+The module imports neither NumPy nor the engine, so that ``r2ccl bench --help``, which lists the
+collectives, is fast.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The time of a call is the time of a loop of ``-n`` calls, back to back, after ``-w`` warm-up calls,
 divided by ``-n``. By default it is averaged over the ranks, as in nccl-tests. Verification runs
-outside that loop, on fresh inputs that every rank derives from one seed. The inputs are such that
-no order of operations rounds, so results are compared bit for bit.
+outside that loop, on fresh inputs that every rank derives from one seed. No order of operations
+rounds a partial result of these inputs, so results are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ class Measurement:
         return int(self._comm.allreduce(np.array([wrong], np.int64))[0])
 
     def _verify_barrier(self, case: Case, *, in_place: bool, seed: Sequence[int]) -> int | None:
-        """Return how many ranks left a barrier before the last one entered it.
+        """Return the number of ranks that left a barrier before the last rank entered it.
 
-        None: the ranks run on several machines, whose clocks cannot be compared.
+        Return None if the ranks run on several machines, whose clocks cannot be compared.
         """
         comm = self._comm
         if comm.rank == seed[-1] % comm.nranks:
@@ -163,7 +163,7 @@ class Measurement:
 
 
 def combine(comm: Communicator, times: Sequence[float], average: int) -> float:
-    """Return the time to report from those of all threads and ranks, as ``-a`` says."""
+    """Combine the times of all threads and ranks into the time to report, as ``-a`` says."""
     every = comm.allgather(np.array(times))
     return float((every[0][0], every.mean(), every.min(), every.max())[average])
 
@@ -182,7 +182,7 @@ class PerfJob:
         self._measurements = [Measurement(each, options, memory, meeting) for each in [comm, *more]]
 
     def measure(self, case: Case, *, in_place: bool) -> Measured | None:
-        """Measure a case with every thread; None if it cannot be in place."""
+        """Measure a case with every thread; return None if it cannot be `in_place`."""
         if in_place and not case.form.can_be_in_place:
             return None
         first, *more = self._measurements
@@ -222,7 +222,11 @@ def cases(form: CollectiveForm, nranks: int, options: PerfOptions) -> list[Case]
 
 
 def _problem(comm: Communicator, options: PerfOptions) -> str | None:
-    """Return why the ranks cannot measure, or None; on all ranks alike."""
+    """Return the reason why the ranks cannot measure; None, on all ranks, if they can.
+
+    If the file of ``--json`` cannot be written, only rank 0 returns the reason, and the other ranks
+    return an empty text.
+    """
     if not -1 <= options.root < comm.nranks:
         return f"-r {options.root}: allowed are 0 to {comm.nranks - 1}, and -1 for every root"
     if options.json is None:

@@ -14,7 +14,7 @@ from r2ccl.kernels import ON_GPU
 
 #: Names that nccl-tests gives to some types; the other types use NumPy's names.
 NCCL_NAMES = {"float16": "half", "float32": "float", "float64": "double"}
-#: Element types by name: those of which `r2ccl.cli.perf.cases.make_inputs` makes exact inputs.
+#: Element types by name: those for which `r2ccl.cli.perf.cases.make_inputs` makes exact inputs.
 DTYPES_BY_NAME = {
     name: dtype
     for dtype in map(DTYPES.__getitem__, ON_GPU)
@@ -100,11 +100,11 @@ def options_of(args: argparse.Namespace) -> PerfOptions:
 
 
 def _problem(args: argparse.Namespace) -> str | None:
-    """Return why the arguments are refused, or None."""
+    """Return the reason why the arguments are refused, or None."""
     if args.datatype not in (*DTYPES_BY_NAME, "all"):
         return f"-d {args.datatype}: allowed are {', '.join(DTYPES_BY_NAME)}, all"
     if not (math.isfinite(args.factor) and args.factor >= 0):
-        return f"--factor {args.factor:g}: allowed is a finite number; 2 doubles the size"
+        return f"--factor {args.factor:g}: allowed is a finite number from 0 on; 2 doubles the size"
     if args.maxbytes is not None and args.maxbytes < args.minbytes:
         return f"--maxbytes {args.maxbytes} is below --minbytes {args.minbytes}"
     if args.factor <= 1 and args.step < 1:
@@ -126,12 +126,12 @@ def _problem_of_collective(args: argparse.Namespace) -> str | None:
     name = args.collective
     if name == "all":
         if not args.blocking or args.agg_iters > 1:
-            return "-z 0 and -m apply to every collective but barrier: name one collective"
+            return "-z 0 and -m do not apply to barrier: name one collective, not all"
         return None
     form = FORMS[name]
     if args.root is not None and not form.is_rooted:
         rooted = ", ".join(each.name for each in FORMS.values() if each.is_rooted)
-        return f"-r: {name} has no root; a root have {rooted}"
+        return f"-r: {name} has no root; collectives with a root are {rooted}"
     if args.op is not None and not form.reduces:
         reductions = ", ".join(each.name for each in FORMS.values() if each.reduces)
         return f"-o: {name} does not reduce; reductions are {reductions}"

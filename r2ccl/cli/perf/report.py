@@ -50,7 +50,10 @@ HEADER = f"""\
 
 
 def format_line(case: Case, halves: Sequence[dict[str, Any] | None]) -> str:
-    """Format one line of the table, out of place and in place; None: there is no such call."""
+    """Format a line of the table from the results out of place and in place.
+
+    A result is None if the collective has no such call.
+    """
     name = NCCL_NAMES.get(case.dtype.name, case.dtype.name)
     op = case.op if case.form.reduces else "none"
     root = case.root if case.form.is_rooted else -1
@@ -78,7 +81,7 @@ def describe(options: PerfOptions, nranks: int) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return what results depend on: processor, memory, kernel and package versions."""
+    """Return the properties that results depend on: processor, memory, kernel and versions."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -130,7 +133,7 @@ def check_results(path: Path) -> None:
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the number of wrong elements in all `rows`, and what it means."""
+    """Return the number of wrong elements in all `rows` and a verdict, such as ``0 OK``."""
     checked = [each["wrong"] for each in rows if each["wrong"] is not None]
     if not checked:
         return "not checked"

@@ -342,7 +342,7 @@ def test_only_the_children_connect_to_a_rank(monkeypatch: pytest.MonkeyPatch) ->
             "wrong proof": 1,
             "not a rendezvous": 1,
             "another rendezvous": 2,
-            "no child that is awaited": 1,
+            "not an awaited child": 1,
         }
 
     run(main)
