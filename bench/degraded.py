@@ -10,8 +10,8 @@ published with this library's schedules. ``straggler``: 4 nodes of 4 NICs with n
 lost, or one lost on one node and two on another. ``planner``: the same nodes, 10 patterns of lost
 NICs, 6 sizes each; measures how much slower than the best schedule the planner's choice is, and the
 error of its prediction. ``collectives``: every collective on 4 nodes of 8 NICs, with all NICs and
-with one and two of one node lost, beside the published claim. ``levels``: allreduces on 2 nodes of
-2 ranks and 4 NICs, in two levels and in one, with all NICs and with one lost.
+with one and two of one node lost, beside the published claim. ``levels``: collectives on 2 nodes
+of 2 ranks and 4 NICs, in two levels and in one, with all NICs and with one lost.
 
 With ``--measured FILE``, `tables.py` shows the results of the first two beside model and
 simulation.
@@ -174,7 +174,7 @@ def run_collectives(args: argparse.Namespace, out: Console) -> list[dict[str, An
 
 
 def run_levels(args: argparse.Namespace, out: Console) -> list[dict[str, Any]]:
-    """Measure allreduces in two levels and in one, with all NICs, and without one of them."""
+    """Measure collectives in two levels and in one, with all NICs, and without one of them."""
     outcomes = {}
     size = degraded_levels.RANKS_PER_NODE
     with _lab(
@@ -186,8 +186,8 @@ def run_levels(args: argparse.Namespace, out: Console) -> list[dict[str, Any]]:
                 sizes=(args.nbytes,),
                 rounds=args.rounds,
                 batch_nbytes=0,
-                healthy=(degraded_levels.NAME,),
-                degraded=(degraded_levels.NAME,),
+                healthy=degraded_levels.NAMES,
+                degraded=degraded_levels.NAMES,
                 lost=degraded_levels.LOST,
                 ranks_per_node=size,
                 ops_per_call=degraded_levels.ops_per_call(levels, args.nbytes),

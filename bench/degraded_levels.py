@@ -1,4 +1,4 @@
-"""Measure allreduces of several ranks per node, with all NICs and with one lost.
+"""Measure collectives of several ranks per node, with all NICs and with one lost.
 
 They run in two levels, shared memory within the nodes and the network between them, or in one
 level, over the network alone.
@@ -21,7 +21,16 @@ from r2ccl.planning.two_level import count_chunks
 
 NODES, NICS, RANKS_PER_NODE = 2, 4, 2
 LOST: tuple[Nic, ...] = ((0, 1),)
-NAME = "allreduce"
+#: Measured collectives, and the most bytes that leave or enter a node in each of them, as a
+#: multiple of the bytes of the whole buffer. Those with a root have it on node 0.
+SENT = {
+    "allreduce": 2 * (NODES - 1) / NODES,
+    "allgather": (NODES - 1) / NODES,
+    "reduce_scatter": (NODES - 1) / NODES,
+    "broadcast": 1,
+    "reduce": 1,
+}
+NAMES = tuple(SENT)
 #: Settings of each number of levels. Without bandwidth measurement: with it, some calls run in one
 #: level only to sample bandwidth.
 LEVELS = {
@@ -33,24 +42,24 @@ GOALS = (0.93, 0.70)
 
 
 def ops_per_call(levels: str, nbytes: int) -> int:
-    """Return the number of collectives that the network counts for one call."""
-    return count_chunks(nbytes) if levels == "two" else 1
+    """Return the number of collectives that the network counts for one call, of any name."""
+    return count_chunks(nbytes, NODES) if levels == "two" else 1
 
 
 def rows_of(outcomes: Mapping[str, Outcome], rate_mbps: int) -> list[dict[str, Any]]:
-    """Return the JSON objects of jobs by their number of levels, one per job and phase."""
+    """Return the JSON objects of jobs by their number of levels, one per phase and collective."""
     line = NICS * rate_mbps * 1e6 / 8
     rows = []
     for levels, outcome in outcomes.items():
         for (phase, name, nbytes), times in outcome.times.items():
             stats = Stats.of(times.seconds)
             healthy_s = outcome.times[HEALTHY, name, nbytes].median
-            # Between two nodes, each byte of the buffer leaves a node and enters it once.
-            best_s = nbytes * 2 * (NODES - 1) / NODES / line
+            best_s = nbytes * SENT[name] / line
             rows.append(
                 {
                     "measure": "levels",
                     "levels": levels,
+                    "collective": name,
                     "lost": len(LOST) if phase == DEGRADED else 0,
                     "nbytes": nbytes,
                     "seconds": stats.median,
@@ -67,12 +76,13 @@ def rows_of(outcomes: Mapping[str, Outcome], rate_mbps: int) -> list[dict[str, A
 
 def print_rows(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows as a table."""
-    title = f"{NODES} nodes of {RANKS_PER_NODE} ranks and {NICS} NICs; allreduce"
-    table = Table("levels", title=title)
+    title = f"{NODES} nodes of {RANKS_PER_NODE} ranks and {NICS} NICs"
+    table = Table("collective", "levels", title=title)
     for heading in ("lost", "size", "ms", "of line rate", "quartiles", "of healthy", "cores"):
         table.add_column(heading, justify="right")
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (NAMES.index(row["collective"]), row["lost"])):
         table.add_row(
+            row["collective"],
             row["levels"],
             str(row["lost"]),
             format_size(row["nbytes"]),
@@ -94,10 +104,11 @@ __all__ = [
     "GOALS",
     "LEVELS",
     "LOST",
-    "NAME",
+    "NAMES",
     "NICS",
     "NODES",
     "RANKS_PER_NODE",
+    "SENT",
     "ops_per_call",
     "print_rows",
     "rows_of",

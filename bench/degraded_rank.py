@@ -40,6 +40,8 @@ Run = Callable[[Array, Array], Any]
 #: Functions to time, by case name and size in bytes.
 Runs = dict[tuple[str, int], Run]
 
+#: Studies whose cases are names of collectives.
+_DRAWN = ("collectives", "levels")
 #: Seconds that ranks wait until all know which NICs are lost.
 _PATIENCE_S = 20.0
 #: Candidates predicted to take more than this many times the choice's time are not run.
@@ -107,8 +109,7 @@ class Bench:
         self.readings: list[Reading] = []
         self._comm = comm
         self._task = task
-        is_drawn = task.what == "collectives"
-        self._data = Draws(comm) if is_drawn else Ramps(comm, max(task.sizes))
+        self._data = Draws(comm) if task.what in _DRAWN else Ramps(comm, max(task.sizes))
         self._turn = 0
 
     def run_all(self, phase: str, runs: Runs) -> None:
@@ -165,9 +166,7 @@ def runs_of(
     comm: r2ccl.Communicator, names: Sequence[str], task: Task, lost: Sequence[Nic]
 ) -> Runs:
     """Return the runs of the cases in `names`, made for the NICs in `lost`."""
-    if task.what == "levels":
-        return {(name, nbytes): comm.allreduce for nbytes in task.sizes for name in names}
-    if task.what == "collectives":
+    if task.what in _DRAWN:
         return {
             (name, nbytes): collective_run(comm, name) for nbytes in task.sizes for name in names
         }

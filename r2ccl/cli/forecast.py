@@ -80,7 +80,7 @@ class Comparison(msgspec.Struct, frozen=True):
     """Forecasts of a scenario by schedule, and the reasons of the planner.
 
     ``degraded`` is empty, and ``why_degraded`` too, if no NIC is lost or slow. ``nchunks`` is the
-    number of chunks of an allreduce that runs in two levels, shared memory within the nodes and the
+    number of chunks of a call that runs in two levels, shared memory within the nodes and the
     network between them; 0: it runs in one level. It is that of the degraded cluster, if there is
     one. ``notes`` say what was not simulated, and why.
     """
@@ -204,14 +204,14 @@ def _forecasts(
         )
         for name, choice in ordered
     }
-    if collective != Collective.ALLREDUCE:
-        return found, reason(chosen, list(variants.values())), 0
     nchunks = _nchunks(cluster, call)
+    if collective != Collective.ALLREDUCE:
+        return found, reason(chosen, list(variants.values())), nchunks
     return found, planner.explain(scenario.nbytes, health).why, nchunks
 
 
 def _nchunks(cluster: ClusterShape, call: CallSignature) -> int:
-    """Return the number of chunks of an allreduce in two levels; 0 if it runs in one."""
+    """Return the number of chunks of a call in two levels; 0 if it runs in one."""
     if cluster.ranks_per_node == 1:
         return 0
     plans = PlanCache(0, len(cluster.nodes), cluster.fabric, Config())

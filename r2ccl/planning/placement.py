@@ -71,6 +71,24 @@ class Placement(NamedTuple):
                 found[channel, low + high - rank] = number
         return found
 
+    def packed(self, width: int) -> Placement:
+        """Return the placement with the lowest link channels of each of `width` home rails.
+
+        On every rail, the channels of the schedule that have an edge there are numbered from 0.
+        Schedules with equally many channels per rail then use the same link channels, and detours
+        of the channels of a lost rail are spread evenly. All edges must be in `edges`: no node may
+        have several ranks.
+        """
+        users = [
+            sorted({e.channel for e in self.edges if e.number % width == at}) for at in range(width)
+        ]
+        turns = [{channel: turn for turn, channel in enumerate(each)} for each in users]
+        edges = []
+        for edge in self.edges:
+            at = edge.number % width
+            edges.append(edge._replace(number=turns[at][edge.channel] * width + at))
+        return self._replace(edges=tuple(edges))
+
 
 def place(nchannels: int, homes: Sequence[int], health: Health) -> Placement:
     """Place the channels of rings on the home rails in turn, best rails first.

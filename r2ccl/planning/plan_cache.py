@@ -92,9 +92,9 @@ def in_job(members: Sequence[int], first_channel: int) -> Place:
 
 
 class GroupPlanCache:
-    """Plan cache of the allreduces within one group of ranks.
+    """Plan cache of the collectives within one group of ranks.
 
-    Each rank belongs to one group, and all groups run their allreduces at the same time.
+    Each rank belongs to one group, and all groups run the same collective at the same time.
 
     Parameters
     ----------
@@ -132,25 +132,33 @@ class GroupPlanCache:
         self._width = len(fabric.homes)
         index = self._members.index(rank)
         own = fabric._replace(nodes=(), homes=[fabric.homes[at] for at in self._places])
-        self._plans = PlanCache(index, len(self._members), own, config)
+        self._plans = PlanCache(index, len(self._members), own, config, packs_channels=True)
         self._is_at_home = len(self._places) < self._width
-        self._renumbered: dict[tuple[int, CallSignature], Plan] = {}
+        self._renumbered: dict[tuple[int, CallSignature, Parts | None], Plan] = {}
 
-    def __call__(self, call: CallSignature, health: Health) -> Plan:
-        """Return the plan of an allreduce of the group, given the health of all ranks.
+    def __call__(self, call: CallSignature, health: Health, parts: Parts | None = None) -> Plan:
+        """Return the plan of a collective of the group, given the health of all ranks.
 
         The plan has the ranks and link channels of the whole communicator, or those that the
         argument `place` of the cache maps them to.
+
+        Parameters
+        ----------
+        call : CallSignature
+            The root is the index of a member of the group.
+        health : Health
+        parts : Parts, optional
+            Places of the members' parts in this rank's memory, as for `PlanCache`.
 
         Raises
         ------
         InvalidArgument
             If the dtype does not support the reduction.
         """
-        key = (health.version, call)
+        key = (health.version, call, parts)
         found = self._renumbered.get(key)
         if found is None:
-            plan = self._plans(call, self._planned_with(health))
+            plan = self._plans(call, self._planned_with(health), parts=parts)
             layout = renumbered(plan.layout, self._members, self._channel)
             found = plan._replace(
                 layout=layout if self._place is None else self._place(layout),
@@ -187,6 +195,9 @@ class PlanCache:
     config : Config
     place : callable, optional
         Maps the layout of every plan (see `Place`). Default: layouts are used as they are.
+    packs_channels : bool
+        True if plans use the lowest link channels (see `Placement.packed`); needs one rank per
+        node.
     """
 
     def __init__(
@@ -197,6 +208,7 @@ class PlanCache:
         config: Config,
         *,
         place: Place | None = None,
+        packs_channels: bool = False,
     ) -> None:
         #: Mapping of the layouts of all plans; None: layouts are used as they are.
         self.place = place
@@ -204,6 +216,7 @@ class PlanCache:
         self._nranks = nranks
         self._planner = Planner(fabric, config)
         self._config = config
+        self._packs_channels = packs_channels
         self._measures = config.balance != "0"
         self._plans: dict[_Key, Plan] = {}
         #: Plans made for the newest health.
@@ -211,8 +224,9 @@ class PlanCache:
         #: Health version, number of the first collective planned with it, and period of bandwidth
         #: samples soon after that collective.
         self._since = (-1, 0, _GAUGE_EVERY)
-        #: Long-term period of bandwidth samples, by health version and call; 0: none are needed.
-        self._periods: dict[tuple[int, CallSignature], int] = {}
+        #: Long-term period of bandwidth samples, by health version, call and predicted time of two
+        #: levels; 0: none are needed.
+        self._periods: dict[tuple[int, CallSignature, int | None], int] = {}
         #: Collective, root and digest of the planner's schedules that the checker accepted, and
         #: whether their order was checked.
         self._checked: set[tuple[str, int, int, bool]] = set()
@@ -240,6 +254,8 @@ class PlanCache:
         op: int | None = None,
         own: Schedule | None = None,
         parts: Parts | None = None,
+        *,
+        is_bandwidth_sample: bool = False,
     ) -> Plan:
         """Return the plan of `call` for the given health.
 
@@ -255,6 +271,8 @@ class PlanCache:
             its collective and its number of ranks are those of the call.
         parts : Parts, optional
             Places of the parts in this rank's memory, as for `r2ccl.planning.lowering.lower`.
+        is_bandwidth_sample : bool
+            True if the plan must be a bandwidth sample whatever `op` is.
 
         Raises
         ------
@@ -264,7 +282,7 @@ class PlanCache:
             If `own` is not a correct schedule, or does not reduce in rank order although the
             operation is not commutative.
         """
-        is_bandwidth_sample = (
+        is_bandwidth_sample = is_bandwidth_sample or (
             op is not None and own is None and self.is_bandwidth_sample(call, health, op)
         )
         key = (health.version, call, is_bandwidth_sample, own, parts)
@@ -287,6 +305,10 @@ class PlanCache:
     def choose(self, nbytes: int, health: Health) -> Choice:
         """Return the planner's choice for an allreduce of `nbytes`."""
         return self._planner.allreduce(nbytes, health)
+
+    def choice_of(self, call: CallSignature, health: Health) -> Choice:
+        """Return the planner's choice for `call`."""
+        return self._planner.plan(call, call.count * dtype_of(call.dtype).itemsize, health)
 
     def explain(self, nbytes: int, health: Health) -> Explanation:
         """Compare the schedules that an allreduce of `nbytes` could run."""
@@ -330,6 +352,8 @@ class PlanCache:
             choice = self._planner.own(own, nbytes, health)
             call = call.with_digest(own.digest())
         placement = choice.placement
+        if self._packs_channels:
+            placement = placement.packed(len(self.fabric.homes))
         is_bulk = placement.edges and nbytes > self.fabric.inlet_nbytes
         whole_nbytes = self._whole_nbytes() if choice.name == "direct" else 0
         layout = lower(
@@ -369,15 +393,19 @@ class PlanCache:
         """
         return min(self._config.eager_nbytes, self.fabric.inlet_nbytes // self._nranks)
 
-    def is_bandwidth_sample(self, call: CallSignature, health: Health, op: int) -> bool:
+    def is_bandwidth_sample(
+        self, call: CallSignature, health: Health, op: int, two_level_ns: int | None = None
+    ) -> bool:
         """Return whether `call` must run as a bandwidth sample, although others may be faster.
 
-        `op` is the number of the collective before `call`, equal on all ranks. Samples are
-        frequent soon after the health changed, because it may change back. Later they are rare
-        enough to cost at most `_BUDGET` of the predicted time, but not rarer than `_RAREST` allows.
-        The result is equal on all ranks, because all plan with a new health from the same call on.
-        Calls that must keep the rank order, and direct exchanges, are never samples. No call is one
-        if the network was not measured, or with ``R2CC_BALANCE=0``.
+        `op` is the number of the collective before `call`, equal on all ranks. `two_level_ns` is
+        the predicted time of the call in two levels, 0 if unknown; None if it would run in one.
+
+        Samples are frequent soon after the health changed, because it may change back. Later they
+        are rare enough to cost at most `_BUDGET` of the predicted time, but not rarer than
+        `_RAREST` allows. The result is equal on all ranks, because all plan with a new health from
+        the same call on. Calls that must keep the rank order, and direct exchanges, are never
+        samples. No call is one if the network was not measured, or with ``R2CC_BALANCE=0``.
         """
         if not self._measures or self.fabric.rates == UNMEASURED or call.op == ORDERED_OP:
             return False
@@ -387,25 +415,27 @@ class PlanCache:
             is_slow = any(0 < share < WHOLE for share in health.shares)
             often = _GAUGE_EVERY_SLOW if is_slow else _GAUGE_EVERY
             self._since = (health.version, op, often)
-        key = (health.version, call)
+        key = (health.version, call, two_level_ns)
         period = self._periods.get(key)
         if period is None:
             if len(self._periods) >= _KEPT:
                 self._periods.pop(next(iter(self._periods)))
-            period = self._periods[key] = self._period(call, health)
+            period = self._periods[key] = self._period(call, health, two_level_ns)
         _, first, often = self._since
         age = op - first
         return period > 0 and age % (often if age < _SOON else max(often, period)) < _GAUGES
 
-    def _period(self, call: CallSignature, health: Health) -> int:
+    def _period(self, call: CallSignature, health: Health, two_level_ns: int | None) -> int:
         nbytes = call.count * dtype_of(call.dtype).itemsize
         chosen, gauge = (
             self._planner.plan(call, nbytes, health, is_bandwidth_sample=is_bandwidth_sample)
             for is_bandwidth_sample in (False, True)
         )
-        if chosen.is_bandwidth_sample or not chosen.predicted_ns:
+        chosen_ns = chosen.predicted_ns if two_level_ns is None else two_level_ns
+        is_always_one = two_level_ns is None and chosen.is_bandwidth_sample
+        if is_always_one or not gauge.is_bandwidth_sample or not chosen_ns:
             return 0
-        extra = Fraction(gauge.predicted_ns, chosen.predicted_ns) - 1
+        extra = Fraction(gauge.predicted_ns, chosen_ns) - 1
         return max(1, min(_RAREST, ceil(_GAUGES * extra / _BUDGET)))
 
     def _check(self, schedule: Schedule, *, is_ordered: bool) -> None:

@@ -1,9 +1,11 @@
-"""Plans of two-level allreduces: shared memory within nodes, the network between them.
+"""Plans of collectives in two levels: shared memory within nodes, the network between them.
 
-All nodes have the same number of ranks. A call is divided into chunks, and a chunk into one part
-per rank of a node. The i-th rank of every node reduces part i over its node, runs an allreduce of
-the sum with the i-th ranks of the other nodes (together a *group*), and distributes the result
-within its node. All groups run at the same time, in one of two ways:
+All nodes have the same number of ranks. A call is divided into chunks. A chunk consists of one
+piece of the buffer or, in an allgather and a reduce-scatter, of one piece of the block of each
+node: the parts of the node's ranks. A piece has one part per rank of a node. The i-th ranks of all
+nodes are a *group*, which runs the collective over the network on the i-th parts. Before and after
+it, the ranks of each node reduce, copy or collect the parts (`r2ccl.runtime.two_level_steps`). All
+groups run at the same time, in one of two ways:
 
 - *At home*: the home rails are divided among the groups. If a rail is down, its channels spread
   over all other rails of the node, also those of other groups (`r2ccl.failover.migration.routes`).
@@ -25,28 +27,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from math import ceil, isqrt, lcm
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
 from r2ccl.failover.health.table import WHOLE, Health
-from r2ccl.planning.cost_model import Fabric
+from r2ccl.planning.cost_model import Choice, Fabric
 from r2ccl.planning.plan_cache import GroupPlanCache, Plan, PlanCache
 from r2ccl.planning.planner import Planner
-from r2ccl.schedule.chunks import Range, cut
-from r2ccl.types import CallSignature
+from r2ccl.schedule.chunks import Parts, Range, cut
+from r2ccl.types import PARTED, REDUCTIONS, ROOTED, USER_OP, CallSignature, Collective
+
+#: Collectives that can run in two levels.
+COLLECTIVES = frozenset(
+    (
+        Collective.ALLREDUCE,
+        Collective.BROADCAST,
+        Collective.REDUCE,
+        Collective.ALLGATHER,
+        Collective.REDUCE_SCATTER,
+    )
+)
 
 
-class Chunk(NamedTuple):
-    """Piece of the buffer of a call, which passes through the steps of both levels as a unit.
+class Piece(NamedTuple):
+    """Elements ``first`` to ``end`` (exclusive) of the buffer of a call.
 
-    It has the elements ``first`` to ``end`` (exclusive) of the buffer. ``parts`` has the part of
-    each rank of a node, as a range of elements from the start of the chunk; parts may be empty.
-    (The chunk of a schedule is another thing: a part of a channel.)
+    ``parts`` has the part of each rank of a node, as a range of elements from the start of the
+    piece; parts may be empty.
     """
 
     first: int
@@ -54,15 +66,38 @@ class Chunk(NamedTuple):
     parts: tuple[Range, ...]
 
 
+#: Pieces that pass through the steps of both levels together: one or, in a collective in `PARTED`,
+#: one in the block of each node. (The chunk of a schedule is another thing: a part of a channel.)
+Chunk: TypeAlias = tuple[Piece, ...]
+
+
+class NodePlace(NamedTuple):
+    """Number of the node of a rank, rank within that node, and number of ranks there."""
+
+    node: int
+    local_rank: int
+    nlocal: int
+
+
 class Division(NamedTuple):
-    """Division of a call into chunks; groups run at home if ``is_at_home``, else everywhere."""
+    """Division of a call into chunks.
+
+    Attributes
+    ----------
+    chunks : tuple of Chunk
+    is_at_home : bool
+        True if groups run at home, False if they run everywhere.
+    predicted_ns : int
+        Predicted time between the nodes; 0 if the call has too little data to predict it.
+    """
 
     chunks: tuple[Chunk, ...]
     is_at_home: bool
+    predicted_ns: int
 
 
 class TwoLevelPlans:
-    """Divisions and network plans of the two-level allreduces of one communicator.
+    """Divisions and network plans of the two-level calls of one communicator.
 
     Parameters
     ----------
@@ -80,10 +115,13 @@ class TwoLevelPlans:
         fabric, nlocal = plans.fabric, len(teams[0])
         index = next(team for team in teams if rank in team).index(rank)
         self._teams = teams
+        self._index = index
+        #: True if the parts of the ranks of each node are neighbours in a buffer of all parts.
+        self._is_in_order = list(chain(*teams)) == list(range(len(teams) * nlocal))
         self._plans = plans
         self._config = config
         self._divided = divide_rails(fabric, nlocal)
-        members = sorted(team[index] for team in teams)
+        self._members = members = sorted(team[index] for team in teams)
         #: Plans of this rank's group: at home (True) and everywhere (False).
         self._groups = {
             is_at_home: GroupPlanCache(
@@ -108,70 +146,129 @@ class TwoLevelPlans:
         #: that use its rails.
         self._first_share = Fraction(shares[0], sum(shares))
         self._nsharers = sum(self._divided[0][0] in homes for homes in self._divided)
-        self._kept: dict[tuple[int, CallSignature], Division | None] = {}
+        self._kept: dict[tuple[int, CallSignature, tuple[int, ...]], Division | None] = {}
 
-    def divide(self, call: CallSignature, health: Health, op: int) -> Division | None:
-        """Return the division of an allreduce; None if it runs in one level.
+    def division(
+        self, call: CallSignature, health: Health, sizes: tuple[int, ...] = ()
+    ) -> Division | None:
+        """Return the division of a call; None if it runs in one level.
 
         Parameters
         ----------
         call : CallSignature
+            Signature of a call with data.
         health : Health
             Health to plan the call with, equal on all ranks.
-        op : int
-            Number of the collective before this one, equal on all ranks.
+        sizes : tuple of int, optional
+            For a collective in `PARTED`, number of elements of each rank's part. Default: equal
+            parts.
 
         Notes
         -----
-        A call runs in one level if it must sample the bandwidth of the rails
-        (`PlanCache.is_bandwidth_sample`). So does a call of at most ``R2CC_EAGER_NBYTES`` unless
-        two levels need fewer steps, and, in the modes r2cc and auto, a larger one if that is
-        predicted to take less time.
+        A call runs in one level if its collective is not in `COLLECTIVES` or its operation is one
+        of the user. So does a call of at most ``R2CC_EAGER_NBYTES`` unless two levels need fewer
+        steps, and, in the modes r2cc and auto, a larger one if that is predicted to take less time.
+        A collective in `PARTED` also needs ranks that are numbered node by node.
         """
-        if self._plans.is_bandwidth_sample(call, health, op):
-            return None
-        return self.division(call, health)
-
-    def division(self, call: CallSignature, health: Health) -> Division | None:
-        """Return the division of an allreduce that is not a bandwidth sample; see `divide`."""
-        key = (health.version, call)
+        key = (health.version, call, sizes)
         if key not in self._kept:
             if len(self._kept) >= _KEPT:
                 self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = self._divide(call, health)
+            self._kept[key] = self._divide(call, health, sizes)
         return self._kept[key]
 
-    def plan(self, call: CallSignature, count: int, health: Health, *, is_at_home: bool) -> Plan:
-        """Return the plan of this rank's group for its part of a chunk, of `count` elements.
+    def is_bandwidth_sample(
+        self, call: CallSignature, health: Health, op: int, division: Division
+    ) -> bool:
+        """Return whether `call`, of this `division`, must run in one level as a bandwidth sample.
+
+        `op` is the number of the collective before `call`, equal on all ranks. See
+        `PlanCache.is_bandwidth_sample`.
+        """
+        return self._plans.is_bandwidth_sample(call, health, op, division.predicted_ns)
+
+    def plan(
+        self,
+        call: CallSignature,
+        count: int,
+        health: Health,
+        *,
+        is_at_home: bool,
+        parts: Parts | None = None,
+    ) -> Plan:
+        """Return the plan of this rank's group for its parts of a chunk.
 
         The plan has the signature of the whole `call`, so that a rank that makes a different call
         is detected.
-        """
-        part = msgspec.structs.replace(call, count=count)
-        return self._groups[is_at_home](part, health)._replace(signature=call.pack())
 
-    def _divide(self, call: CallSignature, health: Health) -> Division | None:
+        Parameters
+        ----------
+        call : CallSignature
+            Signature of the whole call.
+        count : int
+            Number of elements of the group's parts.
+        health : Health
+        is_at_home : bool
+        parts : Parts, optional
+            For a collective in `PARTED`, places of the parts of the group's members.
+        """
+        root = call.root
+        if call.collective in ROOTED:
+            root = self._members.index(self._teams[self.place_of(root).node][self._index])
+        part = msgspec.structs.replace(call, count=count, root=root)
+        plan = self._groups[is_at_home](part, health, parts)
+        return plan._replace(signature=call.pack())
+
+    def place_of(self, rank: int) -> NodePlace:
+        """Return the place of a rank among the nodes."""
+        node = next(node for node, team in enumerate(self._teams) if rank in team)
+        return NodePlace(node, self._teams[node].index(rank), len(self._teams[node]))
+
+    def bounds(self, count: int, sizes: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Return the first element of each rank's part of a buffer of `count`, and the end.
+
+        Parts follow one another in the order of the ranks; `sizes` as for `division`.
+        """
+        nranks = len(self._teams) * len(self._teams[0])
+        return tuple(accumulate(sizes or (count // nranks,) * nranks, initial=0))
+
+    def _divide(
+        self, call: CallSignature, health: Health, sizes: tuple[int, ...]
+    ) -> Division | None:
+        if call.collective not in COLLECTIVES:
+            return None
+        is_parted = call.collective in PARTED
+        if is_parted and not self._is_in_order:
+            return None
+        if call.collective in REDUCTIONS and call.op >= USER_OP:
+            return None
         itemsize = dtype_of(call.dtype).itemsize
         nbytes = call.count * itemsize
         weights = [1] * len(self._plans.fabric.homes)
-        is_at_home = True
+        is_at_home, predicted_ns = True, 0
         if nbytes <= self._config.eager_nbytes:
-            if not self._has_fewer_steps(nbytes, health.nranks):
+            if not self._has_fewer_steps(call, nbytes, health.nranks):
                 return None
-        elif self._config.is_planned:
+        else:
             rows = self._ports(health)
-            fastest = self._fastest(nbytes, health, rows)
-            if fastest is None:
-                return None
-            is_at_home = fastest
-            weights = rail_weights(rows)
+            if self._config.is_planned:
+                fastest = self._fastest(call, nbytes, health, rows)
+                if fastest is None:
+                    return None
+                is_at_home, predicted_ns = fastest
+                weights = rail_weights(rows)
+            else:
+                predicted_ns = int(self._home_ns(call, nbytes, rows) or 0)
         shares = self._shares(weights) if is_at_home else [1] * len(self._divided)
-        edges = cut(call.count, [1] * count_chunks(nbytes), itemsize)
-        chunks = tuple(
-            Chunk(first, end, tuple(pairwise(cut(end - first, shares, itemsize))))
-            for first, end in pairwise(edges)
-        )
-        return Division(chunks, is_at_home)
+        blocks = self._blocks(call.count, sizes) if is_parted else [(0, call.count)]
+        nchunks = count_chunks(nbytes, len(blocks))
+        every = [_pieces(block, nchunks, shares, itemsize) for block in blocks]
+        return Division(tuple(zip(*every, strict=True)), is_at_home, predicted_ns)
+
+    def _blocks(self, count: int, sizes: tuple[int, ...]) -> list[Range]:
+        """Return the range of the parts of each node's ranks in a buffer of `count` elements."""
+        bounds = self.bounds(count, sizes)
+        return [(bounds[team[0]], bounds[team[-1] + 1]) for team in self._teams]
 
     def _ports(self, health: Health) -> list[list[int]]:
         """Return the share of each node's port on each home rail: the least among its ranks."""
@@ -194,25 +291,34 @@ class TwoLevelPlans:
             for homes in self._divided
         ]
 
-    def _fastest(self, nbytes: int, health: Health, rows: Sequence[Sequence[int]]) -> bool | None:
-        """Return whether groups are faster at home than everywhere; None if one level is fastest.
+    def _fastest(
+        self, call: CallSignature, nbytes: int, health: Health, rows: Sequence[Sequence[int]]
+    ) -> tuple[bool, int] | None:
+        """Return whether groups are faster at home than everywhere, and the predicted time in ns.
 
-        Only the times between the nodes are compared: within a node, two levels use shared memory,
-        which is always faster than one level.
+        Return None if one level is fastest. Only the times between the nodes are compared: within a
+        node, two levels use shared memory, which is always faster than one level.
         """
-        one_ns = self._plans.choose(nbytes, health).predicted_ns
-        home_ns = self._home_ns(nbytes, rows)
+        one_ns = self._plans.choice_of(call, health).predicted_ns
+        home_ns = self._home_ns(call, nbytes, rows)
         if home_ns is not None and min(map(min, rows)) == WHOLE:
-            return True if home_ns <= one_ns * _AS_GOOD else None
+            return (True, int(home_ns)) if home_ns <= one_ns * _AS_GOOD else None
         carried = msgspec.structs.replace(
             self._whole,
             version=health.version,
             shares=b"".join(self._row(row) for row in rows),
         )
-        all_ns = self._everywhere.allreduce(nbytes, carried).predicted_ns
+        all_ns = self._of_nodes(self._everywhere, call, nbytes, carried).predicted_ns
         if home_ns is not None and home_ns <= min(all_ns, one_ns) * _AS_GOOD:
-            return True
-        return False if all_ns <= one_ns * _AS_GOOD else None
+            return True, int(home_ns)
+        return (False, all_ns) if all_ns <= one_ns * _AS_GOOD else None
+
+    def _of_nodes(
+        self, planner: Planner, call: CallSignature, nbytes: int, health: Health
+    ) -> Choice:
+        """Return the choice for `nbytes` of a call whose ranks are the nodes."""
+        root = self.place_of(call.root).node if call.collective in ROOTED else call.root
+        return planner.plan(msgspec.structs.replace(call, root=root), nbytes, health)
 
     def _row(self, row: Sequence[int]) -> bytes:
         found = bytearray([WHOLE] * self._whole.nrails)
@@ -220,7 +326,9 @@ class TwoLevelPlans:
             found[rail] = share
         return bytes(found)
 
-    def _home_ns(self, nbytes: int, rows: Sequence[Sequence[int]]) -> Fraction | None:
+    def _home_ns(
+        self, call: CallSignature, nbytes: int, rows: Sequence[Sequence[int]]
+    ) -> Fraction | None:
         """Return the predicted time of groups at home; None if two nodes have no common rail."""
         if self._plans.fabric.nwires == 1:  # losing one of these rails costs no bandwidth
             slowdown = slowdown_of([[max(row)] for row in rows], [1])
@@ -229,20 +337,31 @@ class TwoLevelPlans:
         if slowdown is None:
             return None
         part_nbytes = self._part_nbytes(nbytes)
-        first = self._at_home.allreduce(part_nbytes, self._whole)
+        first = self._of_nodes(self._at_home, call, part_nbytes, self._whole)
         if part_nbytes <= self._config.eager_nbytes:
             return first.schedule.cost.steps * self._plans.fabric.rates.alpha_ns * slowdown
         return first.predicted_ns * self._nsharers * slowdown
 
-    def _has_fewer_steps(self, nbytes: int, nranks: int) -> bool:
+    def _has_fewer_steps(self, call: CallSignature, nbytes: int, nranks: int) -> bool:
         """Return whether two levels need fewer steps for little data, in a healthy network."""
-        whole = Health.whole(nranks, self._whole.nrails)
-        one = self._plans.choose(nbytes, whole).schedule
-        two = self._at_home.allreduce(self._part_nbytes(nbytes), self._whole).schedule
-        return two.cost.steps + _LOCAL_STEPS < one.cost.steps
+        one = self._plans.choice_of(call, Health.whole(nranks, self._whole.nrails))
+        two = self._of_nodes(self._at_home, call, self._part_nbytes(nbytes), self._whole)
+        # As many steps within a node as in an allreduce, for each two nodes with pieces of a chunk.
+        nlocal = _LOCAL_STEPS * (len(self._teams) if call.collective in PARTED else 2) // 2
+        return two.schedule.cost.steps + nlocal < one.schedule.cost.steps
 
     def _part_nbytes(self, nbytes: int) -> int:
         return ceil(nbytes * self._first_share)
+
+
+def _pieces(block: Range, nchunks: int, shares: Sequence[int], itemsize: int) -> list[Piece]:
+    """Divide a block into one piece per chunk, and each piece into parts by `shares`."""
+    start, end = block
+    edges = cut(end - start, [1] * nchunks, itemsize)
+    return [
+        Piece(start + lo, start + hi, tuple(pairwise(cut(hi - lo, shares, itemsize))))
+        for lo, hi in pairwise(edges)
+    ]
 
 
 def divide_rails(fabric: Fabric, nlocal: int) -> list[tuple[int, ...]]:
@@ -294,14 +413,16 @@ def slowdown_of(rows: Sequence[Sequence[int]], weights: Sequence[int]) -> Fracti
     return busiest * len(weights) * WHOLE / sum(weights)
 
 
-def count_chunks(nbytes: int) -> int:
-    """Return the number of chunks of a call of `nbytes`.
+def count_chunks(nbytes: int, npieces: int = 1) -> int:
+    """Return the number of chunks, of `npieces` pieces each, of a call of `nbytes`.
 
     The first and the last step of a call, within the nodes, do not overlap with the network; they
-    are shorter with smaller chunks. Between two chunks, the network idles for `_GAP_NS`.
+    are shorter with smaller chunks. Between two chunks, the network idles for `_GAP_NS`. Chunks of
+    more than two pieces are fewer, because every piece takes a step within the nodes.
     """
     exposed_ns = 2 * nbytes * 10**9 // _LOCAL_BYTES_PER_S
-    return max(1, min(_MOST_CHUNKS, isqrt(exposed_ns // _GAP_NS)))
+    nchunks = max(1, min(_MOST_CHUNKS, isqrt(exposed_ns // _GAP_NS)))
+    return -(-2 * nchunks // max(2, npieces))
 
 
 #: Rate of one step within a node, in bytes of the chunk per second, and idle time of the network
@@ -319,8 +440,11 @@ _AS_GOOD = Fraction(102, 100)
 _KEPT = 1024
 
 __all__ = [
+    "COLLECTIVES",
     "Chunk",
     "Division",
+    "NodePlace",
+    "Piece",
     "TwoLevelPlans",
     "count_chunks",
     "divide_rails",

@@ -365,8 +365,11 @@ class Collectives:
             assert isinstance(source, Buffer)
             copy[at : at + source.count] = source.array
             at += source.count
-        if self._two_level is None or not self._two_level.run(call, copy, copy):
-            self._collect(call, copy, copy)
+        run = partial(self._collect, call, copy, copy)
+        if self._two_level is None or not self._two_level.run(
+            call, copy, copy, lambda plan: run(plan=plan)
+        ):
+            run()
         at = 0
         for request in batch:
             output = request.output
@@ -515,6 +518,7 @@ class Collectives:
             one_level=self._plans,
             pool=self._pool,
             run_engine=self._run_engine,
+            scratch=self._scratch_of,
         )
 
     @property
@@ -611,48 +615,73 @@ class Collectives:
             return
         if self._local is not None and self._local.run(request) is not None:
             return
+        source, output = request.source, request.output
+        assert isinstance(source, Buffer)
+        if (
+            self._two_level is not None
+            and request.schedule is None
+            and self._two_level.run(
+                request.signature,
+                source.array,
+                output.array if isinstance(output, Buffer) else None,
+                partial(self._run_over_network, request),
+                request.parts,
+            )
+        ):
+            return
+        self._run_over_network(request)
+
+    def _run_over_network(self, request: Request, plan: Plan | None = None) -> None:
+        """Run a collective in one level, including the copies before and after it.
+
+        `plan` is the plan of the collective, for which `Engine.enter` has been called; None: it is
+        made here.
+        """
         source, output, call = request.source, request.output, request.signature
         assert isinstance(source, Buffer)
         data, parts = source.array, request.parts
         if output is None:
             is_gather = call.collective in (Collective.GATHER, Collective.GATHERV)
-            self._collect(call, data, data[:0] if is_gather else self._scratch_like(data), parts)
+            result = data[:0] if is_gather else self._scratch_like(data)
+            self._collect(call, data, result, parts, plan)
             return
         assert isinstance(output, Buffer)
         result = output.array
-        if (
-            self._two_level is not None
-            and request.schedule is None
-            and self._two_level.run(call, data, result)
-        ):
-            return
         if call.collective == Collective.ALLGATHER:
             if not request.is_in_place:
                 at = self._rank * source.count if parts is None else parts.inputs[self._rank][0]
                 result[at : at + source.count] = data
-            self._collect(call, result, result, parts)
+            self._collect(call, result, result, parts, plan)
         elif call.collective == Collective.REDUCE_SCATTER:
             sums = self._scratch_like(data)
             # In rank order, a rank's part comes from an allreduce.
-            self._collect(call, data, sums, None if call.op == ORDERED_OP else parts)
+            self._collect(call, data, sums, None if call.op == ORDERED_OP else parts, plan)
             at = self._rank * output.count if parts is None else parts.inputs[self._rank][0]
             result[:] = sums[at : at + output.count]
         elif request.schedule is None:
             if request.is_in_place:  # their schedules need separate memory
                 data = self._scratch_like(data)
                 data[:] = source.array
-            self._collect(call, data, result, parts)
+            self._collect(call, data, result, parts, plan)
         else:
             select = partial(self._plans, call, own=request.schedule)
             self._run_engine(select, HostLanes(self._pool, data, result))
 
     def _collect(
-        self, call: CallSignature, source: Array, output: Array, parts: Parts | None = None
+        self,
+        call: CallSignature,
+        source: Array,
+        output: Array,
+        parts: Parts | None = None,
+        plan: Plan | None = None,
     ) -> None:
-        """Run a collective from `source` to `output`, without copies before or after it."""
+        """Run a collective from `source` to `output`, without copies before or after it.
+
+        `plan` as for `_run_over_network`.
+        """
         if self._local is not None and parts is None and self._local.collect(call, source, output):
             return
-        select = partial(self._plans, call, parts=parts)
+        select = partial(self._plans, call, parts=parts) if plan is None else plan
         self._run_engine(select, HostLanes(self._pool, source, output))
 
     def _run_converted(self, request: Request, op: kernels.ConvertedOp) -> None:
@@ -694,9 +723,14 @@ class Collectives:
 
     def _scratch_like(self, array: Array) -> Array:
         """Return memory with the size and dtype of `array`; later calls return the same memory."""
-        if self._scratch.nbytes < array.nbytes:
-            self._scratch = np.empty(array.nbytes, np.uint8)
-        return self._scratch[: array.nbytes].view(array.dtype)
+        return self._scratch_of(array.size, array.dtype)
+
+    def _scratch_of(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Return memory for `count` elements of `dtype`; later calls return the same memory."""
+        nbytes = count * dtype.itemsize
+        if self._scratch.nbytes < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        return self._scratch[:nbytes].view(dtype)
 
     def _is_async_in_group(self) -> InvalidArgument:
         return InvalidArgument(

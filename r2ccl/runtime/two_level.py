@@ -1,21 +1,17 @@
-"""Two-level allreduces of one communicator: shared memory in a node, the network between nodes.
+"""Two-level collectives of one communicator: shared memory in a node, the network between nodes.
 
-Rank i of every node owns part i of each chunk of the buffer (`r2ccl.planning.two_level`)::
+A call is divided into chunks (`r2ccl.planning.two_level`), and the work on a chunk into steps
+within the nodes and one step between them (`r2ccl.runtime.two_level_steps`). The steps within a
+node run in a `LocalGroup` of its ranks. The step between nodes is a call of the communicator's
+engine, with a plan of this rank's group (`r2ccl.planning.plan_cache.GroupPlanCache`). Every rank
+makes one such call per chunk, so the calls have the same numbers on all ranks, are planned with the
+same agreed health, and handle a lost NIC as any other call does.
 
-    reduce-scatter   within the node: part i of its inputs, into this rank's output
-    allreduce        part i, with the ranks i of the other nodes, over the network
-    allgather        within the node: all parts, into the outputs of its ranks
-
-The steps within a node run in a `LocalGroup` of its ranks. The allreduce of a chunk between nodes
-is a call of the communicator's engine, with a plan of this rank's group
-(`r2ccl.planning.plan_cache.GroupPlanCache`). Every rank makes one such call per chunk, so the calls
-have the same numbers on all ranks, are planned with the same agreed health, and handle a lost NIC
-as any other call does.
-
-While the network works on a chunk, a second thread reduces the next one and distributes the
-previous one. The first reduce-scatter and the last allgather run in the calling thread. The steps
-of a node run in the same order on all its ranks: reduce-scatter of chunk 0, then, for each chunk,
-reduce-scatter of the next chunk and allgather of the chunk itself.
+While the network works on a chunk, a second thread runs the steps within the node that come before
+the network for the next chunk, and those that come after it for the previous chunk. The first and
+the last of all these steps run in the calling thread. All ranks of a node run its steps in the same
+order: those before the network for chunk 0, then, for each chunk, those before the network for the
+next chunk and those after it for the chunk itself.
 
 All steps carry the signature of the whole call, so a call that differs on another rank is found in
 the first step, within the node or between the nodes.
@@ -29,7 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -42,19 +38,31 @@ from r2ccl.errors import TransportError
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.links import Links
 from r2ccl.planning.plan_cache import Plan, PlanCache
-from r2ccl.planning.two_level import Chunk, Division, TwoLevelPlans
+from r2ccl.planning.two_level import COLLECTIVES, Division, TwoLevelPlans
 from r2ccl.runtime.async_work import Task, Worker
 from r2ccl.runtime.engine import Engine, SelectPlan
 from r2ccl.runtime.executor import HostLanes, LandingPool, LaneRun
 from r2ccl.runtime.local import require_no_obstacle
 from r2ccl.runtime.progress import difference
+from r2ccl.runtime.two_level_steps import CallMemory, LocalStep, NetworkStep, StepMaker, Steps
 from r2ccl.runtime.waits import Missing
-from r2ccl.types import USER_OP, AllgatherBytes, CallSignature, Collective, ReduceOp
+from r2ccl.schedule.chunks import Parts, consecutive
+from r2ccl.types import (
+    REDUCTIONS,
+    ROOTED,
+    USER_OP,
+    AllgatherBytes,
+    CallSignature,
+    Collective,
+    ReduceOp,
+)
 
 if TYPE_CHECKING:
     from r2ccl.shm.group import LocalGroup
 
 Array = npt.NDArray[Any]
+#: Function that returns uninitialized memory for a number of elements of a dtype.
+Scratch: TypeAlias = Callable[[int, np.dtype[Any]], Array]
 
 
 class RunEngine(Protocol):
@@ -66,7 +74,7 @@ class RunEngine(Protocol):
 
 
 class TwoLevelCalls:
-    """Two-level allreduces of one communicator; made by `connect`.
+    """Two-level collectives of one communicator; made by `connect`.
 
     Parameters
     ----------
@@ -81,6 +89,8 @@ class TwoLevelCalls:
         Plans of the calls that run in one level.
     pool : LandingPool
     run_engine : RunEngine
+    scratch : callable
+        ``scratch(count, dtype)`` returns memory that no other call uses at the same time.
     """
 
     #: Number of calls that the data loop does not count: none, because each chunk is a call in it.
@@ -96,6 +106,7 @@ class TwoLevelCalls:
         one_level: PlanCache,
         pool: LandingPool,
         run_engine: RunEngine,
+        scratch: Scratch,
     ) -> None:
         self._engine = engine
         self._group = group
@@ -104,6 +115,7 @@ class TwoLevelCalls:
         self._one_level = one_level
         self._pool = pool
         self._run_engine = run_engine
+        self._scratch = scratch
         self._worker = Worker(f"r2ccl-node-{engine.rank}", nullcontext(), self._on_error)
         #: Whether there is a kernel for shared memory, by dtype and op.
         self._taken: dict[tuple[int, int], bool] = {}
@@ -114,12 +126,30 @@ class TwoLevelCalls:
 
     # Calls
 
-    def run(self, call: CallSignature, source: Array, output: Array) -> bool:
-        """Run an allreduce from `source` to `output`, which may be equal; return whether it ran.
+    def run(
+        self,
+        call: CallSignature,
+        source: Array,
+        output: Array | None,
+        run_plan: Callable[[Plan], None],
+        parts: Parts | None = None,
+    ) -> bool:
+        """Run a collective from `source` to `output`; return whether it ran.
 
-        Return False, and do nothing, if `call` is another collective or is empty, or if there is no
-        kernel for its dtype and op. The allreduce runs in one level if that is faster (see
-        `TwoLevelPlans.divide`). Any error of the allreduce ends the communicator.
+        Return False, and do nothing, if `call` never runs in two levels or is empty, or if there is
+        no kernel for its dtype and op. If one level is faster (see `TwoLevelPlans.division`), pass
+        its plan to `run_plan`, which must run it. Any error of the collective ends the
+        communicator.
+
+        Parameters
+        ----------
+        call : CallSignature
+        source, output : ndarray
+            Flat; may overlap as in the calls of `Communicator`. `output` is None on ranks that get
+            no result of a reduce.
+        run_plan : callable
+        parts : Parts, optional
+            Parts of an allgather or a reduce-scatter. Default: equal parts that follow one another.
 
         Raises
         ------
@@ -134,12 +164,29 @@ class TwoLevelCalls:
         engine = self._engine
         engine.check()
         health = engine.enter()
-        division = self._plans.divide(call, health, engine.op)
-        if division is None:
-            plan = self._one_level(call, health, engine.op)
-            self._run_engine(plan, HostLanes(self._pool, source, output))
+        ranges = () if parts is None else parts.outputs
+        sizes = tuple(end - first for first, end in ranges)
+        division = self._plans.division(call, health, sizes)
+        is_sample = division is not None and self._plans.is_bandwidth_sample(
+            call, health, engine.op, division
+        )
+        if division is None or is_sample:
+            run_plan(
+                self._one_level(call, health, engine.op, parts=parts, is_bandwidth_sample=is_sample)
+            )
+            return True
+        # A rank can place its parts of an allgather as it likes, without the others knowing.
+        is_apart = call.collective == Collective.ALLGATHER and ranges != consecutive(sizes)
+        if output is None or is_apart or call.collective == Collective.REDUCE_SCATTER:
+            work = self._scratch(call.count, source.dtype)
         else:
-            _Run(self, call, source, output, division).run(health)
+            work = output[: call.count]
+        memory = CallMemory(source, work, work if output is None else output)
+        _Run(self, call, memory, division, sizes).run(health)
+        if is_apart:
+            assert output is not None
+            for (first, end), (lo, hi) in zip(ranges, consecutive(sizes), strict=True):
+                output[first:end] = work[lo:hi]
         return True
 
     def count_chunks(self, nbytes: int, health: Health) -> int:
@@ -152,8 +199,10 @@ class TwoLevelCalls:
         return 0 if division is None else len(division.chunks)
 
     def _takes(self, call: CallSignature) -> bool:
-        if call.collective != Collective.ALLREDUCE or call.op >= USER_OP or not call.count:
+        if call.collective not in COLLECTIVES or call.op >= USER_OP or not call.count:
             return False
+        if call.collective not in REDUCTIONS:
+            return True
         key = call.dtype, call.op
         found = self._taken.get(key)
         if found is None:
@@ -199,31 +248,29 @@ class TwoLevelCalls:
 
 
 class _Run:
-    """One allreduce in two levels.
+    """One collective in two levels.
 
     Parameters
     ----------
     calls : TwoLevelCalls
     call : CallSignature
-    source, output : ndarray
-        Input and output of this rank; may be the same memory.
+    memory : CallMemory
     division : Division
-        Chunks of the call, and the parts of each.
+    sizes : tuple of int
+        As for `TwoLevelPlans.division`.
     """
 
     def __init__(
         self,
         calls: TwoLevelCalls,
         call: CallSignature,
-        source: Array,
-        output: Array,
+        memory: CallMemory,
         division: Division,
+        sizes: tuple[int, ...],
     ) -> None:
         self._calls = calls
         self._call = call
-        self._source = source
-        self._output = output
-        self._division = division
+        self._is_at_home = division.is_at_home
         self._packed = call.pack()
         #: For AVG, a node computes sums; the call between the nodes divides them.
         op = ReduceOp.SUM if call.op == ReduceOp.AVG else call.op
@@ -231,78 +278,65 @@ class _Run:
         self._engine = calls._engine
         self._group = calls._group
         self._tasks: list[Task] = []
+        plans = calls._plans
+        place = plans.place_of(self._engine.rank)
+        root = plans.place_of(call.root if call.collective in ROOTED else 0)
+        first = self._engine.rank - place.local_rank
+        bounds = plans.bounds(call.count, sizes)[first : first + place.nlocal + 1]
+        make = StepMaker(place, memory, root, bounds).steps
+        self._steps: list[Steps] = [make(call.collective, chunk) for chunk in division.chunks]
 
     def run(self, health: Health) -> None:
         """Run the call, for whose first chunk `Engine.enter` has returned `health`."""
-        calls, chunks = self._calls, self._division.chunks
-        last = len(chunks) - 1
+        calls, last = self._calls, len(self._steps) - 1
         calls._caller, calls._has_begun = get_ident(), False
         try:
-            self._scatter(chunks[0])
+            self._run_local(self._steps[0].before)
             calls._has_begun = True
-            for number, chunk in enumerate(chunks):
-                scattered = None
+            for number, steps in enumerate(self._steps):
+                prepared = self._begin(self._steps[number + 1].before) if number < last else None
+                self._run_between(steps.between, None if number else health)
                 if number < last:
-                    scattered = self._begin(partial(self._scatter, chunks[number + 1]))
-                self._between(chunk, None if number else health)
-                if scattered is not None:
-                    self._begin(partial(self._gather, chunk))
-                    self._await(scattered)
+                    self._begin(steps.after)
+                if prepared is not None:
+                    self._await(prepared)
             if self._tasks:
                 self._await(self._tasks[-1])
-            self._gather(chunks[last])
+            self._run_local(self._steps[last].after)
         except BaseException as exc:
             raise self._failed(exc) from None
 
     # Steps
 
-    def _scatter(self, chunk: Chunk) -> None:
-        """Reduce this rank's part of a chunk from the inputs of the node's ranks."""
-        own, parts = self._own(chunk), chunk.parts
-        put = ((0, own[1] - own[0]),) * len(parts)
-        self._local(Collective.REDUCE_SCATTER, chunk, (parts, put), self._source)
+    def _run_local(self, steps: Sequence[LocalStep]) -> None:
+        for each in steps:
+            form = msgspec.structs.replace(
+                self._within, collective=each.collective, count=each.count, root=each.root
+            )
+            step = self._group.prepare(form, each.parts).signed(self._packed)
+            self._group.run(step, each.source, each.output)
 
-    def _gather(self, chunk: Chunk) -> None:
-        """Copy this rank's part of a chunk to the node's ranks, and receive their parts."""
-        lo, hi = self._own(chunk)
-        sent = tuple(
-            (0, hi - lo) if index == self._group.rank else (0, 0)
-            for index in range(len(chunk.parts))
-        )
-        self._local(Collective.ALLGATHER, chunk, (sent, chunk.parts), self._output)
-
-    def _local(self, collective: Collective, chunk: Chunk, parts: Any, whole: Array) -> None:
-        count = chunk.end - chunk.first
-        form = msgspec.structs.replace(self._within, collective=collective, count=count)
-        step = self._group.prepare(form, parts).signed(self._packed)
-        lo, hi = self._own(chunk)
-        own = self._output[chunk.first + lo : chunk.first + hi]
-        piece = whole[chunk.first : chunk.end]
-        ends = (piece, own) if collective == Collective.REDUCE_SCATTER else (own, piece)
-        self._group.run(step, *ends)
-
-    def _between(self, chunk: Chunk, health: Health | None) -> None:
-        """Reduce this rank's part of a chunk between the nodes.
+    def _run_between(self, step: NetworkStep, health: Health | None) -> None:
+        """Run the step between the nodes.
 
         `health` is the result of `Engine.enter` for the chunk; None: it has not been called yet.
         """
-        lo, hi = self._own(chunk)
-        own = self._output[chunk.first + lo : chunk.first + hi]
 
         def select(health: Health, _: int = 0) -> Plan:
-            is_at_home = self._division.is_at_home
-            return self._calls._plans.plan(self._call, hi - lo, health, is_at_home=is_at_home)
+            return self._calls._plans.plan(
+                self._call, step.count, health, is_at_home=self._is_at_home, parts=step.parts
+            )
 
         plan = select if health is None else select(health)
-        self._calls._run_engine(plan, HostLanes(self._calls._pool, own, own))
-
-    def _own(self, chunk: Chunk) -> tuple[int, int]:
-        return chunk.parts[self._group.rank]
+        self._calls._run_engine(plan, HostLanes(self._calls._pool, step.array, step.array))
 
     # The second thread
 
-    def _begin(self, step: Callable[[], None]) -> Task:
-        task = Task(step)
+    def _begin(self, steps: Sequence[LocalStep]) -> Task | None:
+        """Run steps within the node in the second thread; return None if there are none."""
+        if not steps:
+            return None
+        task = Task(partial(self._run_local, steps))
         self._tasks.append(task)
         self._calls._worker.enqueue(task)
         return task
@@ -392,6 +426,7 @@ def connect(
     one_level: PlanCache,
     pool: LandingPool,
     run_engine: RunEngine,
+    scratch: Scratch,
 ) -> TwoLevelCalls:
     """Share memory between the ranks of each node of a communicator.
 
@@ -406,7 +441,7 @@ def connect(
         Reason why this rank cannot share memory; empty if it can.
     teams : sequence of sequence of int
         Ranks of each node, numbered as in the communicator; equally many on all nodes.
-    one_level, pool, run_engine
+    one_level, pool, run_engine, scratch
         See `TwoLevelCalls`.
 
     Raises
@@ -454,6 +489,7 @@ def connect(
             one_level=one_level,
             pool=pool,
             run_engine=run_engine,
+            scratch=scratch,
         )
     )
     return calls[0]

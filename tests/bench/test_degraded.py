@@ -83,22 +83,23 @@ def test_calls_of_two_levels_count_once_per_chunk(bench) -> None:
     assert counts["one"] == 1
     assert counts["two"] > 1
     task = bench("degraded_job").Task(
-        what="levels", sizes=(nbytes,), rounds=3, batch_nbytes=0, healthy=(levels.NAME,),
+        what="levels", sizes=(nbytes,), rounds=3, batch_nbytes=0, healthy=("allgather",),
         ops_per_call=counts["two"],
     )  # fmt: skip
     assert task.healthy_ops == 4 + 4 * counts["two"]
 
 
-def test_rows_of_levels_compare_with_the_line_rate(bench) -> None:
+@pytest.mark.parametrize(("name", "sent"), [("allreduce", 1), ("allgather", 0.5), ("reduce", 1)])
+def test_rows_of_levels_compare_with_the_line_rate(bench, name: str, sent: float) -> None:
     levels, job = bench("degraded_levels"), bench("degraded_job")
     nbytes = 64 << 20
-    line_s = nbytes / (4 * 200e6 / 8)
+    line_s = sent * nbytes / (4 * 200e6 / 8)
     times = {
-        (phase, levels.NAME, nbytes): job.Times([slower * line_s] * 3, [0.5] * 3)
+        (phase, name, nbytes): job.Times([slower * line_s] * 3, [0.5] * 3)
         for phase, slower in ((job.HEALTHY, 1.0), (job.DEGRADED, 1.25))
     }
     whole, lost = levels.rows_of({"two": job.Outcome(times, [], [])}, 200)
-    assert (whole["lost"], lost["lost"]) == (0, 1)
+    assert (whole["collective"], whole["lost"], lost["lost"]) == (name, 0, 1)
     assert whole["of_line_rate"] == pytest.approx(1.0)
     assert (lost["of_line_rate"], lost["of_healthy"]) == pytest.approx((0.8, 0.8))
 

@@ -1,4 +1,4 @@
-"""Contract tests of allreduces on hosts of several ranks that share memory, over real processes."""
+"""Contract tests of collectives on hosts of several ranks that share memory, over processes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support import two_level_programs as programs
+from support import values
 from support.jobs import launch, survivors
 from support.slow import slow_but
 
@@ -38,6 +39,37 @@ def test_all_dtypes_are_exact(sizes: list[int], nchunks: int) -> None:
     assert run(programs.exact, sizes, nchunks, has_all_ops) == [([], True)] * sum(sizes)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "nchunks", "names"),
+    slow_but(
+        [(HOSTS, 3, ("float32",))],
+        [
+            (HOSTS, 3, ("float32",)),
+            (HOSTS, 1, ("int8",)),
+            (HOSTS, 3, values.DTYPES),
+            ([3, 3], 2, ("int16", "float64")),
+            ([2, 2, 2], 5, ("complex64", "bool")),
+        ],
+    ),
+)
+def test_other_collectives_are_exact(sizes: list[int], nchunks: int, names: tuple[str]) -> None:
+    assert run(programs.others_exact, sizes, nchunks, names) == [[]] * sum(sizes)
+
+
+def test_ranks_numbered_in_turn_get_exact_results() -> None:
+    assert run(programs.others_exact, HOSTS, 3, ("int16",), True) == [[]] * 4
+
+
+def test_other_collectives_take_two_levels_in_every_way() -> None:
+    counts = [programs.NCHUNKS] * 3
+    names = ("broadcast", "reduce", "allgather", "reduce_scatter")
+    assert run(programs.others_counted, HOSTS) == [dict.fromkeys(names, counts)] * 4
+
+
+def test_a_part_of_a_sum_is_added_like_the_whole_sum() -> None:
+    assert run(programs.scattered_bits, HOSTS) == [True] * 4
+
+
 def test_every_way_to_call_takes_two_levels() -> None:
     assert run(programs.counted, HOSTS) == [[programs.NCHUNKS] * 4] * 4
 
@@ -49,16 +81,26 @@ def test_all_ranks_get_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "other"),
+    ("what", "other", "name"),
     slow_but(
-        [("count", 3), ("barrier", 0)],
-        [("count", 0), ("count", 3), ("barrier", 0), ("scan", 3)],
+        [("count", 3, "allreduce"), ("barrier", 0, "allreduce"), ("count", 1, "allgather")],
+        [
+            ("count", 0, "allreduce"),
+            ("count", 3, "allreduce"),
+            ("barrier", 0, "allreduce"),
+            ("scan", 3, "allreduce"),
+            ("count", 1, "allgather"),
+            ("count", 2, "reduce_scatter"),
+            ("barrier", 1, "broadcast"),
+            ("count", 3, "broadcast"),
+            ("count", 0, "reduce"),
+        ],
     ),
 )
-def test_calls_that_differ_are_found(what: str, other: int) -> None:
-    for error in run(programs.different, HOSTS, other, what):
+def test_calls_that_differ_are_found(what: str, other: int, name: str) -> None:
+    for error in run(programs.different, HOSTS, other, what, name):
         assert "differs between ranks" in error
-        assert "allreduce(count=1000" in error
+        assert f"{name}(count=1000" in error
 
 
 def test_a_rank_that_does_not_call_is_named() -> None:
@@ -99,10 +141,21 @@ def test_communicators_of_hosts_and_across_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "cause"), [("revoke", "revoke"), ("interrupt", "KeyboardInterrupt")]
+    ("how", "cause", "called"),
+    slow_but(
+        [("revoke", "revoke", "allreduce"), ("interrupt", "KeyboardInterrupt", "reduce_scatter")],
+        [
+            ("revoke", "revoke", "allreduce"),
+            ("interrupt", "KeyboardInterrupt", "allreduce"),
+            ("interrupt", "KeyboardInterrupt", "reduce_scatter"),
+            ("interrupt", "KeyboardInterrupt", "allgather"),
+            ("revoke", "revoke", "broadcast"),
+            ("interrupt", "KeyboardInterrupt", "reduce"),
+        ],
+    ),
 )
-def test_a_call_that_ends_early_leaves_nothing_behind(how: str, cause: str) -> None:
-    found = run(programs.ended, HOSTS, how)
+def test_a_call_that_ends_early_leaves_nothing_behind(how: str, cause: str, called: str) -> None:
+    found = run(programs.ended, HOSTS, how, called)
     assert found[1][0] == ("KeyboardInterrupt" if how == "interrupt" else "CommunicatorRevoked")
     for rank, (name, text, is_same, left) in enumerate(found):
         assert is_same, f"memory of rank {rank} was written after its error"
@@ -112,8 +165,15 @@ def test_a_call_that_ends_early_leaves_nothing_behind(how: str, cause: str) -> N
             assert cause in text
 
 
-def test_survivors_of_a_killed_rank_go_on() -> None:
-    run = functools.partial(programs.killed, HOSTS, 1)
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["allreduce", "reduce_scatter"],
+        ["allreduce", "reduce_scatter", "allgather", "broadcast", "reduce"],
+    ),
+)
+def test_survivors_of_a_killed_rank_go_on(name: str) -> None:
+    run = functools.partial(programs.killed, HOSTS, 1, name)
     found = survivors(run, 4, [[1]], timeout_s=TIMEOUT_S)
     for error, took_s, total in found.values():
         assert (error, total) == ("PeerLost of rank 1", 3.0)

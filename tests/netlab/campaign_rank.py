@@ -1,6 +1,8 @@
-"""Run one rank of a campaign: allreduces that must be exact, each with one fault.
+"""Run one rank of a campaign: collectives that must be exact, each with one fault.
 
-Op 2k of the job is the allreduce of run k (a planned fault occurs inside it), op 2k + 1 a barrier.
+The arguments are the number of runs, the size of the buffer in bytes, and the name of the
+collective (default: allreduce). If a call counts as one collective of the network, op 2k of the job
+is the call of run k (a planned fault occurs inside it), op 2k + 1 a barrier.
 Between runs the rank waits, without communicating, until every path it lost is up again. Prints a
 JSON object as its last line.
 """
@@ -21,18 +23,21 @@ RESTORE_TIMEOUT_S = 20.0
 
 def main() -> None:
     runs, nbytes = int(sys.argv[1]), int(sys.argv[2])
+    name = sys.argv[3] if len(sys.argv) > 3 else "allreduce"
     with r2ccl.init() as comm:
-        data = np.random.default_rng(comm.rank).standard_normal(nbytes // 4).astype(np.float32)
-        reference = comm.allreduce(data, np.empty_like(data))
+        count = nbytes // 4 // (comm.nranks if name == "allgather" else 1)
+        data = np.random.default_rng(comm.rank).standard_normal(count).astype(np.float32)
+        reference = run_call(comm, name, data.copy()).copy()
         comm.barrier()
         exact, times = 0, []
         for run in range(1, runs + 1):
             scale = np.float32(2.0 ** (run % 8 - 4))  # a power of two scales every bit exactly
             x = data * scale
             begin = time.monotonic()
-            comm.allreduce(x)
+            found = run_call(comm, name, x)
             times.append((begin, time.monotonic()))
-            exact += bool(np.array_equal(x.view(np.uint32), (reference * scale).view(np.uint32)))
+            wanted = reference * scale
+            exact += bool(np.array_equal(found.view(np.uint32), wanted.view(np.uint32)))
             wait_until_whole(comm)
             comm.barrier()
         report = {
@@ -45,6 +50,12 @@ def main() -> None:
             ],
         }
     print(json.dumps(report), flush=True)
+
+
+def run_call(comm: r2ccl.Communicator, name: str, x: np.ndarray) -> np.ndarray:
+    """Run a collective on `x`; return its result, or `x` on ranks that get none."""
+    found = getattr(comm, name)(x)
+    return x if found is None else found
 
 
 def wait_until_whole(comm: r2ccl.Communicator) -> None:

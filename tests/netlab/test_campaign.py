@@ -34,7 +34,10 @@ NBYTES = 16 << 20
 #: Slices a rank posts in one run: 12 channels, 6 sends each, of 2 slices.
 STEPS = 140
 #: Slices that a rank posts at least for a chunk in two levels: 6 channels, 2 sends of a slice each.
+#: Half of them in collectives other than allreduce.
 LEVEL_STEPS = 12
+#: Node whose ranks send over the network, if only those of one do. The root is rank 0.
+ONLY_SENDER = {"broadcast": 0, "reduce": 1}
 
 #: Fields of each kind of fault, besides its place and moment.
 KINDS: dict[Action, dict[str, Any]] = {
@@ -222,23 +225,34 @@ def test_a_pair_without_any_rail_gives_up_on_both_sides() -> None:
     )
 
 
-@pytest.mark.parametrize("runs", slow_but([1], sorted({1, RUNS})))
-def test_results_of_two_levels_are_exact(runs: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    slow_but(
+        [("allreduce", 1), ("reduce_scatter", 1)],
+        [
+            (name, runs)
+            for name in ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce")
+            for runs in sorted({1, RUNS})
+        ],
+    ),
+)
+def test_results_of_two_levels_are_exact(name: str, runs: int) -> None:
     """A NIC goes down in one chunk or another of every run; ranks of both groups use it then."""
     nodes, nchunks = 2, count_chunks(NBYTES)
-    rng = random.Random("levels")
+    rng, nsteps = random.Random("levels"), LEVEL_STEPS // (1 if name == "allreduce" else 2)
     faults = []
     for run in range(1, runs + 1):
-        node, rail, chunk = rng.randrange(nodes), rng.randrange(RAILS), rng.randrange(nchunks)
+        node = ONLY_SENDER.get(name, rng.randrange(nodes))
+        rail, chunk = rng.randrange(RAILS), rng.randrange(nchunks)
         where = {"node": node, "rail": rail, "rank": nodes * node + rail // nodes}
-        op, step = run * (nchunks + 1) + chunk, rng.randrange(LEVEL_STEPS)
+        op, step = run * (nchunks + 1) + chunk, rng.randrange(nsteps)
         faults.append(
             Fault(action=Action.NIC_DOWN, **where, at_op=op, at_step=step, duration_s=0.4)
         )
     plan = FaultPlan(faults)
     with Lab(nodes=nodes, rails=RAILS, ranks_per_node=2) as lab:
         reports = run_ranks(
-            lab, "campaign_rank.py", str(runs), str(NBYTES), plan=plan, env={"R2CC_SHM": "1"}
+            lab, "campaign_rank.py", str(runs), str(NBYTES), name, plan=plan, env={"R2CC_SHM": "1"}
         )
     plan.assert_all_fired()
     print_repair_times(Action.NIC_DOWN, plan, reports)

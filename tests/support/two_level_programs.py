@@ -31,9 +31,12 @@ MANY, NCHUNKS = 1 << 22, 7
 
 
 @contextmanager
-def hosts(sizes: list[int], **settings: Any) -> Iterator[r2ccl.Communicator]:
-    """Join a job whose hosts have these numbers of ranks."""
-    own = np.repeat(np.arange(len(sizes)), sizes)[int(os.environ["RANK"])]
+def hosts(
+    sizes: list[int], is_in_turn: bool = False, **settings: Any
+) -> Iterator[r2ccl.Communicator]:
+    """Join a job whose hosts have these numbers of ranks, numbered host by host or in turn."""
+    rank = int(os.environ["RANK"])
+    own = rank % len(sizes) if is_in_turn else np.repeat(np.arange(len(sizes)), sizes)[rank]
     startup.host_id = lambda: f"host{own}/boot/namespace"
     with r2ccl.init(**settings) as comm:
         yield comm
@@ -41,7 +44,7 @@ def hosts(sizes: list[int], **settings: Any) -> Iterator[r2ccl.Communicator]:
 
 def divided(nchunks: int = NCHUNKS) -> None:
     """Divide all calls, also those of little data, into `nchunks` chunks."""
-    two_level.count_chunks = lambda nbytes: nchunks
+    two_level.count_chunks = lambda nbytes, npieces=1: nchunks
     two_level._LOCAL_STEPS = -1
 
 
@@ -68,6 +71,84 @@ def exact(sizes: list[int], nchunks: int, has_all_ops: bool) -> tuple[list[str],
         return wrong, comm._collectives._two_level is not None
 
 
+def others_exact(
+    sizes: list[int], nchunks: int, names: tuple[str, ...], is_in_turn: bool = False
+) -> list[str]:
+    """Return the wrong results of the collectives other than allreduce."""
+    wrong = []
+    with hosts(sizes, is_in_turn) as comm:
+        divided(nchunks)
+        for name in names:
+            for count in COUNTS if len(names) == 1 else COUNTS[:2]:
+                for root in (0, comm.nranks - 1):
+                    wrong += _broadcast(comm, name, count, root)
+                wrong += _gathers(comm, name, [count] * comm.nranks)
+                wrong += _gathers(comm, name, [(count * rank) % 7 for rank in range(comm.nranks)])
+                for op in values.some_ops(name):
+                    wrong += _reduce(comm, name, count, op, comm.nranks - 2)
+                    wrong += _scatters(comm, name, [count] * comm.nranks, op)
+                    uneven = [count * (rank % 3) for rank in range(comm.nranks)]
+                    wrong += _scatters(comm, name, uneven, op)
+        assert comm._collectives._two_level is not None
+    return wrong
+
+
+def _broadcast(comm: r2ccl.Communicator, name: str, count: int, root: int) -> list[str]:
+    x, wanted = values.data_of(comm.rank, count, name), values.data_of(root, count, name)
+    kept = x.copy()
+    apart, in_place = comm.broadcast(x, np.zeros_like(x), root=root), x.copy()
+    comm.broadcast(in_place, root=root)
+    is_right = values.same(apart, wanted) and values.same(in_place, wanted)
+    return [] if is_right and values.same(x, kept) else [f"broadcast {name} {count} {root}"]
+
+
+def _reduce(
+    comm: r2ccl.Communicator, name: str, count: int, op: r2ccl.ReduceOp, root: int
+) -> list[str]:
+    x = values.data_of(comm.rank, count, name)
+    kept, wanted = x.copy(), values.expected(comm.nranks, count, name, op)
+    apart = comm.reduce(x, np.zeros_like(x) if comm.rank == root else None, op, root=root)
+    is_right = values.same(x, kept)
+    in_place = comm.reduce(x, op=op, root=root)
+    if comm.rank == root:
+        is_right &= values.same(apart, wanted) and values.same(in_place, wanted)
+    else:
+        is_right &= values.same(x, kept)
+    return [] if is_right else [f"reduce {name} {op} {count}"]
+
+
+def _gathers(comm: r2ccl.Communicator, name: str, counts: list[int]) -> list[str]:
+    every = [values.data_of(rank, count, name) for rank, count in enumerate(counts)]
+    wanted, x = np.concatenate(every), every[comm.rank]
+    # Rank 1 leaves gaps between the parts of its output; no other rank knows.
+    gap = 3 * (comm.rank == 1)
+    places = [sum(counts[:rank]) + gap * rank for rank in range(comm.nranks)]
+    out = np.zeros(sum(counts) + gap * comm.nranks, x.dtype)
+    comm.allgatherv(x, out, counts=counts, displs=places)
+    parts = [out[at:][:count] for at, count in zip(places, counts, strict=True)]
+    is_right = values.same(np.concatenate(parts), wanted)
+    in_place = np.zeros_like(wanted)
+    own = in_place[sum(counts[: comm.rank]) :][: len(x)]
+    own[:] = x
+    comm.allgatherv(own, in_place, counts=counts)
+    is_right &= values.same(in_place, wanted)
+    return [] if is_right else [f"allgather {name} {counts}"]
+
+
+def _scatters(
+    comm: r2ccl.Communicator, name: str, counts: list[int], op: r2ccl.ReduceOp
+) -> list[str]:
+    x = values.data_of(comm.rank, sum(counts), name)
+    kept, first = x.copy(), sum(counts[: comm.rank])
+    mine = slice(first, first + counts[comm.rank])
+    wanted = values.expected(comm.nranks, len(x), name, op)[mine]
+    found = comm.reduce_scatterv(x, np.zeros_like(x[mine]), op, counts=counts)
+    is_right = values.same(found, wanted) and values.same(x, kept)
+    comm.reduce_scatterv(x, x[mine], op, counts=counts)
+    is_right &= values.same(x[mine], wanted)
+    return [] if is_right else [f"reduce_scatter {name} {op} {counts}"]
+
+
 def counted(sizes: list[int]) -> list[int]:
     """Return how many calls the data loop ran for one of `NCHUNKS` chunks, by way of calling."""
     with hosts(sizes) as comm:
@@ -92,6 +173,32 @@ def counted(sizes: list[int]) -> list[int]:
         return found
 
 
+def others_counted(sizes: list[int]) -> dict[str, list[int]]:
+    """Return, by collective, how many calls the data loop ran for one, by way of calling."""
+    with hosts(sizes) as comm:
+        divided()
+        whole, part = np.ones(1000, np.float32), np.ones(1000 // comm.nranks, np.float32)
+        calls = {
+            "broadcast": lambda **more: comm.broadcast(whole, **more),
+            "reduce": lambda **more: comm.reduce(whole, **more),
+            "allgather": lambda **more: comm.allgather(part, **more),
+            "reduce_scatter": lambda **more: comm.reduce_scatter(whole, **more),
+        }
+        found: dict[str, list[int]] = {}
+        for name, call in calls.items():
+            for way in ("blocking", "async", "group"):
+                before = comm.ncalls
+                if way == "group":
+                    with comm.group():
+                        call()
+                elif way == "async":
+                    call(async_op=True).wait()
+                else:
+                    call()
+                found.setdefault(name, []).append(comm.ncalls - before)
+        return found
+
+
 def same_bits(sizes: list[int]) -> tuple[bytes, bool]:
     """Return the bits of a sum that must be rounded, and whether they are those of node sums."""
     with hosts(sizes) as comm:
@@ -106,7 +213,37 @@ def same_bits(sizes: list[int]) -> tuple[bytes, bool]:
         return found.tobytes(), bool((found == nodes[0] + nodes[1]).all())
 
 
-def different(sizes: list[int], other: int, what: str) -> str:
+def scattered_bits(sizes: list[int]) -> bool:
+    """Return whether a reduce and a reduce-scatter add the sums of the nodes."""
+    with hosts(sizes) as comm:
+        divided()
+        n = comm.nranks
+        every = [
+            np.random.default_rng(rank).standard_normal(4099 * n).astype(np.float32)
+            for rank in range(n)
+        ]
+        nodes = [np.add.reduce(np.stack(part)) for part in (every[: n // 2], every[n // 2 :])]
+        wanted = nodes[0] + nodes[1]
+        part = comm.reduce_scatter(every[comm.rank])
+        whole = comm.reduce(every[comm.rank].copy(), root=1)
+        is_right = bool((part == np.split(wanted, n)[comm.rank]).all())
+        return is_right and (comm.rank != 1 or bool((whole == wanted).all()))
+
+
+def call_of(comm: r2ccl.Communicator, name: str, x: np.ndarray) -> None:
+    """Run a collective whose buffer has the size of `x`."""
+    if name == "allgather":
+        part = len(x) // comm.nranks
+        comm.allgather(x[comm.rank * part :][:part], x)
+    elif name == "reduce_scatter":
+        comm.reduce_scatter(x, op=r2ccl.MAX)
+    elif name == "broadcast":
+        comm.broadcast(x, root=comm.nranks - 1)
+    else:
+        getattr(comm, name)(x, op=r2ccl.MAX)
+
+
+def different(sizes: list[int], other: int, what: str, name: str = "allreduce") -> str:
     """Make another call on one rank; return the error."""
     with hosts(sizes) as comm:
         divided()
@@ -118,7 +255,7 @@ def different(sizes: list[int], other: int, what: str) -> str:
             elif is_other and what == "scan":
                 comm.scan(x)
             else:
-                comm.allreduce(x[:999] if is_other else x)
+                call_of(comm, name, x[:996] if is_other else x)
         except r2ccl.InvalidArgument as exc:
             return str(exc)
     return "it ran"
@@ -191,7 +328,7 @@ def watched() -> Callable[[], int]:
     return lambda: running[0]
 
 
-def ended(sizes: list[int], how: str) -> tuple[str, str, bool, list[str]]:
+def ended(sizes: list[int], how: str, called: str) -> tuple[str, str, bool, list[str]]:
     """Let rank 1 end amid a call of many chunks; return how this rank's call ends.
 
     That is the class of its error and its text, whether no step ran and its memory was unchanged
@@ -211,7 +348,7 @@ def ended(sizes: list[int], how: str) -> tuple[str, str, bool, list[str]]:
             threading.Timer(0.5, end).start()
         try:
             for _ in range(1000):
-                comm.allreduce(x, op=r2ccl.MAX)
+                call_of(comm, called, x)
         except (r2ccl.R2cclError, KeyboardInterrupt) as exc:
             is_over = count_running() == 0
             after = x.copy()
@@ -225,7 +362,7 @@ def ended(sizes: list[int], how: str) -> tuple[str, str, bool, list[str]]:
     return type(error).__name__, str(error), is_same, left
 
 
-def killed(sizes: list[int], victim: int) -> tuple[str, float, float]:
+def killed(sizes: list[int], victim: int, name: str = "allreduce") -> tuple[str, float, float]:
     """Kill a rank amid a call; return the others' error, its delay, and what they sum then."""
     with hosts(sizes) as comm:
         divided(200)
@@ -238,14 +375,14 @@ def killed(sizes: list[int], victim: int) -> tuple[str, float, float]:
         while error is None:
             begun_s = time.monotonic()
             try:
-                comm.allreduce(x, op=r2ccl.MAX)
+                call_of(comm, name, x)
             except r2ccl.R2cclError as exc:
                 error = exc
         took_s = time.monotonic() - begun_s
         with comm.shrink() as fewer:
             total = fewer.allreduce(np.ones(3))
-            name = f"{type(error).__name__} of rank {getattr(error, 'peer', None)}"
-            return name, took_s, float(total[0])
+            text = f"{type(error).__name__} of rank {getattr(error, 'peer', None)}"
+            return text, took_s, float(total[0])
 
 
 def stopped(sizes: list[int]) -> float:

@@ -126,9 +126,14 @@ def test_every_collective_has_one_choice(collective: str) -> None:
         assert all(each.simulated_s for each in forecasts.values())
 
 
-def test_several_ranks_per_node_run_in_two_levels() -> None:
-    assert found_by("--ranks-per-node", "2").nchunks > 0
-    assert found_by(is_simulated=False).nchunks == 0
+@pytest.mark.parametrize(
+    ("collective", "has_levels"), [("allreduce", True), ("allgather", True), ("alltoall", False)]
+)
+def test_several_ranks_per_node_run_in_two_levels(collective: str, has_levels: bool) -> None:
+    given = ("--collective", collective)
+    found = found_by(*given, "--ranks-per-node", "2", is_simulated=False)
+    assert (found.nchunks > 0) == has_levels
+    assert found_by(*given, is_simulated=False).nchunks == 0
 
 
 def test_large_simulations_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:

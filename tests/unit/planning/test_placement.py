@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.healths import health
 
-from r2ccl.algos import leaf_ring, packed_trees, ring
+from r2ccl.algos import leaf_ring, packed_trees, ring, tree
 from r2ccl.errors import InvalidArgument
 from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.planning.placement import place, place_edges, port_time
@@ -161,3 +161,19 @@ def test_every_lane_has_links_of_its_own(shares: list[int], ntrees: int) -> None
 def test_edges_need_a_home_too() -> None:
     with pytest.raises(InvalidArgument, match="no home rails"):
         place_edges(ring.allreduce(2), [], health())
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_packed_edges_keep_rails_and_use_the_lowest_numbers(width: int) -> None:
+    trees = packed_trees.pack([width * 3] * 4, 3 * width)
+    placement = place_edges(tree.allreduce(trees), range(width), health())
+    packed = placement.packed(width)
+    used: dict[int, set[int]] = {}
+    for before, after in zip(placement.edges, packed.edges, strict=True):
+        assert before[:3] == after[:3]
+        assert before.number % width == after.number % width
+        used.setdefault(after.number, set()).add(after.channel)
+    assert all(len(channels) == 1 for channels in used.values())
+    for at in range(width):
+        turns = sorted(number // width for number in used if number % width == at)
+        assert turns == list(range(len(turns)))

@@ -15,6 +15,7 @@ from r2ccl.planning import plan_cache
 from r2ccl.planning.cost_model import Fabric, Rates
 from r2ccl.planning.plan_cache import Plan, PlanCache
 from r2ccl.planning.planner import Planner
+from r2ccl.planning.two_level import COLLECTIVES
 from r2ccl.schedule.check import check_order
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import REDUCTIONS, ROOTED, CallSignature, Collective, ReduceOp
@@ -48,6 +49,22 @@ def test_rails_are_measured_oftener_while_one_is_slow() -> None:
     slow = gauges(make(), health(r1n0=4), soon)
     assert slow == [op for op in soon if op % 16 < 3]
     assert gauges(make(algo="packed_trees"), health(r1n0=0)) == [], "what is named runs always"
+
+
+@pytest.mark.parametrize("collective", sorted(COLLECTIVES))
+def test_a_plan_can_be_asked_to_be_a_sample(collective: Collective) -> None:
+    plan = make()(replace(CALL, collective=collective), health(r1n0=0), is_bandwidth_sample=True)
+    assert plan.is_bandwidth_sample
+
+
+def test_samples_cost_a_hundredth_of_the_time_in_two_levels() -> None:
+    """One level is a ring, which is a sample itself; two levels take two thirds of its time."""
+    plans, call = make(), replace(CALL, collective=Collective.ALLGATHER)
+    ring_ns = plans.choice_of(call, health()).predicted_ns
+    ops, two_ns = range(10_000), ring_ns * 2 // 3
+    found = sum(plans.is_bandwidth_sample(call, health(), op, two_ns) for op in ops)
+    assert 0.005 < found / len(ops) * (ring_ns / two_ns - 1) < 0.011
+    assert not any(plans.is_bandwidth_sample(call, health(), op) for op in ops)
 
 
 def test_the_count_begins_when_the_health_changes() -> None:

@@ -6,20 +6,23 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from support.healths import health
 
 from r2ccl.config import Config
 from r2ccl.planning.cost_model import UNMEASURED, Fabric, Rates
 from r2ccl.planning.plan_cache import PlanCache
 from r2ccl.planning.two_level import (
+    COLLECTIVES,
     Division,
+    Piece,
     TwoLevelPlans,
     count_chunks,
     divide_rails,
     rail_weights,
     slowdown_of,
 )
-from r2ccl.types import CallSignature, Collective, ReduceOp
+from r2ccl.types import PARTED, CallSignature, Collective, ReduceOp
 
 FLOAT32 = 7
 CALL = CallSignature(Collective.ALLREDUCE, FLOAT32, ReduceOp.SUM, 4 << 20)
@@ -37,7 +40,7 @@ def make(rank: int = 0, nrails: int = 4, rates: Rates = RATES, **settings: Any) 
 def shares_of(division: Division | None) -> list[Fraction]:
     """Return the share of each rank of a node in the whole buffer."""
     assert division is not None
-    parts = zip(*(chunk.parts for chunk in division.chunks), strict=True)
+    parts = zip(*(piece.parts for chunk in division.chunks for piece in chunk), strict=True)
     sizes = [sum(end - first for first, end in part) for part in parts]
     return [Fraction(size, sum(sizes)).limit_denominator(1000) for size in sizes]
 
@@ -45,41 +48,66 @@ def shares_of(division: Division | None) -> list[Fraction]:
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 1000, 123_457, 4 << 20])
 def test_chunks_and_parts_cover_a_buffer(count: int) -> None:
     plans = make(eager_nbytes=0)
-    division = plans.divide(CallSignature(Collective.ALLREDUCE, FLOAT32, 0, count), health(), 0)
+    division = plans.division(CallSignature(Collective.ALLREDUCE, FLOAT32, 0, count), health())
     assert division is not None
     at = 0
-    for chunk in division.chunks:
-        assert chunk.first == at
-        at = chunk.end
-        assert chunk.parts[0][0] == 0
-        assert chunk.parts[0][1] == chunk.parts[1][0]
-        assert chunk.parts[1][1] == chunk.end - chunk.first
+    for (piece,) in division.chunks:
+        assert piece.first == at
+        at = piece.end
+        assert_divided(piece)
     assert at == count
+
+
+def assert_divided(piece: Piece) -> None:
+    """Check that the parts of two ranks cover a piece."""
+    assert piece.parts[0][0] == 0
+    assert piece.parts[0][1] == piece.parts[1][0]
+    assert piece.parts[1][1] == piece.end - piece.first
+
+
+@pytest.mark.parametrize("sizes", [(1000,) * 4, (0, 7, 1, 0), (0, 0, 123_457, 1)])
+@pytest.mark.parametrize("collective", sorted(PARTED))
+def test_pieces_cover_the_parts_of_each_node(
+    collective: Collective, sizes: tuple[int, ...]
+) -> None:
+    call = CallSignature(collective, FLOAT32, 0, sum(sizes))
+    division = make(eager_nbytes=0).division(call, health(), sizes)
+    assert division is not None
+    at = [0, sizes[0] + sizes[1]]
+    for chunk in division.chunks:
+        for node, piece in enumerate(chunk):
+            assert piece.first == at[node]
+            at[node] = piece.end
+            assert_divided(piece)
+    assert at == [sizes[0] + sizes[1], sum(sizes)]
 
 
 @pytest.mark.parametrize("lost", [{}, {"r1n2": 0}, {"r1n2": 0, "r1n3": 0}, {"r3n0": 4}])
 def test_all_ranks_divide_alike(lost: dict[str, int]) -> None:
-    found = [make(rank).divide(CALL, health(**lost), 0) for rank in range(4)]
+    found = [make(rank).division(CALL, health(**lost)) for rank in range(4)]
     assert found[0] is not None
     assert all(each == found[0] for each in found)
 
 
 def test_a_lost_nic_costs_all_groups_the_same() -> None:
-    lost = make().divide(CALL, health(r1n2=0, r1n3=0), 0)
+    lost = make().division(CALL, health(r1n2=0, r1n3=0))
     assert shares_of(lost) == [Fraction(1, 2)] * 2
 
 
 def test_a_slow_nic_leaves_work_to_the_other_groups() -> None:
-    slow = make().divide(CALL, health(r1n2=8), 0)
+    slow = make().division(CALL, health(r1n2=8))
     assert shares_of(slow) == [Fraction(24, 56).limit_denominator(1000), Fraction(4, 7)]
 
 
 @pytest.mark.parametrize("mode", ["failstop", "migrate", "balance"])
 def test_modes_that_do_not_plan_divide_alike_whatever_fails(mode: str) -> None:
-    plans, whole = make(mode=mode), make().divide(CALL, health(), 0)
+    plans, whole = make(mode=mode), make().division(CALL, health())
+    assert whole is not None
     no_common = health(r0n0=0, r1n0=0, r2n2=0, r3n2=0)
     for each in (health(), health(r1n2=8), health(r1n2=0, r1n3=0), no_common):
-        assert plans.divide(CALL, each, 0) == whole
+        found = plans.division(CALL, each)
+        assert found is not None
+        assert found._replace(predicted_ns=0) == whole._replace(predicted_ns=0)
 
 
 def of_nodes(nnodes: int, nlocal: int) -> TwoLevelPlans:
@@ -100,7 +128,7 @@ def test_groups_share_ports_where_that_spares_a_node(
     plans, nranks = of_nodes(nnodes, nlocal), nnodes * nlocal
     whole, lost = health(nranks=nranks), health(nranks=nranks, r1n0=0)
     for each, expected in ((whole, True), (lost, is_at_home)):
-        division = plans.divide(CALL, each, 0)
+        division = plans.division(CALL, each)
         assert division is not None
         assert division.is_at_home == expected
         assert shares_of(division) == [Fraction(1, nlocal)] * nlocal
@@ -109,22 +137,26 @@ def test_groups_share_ports_where_that_spares_a_node(
 def test_nodes_without_a_common_rail_share_ports() -> None:
     plans = of_nodes(3, 2)
     apart = health(nranks=6, r0n0=0, r1n0=0, r2n2=0, r3n2=0)
-    division = plans.divide(CALL, apart, 0)
+    division = plans.division(CALL, apart)
     assert division is not None
     assert not division.is_at_home
 
 
-def test_calls_sample_the_bandwidth_in_one_level() -> None:
-    plans = make(balance="1")
-    found = [plans.divide(CALL, health(), op) is None for op in range(8)]
+@pytest.mark.parametrize("collective", sorted(COLLECTIVES))
+def test_calls_sample_the_bandwidth_in_one_level(collective: Collective) -> None:
+    plans, call = make(balance="1"), replace(CALL, collective=collective)
+    division = plans.division(call, health())
+    assert division is not None
+    found = [plans.is_bandwidth_sample(call, health(), op, division) for op in range(8)]
     assert found == [True] * 3 + [False] * 5
 
 
 @pytest.mark.parametrize("nbytes", [65 << 10, 1 << 20, 64 << 20])
 @pytest.mark.parametrize("rates", [RATES, UNMEASURED])
-def test_a_whole_network_has_two_levels(nbytes: int, rates: Rates) -> None:
-    call = CallSignature(Collective.ALLREDUCE, FLOAT32, 0, nbytes // 4)
-    assert make(rates=rates).divide(call, health(), 0) is not None
+@pytest.mark.parametrize("collective", sorted(COLLECTIVES))
+def test_a_whole_network_has_two_levels(collective: Collective, nbytes: int, rates: Rates) -> None:
+    call = CallSignature(collective, FLOAT32, 0, nbytes // 4)
+    assert make(rates=rates).division(call, health()) is not None
 
 
 @pytest.mark.parametrize(("nlocal", "has_levels"), [(2, False), (4, True)])
@@ -139,14 +171,49 @@ def test_little_data_has_two_levels_for_fewer_steps(
     found = TwoLevelPlans(0, teams, plans, config)
     call = CallSignature(Collective.ALLREDUCE, FLOAT32, 0, 1000)
     for each in (health(nranks=nranks), health(nranks=nranks, r0n0=0)):
-        assert (found.divide(call, each, 0) is not None) == has_levels
+        assert (found.division(call, each) is not None) == has_levels
+
+
+@pytest.mark.parametrize("collective", [Collective.SCAN, Collective.ALLTOALL, Collective.GATHER])
+def test_other_collectives_run_in_one_level(collective: Collective) -> None:
+    assert make().division(replace(CALL, collective=collective), health()) is None
+
+
+@pytest.mark.parametrize("collective", sorted(COLLECTIVES))
+def test_parts_need_ranks_numbered_node_by_node(collective: Collective) -> None:
+    """Otherwise the parts of the ranks of a node are not neighbours in the buffer."""
+    nodes, teams, config = (0, 1, 0, 1), ((0, 2), (1, 3)), Config(balance="0")
+    plans = TwoLevelPlans(
+        0, teams, PlanCache(0, 4, Fabric(range(4), 4, nodes, RATES), config), config
+    )
+    division = plans.division(replace(CALL, collective=collective), health())
+    assert (division is None) == (collective in PARTED)
+
+
+@pytest.mark.parametrize(("rank", "root", "peer"), [(0, 3, 2), (1, 2, 3), (3, 0, 1), (2, 1, 0)])
+def test_the_root_of_a_group_is_on_the_node_of_the_root(rank: int, root: int, peer: int) -> None:
+    call = replace(CALL, collective=Collective.BROADCAST, root=root)
+    plan = make(rank).plan(call, 1000, health(), is_at_home=True)
+    assert plan.signature == call.pack()
+    for lane in plan.layout.lanes:
+        assert [way.peer for way in lane.recvs] == [peer]
+        assert not lane.sends
+
+
+def test_shares_follow_the_bandwidth_in_every_block() -> None:
+    slow = make().division(replace(CALL, collective=Collective.ALLGATHER), health(r1n2=8))
+    assert shares_of(slow) == [Fraction(24, 56).limit_denominator(1000), Fraction(4, 7)]
+
+
+def test_more_nodes_have_fewer_chunks() -> None:
+    assert [count_chunks(64 << 20, npieces) for npieces in (1, 2, 4, 64)] == [5, 5, 3, 1]
 
 
 def test_losing_a_rail_of_a_shared_wire_changes_nothing() -> None:
     fabric = Fabric(range(2), 1, NODES)
     config = Config()
     plans = TwoLevelPlans(0, TEAMS, PlanCache(0, 4, fabric, config), config)
-    lost = plans.divide(CALL, health(nrails=2, r1n0=0), 0)
+    lost = plans.division(CALL, health(nrails=2, r1n0=0))
     assert shares_of(lost) == [Fraction(1, 2)] * 2
 
 
@@ -185,7 +252,7 @@ def test_parts_follow_the_rails_of_their_groups(nrails: int, fourths: list[int])
     nodes, teams = (0, 0, 0, 1, 1, 1), ((0, 1, 2), (3, 4, 5))
     fabric, config = Fabric(range(nrails), nrails, nodes, RATES), Config(balance="0")
     plans = TwoLevelPlans(0, teams, PlanCache(0, 6, fabric, config), config)
-    found = plans.divide(CALL, health(nranks=6, nrails=nrails), 0)
+    found = plans.division(CALL, health(nranks=6, nrails=nrails))
     assert shares_of(found) == [Fraction(each) / 4 for each in fourths]
 
 
