@@ -321,8 +321,10 @@ def watched() -> Callable[[], int]:
             time.sleep(0.01)
             return run(*given)
         finally:
-            time.sleep(0.05)
-            running[0] -= 1
+            try:
+                time.sleep(0.05)
+            finally:  # Ctrl-C may end the sleep
+                running[0] -= 1
 
     LocalGroup.run = watch  # type: ignore[method-assign]
     return lambda: running[0]

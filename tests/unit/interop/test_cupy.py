@@ -164,7 +164,7 @@ class TestCount:
             lambda: backend.reduce_scatter(x, part, count),
             lambda: backend.all_gather(part, x, count),
         ):
-            with pytest.raises(InvalidArgument, match=r"array has \d elements, but count asks"):
+            with pytest.raises(InvalidArgument, match=r"array has \d elements, but count requires"):
                 call()
         assert recorder.asked == []
 

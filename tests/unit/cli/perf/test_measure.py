@@ -495,7 +495,7 @@ def test_ranks_with_the_variables_of_torchrun(tmp_path: Path) -> None:
 
 def test_a_root_that_is_no_rank_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_ranks([*TINY, "--collective", "reduce", "-r", "2"]) == [2, 2]
-    assert "-r 2: allowed are 0 to 1" in capfd.readouterr().out
+    assert "-r 2: allowed are 0 to 1" in capfd.readouterr().err
 
 
 def test_results_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
