@@ -17,9 +17,11 @@ SLICE ?=
 # Versions of Python for `make test-matrix`.
 MATRIX ?= 3.11 3.12 3.13 3.14
 FOLDERS := $(addprefix tests/,unit contract simulation bench endings netlab rdma gpu)
-# Tests that measure time, which includes all tests in network namespaces, do not run in parallel.
-ALONE = $(filter tests/endings% tests/netlab% tests/rdma% tests/gpu%,$(or $(TESTS),$(FOLDERS)))
-SHARED = $(filter-out $(ALONE),$(or $(TESTS),$(FOLDERS)))
+# Tests of NICs and GPUs share the hardware, so they run one after another. Endings and network namespaces
+# have deadlines but wait most of the time, so two files run at once.
+ALONE = $(filter tests/rdma% tests/gpu%,$(or $(TESTS),$(FOLDERS)))
+PAIRED = $(filter tests/endings% tests/netlab%,$(or $(TESTS),$(FOLDERS)))
+SHARED = $(filter-out $(ALONE) $(PAIRED),$(or $(TESTS),$(FOLDERS)))
 
 # The distribution compiles pyverbs for its own Python, so the tests on ibverbs run with that Python.
 RDMA_PYTHON ?= /usr/bin/python3
@@ -56,7 +58,7 @@ demo: $(VENV)/.demo ## train a small model over four rails per node and lose one
 demo-gpt: $(TORCH_VENV)/.test ## train a GPT with torch on 4 nodes, lose 2 NICs and get them back; the picture is out/gpt.png
 	@$(TORCH_BIN)/python examples/train_gpt.py
 
-test: $(VENV)/.test ## run all tests except the slow ones, in 6 to 12 minutes; TESTS="tests/unit/algos ..." selects tests
+test: $(VENV)/.test ## run all tests except the slow ones, in 6 to 9 minutes; TESTS="tests/unit/algos ..." selects tests
 	@$(call pytest,$(if $(TESTS),,-m "not slow"))
 
 test-slow: $(VENV)/.test ## run the tests that `make test` leaves out, in an hour; SLICE=0/6 runs a sixth of them
@@ -67,11 +69,15 @@ test-all: test test-slow ## run all tests, the slow ones last
 # One process more than cores, because many tests wait for processes that they started.
 WORKERS = $(shell $(BIN)/python -c 'import os; print(min(8, len(os.sched_getaffinity(0)) + 1))')
 
-# Runs $(SHARED) on all cores, then $(ALONE) one after another; $(1) holds options of pytest.
+# A slice of the slow tests may have none of $(ALONE): pytest then exits with 5. For tests that the user names, it is an error.
+NONE_FOUND = $(if $(TESTS),,5)
+
+# Runs $(SHARED) on all cores, then $(PAIRED) and $(ALONE); $(1) holds options of pytest.
 define pytest
 TMPDIR=$$(mktemp -d) && export TMPDIR && trap 'rm -rf "$$TMPDIR"' EXIT || exit; status=0; \
 	$(if $(SHARED),$(BIN)/python -m pytest $(1) -n $(WORKERS) $(SHARED) || status=$$?;) \
-	$(if $(ALONE),$(ENTER) $(BIN)/python -m pytest $(1) $(ALONE) || status=$$?;) \
+	$(if $(PAIRED),$(ENTER) $(BIN)/python -m pytest $(1) -n 2 --dist loadfile $(PAIRED) || status=$$?;) \
+	$(if $(ALONE),$(BIN)/python -m pytest $(1) $(ALONE) || { code=$$?; [ "$$code" = "$(NONE_FOUND)" ] || status=$$code; };) \
 	[ $$status -eq 0 ] && echo "make $@: all passed" || echo "make $@: FAILED, see above"; \
 	exit $$status
 endef
@@ -106,7 +112,7 @@ test-torch: $(TORCH_VENV)/.test ## run the tests of the backend for torch.distri
 test-interop: $(INTEROP_VENV)/.test ## run the tests with Ray, Dask and JAX; downloads 0.8 GB
 	@$(INTEROP_BIN)/python -m pytest $(or $(TESTS),tests/interop)
 
-test-matrix: ## run `make test` with each Python of MATRIX that this machine has, each in 6 to 12 minutes
+test-matrix: ## run `make test` with each Python of MATRIX that this machine has, each in 6 to 9 minutes
 	@status=0; for version in $(MATRIX); do \
 		python=$$(for each in python$$version $$HOME/.pyenv/versions/$$version*/bin/python; do \
 			"$$each" -c 'import ensurepip, venv' 2>/dev/null && echo "$$each" && break; done); \

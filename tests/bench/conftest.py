@@ -7,6 +7,7 @@ import pytest
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder as slow."""
+    folder = Path(__file__).parent
     for each in items:
-        if Path(__file__).parent in each.path.parents:
+        if each.path.parent == folder:
             each.add_marker(pytest.mark.slow)
