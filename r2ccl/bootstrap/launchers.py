@@ -155,7 +155,7 @@ def first_host(listed: str) -> str:
     Raises
     ------
     InvalidArgument
-        If the list is malformed.
+        If the first entry of the list is malformed; the other entries are not checked.
     """
     match = re.match(r"((?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:,|$)", listed)
     if match is None:

@@ -171,8 +171,9 @@ def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
 def make_wake_all() -> Callable[[int], int]:
     """Return the function ``wake_all``, which `r2ccl.kernels.native` compiles.
 
-    The argument of ``wake_all`` is the address of a state. The function wakes the threads of all
-    ranks that sleep in a call; each of these calls returns WAITING.
+    Its argument is the address of this rank's state (`r2ccl.shm.layout`). It wakes all threads, of
+    all ranks of the group, that sleep in a collective. A collective whose peer has not advanced
+    then returns WAITING.
     """
 
     def wake_all(address: Any) -> int:

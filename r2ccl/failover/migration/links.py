@@ -52,10 +52,7 @@ class Consumer(Protocol):
         ...
 
     def on_retired(self, index: int) -> None:
-        """Handle the retirement of one more cleared slice of send op `index`.
-
-        The transport no longer reads the view of the slice.
-        """
+        """Handle that one more cleared slice of send op `index` is retired: it is no longer read."""
         ...
 
     def advance(self) -> None:

@@ -1,8 +1,9 @@
 """Table of the operations and element types of MPI that r2ccl can reduce.
 
 The allowed pairs of operation and datatype are those of the MPI standard whose datatype has a dtype
-in r2ccl. Other pairs raise an `MpiError` that names them, before any data moves. Its error class is
-``ERR_OP``, as in MPI.
+in r2ccl; an operation made by `Op.Create` takes all datatypes but pairs. Other pairs raise an
+`MpiError` before any data moves. It names the datatype and, if r2ccl has a dtype for it, the
+operation. Its error class is ``ERR_OP``, as in MPI.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ def _result_of(form: Form, unit: _Unit) -> list[str]:
 
 
 def _lane(form: Form, inputs: list[str]) -> str:
-    """Return the expression of one lane of the result."""
+    """Return the source code that computes one element from the expressions `inputs`."""
     value = ""
     for i, each in enumerate(inputs):
         if form.is_scaled and not (i == 0 and form.is_resumed):

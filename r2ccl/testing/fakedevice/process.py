@@ -224,14 +224,14 @@ class FakeProcess:
             join(self._host.clock, message)
 
     def read(self, address: int, nbytes: int) -> Bytes:
-        """Return a copy of `nbytes` bytes at an address of the GPU, as a declared host read."""
+        """Return a copy of `nbytes` bytes at a GPU address; checked for races as a host read."""
         with self._called("read"):
             place = self._find(address, nbytes)
             self._touch(Access.READ, place)
             return place.view.copy()
 
     def write(self, address: int, data: npt.NDArray[Any]) -> None:
-        """Write the contiguous array `data` to an address of the GPU, as a declared host write."""
+        """Write the contiguous array `data` to a GPU address; checked for races as a host write."""
         with self._called("write"):
             memory = as_bytes(data)
             place = self._find(address, memory.size)

@@ -92,9 +92,9 @@ class NeighbourTable(Protocol):
     """Neighbour table (ARP, NDP) of one interface in the kernel."""
 
     def knows(self, source: str, destination: str) -> bool:
-        """Return True if the link-layer address of `destination` is known; else request it.
+        """Return True if the link-layer address of `destination` is known or not needed.
 
-        The call does not wait for the resolution. Both arguments are GIDs as text.
+        Otherwise request it. The call does not wait for the resolution. Both arguments are GIDs as text.
 
         Raises
         ------

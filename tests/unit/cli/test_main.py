@@ -106,7 +106,10 @@ def test_output_that_nobody_reads_ends_quietly(arguments: list[str]) -> None:
         ran = subprocess.run(
             command, env=env, stdout=out, stderr=subprocess.PIPE, timeout=60, check=False
         )
-    assert (ran.returncode, ran.stderr) == (128 + signal.SIGPIPE, b"")
+    assert ran.returncode == 128 + signal.SIGPIPE
+    # Another rank may still report that rank 0 has gone.
+    lines = ran.stderr.splitlines()
+    assert [line for line in lines if b"the peer closed the connection" not in line] == []
 
 
 def test_a_pipe_that_is_not_the_output_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
