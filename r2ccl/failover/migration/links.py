@@ -52,7 +52,7 @@ class Consumer(Protocol):
         ...
 
     def on_retired(self, index: int) -> None:
-        """Handle that one more cleared slice of send op `index` is retired: it is no longer read."""
+        """Handle that one more cleared slice of send op `index` is retired: not read any more."""
         ...
 
     def advance(self) -> None:

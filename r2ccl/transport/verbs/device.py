@@ -94,7 +94,8 @@ class NeighbourTable(Protocol):
     def knows(self, source: str, destination: str) -> bool:
         """Return True if the link-layer address of `destination` is known or not needed.
 
-        Otherwise request it. The call does not wait for the resolution. Both arguments are GIDs as text.
+        Otherwise request it. The call does not wait for the resolution. Both arguments are GIDs as
+        text.
 
         Raises
         ------
