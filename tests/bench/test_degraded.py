@@ -18,7 +18,7 @@ from rich.console import Console
 from r2ccl.cli.values import parse_sizes
 from r2ccl.schedule.check import check
 
-BENCH = Path(__file__).parents[3] / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[3] / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 
 
 @pytest.fixture
