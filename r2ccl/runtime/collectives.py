@@ -365,10 +365,8 @@ class Collectives:
             assert isinstance(source, Buffer)
             copy[at : at + source.count] = source.array
             at += source.count
-        run = partial(self._collect, call, copy, copy)
-        if self._two_level is None or not self._two_level.run(
-            call, copy, copy, lambda plan: run(plan=plan)
-        ):
+        run = partial(self._collect, call, copy, copy, None)
+        if self._two_level is None or not self._two_level.run(call, copy, copy, run):
             run()
         at = 0
         for request in batch:

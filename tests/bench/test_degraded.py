@@ -14,11 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 from rich.console import Console
+from support.tables import BENCH
 
 from r2ccl.cli.values import parse_sizes
 from r2ccl.schedule.check import check
-
-BENCH = Path(__file__).parents[2] / "bench"
 
 
 @pytest.fixture

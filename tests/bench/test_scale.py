@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-BENCH = Path(__file__).parents[2] / "bench"
+from support.tables import BENCH
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def written(nranks: int, *programs: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def of_one(run_folder: Path) -> dict[str, Any]:
-    """What programs of one rank write. One job runs them: its start costs more than they do."""
+    """Output of the programs of one rank, by program. One job runs all: its start is slow."""
     programs = (METHODS, SIGNATURES, NAMES)
     found = once(run_folder, "mpi-of-one", lambda: written(1, *programs))
     return dict(zip(programs, found, strict=True))
@@ -58,7 +58,7 @@ def of_one(run_folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def of_two(run_folder: Path) -> dict[str, Any]:
-    """What programs of two ranks write. One job runs them; the last leaves active requests."""
+    """Output of the programs of two ranks. One job runs all; the last leaves active requests."""
     programs = (CHILDREN, UNLIKE_MPI, THREADS, REFUSALS)
     found = once(run_folder, "mpi-of-two", lambda: written(2, *programs))
     return dict(zip(programs, found, strict=True))

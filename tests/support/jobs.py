@@ -26,7 +26,7 @@ from r2ccl.errors import R2cclError
 #: Begins the line with the result of a rank.
 MARK = "result of the rank: "
 _SCRIPT = Path(__file__).with_name("pickled_program.py")
-#: What ranks import in their first calls; imported once, before the first rank is forked.
+#: Modules that ranks use in their first calls; imported once, before the first rank is forked.
 _IMPORTED = (
     "r2ccl.factory", "r2ccl.bootstrap.startup", "r2ccl.gpu.backends", "r2ccl.testing",
     "psutil", "numpy.ma", "numpy.random",

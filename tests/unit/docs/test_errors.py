@@ -144,7 +144,7 @@ def names_in(annotation: ast.expr) -> Iterator[str]:
 
 
 class Facts(NamedTuple):
-    """What the sources say."""
+    """Raised errors, statuses and causes in the sources of the library."""
 
     sites: list[Site]
     #: Names that are raised, and functions whose annotation names a public error.

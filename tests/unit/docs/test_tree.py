@@ -63,7 +63,7 @@ MODULES = modules()
 
 
 class Source(NamedTuple):
-    """What the tests need of a module: its tree takes much memory, which slows down all others."""
+    """Facts about a module, kept in place of its tree, whose memory slows down the parser."""
 
     #: Also those below functions and for types alone.
     imports: list[ast.Import | ast.ImportFrom]
