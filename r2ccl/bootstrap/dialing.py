@@ -171,9 +171,9 @@ async def dial(
 ) -> socket.socket:
     """Connect to `target` (numeric) from local address `source` and authenticate with `claim`.
 
-    Connecting takes at most `timeout_s`, since the peer's kernel answers. Connecting and
-    authenticating take at most `timeout_s` or `HANDSHAKE_TIMEOUT_S`, whichever is longer, since the
-    peer may be busy.
+    Connecting takes at most `timeout_s`: the peer's kernel answers, even if its process is busy.
+    Authenticating needs that process, so both together take at most `timeout_s` or
+    `HANDSHAKE_TIMEOUT_S`, whichever is longer.
 
     The result of `first_bytes` is sent together with the proof, so that the acceptor wakes up once
     for both. At this time the far end has not proved that it knows the secret.

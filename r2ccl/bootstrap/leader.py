@@ -64,6 +64,11 @@ _RESOLVE_PAUSE_S = 0.5
 #: First and longest interval between two messages about missing ranks, in seconds.
 _FIRST_REPORT_S = 2.0
 _LAST_REPORT_S = 30.0
+#: While at least this number of ranks are missing, rank 0 handles connections in batches.
+_MANY_MISSING = 16
+#: Time between two batches, as a share of the time since the rendezvous began, and its maximum in
+#: seconds. The number of batches thus grows with the logarithm of that time.
+_PAUSE_SHARE, _MAX_PAUSE_S = 0.1, 0.25
 #: Maximum number of ranks that such a message names.
 _MAX_NAMED = 16
 
@@ -120,6 +125,7 @@ class Leader:
         #: Ranks that exited, or sent an error.
         self._failed: set[int] = set()
         self._progress = asyncio.Event()
+        self._began_s = monotonic()
 
     async def run(self) -> Meeting:
         """Run the rendezvous and return its result; close all sockets.
@@ -133,7 +139,7 @@ class Leader:
         assert secret is not None, "rank 0 generates the secret or was given it"
         sock = await self._listen()
         most = max(MAX_PENDING, self._identity.nranks)
-        self._readers = ReaderSet()
+        self._readers = ReaderSet(self._pause_s)
         listener = Listener(
             [sock], secret, self._admit, self._rejections, max_pending=most, readers=self._readers
         )
@@ -216,6 +222,12 @@ class Leader:
         return str(listening.getsockname()[0])
 
     # -- first round ------------------------------------------------------------------------
+
+    def _pause_s(self) -> float:
+        """Return the time for which rank 0 reads no connections; see `_PAUSE_SHARE`."""
+        if len(self._hellos) > self._identity.nranks - _MANY_MISSING:
+            return 0.0
+        return min(_PAUSE_SHARE * (monotonic() - self._began_s), _MAX_PAUSE_S)
 
     def _admit(self, claim: Claim, listener: int) -> Handover:
         if claim.purpose is not Purpose.RENDEZVOUS:

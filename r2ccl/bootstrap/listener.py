@@ -43,6 +43,8 @@ MAX_PENDING = 64
 _UNPROVED_PER_S, _UNPROVED_BURST = 1000.0, 1024.0
 #: Pause after a failed accept; if no descriptor was free, closing connections free some meanwhile.
 _ACCEPT_RETRY_S = 0.1
+#: Maximum number of connections that are accepted before the event loop runs other callbacks.
+_MAX_ACCEPTED = 16
 _LOG_INTERVAL_S = 5.0
 _BROKEN_OFF = "handshake broke off"
 
@@ -226,7 +228,9 @@ class Listener:
 
     def start(self) -> None:
         """Start accepting connections; must be called in the event loop."""
-        for index in range(len(self._sockets)):
+        for index, sock in enumerate(self._sockets):
+            # Accepted connections inherit the option, which saves a system call for each.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._resume(index)
 
     def descriptors(self) -> list[int]:
@@ -261,19 +265,24 @@ class Listener:
         self._pauses[index] = loop.call_later(pause_s, self._resume, index)
 
     def _accept(self, listener: socket.socket, index: int) -> None:
-        wait_s = self._allowance.wait_s()
-        if wait_s > 0:
-            self._pause(index, wait_s)
-            return
-        try:
-            sock, address = listener.accept()
-        except (BlockingIOError, InterruptedError):
-            return  # the dialer has closed the connection again
-        except OSError as exc:
-            why = f"accept failed: {describe_os_error(exc)}"
-            self._rejections.add(why, listener.getsockname())
-            self._pause(index, _ACCEPT_RETRY_S)
-            return
+        for _ in range(_MAX_ACCEPTED):
+            wait_s = self._allowance.wait_s()
+            if wait_s > 0:
+                self._pause(index, wait_s)
+                return
+            try:
+                sock, address = listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return  # no more
+            except OSError as exc:
+                why = f"accept failed: {describe_os_error(exc)}"
+                self._rejections.add(why, listener.getsockname())
+                self._pause(index, _ACCEPT_RETRY_S)
+                return
+            self._begin(sock, address, index)
+
+    def _begin(self, sock: socket.socket, address: Address, index: int) -> None:
+        """Begin the handshake of a new connection."""
         sock.setblocking(False)
         if len(self._pending) >= self._max_pending:
             oldest = next(iter(self._pending.values()))
@@ -285,7 +294,6 @@ class Listener:
         if self._expiry is None:
             self._expiry = loop.call_at(made.expires_s, self._expire)
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.send(acceptor.opening())  # always fits into the buffer of a new connection
         except OSError:
             self._end(made)

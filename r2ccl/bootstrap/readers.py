@@ -2,7 +2,8 @@
 
 asyncio makes about 20 Python calls to begin or end watching a descriptor, and runs each callback in
 a separate context. During the rendezvous, rank 0 watches one connection per rank. It adds these
-connections to a separate epoll descriptor, which the event loop watches.
+connections to a separate epoll descriptor, which the event loop watches. It can also handle them in
+batches: on a busy host, waking up for each connection costs as much as handling it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ import select
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
+
+#: Maximum number of times that a `ReaderSet` looks for readable descriptors before the event loop
+#: runs other callbacks.
+_MAX_ROUNDS = 32
 
 
 class ReadLoop(Protocol):
@@ -29,12 +34,21 @@ class ReaderSet:
 
     The descriptors are borrowed. A callback is called again as long as its descriptor has unread
     data, even after it raised.
+
+    Parameters
+    ----------
+    pause_s : callable, optional
+        Called without arguments each time that all readable descriptors have been handled; returns
+        the time in seconds until the next ones are handled. By default there is no pause.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pause_s: Callable[[], float] = lambda: 0.0) -> None:
+        self._pause_s = pause_s
         self._epoll = select.epoll()
         self._calls: dict[int, Callable[[], Any]] = {}
-        asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._run)
+        #: Ends the present pause.
+        self._pause: asyncio.TimerHandle | None = None
+        self._resume()
 
     def add_reader(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
         """Call `callback` with `args` whenever `fd` is readable; replaces an earlier callback."""
@@ -51,15 +65,29 @@ class ReaderSet:
 
     def close(self) -> None:
         """Stop watching all descriptors."""
+        if self._pause is not None:
+            self._pause.cancel()
         asyncio.get_running_loop().remove_reader(self._epoll.fileno())
         self._epoll.close()
         self._calls.clear()
 
+    def _resume(self) -> None:
+        self._pause = None
+        asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._run)
+
     def _run(self) -> None:
-        for fd, _ in self._epoll.poll(0):
-            call = self._calls.get(fd)
-            if call is not None:  # else: an earlier callback has removed it
-                call()
+        for _ in range(_MAX_ROUNDS):
+            ready = self._epoll.poll(0)
+            if not ready:
+                break
+            for fd, _ in ready:
+                call = self._calls.get(fd)
+                if call is not None:  # else: an earlier callback has removed it
+                    call()
+        if (pause_s := self._pause_s()) > 0:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._epoll.fileno())
+            self._pause = loop.call_later(pause_s, self._resume)
 
 
 __all__ = ["ReadLoop", "ReaderSet"]

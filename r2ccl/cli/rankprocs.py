@@ -100,8 +100,8 @@ class HostRanks:
         """
         if not os.path.isdir(self._program.folder):
             raise InvalidArgument(
-                f"the working directory {self._program.folder} does not exist on "
-                f"{socket.gethostname()}: name another one with --chdir"
+                f"the working directory {self._program.folder} is not a directory that this user "
+                f"can reach on {socket.gethostname()}: name another one with --chdir"
             )
         for rank in range(self._share.first, self._share.first + self._share.count):
             self._ranks[rank] = await self._start(rank, listener if rank == 0 else None)

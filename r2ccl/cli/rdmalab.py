@@ -54,8 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the parsed command; return the exit status for the shell.
 
-    The status is that of the program, 124 after a timeout, 2 for a wrong command line, 69 if this
-    machine cannot run a lab, and 70 if the virtual machine failed. With ``--prepare`` it is 0 once
+    The status is that of the program, 124 after a timeout, 2 for a wrong command line, 69 if a
+    requirement is missing and cannot be installed, and 70 if the virtual machine could not be
+    started or failed. With ``--prepare`` it is 0 once
     all requirements are installed.
     """
     try:

@@ -272,7 +272,7 @@ class Failover:
             self._port_down(rail, f"{NO_CARRIER}: the local NIC of the rail has no carrier")
 
     def on_rail(self, event: RailChanged) -> None:
-        """Handle the report of an RDMA device that its port went up or down."""
+        """Handle a change of the local RDMA port of a rail: it is up, or it is down or unusable."""
         if event.is_up:
             self._connector.kick(event.rail)
             self._port_up(event.rail)

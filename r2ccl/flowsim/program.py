@@ -163,10 +163,10 @@ def _distinct(schedule: Schedule) -> tuple[ScheduleArrays, Ints]:
 
 
 def _refined(leaders: Sequence[int], channels: Sequence[object]) -> list[int]:
-    """Return the leader of each channel after splitting shapes whose channels differ on one rank.
+    """Return the leader of each channel after splitting the shapes by the ops of one more rank.
 
-    `leaders` are the leaders before the split. `channels` are the tuples of ops of all channels on
-    the rank.
+    `leaders` are the leaders before the split. `channels` are that rank's tuples of ops, one per
+    channel. Two channels keep their common leader if they have the same tuple object.
     """
     first: dict[tuple[int, int], int] = {}
     pairs = zip(leaders, channels, strict=False)  # `as_arrays` rejects a wrong number

@@ -84,8 +84,8 @@ def simulate(
         with one or two slices. Fair queues are faster if thousands of links share ports and slices
         end at different times.
     tolerance : float
-        Max-min only: a slice ends together with another slice if at most this share of its bytes is
-        left. The bytes left are sent with the link's next slice. 0: exact.
+        Max-min only: a slice may end at an earlier event if at most this share of its bytes is left
+        then. The bytes left are sent with the link's next slice. 0: exact.
 
     Returns
     -------

@@ -43,7 +43,7 @@ class PlanSelector:
         TransportTimeout
             If the ranks did not agree in time on the health to plan with.
         R2cclError
-            If the communicator has ended.
+            As for `Engine.enter`.
         InvalidArgument, ScheduleError
             If `PlanCache` cannot make a plan of `call` or `own`.
         """

@@ -155,7 +155,8 @@ class Backend:
         ----------
         in_array, out_array : array
             Arrays of equal dtype and size. They may be the same array, for an in-place reduction.
-        op : {"sum", "prod", "min", "max", "avg"}
+        op : str
+            Name of a `ReduceOp` in lower case, such as "sum".
         stream : optional
         """
         self.communicator.allreduce(in_array, out_array, _op(op), stream=stream)

@@ -119,9 +119,10 @@ def reducer(dtype_code: int, op: ReduceOp | int) -> Reducer:
     to their own type at every step. NumPy warns about overflow and invalid values in float32,
     float64 and complex, so call the function inside `quiet_context`.
 
-    *Cost*: 0.3 µs per call in addition to the arithmetic (1 µs for 16-bit floats). The first call
-    for a 16-bit or 8-bit float loads a compiled loop in some ms; the first one on a host compiles
-    it, in about 1 s. Call it during planning.
+    *Cost*: a call of the returned function takes 0.3 µs in addition to the arithmetic (1 µs for
+    16-bit floats). For a 16-bit or 8-bit float, `reducer` itself loads a compiled loop in some ms,
+    or compiles it in about 1 s if no process of this host has done so before. Call `reducer` during
+    planning.
     """
     op = check_op(dtype_code, op)
     dtype = dtype_of(dtype_code)

@@ -192,7 +192,8 @@ class Operation(msgspec.Struct, frozen=True):
     call : str
         Collective and its arguments.
     nslices_left : tuple of int
-        Per channel, slices that are still to be sent, received, copied or reduced.
+        Number of slices that are still to be sent, received, copied or reduced: per channel, or a
+        single number for all channels if compiled code runs the call.
     """
 
     op: int

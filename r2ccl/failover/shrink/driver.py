@@ -385,20 +385,27 @@ class _Regrouping(Generic[_S]):
         else:
             raise TransportTimeout(
                 f"rank {self._control.rank}: shrink() gave up after {self._timeout_s:g} s: "
-                f"{self._missing()}; look at their logs, or raise R2CC_INIT_TIMEOUT_S",
+                f"{self._missing()}, or raise R2CC_INIT_TIMEOUT_S",
                 rank=self._control.rank,
             ) from self._failure
 
     def _missing(self) -> str:
         if absent := self._table.absent():
-            return f"ranks {absent} have not called shrink()"
+            return f"ranks {absent} have not called shrink(): look at the logs of these ranks"
         if undecided := self._table.undecided():
             attempt = f" in attempt {self._table.attempt + 1}" * bool(self._table.attempt)
             who = f"ranks {gone} are" if (gone := self._gone()) else "no rank is"
-            return f"ranks {undecided} have not agreed that {who} gone{attempt}"
+            return (
+                f"ranks {undecided} have not agreed that {who} gone{attempt}: look at the logs of "
+                f"ranks {undecided}"
+            )
         unbuilt = self._table.unbuilt()
         who = f"ranks {unbuilt} have" if unbuilt else "this rank has"
-        return f"{who} not connected the new communicator ({self._failure or 'no error reported'})"
+        whose = f"ranks {unbuilt}" if unbuilt else "this rank"
+        return (
+            f"{who} not connected the new communicator ({self._failure or 'no error reported'}): "
+            f"look at the log of {whose}"
+        )
 
     def _gone(self) -> list[int]:
         return sorted(self._table.gone)

@@ -271,7 +271,7 @@ class PxnTransport:
         self._inner.fence(path)
 
     def _fail(self, state: _PathState, error: TransportError) -> None:
-        """Report a failed copy, unless the path has already failed."""
+        """Report a failed copy if the path is still open; drop the sends that wait in any case."""
         if self.is_open(state.path):
             state.has_failed = True
             detail = (

@@ -1,8 +1,9 @@
 """Exchange of messages over the links: envelopes, landing places, data.
 
-An *envelope* is an eager slice that carries a short message, announces, grants or refuses a long
-one, or reports messages as taken. Each pair of ranks has one channel for envelopes, and one per
-home rail for the data of long messages; these channels have a context id of their own. A long
+An *envelope* is an eager slice that carries a short message, announces, grants or refuses another
+message, or reports messages as taken. Long messages are announced, and some short ones
+(`MessageProtocol.send`). Each pair of ranks has one channel for envelopes, and one per home rail
+for the data of announced messages; these channels have a context id of their own. An announced
 message is sent as follows::
 
     sender                                   receiver

@@ -161,7 +161,8 @@ class MemoryPiece(msgspec.Struct, frozen=True):
 class AddressSpace:
     """All spans of all processes and cards of a board, sorted by address.
 
-    Every method raises `Misuse` for an invalid argument.
+    `allocate`, `allocate_pinned`, `pin` and `find` raise `Misuse` for arguments that a driver
+    rejects. The other methods do not check their arguments.
     """
 
     def __init__(self) -> None:

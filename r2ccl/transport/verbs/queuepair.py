@@ -374,7 +374,7 @@ class QueuePair:
     def untag(self, imm_data: int) -> tuple[Tag, int] | None:
         """Return tag and value of immediate data, which is in network byte order.
 
-        Return None if it is from an earlier connection or its tag is unknown.
+        Return None if its mark is not that of this connection, or its tag is unknown.
         """
         imm = socket.ntohl(imm_data)
         if imm // COUNT_MODULUS % (1 << _MARK_BITS) != self._mark or imm >> 30 not in _TAGS:

@@ -81,3 +81,50 @@ def test_a_callback_can_be_replaced(pairs: list[tuple[socket.socket, socket.sock
         readers.close()
 
     asyncio.run(main())
+
+
+def test_after_a_batch_there_is_a_pause(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        readers = ReaderSet(lambda: 0.2)
+        read_at: list[float] = []
+        done = asyncio.Event()
+
+        def read(at: int) -> None:
+            pairs[at][0].recv(1)
+            read_at.append(loop.time())
+            if len(read_at) == 3:
+                done.set()
+            else:
+                pairs[2][1].send(b"c")  # becomes readable within the batch
+
+        for at, (ours, _) in enumerate(pairs[:2]):
+            readers.add_reader(ours.fileno(), read, at)
+        pairs[0][1].send(b"a")
+        await asyncio.sleep(0.05)
+        pairs[1][1].send(b"b")
+        await asyncio.sleep(0.05)
+        assert len(read_at) == 1
+        readers.add_reader(pairs[2][0].fileno(), read, 2)
+        await asyncio.wait_for(done.wait(), 5.0)
+        assert read_at[1] - read_at[0] >= 0.15
+        assert read_at[2] - read_at[1] < 0.15
+        readers.close()
+
+    asyncio.run(main())
+
+
+def test_a_pause_ends_with_the_set(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+    async def main() -> None:
+        readers = ReaderSet(lambda: 0.05)
+        ours, theirs = pairs[0]
+        ran: list[None] = []
+        readers.add_reader(ours.fileno(), ran.append, None)
+        theirs.send(b"a")
+        await asyncio.sleep(0.02)
+        readers.close()
+        count = len(ran)
+        await asyncio.sleep(0.1)
+        assert len(ran) == count > 0
+
+    asyncio.run(main())

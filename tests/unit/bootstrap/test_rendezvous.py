@@ -139,6 +139,33 @@ def test_rank_0_sends_the_table_to_log2_ranks(monkeypatch: pytest.MonkeyPatch, n
     assert traffic.nbytes < 700 * nranks + nchildren * (table + 64)
 
 
+@pytest.mark.parametrize("nranks", [16, 64])
+def test_rank_0_pauses_only_while_many_are_missing(
+    monkeypatch: pytest.MonkeyPatch, nranks: int
+) -> None:
+    pauses: list[float] = []
+
+    class Readers(leader.ReaderSet):
+        def __init__(self, pause_s: Callable[[], float]) -> None:
+            def observed_s() -> float:
+                pauses.append(pause_s())
+                return pauses[-1]
+
+            super().__init__(observed_s)
+
+    monkeypatch.setattr(leader, "ReaderSet", Readers)
+    ranks = Ranks(nranks)
+
+    async def main() -> None:
+        ranks.start()
+        await asyncio.gather(*ranks.tasks)
+
+    run(main)
+    assert any(pauses) == (nranks == 64)
+    assert max(pauses) <= 0.25
+    assert pauses[-1] == 0.0
+
+
 def test_a_hello_behind_a_wrong_proof_is_not_read() -> None:
     ranks = Ranks(2, timeout_s=5.0)
     claim = Claim(Purpose.RENDEZVOUS, bytes(16), 1, 0)
