@@ -364,7 +364,7 @@ def test_an_interrupt_reaches_every_rank_once() -> None:
         (("-n", "1", "--env", "X", "--", "true"), "NAME=VALUE"),
         (("-n", "1", "--", "/nowhere/program"), "cannot run"),
         (("-n", "1", "nowhere.py"), "cannot run 'nowhere.py'"),
-        (("-n", "1", "--chdir", "/nowhere", "true"), "/nowhere does not exist"),
+        (("-n", "1", "--chdir", "/nowhere", "true"), "/nowhere is not a directory"),
     ],
 )
 def test_wrong_command_lines_are_explained(
