@@ -238,7 +238,7 @@ def _code_of(maker: str, given: tuple[Any, ...]) -> MachineCode:
     file, sources = directory / f"{name}.{_processor()}.o", _sources(maker.partition(":")[0])
     found = _read(file, sources)
     if found is None:
-        with _locked(directory):  # one process per host compiles; others wait for its file
+        with compile_lock("r2ccl"):
             found = _read(file, sources)
             if found is None:
                 found = _compile(maker, given, name)
@@ -364,17 +364,26 @@ def _write(file: Path, stored: _Stored) -> None:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory within the context.
+def compile_lock(name: str) -> Iterator[None]:
+    """Hold the lock `name` within the context: one process per host compiles, the others wait.
 
-    If the directory cannot be locked, hold nothing; several processes may compile the same code
-    then.
+    The lock is a file in the directory of compiled code. If there is no such directory, or the file
+    cannot be locked, nothing is held, and several processes may compile the same code.
     """
+    directory = _directory()
     with ExitStack() as stack:
-        with suppress(OSError):
-            opened = stack.enter_context(open(directory / "r2ccl.lock", "w"))
-            fcntl.flock(opened, fcntl.LOCK_EX)
+        if directory is not None:
+            with suppress(OSError):
+                opened = stack.enter_context(open(directory / f"{name}.lock", "w"))
+                fcntl.flock(opened, fcntl.LOCK_EX)
         yield
 
 
-__all__ = ["MachineCode", "address_of", "callable_of", "target_machine", "why_not_compiled"]
+__all__ = [
+    "MachineCode",
+    "address_of",
+    "callable_of",
+    "compile_lock",
+    "target_machine",
+    "why_not_compiled",
+]

@@ -12,16 +12,18 @@ costs ten times as much as the called functions. The loops neither create nor ke
 
 from __future__ import annotations
 
+import functools
 import logging
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from numba import njit
+from numba import njit, typeof
 from numba.extending import register_jitable
 
 from r2ccl.flowsim.loops.state import FlowState
+from r2ccl.kernels.native import compile_lock
 
 _log = logging.getLogger(__name__)
 
@@ -58,14 +60,22 @@ def called(function: _F) -> _F:
 def compiled(function: _F) -> _F:
     """Compile an entry point at its first call, or load it from the disk cache.
 
-    `function` must close over `STAMP`.
+    `function` must close over `STAMP`. All its calls must have arguments of the same types.
     """
     try:
-        made: _F = njit(nogil=True, error_model="numpy", cache=True, _nrt=False)(function)
+        made = njit(nogil=True, error_model="numpy", cache=True, _nrt=False)(function)
     except RuntimeError as exc:  # Numba found no directory it may write its cache to
         _log.info("compiling %s without a disk cache: %s", function.__name__, exc)
         made = njit(nogil=True, error_model="numpy", _nrt=False)(function)
-    return made
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        if not made.signatures:
+            with compile_lock("flowsim"):  # compiling takes 10 s
+                made.compile(tuple(map(typeof, args)))
+        return made(*args)
+
+    return run  # type: ignore[return-value]
 
 
 __all__ = ["STAMP", "Loop", "called", "compiled", "inlined"]

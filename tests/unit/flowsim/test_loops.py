@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 
 from r2ccl.flowsim.build import with_room
-from r2ccl.flowsim.loops import fair_queue, heaps, max_min
+from r2ccl.flowsim.loops import fair_queue, heaps, jit, max_min
 from r2ccl.flowsim.loops.changes import reroute
-from r2ccl.flowsim.loops.jit import STAMP
+from r2ccl.flowsim.loops.jit import STAMP, compiled
 from r2ccl.flowsim.loops.state import HEAP, LANDING_DTYPE, NCOUNTS, FlowState
 
 
@@ -67,4 +70,29 @@ def test_a_plain_heap_sorts() -> None:
 
 @pytest.mark.parametrize("loop", [max_min.run, fair_queue.run, reroute])
 def test_a_loop_in_the_cache_is_told_from_one_of_other_sources(loop) -> None:
-    assert STAMP in [cell.cell_contents for cell in loop.py_func.__closure__]
+    assert STAMP in [cell.cell_contents for cell in loop.__wrapped__.__closure__]
+
+
+def test_a_loop_is_compiled_under_a_lock_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    held: list[str] = []
+
+    @contextmanager
+    def lock(name: str) -> Iterator[None]:
+        held.append(name)
+        yield
+        held.append("released")
+
+    def entry(stamp: int) -> Callable[[int], int]:
+        def loop(count: int) -> int:
+            return count + (stamp - stamp)
+
+        return loop
+
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(jit, "compile_lock", lock)
+    loop = compiled(entry(STAMP))
+    assert held == []
+    assert [loop(1), loop(2)] == [1, 2]
+    assert held == ["flowsim", "released"]
