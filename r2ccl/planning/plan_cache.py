@@ -11,7 +11,7 @@ Invariant: a cache holds at most `_KEPT` plans and evicts the oldest first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
@@ -185,6 +185,31 @@ class GroupPlanCache:
         return turn * self._width + self._places[at]
 
 
+class CheckedSchedules:
+    """Schedules that the checker has accepted; several plan caches may share it. Thread-safe."""
+
+    def __init__(self) -> None:
+        #: Keys of the schedules, and whether their order was checked.
+        self._keys: set[tuple[Hashable, bool]] = set()
+
+    def check(self, schedule: Schedule, key: Hashable, *, is_ordered: bool) -> None:
+        """Check `schedule`, unless a schedule with this `key` was accepted before.
+
+        Raises
+        ------
+        ScheduleError
+            If `schedule` is wrong, or if `is_ordered` and it does not reduce in rank order.
+        """
+        if (key, is_ordered) in self._keys:
+            return
+        check(schedule)
+        if is_ordered:
+            check_order(schedule)
+        if len(self._keys) >= _KEPT:
+            self._keys.clear()
+        self._keys.add((key, is_ordered))
+
+
 class PlanCache:
     """Plan cache of one rank: a callable that returns the plan of a call.
 
@@ -198,6 +223,8 @@ class PlanCache:
     packs_channels : bool
         True if plans use the lowest link channels (see `Placement.packed`); needs one rank per
         node.
+    checked : CheckedSchedules, optional
+        Schedules that need no check, shared with other plan caches. Default: none.
     """
 
     def __init__(
@@ -209,6 +236,7 @@ class PlanCache:
         *,
         place: Place | None = None,
         packs_channels: bool = False,
+        checked: CheckedSchedules | None = None,
     ) -> None:
         #: Mapping of the layouts of all plans; None: layouts are used as they are.
         self.place = place
@@ -227,11 +255,7 @@ class PlanCache:
         #: Long-term period of bandwidth samples, by health version, call and predicted time of two
         #: levels; 0: none are needed.
         self._periods: dict[tuple[int, CallSignature, int | None], int] = {}
-        #: Collective, root and digest of the planner's schedules that the checker accepted, and
-        #: whether their order was checked.
-        self._checked: set[tuple[str, int, int, bool]] = set()
-        #: Correct schedules of the user, and whether their order was checked.
-        self._checked_own: set[tuple[Schedule, bool]] = set()
+        self._checked = checked or CheckedSchedules()
 
     @property
     def fabric(self) -> Fabric:
@@ -322,13 +346,7 @@ class PlanCache:
         ScheduleError
             If `schedule` is wrong, or if `is_ordered` and it does not reduce in rank order.
         """
-        if (schedule, is_ordered) not in self._checked_own:
-            check(schedule)
-            if is_ordered:
-                check_order(schedule)
-            if len(self._checked_own) >= _KEPT:
-                self._checked_own.clear()
-            self._checked_own.add((schedule, is_ordered))
+        self._checked.check(schedule, schedule, is_ordered=is_ordered)
 
     def _make(
         self,
@@ -346,7 +364,7 @@ class PlanCache:
             choice = self._planner.plan(
                 call, nbytes, health, is_bandwidth_sample=is_bandwidth_sample
             )
-            self._check(choice.schedule, is_ordered=is_ordered)
+            self._check_choice(choice.schedule, is_ordered=is_ordered)
         else:
             self.check_own(own, is_ordered=is_ordered)
             choice = self._planner.own(own, nbytes, health)
@@ -438,18 +456,13 @@ class PlanCache:
         extra = Fraction(gauge.predicted_ns, chosen_ns) - 1
         return max(1, min(_RAREST, ceil(_GAUGES * extra / _BUDGET)))
 
-    def _check(self, schedule: Schedule, *, is_ordered: bool) -> None:
+    def _check_choice(self, schedule: Schedule, *, is_ordered: bool) -> None:
         """Check a schedule before its first use, except large ones, which only the tests check."""
-        if schedule.nranks * schedule.nchannels > _CHECKED_SIZE:
-            return
-        # Schedules of one family and size can have different ops, for example other trees.
-        # Comparing digests takes a tenth of the time of a check.
-        key = (schedule.collective, schedule.root, schedule.digest(), is_ordered)
-        if key not in self._checked:
-            check(schedule)
-            if is_ordered:
-                check_order(schedule)
-            self._checked.add(key)
+        if schedule.nranks * schedule.nchannels <= _CHECKED_SIZE:
+            # Schedules of one family and size can have different ops, for example other trees.
+            # Comparing digests takes a tenth of the time of a check.
+            key = (schedule.collective, schedule.root, schedule.digest())
+            self._checked.check(schedule, key, is_ordered=is_ordered)
 
 
 def _pairs(call: CallSignature, layout: Layout) -> dict[tuple[int, bool], int]:
@@ -484,4 +497,12 @@ _RAREST = 4096
 #: Largest product of ranks and channels of a schedule that is checked before use (some 10 ms).
 _CHECKED_SIZE = 64
 
-__all__ = ["GroupPlanCache", "Place", "Plan", "PlanCache", "Planning", "in_job"]
+__all__ = [
+    "CheckedSchedules",
+    "GroupPlanCache",
+    "Place",
+    "Plan",
+    "PlanCache",
+    "Planning",
+    "in_job",
+]

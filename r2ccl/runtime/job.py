@@ -24,6 +24,7 @@ from r2ccl.failover.exclusion import declared
 from r2ccl.failover.shrink.driver import EventQueue, Successor, regroup
 from r2ccl.failover.shrink.protocol import Shrinking
 from r2ccl.planning.cost_model import UNMEASURED, Fabric
+from r2ccl.planning.plan_cache import CheckedSchedules
 from r2ccl.runtime import forking
 from r2ccl.runtime.announcement import announce
 from r2ccl.runtime.ending import Ending
@@ -95,6 +96,7 @@ class Job:
         self._monitor: LinkMonitor | None = None
         self._signal_dump: SignalDump | None = None
         self._participants: list[Participant] = []
+        self._checked = CheckedSchedules()
         context = RankContext(
             self.rank,
             self.nranks,
@@ -143,6 +145,7 @@ class Job:
             rails=self.rails,
             pool=self.pool,
             fabric=fabric,
+            checked=self._checked,
             make_device_calls=make_device_calls,
         )
         self._participants.append(made)

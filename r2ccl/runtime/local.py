@@ -20,7 +20,7 @@ import numpy.typing as npt
 from r2ccl import kernels
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.dtypes import dtype_of
-from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportError
+from r2ccl.errors import CommunicatorRevoked, InvalidArgument
 from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.engine import Engine
@@ -51,7 +51,6 @@ Found: TypeAlias = tuple["LocalCall", Array, Array, Array | None]
 #: Maximum number of communicators of a rank that share memory, 0.8 MiB each; further communicators
 #: use the network.
 MOST_GROUPS = 32
-_REASON_NBYTES = 200
 
 
 class Repeatable(NamedTuple):
@@ -342,7 +341,6 @@ def connect(
     -----
     *Collective*: all ranks.
     """
-    require_no_obstacle(engine.rank_in_job, exchange, obstacle)
     from r2ccl.shm.group import LocalGroup
 
     calls: list[LocalCalls] = []
@@ -353,38 +351,11 @@ def connect(
         control.setting.secret,
         attend=lambda resume, call: calls[0].attend(resume, call),
         on_exit=lambda index: control.report_exit(engine.context.members[index]),
+        obstacle=obstacle,
         communicator=control.communicator_id,
     )
     calls.append(LocalCalls(engine, group))
     return calls[0]
-
-
-def require_no_obstacle(rank: int, exchange: AllgatherBytes, obstacle: str) -> None:
-    """Check that all ranks can share memory and load the compiled code.
-
-    Parameters
-    ----------
-    rank : int
-        This rank, in the job.
-    exchange, obstacle
-        As for `connect`.
-
-    Raises
-    ------
-    TransportError
-        On all ranks, if one of them cannot.
-    """
-    try:
-        from r2ccl.shm.group import preload
-
-        preload()
-    except (ImportError, OSError, TransportError) as exc:
-        obstacle = obstacle or f"compiled code cannot be used: {exc}"
-    text = f"rank {rank}: {obstacle}" if obstacle else ""
-    told = exchange(text.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0"))
-    reasons = [each.rstrip(b"\0").decode(errors="replace") for each in told]
-    if any(reasons):
-        raise TransportError(f"no shared memory: {next(filter(None, reasons))}")
 
 
 def _is_copied(request: Request) -> bool:
@@ -423,4 +394,4 @@ _NOTHING = np.empty(0, np.uint8)
 #: Types of the first argument after the arrays, for calls that can be repeated.
 _FIXED = (int, tuple, ReduceOp)
 
-__all__ = ["MOST_GROUPS", "LocalCalls", "Make", "connect", "require_no_obstacle"]
+__all__ = ["MOST_GROUPS", "LocalCalls", "Make", "connect"]

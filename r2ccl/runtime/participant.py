@@ -20,7 +20,7 @@ from r2ccl.failover.exclusion import ports_of
 from r2ccl.failover.health.driver import Known
 from r2ccl.failover.migration.calls import first_channel
 from r2ccl.planning.cost_model import Fabric
-from r2ccl.planning.plan_cache import PlanCache, in_job
+from r2ccl.planning.plan_cache import CheckedSchedules, PlanCache, in_job
 from r2ccl.planning.planner import Explanation
 from r2ccl.runtime.arguments import Request, rank_of
 from r2ccl.runtime.async_work import Worker
@@ -65,6 +65,8 @@ class Participant:
     pool : LandingPool
         Landing places of all communicators of the job.
     fabric : Fabric
+    checked : CheckedSchedules
+        Schedules of all communicators of the job that need no check.
     make_device_calls : callable
         A `MakeDeviceCalls`.
 
@@ -88,6 +90,7 @@ class Participant:
         rails: Sequence[Nic],
         pool: LandingPool,
         fabric: Fabric,
+        checked: CheckedSchedules,
         make_device_calls: MakeDeviceCalls,
     ) -> None:
         self.engine = engine
@@ -98,7 +101,9 @@ class Participant:
         context_id, _, members = engine.context
         self.hosts = [control.peers[rank].host for rank in members]
         place = in_job(members, first_channel(context_id)) if context_id else None
-        self.plans = PlanCache(engine.rank, engine.nranks, fabric, engine.config, place=place)
+        self.plans = PlanCache(
+            engine.rank, engine.nranks, fabric, engine.config, place=place, checked=checked
+        )
         turn = threading.Lock()
         self.worker = Worker(f"r2ccl-worker-{engine.rank}", turn, engine.fail_call)
         self.collectives = Collectives(

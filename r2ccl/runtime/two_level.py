@@ -42,7 +42,6 @@ from r2ccl.planning.two_level import COLLECTIVES, Division, TwoLevelPlans
 from r2ccl.runtime.async_work import Task, Worker
 from r2ccl.runtime.engine import Engine, SelectPlan
 from r2ccl.runtime.executor import HostLanes, LandingPool, LaneRun
-from r2ccl.runtime.local import require_no_obstacle
 from r2ccl.runtime.progress import difference
 from r2ccl.runtime.two_level_steps import CallMemory, LocalStep, NetworkStep, StepMaker, Steps
 from r2ccl.runtime.waits import Missing
@@ -454,7 +453,6 @@ def connect(
     *Collective*: all ranks.
     """
     members = engine.context.members
-    require_no_obstacle(engine.rank_in_job, allgather, obstacle)
     from r2ccl.shm.group import LocalGroup
 
     team = next(each for each in teams if engine.rank in each)
@@ -470,6 +468,7 @@ def connect(
             control.setting.secret,
             attend=lambda resume, call: calls[0].attend(resume, call),
             on_exit=lambda index: control.report_exit(in_job[index]),
+            obstacle=obstacle,
             communicator=control.communicator_id,
         )
     except TransportError as exc:
@@ -478,7 +477,7 @@ def connect(
     if problems or group is None:
         if group is not None:
             group.close()
-        raise TransportError(f"no shared memory: {problems[0]}")
+        raise TransportError(problems[0])
     plans = TwoLevelPlans(engine.rank, teams, one_level, engine.config)
     calls.append(
         TwoLevelCalls(

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -36,7 +36,15 @@ from r2ccl.shm.layout import (
     WAITING,
 )
 from r2ccl.shm.machine import UNSUPPORTED
-from r2ccl.shm.passing import Place, pass_segments
+from r2ccl.shm.passing import (
+    LISTENER_NAME_NBYTES,
+    RESULT_NBYTES,
+    Place,
+    SegmentListener,
+    pack_text,
+    pass_segments,
+    unpack_text,
+)
 from r2ccl.shm.rings import Rings, preload_rings
 from r2ccl.shm.robust_mutex import ExitWatch
 from r2ccl.shm.segment import Segment
@@ -236,11 +244,8 @@ class LocalGroup:
         Raises
         ------
         TransportError
-            If any two of the ranks cannot share memory, or memory or descriptors are exhausted;
-            then no rank has a group.
-        ImportError, TransportError
-            On this rank only, if the compiled code cannot be loaded; call `preload` to check that
-            first.
+            If any two of the ranks cannot share memory, or one of them cannot load the compiled
+            code, or memory or descriptors are exhausted; then no rank has a group.
 
         Notes
         -----
@@ -250,12 +255,18 @@ class LocalGroup:
         compile code.
         """
         place = Place(tuple(ranks), index, communicator)
-        problem, own, host = obstacle or UNSUPPORTED, None, b""
+        problem, own, host = obstacle or UNSUPPORTED, None, bytes(_HOST_NBYTES)
         if len(ranks) > MAX_NRANKS:
-            problem = f"there are {len(ranks)} ranks on one host, but at most {MAX_NRANKS} can"
+            problem = (
+                f"there are {len(ranks)} ranks on one host, but at most {MAX_NRANKS} can share "
+                "memory"
+            )
         if not problem:
             try:
+                preload()
                 host, own = _host_of_process(), Segment.create_of_group(len(ranks))
+            except ImportError as exc:
+                problem = f"compiled code cannot be used: {exc}"
             except OSError as exc:
                 problem = f"/proc/self/ns: {describe_os_error(exc)}"
             except TransportError as exc:
@@ -264,20 +275,15 @@ class LocalGroup:
         def make_symmetric(state: npt.NDArray[np.int64]) -> SymmetricMemory:
             return SymmetricMemory(state, place, secret, connect_timeout_s)
 
-        with ExitStack() as on_error:
+        with ExitStack() as on_error, closing(SegmentListener(len(ranks))) as listener:
             if own is not None:
                 on_error.callback(own.close)
             # Ranks that cannot share memory tell the others, which would wait for them otherwise.
-            told = exchange(host if own is not None else bytes(_HOST_NBYTES))
-            if own is not None and set(told) != {host}:
-                unable = [rank for rank, each in zip(ranks, told, strict=True) if each != host]
-                problem = (
-                    f"ranks {unable} cannot, or they run as another user or in other namespaces; "
-                    "run all ranks of a host as one user in one container"
-                )
-            if own is None or problem:
-                raise TransportError(f"rank {ranks[index]} cannot share memory: {problem}")
-            peers = pass_segments(own, place, exchange, secret, connect_timeout_s)
+            offers = list(map(_Offer.unpack, exchange(_Offer(host, listener.name, problem).pack())))
+            _check(offers, ranks, host)
+            assert own is not None, "this rank has told its problem, and `_check` raises"
+            names = [each.name for each in offers]
+            peers = pass_segments(own, place, listener, names, exchange, secret, connect_timeout_s)
             for peer in peers.values():
                 on_error.callback(peer.close)
             own.close_descriptor()
@@ -566,6 +572,43 @@ def _host_of_process() -> bytes:
 
 
 _HOST_NBYTES = 16
+#: As many bytes as a result of `pass_segments`, so that both allgathers have the same plan.
+_PROBLEM_NBYTES = RESULT_NBYTES - _HOST_NBYTES - LISTENER_NAME_NBYTES
+
+
+class _Offer(NamedTuple):
+    """Message of a rank that makes a group.
+
+    ``host`` is the result of `_host_of_process`, ``name`` that of the rank's `SegmentListener`.
+    ``problem`` is the reason why the rank cannot share memory; empty if it can.
+    """
+
+    host: bytes
+    name: bytes
+    problem: str
+
+    def pack(self) -> bytes:
+        """Return the encoded message, which has `RESULT_NBYTES` bytes."""
+        return self.host + self.name + pack_text(self.problem, _PROBLEM_NBYTES)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> _Offer:
+        """Return the message that `pack` encoded."""
+        end = _HOST_NBYTES + LISTENER_NAME_NBYTES
+        return cls(packed[:_HOST_NBYTES], packed[_HOST_NBYTES:end], unpack_text(packed[end:]))
+
+
+def _check(offers: Sequence[_Offer], ranks: Sequence[int], host: bytes) -> None:
+    """Raise TransportError if any of `ranks` cannot share memory with the rank on `host`."""
+    for rank, each in zip(ranks, offers, strict=True):
+        if each.problem:
+            raise TransportError(f"no shared memory: rank {rank}: {each.problem}")
+    unable = [rank for rank, each in zip(ranks, offers, strict=True) if each.host != host]
+    if unable:
+        raise TransportError(
+            f"no shared memory: ranks {unable} run as another user or in other namespaces; run all "
+            "ranks of a host as one user in one container"
+        )
 
 
 __all__ = ["Attend", "CallsDiffer", "LocalCall", "LocalGroup", "preload"]

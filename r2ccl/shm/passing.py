@@ -35,7 +35,9 @@ from r2ccl.errors import TransportError, describe_os_error
 from r2ccl.shm.segment import Segment
 from r2ccl.types import AllgatherBytes
 
-_NAME_NBYTES = 16
+LISTENER_NAME_NBYTES = 16
+#: Size in bytes of each rank's result in `pass_segments`.
+RESULT_NBYTES = 240
 _CREDENTIALS = struct.Struct("iII")
 #: Time limit in seconds for the handshake of one connection: any process may connect.
 _HANDSHAKE_S = 5.0
@@ -54,8 +56,59 @@ class Place(msgspec.Struct, frozen=True):
     communicator: bytes
 
 
+class SegmentListener:
+    """Unix socket at which the higher ranks of the host connect to this rank.
+
+    Parameters
+    ----------
+    nranks : int
+        Number of ranks on the host.
+
+    Attributes
+    ----------
+    name : bytes
+        Name of the socket, `LISTENER_NAME_NBYTES` long, which the other ranks need.
+    problem : str
+        Reason why the socket cannot be used; empty if it can.
+    """
+
+    def __init__(self, nranks: int) -> None:
+        self.name = secrets.token_bytes(LISTENER_NAME_NBYTES)
+        self.problem = ""
+        self._socket: socket.socket | None = None
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            self._socket.bind(_abstract(self.name))
+            self._socket.listen(nranks)
+        except OSError as exc:
+            self.problem = describe_os_error(exc)
+
+    def accept(self, until_s: float) -> socket.socket:
+        """Return the next connection.
+
+        Raises
+        ------
+        OSError
+            If there is none until the clock of the library shows `until_s` (TimeoutError).
+        """
+        assert self._socket is not None, "the socket cannot be used"
+        self._socket.settimeout(max(0.001, until_s - monotonic()))
+        return self._socket.accept()[0]
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        if self._socket is not None:
+            self._socket.close()
+
+
 def pass_segments(
-    own: Segment, place: Place, exchange: AllgatherBytes, secret: Secret, timeout_s: float
+    own: Segment,
+    place: Place,
+    listener: SegmentListener,
+    names: Sequence[bytes],
+    exchange: AllgatherBytes,
+    secret: Secret,
+    timeout_s: float,
 ) -> dict[int, Segment]:
     """Pass this rank's segment to all other ranks of the host, and map the segments of these ranks.
 
@@ -64,8 +117,13 @@ def pass_segments(
     own : Segment
         This rank's segment, of the same size on all ranks; its descriptor stays open.
     place : Place
+    listener : SegmentListener
+        This rank's; the caller closes it.
+    names : sequence of bytes
+        Name of each rank's listener, by index in ``place.ranks``.
     exchange : callable
-        Allgathers bytes between the ranks of `place`; see `AllgatherBytes`.
+        Allgathers bytes between the ranks of `place`; see `AllgatherBytes`. Called once, with
+        `RESULT_NBYTES` bytes.
     secret : Secret
     timeout_s : float
         Seconds to wait for each answer of a lower rank, and for all higher ranks together.
@@ -85,25 +143,19 @@ def pass_segments(
     *Collective*: all ranks of `place`.
     """
     found: dict[int, Segment] = {}
-    problem = ""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
-        name = secrets.token_bytes(_NAME_NBYTES)
+    problem = listener.problem
+    if not problem:
+        until_s = monotonic() + timeout_s
         try:
-            listener.bind(_abstract(name))
-            listener.listen(len(place.ranks))
-        except OSError as exc:
-            problem = f"rank {place.ranks[place.index]}: {describe_os_error(exc)}"
-        names = exchange(name)
-        if not problem:
-            until_s = monotonic() + timeout_s
-            try:
-                for index in range(place.index):
-                    found[index] = _dial(names[index], index, own, place, secret, timeout_s)
-                _accept_all(listener, found, own, place, secret, until_s)
-            except (OSError, HandshakeRejected, TransportError) as exc:
-                problem = f"rank {place.ranks[place.index]}: {describe_os_error(exc)}"
-    results = exchange(problem.encode()[:_PROBLEM_NBYTES].ljust(_PROBLEM_NBYTES, b"\0"))
-    problems = [each.rstrip(b"\0").decode(errors="replace") for each in results]
+            for index in range(place.index):
+                found[index] = _dial(names[index], index, own, place, secret, timeout_s)
+            _accept_all(listener, found, own, place, secret, until_s)
+        except (OSError, HandshakeRejected, TransportError) as exc:
+            problem = describe_os_error(exc)
+    if problem:
+        problem = f"rank {place.ranks[place.index]}: {problem}"
+    results = exchange(pack_text(problem, RESULT_NBYTES))
+    problems = [unpack_text(each) for each in results]
     if any(problems):
         for peer in found.values():
             peer.close()
@@ -115,7 +167,14 @@ def pass_segments(
     return found
 
 
-_PROBLEM_NBYTES = 256
+def pack_text(text: str, nbytes: int) -> bytes:
+    """Return `text`, cut or padded to `nbytes` bytes, for an allgather."""
+    return text.encode()[:nbytes].ljust(nbytes, b"\0")
+
+
+def unpack_text(packed: bytes) -> str:
+    """Return the text that `pack_text` packed."""
+    return packed.rstrip(b"\0").decode(errors="replace")
 
 
 def _dial(
@@ -133,7 +192,7 @@ def _dial(
 
 
 def _accept_all(
-    listener: socket.socket,
+    listener: SegmentListener,
     found: dict[int, Segment],
     own: Segment,
     place: Place,
@@ -146,9 +205,7 @@ def _accept_all(
     """
     missing = set(range(place.index + 1, len(place.ranks)))
     while missing:
-        listener.settimeout(max(0.001, until_s - monotonic()))
-        connection, _ = listener.accept()
-        with connection:
+        with listener.accept(until_s) as connection:
             connection.settimeout(max(0.001, min(_HANDSHAKE_S, until_s - monotonic())))
             try:
                 _check_process(connection)
@@ -204,4 +261,12 @@ def _abstract(name: bytes) -> bytes:
     return b"\0r2ccl-" + name.hex().encode()
 
 
-__all__ = ["Place", "pass_segments"]
+__all__ = [
+    "LISTENER_NAME_NBYTES",
+    "RESULT_NBYTES",
+    "Place",
+    "SegmentListener",
+    "pack_text",
+    "pass_segments",
+    "unpack_text",
+]

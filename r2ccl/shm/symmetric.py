@@ -16,6 +16,7 @@ import mmap
 import struct
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from r2ccl.bootstrap.auth import Secret
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.shm import layout
 from r2ccl.shm.mapping import Mapping, bytes_of
-from r2ccl.shm.passing import Place, pass_segments
+from r2ccl.shm.passing import Place, SegmentListener, pass_segments
 from r2ccl.shm.room import room_nbytes
 from r2ccl.shm.segment import Segment
 from r2ccl.types import AllgatherBytes
@@ -115,11 +116,13 @@ class SymmetricMemory:
         self._free_dropped(exchange, in_turn)
         self._check(size, exchange)
         own = self._create(size, exchange)
-        try:
-            peers = pass_segments(own, self._place, exchange, self._secret, self._timeout_s)
-        except BaseException:
-            own.close()
-            raise
+        with ExitStack() as on_error, closing(SegmentListener(len(self._place.ranks))) as listener:
+            on_error.callback(own.close)
+            names = exchange(listener.name)
+            peers = pass_segments(
+                own, self._place, listener, names, exchange, self._secret, self._timeout_s
+            )
+            on_error.pop_all()
         own.release()
         memory = _Memory(own.mapping)
         in_turn(partial(self._add, _Shared(own, peers, weakref.ref(memory))))

@@ -229,8 +229,12 @@ def obstructed(what: str, rank: int) -> tuple[bool, float]:
     """Let one rank be unable to share memory; return whether memory is shared, and a sum."""
     if int(os.environ["RANK"]) == rank:
         if what == "numba":
-            # The process from which the ranks are forked has imported the module.
-            sys.modules["r2ccl.shm.group"] = None  # type: ignore[assignment]
+            from r2ccl.shm import group
+
+            def fail() -> None:
+                raise ImportError("llvmlite is not installed, in a test")
+
+            group.preload = fail
         else:
             from r2ccl.shm.segment import Segment
 

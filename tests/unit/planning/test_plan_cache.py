@@ -13,7 +13,7 @@ from r2ccl.failover.health.table import Health
 from r2ccl.kernels import user_op
 from r2ccl.planning import plan_cache
 from r2ccl.planning.cost_model import Fabric, Rates
-from r2ccl.planning.plan_cache import Plan, PlanCache
+from r2ccl.planning.plan_cache import CheckedSchedules, Plan, PlanCache
 from r2ccl.planning.planner import Planner
 from r2ccl.planning.two_level import COLLECTIVES
 from r2ccl.schedule.check import check_order
@@ -115,6 +115,17 @@ def test_schedules_with_other_ops_are_each_checked_once(monkeypatch: pytest.Monk
         for nbytes in sizes:
             plans(replace(CALL, count=nbytes // 8), each)
     assert checked == [little.digest(), much.digest()]
+
+
+def test_plan_caches_share_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    nchecks: list[Schedule] = []
+    monkeypatch.setattr(plan_cache, "check", nchecks.append)
+    checked, fabric = CheckedSchedules(), Fabric(range(4), 4, (), RATES)
+    for _ in range(2):
+        PlanCache(1, 4, fabric, Config(), checked=checked)(CALL, health())
+    assert len(nchecks) == 1
+    make()(CALL, health())
+    assert len(nchecks) == 2
 
 
 def test_a_users_schedule_is_checked_and_kept() -> None:
