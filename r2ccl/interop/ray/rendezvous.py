@@ -35,6 +35,8 @@ from r2ccl.interop.rank_exchange import RankExchange
 _PAUSE_S = 0.05
 #: Longest time in seconds that Ray may take to deliver a reply of the exchange actor.
 _REPLY_S = 10.0
+#: An actor that has not answered for this time, in seconds, is reported.
+_SILENCE_S = 1.0
 #: Ray's default number of concurrent calls of an asynchronous actor. Each rank waits in one call.
 _NCALLS = 1000
 
@@ -225,14 +227,16 @@ def _create(group_name: str, nranks: int, deadline_s: float) -> Any:
 def _find(group_name: str, nranks: int, rank: int, deadline_s: float) -> Any:
     why, call = "rank 0 did not call join()", uuid.uuid4().hex
     while (left_s := deadline_s - monotonic()) > 0:
+        limit_s = min(_REPLY_S, left_s)
         try:
             meeting = ray.get_actor(_name_of(group_name))
-            found = ray.get(meeting.join.remote(rank, call), timeout=min(_REPLY_S, left_s))
+            found = ray.get(meeting.join.remote(rank, call), timeout=limit_s)
         except (ValueError, RayActorError):  # not created yet, or of the last group of this name
             time.sleep(_PAUSE_S)
             continue
         except GetTimeoutError:
-            why = "the actor that rank 0 created does not answer"
+            if limit_s > _SILENCE_S:  # else: the deadline came soon after this attempt began
+                why = "the actor that rank 0 created does not answer"
             continue
         if found is None:  # of the last group of this name
             time.sleep(_PAUSE_S)
