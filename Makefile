@@ -183,7 +183,7 @@ bench-scale: $(VENV)/.demo ## measure the cost per rank for growing numbers of r
 	@$(BIN)/python bench/scale.py --json out/scale.json --png out/scale.png
 
 simulate: $(VENV)/.test ## run 20,000 random fault plans in the simulator
-	@R2CC_SIM_EXAMPLES=20000 $(BIN)/python -m pytest tests/simulation --timeout 7200
+	@R2CC_SIM_EXAMPLES=20000 $(BIN)/python -m pytest tests/simulation -n $(WORKERS) --timeout 7200
 
 campaign: $(VENV)/.test ## run every fault 50 times on real sockets in network namespaces
 	@R2CC_CAMPAIGN_RUNS=50 $(BIN)/python -m pytest tests/netlab --timeout 3600 -rA

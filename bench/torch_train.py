@@ -77,6 +77,34 @@ def call(name: str, nbytes: int) -> Callable[[Any], Callable[[], Any]]:
     return make
 
 
+def beside_python(nbytes: int) -> Callable[[Any], Callable[[], Any]]:
+    """Return a function that makes an asynchronous allreduce, and computes in Python meanwhile."""
+
+    def make(group: Any) -> Callable[[], Any]:
+        x = torch.zeros(nbytes // 4)
+
+        def step() -> None:
+            work = dist.all_reduce(x, group=group, async_op=True)
+            sum(each * each for each in range(500_000))
+            work.wait()
+
+        return step
+
+    return make
+
+
+def new_group(group: Any) -> Callable[[], Any]:
+    """Return a function that makes a group, calls it once, and ends it."""
+    backend, x = dist.get_backend(group), torch.zeros(256)
+
+    def step() -> None:
+        made = dist.new_group(backend=backend)
+        dist.all_reduce(x, group=made)
+        dist.destroy_process_group(made)
+
+    return step
+
+
 def ddp_step(width: int) -> Callable[[Any], Callable[[], Any]]:
     """Return a function that makes one training step with DistributedDataParallel."""
 
@@ -123,7 +151,7 @@ def main() -> None:
     add_json_argument(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("r2ccl")
     rank, nranks = dist.get_rank(), dist.get_world_size()
     groups = {name: dist.new_group(backend=name) for name in BACKENDS}
     calls = ("all_reduce", "all_reduce async", "all_gather_single", "reduce_scatter_single")
@@ -132,6 +160,8 @@ def main() -> None:
         for name in (*calls, "broadcast")
         for nbytes in args.sizes
     ]
+    cases.append(("all_reduce async, 16 MiB, beside Python code", beside_python(16 << 20)))
+    cases.append(("new_group, its first call, its end", new_group))
     cases += [(f"DDP step, width {width}", ddp_step(width)) for width in (64, 512)]
     cases += [(f"FSDP2 step, width {width}", fsdp2_step(width)) for width in (64, 512)]
     results = []
