@@ -69,6 +69,8 @@ _MANY_MISSING = 16
 #: Time between two batches, as a share of the time since the rendezvous began, and its maximum in
 #: seconds. The number of batches thus grows with the logarithm of that time.
 _PAUSE_SHARE, _MAX_PAUSE_S = 0.1, 0.25
+#: Maximum of this time while proofs of the secret are to arrive, which takes some milliseconds.
+_PROOF_PAUSE_S = 0.01
 #: Maximum number of ranks that such a message names.
 _MAX_NAMED = 16
 
@@ -138,14 +140,16 @@ class Leader:
         secret = self._identity.secret.current()
         assert secret is not None, "rank 0 generates the secret or was given it"
         sock = await self._listen()
+        # Of the launcher's socket as well; while rank 0 pauses, connections wait in the backlog.
+        sock.listen(max(wire.BACKLOG, self._identity.nranks))
         most = max(MAX_PENDING, self._identity.nranks)
         self._readers = ReaderSet(self._pause_s)
-        listener = Listener(
+        self._listener = Listener(
             [sock], secret, self._admit, self._rejections, max_pending=most, readers=self._readers
         )
         try:
             self._identity.secret.publish()
-            listener.start()
+            self._listener.start()
             async with asyncio.timeout(self._timeout_s):
                 return await self._lead(secret, sock)
         except TimeoutError:
@@ -160,7 +164,7 @@ class Leader:
             await self._tell_everyone(MeetingFailed(str(exc)))
             raise
         finally:
-            await listener.close()
+            await self._listener.close()
             self._readers.close()
             for member in self._members:
                 member.sock.close()
@@ -225,9 +229,10 @@ class Leader:
 
     def _pause_s(self) -> float:
         """Return the time for which rank 0 reads no connections; see `_PAUSE_SHARE`."""
-        if len(self._hellos) > self._identity.nranks - _MANY_MISSING:
+        if self._faults or len(self._hellos) > self._identity.nranks - _MANY_MISSING:
             return 0.0
-        return min(_PAUSE_SHARE * (monotonic() - self._began_s), _MAX_PAUSE_S)
+        most_s = _PROOF_PAUSE_S if self._listener.npending else _MAX_PAUSE_S
+        return min(_PAUSE_SHARE * (monotonic() - self._began_s), most_s)
 
     def _admit(self, claim: Claim, listener: int) -> Handover:
         if claim.purpose is not Purpose.RENDEZVOUS:

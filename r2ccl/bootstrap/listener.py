@@ -228,10 +228,13 @@ class Listener:
 
     def start(self) -> None:
         """Start accepting connections; must be called in the event loop."""
-        for index, sock in enumerate(self._sockets):
-            # Accepted connections inherit the option, which saves a system call for each.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for index in range(len(self._sockets)):
             self._resume(index)
+
+    @property
+    def npending(self) -> int:
+        """Number of connections whose dialers have not proved the secret yet."""
+        return len(self._pending)
 
     def descriptors(self) -> list[int]:
         """Return the descriptors of the listening sockets and of connections not handed over."""
@@ -294,6 +297,7 @@ class Listener:
         if self._expiry is None:
             self._expiry = loop.call_at(made.expires_s, self._expire)
         try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.send(acceptor.opening())  # always fits into the buffer of a new connection
         except OSError:
             self._end(made)

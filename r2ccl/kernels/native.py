@@ -376,6 +376,8 @@ def compile_lock(name: str) -> Iterator[None]:
             with suppress(OSError):
                 opened = stack.enter_context(open(directory / f"{name}.lock", "w"))
                 fcntl.flock(opened, fcntl.LOCK_EX)
+                # Closing the file is not enough: a child that was forked meanwhile has it open.
+                stack.callback(fcntl.flock, opened, fcntl.LOCK_UN)
         yield
 
 

@@ -200,6 +200,9 @@ class Participant:
             if is_first:
                 _log.info("rank %d: %s; the network is used instead", self._control.rank, exc)
             return
+        except BaseException as exc:  # the other ranks wait for this one
+            self.engine.fail_call(exc)
+            raise
         if is_first:
             nranks, where = self.engine.nranks, "" if len(teams) == 1 else f" on {len(teams)} hosts"
             _log.info("rank %d: %d ranks share memory%s", self._control.rank, nranks, where)

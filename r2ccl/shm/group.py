@@ -264,9 +264,11 @@ class LocalGroup:
         if not problem:
             try:
                 preload()
-                host, own = _host_of_process(), Segment.create_of_group(len(ranks))
-            except ImportError as exc:
+            except (ImportError, OSError, TransportError) as exc:
                 problem = f"compiled code cannot be used: {exc}"
+        if not problem:
+            try:
+                host, own = _host_of_process(), Segment.create_of_group(len(ranks))
             except OSError as exc:
                 problem = f"/proc/self/ns: {describe_os_error(exc)}"
             except TransportError as exc:
@@ -279,7 +281,8 @@ class LocalGroup:
             if own is not None:
                 on_error.callback(own.close)
             # Ranks that cannot share memory tell the others, which would wait for them otherwise.
-            offers = list(map(_Offer.unpack, exchange(_Offer(host, listener.name, problem).pack())))
+            offer = _Offer(host, listener.name, problem or listener.problem)
+            offers = list(map(_Offer.unpack, exchange(offer.pack())))
             _check(offers, ranks, host)
             assert own is not None, "this rank has told its problem, and `_check` raises"
             names = [each.name for each in offers]

@@ -107,9 +107,15 @@ def test_auto_uses_the_network_for_a_chosen_schedule(monkeypatch: pytest.MonkeyP
 
 
 def test_an_error_says_why_memory_cannot_be_shared() -> None:
-    # Whether the other ranks find it first, or are told by it, is a race.
-    with pytest.raises(r2ccl.R2cclError, match=r"rank 1.*in a test|ranks \[1\] cannot"):
+    with pytest.raises(r2ccl.TransportError, match=r"no shared memory: rank 1: .*in a test"):
         run(programs.obstructed, 3, "memory", 1)
+
+
+def test_a_rank_that_fails_as_memory_is_shared_ends_the_others() -> None:
+    errors = run(programs.exhausted, 3, 1)
+    assert errors[1] == "MemoryError"
+    for rank in (0, 2):
+        assert re.search("rank 1.*MemoryError|CommunicatorRevoked.*MemoryError", errors[rank])
 
 
 def test_only_so_many_communicators_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:

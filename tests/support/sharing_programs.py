@@ -247,6 +247,28 @@ def obstructed(what: str, rank: int) -> tuple[bool, float]:
         return comm._collectives.shares_memory, float(total.sum())
 
 
+def exhausted(rank: int) -> str:
+    """Let one rank have no memory while a second communicator is made; return the error."""
+    with r2ccl.init(timeout_s=60.0) as comm:
+        comm.barrier()
+        if comm.rank == rank:
+            from r2ccl.shm.segment import Segment
+
+            def fail(nranks: int) -> Segment:
+                raise MemoryError
+
+            Segment.create_of_group = fail  # type: ignore[method-assign]
+        begun_s = time.monotonic()
+        try:
+            comm.dup()
+        except MemoryError:
+            return "MemoryError"
+        except r2ccl.R2cclError as exc:
+            assert time.monotonic() < begun_s + 20.0
+            return f"{type(exc).__name__}: {exc}"
+    return "it ran"
+
+
 def beside_the_network() -> tuple[int, float]:
     """Wait in shared memory for ranks that first need a message and a scan over the network.
 

@@ -66,7 +66,8 @@ def compiled(function: _F) -> _F:
         made = njit(nogil=True, error_model="numpy", cache=True, _nrt=False)(function)
     except RuntimeError as exc:  # Numba found no directory it may write its cache to
         _log.info("compiling %s without a disk cache: %s", function.__name__, exc)
-        made = njit(nogil=True, error_model="numpy", _nrt=False)(function)
+        uncached: _F = njit(nogil=True, error_model="numpy", _nrt=False)(function)
+        return uncached
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:

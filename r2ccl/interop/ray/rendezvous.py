@@ -226,6 +226,7 @@ def _create(group_name: str, nranks: int, deadline_s: float) -> Any:
 
 def _find(group_name: str, nranks: int, rank: int, deadline_s: float) -> Any:
     why, call = "rank 0 did not call join()", uuid.uuid4().hex
+    silence_s = min(_SILENCE_S, (deadline_s - monotonic()) / 2)
     while (left_s := deadline_s - monotonic()) > 0:
         limit_s = min(_REPLY_S, left_s)
         try:
@@ -235,7 +236,7 @@ def _find(group_name: str, nranks: int, rank: int, deadline_s: float) -> Any:
             time.sleep(_PAUSE_S)
             continue
         except GetTimeoutError:
-            if limit_s > _SILENCE_S:  # else: the deadline came soon after this attempt began
+            if limit_s > silence_s:  # else: the deadline came soon after this attempt began
                 why = "the actor that rank 0 created does not answer"
             continue
         if found is None:  # of the last group of this name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -175,6 +176,26 @@ def test_code_that_cannot_be_stored_leaves_no_file(
     assert native.callable_of(MAKER, 3)(10, 5, 4) == RIGHT
     assert "cannot store compiled code" in caplog.text
     assert [each.name for each in cache.iterdir()] == ["r2ccl.lock"]
+
+
+def test_a_child_forked_meanwhile_does_not_keep_the_lock(cache: Path) -> None:
+    with native.compile_lock("a"):
+        inode = (cache / "a.lock").stat().st_ino
+        opened = [int(each.name) for each in Path("/proc/self/fd").iterdir()]
+        held = [fd for fd in opened if _inode(fd) == inode]
+        inherited = os.dup(held[0])  # as a child has it
+    try:
+        with open(cache / "a.lock", "w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(inherited)
+
+
+def _inode(fd: int) -> int:
+    try:
+        return os.fstat(fd).st_ino
+    except OSError:  # the descriptor with which the directory was read
+        return -1
 
 
 def test_a_missing_symbol_is_an_error() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from r2ccl.kernels.arrays import DATA
 from r2ccl.kernels.native import callable_of
@@ -65,6 +66,7 @@ def test_arrays_fit_only_with_the_same_overlap():
         assert _fits(form, one, other) == fits
 
 
+@pytest.mark.filterwarnings("ignore:Setting the shape:DeprecationWarning")
 def test_an_array_that_was_changed_in_place_does_not_fit():
     x, out = np.ones(6), np.empty(6)
     form = form_of(x, out)

@@ -15,6 +15,9 @@ from support.slow import slow_but
 
 from r2ccl.bootstrap.auth import Secret
 from r2ccl.dtypes import CODES
+from r2ccl.errors import TransportError
+from r2ccl.shm import group as group_module
+from r2ccl.shm import passing
 from r2ccl.shm.group import LocalGroup
 from r2ccl.shm.layout import WAITING
 from r2ccl.shm.symmetric import SymmetricMemory
@@ -147,6 +150,29 @@ def test_an_interrupted_connection_leaves_nothing_open(nexchanges):
     with pytest.raises(KeyboardInterrupt):
         _connect(_interrupted_after(nexchanges))
     assert _opened() == before
+
+
+def test_a_listener_that_cannot_be_made_is_told(monkeypatch):
+    def fail(name):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+    nexchanges = []
+    monkeypatch.setattr(passing, "_abstract", fail)
+    before = _opened()
+    with pytest.raises(TransportError, match="no shared memory: rank 0: EADDRINUSE"):
+        _connect(lambda mine: [nexchanges.append(mine) or mine])
+    assert len(nexchanges) == 1
+    assert _opened() == before
+
+
+@pytest.mark.parametrize("error", [ImportError("no llvmlite"), OSError("no libc")])
+def test_compiled_code_that_cannot_be_loaded_is_told(monkeypatch, error):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(group_module, "preload", fail)
+    with pytest.raises(TransportError, match="rank 0: compiled code cannot be used: no l"):
+        _connect(lambda mine: [mine])
 
 
 def test_a_group_that_cannot_be_made_leaves_nothing_open(monkeypatch):
