@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import signal
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,11 @@ hypothesis.settings.load_profile("patient")
 # Most tests cut, slow down or watch rails, which shared memory does not use. Those of shared memory
 # ask for it.
 os.environ.setdefault("R2CC_SHM", "0")
+
+# A shell starts programs in the background with SIGINT ignored, and so would all programs that the
+# tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

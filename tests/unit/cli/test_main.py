@@ -136,10 +136,13 @@ def test_an_interrupt_of_a_job_is_one_line(arguments: list[str]) -> None:
         stderr=subprocess.PIPE,
         start_new_session=True,  # as in a terminal, the signal reaches the whole group
     ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline()
-        os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            os.killpg(process.pid, signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()  # the job, if it goes on
     assert (process.returncode, said) == (128 + signal.SIGINT, b"r2ccl: interrupted\n")
 
 
