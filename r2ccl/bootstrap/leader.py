@@ -69,8 +69,8 @@ _MANY_MISSING = 16
 #: Time between two batches, as a share of the time since the rendezvous began, and its maximum in
 #: seconds. The number of batches thus grows with the logarithm of that time.
 _PAUSE_SHARE, _MAX_PAUSE_S = 0.1, 0.25
-#: Maximum of this time while proofs of the secret are to arrive, which takes some milliseconds.
-_PROOF_PAUSE_S = 0.01
+#: Maximum of this time, in seconds, while dialers have not proved the secret yet.
+_PROOF_PAUSE_S = 0.05
 #: Maximum number of ranks that such a message names.
 _MAX_NAMED = 16
 
