@@ -114,6 +114,16 @@ PREFIXES = frozenset((Collective.SCAN, Collective.EXSCAN))
 AllgatherBytes: TypeAlias = Callable[[bytes], Sequence[bytes]]
 
 
+def pack_text(text: str, nbytes: int) -> bytes:
+    """Return `text`, cut or padded to `nbytes` bytes, for an allgather."""
+    return text.encode()[:nbytes].ljust(nbytes, b"\0")
+
+
+def unpack_text(packed: bytes) -> str:
+    """Return the text that `pack_text` packed."""
+    return packed.rstrip(b"\0").decode(errors="replace")
+
+
 #: Rail number of a bypass: a path between two ranks that have no rail in common.
 BYPASS = 0xFFFF
 
@@ -267,6 +277,8 @@ __all__ = [
     "PathKey",
     "ProbeKey",
     "ReduceOp",
+    "pack_text",
     "rail_name",
     "signed_word",
+    "unpack_text",
 ]

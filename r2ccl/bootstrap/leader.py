@@ -140,7 +140,8 @@ class Leader:
         secret = self._identity.secret.current()
         assert secret is not None, "rank 0 generates the secret or was given it"
         sock = await self._listen()
-        # Of the launcher's socket as well; while rank 0 pauses, connections wait in the backlog.
+        # The backlog must have room for all ranks, also on a socket of the launcher: connections
+        # wait in the backlog while rank 0 pauses.
         sock.listen(max(wire.BACKLOG, self._identity.nranks))
         most = max(MAX_PENDING, self._identity.nranks)
         self._readers = ReaderSet(self._pause_s)

@@ -21,7 +21,7 @@ from r2ccl.gpu.plan_selector import EnterCall
 from r2ccl.gpu.pxn.routes import PxnRoutes
 from r2ccl.gpu.registered_memory import RegisteredDeviceMemory
 from r2ccl.runtime.engine import Engine
-from r2ccl.types import AllgatherBytes
+from r2ccl.types import AllgatherBytes, pack_text, unpack_text
 
 
 def connect_gpudirect(
@@ -93,9 +93,8 @@ def connect_gpudirect(
 
 
 def _exchanged(why: str, allgather: AllgatherBytes) -> Iterator[str]:
-    """Yield each rank's reason why its NICs cannot access GPU memory; empty if they can."""
-    for packed in allgather(why.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0")):
-        yield packed.rstrip(b"\0").decode(errors="replace")
+    """Return each rank's reason why its NICs cannot access GPU memory; empty if they can."""
+    return map(unpack_text, allgather(pack_text(why, _REASON_NBYTES)))
 
 
 _REASON_NBYTES = 400

@@ -41,9 +41,7 @@ from r2ccl.shm.passing import (
     RESULT_NBYTES,
     Place,
     SegmentListener,
-    pack_text,
     pass_segments,
-    unpack_text,
 )
 from r2ccl.shm.rings import Rings, preload_rings
 from r2ccl.shm.robust_mutex import ExitWatch
@@ -57,7 +55,9 @@ from r2ccl.types import (
     CallSignature,
     Collective,
     ReduceOp,
+    pack_text,
     signed_word,
+    unpack_text,
 )
 
 _log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from r2ccl.bootstrap.auth import (
 from r2ccl.clock import monotonic
 from r2ccl.errors import TransportError, describe_os_error
 from r2ccl.shm.segment import Segment
-from r2ccl.types import AllgatherBytes
+from r2ccl.types import AllgatherBytes, pack_text, unpack_text
 
 LISTENER_NAME_NBYTES = 16
 #: Size in bytes of each rank's result in `pass_segments`.
@@ -154,8 +154,7 @@ def pass_segments(
             problem = describe_os_error(exc)
     if problem:
         problem = f"rank {place.ranks[place.index]}: {problem}"
-    results = exchange(pack_text(problem, RESULT_NBYTES))
-    problems = [unpack_text(each) for each in results]
+    problems = list(map(unpack_text, exchange(pack_text(problem, RESULT_NBYTES))))
     if any(problems):
         for peer in found.values():
             peer.close()
@@ -165,16 +164,6 @@ def pass_segments(
             "one user in one container"
         )
     return found
-
-
-def pack_text(text: str, nbytes: int) -> bytes:
-    """Return `text`, cut or padded to `nbytes` bytes, for an allgather."""
-    return text.encode()[:nbytes].ljust(nbytes, b"\0")
-
-
-def unpack_text(packed: bytes) -> str:
-    """Return the text that `pack_text` packed."""
-    return packed.rstrip(b"\0").decode(errors="replace")
 
 
 def _dial(
@@ -261,12 +250,4 @@ def _abstract(name: bytes) -> bytes:
     return b"\0r2ccl-" + name.hex().encode()
 
 
-__all__ = [
-    "LISTENER_NAME_NBYTES",
-    "RESULT_NBYTES",
-    "Place",
-    "SegmentListener",
-    "pack_text",
-    "pass_segments",
-    "unpack_text",
-]
+__all__ = ["LISTENER_NAME_NBYTES", "RESULT_NBYTES", "Place", "SegmentListener", "pass_segments"]

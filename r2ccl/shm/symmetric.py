@@ -30,7 +30,7 @@ from r2ccl.shm.mapping import Mapping, bytes_of
 from r2ccl.shm.passing import Place, SegmentListener, pass_segments
 from r2ccl.shm.room import room_nbytes
 from r2ccl.shm.segment import Segment
-from r2ccl.types import AllgatherBytes
+from r2ccl.types import AllgatherBytes, pack_text, unpack_text
 
 #: Maximum number of segments that a rank of a group can have at a time.
 MAX_NSEGMENTS = 1024
@@ -194,8 +194,7 @@ class SymmetricMemory:
             rank = self._place.ranks[self._place.index]
             problem = f"{exc.status or 'ENOMEM'} rank {rank}: {exc}"
         try:
-            told = exchange(problem.encode()[:_PROBLEM_NBYTES].ljust(_PROBLEM_NBYTES, b"\0"))
-            problems = [each.rstrip(b"\0").decode(errors="replace") for each in told]
+            problems = list(map(unpack_text, exchange(pack_text(problem, _PROBLEM_NBYTES))))
             if any(problems):
                 status, _, text = next(filter(None, problems)).partition(" ")
                 raise TransportError(text, status=status)

@@ -62,11 +62,12 @@ def compiled(function: _F) -> _F:
 
     `function` must close over `STAMP`. All its calls must have arguments of the same types.
     """
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
     try:
-        made = njit(nogil=True, error_model="numpy", cache=True, _nrt=False)(function)
+        made = njit(cache=True, **options)(function)
     except RuntimeError as exc:  # Numba found no directory it may write its cache to
         _log.info("compiling %s without a disk cache: %s", function.__name__, exc)
-        uncached: _F = njit(nogil=True, error_model="numpy", _nrt=False)(function)
+        uncached: _F = njit(**options)(function)
         return uncached
 
     @functools.wraps(function)
