@@ -377,8 +377,9 @@ class DataLoop:
                 raise
         finally:
             self.release()
-        if self.inbox:
-            self._control.call_soon(self.serve)
+        # Not left to the control thread: it may have ended, and the inbox may say that the
+        # communicators have ended, which the waiting call must see.
+        self.serve()
 
     # Waits
 

@@ -151,3 +151,19 @@ def test_a_late_tick_leaves_a_closed_transport_alone() -> None:
     engine.on_tick(monotonic())
     assert not polled
     assert engine.error is None
+
+
+def test_a_wait_outside_of_the_loop_sees_an_end_during_its_poll() -> None:
+    """The control thread may have ended, so it cannot be asked to handle the event."""
+    engine, still = make_engine()
+
+    def poll(timeout_s: float) -> list[Any]:
+        other = threading.Thread(target=engine.revoke, args=("TEST: over",))
+        other.start()
+        other.join(JOIN_S)
+        assert engine.error is None
+        return []
+
+    still.poll = poll  # type: ignore[method-assign]
+    engine._loop.poll(engine)
+    assert "TEST: over" in str(engine.error)
