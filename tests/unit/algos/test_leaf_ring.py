@@ -85,10 +85,10 @@ def test_every_rank_carries_what_its_part_says(part: BlendPart) -> None:
 
 
 @pytest.mark.parametrize("n", range(2, 20))
-@pytest.mark.parametrize("left", range(1, 9))
-def test_with_one_straggler_roles_reach_the_bound(n: int, left: int) -> None:
-    of = [left, *[8] * (n - 1)]
-    assert choose(of).time == packed_trees.lower_bound(of)
+def test_with_one_straggler_roles_reach_the_bound(n: int) -> None:
+    for left in range(1, 9):
+        of = [left, *[8] * (n - 1)]
+        assert choose(of).time == packed_trees.lower_bound(of), left
 
 
 @slow.given(40, 100, st.lists(st.integers(1, 7), max_size=4))

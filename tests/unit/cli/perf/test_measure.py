@@ -83,17 +83,17 @@ def test_every_collective_has_a_bus_bandwidth() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "op"), PAIRS)
-@pytest.mark.parametrize("nranks", [2, 5, 130])
-def test_expected_results_have_no_rounding(dtype: np.dtype[Any], op: ReduceOp, nranks: int) -> None:
+def test_expected_results_have_no_rounding(dtype: np.dtype[Any], op: ReduceOp) -> None:
     form = FORMS["allreduce"]
-    case = Case(form, nranks, 64, dtype, op.name.lower())
-    inputs = make_inputs(case, (1, 2))
-    wanted = expected(case, inputs, 0)
-    out = np.empty_like(wanted)
+    for nranks in (2, 5, 130):
+        case = Case(form, nranks, 64, dtype, op.name.lower())
+        inputs = make_inputs(case, (1, 2))
+        wanted = expected(case, inputs, 0)
+        out = np.empty_like(wanted)
 
-    OneProcess(inputs).allreduce(inputs[0], out, op)
+        OneProcess(inputs).allreduce(inputs[0], out, op)
 
-    assert out.tobytes() == wanted.tobytes()
+        assert out.tobytes() == wanted.tobytes(), nranks
 
 
 #: Results of rank 1 of 3 from the inputs [0, ...], [10, ...] and [20, ...]; the root is rank 2.
