@@ -136,6 +136,8 @@ class Contexts:
         self._free = (1 << _NIDS) - 2
         #: Lowest number of the first call of the next communicator.
         self._next_op = 1
+        #: Number of the first call of the last closed communicator, by context id.
+        self._closed: dict[int, int] = {}
         #: Thread that is making a communicator from the last offer; None if there is none.
         self._offerer: int | None = None
         #: Context id of the parent communicator, by thread that makes a communicator.
@@ -216,6 +218,7 @@ class Contexts:
         with self._lock:
             self._free |= 1 << context_id
             self._next_op = max(self._next_op, first_op + 1, last_op + 1)
+        self._closed[context_id] = first_op
 
     def on_message(self, peer: int, wrapped: InContext) -> None:
         """Pass a message from `peer`, a rank of the job, to its communicator.
@@ -223,11 +226,12 @@ class Contexts:
         A message for a communicator that does not exist yet is kept; a message for a closed one is
         dropped.
         """
-        member = self._members.get(wrapped.context_id)
-        if member is not None and member.context.first_op == wrapped.first_op:
-            member.on_message(peer, wrapped.message)
-        elif wrapped.first_op >= self._next_op:
-            self._early.setdefault(wrapped.context_id, []).append((peer, wrapped))
+        context_id, first_op, message = wrapped.context_id, wrapped.first_op, wrapped.message
+        member = self._members.get(context_id)
+        if member is not None and member.context.first_op == first_op:
+            member.on_message(peer, message)
+        elif first_op > self._closed.get(context_id, 0):
+            self._early.setdefault(context_id, []).append((peer, wrapped))
 
     def adopt(self, health: Health) -> None:
         """Pass a new health of the job to all communicators made from the job's first one."""

@@ -21,7 +21,7 @@ from r2ccl.runtime.participant import Participant
 from r2ccl.types import AllgatherBytes
 
 #: Entry of a rank: whether it takes part, its color, and its key.
-_ENTRY = struct.Struct("<?qq")
+_ENTRY = struct.Struct("<??qq")
 _INT64 = range(-(1 << 63), 1 << 63)
 #: Maximum pause in seconds before another attempt, while another thread makes a communicator.
 _PAUSE_S = 0.002
@@ -141,22 +141,23 @@ def agree(
     for name, value in (("color", color), ("key", key)):
         if value is not None and (not isinstance(value, SupportsIndex) or value not in _INT64):
             raise InvalidArgument(f"{name}={value!r}; allowed are integers of 64 bits")
-    entry = _ENTRY.pack(color is not None, color or 0, key)
     give_up_s = monotonic() + timeout_s
     contexts = engine.contexts
     # No offer at first: a rank that comes late must not keep other threads from making theirs.
     mine, is_first = NO_OFFER, True
     try:
         while True:
-            rows = allgather(entry + mine)
+            # If one rank gives up, all do: a rank that went on would wait for the others.
+            is_late = monotonic() >= give_up_s
+            rows = allgather(_ENTRY.pack(color is not None, is_late, color or 0, key) + mine)
             by_rank = dict(zip(ranks, rows, strict=True))
             entries = {rank: _ENTRY.unpack_from(row) for rank, row in by_rank.items()}
             offers = {rank: row[_ENTRY.size :] for rank, row in by_rank.items()}
-            takers = [rank for rank, (takes_part, _, _) in entries.items() if takes_part]
+            takers = [rank for rank, (takes_part, *_) in entries.items() if takes_part]
             if not is_first and all(offers[rank] != NO_OFFER for rank in takers):
                 break
             contexts.withdraw(is_last=False)
-            if monotonic() >= give_up_s:
+            if any(is_late for _, is_late, _, _ in entries.values()):
                 raise TransportTimeout(
                     f"rank {engine.rank_in_job}: other threads were making communicators for "
                     f"{timeout_s:g} s, so none was made here: try again",
@@ -170,8 +171,8 @@ def agree(
         if color is None:
             return None
         members = sorted(
-            (rank for rank in takers if entries[rank][1] == color),
-            key=lambda rank: entries[rank][2],
+            (rank for rank in takers if entries[rank][2] == color),
+            key=lambda rank: entries[rank][3],
         )
         context_id, first_op = contexts.choose([offers[rank] for rank in members])
     finally:

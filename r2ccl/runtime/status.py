@@ -35,9 +35,9 @@ class Wait(msgspec.Struct, frozen=True):
     peer : int
         Rank that must provide the object.
     what : str
-        One of ``slice``, ``message``, ``confirmation``, ``path``, ``agreement on the health``,
-        ``data in shared memory`` or, if a slice is ready to be sent, ``landing place`` (cleared) or
-        ``free slot`` (eager).
+        One of ``slice``, ``message``, ``matching receive``, ``confirmation``, ``path``, ``agreement
+        on the health``, ``data in shared memory`` or, if a slice is ready to be sent, ``landing
+        place`` (cleared) or ``free slot`` (eager).
     channel, seq : int or None
         Channel of the link, and number of the first slice that waits; None if no link is concerned.
     rail : int or None

@@ -122,8 +122,8 @@ class MessageDriver(MessageProtocol):
     first_op : int
         Number of the communicator's first call, which every envelope carries: it distinguishes this
         communicator from earlier ones with the same context id.
-    nhomes : int
-        Number of home rails.
+    homes : sequence of int
+        Home rails.
     nwires : int
         Number of rails whose bandwidths add up; if it is 1, each message uses one data channel.
     eager_nbytes, slice_nbytes : int
@@ -144,7 +144,7 @@ class MessageDriver(MessageProtocol):
         rank: int,
         members: Sequence[int],
         first_op: int,
-        nhomes: int,
+        homes: Sequence[int],
         nwires: int,
         eager_nbytes: int,
         slice_nbytes: int,
@@ -155,13 +155,15 @@ class MessageDriver(MessageProtocol):
         self._links = links
         self._first_op = first_op & _FIRST_OP_MASK
         self._rank_of = {peer: at for at, peer in enumerate(members)}
-        self._nchannels = nhomes if nwires > 1 else 1
+        #: Home rail of each data channel.
+        self._rails = tuple(homes) if nwires > 1 else tuple(homes[:1])
         self._eager_nbytes = eager_nbytes
         self._slice_nbytes = slice_nbytes
         self._depth = depth
         self._health = health
         self._envelope_channel = first_channel(calls.context_id)
         # Channel c uses home rail c modulo the number of home rails.
+        nhomes = len(homes)
         self._data_channel = self._envelope_channel + nhomes
         self._next_ident = 0
         self._nreceiving = 0
@@ -281,12 +283,11 @@ class MessageDriver(MessageProtocol):
         Return the number of bytes on each channel, in proportion to the bandwidth of its rail; one
         number if the first channel carries all bytes.
         """
-        if self._nchannels == 1 or nbytes <= self._slice_nbytes:
+        if len(self._rails) == 1 or nbytes <= self._slice_nbytes:
             return [nbytes]
         health = self._health()
         shares = [
-            min(health.share(self._rank, rail), health.share(source, rail))
-            for rail in range(self._nchannels)
+            min(health.share(self._rank, rail), health.share(source, rail)) for rail in self._rails
         ]
         if not any(shares):
             return [nbytes]

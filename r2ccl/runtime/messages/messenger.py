@@ -159,7 +159,7 @@ class Messenger:
             rank=self._rank,
             members=context.members,
             first_op=context.first_op,
-            nhomes=len(job.homes),
+            homes=job.homes,
             nwires=job.nwires,
             eager_nbytes=job.config.eager_nbytes,
             slice_nbytes=job.config.slice_nbytes,
@@ -237,7 +237,8 @@ class Messenger:
             driver.withdraw()
             return not driver.nmoving
 
-        self._wait(is_done, ANY, "close(), until all data has arrived", self._timeout_s)
+        doing = "close(), until all data has arrived"
+        self._wait(is_done, ANY, doing, "message", self._timeout_s)
 
     def close(self) -> None:
         """Stop handling messages; called by the owner of the data loop."""
@@ -300,7 +301,7 @@ class Messenger:
             return find() is not None or self._refusal is not None
 
         while found is None and is_blocking:  # another thread may receive the message first
-            self._wait(is_over, peer, f"probe() for {wanted}", self._timeout_s)
+            self._wait(is_over, peer, f"probe() for {wanted}", "message", self._timeout_s)
             found = self._own(find)
         return found
 
@@ -348,7 +349,7 @@ class Messenger:
             raise request.error
         if not request.is_done:
             self._require_open()
-            _, doing = self._describe(request)
+            _, doing, _ = self._describe(request)
             raise TransportTimeout(
                 f"rank {self._job.rank}: {doing} has not finished after {timeout_s:g} s and "
                 "continues: wait again, or look at pending() on the ranks that it involves",
@@ -357,12 +358,16 @@ class Messenger:
             )
         return request.result
 
-    def _describe(self, request: SendRequest | ReceiveRequest) -> tuple[int, str]:
-        """Return the peer of a request (a rank of the job, or `ANY`) and its description."""
+    def _describe(self, request: SendRequest | ReceiveRequest) -> tuple[int, str, str]:
+        """Describe a request.
+
+        Return its peer (a rank of the job, or `ANY`), the call, and what the peer must provide.
+        """
         if isinstance(request, SendRequest):
-            return request.peer, f"send() to rank {request.peer}"
+            return request.peer, f"send() to rank {request.peer}", "matching receive"
         peer = ANY if request.source == ANY else self._members[request.source]
-        return peer, f"recv() from {_named('rank', peer)} with {_named('tag', request.tag)}"
+        doing = f"recv() from {_named('rank', peer)} with {_named('tag', request.tag)}"
+        return peer, doing, "message"
 
     def _require_open(self) -> None:
         if self._refusal is not None:
@@ -373,12 +378,15 @@ class Messenger:
         self._require_open()
         return self._way.own(fn, is_step=is_step)
 
-    def _wait(self, is_done: Callable[[], bool], peer: int, doing: str, timeout_s: float) -> None:
+    def _wait(
+        self, is_done: Callable[[], bool], peer: int, doing: str, what: str, timeout_s: float
+    ) -> None:
         """Advance messages until ``is_done()``.
 
-        `peer`, a rank of the job or `ANY`, and the text `doing` describe the wait.
+        `peer`, a rank of the job or `ANY`, and the texts `doing` and `what`, which `peer` must
+        provide, describe the wait.
         """
-        patience = Patience(timeout_s, "R2CC_TIMEOUT_S", partial(self._pending, peer, doing))
+        patience = Patience(timeout_s, "R2CC_TIMEOUT_S", partial(self._pending, peer, doing, what))
         self._waiter = get_ident()
         self.peers = frozenset() if peer in (ANY, self._job.rank) else frozenset((peer,))
         try:
@@ -387,8 +395,8 @@ class Messenger:
             self._waiter = 0
             self.peers = frozenset()
 
-    def _pending(self, peer: int, doing: str) -> Pending:
-        waits = () if peer == ANY else (Wait(peer, "message"),)
+    def _pending(self, peer: int, doing: str, what: str) -> Pending:
+        waits = () if peer == ANY else (Wait(peer, what),)
         return Pending(self._job.rank, doing, self._clock(), self.since_s, {}, waits, ())
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.mpi import find_mpiexec
+from support.slow import slow_but
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -105,11 +106,29 @@ def test_notebook_shows_what_happens_in_a_kernel(tmp_path: Path) -> None:
     assert shown(executed) == shown(notebook)
 
 
-@pytest.mark.slow
+#: Runs the demo in the folder argv[1] on argv[2] nodes, with the first argv[3] images.
+SMALLER = """
+import runpy, sys
+folder, nnodes, nimages, *sys.argv[1:] = sys.argv[1:]
+sys.path.insert(0, folder)
+from demos import cluster
+from sklearn import datasets
+cluster.NODES = int(nnodes)
+digits = datasets.load_digits()
+digits.data, digits.target = digits.data[:int(nimages)], digits.target[:int(nimages)]
+datasets.load_digits = lambda: digits
+runpy.run_path(f"{folder}/train_digits.py", run_name="__main__")
+"""
+
+
 @pytest.mark.timeout(300)
-def test_demo_on_loopback_loses_a_rail_and_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("nnodes", "nimages"), slow_but([(3, 216)], [(3, 216), (4, 1797)]))
+def test_demo_on_loopback_loses_a_rail_and_no_bit(
+    nnodes: int, nimages: int, tmp_path: Path
+) -> None:
+    size = (str(nnodes), str(nimages))
     options = ("--epochs", "1", "--loopback")
-    written = run(sys.executable, EXAMPLES / "train_digits.py", *options, cwd=tmp_path)
+    written = run(sys.executable, "-c", SMALLER, EXAMPLES, *size, *options, cwd=tmp_path)
     # Whichever end is first to notice: the one that was cut, or its peer.
     assert re.search(r"evidence +(ENETDOWN|EOF|ECONNRESET|EPIPE): ", written), written
     assert written.rstrip().splitlines()[-1].startswith("OK: a NIC died during an allreduce")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from r2ccl.errors import InvalidArgument
-from r2ccl.runtime.contexts import NO_OFFER, Context, Contexts
+from r2ccl.errors import InvalidArgument, TransportTimeout
+from r2ccl.runtime.contexts import NO_OFFER, Closing, Context, Contexts, InContext
 from r2ccl.runtime.splitting import agree
 
 
@@ -74,3 +74,53 @@ def test_colors_are_integers() -> None:
         given: Any = wrong
         with pytest.raises(InvalidArgument, match="integers of 64 bits"):
             agree(engine_of(Contexts()), lambda mine: [mine], given, 0, 30.0)
+
+
+class Member:
+    """Engine of a communicator that keeps the messages it gets."""
+
+    def __init__(self, *context: Any) -> None:
+        self.context = Context(*context)
+        self.heard: list[tuple[int, object]] = []
+
+    def on_message(self, peer: int, message: object) -> None:
+        self.heard.append((peer, message))
+
+    def adopt(self, health: Any) -> None: ...
+
+
+def test_a_message_may_come_before_its_communicator() -> None:
+    """A peer has made it already; here an older communicator ends between choice and making."""
+    contexts, old = Contexts(), Member(1, 1, (0, 1))
+    contexts.choose([contexts.offer(0)])
+    contexts.withdraw(is_last=True)
+    contexts.add(old)
+    contexts.nclosing += 1
+    context_id, first_op = contexts.choose([contexts.offer(0)])
+    contexts.withdraw(is_last=True)
+    contexts.remove(old, 100)
+    contexts.on_message(1, InContext(context_id, first_op, Closing()))
+    contexts.on_message(1, InContext(1, 1, Closing()))  # for the old one, which is closed
+    new = Member(context_id, first_op, (0, 1))
+    contexts.add(new)
+    assert new.heard == [(1, Closing())]
+    assert old.heard == []
+    again = Member(1, 1, (0, 1))
+    contexts.add(again)
+    assert again.heard == []
+
+
+def test_if_one_rank_gives_up_all_do() -> None:
+    """A rank that went on would wait for the others until R2CC_TIMEOUT_S."""
+    exchanges: list[bytes] = []
+
+    def allgather(mine: bytes) -> list[bytes]:
+        exchanges.append(mine)
+        takes_part, is_late = b"\1", b"\1" if len(exchanges) == 3 else b"\0"
+        return [mine, takes_part + is_late + bytes(16) + NO_OFFER]
+
+    engine = engine_of(Contexts())
+    engine.context, engine.rank_in_job = Context(0, 1, (0, 1)), 0
+    with pytest.raises(TransportTimeout, match="other threads were making communicators"):
+        agree(engine, allgather, 0, 0, 3600.0)
+    assert len(exchanges) == 3

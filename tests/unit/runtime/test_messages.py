@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from support.still import make_engine
 
+from r2ccl.clock import monotonic
 from r2ccl.errors import TransportTimeout
+from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import first_channel, message_context
 from r2ccl.failover.migration.path import PathState
 from r2ccl.runtime.arrays.buffers import Buffer
+from r2ccl.runtime.messages.driver import MessageDriver
 from r2ccl.types import PathKey
 
 _ENVELOPE = struct.Struct("<BBxxIqQQ")
@@ -63,6 +66,35 @@ def test_an_empty_synchronous_message_leaves_no_peer_busy() -> None:
     engine._links.deliver(answer)
     assert sent.is_done
     assert busy == {}
+
+
+def test_a_long_message_avoids_its_own_home_rails_that_are_down() -> None:
+    """The home rails are not the first ones if there are TCP rails beside RDMA rails."""
+    engine, _ = make_engine()
+    health = Health(0, 4, bytes([8, 8, 8, 8, 8, 0, 8, 8, 8, 8, 8, 8]))
+    driver = MessageDriver(
+        engine._links,
+        engine._links.calls_of(message_context(5)),
+        rank=0,
+        members=(0, 1, 2),
+        first_op=1,
+        homes=[1, 2],
+        nwires=2,
+        eager_nbytes=64,
+        slice_nbytes=1 << 10,
+        depth=4,
+        health=lambda: health,
+    )
+    assert driver._cut(1, 8 << 20) == [0, 8 << 20]
+    assert driver._cut(2, 8 << 20) == [4 << 20, 4 << 20]
+
+
+def test_a_blocked_send_waits_for_a_receive() -> None:
+    engine, _ = make_engine(0, monotonic, timeout_s=0.05, eager_nbytes=64)
+    x = np.zeros(1000, np.uint8)
+    request = engine.messenger.send(Buffer(x, 0, 1000, 1, 1000, x), 1, 7)
+    with pytest.raises(TransportTimeout, match="matching receive from rank 1"):
+        request.wait()
 
 
 @pytest.mark.parametrize("in_step", [False, True])
