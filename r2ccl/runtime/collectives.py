@@ -139,7 +139,10 @@ class Collectives:
 
     @property
     def is_below(self) -> bool:
-        """True if the caller is a signal handler that interrupted a blocking call of its thread."""
+        """True if the caller is a signal handler that interrupted a blocking call of its thread.
+
+        False for a call that waits for the worker, which then runs the call.
+        """
         return self._caller == get_ident()
 
     def require_free(self) -> None:

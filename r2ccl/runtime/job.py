@@ -203,7 +203,8 @@ class Job:
         Raises
         ------
         TransportTimeout
-            If a peer has no path, or a rank has not connected, after ``R2CC_INIT_TIMEOUT_S``.
+            If a peer has no path, for example because it does not call this method, after
+            ``R2CC_INIT_TIMEOUT_S``.
         InvalidArgument
             As from `dump_on_signal`, if ``R2CC_DUMP_SIGNAL`` is set.
         R2cclError

@@ -115,8 +115,9 @@ class PathEntry(msgspec.Struct, frozen=True):
     peer, rail, epoch : int
         The epoch is the number of times that the path was lost.
     state : str
-        ``up``; ``fencing`` or ``fenced``: going down; ``down``: being reconnected, or excluded;
-        ``closed``: the paths to the peer are idle and are connected when they are needed.
+        ``up``; ``fencing`` or ``fenced``: going down; ``down``: not connected yet, being
+        reconnected, or excluded; ``closed``: the paths to the peer are idle and are connected when
+        they are needed.
     cause : str
         Evidence of the last failure, or ``not connected yet``; empty if the path is closed, or is
         up and was never lost.

@@ -189,7 +189,7 @@ class Messenger:
 
     @property
     def is_below(self) -> bool:
-        """True in a signal handler that interrupted a method of this object in the same thread."""
+        """True in a signal handler that interrupted a wait of its thread, or as `Way.is_below`."""
         return self._waiter == get_ident() or self._way.is_below
 
     # Shared memory
