@@ -273,7 +273,9 @@ class Worker:
             return self._changed.wait_for(lambda: not self._tasks, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse new tasks and all queued ones except the running one; wait for the thread.
+        """Refuse new tasks and all but the first of the queued ones; wait for the thread.
+
+        The first one is running, or runs next.
 
         Parameters
         ----------

@@ -258,11 +258,11 @@ class Engine:
         return self._contexts
 
     def repairs(self) -> tuple[Repair, ...]:
-        """Return the repairs of this rank's paths, oldest first."""
+        """Return the latest repairs of this rank's paths, oldest first."""
         return tuple(self._migration.log.repairs.copy())
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return the last verdict on each path; empty if failures are not diagnosed."""
+        """Return the last verdict on each diagnosed path; empty if failures are not diagnosed."""
         diagnosis = self._failover.diagnosis
         return () if diagnosis is None else diagnosis.verdicts()
 
@@ -506,7 +506,8 @@ class Engine:
             enters the collective.
         make : callable
             ``make(plan, links)`` creates the lanes of the collective. It may create links, so it is
-            called by the owner of the data loop.
+            called by the owner of the data loop. If `make` is a `HostLanes`, compiled code may run
+            the collective without lanes.
         computer : Computer, optional
             Executes the work that the lanes defer.
 
