@@ -77,7 +77,7 @@ def require_op(op: object) -> None:
 def refused_output(out: object, why: InvalidArgument) -> InvalidArgument:
     """Return the error to raise for `out`, of which no view can be made because of the error `why`.
 
-    If `out` is an operation or a number, the error says to which parameter it belongs. Otherwise
+    If `out` is an operation or an integer, the error says to which parameter it belongs. Otherwise
     the error is `why`.
     """
     if isinstance(out, str) or callable(out) or "Op" in type(out).__name__:

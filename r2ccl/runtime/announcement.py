@@ -61,7 +61,7 @@ def announce(
 
 
 def _rail(rail: int, nic: Nic) -> str:
-    """Return the name of a rail's NIC, and its address if it has one."""
+    """Return the number of a rail, and the name and (if it has one) the address of its NIC."""
     at = f" {nic.address}" * bool(nic.address)
     return f"{rail} {nic.name}{at}{' (last resort)' * nic.is_last_resort}"
 

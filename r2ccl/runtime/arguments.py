@@ -1,11 +1,11 @@
 """Validation of the arguments of a collective.
 
-Each collective except the barrier has one function here. The function takes views of the arrays in
-host or device memory and returns a `Request` with the call signature that must be equal on all
-ranks. If the caller passed no output, but the call needs one and its size is known, the function
-allocates it. The function does not communicate, and reads array data only to copy an input that is
-not C-contiguous. Its arguments and errors are those of the method of `Communicator` with the same
-name.
+Each collective except the barrier has a function here; scan and exscan share one. The function
+makes views of the arrays in host or device memory and returns a `Request` with the call signature
+that must be equal on all ranks. If the caller passed no output, but the call needs one and its size
+is known, the function allocates it. The function does not communicate, and reads array data only to
+copy an input that is not C-contiguous. Its arguments ``x``, ``out``, ``op``, ``root`` and
+``schedule``, and its errors, are those of the method of `Communicator` with the same name.
 
 Invariant: the arrays of every `Request` are valid and fit together, and its operation exists. Other
 arrays and operations raise `InvalidArgument` here, before any data moves. Three checks are made
@@ -73,7 +73,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     schedule : Schedule or None
         User-defined allreduce schedule, if the caller passed one.
     parts : Parts or None
-        Ranges of the parts in the input and the output; None if they follow from the signature.
+        Ranges of the parts in the input and the output; None: they follow from the signature.
     is_in_place : bool
         For an allgather: True if `source` is already this rank's part of `output`. For an alltoall,
         alltoallv or exscan: True if `source` and `output` are the same memory. Otherwise False.

@@ -70,11 +70,13 @@ class Effects(Protocol):
     """Work of a collective on a device; it may still run after the collective's task has ended."""
 
     def is_done(self) -> bool:
-        """Return whether the work is done; True only if the task has ended."""
+        """Return whether the work is done; called only after the task has ended."""
         ...
 
     def synchronize(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds until the work is done; return whether it is.
+
+        Called only after the task has ended.
 
         Raises
         ------
@@ -90,6 +92,13 @@ class Effects(Protocol):
         ----------
         stream : object or None
             None: the stream on which the collective runs.
+
+        Raises
+        ------
+        InvalidArgument
+            If `stream` is not a stream, or captures a CUDA graph.
+        TransportError
+            If the device failed.
         """
         ...
 
@@ -97,8 +106,8 @@ class Effects(Protocol):
 class Work(Generic[_R]):
     """Handle of an asynchronous collective, returned by calls with ``async_op=True``.
 
-    Keeps the arrays of the call alive. The caller may drop the handle without waiting: the
-    collective continues, and an error ends the communicator in any case.
+    The arrays of the call are kept alive until it has finished. The caller may drop the handle
+    without waiting: the collective continues, and an error ends the communicator in any case.
     """
 
     def __init__(
@@ -164,7 +173,9 @@ class Work(Generic[_R]):
         ------
         InvalidArgument
             If the arrays of the call are in host memory (call `wait` instead), or `stream` is not a
-            stream.
+            stream or captures a CUDA graph.
+        TransportError
+            If the device failed.
         """
         if self._effects is None:
             raise InvalidArgument(
@@ -262,7 +273,9 @@ class Worker:
             return self._changed.wait_for(lambda: not self._tasks, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse new tasks and all queued ones except the running one; wait for the thread.
+        """Refuse new tasks and all but the first of the queued ones; wait for the thread.
+
+        The first one is running, or runs next.
 
         Parameters
         ----------

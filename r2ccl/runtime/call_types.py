@@ -1,9 +1,9 @@
 """Types of the arguments and results of the collectives, for the overloads of `Communicator`.
 
-A collective has three overloads. A blocking call returns an array of the type of `x` and `out`. An
-asynchronous call returns a `Work` of this type. The third overload returns Any. It accepts all
-other calls: an `async_op` whose value is not known to the type checker, and arrays of different
-types, such as a read-only input with a NumPy array as output.
+A collective has three overloads. A blocking call returns an array of the type of `x` and `out`; a
+reduce or gather may also return None. An asynchronous call returns a `Work` of this type. The third
+overload returns Any. It accepts all other calls: an `async_op` whose value is not known to the type
+checker, and arrays of different types, such as a read-only input with a NumPy array as output.
 """
 
 from __future__ import annotations

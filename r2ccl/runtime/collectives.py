@@ -110,8 +110,8 @@ class Collectives:
         self._run_kernel = partial(run_quietly, _apply)
         #: Calls in memory that all ranks share; None if the ranks share none.
         self._local: LocalCalls | None = None
-        #: Calls in shared memory within nodes and over the network between them; None if no node
-        #: shares memory.
+        #: Calls in shared memory within nodes and over the network between them; None if no call
+        #: runs in two levels.
         self._two_level: TwoLevelCalls | None = None
         #: Open groups of calls, each of one thread.
         self._groups: list[Group] = []
@@ -139,7 +139,10 @@ class Collectives:
 
     @property
     def is_below(self) -> bool:
-        """True if the caller is a signal handler that interrupted a blocking call of its thread."""
+        """True if the caller is a signal handler that interrupted a blocking call of its thread.
+
+        False for a call that waits for the worker, which then runs the call.
+        """
         return self._caller == get_ident()
 
     def require_free(self) -> None:
@@ -194,7 +197,8 @@ class Collectives:
             If the arguments are wrong; no collective was started. InvalidArgument also if another
             rank makes a different call; the communicator has ended.
         ConcurrentCalls
-            If a blocking call runs in another thread, or was interrupted by this signal handler.
+            If this call is blocking, and another blocking call runs in another thread or was
+            interrupted by this signal handler.
         R2cclError
             If calls are refused, or the collective failed; the communicator has ended.
         """
@@ -448,9 +452,10 @@ class Collectives:
         return [row.tobytes() for row in rows]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array that all ranks can access directly; see `Communicator.empty`.
+        """Return a new array for collectives; see `Communicator.empty`.
 
-        If the ranks share no memory, return an array in registered memory.
+        If all ranks share memory, the array is in memory that all ranks can access directly.
+        Otherwise it is in registered memory.
 
         Raises
         ------
@@ -710,7 +715,7 @@ class Collectives:
             self._run_kernel(kernels.narrower(call.dtype), result.array, output.array)
 
     def _reused(self, name: str, count: int, code: int) -> Buffer:
-        """Return memory for `count` elements; later calls with this name return the same memory."""
+        """Return memory for `count` elements; later calls with this name use the memory again."""
         dtype = dtype_of(code)
         nbytes = count * dtype.itemsize
         memory = self._converted.get(name)
@@ -720,11 +725,11 @@ class Collectives:
         return Buffer(array, code, count, dtype.itemsize, nbytes, memory)
 
     def _scratch_like(self, array: Array) -> Array:
-        """Return memory with the size and dtype of `array`; later calls return the same memory."""
+        """Return memory with the size and dtype of `array`; later calls use the memory again."""
         return self._scratch_of(array.size, array.dtype)
 
     def _scratch_of(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Return memory for `count` elements of `dtype`; later calls return the same memory."""
+        """Return memory for `count` elements of `dtype`; later calls use the memory again."""
         nbytes = count * dtype.itemsize
         if self._scratch.nbytes < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)

@@ -65,7 +65,7 @@ class Context(NamedTuple):
 
 
 class ContextPost:
-    """Sender of the control messages of one communicator; it numbers ranks as the communicator.
+    """Sender of the control messages of one communicator; its methods take ranks of it.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ class Contexts:
         #: Number of communicators that this rank has closed and some other rank has not.
         self.nclosing = 0
         self._free = (1 << _NIDS) - 2
-        #: Lowest number of the first call of the next communicator.
+        #: Lowest number that the first call of the next communicator may have.
         self._next_op = 1
         #: Number of the first call of the last closed communicator, by context id.
         self._closed: dict[int, int] = {}
@@ -175,6 +175,8 @@ class Contexts:
 
     def choose(self, offers: Sequence[bytes]) -> tuple[int, int]:
         """Return the context id and the number of the first call of a new communicator.
+
+        The id counts as in use from now on.
 
         Parameters
         ----------

@@ -1,16 +1,16 @@
 """Ownership of the data loop by one thread at a time, and waits with a deadline.
 
 All communicators of a job share one data loop (`Progress`). A blocking call owns it while it waits.
-If another thread makes a call meanwhile, on another communicator, the owner stands aside: the new
-call takes the loop over, advances the calls of all threads, and the former owner sleeps until its
-own call is done or the loop is free. At other times the control thread runs the loop, so that a
-rank that is busy in user code still handles failures, replays slices and confirms them. Events of
-the control thread are functions in an inbox. The control thread runs them at once if no thread owns
-the loop; otherwise it wakes the owner, which runs them. Only the owner checks whether the calls of
-other threads are done, because the checks read state that the loop changes.
+If another thread begins a call or message meanwhile, the owner stands aside: the new call takes the
+loop over, advances the calls of all threads, and the former owner sleeps until its own call is done
+or the loop is free. At other times the control thread runs the loop, so that a rank that is busy in
+user code still handles failures, replays slices and confirms them. Events of the control thread are
+functions in an inbox. The control thread runs them at once if no thread owns the loop; otherwise it
+wakes the owner, which runs them. Only the owner checks whether the calls of other threads are done,
+because the checks read state that the loop changes.
 
-Invariants: every wait has a deadline. No wait ends, by result, error or Ctrl-C, while a peer could
-still write into the call's memory. If a call could not end properly, which a second Ctrl-C can
+Invariants: every wait has a deadline. No blocking call ends, by result, error or Ctrl-C, while a
+peer could still write into its memory. If a call could not end properly, which a second Ctrl-C can
 cause, the control thread ends the job's communicators at its next tick.
 """
 
@@ -63,7 +63,7 @@ _LAST_CALL_S = 10.0
 #: Interval in seconds of timer checks while a call waits; the default suspicion timeout is 25 times
 #: as long.
 _TICK_S = 0.02
-#: Time in seconds from the begin of a wait to its first check of timers.
+#: Least time in seconds from the begin of a wait to its first check of timers.
 _FIRST_TICK_S = 0.005
 #: Longest duration of `DataLoop.poll`, and its longest wait for one more event, in seconds.
 _POLL_S, _EVENT_S = 0.004, 0.0005
@@ -98,16 +98,17 @@ class Patience(NamedTuple):
 
 
 class Caller(Protocol):
-    """Communicator whose calls wait in the data loop.
+    """Calls, or messages, of one communicator, which wait in the data loop.
 
     Attributes
     ----------
     waiting : Patience or None
-        The current wait, set by the data loop.
+        The current wait; None if there is none.
     since_s : float
-        Time at which that wait began, in seconds of the loop's clock; set by the data loop.
+        Time at which the last wait began, in seconds of the loop's clock.
     is_calling : bool
-        True while a call is in progress.
+        True while a call is in progress in the thread that owns the data loop. Stays True after a
+        call that could not end properly.
     has_raised : bool
         True once a call has raised the error that ended the communicator.
     peers : frozenset of int
@@ -235,7 +236,7 @@ class DataLoop:
     def _stand_aside(self, caller: Caller, is_done: Callable[[], bool], deadline: float) -> None:
         """Let another thread own the loop until the loop is free, or this thread's wait is over.
 
-        After Ctrl-C, `give_up` takes the loop back.
+        The thread then owns the loop again. After Ctrl-C, `give_up` takes the loop back.
         """
         follower = _Follower(is_done)
         was_calling = caller.is_calling
@@ -326,7 +327,7 @@ class DataLoop:
     def send_rest(self) -> None:
         """Have the control thread send the data of finished calls that no socket has accepted yet.
 
-        A call whose slices are all eager ends as soon as they are copied, before they are sent.
+        A call may end before its eager slices are sent, because they were copied.
         """
         if not self._is_sending_rest and self._transport.has_unsent():
             self._is_sending_rest = True

@@ -1,4 +1,4 @@
-"""Cleanup of a communicator, which runs once and in a separate thread.
+"""Cleanup of a job at one rank, which runs once and in a separate thread.
 
 A separate thread allows cleanup to be requested anywhere: while another thread is in a call, in a
 signal handler that interrupted a call, or again after Ctrl-C ended the first wait. The cleanup
@@ -6,8 +6,8 @@ thread waits until the resources are no longer in use; a requester waits for tha
 timeout.
 
 The thread is started in advance, because Ctrl-C can arrive between any two Python instructions and
-would leave a thread half started. Invariant: after `Ending.begin`, each step runs exactly once,
-even if an earlier step raises an exception.
+would leave a thread half started. Invariant: after `Ending.prepare` and `Ending.begin`, each step
+runs exactly once, even if an earlier step raises an exception.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Ending:
     name : str
         Name of the thread.
     steps : sequence of callable
-        Each step is called with the timeout of `begin`, in seconds; a step may have further limits.
-        If a step raises an exception, the exception is logged, and the next step runs.
+        Each step is called with the timeout of `begin`, in seconds; a step may wait longer. If a
+        step raises an exception, the exception is logged, and the next step runs.
     """
 
     def __init__(self, name: str, steps: Sequence[Callable[[float], None]]) -> None:

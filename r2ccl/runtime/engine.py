@@ -4,9 +4,10 @@ The engine numbers the calls, enters each into the health agreement, connects th
 and runs its lanes (one per channel) until all have ended. Each communicator of a job has an engine.
 They share the data loop, the paths and the control plane, and an error ends all of them.
 
-``rank``, ``nranks`` and the ranks in a health are numbered as in the communicator. The ranks in
-control messages, status and errors are numbered as in the job. In the job's first communicator, a
-rank has the same number in both.
+``rank``, ``nranks``, and the ranks in a health and in the communicator's control messages are
+numbered as in the communicator. The senders of control messages, and the ranks in status and
+errors, are numbered as in the job. In the job's first communicator, a rank has the same number in
+both.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ from r2ccl.types import Nic
 
 #: Interval in seconds at which `Engine.exclude` checks whether the job has ended.
 _LOOK_S = 0.02
-#: Time in seconds for which a call waits for all paths to a new peer; then one of them is enough.
+#: Time in seconds for which a call waits for all paths to new peers; then one to each is enough.
 STANDBY_S = 0.5
 
 
@@ -168,7 +169,7 @@ class Engine:
         self._closed: set[int] = set()
         self._calls = loop.links.calls_of(context.context_id)
         self._calls.skip_to(context.first_op - 1)
-        #: Number of calls that had to connect data paths before their first slice.
+        #: Number of calls and messages that had to connect data paths before their first slice.
         self.nconnects = 0
         #: Calls in shared memory, and how many of them `_calls` has counted; see `_count_local`.
         self._local: LocalPath | None = None
@@ -206,9 +207,8 @@ class Engine:
     def derived(self, context: Context) -> Engine:
         """Return the engine of a new communicator, which shares the data loop.
 
-        The new communicator begins with the health of a network without failures, except for
-        excluded rails. Its rank 0 then starts an agreement of its ranks on the present health of
-        the job.
+        The new communicator begins with the initial health of the job. Except in mode failstop, its
+        rank 0 then starts an agreement of its ranks on the present health of the job.
 
         Parameters
         ----------
@@ -258,11 +258,11 @@ class Engine:
         return self._contexts
 
     def repairs(self) -> tuple[Repair, ...]:
-        """Return the repairs of this rank's paths, oldest first."""
+        """Return the latest repairs of this rank's paths, oldest first."""
         return tuple(self._migration.log.repairs.copy())
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return the last verdict on each path; empty if failures are not diagnosed."""
+        """Return the last verdict on each diagnosed path; empty if failures are not diagnosed."""
         diagnosis = self._failover.diagnosis
         return () if diagnosis is None else diagnosis.verdicts()
 
@@ -299,7 +299,7 @@ class Engine:
         planning: Planning,
         memory: MemoryReport,
     ) -> RankStatus:
-        """Return the status of this rank: its collective, paths, links, peers and repairs.
+        """Return the full status of this rank, with the collective of this communicator.
 
         Parameters
         ----------
@@ -506,7 +506,8 @@ class Engine:
             enters the collective.
         make : callable
             ``make(plan, links)`` creates the lanes of the collective. It may create links, so it is
-            called by the owner of the data loop.
+            called by the owner of the data loop. If `make` is a `HostLanes`, compiled code may run
+            the collective without lanes.
         computer : Computer, optional
             Executes the work that the lanes defer.
 
@@ -617,7 +618,7 @@ class Engine:
                 self._nlocal = ncalls
 
     def fail_local(self, error: BaseException) -> None:
-        """End the communicator because a call in shared memory raises `error`."""
+        """End the communicator because a call or message in shared memory raises `error`."""
         rank = self._job.rank
         if not isinstance(error, R2cclError):
             error = CommunicatorRevoked(f"rank {rank}: interrupted by {error!r}")
@@ -679,18 +680,22 @@ class Engine:
 
         Raises
         ------
+        InvalidArgument
+            If `memory` is empty and the transport needs registration.
         TransportError
             If a NIC refuses the memory, or the limit of registered memory would be exceeded.
         """
         return RegisteredMemory(self, self.call(partial(self._transport.register, memory)), memory)
 
     def register_device(self, address: int, nbytes: int) -> Registered:
-        """Register `nbytes` of device memory at `address` with the transport.
+        """Register `nbytes` of device memory at `address` with the transport; return the result.
 
         The caller must own the data loop, as a function that `call` runs does.
 
         Raises
         ------
+        InvalidArgument
+            If the bytes are not part of one allocation.
         TransportError
             If a rail cannot reach the memory.
         """
@@ -780,11 +785,6 @@ class Engine:
 
         This rank takes part in the communicator's health agreement until all ranks have left the
         communicator.
-
-        Raises
-        ------
-        R2cclError
-            If the job has ended.
         """
 
         def leave() -> None:

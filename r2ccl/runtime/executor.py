@@ -167,8 +167,9 @@ class HostCall:
 class LandingPool:
     """Pool of landing places for slices to be reduced, which are reused across calls.
 
-    The pool grows to the largest number of places in use at once: `depth` per receiving link. The
-    sizes of places are powers of two, so that calls of many different sizes share them.
+    Sizes of places are powers of two, so that calls of many different sizes share them. For each
+    size, the pool grows to the largest number of places in use at once: at most `depth` per
+    receiving link.
 
     Parameters
     ----------
@@ -182,7 +183,7 @@ class LandingPool:
     def __init__(self, allocate: Callable[[int], Place], depth: int) -> None:
         self._allocate = allocate
         self.depth = depth
-        #: Size of all places, free or in use, in bytes.
+        #: Size in bytes of all places, free or in use, and of the memory of `reserve`.
         self.nbytes = 0
         self._free: dict[int, list[Place]] = {}
 
@@ -232,7 +233,7 @@ class _Inbound(_Cursor):
         self.order = order
         self.at = 0
         self.k = 0
-        #: Maximum number of receives posted ahead.
+        #: No landing place is announced while this many posted receives are under way.
         self.depth = depth
         #: Number of posted receives whose slices are not used yet.
         self.under_way = 0
@@ -350,9 +351,9 @@ class LaneRun:
                 moved |= self._run_local()
 
     def stalled(self) -> list[tuple[SendLink, bool]]:
-        """Return (link, is_eager) of each link whose next slice is ready but waits for the peer.
+        """Return (link, is_eager) of each link to a peer whose next slice is ready but must wait.
 
-        ``is_eager`` tells whether this slice is eager.
+        It waits for the peer: for a landing place or, if ``is_eager``, for a free slot.
         """
         found = []
         for cursor in self._outbound:
@@ -534,7 +535,7 @@ def _bytes_of(array: Array) -> memoryview:
 
 
 _NO_BYTES = memoryview(b"")
-#: Steps whose memory the transport reads or writes.
+#: Kinds of the steps whose memory the transport reads or writes.
 _MOVES = frozenset((OpKind.SEND, OpKind.RECV))
 
 __all__ = ["HostCall", "HostLanes", "LandingPool", "LaneRun", "Operands", "Place"]

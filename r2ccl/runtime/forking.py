@@ -1,10 +1,10 @@
 """Isolation of forked child processes from the communicators of their parent.
 
 A forked child shares the open file descriptors of its parent. A child that outlives the parent
-would hide the parent's death from the peers, and a child that closes its copies would remove the
-sockets from the epoll instance that both processes share. Therefore, before other code runs in the
-child, every descriptor of every communicator is replaced by one of /dev/null and the communicators
-are disabled. The parent's descriptors and communicators are not changed.
+would hide the parent's death from the peers, and a child that closes a communicator would remove
+its sockets from the epoll instance that both processes share. Therefore, before ``os.fork`` returns
+in the child, every descriptor of every communicator is replaced by one of /dev/null and the
+communicators are disabled. The parent's descriptors and communicators are not changed.
 
 A child made by fork and exec (`subprocess`) inherits nothing, because all descriptors are
 close-on-exec. ``ibv_fork_init`` is not called: since Linux 5.12, a fork gives the child copies of

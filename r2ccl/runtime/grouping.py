@@ -24,7 +24,8 @@ class Group:
     Attributes
     ----------
     messages : list of Message
-        After the block: the messages that the block's `recv` calls received, in the order of calls.
+        After the block: the messages that the block's `recv` and `sendrecv` calls received, in the
+        order of the calls.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class Group:
         Raises
         ------
         R2cclError
-            The first error of beginning a message, of a collective, or of waiting for a message.
+            The error of a message or a collective. No message uses its array any more.
         """
         begun: list[MessageRequest] = []
         try:
@@ -102,8 +103,8 @@ def _wait_for(begun: Sequence[MessageRequest]) -> list[Message | None]:
 def batches(requests: Sequence[Request]) -> list[list[Request]]:
     """Divide requests into batches, each for one call, in the order of their first requests.
 
-    Small allreduces of one dtype and operation share a batch. All ranks must have equal groups, and
-    then make equal batches.
+    Small allreduces of one dtype and operation share batches of at most `_MOST_NBYTES`; for the
+    conditions, see `_can_join`. All ranks must have equal groups, and then make equal batches.
     """
     found: list[list[Request]] = []
     open_lists: dict[CallSignature, list[Request]] = {}

@@ -1,4 +1,4 @@
-"""Job: the resources that all communicators of a process share, and their cleanup.
+"""Job: the resources that the communicators of one job share at a rank, and their cleanup.
 
 The communicator that `r2ccl.init` returns and all communicators made from it share the control
 plane, the transport, the data loop and the monitor of the NICs' carriers. An error in one of these
@@ -53,24 +53,41 @@ class Job:
         Owned: closed with the job.
     config : Config
     rails : sequence of Nic
-        Local NIC of each rail.
+        Local NIC of each rail; empty: the NICs of the control plane.
     sharing_obstacle : str
         Reason why this rank must not share memory if ``R2CC_SHM=auto``; empty if it may.
 
     Attributes
     ----------
     rank, nranks : int
+    config : Config
+    control : ControlPlane
+    nrails : int
+        Number of rails of the transport.
+    rails : tuple of Nic
+        Local NIC of each rail.
+    homes : list of int
+        Home rails.
     engine : Engine
         Engine of the job's first communicator.
     nodes : tuple of int
         Node of each rank; empty for a single node or one rank per node.
     pool : LandingPool
         Landing places of all communicators.
+    event_queue : EventQueue
+        Receives the events of the control plane.
     is_forked : bool
         True if this process was forked from the process that started the job.
     is_left : bool
         True once all ranks have left the job with all their data; then no rank needs to be notified
         of the end of this rank.
+
+    Raises
+    ------
+    InvalidArgument
+        If the excluded NICs leave a rank no rail, or two ranks no common one.
+    TransportError
+        If ``R2CC_COMPILED=1`` requires compiled code for calls over TCP, which cannot be used.
     """
 
     def __init__(
@@ -87,7 +104,6 @@ class Job:
         self.config = config
         self.control = control
         self.nrails = transport.nrails
-        #: Local NICs of all rails; those of TCP rails come from the control plane.
         self.rails = tuple(rails) or control.nics
         self.nodes = _nodes_of(control.peers)
         self._sharing_obstacle = sharing_obstacle
@@ -153,7 +169,7 @@ class Job:
 
     @property
     def is_blocking(self) -> bool:
-        """True if a blocking collective runs on any communicator, in any thread."""
+        """True if `Participant.is_blocking` is True for any communicator."""
         return any(participant.is_blocking for participant in tuple(self._participants))
 
     @property
@@ -172,7 +188,7 @@ class Job:
         Raises
         ------
         TransportTimeout
-            If they do not end within ``R2CC_INIT_TIMEOUT_S``.
+            If those of one communicator do not end within ``R2CC_INIT_TIMEOUT_S``.
         """
         for participant in tuple(self._participants):
             participant.drain()
@@ -187,7 +203,8 @@ class Job:
         Raises
         ------
         TransportTimeout
-            If a peer has no path, or a rank has not connected, after ``R2CC_INIT_TIMEOUT_S``.
+            If a peer has no path, for example because it does not call this method, after
+            ``R2CC_INIT_TIMEOUT_S``.
         InvalidArgument
             As from `dump_on_signal`, if ``R2CC_DUMP_SIGNAL`` is set.
         R2cclError
@@ -239,7 +256,8 @@ class Job:
     def dump_on_signal(self, signum: int) -> None:
         """Write `Communicator.dump` of the first communicator each time that `signum` arrives.
 
-        The output goes to ``R2CC_DUMP_FILE`` or, if that is empty, to stderr.
+        The output goes to ``R2CC_DUMP_FILE`` or, if that is empty or cannot be written, to stderr.
+        The handler replaces the one of an earlier call of this method.
 
         Raises
         ------
@@ -259,7 +277,7 @@ class Job:
         """Close a communicator, or all if it is the first one; see `Communicator.close`.
 
         If a blocking collective is in progress on a communicator to close, or the caller is a
-        signal handler that interrupted a call, abort instead.
+        signal handler that interrupted a call, abort instead, unless this process was forked.
         """
         is_first = participant is self._participants[0]
         is_blocking = self.is_blocking if is_first else participant.is_blocking
@@ -337,7 +355,8 @@ class Job:
     def abort(self, why: str) -> None:
         """End all communicators on all ranks, for the reason `why`, and free all resources.
 
-        Return within a second; a cleanup that takes longer continues in its thread.
+        Return within a second; a cleanup that takes longer continues in its thread. In a forked
+        process, only refuse calls.
         """
         self.refuse(self.forked if self.is_forked else self.closed)
         if not self.is_left and not self.is_forked:
@@ -346,7 +365,7 @@ class Job:
         self.free(_ABORT_S)
 
     def abort_surely(self, why: str) -> None:
-        """Abort; if Ctrl-C interrupts the abort, repeat it."""
+        """Abort; if Ctrl-C interrupts the abort, repeat it once, then pass Ctrl-C on."""
         try:
             self.abort(why)
         except KeyboardInterrupt:

@@ -48,8 +48,8 @@ Make = Callable[..., Request]
 #: Prepared call, input, output and result of a call that is to be repeated.
 Found: TypeAlias = tuple["LocalCall", Array, Array, Array | None]
 
-#: Maximum number of communicators of a rank that share memory, 0.8 MiB each; further communicators
-#: use the network.
+#: Maximum number of communicators of a rank that share memory; each takes 0.8 MiB per rank, and up
+#: to 32 MiB for messages. Further communicators use the network.
 MOST_GROUPS = 32
 
 
@@ -61,8 +61,8 @@ class Repeatable(NamedTuple):
     call : LocalCall
         Prepared call, for arrays of the same form.
     rest : tuple
-        Arguments after the input and the output, all immutable: numbers, tuples of numbers, or
-        None. The first has the type ``kind``.
+        Arguments after the input and the output, all immutable: numbers, tuples, or None. The first
+        has the type ``kind``.
     uses_input, uses_output, has_output : bool
         True if this rank uses the input; if it uses the output; if the caller passed an output.
     shape, new_shape
@@ -96,7 +96,7 @@ class LocalCalls:
         self._has_ended = False
         #: Whether calls run in shared memory, by collective, dtype and op.
         self._taken: dict[tuple[int, int, int], bool] = {}
-        #: The last call of each kind that can be repeated.
+        #: The last call that can be repeated, by the function that makes its request.
         self._last: dict[Make, Repeatable] = {}
         self._run = group.run
         engine.attach(self)
@@ -146,10 +146,8 @@ class LocalCalls:
         InvalidArgument
             If the dtype does not support the op, in which case nothing was done; or if another rank
             makes a different call.
-        CommunicatorRevoked
-            If an earlier call in shared memory has failed.
         R2cclError
-            If the communicator ends during the call, or the call times out.
+            If the communicator has ended or ends during the call, or the call times out.
         """
         signature, source, output = request.signature, request.source, request.output
         if request.schedule is not None or not self.takes(signature):

@@ -1,7 +1,7 @@
 """Participant: resources of one communicator at this rank.
 
-A participant owns the plan cache, the worker thread and the collectives of the communicator. The
-job, which owns the connections, closes the participant.
+A participant owns the plan cache, the worker thread and the collectives, on host and on device
+memory, of the communicator. The job, which owns the connections, closes the participant.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DeviceCalls(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` seconds for the device, then free it.
+        """Wait up to `timeout_s` seconds for each backend of the device, then free the device.
 
         Raises
         ------
@@ -79,7 +79,7 @@ class Participant:
         Runs asynchronous calls.
     collectives : Collectives
     hosts : list of str
-        Host of each rank of the communicator.
+        `PeerInfo.host` of each rank of the communicator.
     """
 
     def __init__(
@@ -122,6 +122,8 @@ class Participant:
     def calibrate(self) -> None:
         """Measure latency and bandwidth of the network, if the choice of schedules needs them.
 
+        If each rank has its own host, the bandwidth becomes the nominal rate of the rails.
+
         Notes
         -----
         *Collective*: all ranks.
@@ -139,22 +141,25 @@ class Participant:
 
         With several hosts, shared memory is used only if all hosts have the same number of ranks,
         at least two. Otherwise the network is used, even if ``R2CC_SHM=1``. Unless ``R2CC_SHM=1``,
-        the network is also used if ``R2CC_ALGO`` is set, or if `MOST_GROUPS` communicators of this
-        process share memory already.
+        the network is also used if ``R2CC_ALGO`` is not auto, if a rank has an `obstacle`, if ranks
+        of a host cannot share memory, or if `MOST_GROUPS` communicators of the job share memory
+        already.
 
         Parameters
         ----------
         nshared : int
-            Number of this process's communicators that share memory already.
+            Number of the job's communicators at this rank that share memory already.
         obstacle : str
-            Reason why this rank cannot use shared memory; empty if it can. Ignored if
+            Reason why this rank must not use shared memory; empty if it may. Ignored if
             ``R2CC_SHM=1``.
 
         Raises
         ------
         TransportError
             If ``R2CC_SHM=1`` requires shared memory and ranks of a host cannot share it, or
-            `MOST_GROUPS` communicators share memory already.
+            `MOST_GROUPS` communicators of the job share memory already.
+        R2cclError
+            If the communicator has ended.
 
         Notes
         -----
@@ -236,12 +241,12 @@ class Participant:
     def known_health(self) -> Known:
         """Return the newest health that this rank has received, and the time of its arrival.
 
-        With ``R2CC_MODE=failstop``: the health without failures, and 0.
+        With ``R2CC_MODE=failstop``: the initial health, and 0.
         """
         return self.engine.known_health() or Known(self.engine.whole_health, 0.0)
 
     def health(self) -> HealthReport:
-        """Return the state of this rank's rails and of their paths to other ranks."""
+        """Return the state of this rank's rails, their paths to other ranks, and its memory use."""
         rails = self.engine.rails(self.rails)
         memory = self.engine.memory(self._pool.nbytes)
         return HealthReport(self._control.rank, monotonic(), rails, memory)
@@ -260,7 +265,7 @@ class Participant:
 
     @property
     def is_blocking(self) -> bool:
-        """True if a blocking collective runs, in any thread."""
+        """True if a blocking call runs, in any thread, and no asynchronous call is in progress."""
         return self.collectives.is_blocking
 
     @property
@@ -302,7 +307,7 @@ class Participant:
         self.collectives.in_turn(self.engine.leave)
 
     def free_memory(self, timeout_s: float) -> None:
-        """Free shared memory; if a call still uses it after `timeout_s` seconds, log an error."""
+        """Free shared memory; log an error if it stays in use, see `Collectives.free_memory`."""
         if not self.collectives.free_memory(timeout_s):
             _log.error(
                 "rank %d: a call still runs %g s after the communicator was closed: its shared "
@@ -311,15 +316,15 @@ class Participant:
             )  # fmt: skip
 
     def end_calls(self, deadline_s: float) -> None:
-        """End the asynchronous calls and free the devices.
+        """End the asynchronous calls and free the device.
 
-        If calls are queued or running, revoke the communicator to end them. If a call does not end
-        within `deadline_s` seconds, log an error and free nothing.
+        If asynchronous calls are queued or running, revoke the communicator to end them. If a call
+        does not end within `deadline_s` seconds, log an error and free nothing.
 
         Raises
         ------
         TransportError
-            If a device could not be freed.
+            If the device could not be freed.
         """
         if not self.worker.is_idle and self.engine.error is None:
             self.engine.revoke("the communicator was closed while asynchronous calls were running")

@@ -1,9 +1,9 @@
 """The data loop: moves slices between the links and the transport.
 
-`Progress.step` polls the transport, updates the links, delivers slices to the collective that
-expects them (its `Consumer`), confirms consumed slices and flushes the transport. Failure events go
-to handlers of `r2ccl.failover`. The data loop has no thread and no lock: `r2ccl.runtime.data_loop`
-ensures that one thread at a time calls it.
+`Progress.step` polls the transport, updates the links, delivers slices to the collective or message
+that expects them (its `Consumer`), confirms consumed slices and flushes the transport. Failure
+events go to handlers of `r2ccl.failover`. The data loop has no thread and no lock:
+`r2ccl.runtime.data_loop` ensures that one thread at a time calls it.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Progress:
             self._compare(calls, peer, calls.op, seen, is_sent)
 
     def finish(self, calls: Calls[Consumer]) -> None:
-        """End a call that has failed, or whose slices are all delivered and released."""
+        """End a call that has failed, or whose slices are all done."""
         calls.finish()
         self._computers.pop(calls, None)
 
@@ -189,7 +189,7 @@ class Progress:
         return bool(events) or has_computed
 
     def advance(self) -> None:
-        """Advance the running calls, confirm consumed slices, and flush the transport."""
+        """Advance the calls with news, send due confirmations, and flush the transport."""
         links = self._links
         while links.touched:
             touched, links.touched = links.touched, []
@@ -242,7 +242,7 @@ class Progress:
         return any(computer.is_busy for computer in self._computers.values())
 
     def _take_computed(self) -> bool:
-        """Schedule the consumers whose deferred work progressed; return whether any did."""
+        """Mark the consumers of calls whose deferred work progressed; return whether any did."""
         has_computed = False
         for calls, computer in self._computers.items():
             before = computer.computed
@@ -313,7 +313,8 @@ class Progress:
         """Record that `frame` arrived: count it as activity of its path, and note the peer's call.
 
         `is_sent` tells that the frame concerns a slice to the peer. Return the path; None if the
-        communicator has ended, because the calls of the peer and of this rank differ.
+        frame is not of the current call and the communicator has ended, for example because the
+        calls of the peer and of this rank differ.
         """
         links = self._links
         path = self._paths[key]
@@ -336,7 +337,8 @@ class Progress:
         """Revoke the communicator if the calls numbered `op` of a peer and this rank differ.
 
         `signature` is that of the peer, for slices from the peer or, if `is_sent`, to the peer. If
-        this rank has not started the call, keep the signature for `begin`.
+        this rank has not started the call, keep the signature for `begin`. If this rank has no
+        signature of the call (see ``Calls.signatures``), do nothing.
         """
         if op > calls.op:
             calls.ahead.setdefault(op, {})[signature, peer, is_sent] = None

@@ -113,9 +113,10 @@ def agree(
     color : int or None
         Ranks with the same color get one communicator; None: this rank gets none.
     key : int
-        The ranks of a new communicator are ordered by key, then by rank.
+        The ranks of a new communicator are ordered by key, then as in the allgather.
     timeout_s : float
-        Longest wait, in seconds, for other threads that are making communicators.
+        Longest wait, in seconds, for other threads that are making communicators, and for the
+        return of a context id if all are in use.
     among : sequence of int, optional
         Ranks that take part, in the order of the allgather. Default: all.
 
@@ -127,11 +128,13 @@ def agree(
     Raises
     ------
     InvalidArgument
-        If `color` or `key` is not an integer of 64 bits, or no context id is free.
+        If `color` or `key` is not an integer of 64 bits, or no context id is free on all ranks of
+        the new communicator.
     TransportTimeout
-        If other threads are still making communicators after `timeout_s`.
+        If, after `timeout_s`, other threads are still making communicators, or all context ids of a
+        rank are still in use.
     R2cclError
-        If the communicator has ended.
+        If `allgather` raises it, for example because the communicator has ended.
 
     Notes
     -----
@@ -159,8 +162,9 @@ def agree(
             contexts.withdraw(is_last=False)
             if any(is_late for _, is_late, _, _ in entries.values()):
                 raise TransportTimeout(
-                    f"rank {engine.rank_in_job}: other threads were making communicators for "
-                    f"{timeout_s:g} s, so none was made here: try again",
+                    f"rank {engine.rank_in_job}: other threads were making communicators, or all "
+                    f"context ids were in use, for {timeout_s:g} s, so none was made here: try "
+                    "again, or close communicators",
                     rank=engine.rank_in_job,
                 )
             if not is_first:

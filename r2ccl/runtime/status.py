@@ -1,4 +1,4 @@
-"""Status of a rank: its collectives in progress, paths and links, and the peers it waits for.
+"""Status of a rank: its collective in progress, paths and links, and the peers it waits for.
 
 The status can be read in any thread and in a signal handler. It is read without a lock, so that it
 is available even while the data loop hangs. Each table is copied in one step, but counters that
@@ -72,7 +72,7 @@ class Pending(msgspec.Struct, frozen=True):
     now_s, since_s : float
         Time of this reading, and time at which the call began to wait.
     absent : dict of int to int
-        Ranks that have not called the collective, as far as this rank knows, with the number of the
+        Ranks that have not made the blocked call, as far as this rank knows, with the number of the
         last collective that each was seen in (0: none).
     waits : tuple of Wait
     slow : tuple of int
@@ -115,8 +115,9 @@ class PathEntry(msgspec.Struct, frozen=True):
     peer, rail, epoch : int
         The epoch is the number of times that the path was lost.
     state : str
-        ``up``; ``fencing`` or ``fenced``: going down; ``down``: being reconnected, or excluded;
-        ``closed``: the paths to the peer are idle and are connected when they are needed.
+        ``up``; ``fencing`` or ``fenced``: going down; ``down``: not connected yet, being
+        reconnected, or excluded; ``closed``: the paths to the peer are idle and are connected when
+        they are needed.
     cause : str
         Evidence of the last failure, or ``not connected yet``; empty if the path is closed, or is
         up and was never lost.
@@ -216,7 +217,7 @@ class RailHealth(msgspec.Struct, frozen=True):
         ``excluded`` if the local NIC is excluded. Otherwise ``up`` if all paths are up, ``down`` if
         none is, else ``degraded``. Closed paths do not count; a rail without other paths is ``up``.
     paths : tuple of PathEntry
-        One path per rank that this rank connects data paths to.
+        One path per rank that this rank connects, or has connected, data paths to.
     nrepairs : int
         Number of repairs in the log that were caused by this rail.
     """
@@ -231,7 +232,7 @@ class RailHealth(msgspec.Struct, frozen=True):
 
 
 class MemoryReport(msgspec.Struct, frozen=True):
-    """Memory of one rank in bytes, without the caller's arrays and Python itself.
+    """Memory of one rank in bytes, without the caller's arrays, shared memory and Python itself.
 
     The first three attributes grow with the number of paths and links that are in use, not with the
     number of ranks: docs/scale.md has the bounds.
@@ -239,7 +240,7 @@ class MemoryReport(msgspec.Struct, frozen=True):
     Attributes
     ----------
     landing_nbytes : int
-        Landing places of slices that are reduced.
+        Landing places of slices that are reduced, and the memory of calls in compiled code.
     eager_nbytes : int
         Copies of eager slices that their receivers have not confirmed.
     ring_nbytes, staging_nbytes, registered_nbytes : int
@@ -259,7 +260,7 @@ class MemoryReport(msgspec.Struct, frozen=True):
 
 
 class HealthReport(msgspec.Struct, frozen=True):
-    """State of all rails of one rank at time ``now_s``; ``str()`` is a text for people."""
+    """State of all rails and memory use of one rank at time ``now_s``; ``str()`` is for people."""
 
     rank: int
     now_s: float
@@ -314,10 +315,10 @@ class RankStatus(msgspec.Struct, frozen=True):
     """Full status of one rank.
 
     ``now_s`` is the time of this reading. ``error`` is the error that ended the communicator, or
-    empty. ``nconnects`` is the number of calls that connected data paths before their first slice.
-    ``operations`` has the collective in progress, if any. ``health`` is None with
+    empty. ``nconnects`` is the number of calls and messages that connected data paths before their
+    first slice. ``operations`` has the collective in progress, if any. ``health`` is None with
     ``R2CC_MODE=failstop``. ``held`` has the failed paths that must answer probes for some time
-    before they are used again. ``planning`` has the plans made since the health last changed.
+    before they are used again. ``planning`` counts the plans made with the newest health.
     """
 
     rank: int

@@ -136,9 +136,9 @@ class TwoLevelCalls:
         """Run a collective from `source` to `output`; return whether it ran.
 
         Return False, and do nothing, if `call` never runs in two levels or is empty, or if there is
-        no kernel for its dtype and op. If one level is faster (see `TwoLevelPlans.division`), pass
-        its plan to `run_plan`, which must run it. Any error of the collective ends the
-        communicator.
+        no kernel for its dtype and op. If one level is faster (see `TwoLevelPlans.division`), or if
+        the call is a bandwidth sample, pass the plan for one level to `run_plan`. Any error of the
+        collective ends the communicator.
 
         Parameters
         ----------
@@ -147,6 +147,7 @@ class TwoLevelCalls:
             Flat; may overlap as in the calls of `Communicator`. `output` is None on ranks that get
             no result of a reduce.
         run_plan : callable
+            ``run_plan(plan)`` runs the collective in one level.
         parts : Parts, optional
             Parts of an allgather or a reduce-scatter. Default: equal parts that follow one another.
 
@@ -156,7 +157,7 @@ class TwoLevelCalls:
             If the dtype does not support the op, in which case nothing was done; or if another rank
             makes a different call.
         R2cclError
-            If the communicator ends during the call, or the call times out.
+            If the communicator has ended or ends during the call, or the call times out.
         """
         if not self._takes(call):
             return False
@@ -332,7 +333,7 @@ class _Run:
     # The second thread
 
     def _begin(self, steps: Sequence[LocalStep]) -> Task | None:
-        """Run steps within the node in the second thread; return None if there are none."""
+        """Let the second thread run steps; return their task, or None if there are no steps."""
         if not steps:
             return None
         task = Task(partial(self._run_local, steps))

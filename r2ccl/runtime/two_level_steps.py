@@ -80,10 +80,10 @@ class CallMemory(NamedTuple):
     Attributes
     ----------
     source : ndarray
-        Input of the call; on ranks that have none, an empty array.
+        Input of the call; not read on ranks that have none.
     work : ndarray
         Memory with the size of the whole buffer, which the network reads and writes: the output or,
-        if the rank has none of this size, other memory.
+        if the rank has none with the layout of this buffer, other memory.
     output : ndarray
         Output of a reduce-scatter; not used by other collectives.
     """
@@ -168,7 +168,7 @@ class StepMaker:
         return NetworkStep(end - first, work[first:end])
 
     def _scatter(self, piece: Piece) -> LocalStep:
-        """Reduce this rank's part of a piece from the inputs of the node's ranks."""
+        """Return the step that reduces this rank's part of a piece from the node's inputs."""
         first, end = self._range(piece)
         put = ((0, end - first),) * self._place.nlocal
         return LocalStep(
@@ -180,7 +180,7 @@ class StepMaker:
         )
 
     def _gather(self, piece: Piece) -> LocalStep:
-        """Copy this rank's part of a piece to the node's ranks, and receive their parts."""
+        """Return the step that gathers the parts of a piece at every rank of the node."""
         first, end = self._range(piece)
         work = self._memory.work
         parts = self._only(self._place.local_rank, (0, end - first)), piece.parts
@@ -190,7 +190,7 @@ class StepMaker:
         )
 
     def _gather_to_root(self, piece: Piece) -> LocalStep:
-        """Copy this rank's part of a piece to the root, on the node of the root."""
+        """Return the step that copies the parts of a piece to the root, on the root's node."""
         first, end = self._range(piece)
         work, root, index = self._memory.work, self._root.local_rank, self._place.local_rank
         put: tuple[Range, ...] = ((0, 0),) * self._place.nlocal
@@ -202,7 +202,7 @@ class StepMaker:
         return LocalStep(Collective.GATHERV, count, parts, work[first:end], output, root)
 
     def _collect(self, piece: Piece) -> LocalStep:
-        """Collect a piece of the node from the inputs of its ranks."""
+        """Return the step that collects a piece of the node from the inputs of its ranks."""
         index, bounds = self._place.local_rank, self._bounds
         owned = [self._owned(piece, rank) for rank in range(self._place.nlocal)]
         sent = self._only(index, _shifted(owned[index], bounds[index]))
@@ -212,7 +212,7 @@ class StepMaker:
         return LocalStep(Collective.ALLGATHER, count, (sent, put), self._memory.source, output)
 
     def _hand_out(self, piece: Piece) -> LocalStep:
-        """Copy this rank's part of a piece to the ranks that it belongs to, and receive theirs."""
+        """Return the step that copies the reduced elements of a piece to the ranks they are for."""
         index, bounds = self._place.local_rank, self._bounds
         first, end = self._range(piece)
         ranks = range(self._place.nlocal)
@@ -231,12 +231,15 @@ class StepMaker:
         return self._root.node == self._place.node
 
     def _range(self, piece: Piece, index: int | None = None) -> Range:
-        """Return the range of the part of a rank of the node, by default this one, in a piece."""
+        """Return the range, in the buffer, of a local rank's part of a piece.
+
+        `index` is the local rank; None: this rank.
+        """
         lo, hi = piece.parts[self._place.local_rank if index is None else index]
         return piece.first + lo, piece.first + hi
 
     def _owned(self, piece: Piece, index: int) -> Range:
-        """Return the range in which a piece of the node has the elements of one of its ranks."""
+        """Return the range, in the buffer, of a local rank's elements in a piece of the node."""
         return _common((piece.first, piece.end), (self._bounds[index], self._bounds[index + 1]))
 
     def _only(self, index: int, part: Range) -> tuple[Range, ...]:

@@ -23,7 +23,7 @@ Missing: TypeAlias = tuple[list[int], int]
 
 
 class Waits:
-    """Descriptions of the waits of one communicator's calls.
+    """Descriptions of the waits of one communicator's calls, and the wait in shared memory.
 
     Parameters
     ----------
@@ -61,9 +61,10 @@ class Waits:
         self.is_local_part = False
 
     def last_ops(self) -> dict[int, int]:
-        """Return the number of the last collective that each rank was seen in; 0: none.
+        """Return the number of the last collective that each other rank was seen in; 0: none.
 
-        A rank is seen in a collective by its slices or by its answer to the desync check.
+        A rank is seen in a collective by a frame of the collective that arrived from it, or by its
+        answer to the desync check.
         """
         seen, members = self._calls.seen.copy(), self._context.members
         said = self._desync.said.copy()
@@ -158,7 +159,7 @@ class Waits:
         InvalidArgument
             If a peer has made another call, over the network.
         TransportTimeout
-            If the call takes longer than ``R2CC_TIMEOUT_S``.
+            If the wait takes longer than ``R2CC_TIMEOUT_S``.
         R2cclError
             If the communicator has ended.
         """
@@ -198,7 +199,7 @@ class Waits:
         Raises
         ------
         TransportTimeout
-            If the step takes longer than ``R2CC_TIMEOUT_S``.
+            If the wait takes longer than ``R2CC_TIMEOUT_S``.
         CommunicatorRevoked
             If the communicator has ended.
         """
@@ -235,8 +236,8 @@ class Waits:
                 raise difference(op, rank, peer, signature, theirs)
         if self._desync.asked_op < op:
             return
-        # The reports are read before the absent ranks: a rank reports a call in shared memory only
-        # after it has ended the call, and it is not absent from then on.
+        # The reports are read before the absent ranks: when a rank reports this call, it is not
+        # absent from it any more.
         called = [members[peer] for peer, last in self._desync.said.copy().items() if last >= op]
         for absent in missing()[0] if called else ():
             if absent in called:

@@ -1,1 +1,1 @@
-"""Zero-copy views of the caller's arrays, of any array library, in host or GPU memory."""
+"""Views of the caller's arrays in host or GPU memory, outputs like them, and their streams."""

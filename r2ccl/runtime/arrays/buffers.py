@@ -1,7 +1,7 @@
 """Flat views of the caller's arrays in host memory.
 
 NumPy arrays, objects with the buffer protocol, and host tensors with DLPack become a `Buffer`. For
-any other object, the error names the object and lists the allowed types. The functions for
+any other object, the error names its type and lists the allowed types. The functions for
 parts, overlaps and outputs also serve GPU memory, which `r2ccl.runtime.arrays.cuda` views.
 
 Invariant: a `Buffer` is C-contiguous, aligned, in native byte order, in host memory and of a

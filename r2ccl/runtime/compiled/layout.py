@@ -27,9 +27,9 @@ from __future__ import annotations
     #: `Config.eager_slots`, `Config.confirm_after` and `Config.is_resilient`.
     SLOTS, CONFIRM_AFTER, IS_RESILIENT,
     #: Idle time during which a wait only yields the processor; idle time after which the call
-    #: leaves compiled code; and longest time between two returns to Python.
+    #: leaves compiled code; and time after which the loop returns to Python.
     SPIN_NS, SLEEP_NS, BUSY_NS,
-    #: Address of the log, its number of rows, and the number of rows above which the call leaves
+    #: Address of the log, its number of rows in use, and the number above which the call leaves
     #: compiled code.
     LOG, NLOGGED, MOST_LOGGED,
     #: Number of events after which the call leaves compiled code (for tests).
@@ -69,8 +69,8 @@ STATE_NWORDS = 40
     #: Frames that are being written: address, size, and number of bytes written. Then frames that
     #: are staged to be written next: address, size.
     NOW, NOW_NBYTES, NOW_DONE, NEXT, NEXT_NBYTES,
-    #: Queues of cleared slices to send, and of eager ones; an entry is ``pair << 32 | ordinal``:
-    #: address, number of entries taken, number of entries added.
+    #: Queues of cleared slices to send, and of eager ones above `SMALL_NBYTES`; an entry is ``pair
+    #: << 32 | ordinal``: address, number of entries taken, number of entries added.
     BULK, BULK_TAKEN, BULK_ADDED, EAGER, EAGER_TAKEN, EAGER_ADDED,
     #: Slice being sent: pair (-1: none), ordinal, address and size of the part not in a fragment
     #: yet.
@@ -78,7 +78,7 @@ STATE_NWORDS = 40
     #: Part of the current fragment that has not been written: address, size. 1 if the fragment's
     #: slice is cleared, 0 if it is eager.
     FRAGMENT, FRAGMENT_NBYTES, IS_CLEARED,
-    #: Maximum size of a fragment.
+    #: Maximum size of a fragment of a cleared slice; an eager slice is one fragment.
     FRAGMENT_MOST,
     #: 1 if the socket accepted less than it was given.
     IS_FULL,
@@ -90,7 +90,7 @@ CONN_NWORDS = 40
 # Pair.
 
 (
-    #: Number of the connection, and link channel.
+    #: Number of the connection, link channel, and peer.
     CONN, CHANNEL, PAIR_PEER,
     #: Packed signatures of the slices to and from the peer.
     SENT_SIGNATURE, RECEIVED_SIGNATURE,
@@ -115,9 +115,10 @@ CONN_NWORDS = 40
     CONSUMED, ACKED,
     #: 1 if consumed slices have to be confirmed now.
     IS_UNCONFIRMED,
-    #: Maximum number of cleared slices that are expected and not used yet.
+    #: No landing place is announced while this many slices are expected and not used yet.
     DEPTH,
-    #: Address of the table of the number of bytes that arrived of each slice; -1: all of them.
+    #: Address of the table of the number of bytes that arrived of each slice, where a fragment
+    #: counts as a whole once its header is parsed; -1: the slice is complete.
     ARRIVED,
     #: Address of the table of offsets in the arena at which slices arrive; -1: the slice arrives
     #: directly at its destination.
@@ -165,7 +166,8 @@ POSTED_EVENT, RELEASED_EVENT = 6, 7
 FINISHED = 0
 #: The caller has to handle signals and other events, and may then continue the call.
 PAUSED = 1
-#: An event occurred that compiled code does not handle, or none occurred for `SLEEP_NS`.
+#: The call goes on in Python: an event occurred that compiled code does not handle, none occurred
+#: for `SLEEP_NS`, the log is full, or all steps are done but a socket is full.
 LEFT = 2
 #: A connection failed.
 FAILED = 3
@@ -178,7 +180,7 @@ DATA_FRAME, CLEAR_FRAME, CONFIRM_FRAME = 1, 2, 3
 #: header.
 STAGE_NBYTES = 1 << 16
 SMALL_NBYTES = 2048
-#: Maximum number of bytes per system call; and per read of a header while a slice is expected in a
-#: landing place.
+#: Maximum number of bytes of slices per system call; and of bytes per read of a header while a
+#: slice is expected in a landing place.
 CALL_NBYTES = 256 << 10
 PEEK_NBYTES = 1024

@@ -101,8 +101,8 @@ def has_unsent(state: Any) -> Any:
 def read_all(state: Any) -> Any:
     """Read from each socket until it is empty or an event was logged.
 
-    Return EVENT if an event was logged, MORE if none was, FOREIGN for a frame that compiled code
-    does not handle, and -2 if a connection failed.
+    Return EVENT if `parse` or `read_target` returned it, FOREIGN for a frame that compiled code
+    does not handle, -2 if a connection failed, and MORE otherwise.
     """
     found = MORE
     for number in range(state[NCONNS]):

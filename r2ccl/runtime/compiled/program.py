@@ -1,4 +1,4 @@
-"""Tables for the compiled calls of a plan, made once per plan: the class `CompiledProgram`."""
+"""Tables that all compiled calls of a plan use: the class `CompiledProgram`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Words = npt.NDArray[np.int64]
 #: Kind of the steps whose cleared slices arrive in the arena and are reduced from there.
 _PLACED = OpKind.RECV_REDUCE
 _ALIGNMENT = 64
-#: Idle time after which a call leaves compiled code, and longest time between two returns to
+#: Idle time after which a call leaves compiled code, and time after which compiled code returns to
 #: Python, which then handles signals; in nanoseconds.
 _SLEEP_NS = 10_000_000
 _BUSY_NS = 5_000_000
@@ -99,14 +99,25 @@ class CompiledProgram:
 
     Attributes
     ----------
+    plan : Plan
+    layout : Layout
+        Layout of the plan.
     words, initial : ndarray of int64
         State and tables of the running call, and their values before a call.
+    address : int
+        Address of ``words``, which begins with the state.
     view : memoryview
         View of ``words`` that reads single words three times as fast.
     pairs : list of Pair
         Pairs of links that the plan uses.
     ends : list of LinkPair
         Links of each pair in ``pairs``, in the same order.
+    conns_at, pairs_at : int
+        Indices in ``words`` of the first connection and of the first pair.
+    log : ndarray of int64
+        Log of the running call, see `r2ccl.runtime.compiled.layout`.
+    polls : ndarray of int64
+        The ``struct pollfd`` of each connection, and of `wakeup`.
     paths : tuple of PathKey
         Path of each connection, set by `bind`.
     traffic : dict of PathKey to list of int
@@ -317,7 +328,7 @@ class CompiledProgram:
         return self.view[at.REMAINING]
 
     def waits(self) -> list[tuple[int, int, int]]:
-        """Return (peer, channel, number) of the slice that each link waits for, if any."""
+        """Return (peer, channel, number) of the next slice that each link must deliver, if any."""
         found = []
         for pair, link in zip(self.pairs, self.ends, strict=True):
             ordinal = self.view[link.row + at.DELIVERED]

@@ -210,7 +210,7 @@ def end_fragment(state: Any, number: Any, conn: Any) -> Any:
 
 @inlined
 def confirm_early(state: Any, number: Any, conn: Any) -> None:
-    """Confirm the last slice of a link if the socket already holds all its missing bytes.
+    """Confirm a link's last slice in the call if the socket already holds all its missing bytes.
 
     Do so at most once, only with `Config.is_resilient`, and only if all earlier slices of the link
     are delivered.

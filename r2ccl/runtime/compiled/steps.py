@@ -151,7 +151,7 @@ def run_locals(state: Any) -> Any:
 
 @inlined
 def retire(state: Any, pair: Any, below: Any) -> None:
-    """Retire posted slices in order, but no cleared slice from ordinal `below` on.
+    """Retire posted slices in order, but no cleared slice from ordinal `below` on; call `release`.
 
     The transport no longer reads the memory of a retired slice.
     """

@@ -127,7 +127,7 @@ class MessageDriver(MessageProtocol):
     nwires : int
         Number of rails whose bandwidths add up; if it is 1, each message uses one data channel.
     eager_nbytes, slice_nbytes : int
-        Maximum sizes of an envelope and of a slice, in bytes.
+        Maximum sizes of a short message's envelope and of a slice of data, in bytes.
     depth : int
         Maximum number of landing places announced ahead per link.
     health : callable
@@ -243,7 +243,7 @@ class MessageDriver(MessageProtocol):
         link = self._links.receiver(peer, self._envelope_channel)
         self._links.consume(link, True)
         kind, dtype, first_op, tag, ident, nbytes = _HEADER.unpack_from(payload)
-        if first_op != self._first_op:  # for a communicator that was closed before it arrived
+        if first_op != self._first_op:  # of a communicator that this rank closed before
             return
         if kind == EnvelopeKind.TAKEN:
             self._taken[peer] = nbytes
@@ -362,7 +362,7 @@ class MessageDriver(MessageProtocol):
         self._name(link, landing.index)
 
     def _name(self, link: RecvLink, number: int) -> None:
-        """Announce landing places on data channel `number`, until `depth` are outstanding."""
+        """Announce landing places on data channel `number`, at most `depth` at a time."""
         queue = self._incoming[link]
         while queue and self._named.get(link, 0) < self._depth:
             request, piece = queue.popleft()

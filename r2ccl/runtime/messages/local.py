@@ -279,8 +279,8 @@ class LocalMessages:
     def repeat(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
         """Run the direct call that `begin` prepared for `key`, with arrays of the same form.
 
-        Return NOT_RUN if there is no such call, if the form of an array differs, or in the cases in
-        which `begin` returns NOT_RUN.
+        Return NOT_RUN if there is no such call, the form of an array differs, or the communicator
+        has ended, and in the cases in which `begin` returns NOT_RUN.
         """
         found = self._prepared.get(key)
         if found is None or type(x) is not np.ndarray or type(out) is not np.ndarray:
@@ -303,8 +303,13 @@ class LocalMessages:
         Returns
         -------
         Message or Delayed or NotRun or None
-            NOT_RUN if another message is unfinished, another thread moves messages, the
-            communicator has ended, or a peer is this rank or `ANY`; else see `Outcome`.
+            NOT_RUN if another message is unfinished or waits to be received, another thread moves
+            messages, or a peer is this rank or `ANY`; else see `Outcome`.
+
+        Raises
+        ------
+        R2cclError
+            If the communicator has ended, or ends meanwhile.
         """
         from r2ccl.shm.rings import DirectCall
 

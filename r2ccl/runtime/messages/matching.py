@@ -36,8 +36,8 @@ class Envelope(NamedTuple):
     """Description of a message that has arrived or was announced.
 
     ``ident`` is the number that the sender gave to the message, ``dtype`` the number of its dtype.
-    ``payload`` has the data of a short message; None: the data follows once a receive has taken the
-    message.
+    ``payload`` has the data of a short message, or of one that this rank sends to itself; None: the
+    data follows once a receive has taken the message.
     """
 
     source: int
@@ -98,7 +98,7 @@ class Matching:
         return next((each for each in self._envelopes if _fits(taker, each)), None)
 
     def cancel(self, taker: Taker) -> bool:
-        """Remove a kept receive; return False if it has already taken a message."""
+        """Remove a kept receive; return False if it is not kept: it has taken a message."""
         if taker not in self._takers:
             return False
         self._takers.remove(taker)

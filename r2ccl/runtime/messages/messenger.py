@@ -66,9 +66,9 @@ class MessageRequest:
             If the wait takes longer than the timeout. If `timeout_s` was given, the request
             continues: call `wait` again. Otherwise, the communicator has ended.
         InvalidArgument
-            If the message has more elements than the array of its receive, or another dtype. If the
-            message is long or synchronous, the send raises this error too. A short message stays at
-            the receiver for another receive.
+            If the message has more elements than the array of its receive, or another dtype. The
+            send raises this error too, except for a short message that is sent already; such a
+            message stays at the receiver for another receive.
         R2cclError
             If the communicator has ended.
         """
@@ -169,7 +169,7 @@ class Messenger:
         self._network = NetworkMessages(self, loop, driver, connect)
         #: Carrier of the messages.
         self._way: Way = self._network
-        #: Identifier of the thread that waits for a message; 0 if none does.
+        #: Identifier of the thread that began to wait for a message last; 0 once a wait has ended.
         self._waiter = 0
         self._refusal: Callable[[], R2cclError] | None = None
         self._local: LocalMessages | None = None
@@ -181,7 +181,7 @@ class Messenger:
         loop.callers[context_id] = self
 
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:
-        """End all waits and refuse all calls, each with a new error ``refusal()``.
+        """End the waits for messages and refuse all calls, each with a new error ``refusal()``.
 
         Any thread may call this method.
         """
@@ -189,7 +189,7 @@ class Messenger:
 
     @property
     def is_below(self) -> bool:
-        """True in a signal handler that interrupted a method of this object in the same thread."""
+        """True in a signal handler that interrupted a wait of its thread, or as `Way.is_below`."""
         return self._waiter == get_ident() or self._way.is_below
 
     # Shared memory

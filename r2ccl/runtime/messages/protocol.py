@@ -1,7 +1,7 @@
 """Exchange of messages over any carrier: envelopes, matching, refusals.
 
-Each message has an envelope: a frame with its source, tag, dtype and size. A short message travels
-in its envelope; the peer buffers it until a receive takes it. A long message is announced first::
+Each message has an envelope: a frame with its tag, dtype and size. A short message travels in its
+envelope; the peer buffers it until a receive takes it. A long message is announced first::
 
     sender                                   receiver
     REQUEST(ident, tag, dtype, nbytes)  ->   finds the receive that takes it
@@ -124,7 +124,7 @@ class MessageProtocol(ABC):
         return is_withdrawn
 
     def withdraw(self) -> None:
-        """Withdraw all receives that have taken no message."""
+        """Withdraw all receives that have taken no message; their requests do not become done."""
         self.matching.forget_takers()
 
     def probe(self, source: int, tag: int) -> Message | None:
@@ -143,7 +143,7 @@ class MessageProtocol(ABC):
         self, source: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
         data: memoryview | bytes,
     ) -> None:  # fmt: skip
-        """Handle an envelope from rank `source`, of any kind but TAKEN; `data` is borrowed."""
+        """Handle an envelope of rank `source`, any kind but TAKEN and DATA; `data` is borrowed."""
         if kind == EnvelopeKind.MESSAGE:
             self._arrived(Envelope(source, tag, dtype, nbytes, ident, data))
         elif kind == EnvelopeKind.REQUEST:
