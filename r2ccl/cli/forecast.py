@@ -26,9 +26,10 @@ from r2ccl.types import DIRECT, CallSignature, Collective, ReduceOp
 class Scenario(msgspec.Struct, frozen=True):
     """A cluster and a call.
 
-    ``rate`` is the bandwidth of a NIC in bytes/s, ``latency_s`` the time of one step of a small
-    collective. ``lost`` has (node, NIC) for each NIC that is down. ``slow`` has (node, NIC,
-    sixteenths of its bandwidth that are left) for each slow NIC.
+    ``nbytes`` is the size of the whole buffer. ``rate`` is the bandwidth of a NIC in bytes/s,
+    ``latency_s`` the time of one step of a small collective. ``lost`` has (node, NIC) for each NIC
+    that is down. ``slow`` has (node, NIC, sixteenths of its bandwidth that are left) for each slow
+    NIC.
     """
 
     collective: str
@@ -62,10 +63,10 @@ class Forecast(msgspec.Struct, frozen=True):
     """Times of one schedule in one state of the network.
 
     ``predicted_s`` is the time by the cost model, None if the planner does not predict one;
-    ``simulated_s`` is None if the schedule was not simulated. ``steps`` is the
-    number of messages on the longest chain of dependent messages; ``load`` and ``slice_nbytes`` are
-    those of `r2ccl.planning.cost_model.Choice`. ``is_chosen`` is True for the schedule that the
-    planner selects.
+    ``simulated_s`` is None if the schedule was not simulated. ``steps`` is the number of messages
+    on the longest chain of dependent messages; ``load`` and ``slice_nbytes`` are those of
+    `r2ccl.planning.cost_model.Choice`. ``is_chosen`` is True for the schedule that the planner
+    selects.
     """
 
     predicted_s: float | None

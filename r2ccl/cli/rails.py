@@ -79,7 +79,7 @@ def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
 
 
 def select_ports(facts: Facts, config: Config) -> Sequence[Hca]:
-    """Return the RDMA ports that are rails.
+    """Return the RDMA ports that are rails; none if pyverbs does not work.
 
     Raises
     ------

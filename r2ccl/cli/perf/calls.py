@@ -79,7 +79,7 @@ class PerfMemory:
         return block if self._cuda is None else self._cuda.to_device(block)
 
     def fetch(self, block: Any) -> Array:
-        """Return a block of this memory in host memory."""
+        """Return a block of this memory in host memory; None stays None."""
         host: Array = block if self._cuda is None or block is None else block.copy_to_host()
         return host
 
