@@ -80,10 +80,10 @@ class Forecast(msgspec.Struct, frozen=True):
 class Comparison(msgspec.Struct, frozen=True):
     """Forecasts of a scenario by schedule, and the reasons of the planner.
 
-    ``degraded`` is empty, and ``why_degraded`` too, if no NIC is lost or slow. ``nchunks`` is the
-    number of chunks of a call that runs in two levels, shared memory within the nodes and the
-    network between them; 0: it runs in one level. It is that of the degraded cluster, if there is
-    one. ``notes`` say what was not simulated, and why.
+    ``degraded`` and ``why_degraded`` are empty if no NIC is lost or slow. ``nchunks`` is the number
+    of chunks of the call if it runs in two levels, shared memory within the nodes and the network
+    between them; 0 if it runs in one level. If a NIC is lost or slow, ``nchunks`` is that of the
+    degraded cluster. ``notes`` say what was not simulated, and why.
     """
 
     scenario: Scenario

@@ -10,7 +10,7 @@
     run(client, total, 1000)        # {address of a worker: its result, ...}
 
 The ranks exchange the address of rank 0 and the secret of the job through queues and variables of
-Dask's scheduler, which they remove when they are connected.
+Dask's scheduler. They remove these queues and variables when they are connected, or have failed.
 """
 
 from __future__ import annotations

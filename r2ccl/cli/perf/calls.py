@@ -28,7 +28,10 @@ def call_of(comm: Communicator, case: Case, buffers: Buffers) -> Callable[[], An
 def start_of(
     comm: Communicator, case: Case, buffers: Buffers
 ) -> Callable[[], list[Work[Any] | MessageRequest]]:
-    """Return the function that starts one asynchronous call and returns its handles."""
+    """Return the function that starts one asynchronous call, except a barrier: it has none.
+
+    The function returns the handles of the call.
+    """
     if case.form.name == "sendrecv":
         right, left = _neighbours(comm)
         receive = partial(comm.recv, buffers.out, left, 0, async_op=True)

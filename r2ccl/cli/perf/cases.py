@@ -79,7 +79,7 @@ class Case:
 
     @property
     def parts(self) -> list[int]:
-        """Number of elements of each rank's part; unequal parts grow as 1, 2, 3, ... by rank."""
+        """Number of elements of each rank's part; unequal parts are about as 1 : 2 : 3 : ..."""
         n = self.nranks
         weights = range(1, n + 1) if self.form.is_unequal else [1] * n
         sums = [self.total * each // sum(weights) for each in accumulate(weights, initial=0)]
@@ -114,7 +114,7 @@ class Case:
 
 
 def make_inputs(case: Case, seed: Sequence[int]) -> list[Array | None]:
-    """Return the inputs of all ranks; equal seeds give equal inputs.
+    """Return the input of each rank, None if it passes none; equal seeds give equal inputs.
 
     The inputs of reductions are small integers, so that no order of operations rounds a partial
     result: sums stay in the range in which bfloat16 holds all integers, and factors are powers of
