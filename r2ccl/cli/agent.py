@@ -1,4 +1,4 @@
-"""Agent of a launcher on one host: starts the ranks there, and reports their output and statuses.
+"""Agent of a launcher on one host: starts ranks, and reports their output and exit statuses.
 
 The agent's standard input and output are the link to the launcher. When the link ends, the agent
 ends its ranks: SIGTERM, then SIGKILL. The agent exits when its ranks have ended.

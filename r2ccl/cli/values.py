@@ -119,8 +119,8 @@ def format_size(nbytes: int) -> str:
 def size_range(begin: int, end: int, *, step: int, factor: float) -> Iterator[int]:
     """Yield sizes from `begin` to at most `end`.
 
-    Each size is the previous one times `factor`, rounded down, but at least one more, if `factor`
-    is above 1; otherwise it is the previous one plus `step`.
+    If `factor` is above 1, each size is the previous one times `factor`, rounded down, but at least
+    one byte more; otherwise it is the previous one plus `step`.
 
     Raises
     ------

@@ -7,7 +7,7 @@ A program for CuPy changes one import::
     comm = init_process_group(2, rank)
     comm.all_reduce(x, out)
 
-The `Backend` returned has the collectives of CuPy's, ``barrier`` and ``stop``. It has no ``send``,
+The `Backend` returned has CuPy's collectives, ``barrier`` and ``stop``. It has no ``send``,
 ``recv`` or ``send_recv``, because `Communicator` sends messages from host memory only. Arrays may
 be CuPy's or NumPy's, of any dtype that r2ccl supports. An array that is not C-contiguous raises
 `InvalidArgument`, unless it is a NumPy array that is an input and is used as a whole.

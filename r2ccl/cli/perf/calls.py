@@ -28,9 +28,9 @@ def call_of(comm: Communicator, case: Case, buffers: Buffers) -> Callable[[], An
 def start_of(
     comm: Communicator, case: Case, buffers: Buffers
 ) -> Callable[[], list[Work[Any] | MessageRequest]]:
-    """Return the function that starts one asynchronous call, except a barrier: it has none.
+    """Return the function that starts one asynchronous call and returns its handles.
 
-    The function returns the handles of the call.
+    A barrier has no asynchronous call.
     """
     if case.form.name == "sendrecv":
         right, left = _neighbours(comm)

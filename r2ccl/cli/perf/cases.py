@@ -79,7 +79,7 @@ class Case:
 
     @property
     def parts(self) -> list[int]:
-        """Number of elements of each rank's part; unequal parts are about as 1 : 2 : 3 : ..."""
+        """Number of elements of each rank's part; unequal parts are roughly 1 : 2 : 3 and so on."""
         n = self.nranks
         weights = range(1, n + 1) if self.form.is_unequal else [1] * n
         sums = [self.total * each // sum(weights) for each in accumulate(weights, initial=0)]

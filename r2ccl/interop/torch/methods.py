@@ -110,10 +110,11 @@ class GroupState:
     ncalls : int
         Number of collectives that were called.
     nbarriers : iterator of int
-        Number of each `GroupMethods.monitored_barrier`, from 0.
+        Yields the number of the next `GroupMethods.monitored_barrier`, from 0.
     is_over : bool
         True once this rank has left the group.
     queue : CallQueue
+        Runs the collectives of the group.
     timeout_s : float
         Timeout of later calls, in seconds.
     options : torch._C._distributed_c10d.Backend.Options
