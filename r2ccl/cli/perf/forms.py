@@ -28,6 +28,7 @@ class CollectiveForm(NamedTuple):
     name : str
         Method of `r2ccl.Communicator`.
     sends, receives : DataExtent
+        Elements that a rank passes, and elements that it receives.
     reduces : bool
         True if it takes an operation.
     is_rooted : bool
