@@ -48,7 +48,7 @@ def r2ccl_ranks(request: pytest.FixtureRequest) -> RankRunner:
 
 @pytest.fixture(scope="session")
 def _r2ccl_netlab_obstacle() -> str | None:
-    """Return the reason why this machine builds no netlab; one is built to find out."""
+    """Return the reason why this process cannot build a netlab; None if it can."""
     from r2ccl.testing.netlab import unavailable_reason
 
     return unavailable_reason()
@@ -59,8 +59,9 @@ def r2ccl_netlab(_r2ccl_netlab_obstacle: str | None) -> NetlabRunner:
     """Run a program in network namespaces: ``r2ccl_netlab([sys.executable, "train.py"], nodes=2)``.
 
     It takes the ``faults`` as texts or `Fault` values, ``env``, ``timeout_s`` (default 120) and the
-    shape of the lab, and returns a `RankResult` per rank. The test is skipped, with the reason,
-    where namespaces are not allowed.
+    shape of the lab, and returns a `RankResult` per rank. If a rank fails or a fault does not
+    happen, the test fails. If this process cannot build a netlab, the test is skipped, with the
+    reason.
     """
     if _r2ccl_netlab_obstacle:
         pytest.skip(_r2ccl_netlab_obstacle)

@@ -1,9 +1,10 @@
-"""Command ``r2ccl``: one module per subcommand, imported only if this subcommand is given.
+"""Command ``r2ccl``, with one module per subcommand.
 
-The module of a subcommand has a function ``configure(parser)``. It adds the description and the
-arguments to the subcommand's parser, and sets the parser's default ``run`` to a callable that takes
-the parsed arguments and returns the exit status. NumPy and the engine are imported only when this
-callable runs, so that ``--help`` is fast.
+A module is imported only if its subcommand is given, or a completion script is printed. It has a
+function ``configure(parser)`` that adds the description and the arguments to the subcommand's
+parser, and sets the parser's default ``run`` to a callable that takes the parsed arguments and
+returns the exit status. NumPy and the engine are imported only when this callable runs, so that
+``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
-    The status is 2 if the subcommand raises an `R2cclError`; the message of the error is printed on
-    standard error. As in a shell, it is 130 after Ctrl-C, and 141 if the reader of standard output
-    has closed it, such as ``head``.
+    The status is 2 after an `R2cclError`; its message is printed on standard error. As in a shell,
+    the status is 130 after Ctrl-C, and 141 if the reader of standard output, such as ``head``, has
+    closed it.
 
     Parameters
     ----------
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises
     ------
     SystemExit
-        If the arguments are wrong (status 2), or ask for help or the version (status 0).
+        If the arguments are wrong (status 2), or ask for help, the version or a completion script
+        (status 0).
     """
     words = sys.argv[1:] if argv is None else argv
     try:

@@ -1,4 +1,4 @@
-"""Agent of a launcher on another host: starts the ranks there and reports their output and exits.
+"""Agent of a launcher on one host: starts ranks, and reports their output and exit statuses.
 
 The agent's standard input and output are the link to the launcher. When the link ends, the agent
 ends its ranks: SIGTERM, then SIGKILL. The agent exits when its ranks have ended.
@@ -36,14 +36,14 @@ from r2ccl.cli.agentlink import (
 from r2ccl.cli.rankprocs import TERMINATION_GRACE_S, HostRanks
 from r2ccl.errors import InvalidArgument
 
-#: Signals after which the agent ends its ranks; sshd sends SIGHUP.
+#: Signals after which the agent ends its ranks; the end of a login session may send SIGHUP.
 _ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 def serve() -> int:
     """Serve the launcher on standard input and output until the ranks have ended.
 
-    Return 0, or 1 if the link ended before the ranks.
+    Return 0, or 1 if the link ended or a signal of `_ENDING` came before the ranks had ended.
     """
     with os.fdopen(os.dup(1), "wb", buffering=0) as out:
         os.dup2(2, 1)  # other output of this process must not enter the link
@@ -67,6 +67,8 @@ async def _serve(out: BinaryIO) -> int:
 
 def listen_everywhere(address: str, port: int) -> socket.socket:
     """Return a socket that listens at all addresses of this host of the family of `address`.
+
+    `address` is numeric.
 
     Raises
     ------
@@ -102,7 +104,7 @@ class _Agent:
         self._attending: asyncio.Task[None] | None = None
 
     def leave(self) -> None:
-        """End the ranks, and then the agent."""
+        """Have `run` end the ranks and return."""
         self._is_leaving.set()
 
     async def output(self, rank: int, stream: str, data: bytes) -> None:
@@ -112,7 +114,7 @@ class _Agent:
         await self._link.send(RankEnded(rank, status))
 
     async def run(self) -> int:
-        """Serve the launcher until the ranks or the link end, or `leave` is called.
+        """Serve the launcher until the ranks or the link end, or `leave` is called; end the ranks.
 
         Return the exit status of the agent.
         """
@@ -163,7 +165,7 @@ class _Agent:
         self.leave()
 
     async def _feed(self, data: bytes) -> None:
-        """Write input to rank 0; run as a task, because rank 0 may be slow to read."""
+        """Write input to rank 0 and answer; this is a task, because rank 0 may be slow to read."""
         assert self._ranks is not None
         await self._ranks.feed(data)
         await self._link.send(InputTaken())

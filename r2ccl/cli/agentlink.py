@@ -1,4 +1,4 @@
-"""Messages between a launcher and its agents on other hosts, and the link that carries them.
+"""Messages between a launcher and its agents, and the link that carries them.
 
 A link is the standard input and output of the agent, usually through ssh. The secret of the job
 travels on the link; ssh authenticates both ends and encrypts the link. A message is its length in 4
@@ -31,12 +31,13 @@ _ALIVE_S = 10.0
 _SILENCE_S = 60.0
 _FLUSH_S = 5.0
 _LENGTH = struct.Struct("!I")
-#: Maximum size of a message: output comes in pieces of 64 KiB; a command line has at most 2 MiB.
+#: Maximum size of a message: output comes in pieces of 64 KiB; by default, Linux limits a command
+#: line to 2 MiB.
 _MAX_NBYTES = 4 << 20
 
 
 class LinkEnded(Exception):
-    """Raised when the other end can send nothing more; the text is the reason."""
+    """Raised by `AgentLink.receive` when the link has ended; the text is the reason."""
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
@@ -79,7 +80,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Start`: all ranks of the host run."""
+    """Answer to `Start`: all ranks of the host were started."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -101,7 +102,7 @@ class Input(msgspec.Struct, frozen=True, tag=True):
 
 
 class InputTaken(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Input`: rank 0 has taken the data."""
+    """Answer to `Input`: the agent is ready for more input."""
 
 
 class Output(msgspec.Struct, frozen=True, tag=True):
@@ -193,7 +194,7 @@ class AgentLink(Generic[_T]):
     async def close(self) -> None:
         """Send the buffered data, then close this end; the other end then raises `LinkEnded`.
 
-        Data that the other end does not read within `_FLUSH_S` is lost.
+        Data that the other end does not read within `_FLUSH_S` may be lost.
         """
         self._beating.cancel()
         self._writer.close()

@@ -1,7 +1,8 @@
-"""``r2ccl bench``: measure a collective with the flags and columns of nccl-tests.
+"""``r2ccl bench``: measure collectives with the flags and columns of nccl-tests.
 
-The command runs under any launcher (``r2ccl launch``, torchrun, mpiexec, netlab). Without one, it
-starts ``--nranks`` ranks on this machine. `r2ccl.cli.perf` measures, and verifies the results.
+The command runs under a launcher such as ``r2ccl launch``, torchrun, mpiexec or netlab. Without a
+launcher, it starts ``--nranks`` ranks on this machine. `r2ccl.cli.perf` measures, and verifies the
+results.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     ------
     InvalidArgument
         If an option is refused.
+    Exception
+        If a rank that this process starts fails; see `r2ccl.cli.lines.launch_printing`.
     """
     from r2ccl.cli.perf import measure  # these import NumPy and the engine
     from r2ccl.cli.perf.options import options_of

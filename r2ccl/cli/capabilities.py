@@ -1,6 +1,7 @@
 """Rails, shared memory and GPUs that r2ccl will use on a machine, and fixes for what is missing.
 
-The functions depend only on the findings and facts that `r2ccl.cli.doctor_report` collects.
+The functions depend only on the findings and facts that `r2ccl.cli.doctor_report` collects, and on
+the settings.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Capabilities(msgspec.Struct, frozen=True):
 def capabilities_of(
     facts: Facts, cuda: CudaFacts, findings: DoctorFindings, config: Config
 ) -> Capabilities:
-    """Return the capabilities that ranks on this machine will use with the settings in `config`."""
+    """Return the `Capabilities` of ranks on this machine with the settings in `config`."""
     try:
         rails = [rail for rail in local_rails(facts, config) if not rail.is_failed]
     except InvalidArgument:  # reported among the findings about rails

@@ -1,7 +1,7 @@
 """Facts about the GPUs of a machine, passed between processes as JSON.
 
-`r2ccl.cli.gpufacts` collects the facts, `r2ccl.cli.gpus` interprets them. Invariant: the value of a
-test that failed differs from that of a test that was not run.
+`r2ccl.cli.gpufacts` collects the facts, `r2ccl.cli.gpus` interprets them. Invariant: a field that
+ends with ``_error`` distinguishes a test that failed from a test that was not run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     an allocation.
 
     Each field that ends with ``_error`` is the error message of a test: empty if the test
-    succeeded, None if it was not run. The test of ``open_error`` makes a context, that of
-    ``kernel_error`` loads a kernel, that of ``ipc_error`` maps an allocation in
-    another process, and that of ``dmabuf_error`` exports an allocation as a dma-buf. ``nics`` has,
-    for each RDMA port tried, its label and the method by which the port registered an allocation;
-    ``route`` is the method by which all ports together registered the allocation, None if no port
-    was tried.
+    succeeded, None if it was not run. The test of ``open_error`` makes a context and an allocation,
+    that of ``kernel_error`` loads a kernel, that of ``ipc_error`` maps the allocation in another
+    process, and that of ``dmabuf_error`` exports the allocation as a dma-buf. ``nics`` has, for
+    each RDMA port tried, its label and the method by which the port registered the allocation.
+    ``route`` is the method by which all ports together registered the allocation; ``staging`` if
+    they could not, None if no port was tried.
     """
 
     ordinal: int
@@ -58,8 +58,8 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
     error, or NO_CUDA if cuda.bindings, the driver or a GPU is missing; otherwise both are empty.
     ``visible`` is CUDA_VISIBLE_DEVICES, None if it is not set.
 
-    ``gpus`` are the GPUs that CUDA lists. ``kernel_origin`` is the ``origin`` of the kernel that
-    was loaded (`r2ccl.kernels.cuda.Ptx`), empty if none was. ``topology`` has the facts that
+    ``gpus`` are the GPUs that CUDA lists. ``kernel_origin`` is the ``origin`` of the last kernel
+    that was loaded (`r2ccl.kernels.cuda.Ptx`), empty if none was. ``topology`` has the facts that
     `r2ccl.topology.sysfs.read_machine` needs. ``doing`` names the step of the collection that was
     in progress when the facts were printed; empty after the last step. ``died`` says how the
     process that collected the facts failed; empty if it did not.

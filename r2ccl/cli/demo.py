@@ -16,7 +16,8 @@ from r2ccl.errors import InvalidArgument
 #: Longest time of the demo in seconds; with the default options it takes 2 to 10 s on 2 cores.
 _TIMEOUT_S = 300.0
 #: Settings that replace the user's. Ranks that share memory would not use the rails. `run` also
-#: sets the number of channels: for rails that share a wire, as on loopback, the default is 1.
+#: sets the numbers of rails and channels: for rails that share a wire, as on loopback, the default
+#: is one channel.
 _SETTINGS = {
     "R2CC_ALGO": "ring",
     "R2CC_HCA": "none",
@@ -53,8 +54,9 @@ def run(args: argparse.Namespace) -> int:
     ------
     InvalidArgument
         If there are fewer than 2 ranks, rails or calls, or a call has less than 1 MiB.
-    R2cclError
-        If a rank fails.
+    Exception
+        If a rank fails, or the ranks do not end within `_TIMEOUT_S`; see
+        `r2ccl.cli.lines.launch_printing`.
     """
     for option, value, least in (
         ("-n", args.nranks, 2),

@@ -22,7 +22,8 @@ _RAIL, _STEP = 1, 5
 def run_rank(calls: int, nbytes: int) -> int:
     """Run `calls` allreduces of `nbytes`; return the total number of wrong elements on all ranks.
 
-    Rank 0 prints a line per call, and a line about the repair.
+    Rank 0 prints a line about the job, one per call, one each when the traffic of the lost rail has
+    moved and when the rail is connected again, and the result.
 
     Raises
     ------
@@ -69,7 +70,11 @@ class _Reporter:
         )
 
     def called(self, number: int, took_s: float, nwrong: int) -> None:
-        """Print the time of call `number`; after the rail was cut or restored, print that too."""
+        """Print time, bandwidth and verdict of call `number`.
+
+        Then print, once each, that the traffic of the lost rail has moved, and that the rail is
+        connected again.
+        """
         gbps = busbw("allreduce", self._comm.nranks, self._nbytes, took_s)
         state = f"{nwrong} wrong elements" if nwrong else "right"
         self._say(f"call {number}: {1e3 * took_s:7.1f} ms, busbw {gbps:5.2f} GB/s, {state}")
@@ -82,7 +87,7 @@ class _Reporter:
             self._say(f"        rail {_RAIL} is connected again, and used from now on")
 
     def finish(self, nwrong: int) -> None:
-        """Print the result."""
+        """Print the result; `nwrong` counts the wrong elements of all calls on all ranks."""
         if nwrong:
             self._say(f"FAILED: {nwrong} elements are wrong")
         else:

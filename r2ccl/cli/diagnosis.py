@@ -37,9 +37,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     ``is_pyverbs_fitting`` if it is built for this Python.
 
     ``has_rdma_class`` is True if ``/sys/class/infiniband`` exists. ``rdma_modules`` are the loaded
-    kernel modules that provide RDMA devices or user access to them. ``hcas`` are the RDMA ports
-    that the kernel has. ``uverbs`` has the path of each ``/dev/infiniband/uverbs*`` and the reason
-    why it cannot be opened, empty if it can.
+    kernel modules whose names begin with ``ib_`` or end with ``_ib`` or ``_rxe``. ``hcas`` are the
+    RDMA ports that the kernel has. ``uverbs`` has the path of each ``/dev/infiniband/uverbs*`` and
+    the reason why it cannot be opened, empty if it can.
 
     ``memlock_nbytes`` is the soft limit of locked memory, -1 if there is none. ``may_lock`` is True
     if the limit does not apply to this process. ``interfaces`` are the network interfaces, and
@@ -67,9 +67,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 class DoctorFinding(msgspec.Struct, frozen=True):
     """Result of one check.
 
-    ``check`` is the name of the check. ``level`` is ``skipped`` if the check does not apply, or
-    depends on another check that failed. ``says`` is the result in words. ``fix`` says what to do;
-    it is empty if nothing is wrong.
+    ``check`` is the name of the check. ``level`` is ``skipped`` if the check does not apply or
+    depends on another check that failed, and for remarks. ``says`` is the result in words. ``fix``
+    says what to do; it is empty if nothing is wrong.
     """
 
     check: str
@@ -302,9 +302,10 @@ def is_usable(findings: tuple[DoctorFinding, ...]) -> bool:
 
 
 def _is_import_failure(error: str) -> bool:
-    """Return True if `error` says that pyverbs could not be imported, or did not answer in time.
+    """Return True if `error` is an error other than an exception of pyverbs itself.
 
-    Exceptions that pyverbs raises after its import have Pyverbs in the class name.
+    pyverbs then could not be imported, crashed or did not answer in time. Exceptions that pyverbs
+    raises after its import have Pyverbs in the class name.
     """
     return bool(error) and "Pyverbs" not in error.partition(":")[0]
 

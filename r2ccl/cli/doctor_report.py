@@ -77,7 +77,7 @@ def gather() -> Facts:
 def report(required: Sequence[str], *, is_json: bool) -> int:
     """Print the report; return 0 if ranks can exchange data and nothing in `required` is missing.
 
-    Otherwise return 1.
+    Otherwise return 1. `required` has names in `r2ccl.cli.doctor.REQUIREMENTS`.
 
     Raises
     ------
@@ -142,6 +142,8 @@ def examine_sharing(config: Config) -> DoctorFinding:
 
 def write_topology(target: str) -> None:
     """Write the topology file; if the search for GPUs failed or found none, say why on stderr.
+
+    `target` is the path of the file, or ``-`` for standard output.
 
     Raises
     ------

@@ -10,7 +10,8 @@ import sys
 
 from r2ccl.cli.values import parse_duration, parse_rate, parse_size
 
-#: Collectives that can be compared. The traffic of those with unequal parts depends on the sizes.
+#: Collectives that can be compared. Those with unequal parts cannot, because their traffic depends
+#: on the sizes of the parts.
 COLLECTIVES = (
     "allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter",
     "alltoall", "scan", "exscan",
@@ -69,8 +70,9 @@ def run(args: argparse.Namespace) -> int:
     Raises
     ------
     InvalidArgument
-        If a NIC does not exist, the cluster is too small or too large, there are fewer than 64
-        bytes per rank, a package that an option needs is missing, or the picture cannot be written.
+        For the reasons given in `r2ccl.cli.forecast.scenario_of`, and if Numba (unless
+        ``--no-simulate``) or matplotlib (for ``--png``) is missing, or the picture cannot be
+        written.
     """
     from r2ccl.cli import forecast_output  # these import NumPy and the planner
     from r2ccl.cli.forecast import compare, scenario_of

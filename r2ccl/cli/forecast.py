@@ -26,9 +26,10 @@ from r2ccl.types import DIRECT, CallSignature, Collective, ReduceOp
 class Scenario(msgspec.Struct, frozen=True):
     """A cluster and a call.
 
-    ``rate`` is the bandwidth of a NIC in bytes/s, ``latency_s`` the time of one step of a small
-    collective. ``lost`` has (node, NIC) for each NIC that is down. ``slow`` has (node, NIC,
-    sixteenths of its bandwidth that are left) for each slow NIC.
+    ``nbytes`` is the size of the whole buffer. ``rate`` is the bandwidth of a NIC in bytes/s,
+    ``latency_s`` the time of one step of a small collective. ``lost`` has (node, NIC) for each NIC
+    that is down. ``slow`` has (node, NIC, sixteenths of its bandwidth that are left) for each slow
+    NIC.
     """
 
     collective: str
@@ -62,10 +63,10 @@ class Forecast(msgspec.Struct, frozen=True):
     """Times of one schedule in one state of the network.
 
     ``predicted_s`` is the time by the cost model, None if the planner does not predict one;
-    ``simulated_s`` is None if the schedule was not simulated. ``steps`` is the
-    number of messages on the longest chain of dependent messages; ``load`` and ``slice_nbytes`` are
-    those of `r2ccl.planning.cost_model.Choice`. ``is_chosen`` is True for the schedule that the
-    planner selects.
+    ``simulated_s`` is None if the schedule was not simulated. ``steps`` is the number of messages
+    on the longest chain of dependent messages; ``load`` and ``slice_nbytes`` are those of
+    `r2ccl.planning.cost_model.Choice`. ``is_chosen`` is True for the schedule that the planner
+    selects.
     """
 
     predicted_s: float | None
@@ -79,10 +80,10 @@ class Forecast(msgspec.Struct, frozen=True):
 class Comparison(msgspec.Struct, frozen=True):
     """Forecasts of a scenario by schedule, and the reasons of the planner.
 
-    ``degraded`` is empty, and ``why_degraded`` too, if no NIC is lost or slow. ``nchunks`` is the
-    number of chunks of a call that runs in two levels, shared memory within the nodes and the
-    network between them; 0: it runs in one level. It is that of the degraded cluster, if there is
-    one. ``notes`` say what was not simulated, and why.
+    ``degraded`` and ``why_degraded`` are empty if no NIC is lost or slow. ``nchunks`` is the number
+    of chunks of the call if it runs in two levels, shared memory within the nodes and the network
+    between them; 0 if it runs in one level. If a NIC is lost or slow, ``nchunks`` is that of the
+    degraded cluster. ``notes`` say what was not simulated, and why.
     """
 
     scenario: Scenario

@@ -1,8 +1,8 @@
 """Tests of NIC access to GPU memory: dma-buf export and registration with RDMA ports.
 
 The tests use the code of the transport (`r2ccl.transport.verbs.dmabuf`). They run in the process of
-`r2ccl.cli.gpuprobe`; this module must not be imported elsewhere. Invariant: no descriptor and no
-registration outlives the call that made it.
+`r2ccl.cli.gpuprobe`; this module must not be imported elsewhere. Invariant: no dma-buf descriptor
+and no registration outlives the call that made it.
 """
 
 from __future__ import annotations

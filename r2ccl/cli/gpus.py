@@ -1,8 +1,8 @@
 """Diagnosis of a machine's GPUs for collectives on their memory.
 
 Each check is a pure function that makes a finding from `CudaFacts`, which `r2ccl.cli.gpufacts`
-collects. Invariants: a machine without a GPU has one finding; a finding has a fix if and only if it
-is a warning or an error.
+collects, and from the settings. Invariants: a machine without a GPU has one finding; a finding has
+a fix if and only if it is a warning or an error.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def _check_end(facts: CudaFacts) -> DoctorFinding:
 def _absence(facts: CudaFacts) -> DoctorFinding:
     """Explain why no GPU can be used.
 
-    The finding is a warning if a GPU seems to exist and CUDA_VISIBLE_DEVICES does not hide all GPUs
-    intentionally, else ``skipped``.
+    The finding is a warning if a GPU seems to exist, unless the only reason is that
+    CUDA_VISIBLE_DEVICES hides all GPUs intentionally; otherwise it is ``skipped``.
     """
     is_broken = facts.status.startswith("CUDA_ERROR")
     is_installed = bool(facts.module or (facts.driver and not facts.bindings))
@@ -123,7 +123,7 @@ def check_driver(facts: CudaFacts) -> DoctorFinding:
 
 
 def check_card(card: Card) -> DoctorFinding:
-    """Report the properties of a GPU; check that a context can be made on it."""
+    """Report the properties of a GPU; check that a context and an allocation can be made on it."""
     check = f"gpu {card.ordinal}"
     says = (
         f"{card.name} at {card.bus_id}: compute capability {_capability(card.capability)}, "
@@ -244,7 +244,7 @@ def check_one_host(cards: Sequence[Card], config: Config) -> DoctorFinding:
 
 
 def check_hosts(cards: Sequence[Card], config: Config) -> DoctorFinding:
-    """Report how data moves between GPUs of different hosts and, if it is slow, why."""
+    """Report how data moves between GPUs of different hosts, and why if through host memory."""
     if not all(card.waits_on_memory for card in cards):
         return DoctorFinding("hosts", "skipped", "see one host")
     staged = f"through pinned host memory ({_staging_size(config)})"

@@ -11,8 +11,8 @@ import msgspec
 
 from r2ccl.errors import InvalidArgument
 
-#: ``name``, ``user@name``, ``[IPv6 address]``; then ``:slots``. A name does not begin with ``-``,
-#: which ssh would take as an option.
+#: ``name`` or ``[IPv6 address]``, with or without ``user@`` before it and ``:slots`` after it. A
+#: name does not begin with ``-``, which ssh would take as an option.
 _HOST = re.compile(
     r"(?P<name>(?:[\w.]+@)?(?:\[[\da-fA-F:.]+(?:%\w+)?\]|\w[\w.-]*))(?::(?P<slots>\d+))?"
 )
@@ -49,10 +49,12 @@ class JobHost(msgspec.Struct, frozen=True):
 def parse_hosts(text: str) -> list[JobHost]:
     """Return the hosts of a list like ``a:4,user@b:4,[fe80::1]:4``; a host has one slot by default.
 
+    A host that is listed several times is returned once, with the sum of its slots.
+
     Raises
     ------
     InvalidArgument
-        If the list is empty or malformed.
+        If the list is empty or malformed, or gives a host no slot.
     """
     found = []
     for item in text.split(","):
@@ -69,12 +71,13 @@ def parse_hosts(text: str) -> list[JobHost]:
 def read_hostfile(path: str) -> list[JobHost]:
     """Return the hosts of a file with lines like ``a slots=4`` (Open MPI) or ``a:4`` (MPICH).
 
-    Text after ``#`` is ignored. A host has one slot by default.
+    Text after ``#`` is ignored. A host has one slot by default. A host that is listed several times
+    is returned once, with the sum of its slots.
 
     Raises
     ------
     InvalidArgument
-        If the file cannot be read, is malformed, or names no host.
+        If the file cannot be read, is malformed, names no host, or gives a host no slot.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()

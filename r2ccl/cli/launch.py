@@ -1,11 +1,14 @@
 """``r2ccl launch -n 4 train.py``: run a command as n ranks on this machine, or on several hosts.
 
-Every rank gets torchrun's environment variables plus R2CC_PORT and R2CC_SECRET. The launcher prints
-the ranks' standard output and standard error line by line on its own standard output.
+Every rank gets torchrun's variables RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_ADDR,
+and also R2CC_PORT and R2CC_SECRET. The launcher prints the ranks' standard output and standard
+error line by line on its own standard output.
 
 The exit status is that of the first rank that failed; if a signal ended this rank, the status is
 128 + the signal number; if a host was lost with its ranks, it is 1. If the launcher gets SIGINT or
-SIGTERM before any failure, the status is 128 + the number of that signal. Otherwise it is 0.
+SIGTERM before any failure, the status is 128 + the number of that signal. If the output cannot be
+written, the launcher ends the ranks, and the status is 141 if its reader has closed it, else 1.
+Otherwise the status is 0.
 
 After a failure the other ranks have some time to exit by themselves and are then terminated; with
 ``--keep-going`` they run on and can continue without the failed rank (``comm.shrink()``). SIGINT
@@ -119,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     InvalidArgument
         If an argument is wrong, or the command cannot be run.
     R2cclError
-        If the agent of a host cannot be started.
+        If the agent of a host cannot be started, or ends during the start.
     """
     from r2ccl.cli import launch_job  # imports asyncio
 

@@ -224,7 +224,7 @@ async def _run_share(
 
 
 def _shared_secret(nhosts: int) -> str:
-    """Return the secret in R2CC_SECRET or R2CC_SECRET_FILE; a new one for a single host."""
+    """Return the secret in R2CC_SECRET, else in R2CC_SECRET_FILE, else a new one for one host."""
     if text := os.environ.get("R2CC_SECRET"):
         return Secret.from_hex(text).hex()
     if path := os.environ.get("R2CC_SECRET_FILE"):
@@ -238,9 +238,9 @@ def _shared_secret(nhosts: int) -> str:
 
 
 def _own_address(name: str) -> str:
-    """Resolve the name of this host, on which rank 0 runs; refuse one of a loopback address.
+    """Return the address of `name`, which is this host, on which rank 0 runs.
 
-    A numeric loopback address is accepted.
+    A name whose address begins with ``127.`` is refused; such an address itself is accepted.
     """
     try:
         found = str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])

@@ -1,4 +1,7 @@
-"""Standard output of a command: lines of several ranks, and output that nobody reads any more."""
+"""Standard output of commands: the lines of several ranks, and output that nobody reads any more.
+
+`launch_printing` runs a program as several ranks, of which rank 0 prints.
+"""
 
 from __future__ import annotations
 
@@ -95,9 +98,9 @@ def launch_printing(program: Callable[[], int], nranks: int, **options: Any) -> 
     Raises
     ------
     BrokenPipeError
-        If nobody reads standard output any more.
-    R2cclError
-        If a rank fails.
+        If a rank fails because nobody reads standard output any more.
+    Exception
+        As `r2ccl.bootstrap.launch.launch`.
     """
     from r2ccl.bootstrap.launch import launch
 

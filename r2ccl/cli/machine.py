@@ -28,8 +28,9 @@ def examine_machine(
 ) -> tuple[DoctorFinding, ...]:
     """Return findings about a machine's parts, its routes from GPUs to NICs, and its problems.
 
-    The first finding counts the parts. Then there is one finding per GPU, with its NICs in order of
-    preference (without GPUs: one per NIC, nearest first), and one per remark in `machine`.
+    The first finding counts the parts. Then there is one finding per GPU that reaches a NIC, with
+    the NICs that it prefers, best first (without GPUs: one finding per NIC, fastest first, then
+    nearest), and one per remark in `machine`.
 
     Parameters
     ----------
@@ -38,8 +39,8 @@ def examine_machine(
         Source of the facts about NVLinks, see `r2ccl.topology.gpus.GpuFacts`; empty if there are
         none.
     cpus : collection of int
-        CPUs on which this process may run. Without GPUs, the NICs are ordered by their distance to
-        these CPUs.
+        CPUs on which this process may run. Without GPUs, equally fast NICs are ordered by their
+        distance to these CPUs.
     """
     counts = (
         f"{_count(len(machine.nodes), 'NUMA node')}, {_count(len(machine.gpus), 'GPU')}, "
@@ -54,7 +55,7 @@ def examine_machine(
 
 
 def save_xml(machine: Machine, target: str) -> None:
-    """Write a description of `machine` atomically as an NCCL topology file.
+    """Write a description of `machine` as an NCCL topology file; replace the file atomically.
 
     Parameters
     ----------

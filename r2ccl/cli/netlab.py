@@ -1,4 +1,4 @@
-"""``r2ccl netlab``: run a program on a cluster of network namespaces and inject NIC faults.
+"""``r2ccl netlab``: run a program on a cluster of network namespaces and inject faults.
 
 The command makes a `Lab` and a `FaultPlan` from its arguments and runs the program. With
 ``--enter`` it only runs a command in an environment in which labs can be built.
@@ -82,8 +82,8 @@ def main(args: argparse.Namespace) -> int:
 
     The status is 0 if no rank failed; otherwise that of the failed rank with the lowest number, or
     128 + the signal number if a signal ended it. It is 124 after a timeout, 2 for a wrong command
-    line, and 69 if this machine cannot build a lab or a fault could not be applied. With
-    ``--clean`` it is 0. With ``--enter`` the command replaces this process.
+    line, and 69 if this machine cannot build or remove a lab, or a fault could not be applied or
+    undone. With ``--clean`` it is 0. With ``--enter`` the command replaces this process.
     """
     try:
         if args.clean:

@@ -3,8 +3,8 @@
 The report depends only on the facts of `r2ccl.cli.doctor_report` and the settings; `r2ccl.topology`
 chooses the rails. Invariants: a finding that is ``ok`` is a rail, and these findings are in the
 order of the rails' numbers; a rail whose NIC is declared failed is ``skipped``; a warning or an
-error has a fix. Rails are numbered as in a job on several hosts whose rendezvous uses no interface
-that is a rail.
+error has a fix. Rails are numbered as in a job on several hosts, if the rendezvous uses none of the
+interfaces that are rails.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
 
 
 def select_ports(facts: Facts, config: Config) -> Sequence[Hca]:
-    """Return the RDMA ports that are rails.
+    """Return the RDMA ports that are rails; none if pyverbs does not work.
 
     Raises
     ------

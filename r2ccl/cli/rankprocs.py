@@ -26,8 +26,9 @@ from r2ccl.errors import InvalidArgument
 #: rank, because its child processes may hold its pipes open forever.
 TERMINATION_GRACE_S = 5.0
 _CHUNK_NBYTES = 64 << 10
-#: Maximum output of a rank, in bytes, that is passed on after the rank has ended. Its pipe and the
-#: reader's buffer hold less, so any further output comes from its child processes.
+#: Maximum output of each stream of a rank, in bytes, that is passed on after the rank has ended, up
+#: to one piece more. The rank's pipe and the reader's buffer hold less, so any further output comes
+#: from its child processes.
 _MOST_LEFT_NBYTES = 2 << 20
 #: Interval between checks whether a rank has ended, in seconds.
 _POLL_S = 0.02
@@ -48,7 +49,7 @@ class JobCommand(msgspec.Struct, frozen=True):
     has_stdin: bool
 
     def command(self) -> tuple[str, ...]:
-        """Return the command line: a module or the file of a script runs in this interpreter."""
+        """Return the command line: this interpreter runs a module or an existing ``.py`` file."""
         if self.is_module:
             return (sys.executable, "-m", *self.words)
         script = self.words[0]

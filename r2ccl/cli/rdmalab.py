@@ -56,8 +56,7 @@ def main(args: argparse.Namespace) -> int:
 
     The status is that of the program, 124 after a timeout, 2 for a wrong command line, 69 if a
     requirement is missing and cannot be installed, and 70 if the virtual machine could not be
-    started or failed. With ``--prepare`` it is 0 once
-    all requirements are installed.
+    started or failed. With ``--prepare`` it is 0 once all requirements are installed.
     """
     try:
         command = _command(args)

@@ -1,7 +1,7 @@
-"""Ranks on other hosts, which agents start: the launcher's side of `r2ccl.cli.agentlink`.
+"""Ranks on several hosts, which agents start: the launcher's side of `r2ccl.cli.agentlink`.
 
-A start has four steps. All agents answer. The agent of the second host resolves the name of the
-first host, because a host often has a loopback address for its own name. The agent of the first
+A start has four steps. All agents answer. If there is a second host, its agent resolves the name of
+the first host, because a host often has a loopback address for its own name. The agent of the first
 host opens the socket of the rendezvous. All agents start their ranks.
 """
 
@@ -82,6 +82,8 @@ class RemoteRanks:
 
         Raises
         ------
+        InvalidArgument
+            If the first word of `ssh` is no command that can be run.
         R2cclError
             If the agent does not answer within `_LOGIN_S`, ends, or is of another version.
         """
@@ -146,7 +148,7 @@ class RemoteRanks:
             raise EOFError from exc
 
     async def ask(self, question: ToAgent, kind: type[_T]) -> _T:
-        """Send a request and return the answer.
+        """Send a request and return the answer, whose type is `kind`.
 
         Raises
         ------
@@ -170,7 +172,7 @@ class RemoteRanks:
         return answer
 
     async def attend(self) -> None:
-        """Pass output and exit statuses on until the agent has ended."""
+        """Pass output and exit statuses on until the link ends; report ranks that are then lost."""
         assert self._link is not None
         try:
             while True:
@@ -188,7 +190,7 @@ class RemoteRanks:
                 self._supervisor.lost(sorted(self._left), self.host.name, f"its agent: {exc}")
 
     async def feed(self, data: bytes) -> None:
-        """Send standard input for rank 0 and wait until rank 0 has taken it."""
+        """Send standard input for rank 0; wait until the agent is ready for more, or is lost."""
         assert self._link is not None
         self._input_taken.clear()
         await self._link.send(Input(data))
@@ -197,7 +199,8 @@ class RemoteRanks:
     def signal(self, number: int) -> None:
         """Have the agent send a signal to its ranks.
 
-        After SIGKILL, kill the agent's process unless it ends within `TERMINATION_GRACE_S`.
+        After SIGKILL, kill the ssh process, or the agent on this host, unless it ends within
+        `TERMINATION_GRACE_S`.
         """
         if self._link is not None:
             self._link.post(SendSignal(number))
@@ -210,7 +213,10 @@ class RemoteRanks:
                 self._process.kill()
 
     async def close(self) -> None:
-        """Close the link, so that the agent ends its remaining ranks; wait for the ssh process."""
+        """Close the link, so that the agent ends its remaining ranks; wait for the ssh process.
+
+        An ssh process that does not end within `_CLOSE_S` is killed.
+        """
         if self._link is not None:
             await self._link.close()
         if self._process is None:
@@ -252,8 +258,8 @@ async def start(
     Raises
     ------
     InvalidArgument
-        If a host cannot resolve `address`, use the port, run the command or enter the working
-        directory.
+        If the command in `ssh` cannot be run, or a host cannot resolve `address`, use the port, run
+        the program or enter the working directory.
     R2cclError
         If the agent of a host cannot be started, or ends during the start.
     """

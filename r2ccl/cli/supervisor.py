@@ -30,10 +30,10 @@ class RankGroup(Protocol):
     """Ranks of a job on one host, here or elsewhere."""
 
     async def attend(self) -> None:
-        """Return when all ranks of the group have ended and their output was passed on."""
+        """Return when all ranks have ended and their output was passed on, or the host is lost."""
 
     async def feed(self, data: bytes) -> None:
-        """Write to the standard input of rank 0; empty data end it."""
+        """Write to the standard input of rank 0; wait if it reads slowly. Empty data end it."""
 
     def signal(self, number: int) -> None:
         """Send a signal to all ranks of the group that have not ended."""
@@ -70,6 +70,8 @@ class Supervisor:
     ) -> int:
         """Start the ranks, wait until all have ended, and return the exit status of the job.
 
+        An interrupt during the start ends the ranks that were started.
+
         Parameters
         ----------
         groups : sequence of RankGroup
@@ -98,7 +100,7 @@ class Supervisor:
         return self._status
 
     async def _start(self, start: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """Return True if all ranks were started, False if an interrupt came first."""
+        """Call `start`; return True if it started all ranks, False if an interrupt came first."""
         starting = asyncio.create_task(start())
         interrupted = asyncio.create_task(self._is_interrupted.wait())
         await asyncio.wait([starting, interrupted], return_when=asyncio.FIRST_COMPLETED)
@@ -149,7 +151,7 @@ class Supervisor:
     def _note_failure(self, what: str, status: int) -> None:
         is_first = self._status == 0
         self._status = self._status or status
-        # Report only the first failure, which causes the others, unless these may continue.
+        # Report only the first failure, which causes the others, unless the other ranks run on.
         if is_first or self._keeps_going:
             print(f"r2ccl launch: {what}", file=sys.stderr)
         if not self._keeps_going:

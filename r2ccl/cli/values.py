@@ -40,7 +40,7 @@ def parse_size(text: str) -> int:
     Raises
     ------
     argparse.ArgumentTypeError
-        If `text` is not a size.
+        If `text` is not a size, or not a whole number of bytes.
     """
     number, unit = text.strip().upper().removesuffix("IB").removesuffix("B"), ""
     if number and number[-1] in _UNITS:
@@ -62,7 +62,7 @@ def parse_rate(text: str) -> int:
     Raises
     ------
     argparse.ArgumentTypeError
-        If `text` is not a rate, or is less than 1 byte/s.
+        If `text` is not a rate of at least 1 and less than 1e15 bytes/s.
     """
     found = re.fullmatch(r"([\d.]+) ?([kKMmGgTt]?)(bit/s|bit|bps|b/s|B/s)", text.strip())
     if found:
@@ -119,7 +119,8 @@ def format_size(nbytes: int) -> str:
 def size_range(begin: int, end: int, *, step: int, factor: float) -> Iterator[int]:
     """Yield sizes from `begin` to at most `end`.
 
-    Each size is the previous one times `factor` if `factor` is above 1, else plus `step`.
+    If `factor` is above 1, each size is the previous one times `factor`, rounded down, but at least
+    one byte more; otherwise it is the previous one plus `step`.
 
     Raises
     ------

@@ -7,7 +7,7 @@ A program for CuPy changes one import::
     comm = init_process_group(2, rank)
     comm.all_reduce(x, out)
 
-The `Backend` that it returns has all collectives, ``barrier`` and ``stop``. It has no ``send``,
+The `Backend` returned has CuPy's collectives, ``barrier`` and ``stop``. It has no ``send``,
 ``recv`` or ``send_recv``, because `Communicator` sends messages from host memory only. Arrays may
 be CuPy's or NumPy's, of any dtype that r2ccl supports. An array that is not C-contiguous raises
 `InvalidArgument`, unless it is a NumPy array that is an input and is used as a whole.
@@ -62,9 +62,9 @@ def init_process_group(
     backend : {"r2ccl"}
         Other names raise `InvalidArgument`.
     host : str, optional
-        Address of rank 0's machine, at which the other ranks reach it.
+        Address of rank 0's machine, at which the other ranks reach it. Default: see Notes.
     port : int, optional
-        TCP port at which rank 0 listens.
+        TCP port at which rank 0 listens. Default: see Notes.
     use_mpi : bool
         Exchange the addresses of the ranks over MPI; the ranks are those of ``MPI.COMM_WORLD``.
         `rank` may differ from the rank in MPI; `host` and `port` are ignored. Unlike CuPy, this
@@ -135,7 +135,8 @@ class Backend:
 
     Notes
     -----
-    Each method raises the errors of the `Communicator` method that it calls. A `stream` is a
+    Each method raises the errors of the `Communicator` method that it calls, and `InvalidArgument`
+    for an unknown `op`, or a `count` that does not fit the array. A `stream` is a
     ``cupy.cuda.Stream``, or another stream that `Communicator.allreduce` accepts. The work is
     ordered on that stream, by default on CuPy's current stream, and the method returns without
     waiting. With NumPy arrays `stream` must be None, and the method returns when the result is

@@ -10,7 +10,7 @@
     run(client, total, 1000)        # {address of a worker: its result, ...}
 
 The ranks exchange the address of rank 0 and the secret of the job through queues and variables of
-Dask's scheduler, which they remove when they are connected.
+Dask's scheduler. They remove these queues and variables when they are connected, or have failed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(
     on_error: Literal["raise", "return"] = "raise",
     **settings: Unpack[Settings],
 ) -> dict[str, Any]:
-    """Call ``function(communicator, *args)`` on all workers at once; return the results.
+    """Call ``function(communicator, *args)`` on several workers at once; return the results.
 
     Parameters
     ----------
@@ -60,10 +60,11 @@ def run(
     function : callable
         The communicator is closed when the function returns, and aborted if it raises an exception.
     *args
-        Further arguments, equal on all ranks. Futures are replaced by their results.
+        Further arguments, equal on all ranks. An argument that is a Future is replaced by its
+        result; a Future within another argument is not.
     workers : sequence of str, optional
         Addresses of workers, in rank order. Each needs a free thread, in which `function` runs as a
-        task. Default: all workers.
+        task. Default: all workers, sorted by address.
     on_error : {"raise", "return"}
         Handling of exceptions after all ranks have ended. "raise": raise one of them, preferably
         the cause of the others. "return": return each in place of the result of its rank.
@@ -83,7 +84,7 @@ def run(
         If a rank does not start within ``R2CC_INIT_TIMEOUT_S``, usually because its worker has no
         free thread.
     R2cclError
-        If a worker leaves the cluster.
+        If a worker leaves the cluster before its rank has ended.
     Exception
         Whatever `function` or `r2ccl.init` raises on a rank.
 
@@ -188,7 +189,7 @@ def _lost(rank: int, worker: str) -> R2cclError:
 
 
 def _cause(failures: Sequence[_Failure]) -> BaseException:
-    """Return the first error that is not a consequence of another rank's, else the first."""
+    """Return the first error that is not one of `_CONSEQUENCES`, else the first error."""
     errors = [each.error for each in failures]
     return next((each for each in errors if not isinstance(each, _CONSEQUENCES)), errors[0])
 
@@ -223,7 +224,7 @@ class DaskRanks(RankExchange):
         Name that no other group has had.
     nranks, rank : int
     timeout_s : float
-        Longest wait for the other ranks, in seconds.
+        Seconds after the constructor at which the waits of all exchanges end.
     """
 
     def __init__(self, group: str, nranks: int, rank: int, timeout_s: float) -> None:

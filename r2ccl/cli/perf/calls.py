@@ -28,7 +28,10 @@ def call_of(comm: Communicator, case: Case, buffers: Buffers) -> Callable[[], An
 def start_of(
     comm: Communicator, case: Case, buffers: Buffers
 ) -> Callable[[], list[Work[Any] | MessageRequest]]:
-    """Return the function that starts one asynchronous call and returns its handles."""
+    """Return the function that starts one asynchronous call and returns its handles.
+
+    A barrier has no asynchronous call.
+    """
     if case.form.name == "sendrecv":
         right, left = _neighbours(comm)
         receive = partial(comm.recv, buffers.out, left, 0, async_op=True)
@@ -79,7 +82,7 @@ class PerfMemory:
         return block if self._cuda is None else self._cuda.to_device(block)
 
     def fetch(self, block: Any) -> Array:
-        """Return a block of this memory in host memory."""
+        """Return a block of this memory in host memory; None stays None."""
         host: Array = block if self._cuda is None or block is None else block.copy_to_host()
         return host
 

@@ -18,7 +18,8 @@ from r2ccl.cli.perf.forms import CollectiveForm, DataExtent
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-#: NumPy function that computes the exact result of each operation, in 64-bit integers.
+#: NumPy function that combines two inputs exactly, in 64-bit integers, for each operation; an
+#: average is a sum that `_reduced` divides.
 _EXACT: dict[str, Callable[..., Any]] = {
     "sum": np.add,
     "avg": np.add,
@@ -78,7 +79,7 @@ class Case:
 
     @property
     def parts(self) -> list[int]:
-        """Number of elements of each rank's part; unequal parts grow as 1, 2, 3, ... by rank."""
+        """Number of elements of each rank's part; unequal parts are roughly 1 : 2 : 3 and so on."""
         n = self.nranks
         weights = range(1, n + 1) if self.form.is_unequal else [1] * n
         sums = [self.total * each // sum(weights) for each in accumulate(weights, initial=0)]
@@ -113,7 +114,7 @@ class Case:
 
 
 def make_inputs(case: Case, seed: Sequence[int]) -> list[Array | None]:
-    """Return the inputs of all ranks; equal seeds give equal inputs.
+    """Return the input of each rank, None if it passes none; equal seeds give equal inputs.
 
     The inputs of reductions are small integers, so that no order of operations rounds a partial
     result: sums stay in the range in which bfloat16 holds all integers, and factors are powers of
@@ -139,7 +140,7 @@ def _draw(rng: np.random.Generator, case: Case, rank: int) -> Array | None:
 
 
 def expected(case: Case, inputs: Sequence[Array | None], rank: int) -> Array | None:
-    """Return the data that `rank` must receive; None if its memory must not change."""
+    """Return the data that `rank` must receive; None if it receives none."""
     if case.receives(rank) is None:
         return None
     name = case.form.name
@@ -195,7 +196,7 @@ def place(
     in_place: bool,
     move: Callable[[Array], Any] = lambda block: block,
 ) -> Buffers:
-    """Return the arrays of a call on `data`; with `in_place`, they share memory.
+    """Return the arrays of a call on `data`; with `in_place`, they share memory if there are two.
 
     `move` copies an array to the memory that is measured, for example to a GPU.
     """
@@ -218,7 +219,7 @@ def count_wrong(
 ) -> int:
     """Return the number of wrong elements after a call on `buffers`, compared bit for bit.
 
-    Unless the call was in place, this includes elements of the input that were changed.
+    Unless input and output share memory, this includes elements of the input that were changed.
     """
     x, out = buffers
     mine, wanted = inputs[rank], expected(case, inputs, rank)

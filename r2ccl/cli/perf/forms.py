@@ -28,6 +28,7 @@ class CollectiveForm(NamedTuple):
     name : str
         Method of `r2ccl.Communicator`.
     sends, receives : DataExtent
+        Elements that a rank passes, and elements that it receives.
     reduces : bool
         True if it takes an operation.
     is_rooted : bool
@@ -48,7 +49,7 @@ class CollectiveForm(NamedTuple):
 
     @property
     def can_be_in_place(self) -> bool:
-        """False if the memory that is sent and received must be disjoint."""
+        """True if the data sent and the data received may share memory."""
         return self.name not in ("sendrecv", "barrier")
 
 
@@ -105,7 +106,7 @@ def algbw(nbytes: int, seconds: float) -> float:
 
 
 def busbw(collective: str, nranks: int, nbytes: int, seconds: float) -> float:
-    """Return the bus bandwidth in GB/s (1e9 bytes): the load of each rank's NIC, per direction."""
+    """Return the bus bandwidth in GB/s (1e9 bytes): `algbw` times the collective's bus factor."""
     return algbw(nbytes, seconds) * _BUS_FACTORS[collective](nranks)
 
 

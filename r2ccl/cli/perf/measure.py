@@ -1,9 +1,10 @@
 """Measurement of collectives on one rank: time every case, then verify its results.
 
-The time of a call is the time of a loop of ``-n`` calls, back to back, after ``-w`` warm-up calls,
-divided by ``-n``. By default it is averaged over the ranks, as in nccl-tests. Verification runs
-outside that loop, on fresh inputs that every rank derives from one seed. No order of operations
-rounds a partial result of these inputs, so results are compared bit for bit.
+The time of a call is the time of a loop of ``-n`` calls, or ``-n`` groups of ``-m`` calls, back to
+back, divided by the number of calls. ``-w`` calls or groups run before the loop. By default the
+time is averaged over the ranks, as in nccl-tests. Verification runs outside that loop, on fresh
+inputs that every rank derives from one seed. No order of operations rounds a partial result of
+these inputs, so results are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Measurement:
         self._meeting = meeting
 
     def measure(self, case: Case, *, in_place: bool) -> Measured:
-        """Time a case, then verify it ``-c`` times."""
+        """Time a case, verify it ``-c`` times, and return both results."""
         self._memory.use()
         try:
             seconds = self._time(case, in_place=in_place)
@@ -242,7 +243,10 @@ def _problem(comm: Communicator, options: PerfOptions) -> str | None:
 
 
 def run(options: PerfOptions) -> int:
-    """Measure every case on this rank; rank 0 prints. Return the exit status."""
+    """Measure every case on this rank; rank 0 prints.
+
+    Return the exit status: 0, 1 if an element is wrong, or 2 if an option is refused.
+    """
     rows: list[dict[str, Any]] = []
     with init() as comm, ExitStack() as stack:
         say = print if comm.rank == 0 else lambda *_, **__: None

@@ -21,7 +21,7 @@ DTYPES_BY_NAME = {
     for name in (dtype.name, NCCL_NAMES.get(dtype.name, dtype.name))
 }
 _ALL_DTYPES = [DTYPES[code].name for code in ON_GPU]
-#: Collectives that take arrays in the memory of a GPU.
+#: Collectives that the command measures on arrays in the memory of a GPU.
 _ON_GPU = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce")
 
 
@@ -41,7 +41,8 @@ class PerfOptions(NamedTuple):
     is_blocking : bool
         False: all calls of a loop are asynchronous.
     average : int
-        Time that is reported: 0: rank 0's, 1: mean, 2: least, 3: largest of all ranks.
+        Time that is reported: 0: that of rank 0's first thread; 1: mean, 2: least, 3: largest of
+        all threads of all ranks.
     """
 
     collectives: list[str]
@@ -149,7 +150,7 @@ def _problem_of_gpus(args: argparse.Namespace) -> str | None:
             "start a rank per GPU, with -g 1"
         )
     if args.collective not in _ON_GPU:
-        return f"-g 1: {args.collective} needs host memory; on a GPU run {', '.join(_ON_GPU)}"
+        return f"-g 1: {args.collective} is not measured on a GPU; allowed are {', '.join(_ON_GPU)}"
     if args.local_register:
         return "-R 1 with -g 1: only host memory is registered"
     try:

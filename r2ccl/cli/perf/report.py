@@ -19,7 +19,11 @@ from r2ccl.errors import InvalidArgument
 def row_of(
     case: Case, placement: str, options: PerfOptions, seconds: float, wrong: int | None
 ) -> dict[str, Any]:
-    """Return the JSON object of one measurement."""
+    """Return the JSON object of one measurement.
+
+    `placement` is "out_of_place" or "in_place"; `seconds` is the time of one call; `wrong` is the
+    number of wrong elements, None if they were not counted.
+    """
     return {
         "collective": case.form.name,
         "nranks": case.nranks,
@@ -97,7 +101,8 @@ def save_results(
 ) -> None:
     """Write ``{machine, commit, command, results}`` to `path`; `results` are flat objects.
 
-    If `commit` is empty, it is left out. ``machine`` contains the version of r2ccl.
+    If `commit` is empty, it is left out. ``machine`` contains the version of r2ccl if it is
+    installed as a package. A missing folder is made.
     """
     document = {
         "machine": machine(),

@@ -13,9 +13,9 @@ or changes one import, because this package has all names of ``mpi4py.MPI``::
 
     comm = MPI.COMM_WORLD
 
-The classes of communicators, messages, requests and operations are those of this package; all else
-is mpi4py's own. The first use of `COMM_WORLD` connects the ranks, and is collective. docs/mpi.md
-lists what runs on r2ccl and what runs on MPI.
+`Comm`, `Intracomm`, `Message`, `Op`, `Prequest`, `Request` and `COMM_WORLD` are those of this
+package; all else is mpi4py's own. The first use of `COMM_WORLD` connects the ranks, and is
+collective. docs/mpi.md lists what runs on r2ccl and what runs on MPI.
 """
 
 from __future__ import annotations

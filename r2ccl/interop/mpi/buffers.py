@@ -5,10 +5,11 @@ count]``, ``[array, count, datatype]``, ``[array, (count, displacement), datatyp
 count, displacement, datatype]``. A datatype is an ``MPI.Datatype`` or its character code; the
 default is the datatype of the elements of the array.
 
-Data of a predefined datatype is sent from, and received in, the memory of the array. Data of a
-derived datatype is packed into new memory by ``MPI_Pack`` before it is sent, and unpacked after it
-was received. MPICH and Open MPI pack the elements without gaps and in the byte order of the
-machine, so the ranks of a call may describe the same elements with different datatypes.
+Data of a predefined datatype without gaps is sent from, and received in, the memory of the array,
+without packing. All other data is packed into new memory by ``MPI_Pack`` before it is sent, and
+unpacked after it was received. MPICH and Open MPI pack the elements without gaps and in the byte
+order of the machine, so the ranks of a call may describe the same elements with different
+datatypes.
 
 Invariant: no byte outside the caller's array is read or written.
 """
@@ -355,7 +356,7 @@ def require_usable(datatype: Any) -> None:
 
 
 def require_room(nbytes: int, count: int, datatype: Any) -> None:
-    """Raise ValueError if `count` elements of `datatype` do not fit in `nbytes`."""
+    """Raise ValueError if `count` elements of `datatype` do not lie within `nbytes` bytes."""
     first, last = datatype.true_lb, (count - 1) * datatype.extent + datatype.true_ub
     if first < 0 or last > nbytes:
         raise ValueError(

@@ -288,7 +288,8 @@ class Comm(MPI.Intracomm):
     def Split_type(self, split_type: int, key: int = 0, info: Any = MPI.INFO_NULL) -> Any:
         """Return the communicator of the ranks that MPI groups with this rank by `split_type`.
 
-        MPI.COMM_TYPE_SHARED, for example, groups the ranks of one host.
+        MPI.COMM_TYPE_SHARED, for example, groups the ranks of one host. Returns MPI.COMM_NULL if
+        MPI puts this rank in no group.
         """
         return self._child(self.mpi.Split_type(split_type, key, info))
 
@@ -312,7 +313,10 @@ class Comm(MPI.Intracomm):
         return self._child(self.mpi.Create(group))
 
     def Create_group(self, group: Any, tag: int = 0) -> Any:
-        """Return the communicator of the ranks in `group`. *Collective*: only these ranks."""
+        """Return the communicator of the ranks in `group`; MPI.COMM_NULL on other callers.
+
+        *Collective*: only the ranks in `group`.
+        """
         made = self.mpi.Create_group(group, tag)
         if made == MPI.COMM_NULL:
             return made
@@ -395,7 +399,7 @@ def _ranks(made: Any, parent: Any) -> list[int]:
 
 
 def _refuse(name: str) -> Any:
-    """Return a method that raises `MpiError` with advice on an alternative."""
+    """Return the method that replaces `name`: it raises `MpiError` and names an alternative."""
     instead = _INSTEAD.get(name, f"call comm.mpi.{name}, which MPI runs")
 
     def method(self: Comm, *args: Any, **kwargs: Any) -> None:

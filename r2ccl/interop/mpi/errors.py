@@ -1,4 +1,4 @@
-"""Errors of the interface of mpi4py, which a program catches as ``MPI.Exception``.
+"""`MpiError`, which a program catches as ``MPI.Exception``, and the translation of r2ccl's errors.
 
 An argument of a wrong form raises the same error as in mpi4py: TypeError, ValueError, KeyError or
 BufferError. An argument that MPI itself would reject raises `MpiError`. Both leave the communicator

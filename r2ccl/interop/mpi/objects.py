@@ -1,6 +1,6 @@
 """Collectives of mpi4py on Python objects, which ``MPI.pickle`` of mpi4py converts to bytes.
 
-The bytes come only from ranks of the job, on connections that are authenticated with its secret.
+The bytes come only from ranks of the job, on connections authenticated with the job's secret.
 The functions take a `Comm` and the arguments of one method of mpi4py. A reduction combines the
 objects in rank order, on the ranks that get the result.
 """
@@ -105,7 +105,10 @@ def pickled(obj: Any) -> Any:
 
 
 def _pickles(comm: Any, objects: Sequence[Any] | None) -> list[Any]:
-    """Return the pickle of each object; raise ValueError unless there is one per rank."""
+    """Return the pickle of each object; raise ValueError unless there is one per rank.
+
+    If `objects` is None, each object is None.
+    """
     found = [None] * comm.size if objects is None else list(objects)
     if len(found) != comm.size:
         raise ValueError(f"expecting {comm.size} items, got {len(found)}")

@@ -1,9 +1,10 @@
 """Table of the operations and element types of MPI that r2ccl can reduce.
 
-The allowed pairs of operation and datatype are those of the MPI standard whose datatype has a dtype
-in r2ccl; an operation made by `Op.Create` takes all datatypes but pairs. Other pairs raise an
-`MpiError` before any data moves. It names the datatype and, if r2ccl has a dtype for it, the
-operation. Its error class is ``ERR_OP``, as in MPI.
+The allowed combinations of operation and datatype are those of the MPI standard whose datatype has
+a dtype in r2ccl. An operation made by `MpiOp.Create` takes all these datatypes except pairs of a
+value and an index. Other combinations raise an `MpiError` before any data moves. The error names
+the datatype and, if r2ccl has a dtype for it, the operation. Its error class is ``ERR_OP``, as in
+MPI.
 """
 
 from __future__ import annotations

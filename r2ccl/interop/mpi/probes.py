@@ -26,7 +26,7 @@ from r2ccl.interop.mpi.requests import MpiRequest
 
 
 def probe(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -> Message | None:
-    """Return the message that a receive would take, and write it to `status`.
+    """Return the message that a receive would take; write its source, tag and size to `status`.
 
     If there is no such message yet, wait for one if `is_blocking`, otherwise return None.
     """
@@ -43,7 +43,7 @@ def probe(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -
 
 
 def claim(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -> Any:
-    """Take the message that a receive would take, write it to `status`, and return it.
+    """Take the message that a receive would take; write its source, tag and size to `status`.
 
     The result is an `MpiMessage`; for ``MPI.PROC_NULL``, mpi4py's ``MESSAGE_NO_PROC``. If there is
     no such message yet, wait for one if `is_blocking`, otherwise return None.
@@ -67,7 +67,7 @@ def loaded(data: Any) -> Any:
 
 
 class MpiMessage:
-    """Message that `Comm.Mprobe` returns, in place of ``MPI.Message``.
+    """Message that `Comm.Mprobe` and `Comm.Improbe` return, in place of ``MPI.Message``.
 
     Once one of its methods has received the message, the object is false and equal to
     ``MPI.MESSAGE_NULL``. The constructor takes the message, so that no other receive can take it.

@@ -72,7 +72,7 @@ def reduce_scatter(
     """Reduce `sendbuf` over all ranks; rank r receives block r of the result in `recvbuf`.
 
     Like mpi4py's Reduce_scatter. Block r has ``recvcounts[r]`` elements. Without `recvcounts`, the
-    ranks first exchange the counts of their `recvbuf`.
+    ranks first exchange the counts of their `recvbuf`; a reduction in place needs `recvcounts`.
     """
     received = message(recvbuf, writable=True)
     in_place = is_in_place(sendbuf)

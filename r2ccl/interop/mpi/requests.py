@@ -229,7 +229,10 @@ class MpiRequest:
 
     @classmethod
     def waitany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
-        """Wait until one request has finished; return its index and the object received."""
+        """Wait until one request has finished; return its index and the object received.
+
+        Returns MPI.UNDEFINED and None if no request is active.
+        """
         while True:
             index, is_over, found = cls.testany(requests, status)
             if is_over:
@@ -377,7 +380,10 @@ def _finished(requests: Sequence[Any]) -> list[int] | None:
 def _with_statuses(
     requests: Sequence[Any], statuses: list[Any] | None
 ) -> list[tuple[Any, Any | None]]:
-    """Pair each request with a status; append the statuses that the caller's list lacks."""
+    """Pair each request with a status; append the statuses that the caller's list lacks.
+
+    Without `statuses`, pair each request with None.
+    """
     if statuses is None:
         return [(request, None) for request in _checked(requests)]
     statuses += [MPI.Status() for _ in range(len(requests) - len(statuses))]

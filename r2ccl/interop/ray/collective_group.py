@@ -78,7 +78,7 @@ class R2cclGroup(BaseGroup):  # type: ignore[misc]
         self.communicator.barrier()
 
     def reduce(self, tensors: list[Any], options: ReduceOptions) -> None:
-        """Reduce a tensor over all ranks; the result replaces that of the root rank."""
+        """Reduce a tensor over all ranks; the result replaces the tensor of the root rank."""
         op, root = _OPS[options.reduceOp.name], options.root_rank
         tensor = _single(tensors)
         self.communicator.reduce(tensor, tensor if self.rank == root else None, op, root)
@@ -90,7 +90,7 @@ class R2cclGroup(BaseGroup):  # type: ignore[misc]
     def allgather(
         self, lists: list[list[Any]], tensors: list[Any], options: AllGatherOptions | None = None
     ) -> None:
-        """Copy the tensor of each rank to the list of every rank."""
+        """Copy the tensor of each rank r to element r of the list of every rank."""
         tensor, outputs = _single(tensors), _single(lists)
         gathered = _empty(self.world_size, tensor)
         self.communicator.allgather(tensor, gathered)
@@ -100,7 +100,7 @@ class R2cclGroup(BaseGroup):  # type: ignore[misc]
     def reducescatter(
         self, tensors: list[Any], lists: list[list[Any]], options: ReduceScatterOptions
     ) -> None:
-        """Reduce the lists of all ranks; each rank receives one tensor of the result."""
+        """Reduce the lists of all ranks; rank r receives element r of the result in its tensor."""
         output, inputs = _single(tensors), _single(lists)
         stacked = _empty(self.world_size, inputs[0])
         for part, each in zip(stacked, inputs, strict=True):

@@ -1,9 +1,10 @@
 """`join`: ranks that are Ray actors exchange their addresses through another actor, and connect.
 
 Rank 0 creates the other actor, an `ExchangeActor`, under a name that contains the name of the
-group, and ends it when all ranks are connected. The name can then be used again, and a rank that
-Ray has restarted can join again. The `ExchangeActor` is not detached: Ray ends it if rank 0 ends.
-The secret of the job appears only in the arguments and results of its methods.
+group, and ends it when all ranks are connected or its `join` has failed. The name can then be used
+again, and a rank that Ray has restarted can join again. The `ExchangeActor` is not detached: Ray
+ends it if rank 0 ends. In Ray, the secret of the job appears only in the arguments and results of
+its methods.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class ExchangeActor:
         self._is_closed = True
 
     async def join(self, rank: int, call: str) -> int | None:
-        """Register `rank`; return the number of ranks, or 0 if another actor is this rank.
+        """Register `rank`; return the number of ranks, or 0 if another `call` has registered it.
 
         The result is None if rank 0 has closed this actor. `call` identifies the call of the
         function `join`, which may call this method repeatedly.
@@ -169,9 +170,9 @@ class RayRanks(RankExchange):
         Raises
         ------
         TransportTimeout
-            If a rank passes no value before the deadline.
+            If a rank passes no value before the deadline, or Ray does not answer.
         TransportError
-            If rank 0 ends.
+            If rank 0 has ended, or its `join` has failed.
         """
         self._nexchanges += 1
         left_s = max(0.0, self._deadline_s - monotonic())

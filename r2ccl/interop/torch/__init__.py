@@ -6,15 +6,16 @@ A program changes one line, and imports this package::
 
     torch.distributed.init_process_group("r2ccl")
 
-The import registers the backend; torch 2.14 and newer import this package themselves. When the
-process group of all ranks is made, its ranks meet through torch's store and connect the rails; all
-other groups share these connections. docs/torch.md lists what is supported and what differs from
-gloo.
+The module ``r2ccl.torch`` imports this package. The import registers the backend; torch 2.14 and
+newer import this package themselves. When the process group of all ranks is made, its ranks meet
+through torch's store and connect the rails; all other groups share these connections. If the group
+of all ranks has another backend, each group of r2ccl makes its own connections. docs/torch.md lists
+what is supported and what differs from gloo.
 
 Modules, in the order a call passes through them: ``process_group`` has the classes that torch
-accepts, ``methods`` the methods that it calls; ``call_queue`` runs the calls of a group in order;
-``collectives`` translates them to calls of a `Communicator`; ``tensors`` views tensors as arrays;
-``works`` has the handles that torch waits for. ``rendezvous`` makes the communicators.
+accepts, ``methods`` the methods that torch calls; ``call_queue`` runs the calls of a group in
+order; ``collectives`` translates them to calls of a `Communicator`; ``tensors`` views tensors as
+arrays; ``works`` has the handles that torch waits for. ``rendezvous`` makes the communicators.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch
 
 #: Longest wait of `CallQueue.close` for the threads, in seconds.
 _JOIN_S = 1.0
-#: Protects the future of every call; held for less than a microsecond.
+#: Protects the future of every call; held only briefly.
 _LOCK = threading.Lock()
 
 
@@ -123,7 +123,7 @@ class CallQueue:
         self._threads: list[threading.Thread] = []
 
     def run(self, call: QueuedCall) -> None:
-        """Run `call` after all earlier calls; return when it has ended or failed."""
+        """Run `call` after all earlier calls; return when it has ended, even with an error."""
         with self._changed:
             is_free = not self._calls and not self._is_running
             if is_free:

@@ -1,8 +1,9 @@
 """Collectives of torch.distributed as calls of a `Communicator`.
 
 Each function takes the communicator, and the arguments and options of the ``ProcessGroup`` method
-of the same name. It blocks until the result is in the tensors. Some callers in torch pass a tensor
-where others pass a list of one tensor; the functions accept both.
+of the same name. It blocks until the result is in the tensors. If they are on a GPU, it returns at
+once, and work that its thread later enqueues on its current stream sees the result. Some callers in
+torch pass a tensor where others pass a list of one tensor; the functions accept both.
 
 The functions raise `InvalidArgument` if the sizes or dtypes of the tensors do not fit each other or
 a tensor cannot be viewed as an array, and the errors of the communicator's call.
@@ -43,8 +44,7 @@ _OPERATIONS = {
     _KINDS.BOR: ReduceOp.BOR,
     _KINDS.BXOR: ReduceOp.BXOR,
 }
-#: A sum of bools is true if any of them is, as with NCCL. gloo adds the bytes; the sum is true in
-#: the same cases.
+#: A sum of bools is true if any of them is, as with NCCL; a product, if all of them are.
 _ON_BOOL = {_KINDS.SUM: ReduceOp.LOR, _KINDS.PRODUCT: ReduceOp.LAND}
 
 
@@ -258,9 +258,10 @@ def _list(lists: Any) -> list[Tensor]:
 
 @contextmanager
 def _outputs_in_order(comm: Communicator, outputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield contiguous memory for the results; at the end of the block, copy it to `outputs`.
+    """Yield a tensor in order for each of `outputs`: the output itself, or new memory.
 
-    If there are several outputs, the calls in the block run as a group.
+    At the end of the block, new memory is copied to its output. If there are several outputs, the
+    calls in the block run as a group.
     """
     copies = [_ordered_output(output) for output in outputs]
     with comm.group() if len(copies) > 1 else nullcontext():

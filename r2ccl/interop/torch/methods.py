@@ -99,9 +99,26 @@ class GroupState:
     store : torch.distributed.Store
         Store of the group.
     timeout : timedelta
-        Timeout of the calls of the group.
+        First timeout of the calls of the group; `set_timeout` changes it.
     on_end : callable
         Called without arguments when the group has ended.
+
+    Attributes
+    ----------
+    name, desc : str
+        Name and description of the group, which torch sets.
+    ncalls : int
+        Number of collectives that were called.
+    nbarriers : iterator of int
+        Yields the number of the next `GroupMethods.monitored_barrier`, from 0.
+    is_over : bool
+        True once this rank has left the group.
+    queue : CallQueue
+        Runs the collectives of the group.
+    timeout_s : float
+        Timeout of later calls, in seconds.
+    options : torch._C._distributed_c10d.Backend.Options
+        Options of the backend in torch's form, which contain the timeout.
     """
 
     communicator: Communicator
@@ -131,7 +148,10 @@ class GroupState:
         self._end()
 
     def shutdown(self) -> None:
-        """Wait for all calls, then leave the group; log errors as warnings."""
+        """Wait for all calls, then leave the group; log errors as warnings.
+
+        Does nothing if this rank has left the group before.
+        """
         if self.is_over:
             return
         if not self.queue.drain(self.timeout_s):

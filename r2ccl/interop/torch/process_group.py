@@ -19,7 +19,7 @@ from r2ccl.interop.torch.methods import GroupMethods, GroupState
 from r2ccl.interop.torch.rendezvous import TorchConnections, timeout_of
 from r2ccl.interop.torch.works import translated
 
-#: True if classes in Python may derive from torch's Backend.
+#: True if torch expects a process group to contain a Backend.
 _HAS_BACKENDS = torch.__version__ >= (2, 14)
 
 _connections = TorchConnections()
@@ -101,10 +101,11 @@ class R2cclProcessGroup(GroupMethods, dist.ProcessGroup):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> R2cclProcessGroup | None:
-        """Return a new group of `ranks`, numbered as in this group; None on other ranks.
+        """Return a new group of `ranks`, which are ranks of this group; None on other ranks.
 
-        *Collective*: all ranks of this group, which may make several new groups at once: the ranks
-        of one new group pass the same `ranks`. `timeout` is by default that of this group.
+        ``ranks[i]`` becomes rank i of the new group. *Collective*: all ranks of this group, which
+        may make several new groups at once: the ranks of one new group pass the same `ranks`.
+        `timeout` is by default that of this group.
         """
         rank = self.communicator.rank
         is_in = rank in ranks

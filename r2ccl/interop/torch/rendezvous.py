@@ -35,13 +35,13 @@ class StoreRanks(RankExchange):
     store : torch.distributed.Store
     rank, nranks : int
     timeout : timedelta
-        Longest wait for the other ranks.
+        Longest wait for the other ranks in one exchange.
 
     Notes
     -----
     *Collective*: all ranks call the same methods in the same order. Methods that exchange values
     raise `TransportTimeout` if a rank does not take part within `timeout`, and `TransportError` if
-    the store fails meanwhile.
+    the store fails during this wait.
     """
 
     def __init__(self, store: Any, rank: int, nranks: int, timeout: timedelta) -> None:
@@ -124,7 +124,7 @@ class TorchConnections:
         TransportTimeout
             If a rank of the group does not make the group within ``opts.timeout``.
         TransportError
-            If the store fails.
+            If the store fails during a wait for other ranks.
         R2cclError
             If `r2ccl.init` or `Communicator.create_among` raises it.
 

@@ -50,7 +50,7 @@ def array_of(tensor: Tensor) -> Any:
     Raises
     ------
     InvalidArgument
-        If the tensor is sparse or has a dtype or a device that r2ccl does not support.
+        If a tensor that is not on a GPU is sparse, or NumPy does not support its dtype or device.
     """
     if tensor.is_cuda:
         return tensor.detach()

@@ -148,8 +148,8 @@ class MessageWork(_AnyWork):
         Tensors of the call.
     timeout_s : float
         Timeout of the message, in seconds, counted from the beginning of a wait. If a wait reaches
-        it, the message has failed: a receive that no message has matched is withdrawn; in all other
-        cases the communicator ends.
+        it before the message has finished, the message fails: a receive that no message has matched
+        is withdrawn; in all other cases the communicator ends.
     on_timeout : callable
         ``on_timeout(reason)`` ends the communicator.
     finish : callable, optional

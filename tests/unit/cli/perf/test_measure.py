@@ -520,7 +520,7 @@ def test_the_check_of_a_file_of_results_leaves_no_trace(tmp_path: Path) -> None:
         (["-G", "1"], "CUDA graphs cannot capture"),
         (["-R", "2"], "no symmetric memory"),
         (["-g", "2"], "a rank of r2ccl is a process"),
-        (["-g", "1", "--collective", "scan"], "scan needs host memory"),
+        (["-g", "1", "--collective", "scan"], "scan is not measured on a GPU"),
         (["-r", "1"], "allreduce has no root"),
         (["-o", "sum", "--collective", "gather"], "gather does not reduce"),
         (["-z", "0", "-m", "2"], "the calls of a group run at its end"),
