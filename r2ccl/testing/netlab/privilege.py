@@ -27,7 +27,7 @@ _PREPARE = 'mount -t tmpfs netlab /run && "$0" link set lo up && exec "$@"'
 _PROBE = (
     "from r2ccl.testing.netlab import unavailable_reason; print(unavailable_reason() or '', end='')"
 )
-#: Seconds; on one busy core the imports alone took 3 s.
+#: Longest time in seconds of a test of the lab; on one busy core the imports alone took 3 s.
 _PROBE_TIMEOUT_S = 30.0
 
 
