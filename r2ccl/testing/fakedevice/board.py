@@ -403,7 +403,7 @@ class Board:
                 )
 
     def learn_all(self, host: Host, card: int) -> None:
-        """Merge the clocks of a card's streams into the clock of `host`, which waited for it."""
+        """Let `host` know all work that has run on a card: merge the clocks of its streams."""
         for stream in self._streams:
             if stream.card == card:
                 join(host.clock, stream.clock)

@@ -123,7 +123,7 @@ def _why_not_inside(enter: list[str]) -> str:
         return f"{shlex.join(enter[:5])}: {exc}"
     if done.returncode:
         words = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return f"user namespaces are off or forbidden ({words})"
+        return f"the probe process in new namespaces failed ({words})"
     return done.stdout.strip()
 
 
