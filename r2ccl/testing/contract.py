@@ -71,7 +71,7 @@ class Bench(Protocol):
 
 
 class Side:
-    """One rank's end of a path, and the events of the rank's transport, of this and other paths."""
+    """One rank's end of a path, and the events that `poll` collected, also of other paths."""
 
     def __init__(self, bench: Bench, rank: int, rail: int) -> None:
         self.transport = bench.transports[rank]
@@ -134,7 +134,7 @@ class JoinedPair:
             side.transport.open(side.path, endpoint)
 
     def settle(self) -> None:
-        """Run the network, then flush and poll both sides; repeat this five times."""
+        """Run the network, then flush and poll both sides, five times in total."""
         for _ in range(5):
             self.bench.run()
             for side in (self.a, self.b):
@@ -214,14 +214,18 @@ class Talker:
 def pattern(nbytes: int, salt: int = 0) -> bytearray:
     """Return `nbytes` test bytes, which depend on `salt`.
 
-    A shifted copy differs from the original, so data at a wrong offset is detected.
+    A copy shifted by less than 64 KiB differs from the original, so data at a wrong offset is
+    detected.
     """
     i = np.arange(nbytes)
     return bytearray((i * 31 + (i >> 8) * 7 + salt).astype(np.uint8))
 
 
 def check_eager(bench: Bench) -> None:
-    """Check that eager slices, including an empty one, arrive with frame and payload, in order."""
+    """Check that eager slices, including an empty one, arrive with frame and payload, in order.
+
+    The sender must report `Sent` for each of them, in the same order.
+    """
     pair = JoinedPair(bench)
     for seq, nbytes in enumerate((64, 1, 0, 63)):
         pair.a.send(seq, pattern(nbytes, seq), ack=seq)
@@ -338,7 +342,7 @@ def check_both_ways_full(bench: Bench) -> None:
 
 
 def check_view_is_free_when_sent(bench: Bench) -> None:
-    """Check that the sender may overwrite its view after `Sent`."""
+    """Check that the sender may overwrite the view of a cleared slice after `Sent`."""
     pair = JoinedPair(bench)
     region = bytearray(300_000)
     data = pattern(300_000)
@@ -497,7 +501,7 @@ def check_unknown_path(bench: Bench) -> None:
 
 
 def check_idle_path_is_not_stuck(bench: Bench) -> None:
-    """Check that `is_stuck` is False once all data of the path has arrived."""
+    """Check that `is_stuck` becomes False after all data of the path has arrived."""
     pair = JoinedPair(bench)
     assert pair.a.transport.is_open(pair.a.path)
     pair.a.send(0, pattern(64))

@@ -73,7 +73,7 @@ class FakeNic:
         return _holder(self.records["qp"], qp_num=number, qp_state=_IN_INIT, qp_type=_RC)
 
     def located(self) -> ProviderNic:
-        """Return the result expected from `locate_nic`, but with an empty `provider`."""
+        """Return the `ProviderNic` that the library must locate; its ``provider`` is empty."""
         table = self.records["context"][0]
         return ProviderNic(
             context=self.address("context"), pd=self.address("pd"), cq=self.address("cq"),

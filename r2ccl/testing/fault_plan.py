@@ -66,8 +66,8 @@ class FaultPlan:
         Raises
         ------
         InvalidArgument
-            If `data` is not JSON, or a fault is malformed or has no trigger. The message names the
-            fault or its position in the list.
+            If `data` is not a JSON list, or a fault is malformed or has no trigger. The message
+            names the fault or its position.
         """
         try:
             return cls(msgspec.json.decode(data, type=list[Fault]))
@@ -242,7 +242,7 @@ def reporter_from_env(
     Returns
     -------
     FaultReporter or None
-        None if ``R2CC_FAULT_PLAN`` is not set.
+        None if ``R2CC_FAULT_PLAN`` is not set or is empty.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Faults as values, each with an action, a target and a trigger.
+"""Faults as values: an action, a target and, for faults of a plan, a trigger.
 
 `Fault` validates its own fields on construction. `check_fits` checks that the nodes, rail and rank
 of a fault exist in a lab.
@@ -61,14 +61,14 @@ _FIELDS = {
 }
 
 _TRIGGER = frozenset({"at_s", "at_op", "at_step"})
-#: Rate in tc's syntax.
+#: The rates in tc's syntax that faults and labs accept.
 RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]?bit")
 
 
 class Fault(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """One fault: action, target and trigger.
+    """One fault: its action, its target and, if it belongs to a plan, its trigger.
 
     Parameters
     ----------
@@ -100,7 +100,8 @@ class Fault(
     Raises
     ------
     InvalidArgument
-        If a field is missing, does not belong to the action, or is out of range.
+        If the action is unknown, a field is missing, does not belong to the action or is out of
+        range, or the trigger is both `at_s` and `at_op`, or `at_step` without `at_op`.
     """
 
     action: Action

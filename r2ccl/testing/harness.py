@@ -45,7 +45,7 @@ class FaultInjection:
         self._faults.extend(fail_at(rank, rail, op, step).faults)
 
     def take(self) -> _PlanFile | None:
-        """Return the plan of the failures added since the last run; None if there are none."""
+        """Return the plan of the failures added since the last call; None if there are none."""
         if not self._faults:
             return None
         self._nplans += 1
@@ -89,8 +89,8 @@ def _record_of(path: str | Path, index: int) -> Path:
 def wrap_and_record(inner: Transport, rank: int) -> ReportingTransport:
     """Return a wrapper as `wrap_by_env` does; it also leaves a file for each fault that fires.
 
-    `r2ccl.init` calls this function in ranks that a `RankRunner` starts. The files are beside the
-    file of the plan.
+    `r2ccl.init` calls this function in the ranks of a `RankRunner` if there are failures to inject.
+    The files are beside the file of the plan.
     """
 
     def reporter(cut: Callable[[Due], None]) -> FaultReporter | None:
@@ -113,6 +113,7 @@ class RankRunner:
         the module, and a failed assertion in a rank is reported with the same details as in the
         test.
     injection : FaultInjection, optional
+        Failures for each run. Default: no failures.
     """
 
     def __init__(self, module: ModuleType, injection: FaultInjection | None = None) -> None:

@@ -1,7 +1,7 @@
 """Transport contract for probes: checks of `Transport.probe` for any implementation.
 
 The checks take the same `Bench` as the checks of `r2ccl.testing.contract`, and raise AssertionError
-if the transport breaks its promise. Each wait ends after at most ``Bench.patience_s``.
+if the transport breaks its promise or a wait takes longer than ``Bench.patience_s``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def ask(bench: Bench, key: ProbeKey) -> Probed:
 
 
 def check_probe_is_answered_for_an_idle_process(bench: Bench) -> None:
-    """Check that a probe is answered while the peer's process is idle and no path is open."""
+    """Check that a probe is answered while the peer's process is idle and no path is open.
+
+    A probe between ports of different rails must have the outcome `Bench.cross`.
+    """
     bench.join_probes()
     for key in STRAIGHT * 2:
         assert ask(bench, key).is_answered is True

@@ -24,12 +24,12 @@ _PACKAGES = {
 
 
 def search_path() -> str:
-    """Return PATH followed by the sbin folders."""
+    """Return PATH, or the system's default if it is empty, followed by the sbin folders."""
     return os.pathsep.join([os.environ.get("PATH") or os.defpath, *_ADMINISTRATOR_FOLDERS])
 
 
 def find_program(name: str) -> str | None:
-    """Return the file path of a program, or None if it is not installed."""
+    """Return the file path of a program, or None if no folder of `search_path` contains it."""
     return shutil.which(name, path=search_path())
 
 

@@ -34,7 +34,7 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class ReportingTransport:
-    """Transport that reports each slice to a `FaultReporter` before it sends the slice.
+    """Transport that reports slices of the user's collectives to a `FaultReporter` before sending.
 
     Parameters
     ----------
@@ -69,7 +69,8 @@ class ReportingTransport:
     ) -> None:
         """Report a slice, so that the faults due before it are applied, and send the slice.
 
-        A slice on a path that a fault has cut is not sent.
+        Slices of ``init``, and replays for collectives before the newest one, are not reported. A
+        slice on a path that a fault has cut is not sent.
 
         Raises
         ------
@@ -135,7 +136,7 @@ class ReportingTransport:
         self._inner.flush()
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Return the failures of cut paths, followed by the inner transport's events.
+        """Return the failures of newly cut paths, followed by the inner transport's events.
 
         The inner transport's own `Failed` of a cut path is left out, because a path must report
         `Failed` only once.

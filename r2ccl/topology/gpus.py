@@ -102,9 +102,9 @@ def read_gpus(source: GpuSource, open_links: Callable[[], LinkSource]) -> GpuFac
     """Read the GPUs and their NVLinks.
 
     If NVML is not available or a query of it fails, NVLinks are inferred: two GPUs that support
-    native atomics on each other's memory are assumed to have NVLinks between them, because PCIe has
-    no such atomics. The NVLinks of a GPU are then assumed to be divided equally among these
-    neighbours.
+    native atomics on each other's memory are assumed to have NVLinks between them, because CUDA
+    reports such atomics over NVLink, but not over PCIe. The NVLinks of a GPU are then assumed to be
+    divided equally among these neighbours.
 
     Parameters
     ----------

@@ -63,12 +63,11 @@ class Gid(msgspec.Struct, frozen=True):
 class Hca(msgspec.Struct, frozen=True):
     """One port of an RDMA device.
 
-    ``netdev`` is the port's Ethernet interface and ``index`` the kernel's number of that interface.
-    On InfiniBand, or if this network namespace has no such interface, ``netdev`` is empty and
-    ``index`` is 0.
-    ``link_layer`` is ``Ethernet`` or ``InfiniBand``; ``state`` is ``ACTIVE``, ``DOWN``, ``INIT`` or
-    ``ARMED``. If unknown, ``speed_mbps`` is 0 and ``numa_node`` is -1. ``gids`` are the GID table
-    entries in use, by index.
+    ``netdev`` is the port's Ethernet interface; empty on InfiniBand, and if none is found.
+    ``index`` is the kernel's number of that interface, 0 if this network namespace has no such
+    interface. ``link_layer`` is ``Ethernet`` or ``InfiniBand``; ``state`` is sysfs's name of the
+    state, such as ``ACTIVE`` or ``DOWN``. If unknown, ``speed_mbps`` is 0 and ``numa_node`` is -1.
+    ``gids`` are the GID table entries in use, by index.
     """
 
     name: str

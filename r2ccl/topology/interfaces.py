@@ -1,8 +1,8 @@
 """Choice of the network interfaces of the machine that become rails.
 
 `list_interfaces` reads the machine, `select` is a pure function of the interfaces read, and
-`discover` combines the two. Invariant: rail i is the same interface in every process of a host,
-because the order depends only on names.
+`discover` combines the two. Invariant: with the same settings, rail i is the same interface in
+every process of a host, because the order depends only on names.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _last_resort(
 
 
 def list_interfaces() -> tuple[Interface, ...]:
-    """Read all interfaces of the calling process's network namespace, in the kernel's order."""
+    """Read the interfaces of this process's network namespace, in no particular order."""
     import psutil  # a tenth of the time to import r2ccl
 
     indexes = {name: index for index, name in socket.if_nameindex()}

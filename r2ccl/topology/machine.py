@@ -176,8 +176,8 @@ class Machine(msgspec.Struct, frozen=True):
         Raises
         ------
         InvalidArgument
-            If a part occurs twice, a part other than an NVLink's far end refers to a part that is
-            missing, or there is no NUMA node.
+            If a part occurs twice, a part refers to a part that is missing (except the far end of
+            an NVLink), or there is no NUMA node.
         """
         machine = cls(
             nodes=tuple(sorted(nodes, key=lambda node: node.id)),

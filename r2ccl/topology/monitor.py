@@ -54,10 +54,10 @@ class LinkEvent(msgspec.Struct, frozen=True, gc=False):
 class LinkMonitor:
     """Monitor of the interfaces in the network namespace in which it is created.
 
-    The descriptor `fileno` is readable when `read` has events, so it can be used with a selector or
-    asyncio's ``add_reader``. The constructor blocks while it dumps the kernel's tables; `read`
-    blocks for a dump only after the notification queue has overflowed. Not thread-safe. Usable as a
-    context manager.
+    The descriptor `fileno` is readable when notifications wait for `read`, so it can be used with a
+    selector or asyncio's ``add_reader``. The constructor blocks while it dumps the kernel's tables;
+    `read` blocks for a dump only after the notification queue has overflowed. Not thread-safe.
+    Usable as a context manager.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ class LinkMonitor:
             raise
 
     def fileno(self) -> int:
-        """Return the file descriptor that is readable when `read` has events."""
+        """Return the file descriptor that is readable when notifications wait for `read`."""
         return self._socket.fileno()
 
     def is_up(self, index: int) -> bool:

@@ -1,4 +1,4 @@
-"""Format of NCCL topology files, which describe a `Machine` to NCCL (``NCCL_TOPO_FILE``).
+"""Writer of NCCL topology files, which describe a `Machine` to NCCL (``NCCL_TOPO_FILE``).
 
 The format has no UUIDs, multiprocessor counts, NUMA distances, network interfaces of RDMA ports or
 remarks; all other facts about the machine are written.

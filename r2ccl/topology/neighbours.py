@@ -68,7 +68,7 @@ class Neighbours:
     def __init__(self, index: int) -> None:
         self._index = index
         self._route = RouteSocket()
-        #: Error numbers of failed lookups; each is logged once.
+        #: Error numbers of lookups that failed for lack of a resource; each is logged once.
         self._said: set[int | None] = set()
 
     def knows(self, source: str, destination: str) -> bool:

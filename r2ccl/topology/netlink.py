@@ -83,7 +83,7 @@ _TYPE_MASK = 0x3FFF  # the two top bits of an attribute's type are flags
 
 
 class NetlinkMessage(NamedTuple):
-    """One netlink message: its header without the length, and its body.
+    """One netlink message: its header without length and port id, and its body.
 
     ``kind`` is the message type (``RTM_*`` or ``NLMSG_*``), ``flags`` are ``NLM_F_*``.
     """

@@ -63,8 +63,9 @@ def read_machine(
     Returns
     -------
     Machine
-        Its ``remarks`` are the remarks of `gpus`, a remark for each value that was assumed or is
-        unknown, and a remark for each PCIe link that uses fewer lanes than both its ends support.
+        Its ``remarks`` are the remarks of `gpus`, a remark for each value that planning needs and
+        that is missing, and a remark for each PCIe link that uses fewer lanes than both its ends
+        support.
     """
     facts = gpus or GpuFacts()
     there = {gpu.bus_id: gpu for gpu in facts.gpus}  # partitions of a GPU have the same bus id
@@ -135,7 +136,7 @@ class _Reader:
     def chain(self, path: str) -> _Chain:
         """Return the PCI functions on the real path of a device, from the root complex down.
 
-        The list is empty if the device is not a PCI device or does not exist.
+        The list is empty if there is no PCI function on the path, or the device does not exist.
         """
         try:
             real = (self.root / path).resolve(strict=True)

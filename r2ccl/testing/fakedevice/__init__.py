@@ -3,7 +3,7 @@
 A `FakeGpu` is the GPU, also called the card; a `FakeDevice` is one process on it. Several devices,
 in threads or used in turn, act as several ranks on one GPU, which exchange handles of memory. A
 card made by `FakeGpu.beside` is a second GPU of the same machine. Work runs late and in an order
-drawn from a seed, and every access to memory is checked::
+drawn from a seed, and accesses to memory are checked::
 
     gpu = FakeGpu(seed)
     device = FakeDevice(gpu)
@@ -25,11 +25,11 @@ drawn from a seed, and every access to memory is checked::
   know that the work that uses them is over (on a device with ``is_strict``, the default).
 - Calls that would never return (`WouldHang`), because they wait for work that needs a later action
   of the waiting thread. Such calls enqueue work to a full launch queue or on a GPU with
-  ``is_blocking``, or manage memory on a GPU with ``is_serial``.
+  ``is_blocking``, or manage memory or load kernels on a GPU with ``is_serial``.
 - Work enqueued on a stream that captures a graph.
 - Addresses that are unknown, freed, of another process or of a GPU not made reachable, accesses
-  beyond the end of an allocation, the host's address of pinned memory passed to the GPU, and
-  handles of another process.
+  beyond the end of an allocation, the host's address of memory that `FakeDevice.pin` pinned passed
+  to the GPU, and handles of another process.
 
 **Detected in some runs**, if the host does not declare the access, but makes it before the work
 runs:

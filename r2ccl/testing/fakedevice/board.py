@@ -41,17 +41,21 @@ _LOOK_AGAIN_S = 0.001
 
 
 class Host:
-    """CPU code of a process: an actor with a vector clock (`r2ccl.testing.fakedevice.order`)."""
+    """CPU code of one process, or of all processes with ``are_hosts_one``.
+
+    A host is an actor with a vector clock (`r2ccl.testing.fakedevice.order`).
+    """
 
     def __init__(self, actor: int) -> None:
         self.actor = actor
         self.clock: Clock = {actor: 1}
-        #: NIC writes that the host has seen, but that work enqueued by it may not see yet.
+        #: NIC writes to cards that reorder them, as far as the host has seen them. Work enqueued by
+        #: the host sees only those that `clock` covers too.
         self.unflushed: Clock = {}
 
     @property
     def seen(self) -> Clock:
-        """Vector clock of all steps that the host knows, including NIC writes; do not modify it."""
+        """Clock of all steps that the host knows, including all NIC writes; do not modify it."""
         if not self.unflushed:
             return self.clock
         known = dict(self.clock)
@@ -170,7 +174,7 @@ class Board:
         return 0x5000 + self._nhandles * 0x10
 
     def new_actor(self) -> int:
-        """Return a new index into vector clocks, for a host, a stream or a host's NICs."""
+        """Return the number of a new actor: a host, a stream, or a host's NICs on one card."""
         self._nactors += 1
         return self._nactors
 
@@ -353,8 +357,8 @@ class Board:
         Raises
         ------
         Race
-            If the access is not ordered with an operation that ran or that the GPU may be
-            executing.
+            If the access is not ordered with an earlier access, or with an operation that the GPU
+            may be executing.
         """
         piece.touch(access, stamp, host.seen)
         for other in self._pending():
@@ -399,7 +403,7 @@ class Board:
                 )
 
     def learn_all(self, host: Host, card: int) -> None:
-        """Merge the clocks of a card's streams into the clock of `host`, which waited for it."""
+        """Let `host` know all work that has run on a card: merge the clocks of its streams."""
         for stream in self._streams:
             if stream.card == card:
                 join(host.clock, stream.clock)

@@ -69,7 +69,7 @@ class FakeDevice(FakeProcess):
     Raises
     ------
     Misuse
-        By every method except `close`, for an invalid argument, and after `close`.
+        For an invalid argument, and by every driver call after `close` except a second `close`.
     Race
         By every method that accesses memory, or runs work that accesses memory, if this access and
         another access to the same bytes are not ordered.

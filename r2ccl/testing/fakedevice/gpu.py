@@ -47,9 +47,9 @@ class FakeGpu:
         True if every enqueuing call returns only when its operation is over, as with
         CUDA_LAUNCH_BLOCKING=1 and under some profilers.
     is_serial : bool
-        True if every call that manages memory or loads kernels waits for all work of its process.
-        (The documentation of the CUDA driver does not say which of these calls wait.) Other threads
-        can enqueue work during the wait.
+        True if every call that manages memory or loads kernels waits for all work of its process on
+        this card. (The documentation of the CUDA driver does not say which of these calls wait.)
+        Other threads can enqueue work during the wait.
     patience_s : float
         Longest time in seconds of a wait caused by `queue_limit`, `is_blocking` or `is_serial`; the
         call then raises `WouldHang`.
@@ -97,7 +97,7 @@ class FakeGpu:
         self.is_serial = is_serial
         self.patience_s = patience_s
         self.kernels: dict[str, FakeKernel] = {}
-        #: Actor that represents all NICs of a host, by the actor of the host.
+        #: Actor of a host's NICs that write to this card, by the actor of the host.
         self._nics: dict[int, int] = {}
 
     def beside(self, **options: Any) -> FakeGpu:

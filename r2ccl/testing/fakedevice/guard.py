@@ -34,7 +34,7 @@ class Guard:
 
     @property
     def is_wanted(self) -> bool:
-        """True if some of the operation's pinned memory is not guarded yet."""
+        """True if pinned memory of the operation that can be guarded is not guarded yet."""
         return bool(self._sources or self._targets)
 
     def take(self, others: Iterable[FakeOperation]) -> None:

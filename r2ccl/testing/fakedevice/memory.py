@@ -24,15 +24,15 @@ from r2ccl.testing.fakedevice.order import Access, Clock, Misuse, Shadow, Stamp
 
 Bytes = npt.NDArray[np.uint8]
 
-#: First address of device memory. These addresses are not canonical on x86-64, and outside user
-#: space elsewhere, so an access of the host faults.
+#: First address of device memory. With four-level page tables such addresses are not canonical on
+#: x86-64; elsewhere nothing is mapped there normally. So an access of the host faults.
 _FIRST_ADDRESS = 0xD000_0000_0000
 _ALIGNMENT = 256
 #: Unused bytes between two allocations, to detect accesses beyond the end of one.
 _GAP = 1 << 20
 _PAGE = 4096
 
-#: Byte that fills new and freed memory.
+#: Byte that fills new memory of a card, and freed memory.
 _UNWRITTEN = 0xC5
 
 

@@ -30,7 +30,7 @@ _HERE = str(Path(__file__).parent)
 
 
 class WrongOrder(AssertionError):
-    """Error raised when the code under test relies on an order that a GPU does not guarantee."""
+    """Error in the code under test: an order that no GPU guarantees, or an invalid call."""
 
 
 class Race(WrongOrder):
@@ -58,7 +58,7 @@ class StillInUse(WrongOrder):
 
 
 class WouldHang(WrongOrder):
-    """Error raised when a call waits for work that never runs; a real driver call would hang."""
+    """Error raised when a call waits too long for work; a call of a real driver would hang."""
 
     @classmethod
     def by(cls, what: str, waiting: str) -> WouldHang:
@@ -67,7 +67,7 @@ class WouldHang(WrongOrder):
 
 
 class Misuse(WrongOrder):
-    """Error raised for an address, handle or argument that is invalid for a real driver."""
+    """Error raised for an invalid call, such as one with an unknown address or handle."""
 
     @classmethod
     def of(cls, what: str) -> Misuse:

@@ -2,7 +2,7 @@
 
 With these methods a test declares accesses of the host to pinned memory, and emulates memory and
 streams of the library's caller, messages between processes, and writes of NICs. The board's lock is
-held during each call of a process (`Board.entered`).
+held during each driver call of a process (`Board.entered`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FakeProcess:
     def _managing(self, method: str) -> Iterator[None]:
         """Enter a call that manages memory or loads a kernel.
 
-        On a GPU with ``is_serial``, wait for all work of the process first.
+        On a GPU with ``is_serial``, wait for all work of the process on the card first.
         """
         with self._called(method):
             if self._gpu.is_serial:
@@ -69,7 +69,7 @@ class FakeProcess:
             yield
 
     def _unfinished(self) -> str:
-        """Describe the first operation of this process that has not run; empty if there is none."""
+        """Describe an operation of this device that has not run; empty if there is none."""
         return next(iter(self._board.pending(self._name, self._card)), "")
 
     def _wait(self, is_over: Callable[[], bool], what: str, why: Callable[[], str]) -> None:
@@ -86,7 +86,10 @@ class FakeProcess:
             raise WouldHang.by(f"{what} of {self._name}", why())
 
     def _enqueue(self, stream: FakeStream, operation: FakeOperation) -> None:
-        """Append an operation to a stream, once its launch queue has room."""
+        """Append an operation to a stream, once its launch queue has room.
+
+        On a GPU with ``is_blocking``, wait until the operation is over.
+        """
         if stream.handle in self._capturing:
             raise Misuse.of(f"{operation.what}, whose stream captures a graph")
         limit = self._gpu.queue_limit

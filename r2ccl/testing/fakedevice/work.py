@@ -47,7 +47,7 @@ class Word:
 
     @property
     def has_changed(self) -> bool:
-        """True if a host wrote the word: its value differs from the last recorded value."""
+        """True if a host changed the word: its value differs from the last recorded value."""
         return self._cell[0] != self._written[-1][0]
 
     def note(self, clock: Clock) -> None:
@@ -122,7 +122,7 @@ class FakeOperation:
         return True
 
     def is_due(self) -> bool:
-        """Return True if the operation can run without any further action of the host."""
+        """Return True if it is certain that no action of the host must come before the run."""
         return self.is_ready()
 
     def learn(self, clock: Clock) -> None:
@@ -182,7 +182,7 @@ class WaitForRecord(FakeOperation):
         return self._record.is_over
 
     def is_due(self) -> bool:
-        """Return True if the record has run or can run without any further action of the host."""
+        """Return True if the record has run, or the GPU could run it at any time."""
         return self._record.is_over or self._record.is_exposed
 
     def learn(self, clock: Clock) -> None:

@@ -77,7 +77,7 @@ class PlanRun:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of the ranks, which name the plan's file and the socket."""
+        """Environment variables that make the ranks read the plan and report to the socket."""
         return {
             "R2CC_TRANSPORT_WRAPPER": "r2ccl.testing.fault_plan:wrap_by_env",
             "R2CC_FAULT_PLAN": str(self._file),
@@ -123,8 +123,8 @@ class PlanRun:
 class Driver:
     """Thread that runs scheduled callables and answers the reports of ranks.
 
-    Exceptions in this thread are appended to `errors`; `Lab.raise_errors` raises a `LabError` that
-    quotes the first exception.
+    Exceptions of scheduled callables and of `PlanRun.answer` are appended to `errors`;
+    `Lab.raise_errors` raises a `LabError` that quotes the first one.
     """
 
     def __init__(self) -> None:

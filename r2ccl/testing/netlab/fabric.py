@@ -57,13 +57,12 @@ class LabShape(msgspec.Struct, frozen=True, kw_only=True):
         segments that TCP passes to the NIC: with a smaller bucket the kernel splits the segments in
         software, which takes all CPU time.
     latency : str
-        Longest time a packet may wait in a NIC's queue, such as ``5ms``. A busy NIC adds at most
-        this delay. A queue holds at least 128 KiB, two segments of 64 KiB, because TCP stalls with
-        a shorter queue.
+        Longest time a packet may wait in a NIC's queue, such as ``5ms``. At low rates the wait may
+        be longer, because a queue holds at least 128 KiB, two segments of 64 KiB: TCP stalls with a
+        shorter queue.
     buffer : str
-        Longest time a packet may wait in the queue of a switch port, such as ``20ms``. The default
-        is longer than `latency`, because several nodes can send to one port at once, and real
-        switches have buffers for that case.
+        As `latency`, for the queue of a switch port. Its default is longer, ``20ms``, because
+        several nodes can send to one port at once, and real switches have buffers for that case.
     ranks_per_node : int
         Number of processes that `Lab.run` starts on each node.
 
@@ -158,11 +157,11 @@ _MANAGEMENT_BRIDGE = "brm"
 _MANAGEMENT_NIC_INDEX = 10
 _MANAGEMENT_PORT = 127  # used as the rail in `port_index`; larger than MAX_RAILS
 
-#: Kernel settings of a node's namespace, written before it has interfaces so that all inherit them.
-#: A NIC answers ARP only for its own address and announces only its own address: otherwise another
-#: NIC of the node would answer for one that is down. IPv6 is off because its duplicate address
-#: detection takes time. TCP metrics are not saved because those of a failed rail would throttle
-#: later connections.
+#: Kernel settings of a node's namespace, written before its interfaces have addresses. A NIC
+#: answers ARP only for its own address and announces only its own address: otherwise another NIC of
+#: the node would answer for one that is down. IPv6 is off because its duplicate address detection
+#: takes time. TCP metrics are not saved because those of a failed rail would throttle later
+#: connections.
 NODE_SYSCTLS = {
     "net/ipv4/conf/all/arp_ignore": "1",
     "net/ipv4/conf/all/arp_announce": "2",

@@ -198,8 +198,8 @@ class Lab:
             If the plan does not fit the lab, if some of its faults have fired before, or if a job
             is running.
         LabError
-            If a fault could not be applied or undone. The error is raised after all ranks have
-            ended, and their results are lost.
+            If a fault could not be applied or undone, a rank could not be ended, or the thread that
+            applies the faults does not answer in time. The results of the ranks are then lost.
         """
         take = sink or _print_line
         with self._start(argv, env, plan, is_interactive=False) as job:

@@ -3,7 +3,7 @@
 The namespaces of a set are named ``r2cc-<pid>-<start time>-<random>-<part>``, after the process
 that owns the set. A guard process, connected to the owner by a pipe, deletes them when the owner
 closes the set or dies. If the guard is killed too, the next `NamespaceSet` or `clean` deletes them.
-Namespaces with other names, and namespaces whose owner is alive, are never deleted.
+`clean` never deletes namespaces with other names, or namespaces whose owner it sees in /proc.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def clean() -> list[str]:
     """Remove the namespaces and directories of sets whose owner has died; return the sets' names.
 
     An owner that this process does not see in /proc counts as dead, so processes that share
-    ``/run`` must also share a PID namespace.
+    ``/run`` must also share a PID namespace. A set is found by its namespaces: if none is left, its
+    directory is not removed.
 
     Raises
     ------

@@ -27,7 +27,7 @@ _PREPARE = 'mount -t tmpfs netlab /run && "$0" link set lo up && exec "$@"'
 _PROBE = (
     "from r2ccl.testing.netlab import unavailable_reason; print(unavailable_reason() or '', end='')"
 )
-#: Seconds; on one busy core the imports alone took 3 s.
+#: Longest time in seconds of a test of the lab; on one busy core the imports alone took 3 s.
 _PROBE_TIMEOUT_S = 30.0
 
 
@@ -123,7 +123,7 @@ def _why_not_inside(enter: list[str]) -> str:
         return f"{shlex.join(enter[:5])}: {exc}"
     if done.returncode:
         words = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return f"user namespaces are off or forbidden ({words})"
+        return f"the probe process in new namespaces failed ({words})"
     return done.stdout.strip()
 
 

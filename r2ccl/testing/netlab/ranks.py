@@ -1,6 +1,7 @@
 """Processes of one job in a lab: `spawn` starts them, `LabJob` reads their output and ends them.
 
-After `LabJob.close` no rank runs. Background processes that a rank left behind end with the lab.
+Unless `LabJob.close` raises an error, no rank runs afterwards. Background processes that a rank
+left behind end with the lab.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     is_timed_out : bool
         True if the rank was ended because it ran longer than the time limit.
     output : str
-        Stdout and stderr of the rank, as `LabJob.stream` read them; empty from `LabJob.wait`.
+        Output of the rank that `LabJob.stream` read: stdout, and stderr too unless the rank was
+        started by `Lab.start`. Empty from `LabJob.wait`.
     """
 
     rank: int
@@ -82,7 +84,7 @@ class LabJob:
     Parameters
     ----------
     on_close : callable
-        Called once by `close`, after all ranks have ended.
+        Called once, at the end of `close`, even if a rank could not be ended.
 
     Attributes
     ----------

@@ -1,8 +1,8 @@
 """Setup of a lab inside its virtual machine: kernel modules, interfaces and RDMA devices.
 
 Run ``python -m r2ccl.testing.rdmalab.guest --nodes 2 --nics 3`` as root, under a kernel with
-rdma_rxe. Afterwards every port is ACTIVE and has its IPv4 address as a GID. A second run changes
-nothing.
+rdma_rxe. Afterwards every port is ACTIVE and has its IPv4 address as a GID. A second run keeps the
+devices that exist.
 """
 
 from __future__ import annotations

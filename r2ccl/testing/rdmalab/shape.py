@@ -58,7 +58,7 @@ class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
     nodes : int
         Number of nodes, 1 to 16.
     nics : int
-        Number of RDMA devices per node, 1 to 16; each device of a node is on another rail.
+        Number of RDMA devices per node, 1 to 16; each device of a node is on a rail of its own.
 
     Raises
     ------
@@ -111,10 +111,10 @@ class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def link_lines(shape: MachineShape, present: Collection[str]) -> Iterator[str]:
-    """Yield the ``ip -batch`` lines that make the interfaces and bridges.
+    """Yield the ``ip -batch`` lines that make the interfaces, and that make and set up the bridges.
 
     Interfaces and bridges whose names are in `present` exist already and are not made.
-    `address_lines` assigns the addresses.
+    `address_lines` assigns the addresses and sets the interfaces up.
     """
     for rail in range(shape.nics):
         if shape.nodes == 2:

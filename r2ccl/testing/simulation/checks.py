@@ -72,7 +72,10 @@ class Checker:
             )
 
     def read(self, message: SimMessage) -> None:
-        """Raise Violation if a NIC reads released memory; this is the hook `SimNetwork.on_read`."""
+        """Raise Violation if a NIC reads a cleared slice whose memory was released.
+
+        This is the hook `SimNetwork.on_read`.
+        """
         is_own_memory = message.kind is MessageKind.WRITE and not message.is_copied
         if is_own_memory and id(message.view) in self.released:
             frame = message.frame

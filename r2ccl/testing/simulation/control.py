@@ -50,7 +50,7 @@ class ControlHost(Protocol):
         ...
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
-        """Handle the loss of `peer`, which is dead, silent, or given up by another rank.
+        """Handle the loss of `peer`, for example because it was silent for the peer timeout.
 
         Parameters
         ----------
@@ -59,7 +59,7 @@ class ControlHost(Protocol):
         why : str
             Reason, for messages.
         last_heard_s : float or None
-            Seconds since the last sign of life from `peer`; None if no rank knows it.
+            Seconds since the last sign of life from `peer`; None if unknown.
         """
         ...
 
@@ -130,7 +130,10 @@ class SimControl:
     # Messages
 
     def send(self, peer: int, message: object) -> None:
-        """Send `message` to `peer` over their session or, if there is none, through other ranks."""
+        """Send `message` to `peer` over their session or, if there is none, through other ranks.
+
+        Do nothing if `peer` is lost, or no route to it is left.
+        """
         body = self._codec.encode(message)
         if peer in self._sessions:
             self._post(peer, body)
@@ -153,7 +156,7 @@ class SimControl:
     def tick(self, excused_s: float) -> None:
         """Report the peers that are lost: silent for longer than the peer timeout, or cut off.
 
-        A peer is cut off if all ranks that have a session with it are lost. `excused_s` is the time
+        A peer is cut off if every route to it passes through a lost rank. `excused_s` is the time
         in seconds for which this process did not run; this time does not count as silence.
         """
         now = self._timeline.now
@@ -286,7 +289,10 @@ class SimControl:
         self._expected[PathKey(peer, rail)] = epoch
 
     def dial_path(self, peer: int, rail: int, epoch: int) -> None:
-        """Dial a path repeatedly until it connects, or the dial is cancelled or replaced."""
+        """Dial a path again and again until it connects.
+
+        Stop if the dial is cancelled or replaced, or `peer` is lost.
+        """
         self._start_dial(PathKey(peer, rail), epoch)
 
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:

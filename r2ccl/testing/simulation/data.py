@@ -1,10 +1,10 @@
 """Input data of simulated ranks, and the results that a call must produce, bit for bit.
 
 Because a floating-point sum depends on the order of the additions, the expected results come from
-`r2ccl.schedule.interpret`, which runs the schedule op by op with NumPy's arithmetic. The expected
-results are compared with a reduction in rank order, within the rounding error. This module does not
-reduce with `r2ccl.kernels`, because its results are used to check these kernels. Equal arguments
-give equal data.
+`r2ccl.schedule.interpret`, which runs the schedule op by op with NumPy's arithmetic. Reductions are
+compared with a reduction in rank order, within the rounding error. This module does not reduce with
+`r2ccl.kernels`, because its results are used to check these kernels. Equal arguments give equal
+data.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def draw(dtype: str, count: int, call: int, rank: int) -> Array:
 def parts_of(schedule: Schedule, count: int, sizes: Sequence[int]) -> tuple[Range, ...]:
     """Return the range of elements of each part: consecutive parts with these `sizes`.
 
-    If `sizes` is empty, the parts of the schedule share `count` elements equally.
+    If `sizes` is empty, each part has `count` divided by the number of parts, rounded down.
     """
     return consecutive(sizes or [count // schedule.nparts] * schedule.nparts)
 
@@ -119,7 +119,7 @@ def expected(
     ------
     AssertionError
         If the result of the interpreted schedule differs from a reduction in rank order by more
-        than the rounding error.
+        than the rounding error; without reduction, if it differs from the inputs at all.
     """
     inputs = [draw(dtype, count, call, rank) for rank in range(schedule.nranks)]
     finish = functools.partial(_mean, nranks=schedule.nranks) if op is ReduceOp.AVG else None

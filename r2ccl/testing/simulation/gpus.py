@@ -111,7 +111,10 @@ class GpuRank(SimRank):
         self._like = np.empty(0)
 
     def operands(self, task: SimTask) -> Operands:
-        """Allocate and fill the GPU memory of the next call, which `retire` frees."""
+        """Allocate and fill the GPU memory of the next call; return it with the call's plan.
+
+        `retire` frees the memory.
+        """
         source, output = self._work.memory(self.ncalls, self.rank, task.schedule)
         self._like = output
         first = self._put(source)
@@ -135,7 +138,10 @@ class GpuRank(SimRank):
         return self.device.read(self._spaces[1], self._like.nbytes).view(self._like.dtype)
 
     def retire(self, what: str) -> None:
-        """Free the call's memory; the device raises StillInUse if work on it may be in progress."""
+        """Free the call's memory; the device raises StillInUse if work on it may be in progress.
+
+        After an error, first wait for the kernels that are in progress.
+        """
         if self.revocation.error is not None:
             # As in `GpuDirectBackend`. The wait ends, because no kernel waits for another rank.
             self.reductions.drain(_PATIENCE_S)

@@ -162,7 +162,7 @@ class SimNetwork:
     def cut(self, wire: Wire, cut: Cut) -> None:
         """Break `wire` as `cut` describes; messages sent later do not arrive before `restore`.
 
-        Do nothing if the wire is broken already.
+        The bypasses over the wire break too. Do nothing if the wire is broken already.
         """
         if not wire.is_up:
             return
@@ -236,7 +236,7 @@ class SimNetwork:
         """Process at `end` that the other end was closed.
 
         If the network `is_loud` and the wire is up, `end` fails after one latency. Otherwise it
-        fails only if a message that it sent stays unacknowledged.
+        fails after the retry time, but only if a message that it sent is unacknowledged now.
         """
         if self.is_loud and end.wire.is_up:
             self.timeline.after(self.delay(), self.fail, end, "EOF", "the peer closed its end")

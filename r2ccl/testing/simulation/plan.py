@@ -1,7 +1,7 @@
 """Workloads and failure plans of the simulator, as values for property tests.
 
 A `Workload`, a `FailurePlan` and a seed determine every event of a run. A fault with an attribute
-``at`` happens before event number ``at`` of the timeline. All numbers are integers, so that a
+``at`` happens once ``at`` events of the timeline have happened. All numbers are integers, so that a
 property test can shrink them; times are in milliseconds (``ms`` in the name) or microseconds
 (``us``).
 """
@@ -25,7 +25,7 @@ class CallSpec(msgspec.Struct, frozen=True):
         Name of the schedule in `r2ccl.testing.simulation.SCHEDULES`, which determines the
         collective. With `is_planned`, a name in `r2ccl.config.ALGOS`.
     channels : int
-        Number of channels of the schedule; ignored with `is_planned`.
+        Number of channels, of which some algorithms use more or fewer; ignored with `is_planned`.
     is_in_place : bool
         True if input and output are the same array, provided that the schedule allows this.
     dtype : str
@@ -104,7 +104,7 @@ class CutPath(msgspec.Struct, frozen=True):
     Attributes
     ----------
     at : int
-        Number of the event before which the path breaks.
+        Number of events before the path breaks.
     a, b, rail : int
         The two ranks and the rail.
     told : tuple of int
@@ -190,7 +190,7 @@ class Lose(msgspec.Struct, frozen=True):
 class Hold(msgspec.Struct, frozen=True):
     """Fault: message `number`, numbered as in `Lose`, is delayed by `ms`.
 
-    Unless it is a control frame, all later messages on its path are delayed too.
+    Unless it is a control frame, later messages of its sender on the same path do not overtake it.
     """
 
     number: int

@@ -101,8 +101,8 @@ def _trees_of_nodes(nranks: int, nchannels: int) -> Schedule:
     return hierarchy.wrap(packed_trees.allreduce(_uneven(len(teams)), nchannels), teams)
 
 
-#: Schedules whose channels all have the same ops and equal shares of the buffer;
-#: `r2ccl.planning.placement.place` chooses their rails and weights.
+#: Schedules whose channels have equal shares of the buffer; `r2ccl.planning.placement.place`
+#: chooses their rails and weights.
 RINGS: dict[str, Maker] = {
     "ring": ring.allreduce,
     "ring/allgather": ring.allgather,
@@ -130,8 +130,8 @@ RINGS: dict[str, Maker] = {
     "hierarchy/ring": _ring_of_nodes,
 }
 
-#: Schedules whose channels differ in their ops or their shares of the buffer;
-#: `r2ccl.planning.placement.place_edges` chooses their rails.
+#: Schedules whose rails `r2ccl.planning.placement.place_edges` chooses. The channels of most of
+#: them differ in their ops or their shares of the buffer.
 UNEVEN: dict[str, Maker] = {
     "ring/turning": _turning_rings,
     "direct/alltoall": direct_exchange.alltoall,

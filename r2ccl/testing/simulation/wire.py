@@ -1,7 +1,8 @@
 """Parts of a simulated network: virtual clock, messages, wires, connection ends, and cuts.
 
-The clock runs events. The other classes only hold state, which `r2ccl.testing.simulation.network`
-changes. Equal seeds and equal calls give equal orders of events.
+The clock runs events. The other classes hold state, which `r2ccl.testing.simulation.network` and
+`r2ccl.testing.simulation.transport` change. Equal seeds and equal calls give equal orders of
+events.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ class Act(enum.Enum):
     """Action of the network on a message.
 
     A path is reliable and ordered. For a message of a path, DROP therefore breaks the connection,
-    and DELAY also delays all later messages. CUT breaks the wire before the message arrives. For a
-    control message, DROP and CUT lose only the message. DUPLICATE delivers a control message twice;
-    it is not used for messages of a path.
+    and later messages of the same sender do not overtake one with DELAY. CUT breaks the wire before
+    the message arrives. For a control message, DROP and CUT lose only the message. DUPLICATE
+    delivers a control message twice; a message of a path is then delivered once.
     """
 
     DELIVER = "deliver"
