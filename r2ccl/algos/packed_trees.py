@@ -285,7 +285,7 @@ def _round(values: Sequence[Fraction]) -> list[int]:
 
 
 def _in_twos(values: Sequence[Fraction], rooms: Sequence[int]) -> list[int]:
-    """Round to integers with the same sum, even if possible, none above its entry of `rooms`."""
+    """Round to integers with the same sum, where possible to even ones, none above its `rooms`."""
     halves = _round([each / 2 for each in values])
     found = [min(2 * half, room - room % 2) for half, room in zip(halves, rooms, strict=True)]
     missing = int(sum(values)) - sum(found)

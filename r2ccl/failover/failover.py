@@ -177,7 +177,7 @@ class Failover:
         return self.revocation.error is not None
 
     def start(self) -> None:
-        """Begin to connect the paths to all first peers; probes are connected later."""
+        """Begin to connect the paths to `RankContext.first_peers`; probes are connected later."""
         self._join_by_s = self._clock() + self._config.connect_timeout_s
         for peer in self._links.peers:
             self._control.open_session(peer)

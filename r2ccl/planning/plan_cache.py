@@ -414,10 +414,11 @@ class PlanCache:
     def is_bandwidth_sample(
         self, call: CallSignature, health: Health, op: int, two_level_ns: int | None = None
     ) -> bool:
-        """Return whether `call` must run as a bandwidth sample, although others may be faster.
+        """Return whether `call` must run as a bandwidth sample, even if another schedule is faster.
 
         `op` is the number of the collective before `call`, equal on all ranks. `two_level_ns` is
-        the predicted time of the call in two levels, 0 if unknown; None if it would run in one.
+        the predicted time of the call in two levels, 0 if unknown; None if it would run in one
+        level.
 
         Samples are frequent soon after the health changed, because it may change back. Later they
         are rare enough to cost at most `_BUDGET` of the predicted time, but not rarer than

@@ -95,7 +95,7 @@ class Bypasses:
             self._control.accept_path(peer, BYPASS, 0)
 
     def connecting(self, peer: int) -> None:
-        """Put off the next round by `PATIENCE_S`: the paths on rails to `peer` begin to connect.
+        """Let the next round begin in `PATIENCE_S`: the paths on rails to `peer` begin to connect.
 
         Do nothing if every home rail is known to be down at one of the two ranks.
         """

@@ -30,7 +30,7 @@ from r2ccl.types import BYPASS, PathKey
 
 
 class Consumer(Protocol):
-    """Part of a running collective that sends and receives slices over `Links`."""
+    """User of `Links`: one channel of a running call, or the messages of a communicator."""
 
     #: True if the slices serve to measure the bandwidth of the rails.
     is_bandwidth_sample: bool
