@@ -10,8 +10,8 @@ small allgather or reduce-scatter runs a ring. Larger collectives run the candid
 predicted time, or a preferred one whose time is within 2 % of it (`r2ccl.planning.cost_model`,
 `best`). Alltoalls and exchanges of unequal parts, of any size, and larger gathers and scatters are
 direct exchanges (`r2ccl.planning.exchange_placement`). A reduction by an operation that is not
-commutative runs recursive doubling, or chains in rank order. ``R2CC_ALGO`` fixes the schedule
-family of larger allreduces, ``R2CC_MODE`` restricts the families.
+commutative runs recursive doubling, or chains in rank order. ``R2CC_MODE`` restricts the schedule
+families; in mode auto, ``R2CC_ALGO`` can fix the family of larger allreduces.
 
 If some nodes have no common home rail, a schedule runs whose neighbours all have one, if such a
 schedule is found. Scans, alltoalls, exchanges of unequal parts and operations that are not
@@ -492,9 +492,9 @@ _NOMINAL_NBYTES = 1 << 30
 _Key = tuple[int, str, int]
 
 #: Families tried on a whole and on a degraded network; if several are predicted to be equally good,
-#: the first one runs. Other families run only if R2CC_ALGO names them, R2CC_MODE is r2cc or they
-#: are in `_BRIDGED`, because measured on 4 nodes of 4 rails with lost NICs, none was more than 2 %
-#: faster than the best of these.
+#: the first one runs. Other families run only if R2CC_ALGO or R2CC_MODE selects them or they are in
+#: `_BRIDGED`, because measured on 4 nodes of 4 rails with lost NICs, none was more than 2 % faster
+#: than the best of these.
 _FOR_WHOLE = ("ring", "dissemination", "packed_trees", "tree")
 _FOR_DEGRADED = ("packed_trees", "ring", "bridged_ring", "tree")
 #: Families for networks in which some nodes have no common home rail, tried if no other family has
