@@ -1,6 +1,8 @@
 """Collective algorithms: pure functions that build a `Schedule`, one module per algorithm.
 
-Equal arguments give equal schedules on every rank.
+Equal arguments give equal schedules on every rank. `port_packing` builds only trees. `bandwidths`,
+`blend` and `roles` have parts of several algorithms, `neighbors` the pairs of ranks that many
+algorithms connect.
 """
 
 from __future__ import annotations

@@ -13,7 +13,10 @@ from r2ccl.errors import InvalidArgument
 
 
 class Straggler(NamedTuple):
-    """Slowest rank, and the fraction of the next slowest rank's bandwidth that it lacks."""
+    """Slowest rank, and the fraction of the next slowest rank's bandwidth that it lacks.
+
+    The fraction is 0 if there is only one rank.
+    """
 
     rank: int
     lost: Fraction

@@ -4,8 +4,7 @@ The ranks of a node are its members. On channel c, the leader of a node is its m
 number of members. First the other members send their data to the leader, which reduces it. Then the
 leaders run the inner schedule, an allreduce among nodes, on the sums of their nodes. Then each
 leader sends the result to the other members. Nodes may have different numbers of ranks. If the
-number of channels is a multiple of the ranks per node, every rank leads an equal share of the data,
-and the rails near the ranks carry equal shares.
+number of channels is a multiple of the ranks per node, every rank leads equally many channels.
 
 Every allreduce that `r2ccl.schedule.check` accepts can be the inner schedule. Where the inner
 schedule reads INPUT, the hierarchical one reads the node's sum from OUTPUT instead. This is correct
@@ -164,9 +163,9 @@ def _moved(
 ) -> Op:
     """Return `op` of `inner` as an op of a leader.
 
-    The peer of the returned op is a leader, and the indices in its ``after`` are larger by `by`.
-    The first op on a chunk also waits for the op in `ready` that completes the node's sum of this
-    chunk.
+    The peer of the returned op is a leader, and the indices in its ``after`` are larger by `by`. If
+    `ready` is not empty, the op reads OUTPUT instead of INPUT; and if it waits for no op on its
+    chunk, it waits for the op in `ready` that completes the node's sum of this chunk.
     """
     after = tuple(by + index for index in op.after)
     source = op.src_space

@@ -26,9 +26,9 @@ earlier segments, so that the core has other work while it waits for a slow leaf
 overlap with other segments: the reduce-scatter of the first segment, for which the leaves wait, and
 the allgather of the last segment. Both are shorter with more segments.
 
-Steps: one segment takes 2(m - 1) dependent messages, but at least 2, or 4 if a leaf relays. Each
-further segment adds up to 2(m - 2), or less than 1 on average if m is 2. Bytes on the wire: as
-above.
+Steps: let h be m minus the number of leaves that relay in a segment. One segment takes 2(h - 1)
+dependent messages, but at least 2 if there is a leaf, and at least 4 if one relays. Each further
+segment adds up to 2(h - 2), or less than 1 on average if h is 1 or 2. Bytes on the wire: as above.
 
 Use it for large messages with few stragglers among many ranks. Every leaf must share a rail with
 every core rank, and neighbours in the core with each other.

@@ -1,9 +1,11 @@
-"""Ranks with which a rank exchanges data while no rail has failed, except in direct exchanges.
+"""Ranks with which a rank exchanges data in the schedules that connect few pairs of ranks.
 
-Rings and chains connect consecutive ranks; recursive doubling and dissemination connect ranks at
-distances of powers of two. If nodes have several ranks, the same holds among nodes. A rank thus has
-about 2 log2(n) neighbors, and twice as many with several ranks per node. Direct exchanges connect
-all ranks, and schedules made for a degraded network connect further pairs; these are not included.
+Rings and chains in rank order connect consecutive ranks. Recursive doubling, dissemination and
+binary trees connect ranks at distances of powers of two; recursive doubling uses further distances
+if the number of ranks is no power of two. If nodes have several ranks, the same holds among nodes.
+A rank thus has about 2 log2(n) neighbors, and twice as many with several ranks per node. Other
+schedules, such as direct exchanges, packed trees and all that are made for a degraded network,
+connect further pairs, which are not included.
 """
 
 from __future__ import annotations
@@ -15,10 +17,9 @@ from r2ccl.errors import InvalidArgument
 
 
 def neighbors(rank: int, nranks: int, nodes: Sequence[int] = ()) -> frozenset[int]:
-    """Return the ranks that `rank` exchanges data with as long as no rail has failed.
+    """Return the ranks that `rank` exchanges data with in the schedules that the module names.
 
-    Direct exchanges, which connect all ranks, are not included. If a is a neighbor of b, b is a
-    neighbor of a.
+    If a is a neighbor of b, b is a neighbor of a.
 
     Parameters
     ----------

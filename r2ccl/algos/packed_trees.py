@@ -14,7 +14,7 @@ trees are built in three steps:
 3. Build each tree as flat as its degrees allow (`flat_tree`).
 
 With equal bandwidths this nearly reaches the bandwidth of a ring, at the height of a binary tree. A
-node that lost bandwidth is a leaf in exactly as many trees as necessary.
+node that lost bandwidth is a leaf in more trees.
 
 The lower bound (`lower_bound`) holds for every schedule that does not encode data and for nodes
 whose rails act as one port: each node sends and receives all the data at least once, and each byte
@@ -218,13 +218,14 @@ def _rooted_tree(wanted: Sequence[int], root: int, first: int) -> tree.Parents:
 def flat_tree(wanted: Sequence[int], first: int = 0, reach: Reach | None = None) -> tree.Parents:
     """Return the flattest tree with the given degrees.
 
-    Nodes are added in order of degree, largest first. The parent of a node is the earliest added
-    node that has a free edge, that is, fewer edges than its degree.
+    Nodes are added in order of degree, largest first, as far as `reach` allows. The parent of a
+    node is the earliest added node that it reaches and that has a free edge, that is, fewer edges
+    than its degree.
 
     Parameters
     ----------
     wanted : sequence of int
-        Degree of each node, 1 or more, with the sum 2(n - 1).
+        Degree of each node, 1 or more, with the sum 2(n - 1); 0 for a single node.
     first : int
         Node that comes first among nodes of equal degree; the others follow in cyclic order.
     reach : callable, optional
@@ -284,7 +285,7 @@ def _round(values: Sequence[Fraction]) -> list[int]:
 
 
 def _in_twos(values: Sequence[Fraction], rooms: Sequence[int]) -> list[int]:
-    """Round to integers with the same sum, even if possible, none above its entry of `rooms`."""
+    """Round to integers with the same sum, where possible to even ones, none above its `rooms`."""
     halves = _round([each / 2 for each in values])
     found = [min(2 * half, room - room % 2) for half, room in zip(halves, rooms, strict=True)]
     missing = int(sum(values)) - sum(found)

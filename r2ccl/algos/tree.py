@@ -2,15 +2,14 @@
 
 In the allreduce a leaf sends its data to its parent. An inner rank reduces its own data and that of
 its children, and sends the sum to its parent. The root gets the result, which is broadcast over the
-same edges.
-Slices are in flight up and down the tree at the same time. The child with the lowest subtree is
-reduced first, because its data arrives first.
+same edges. Slices are in flight up and down the tree at the same time. The child with the lowest
+subtree is reduced first, because its data arrives first.
 
 In the allreduce, every edge carries the tree's share of the data once in each direction, so a rank
 of degree d sends and receives d times that share. A rank that is a leaf in many trees thus has a
-low load.
-`double_binary` returns two trees in which the inner ranks of one are leaves of the other;
-`r2ccl.algos.packed_trees` builds trees for ranks of arbitrary bandwidths.
+low load. `double_binary` returns two trees in which the inner ranks of one are leaves of the other,
+except rank 0 if the number of ranks is odd. `r2ccl.algos.packed_trees` builds trees for ranks of
+arbitrary bandwidths.
 
 Steps: twice the height for an allreduce, 2 ceil(log2(n)) with binary trees; the height for a reduce
 or a broadcast. Bytes on the wire: in an allreduce over a double binary tree, the busiest rank sends

@@ -24,8 +24,8 @@ caller, even if it is the higher rank, and need not report that the connection i
 The probed end is kept until the next offer of the same probe arrives: the prober has then closed
 its end. Probes have low priority: per tick, at most one offer of a probe is sent, and none while
 paths are being repaired. If a probe cannot be connected (for example because the fabric does not
-connect its two rails), the pauses between the attempts grow to one minute. The next attempt follows
-at once if a path to the probed rank on one of the two rails comes up.
+connect its two rails), the pauses between the attempts grow to one minute. A pause ends early if a
+path to the probed rank on one of the two rails comes up.
 
 Invariant: of the endpoints that are not in use yet, this rank has at most one per path, and at most
 one per probe and role (prober, probed). An endpoint that does not come into use is closed.
@@ -118,7 +118,7 @@ def probe_keys(peers: Sequence[int], rails: Sequence[int]) -> list[ProbeKey]:
 
 
 class _Attempt:
-    """One end of a path or of a probe's connection, while it is being connected."""
+    """One end of a path or probe that is being connected, or at which a peer probes this rank."""
 
     __slots__ = ("deadline", "endpoint", "epoch", "expiry", "number", "offer", "pause")
 
@@ -135,7 +135,7 @@ class _Attempt:
         self.pause = _FIRST_PAUSE_S
 
     def hurry(self) -> None:
-        """Retry the connection at the next tick, if it waits for the end of a pause."""
+        """End the pause before the next attempt, if there is one, and reset its length."""
         if self.endpoint is None:
             self.deadline = 0.0
             self.pause = _FIRST_PAUSE_S
@@ -236,8 +236,7 @@ class Connector:
         """Retry the attempts of `rail` without delay, because a port of the rail is up again.
 
         For a path, the lower rank sends a new offer now, and the higher rank repeats an answer that
-        failed. The connection of a probe is retried at the next tick, if it waits for the end of a
-        pause.
+        failed. For a probe, the pause before the next attempt, if there is one, ends.
 
         Parameters
         ----------
@@ -254,7 +253,7 @@ class Connector:
                 attempt.hurry()
 
     def hurry(self, key: ProbeKey) -> None:
-        """Retry the connection of probe `key` at the next tick, unless an attempt is under way."""
+        """End the pause before the next attempt to connect probe `key`, if there is one."""
         attempt = self._attempts.get(key)
         if attempt is not None:
             attempt.hurry()
@@ -338,8 +337,8 @@ class Connector:
     def on_joined(self, event: Joined) -> None:
         """Handle the result of the test of a connection whose caller is this rank.
 
-        If the test succeeded, take the endpoint into use and tell the answerer; else schedule a
-        retry. Ignore the event if another attempt has replaced the endpoint since.
+        If the test succeeded, take the endpoint into use and, for a path, tell the answerer; else
+        schedule a retry. Ignore the event if another attempt has replaced the endpoint since.
         """
         key = event.key
         attempt = self._attempts.get(key)

@@ -28,7 +28,7 @@ class RankContext(NamedTuple):
     last_resorts : frozenset of int
         Rails that carry data between two ranks only if no other path connects them.
     nodes : sequence of int
-        Number of the node of every rank, if some ranks share a node; else empty.
+        Number of the node of every rank; empty if there is one node, or one rank per node.
     hosts : sequence of str
         Host name of every rank, for messages; empty: not known.
     port_map : PortMap or None
@@ -36,7 +36,7 @@ class RankContext(NamedTuple):
     excluded : frozenset of (int, int)
         Rank and rail of the rails that are excluded at the start; equal on all ranks.
     neighbors : collection of int or None
-        Ranks that data paths are connected to at the start; others follow when a plan needs them.
+        Ranks that data paths are connected to at the start; others follow when a call needs them.
         None: all ranks.
     """
 

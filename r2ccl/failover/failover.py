@@ -177,7 +177,7 @@ class Failover:
         return self.revocation.error is not None
 
     def start(self) -> None:
-        """Begin to connect the paths to all first peers; probes are connected later."""
+        """Begin to connect the paths to `RankContext.first_peers`; probes are connected later."""
         self._join_by_s = self._clock() + self._config.connect_timeout_s
         for peer in self._links.peers:
             self._control.open_session(peer)
@@ -225,7 +225,8 @@ class Failover:
         peer : int
         is_own : bool
             True if this rank needs the paths, so that `peer` must be told to connect them too;
-            False if `peer` has asked for them.
+            False if `peer` has asked for them. Then idle paths to other ranks may be closed first,
+            as in `connect_peers`.
         """
         if peer in self._links.connected:
             return
@@ -242,7 +243,7 @@ class Failover:
         self.migration.add_peer(peer)
 
     def fence_all(self) -> None:
-        """Stop connecting RDMA paths and begin to fence every path that is up.
+        """Stop connecting RDMA paths and probes, and begin to fence every path that is up.
 
         ``migration.is_quiet`` is True once all are fenced.
         """
@@ -371,7 +372,8 @@ class Failover:
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
         """End the communicator because the control plane lost `peer`.
 
-        Do nothing if `peer` was leaving and its loss is therefore no error (`Revocation.spares`).
+        The communicator does not end if the loss is no error, because `peer` was leaving (see
+        `Revocation.spares`).
 
         Parameters
         ----------
@@ -427,7 +429,8 @@ class Failover:
             # path, the diagnosis still finds out whether the peer is slow.
             if not self._transport.joins(key.rail):
                 self._probe(key)
-            # A path without work is silent although its peer sends on others: the peer is not slow.
+            # A path that carries no slices is silent although its peer sends on other paths. The
+            # peer is slow only if all paths to it are silent.
             if self.diagnosis is not None and self._is_silent(key.peer):
                 self.diagnosis.suspect(key)
         if self.diagnosis is not None:
@@ -485,7 +488,8 @@ class Failover:
     def _probed(self, path: Path, epoch: int, activity: int, event: Probed) -> None:
         """Fail the path if its probe is unanswered, or if its connection only retransmits.
 
-        Do nothing if the path made progress since the probe was sent.
+        Do nothing if the path made progress or failed since the probe was sent, or if the outcome
+        of the probe proves nothing.
         """
         if path.epoch != epoch or path.activity != activity or event.is_answered is None:
             return
@@ -529,7 +533,7 @@ class Failover:
                 self.agreement.report_up(rank, rail)
 
     def _is_excluded(self, key: PathKey) -> bool:
-        """Return whether a port of path `key` is excluded; never for a bypass."""
+        """Return whether a port of path `key` is excluded; False for a bypass."""
         return bool(self.excluded) and (
             (self._rank, key.rail) in self.excluded or tuple(key) in self.excluded
         )
@@ -583,7 +587,8 @@ class Failover:
     def _report_down(self, rank: int, rail: int) -> None:
         """Report a failed port to the health agreement, unless a path over the port is up.
 
-        Paths inside the node do not count, since they do not show that the port works.
+        If there are several nodes, paths inside a node do not count, since they do not show that
+        the port works.
         """
         if self.agreement is None or self.revocation.is_leaving or self.is_over:
             return
@@ -596,7 +601,10 @@ class Failover:
             self.agreement.report_down(rank, rail)
 
     def _report_up(self, key: PathKey) -> None:
-        """Report that both ports of a path work; ignore bypasses and paths inside the node."""
+        """Report that both ports of path `key` work.
+
+        Ignore bypasses, excluded paths and, if there are several nodes, paths inside a node.
+        """
         if self.agreement is None or self.revocation.is_leaving or key.is_bypass:
             return
         if self._is_excluded(key):  # the other end did not know; the path is fenced next

@@ -4,7 +4,8 @@ A TCP rail is probed without preparation. An RDMA rail needs a connection for ea
 connection is begun once the paths are up or the time for connecting them is over, and made again
 after an unanswered probe, which breaks it.
 
-Not thread-safe. Invariant: every caller of `Probes.ask` gets exactly one result.
+Not thread-safe. Invariant: every caller of `Probes.ask` gets exactly one result, unless the
+transport is closed first.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Probes:
         """Pass the result of a probe to all callers that wait for it.
 
         An unanswered RDMA probe has broken its connection, so a new connection is scheduled. If an
-        RDMA probe between the two ports of one rail could not be made, its connection is retried at
-        the next tick.
+        RDMA probe between the two ports of one rail could not be made, the pause before the next
+        attempt to connect it ends (`Connector.hurry`).
 
         Parameters
         ----------

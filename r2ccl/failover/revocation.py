@@ -31,10 +31,10 @@ from r2ccl.failover.migration.links import Links
 class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
     """Control message: the communicator is revoked, and the reason.
 
-    ``kind`` is the name of the error's class, ``rank`` the rank that found or caused the error,
-    ``peer`` the rank that the error concerns (-1: none in particular). ``text`` is the error's
-    message, or the cause of a `PeerLost`, cut to `_MAX_TEXT` characters so that the control message
-    fits one frame.
+    ``kind`` is the name of the error's class (empty: ``rank`` closed the communicator too early),
+    ``rank`` the rank that found or caused the error, ``peer`` the rank that the error concerns (-1:
+    none in particular). ``text`` is the error's message, or the cause of a `PeerLost`, cut to
+    `_MAX_TEXT` characters.
 
     The class of the receiver's error depends on ``kind``:
 
@@ -165,7 +165,7 @@ class Revocation:
         self.end(error, message)
 
     def end(self, error: R2cclError, message: Revoke) -> None:
-        """Store `error` and begin to fence all paths; do nothing if an error is stored already."""
+        """Store `error`, call `on_end` and begin to fence all paths; only the first call counts."""
         if self.error is None:
             self.error, self.reason = error, message
             for act in tuple(self.on_end):

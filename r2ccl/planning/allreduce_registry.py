@@ -1,10 +1,10 @@
 """Candidate schedules of a large allreduce, built for the bandwidth that each node has left.
 
 Each schedule family has one function, which yields one candidate per variant, for example per
-number of trees. Candidates are schedules over nodes, except some rings and spanning trees over
-ranks. If several ranks share a node, `expand` turns a chosen schedule over nodes into one over
-ranks (`r2ccl.algos.hierarchy`), in which a node's ports carry each byte once for all ranks of the
-node.
+number of trees, or none if the family does not apply. Candidates are schedules over nodes, except
+some rings and spanning trees over ranks. If several ranks share a node, `expand` turns a chosen
+schedule over nodes into one over ranks (`r2ccl.algos.hierarchy`), in which a node's ports carry
+each byte once for all ranks of the node.
 
 Invariant: equal terms give equal candidates in the same order, on every rank.
 """
@@ -89,7 +89,7 @@ class Terms(NamedTuple):
     def rooms(self, edges: int) -> list[int]:
         """Return for each node how many edges its ports can take together.
 
-        A port with share s takes ``edges * s // WHOLE`` edges.
+        A port with usable share s takes ``edges * s // WHOLE`` edges.
         """
         return [sum(edges * share // WHOLE for share in row) for row in self.usable]
 
@@ -241,7 +241,9 @@ def expand(
 def _can_lead(teams: Sequence[Sequence[int]]) -> bool:
     """Return whether the leaders of each channel have rank numbers that ascend from node to node.
 
-    Every rank of a node leads some channels. `r2ccl.algos.hierarchy` explains why this matters.
+    The leader of channel c in a team is ``team[c % len(team)]``. If teams differ in size, the
+    result is True only if all ranks of a team precede those of the next one.
+    `r2ccl.algos.hierarchy` explains why this matters.
     """
     if all(max(team) < min(after) for team, after in pairwise(teams)):
         return True
@@ -276,7 +278,10 @@ def _disseminations(terms: Terms) -> Iterator[Candidate]:
 
 
 def at_home(flows: Flows, terms: Terms) -> tuple[EdgeAtHome, ...]:
-    """Return the placement of each channel c on home rail ``c % nhomes``; () if shares differ."""
+    """Return the placement of each channel c on home rail ``c % nhomes``.
+
+    Return () if two ports have different shares, or all are down.
+    """
     if not terms.is_whole or len(set(terms.shares[0])) > 1:
         return ()
     return tuple((*flow[:3], flow.channel % terms.nhomes) for flow in flows.flows)
@@ -365,7 +370,7 @@ def _bridged_rings(terms: Terms) -> Iterator[Candidate]:
         return  # the family "ring" covers this case
     try:
         order = bridged_ring.bridge(range(n), terms.meets())
-    except InvalidArgument:  # no ring exists in which all neighbours have a common rail
+    except InvalidArgument:  # no ring was found in which all neighbours have a common rail
         return
     schedule = ring.allreduce(n, terms.nchannels, [order] * terms.nchannels)
     schedule = msgspec.structs.replace(schedule, name="bridged_ring")

@@ -1,7 +1,7 @@
 """Candidate schedules of large collectives other than allreduce.
 
 Allgather and reduce-scatter run as rings or disseminations; broadcast and reduce run as chains or
-packed trees. If no ring of all ranks is found, all four run as a spanning tree. Scan and exscan run
+packed trees. If no ring of all ranks is found, all four run as spanning trees. Scan and exscan run
 as chains in rank order or by doubling. As a rule, each channel of a ring or a dissemination is
 placed on one home rail in a healthy network. In a degraded one, and for all other candidates, each
 edge is placed separately. A ring has one edge into a node and one out of it per channel, so on a
@@ -46,9 +46,9 @@ def collective_candidates(
         Root rank of broadcast and reduce.
     terms : Terms
     keeps_order : bool
-        If True, yield only rings and chains, in rank order if all neighbours in that order have a
-        common home rail: the result then has the same bits whichever ports have failed. If no ring
-        is found, yield only a spanning tree.
+        If True, yield only rings and chains, in rank order if all neighbours in that order share a
+        node or have a common home rail: the result then has the same bits whichever ports have
+        failed. If no ring is found, yield only spanning trees.
     """
     if collective in PREFIXES:
         is_exclusive = collective == Collective.EXSCAN
@@ -105,16 +105,17 @@ def _disseminations(collective: Collective, terms: Terms) -> Iterator[Candidate]
 
 
 def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
-    """Return the order of ranks in rings and chains; () if home rails allow no ring.
+    """Return the order of ranks in rings and chains; () if no ring is found.
 
     The result is () if home rails connect all nodes, but no order was found in which all neighbours
     have a common home rail. If home rails do not connect all nodes, neighbours in the result may
     have no common home rail.
 
     Nodes keep their order if every two neighbours share the whole usable bandwidth of the poorer
-    one. Otherwise degraded nodes are spread among healthy ones if that raises the shared bandwidth.
-    With `keeps_order`, the result is the rank order if all neighbours in it have a common home
-    rail, or if home rails do not connect all nodes.
+    one. Otherwise degraded nodes are spread among healthy ones, and among few nodes pairs are
+    swapped, if that raises the least bandwidth that two neighbours share. With `keeps_order`, the
+    result is the rank order if all neighbours in it share a node or have a common home rail, or if
+    home rails do not connect all nodes.
     """
     if keeps_order:
         reach, nranks = terms.rank_meets(), sum(map(len, terms.teams))

@@ -59,7 +59,8 @@ class Rates(NamedTuple):
     beta: int
 
 
-#: Rates of an unmeasured network: candidates are compared by their loads alone.
+#: Rates of an unmeasured network. With these, predicted times leave out the latency of steps, and
+#: can only be compared with each other.
 UNMEASURED = Rates(0, 10**9)
 
 
@@ -75,7 +76,7 @@ class Fabric(NamedTuple):
         back each other up and get one channel together (loopback, 2 and 4 ranks, 256 KiB to 64 MiB:
         1 channel takes 8 to 30 % less time than 2).
     nodes : sequence of int
-        Node of each rank; ranks of a node share its ports. Empty: one rank per node.
+        Node of each rank; ranks of a node share its ports. Empty: every rank counts as a node.
     rates : Rates
     """
 
@@ -290,8 +291,8 @@ def _waits_of_strides(
     nranks, is_allreduce = schedule.nranks, schedule.collective == "allreduce"
     if nranks == 1:
         return Fraction(0)
-    # The last step of the allgather is incomplete unless nranks is a power of two. It then sends
-    # parts that have arrived earlier, so it does not wait for the previous step.
+    # The last step of the allgather is incomplete unless nranks is a power of two. Every part that
+    # it then sends has skipped an earlier step, so the longest chain has one message less.
     chain = [each.nparts for each in dissemination.steps_of(nranks)][: nranks.bit_length() - 1]
     part_ns = wire_ns / ((1 + is_allreduce) * (nranks - 1))
     first_ns = alpha_ns + part_ns / max(1, nslices // nranks)
@@ -317,7 +318,7 @@ def _fill_of_trees(fill: Fraction, nranks: int, ntrees: int, nwires: int) -> Fra
 
 
 def _nslices(fill_ns: int, rates: Rates) -> int:
-    """Return the number of slices per channel with the least pipeline time.
+    """Return the number of slices per channel with the least pipeline time, within bounds.
 
     With n slices, filling takes about ``fill_ns / n``. Handling a slice takes a quarter of the
     latency of a step, or `_UNMEASURED_SLICE_NS` if the network was not measured.
@@ -327,7 +328,7 @@ def _nslices(fill_ns: int, rates: Rates) -> int:
     return max(_FEW_SLICES, min(_MANY_SLICES, isqrt(4 * fill_ns // rates.alpha_ns)))
 
 
-#: Families in which every rank receives from only one other rank.
+#: Families whose calls are bandwidth samples: every rank receives from at most one other rank.
 _GAUGES = ("ring", "bridged_ring", "chain")
 #: Families whose ports all wait while the pipeline fills, or that have no pipeline. All others are
 #: predicted as trees, leaf rings, nested rings, OptCC and R2CC-AllReduce included.
@@ -342,13 +343,14 @@ NOT_TREES = (
     "prefix_chain",
     "prefix_doubling",
 )
-#: Families in which a rank exchanges the whole data with another rank in each step.
+#: Families in which each step sends the whole data of a channel to another rank.
 _EXCHANGES = ("recursive_doubling", "prefix_doubling")
 #: Fraction of a tree's step latencies that passes while ports are busy, if channels have many
 #: slices; with one slice, nothing overlaps. From the same fit as `_fill_of_trees`; for 363 trees
 #: with up to 4 slices, 64 KiB to 16 MiB, 78 % of the predictions are within 10 %.
 _HIDDEN = Fraction(2, 11)
-#: Bounds of the number of slices per channel, and smallest size of a slice, in bytes.
+#: Bounds of the number of slices per channel (the lower one only for a measured network), and
+#: smallest size of a slice, in bytes.
 _FEW_SLICES, _MANY_SLICES = 16, 128
 _MIN_SLICE_NBYTES = 32 << 10
 #: Time to handle a slice in ns, at the bandwidth of `UNMEASURED`; fitted to broadcasts over

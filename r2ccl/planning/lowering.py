@@ -55,8 +55,8 @@ class LinkSteps(NamedTuple):
     """Steps of a lane that send on one link, or steps that receive from it, in slice order.
 
     ``peer`` and ``channel`` identify the link; ``channel`` is a link channel, which may differ from
-    the schedule's channel. ``depth`` is the maximum number of landing places that the receiver
-    announces ahead.
+    the schedule's channel. ``depth`` limits the number of landing places that the receiver
+    announces ahead, as does ``R2CC_LANDING_DEPTH``.
     """
 
     peer: int

@@ -133,14 +133,14 @@ def place_edges(
     nodes: Sequence[int] = (),
     flows: Flows | None = None,
 ) -> Placement:
-    """Place the edges of any schedule on the home rails, one by one.
+    """Place the edges of any schedule between nodes on the home rails, one by one.
 
     Edges of nodes with few rails are placed first, and among these the edges with the highest load.
     Each edge gets the rail on which the busier of its two ports ends earliest. Then edges are
-    moved: if all loads are equal, by edge colouring (`r2ccl.planning.edge_colouring`); otherwise
-    away from the busiest port, also in exchange for another edge, as long as that shortens the
-    time. An edge between nodes without a common home rail gets an arbitrary rail; routing chooses
-    its path.
+    moved: if all loads are equal, by edge colouring (see `_even_out`); otherwise away from the
+    busiest port, also in exchange for another edge, as long as that shortens the time. An edge
+    between nodes without a common home rail gets an arbitrary rail; routing chooses its path. Edges
+    inside a node are not placed.
 
     Parameters
     ----------

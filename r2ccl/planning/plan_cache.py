@@ -249,8 +249,8 @@ class PlanCache:
         self._plans: dict[_Key, Plan] = {}
         #: Plans made for the newest health.
         self.planning = Planning()
-        #: Health version, number of the first collective planned with it, and period of bandwidth
-        #: samples soon after that collective.
+        #: Health version, number of the collective before the first one planned with it, and period
+        #: of bandwidth samples soon after that collective.
         self._since = (-1, 0, _GAUGE_EVERY)
         #: Long-term period of bandwidth samples, by health version, call and predicted time of two
         #: levels; 0: none are needed.
@@ -414,16 +414,18 @@ class PlanCache:
     def is_bandwidth_sample(
         self, call: CallSignature, health: Health, op: int, two_level_ns: int | None = None
     ) -> bool:
-        """Return whether `call` must run as a bandwidth sample, although others may be faster.
+        """Return whether `call` must run as a bandwidth sample, even if another schedule is faster.
 
         `op` is the number of the collective before `call`, equal on all ranks. `two_level_ns` is
-        the predicted time of the call in two levels, 0 if unknown; None if it would run in one.
+        the predicted time of the call in two levels, 0 if unknown; None if it would run in one
+        level.
 
         Samples are frequent soon after the health changed, because it may change back. Later they
         are rare enough to cost at most `_BUDGET` of the predicted time, but not rarer than
         `_RAREST` allows. The result is equal on all ranks, because all plan with a new health from
-        the same call on. Calls that must keep the rank order, and direct exchanges, are never
-        samples. No call is one if the network was not measured, or with ``R2CC_BALANCE=0``.
+        the same call on. Calls that must keep the rank order, scans and direct exchanges are never
+        samples. No call must be one if its fastest schedule is a sample anyway, if the network was
+        not measured, or with ``R2CC_BALANCE=0``.
         """
         if not self._measures or self.fabric.rates == UNMEASURED or call.op == ORDERED_OP:
             return False

@@ -5,14 +5,17 @@ configuration, the fabric with the agreed rates, and the agreed health. The plan
 from call to call; this saves time and never changes a choice.
 
 A collective whose data fits one eager slice is bound by latency and runs recursive doubling,
-dissemination or a tree of few levels; with settings that allow only rings, a small allgather or
-reduce-scatter runs a ring. Larger collectives run the candidate with the least predicted time, or a
-preferred one whose time is within 2 % of it (`r2ccl.planning.cost_model`, `best`). An
-alltoall, and a gather or a scatter except of little data, is a direct exchange
-(`r2ccl.planning.exchange_placement`). A reduction by an operation that is not commutative runs
-recursive doubling, or chains in rank order. ``R2CC_ALGO`` fixes the schedule family of larger
-allreduces, ``R2CC_MODE`` restricts the families. If some nodes have no common rail, a schedule runs
-whose neighbours all have common rails, if there is one.
+dissemination, a scan by doubling or a tree of few levels; with settings that allow only rings, a
+small allgather or reduce-scatter runs a ring. Larger collectives run the candidate with the least
+predicted time, or a preferred one whose time is within 2 % of it (`r2ccl.planning.cost_model`,
+`best`). Alltoalls and exchanges of unequal parts, of any size, and larger gathers and scatters are
+direct exchanges (`r2ccl.planning.exchange_placement`). A reduction by an operation that is not
+commutative runs recursive doubling, or chains in rank order. ``R2CC_MODE`` restricts the schedule
+families; in mode auto, ``R2CC_ALGO`` can fix the family of larger allreduces.
+
+If some nodes have no common home rail, a schedule runs whose neighbours all have one, if such a
+schedule is found. Scans, alltoalls, exchanges of unequal parts and operations that are not
+commutative are exceptions.
 """
 
 from __future__ import annotations
@@ -149,10 +152,10 @@ class Planner:
     def options(self, call: CallSignature, nbytes: int, health: Health) -> list[Choice]:
         """Return the predictions of all schedules that a call could run, by family.
 
-        For an allreduce, this includes families that the settings or the health exclude. For
-        another collective, the only element is the choice of `plan` if there is no other candidate,
-        or if `plan` compares none because the data fits one eager slice. Its predicted time may
-        then be 0.
+        For an allreduce, this includes families that `plan` does not try with these settings and
+        this health. For another collective, the only element is the choice of `plan` if there is no
+        other candidate, or if `plan` compares none because the data fits one eager slice. Its
+        predicted time may then be 0.
         """
         if call.collective == Collective.ALLREDUCE:
             return self.compare(nbytes, health, FAMILIES)
@@ -266,7 +269,8 @@ class Planner:
     ) -> list[Choice]:
         """Return the predictions of all candidates for an allreduce of `nbytes`, by family.
 
-        If nodes have several ranks, the schedules are over nodes; `plan` expands the best one.
+        If nodes have several ranks, a schedule can be over nodes (`Choice.is_among_nodes`); `plan`
+        expands the one that it chooses.
 
         Parameters
         ----------
@@ -318,7 +322,7 @@ class Planner:
         return predict(placed, nbytes, self.fabric, self._config)
 
     def explain(self, nbytes: int, health: Health) -> Explanation:
-        """Compare the schedule that an allreduce of `nbytes` runs with all other families."""
+        """Compare the schedule that an allreduce of `nbytes` runs with the other families."""
         chosen = self.allreduce(nbytes, health)
         forms: dict[str, list[Choice]] = {}
         for each in self.compare(nbytes, health, FAMILIES):
@@ -420,7 +424,10 @@ def best(found: Sequence[Choice]) -> Choice:
 
 
 def reason(chosen: Choice, found: Sequence[Choice]) -> str:
-    """Return as a sentence why `best` chose `chosen` among `found`, with the two least times."""
+    """Return, for people, why `best` chose `chosen` among `found`.
+
+    The text has the predicted times of `chosen` and of the fastest other family, if there is one.
+    """
     least: dict[str, Choice] = {}
     for each in sorted(found, key=lambda choice: choice.predicted_ns):
         least.setdefault(each.name, each)
@@ -485,9 +492,9 @@ _NOMINAL_NBYTES = 1 << 30
 _Key = tuple[int, str, int]
 
 #: Families tried on a whole and on a degraded network; if several are predicted to be equally good,
-#: the first one runs. Other families run only if R2CC_ALGO names them or R2CC_MODE is r2cc, because
-#: measured on 4 nodes of 4 rails with lost NICs, none was more than 2 % faster than the best of
-#: these.
+#: the first one runs. Other families run only if R2CC_ALGO or R2CC_MODE selects them or they are in
+#: `_BRIDGED`, because measured on 4 nodes of 4 rails with lost NICs, none was more than 2 % faster
+#: than the best of these.
 _FOR_WHOLE = ("ring", "dissemination", "packed_trees", "tree")
 _FOR_DEGRADED = ("packed_trees", "ring", "bridged_ring", "tree")
 #: Families for networks in which some nodes have no common home rail, tried if no other family has

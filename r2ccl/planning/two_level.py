@@ -1,11 +1,11 @@
 """Plans of collectives in two levels: shared memory within nodes, the network between them.
 
 All nodes have the same number of ranks. A call is divided into chunks. A chunk consists of one
-piece of the buffer or, in an allgather and a reduce-scatter, of one piece of the block of each
-node: the parts of the node's ranks. A piece has one part per rank of a node. The i-th ranks of all
-nodes are a *group*, which runs the collective over the network on the i-th parts. Before and after
-it, the ranks of each node reduce, copy or collect the parts (`r2ccl.runtime.two_level_steps`). All
-groups run at the same time, in one of two ways:
+piece of the buffer or, in an allgather and a reduce-scatter, of one piece of each node's block,
+which is the data of the node's ranks. A piece has one part per rank of a node. The i-th ranks of
+all nodes are a *group*, which runs the collective over the network on the i-th parts. Before and
+after it, the ranks of each node reduce, copy or collect the parts
+(`r2ccl.runtime.two_level_steps`). All groups run at the same time, in one of two ways:
 
 - *At home*: the home rails are divided among the groups. If a rail is down, its channels spread
   over all other rails of the node, also those of other groups (`r2ccl.failover.migration.routes`).
@@ -88,7 +88,7 @@ class Division(NamedTuple):
     is_at_home : bool
         True if groups run at home, False if they run everywhere.
     predicted_ns : int
-        Predicted time between the nodes; 0 if the call has too little data to predict it.
+        Predicted time between the nodes, in ns; 0 if it was not predicted, as with little data.
     """
 
     chunks: tuple[Chunk, ...]
@@ -167,7 +167,8 @@ class TwoLevelPlans:
         -----
         A call runs in one level if its collective is not in `COLLECTIVES` or its operation is one
         of the user. So does a call of at most ``R2CC_EAGER_NBYTES`` unless two levels need fewer
-        steps, and, in the modes r2cc and auto, a larger one if that is predicted to take less time.
+        steps, and, in the modes r2cc and auto, a larger one if that is predicted to take less time
+        by more than 2 %.
         A collective in `PARTED` also needs ranks that are numbered node by node.
         """
         key = (health.version, call, sizes)
@@ -329,7 +330,10 @@ class TwoLevelPlans:
     def _home_ns(
         self, call: CallSignature, nbytes: int, rows: Sequence[Sequence[int]]
     ) -> Fraction | None:
-        """Return the predicted time of groups at home; None if two nodes have no common rail."""
+        """Return the predicted time of groups at home, in ns.
+
+        Return None if two neighbors in the ring of nodes have no common home rail.
+        """
         if self._plans.fabric.nwires == 1:  # losing one of these rails costs no bandwidth
             slowdown = slowdown_of([[max(row)] for row in rows], [1])
         else:

@@ -109,7 +109,7 @@ class Balance:
         self._meters = {rail: Meter() for rail in rails}
         #: Nominal rate of each rail in bytes/s; 0 if unknown.
         self._nominal = 0
-        #: Rank that the last slice on each rail was sent to; -1 before the first slice.
+        #: Rank that the last recorded slice on each rail was sent to; -1 before the first one.
         self.toward = dict.fromkeys(self._meters, -1)
         #: Weight in use of each rail, 1 to `WHOLE`.
         self.weights = dict.fromkeys(self._meters, WHOLE)
@@ -248,7 +248,7 @@ class Balance:
         return bool(settled)
 
     def _record(self, rail: int, train: Train, active_s: float) -> None:
-        """Divide the bytes and busy time of a train, which ends now, among the spells it spans."""
+        """Divide the bytes and busy time of a train, as if it ended now, among its spells."""
         begun_s = active_s - train.length_s
         first = max(int(begun_s / _SPELL_S), int((active_s - _MEMORY_S) / _SPELL_S), 0)
         for number in range(first, int(active_s / _SPELL_S) + 1):

@@ -35,8 +35,8 @@ from r2ccl.errors import InternalError
 #: single confirmation is then small in comparison.
 _NSLICES = 8
 _TRAIN_S = 0.002
-#: Or once it lasts this many seconds with fewer slices, so that a slow rail, on which a slice takes
-#: hundreds of ms, is measured early enough.
+#: It is also complete once it lasts this many seconds with this smaller number of slices, so that a
+#: slow rail, on which a slice takes hundreds of ms, is measured early enough.
 _LONG_TRAIN_S = 0.1
 _LONG_NSLICES = 2
 #: Fewest slices of a train that ends because the rail becomes idle.

@@ -156,9 +156,9 @@ class Diagnosis:
         return tuple(self._verdicts.copy().values())
 
     def slow_since(self, when_s: float) -> tuple[int, ...]:
-        """Return the peers with a verdict PEER_SLOW since `when_s`, in rising order.
+        """Return the peers whose last verdict, on some path, is PEER_SLOW, in rising order.
 
-        `when_s` is a clock reading. Any thread may call this method.
+        Verdicts made before `when_s`, a clock reading, are left out. Any thread may call this.
         """
         slow = VerdictKind.PEER_SLOW
         verdicts = self._verdicts.copy().values()
@@ -411,7 +411,10 @@ class Diagnosis:
         )
 
     def _is_repeated(self, verdict: Verdict) -> bool:
-        """Return whether a verdict on another path that is down has just named the same part."""
+        """Return whether a recent verdict on another path that is down names the same part.
+
+        Recent verdicts are those of the last `_SAY_AGAIN_S` seconds, of the same kind.
+        """
         return any(
             other.where == verdict.where
             and other.path != verdict.path
@@ -450,8 +453,8 @@ MAX_SERVED = 64
 _REPLY_S = 0.3
 #: Maximum delay of a diagnosis while paths are being repaired, in seconds.
 _GIVE_WAY_S = 0.1
-#: Minimum interval between two messages about the same slow peer, or two warnings about paths
-#: that failed for the same reason, in seconds.
+#: Minimum interval between two INFO records about the same slow peer, and time for which a verdict
+#: that names the same part as another one is no warning, in seconds.
 _SAY_AGAIN_S = 60.0
 #: Prefix that `path.announced` gives to the cause of a failure that the peer announced.
 _ECHO = "reported by rank "

@@ -33,8 +33,8 @@ def port_map_of(rank: int, peers: Sequence[PeerInfo], nics: Sequence[Nic]) -> Po
     peers : sequence of PeerInfo
         Announced information of every rank, by rank.
     nics : sequence of Nic
-        This rank's NICs, by rail. A port of this rank is named after the interface of its NIC; a
-        port of another rank after its address or RDMA port.
+        This rank's NICs, by rail. A port of this rank is named after its NIC (`Nic.name`), a port
+        of another rank after its address or RDMA port.
     """
 
     def end(of: PeerInfo, rail: int) -> str:

@@ -356,7 +356,7 @@ def choose_auxiliaries(
     is_up : callable
         ``is_up(path)``: returns True if this path of rank `me` is up.
     bad : collection of Port
-        Ports known to be down, which are not probed.
+        Ports that are down or excluded, which are not used.
     """
     taken = {nics[me], nics[path.peer]}
     thirds: list[Auxiliary] = []

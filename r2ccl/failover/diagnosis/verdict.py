@@ -19,7 +19,7 @@ third port (aux) show which part is at fault::
     fails             fails           fails          the rail (its switch); or both NICs, if two
                                                      other ports reach each other: then each of
                                                      the two ranks names its own NIC
-    fails             not known       not known      the path: the part is not known
+    fails             one or both are not known      the path: the part is not known
 
 An answer proves that both ports, and the network between them, work. An unanswered probe between an
 end of the path and an auxiliary port counts only if another answer shows that the auxiliary port
@@ -29,7 +29,8 @@ is reached from the local port.
 
 LINK and PEER_SLOW therefore rest on answers, and are right whatever else has failed. LOCAL_NIC and
 REMOTE_NIC explain the unanswered probes by one failed part instead of several cut connections. RAIL
-means that no two of the probed ports reach each other on the rail.
+means that no two of the probed ports reach each other on the rail, or that both ports of the path
+report themselves down.
 
 Invariant: a verdict names a part only on evidence that it contains; otherwise its kind is PATH.
 """

@@ -5,8 +5,8 @@ the ports of the path, over separate connections, at the times that
 `r2ccl.failover.failback.protocol` sets, and connects the path when the protocol allows it. If no
 path to a peer is up, all paths to this peer that are in quarantine are connected at the next tick,
 before they have proved reliable: an unreliable path is better than none. A path whose rail is
-excluded at either end is neither probed nor connected; it stays in quarantine until the exclusion
-ends.
+excluded at either end is neither probed nor connected; it stays in quarantine at least until the
+exclusion ends.
 
 Only one thread may use a `Failback` at a time; any thread may call `held`. Invariant: at the lower
 rank, a path is in quarantine, being fenced or connected, in use, or closed because it was idle.
@@ -57,8 +57,8 @@ class Failback:
         self._connect = connect
         self._is_alone = is_alone
         self._is_excluded = is_excluded
-        #: Quarantine of every path that was ever out of use; kept, because it stores the strikes.
-        #: Those of paths that wait to be connected are also in `_waiting`.
+        #: Quarantine of every path that ever was in one; kept, because it stores the strikes. Those
+        #: of paths that are in quarantine now are also in `_waiting`.
         self._quarantines: dict[PathKey, Quarantine] = {}
         self._waiting: dict[PathKey, Quarantine] = {}
 
@@ -85,18 +85,19 @@ class Failback:
             quarantine.returned(self._clock())
 
     def port_up(self, key: PathKey) -> None:
-        """Probe the path `key` at the next tick, because one of its ports was down and came up.
+        """Make a probe of path `key` due, because one of its ports was down and came up.
 
-        The good probes so far do not count any more. Do nothing if the path is not in quarantine.
+        The good probes so far do not count any more. A probe in flight ends first. Do nothing if
+        the path is not in quarantine.
         """
         quarantine = self._waiting.get(key)
         if quarantine is not None:
             quarantine.carrier_up(self._clock())
 
     def hurry(self, key: PathKey) -> None:
-        """Probe the path `key` at the next tick, because its probe's connection is ready again.
+        """Make a probe of path `key` due, because the connection of its probe is ready again.
 
-        Do nothing if the path is not in quarantine.
+        A probe in flight ends first. Do nothing if the path is not in quarantine.
         """
         quarantine = self._waiting.get(key)
         if quarantine is not None:

@@ -98,8 +98,8 @@ class HealthAgreement:
         self._nasked = 0
         self._granted: list[tuple[int, OnAnswer]] = []
         self._version = health.version
-        #: Health of all following collectives while no round is running, else None. While `steady`
-        #: is set, a caller may skip `enter`: the caller plans with this health and sets
+        #: Health of all following collectives until the next round begins; None: `enter` must be
+        #: called. While it is set, a caller may skip `enter`: the caller plans with it and sets
         #: `last_started` to the number of the collective. The agreement reads `last_started` before
         #: its next event. The check then costs one comparison.
         self.steady = self._agreement.steady
@@ -119,7 +119,9 @@ class HealthAgreement:
     # Called before a collective
 
     def enter(self, op: int) -> Health | None:
-        """Count collective `op`, which must be the next one, as started.
+        """Count collective `op` as started.
+
+        It must be the next one, or again the last one if that failed before it sent any byte.
 
         Returns
         -------

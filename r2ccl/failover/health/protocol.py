@@ -200,10 +200,11 @@ class Agreement:
 
     @property
     def steady(self) -> Health | None:
-        """Health of the next collectives while no round is running; None: call `start` for each.
+        """Health of all collectives until the next event; None: call `start` for each.
 
-        Valid until the next event (`report`, `on_message`, `tick` or `peer_lost`). Collectives
-        planned with it need no `start`, but must be counted with `skip_to` before that event.
+        An event is a call of `report`, `adopt`, `exclude`, `on_message`, `tick` or `peer_lost`.
+        Collectives planned with it need no `start`, but must be counted with `skip_to` before that
+        event.
         """
         return self._member.steady if self.lost is None else None
 

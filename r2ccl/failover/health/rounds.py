@@ -197,7 +197,8 @@ class Member:
         Raises
         ------
         InternalError
-            If the version is not held, or begins at a collective that may be planned already.
+            If the version is not held, or begins at a collective that may be planned already or
+            that precedes the first one of the version before.
         """
         version, first = message.version, message.first_op
         if version < self.held.version or (version == self.held.version and self.limit is None):
@@ -322,7 +323,7 @@ class Coordinator:
         Raises
         ------
         InvalidArgument
-            If a rank or rail does not exist.
+            If a rank or rail to exclude does not exist.
         """
         ports = frozenset(request.ports)
         wanted = self._excluded | ports if request.is_excluded else self._excluded - ports

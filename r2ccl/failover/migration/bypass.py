@@ -95,10 +95,9 @@ class Bypasses:
             self._control.accept_path(peer, BYPASS, 0)
 
     def connecting(self, peer: int) -> None:
-        """Set the time of the next round after the paths on rails to `peer` began to connect.
+        """Let the next round begin in `PATIENCE_S`: the paths on rails to `peer` begin to connect.
 
-        The round may begin after `PATIENCE_S`, or at once if every home rail is known to be down at
-        one of the two ranks.
+        Do nothing if every home rail is known to be down at one of the two ranks.
         """
         if any(self._share(self._rank, at) and self._share(peer, at) for at in self._homes):
             self._due_s[peer] = self._clock() + PATIENCE_S
@@ -194,11 +193,11 @@ class Bypasses:
     def _forwarders(self, peer: int, nrounds: int) -> list[BypassWay]:
         """Return ways through third ranks, over every TCP rail that may lead to them.
 
-        Third ranks that share a working rail with `peer` come first. The first rail over which a
-        third rank is asked differs from one third rank to the next, because a rail may have failed
-        unnoticed.
+        Third ranks that share a working rail with `peer`, as far as known, come first; the list
+        ends once it has `MAX_WAYS` of these. Rails that are equally likely to work take turns as
+        the first one, from one third rank to the next, because a rail may have failed unnoticed.
         """
-        # Different pairs start at different ranks; a round starts after the ranks of the last one.
+        # The first rank depends on the pair; each round starts after the ranks of the last one.
         first = self._rank + peer + 1 + nrounds * MAX_WAYS
         joined: list[tuple[int, int, BypassWay]] = []
         doubtful: list[tuple[int, int, BypassWay]] = []

@@ -14,12 +14,13 @@ _C = TypeVar("_C")
 
 
 class Calls(Generic[_C]):
-    """Numbered calls of one communicator of this rank.
+    """Numbered calls of one communicator of this rank; also serves its messages (send and recv).
 
     Parameters
     ----------
     context_id : int
-        Number of the communicator among those that its ranks have open; 0: the job's first one.
+        Number of the communicator among those that its ranks have open; 0: the job's first one. For
+        messages: see `message_context`.
 
     Attributes
     ----------
@@ -28,7 +29,8 @@ class Calls(Generic[_C]):
     signature : int
         Packed signature of call ``op``.
     signatures : dict of int to int
-        Packed signatures of the last `HISTORY` calls, by number of the call.
+        Packed signatures of those of the last `HISTORY` calls that used the links, by number of
+        the call.
     pairs : mapping of (int, bool) to int, or None
         Packed signatures, if each pair of ranks has its own: key (peer, False) for the slices from
         a peer, (peer, True) for those to a peer. None: ``signature`` is that of all slices.
@@ -39,7 +41,7 @@ class Calls(Generic[_C]):
     seen : dict of int to int
         Number of the last call of which a frame has arrived from each peer.
     consumers : mapping
-        `Consumer` of each channel of the current call.
+        `Consumer` of each link channel of the current call.
     busy : dict of int to int
         Per peer, number of messages that need the paths to it although no slice is in flight.
     on_unposted : callable or None

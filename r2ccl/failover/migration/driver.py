@@ -60,8 +60,8 @@ class Migration:
     connector : Connector
         Connects paths of rails whose ends exchange endpoint info (RDMA).
     failback : Failback
-        Notified of each path that failed, if this rank must bring it back, and of each path that
-        came up.
+        Notified of each path that failed or was excluded, if this rank must bring it back, and of
+        each path that came up.
     bypasses : Bypasses or None
         Notified of each path that failed or came up. None: bypasses are not used.
     share : callable
@@ -115,8 +115,8 @@ class Migration:
         links.on_added(self.routes.begin)
         #: Peers to be connected again once all their paths, closed as idle, are fenced.
         self._reopening: set[int] = set()
-        #: Peers to which no path is up; and per peer, the time when the last path to it failed or
-        #: came up.
+        #: Peers to which no path is up, except those whose paths were closed as idle; and per peer,
+        #: the time from which `NoHealthyRail.since_s` counts.
         self.cut_off = set(links.peers)
         self.cut_off_since = dict.fromkeys(links.peers, self._clock())
 
@@ -344,8 +344,10 @@ class Migration:
             self._apply(path, step(path, PathEvent.FENCED))
 
     def on_opened(self, peer: int, rail: int, epoch: int, endpoint: Any) -> None:
-        """Open the path with an authenticated connection of `epoch`, or close a stale connection.
+        """Open the path with an authenticated connection of `epoch`, or close an unwanted one.
 
+        A connection is unwanted if `epoch` is not the current one, the path is not down or was
+        closed as idle, or the communicator has ended.
         A second connection for the current epoch of a path that is up means that the peer does not
         use the first one, so the path fails.
 

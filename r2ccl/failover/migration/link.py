@@ -322,7 +322,8 @@ class Landing:
         self.seq = seq
         #: True for the last slice of the call on this link: its sender waits for the confirmation.
         self.is_last = is_last
-        #: True if the landing place was named on a path that failed: its slice is replayed.
+        #: True if the path that the landing place was announced on has been fenced before the slice
+        #: arrived: the slice may be a replay.
         self.was_lost = False
         self.region = region
         self.op = op
@@ -354,13 +355,14 @@ class RecvLink:
         self.received = 0
         self.delivered = 0
         self.consumed = 0
-        #: Value of ``consumed`` that was last sent to the peer.
+        #: Number of slices confirmed to the peer: the last value of ``consumed`` that was sent, or
+        #: more if the transport has confirmed slices itself.
         self.acked = 0
         #: `Links.ncalls` when a receive was last posted; 0: none was.
         self.last_used = 0
         #: Receives posted whose slices are not delivered, by number.
         self.landings: dict[int, Landing] = {}
-        #: Slices received but not delivered: seq -> payload if eager, None if cleared.
+        #: Slices that arrived but are not delivered: seq -> payload if eager, None if cleared.
         self.arrivals: dict[int, memoryview | bytes | None] = {}
         self.duplicates = 0
 

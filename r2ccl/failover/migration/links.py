@@ -30,7 +30,7 @@ from r2ccl.types import BYPASS, PathKey
 
 
 class Consumer(Protocol):
-    """Part of a running collective that sends and receives slices over `Links`."""
+    """User of `Links`: one channel of a running call, or the messages of a communicator."""
 
     #: True if the slices serve to measure the bandwidth of the rails.
     is_bandwidth_sample: bool
@@ -379,7 +379,7 @@ class Links:
         """Count the oldest delivered slice as consumed.
 
         A cleared slice is confirmed when the data loop advances next (`Progress.advance`). An eager
-        slice is confirmed with the next frame to the peer, by `confirm_all`, or once
+        slice is confirmed with the next frame of its channel to the peer, by `confirm_all`, or once
         ``config.confirm_after`` slices of the link are consumed but not confirmed.
         """
         link.consume()
@@ -416,7 +416,7 @@ class Links:
         token : object
             Token of the landing place; None sends the slice eagerly.
         is_replay : bool
-            True sends the slice ahead of the slices that are queued.
+            True sends a cleared slice ahead of others that are queued; see `Transport.isend`.
         """
         key = item.path
         assert key is not None
@@ -471,7 +471,10 @@ class Links:
         self.touch_channel(link.channel)
 
     def release(self, slices: list[Slice]) -> None:
-        """Notify the consumers of the cleared slices in `slices` that these are released."""
+        """Notify the consumers of the cleared slices in `slices` that these are released.
+
+        Also pass the slices that belong to a bandwidth sample to `balance`.
+        """
         balance = self.balance
         for item in slices:
             if not item.is_eager:

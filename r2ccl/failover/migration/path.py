@@ -2,8 +2,8 @@
 
 Theory of operation
 -------------------
-Both ends of a path run the table below. The end that detects the failure first fences itself and
-announces which slices it received. Its announcement makes the other end fence and announce in turn.
+Both ends of a path run the table below. The end that is first to detect the failure fences itself
+and announces which slices it received. Its announcement makes the other end do the same.
 An end determines what it has received only after its own fence, so no late write can change the
 result. It resumes only when it has the peer's announcement, so the peer's end is fenced too. If
 both ends detect the failure at the same time, the exchange is the same. Each completed exchange
@@ -110,7 +110,8 @@ class Path:
         self.key = key
         self.state = PathState.DOWN
         self.epoch = 0
-        #: Evidence of the last failure of the path.
+        #: Reason why the path is, or last was, out of use; empty if it was closed as idle and is up
+        #: again.
         self.cause = "not connected yet"
         #: True from the decision to close the path because it is idle until it is in use again.
         self.is_idle = False

@@ -22,7 +22,7 @@ from r2ccl.types import PathKey
 
 
 class Routes:
-    """Routing table: the path of every channel of one rank.
+    """Routing table: the path of every channel between one rank and each peer.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ class Routes:
         """For each channel to `peer` that has no route, choose one of the paths that are up.
 
         Only channels away from their home rail count as load. The channels of one schedule that
-        lost their home rail therefore go to different rails, whatever schedules ran before.
+        lost their home rail are therefore spread over all paths, whatever schedules ran before.
         Channels on their home rail only break ties.
         """
         unrouted: list[int] = []
