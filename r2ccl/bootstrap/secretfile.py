@@ -40,7 +40,7 @@ class SecretSource(Protocol):
 
 
 class GivenSecret:
-    """Secret that every rank already has, from its settings or from MPI."""
+    """Secret that every rank already has: from its settings, from MPI, or of its one-rank job."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
