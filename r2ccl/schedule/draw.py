@@ -149,7 +149,7 @@ def svg(schedule: Schedule, caption: str = "", max_panels: int = DEFAULT_PANELS)
 def _moves(arrays: ScheduleArrays) -> tuple[list[_Move], int]:
     """Return all messages and local ops in a possible order of execution, and the number of steps.
 
-    Messages that differ only in their chunk are merged into one.
+    Messages, or local ops, that differ only in their chunk are merged into one.
     """
     events = build_events(arrays, match(arrays))
     weight = events.is_message.astype(np.int64)
