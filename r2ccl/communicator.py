@@ -157,6 +157,8 @@ class Communicator:
         TransportTimeout
             If a peer has no path, or a rank does not call `connect`, within
             ``R2CC_INIT_TIMEOUT_S``.
+        InvalidArgument
+            As from `dump_on_signal`, if ``R2CC_DUMP_SIGNAL`` is set.
         R2cclError
             If the communicator fails in the meantime.
 
@@ -233,11 +235,11 @@ class Communicator:
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: log2(n) exchanges of the data if it fits one eager slice;
-        otherwise, for a ring, each rank sends 2(n - 1)/n of the data. *After failure*: the failure
-        of a path does not change a bit of the result. Later calls are planned for the remaining
-        rails and may round differently (docs/fault-model.md). If the call raises, `out` is
-        undefined. The calls of one communicator, blocking or asynchronous, run in the order in
+        *Collective*: all ranks. *Cost*: about log2(n) exchanges of the data if it fits one eager
+        slice; otherwise, for a ring, each rank sends 2(n - 1)/n of the data. *After failure*: the
+        failure of a path does not change a bit of the result. Later calls are planned for the
+        remaining rails and may round differently (docs/fault-model.md). If the call raises, `out`
+        is undefined. The calls of one communicator, blocking or asynchronous, run in the order in
         which they were made.
         """
         return self._collectives.start(stream, async_op, arguments.allreduce, x, out, op)
@@ -416,17 +418,17 @@ class Communicator:
         Parameters
         ----------
         x : array_like
-            On `root`, the data. On other ranks, the array that receives the data if `out` is not
-            given.
+            On `root`, the data. On other ranks, the array that receives the data; if `out` is
+            given, only the dtype and number of elements of `x` count.
         out : array_like, optional
             Receives the data: the same memory as `x` or disjoint from it. Default: `x` itself.
 
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        log2(n) messages one after another if the data fits one eager slice; otherwise a pipeline
-        through all ranks, in which each rank except `root` receives the data once and, while all
-        NICs work, sends the data at most once.
+        about log2(n) messages one after another if the data fits one eager slice; otherwise a
+        pipeline through all ranks, in which each rank except `root` receives the data once and,
+        while all NICs work, sends the data at most once.
         """
         root = arguments.rank_of(root, self.nranks)
         return self._collectives.start(stream, async_op, arguments.broadcast, x, out, root)
@@ -496,9 +498,9 @@ class Communicator:
 
         Notes
         -----
-        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        one message from every rank to the root; log2(n) messages one after another over a binomial
-        tree if all data fits one eager slice.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
+        message from every rank to the root; about log2(n) messages one after another over a
+        binomial tree if all data fits one eager slice.
         """
         given = (x, out, arguments.rank_of(root, self.nranks), self.rank, self.nranks)
         return self._collectives.start(stream, async_op, arguments.gather, *given)
@@ -767,9 +769,9 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        log2(n) exchanges of the data if it fits one eager slice; otherwise a pipeline through all
-        ranks, if that is predicted to be faster. Ranks get the same bits on every run with the same
-        plan, but the sum of the highest rank may round differently from an allreduce.
+        about log2(n) exchanges of the data if it fits one eager slice; otherwise a pipeline through
+        all ranks, if that is predicted to be faster. Ranks get the same bits on every run with the
+        same plan, but the sum of the highest rank may round differently from an allreduce.
         """
         return self._collectives.start(stream, async_op, arguments.scan, x, out, op, False)
 
@@ -858,8 +860,8 @@ class Communicator:
 
         Notes
         -----
-        *Collective*: all ranks; see `Communicator` for the errors. *Cost*: log2(n) empty messages
-        per rank.
+        *Collective*: all ranks; see `Communicator` for the errors. *Cost*: about log2(n) empty
+        messages per rank.
         """
         self._collectives.barrier()
 

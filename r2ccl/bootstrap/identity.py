@@ -74,10 +74,11 @@ def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identi
     Raises
     ------
     InvalidArgument
-        If the rank of this process is not defined, or rank, number of ranks, address or port are
-        incomplete or invalid; if mpi4py cannot be used, or sees one rank although the MPI launcher
-        started several; if rank 0 cannot listen or has no usable secret (only with MPI); or if this
-        rank has no usable secret, or a secret is set on only some ranks.
+        If the rank of this process is not defined, or rank, number of ranks, address, port or
+        inherited socket are incomplete or invalid; if mpi4py cannot be used, or sees one rank
+        although the MPI launcher started several; if rank 0 cannot listen or has no usable secret
+        (only with MPI); or if this rank has no usable secret, or a secret is set on only some
+        ranks.
     OSError
         If this process cannot open a socket.
     """
