@@ -60,7 +60,7 @@ class JobShare(msgspec.Struct, frozen=True):
         """Return the environment variables of `rank`, which contain the secret.
 
         A process that passes the open rendezvous socket to rank 0 must also set
-        `r2ccl.bootstrap.identity.LISTEN_FD_VARIABLE`, to the number of its descriptor in rank 0.
+        `r2ccl.bootstrap.identity.LISTEN_FD_VARIABLE` to the number of the descriptor in rank 0.
         """
         return {
             "RANK": str(rank),

@@ -329,7 +329,7 @@ class Leader:
     async def _await_progress(self, awaited: Callable[[], str]) -> None:
         """Wait until `_progress` is set; report at growing intervals what rank 0 waits for.
 
-        ``awaited()`` returns the text for this; it is called for each report.
+        ``awaited()`` is called for each report, and returns what rank 0 waits for, as text.
         """
         pause_s, waited_s = _FIRST_REPORT_S, 0.0
         waiting = asyncio.ensure_future(self._progress.wait())
@@ -433,9 +433,9 @@ class Leader:
 
 
 def _with_common_rails(infos: Iterable[PeerInfo]) -> tuple[PeerInfo, ...]:
-    """Return `infos` in rank order, each cut to the numbers of rails and ports that all ranks have.
+    """Return `infos` in rank order, each cut to the least numbers of rails and RDMA ports.
 
-    Last-resort rails, other rails and RDMA ports are counted separately.
+    Last-resort rails and other rails are counted separately.
     """
     ordered = sorted(infos, key=lambda info: info.rank)
     nhomes = min(len(info.rails) - info.nlast_resorts for info in ordered)

@@ -51,7 +51,7 @@ def _is_descriptor(stream: Any, number: int) -> bool:
 
 
 class RankOutput:
-    """Pipes from standard output and error of each rank to ``sys.stdout`` and ``sys.stderr`` here.
+    """Pipes from the standard output and error of each rank to ``sys.stdout`` and ``sys.stderr``.
 
     Lines of several ranks are written whole, each after ``[rank]``.
 
