@@ -1,7 +1,7 @@
 """Communicator: collectives and messages of a group of ranks, its status, and orderly shutdown.
 
-The methods contain no logic: each passes its call to a module of `r2ccl.runtime`. The overloads of
-a collective, which `r2ccl.runtime.call_types` explains, stand directly before it.
+The methods contain little logic: each passes its call to a module of `r2ccl.runtime`. The overloads
+of a collective, which `r2ccl.runtime.call_types` explains, stand directly before it.
 """
 
 from __future__ import annotations
@@ -157,6 +157,8 @@ class Communicator:
         TransportTimeout
             If a peer has no path, or a rank does not call `connect`, within
             ``R2CC_INIT_TIMEOUT_S``.
+        InvalidArgument
+            As from `dump_on_signal`, if ``R2CC_DUMP_SIGNAL`` is set.
         R2cclError
             If the communicator fails in the meantime.
 
@@ -233,11 +235,11 @@ class Communicator:
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: log2(n) exchanges of the data if it fits one eager slice;
-        otherwise, for a ring, each rank sends 2(n - 1)/n of the data. *After failure*: the failure
-        of a path does not change a bit of the result. Later calls are planned for the remaining
-        rails and may round differently (docs/fault-model.md). If the call raises, `out` is
-        undefined. The calls of one communicator, blocking or asynchronous, run in the order in
+        *Collective*: all ranks. *Cost*: about log2(n) exchanges of the data if it fits one eager
+        slice; otherwise, for a ring, each rank sends 2(n - 1)/n of the data. *After failure*: the
+        failure of a path does not change a bit of the result. Later calls are planned for the
+        remaining rails and may round differently (docs/fault-model.md). If the call raises, `out`
+        is undefined. The calls of one communicator, blocking or asynchronous, run in the order in
         which they were made.
         """
         return self._collectives.start(stream, async_op, arguments.allreduce, x, out, op)
@@ -416,17 +418,17 @@ class Communicator:
         Parameters
         ----------
         x : array_like
-            On `root`, the data. On other ranks, the array that receives the data if `out` is not
-            given.
+            On `root`, the data. On other ranks, the array that receives the data; if `out` is
+            given, only the dtype and number of elements of `x` count.
         out : array_like, optional
             Receives the data: the same memory as `x` or disjoint from it. Default: `x` itself.
 
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        log2(n) messages one after another if the data fits one eager slice; otherwise a pipeline
-        through all ranks, in which each rank except `root` receives the data once and, while all
-        NICs work, sends the data at most once.
+        about log2(n) messages one after another if the data fits one eager slice; otherwise a
+        pipeline through all ranks, in which each rank except `root` receives the data once and,
+        while all NICs work, sends the data at most once.
         """
         root = arguments.rank_of(root, self.nranks)
         return self._collectives.start(stream, async_op, arguments.broadcast, x, out, root)
@@ -496,9 +498,9 @@ class Communicator:
 
         Notes
         -----
-        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        one message from every rank to the root; log2(n) messages one after another over a binomial
-        tree if all data fits one eager slice.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
+        message from every rank to the root; about log2(n) messages one after another over a
+        binomial tree if all data fits one eager slice.
         """
         given = (x, out, arguments.rank_of(root, self.nranks), self.rank, self.nranks)
         return self._collectives.start(stream, async_op, arguments.gather, *given)
@@ -719,7 +721,7 @@ class Communicator:
         sendcounts, senddispls : sequence of int
             Parts of `x`: one for each rank. They may differ between ranks.
         recvcounts, recvdispls : sequence of int
-            Parts of `out`: one from each rank.
+            Parts of `out`: one from each rank. They may differ between ranks.
 
         Raises
         ------
@@ -760,16 +762,16 @@ class Communicator:
         Parameters
         ----------
         x, out : array_like
-            As for `allreduce`, in host memory.
+            As for `allreduce`.
         op : ReduceOp, ConvertedOp or UserOp
             As for `allreduce`, except AVG.
 
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        log2(n) exchanges of the data if it fits one eager slice; otherwise a pipeline through all
-        ranks, if that is predicted to be faster. Ranks get the same bits on every run with the same
-        plan, but the sum of the highest rank may round differently from an allreduce.
+        about log2(n) exchanges of the data if it fits one eager slice; otherwise a pipeline through
+        all ranks, if that is predicted to be faster. Ranks get the same bits on every run with the
+        same plan, but the sum of the highest rank may round differently from an allreduce.
         """
         return self._collectives.start(stream, async_op, arguments.scan, x, out, op, False)
 
@@ -858,8 +860,8 @@ class Communicator:
 
         Notes
         -----
-        *Collective*: all ranks; see `Communicator` for the errors. *Cost*: log2(n) empty messages
-        per rank.
+        *Collective*: all ranks; see `Communicator` for the errors. *Cost*: about log2(n) empty
+        messages per rank.
         """
         self._collectives.barrier()
 
@@ -876,8 +878,8 @@ class Communicator:
         -------
         context manager
             Its value is a `Group`, whose ``messages`` has the messages that the `recv` calls took.
-            The end of the block raises the errors of the calls. If the block itself raises, no call
-            runs.
+            The end of the block raises the first error of the calls. If the block itself raises, no
+            call runs.
 
         Raises
         ------
@@ -1027,7 +1029,7 @@ class Communicator:
         *,
         like: Any = None,
     ) -> npt.NDArray[Any]:
-        """Allocate an array that all ranks can access in shared memory, so that less is copied.
+        """Allocate an array in memory that all ranks share, if they can share memory.
 
         Collectives copy less data if their input, or the output of an `allreduce`, is this array or
         a part of it. It is an ordinary NumPy array; ``torch.from_numpy`` and DLPack can share its
@@ -1035,12 +1037,12 @@ class Communicator:
 
         Parameters
         ----------
-        shape : int or sequence of int
-            Equal on all ranks, as is the size of `dtype`.
+        shape : int or sequence of int, optional
+            Equal on all ranks, as is the size of `dtype`. Required without `like`.
         dtype : dtype, optional
             A dtype that collectives support. Default: that of `like`, else float64.
         like : array_like in host memory, optional
-            Array whose shape, and by default dtype, is used; to be given instead of `shape`.
+            Array whose shape, and by default dtype, is used. Not allowed with `shape`.
 
         Returns
         -------
@@ -1051,11 +1053,12 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If an argument is not as described, or the ranks request different sizes (then raised on
-            all ranks). The communicator stays usable.
+            If an argument is not as described, or the ranks share memory and request different
+            numbers of pages (then raised on all ranks). The communicator stays usable.
         TransportError
-            If memory or descriptors are exhausted on any rank; raised on all ranks, and the
-            communicator stays usable. Without shared memory, as for `register`.
+            If memory or descriptors are exhausted on any rank, or 1024 of these arrays are in use;
+            raised on all ranks, and the communicator stays usable. Without shared memory, as for
+            `register`.
 
         Notes
         -----
@@ -1130,8 +1133,8 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other errors. *Cost*: two allgathers of
-        300 bytes per rank. Errors and status of the new communicator name ranks by their numbers in
-        the job.
+        about 300 bytes per rank. Errors and status of the new communicator name ranks by their
+        numbers in the job.
         """
         part = splitting.split(self._participant, color, key)
         return None if part is None else self._made_of(part)
@@ -1258,7 +1261,7 @@ class Communicator:
         return self._engine.op
 
     def repairs(self) -> tuple[Repair, ...]:
-        """Return the latest repairs of this rank's paths, oldest first.
+        """Return the latest repairs of this rank's paths, at most 1024, oldest first.
 
         A repair records the evidence of the failure, the new rail of each channel that moved, the
         number of bytes sent again, and the times of these events.
@@ -1286,9 +1289,9 @@ class Communicator:
 
         The health covers the rails of all ranks. All ranks start to plan with it at the same
         collective, on which they may not have agreed yet. The time is a reading of CLOCK_MONOTONIC
-        in seconds. In version 0, all rails have their full bandwidth, except those that
-        ``R2CC_FAILED_NICS`` excludes; with ``R2CC_MODE=failstop`` there is no other version, and
-        the time is 0.
+        in seconds. In version 0, all rails have their full bandwidth, except those that are
+        excluded from the start; with ``R2CC_MODE=failstop`` there is no other version, and the time
+        is 0.
         """
         return self._participant.known_health()
 
@@ -1315,9 +1318,9 @@ class Communicator:
         """Write `dump` to ``R2CC_DUMP_FILE``, or to stderr, on every signal `signum`.
 
         The handler also runs while the main thread is in a blocking call of r2ccl. It calls the
-        previous handler of the signal at its end. ``close()`` or ``abort()`` restores the previous
-        handler.
-        ``R2CC_DUMP_SIGNAL=SIGUSR1`` installs the handler in `r2ccl.init`.
+        previous handler of the signal at its end. ``close()`` or ``abort()`` in the main thread
+        restores the previous handler. ``R2CC_DUMP_SIGNAL=SIGUSR1`` installs the handler in
+        `r2ccl.init`.
 
         Raises
         ------
@@ -1332,7 +1335,7 @@ class Communicator:
         self._job.dump_on_signal(signum)
 
     def rejections(self) -> dict[str, int]:
-        """Return the number of connections and frames that this rank rejected, by reason."""
+        """Return how many connections, frames and messages this rank rejected, by reason."""
         return self._job.rejections()
 
     def close(self) -> None:
@@ -1433,11 +1436,11 @@ class Communicator:
 
         Notes
         -----
-        *Collective*: all surviving ranks. *Cost*: each rank sends one message to all survivors per
-        death; then the survivors connect. The ranks may have failed in different calls. To find the
-        last step that all of them have completed, reduce their step numbers with MIN over the new
-        communicator. Faults planned with `r2ccl.testing` are not injected into the new
-        communicator.
+        *Collective*: all surviving ranks. *Cost*: each rank broadcasts three messages, or more if
+        ranks are lost meanwhile, and the survivors connect. The ranks may have failed in different
+        calls. To find the last step that all of them have completed, reduce their step numbers with
+        MIN over the new communicator. Faults planned with `r2ccl.testing` are not injected into the
+        new communicator.
         """
         return self._job.shrink(self._participant, quorum, self._assemble)
 

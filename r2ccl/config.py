@@ -61,8 +61,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Bypass of two ranks without a common rail. full: NICs of different rails reach each other;
     #: rail: they do not, a third rank forwards; auto: whichever connects first; none: no bypass.
     fabric: str = "auto"
-    #: RDMA ports to use, in NCCL's syntax (``mlx5_0:1``). none: no RDMA. Empty: all ACTIVE ports,
-    #: but no RDMA if all ranks are on one host.
+    #: RDMA ports to use, in NCCL's syntax (``mlx5_0:1``). none: no RDMA. Empty: all usable ACTIVE
+    #: ports, but no RDMA if all ranks are on one host.
     hca: str = ""
     #: Index in the GID table of the address from which queue pairs send; -1: chosen by type and
     #: address.
@@ -72,25 +72,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ib_timeout: int = 16
     #: Number of retransmissions after which a NIC puts the queue pair into the error state.
     ib_retry_cnt: int = 3
-    #: Code that polls RDMA completions and posts requests. 1: compiled code; 0: pyverbs; auto: 1,
-    #: except 0 on Soft-RoCE and Soft-iWARP.
+    #: Code that polls RDMA completions and posts requests. 1: compiled code if possible, else
+    #: pyverbs; 0: pyverbs; auto: 1, except 0 on Soft-RoCE and Soft-iWARP.
     fastpath: str = "auto"
-    #: Maximum amount of host memory registered with NICs, and of GPU memory; the least recently
-    #: used is deregistered first.
+    #: Maximum amount of host memory registered with NICs, and separately of GPU memory; the least
+    #: recently used is deregistered first.
     registration_limit_nbytes: int = 4 << 30
     #: Staging memory of collectives on GPU memory: pinned host memory if the rails reach only host
     #: memory (at least 64 bytes per rank are used), else GPU memory that slices land in.
     staging_nbytes: int = 64 << 20
     #: Access of a node's GPUs to each other's memory. 1: direct, or an error if it is not possible;
-    #: 0: through pinned host memory; auto: direct if it is possible between all GPUs of the node.
+    #: 0: not direct; auto: direct if it is possible between all GPUs of the node.
     ipc: str = "auto"
     #: Shared memory instead of the network: between all ranks if they are on one host; on several
     #: hosts with equally many ranks each, in allreduces, within each host. 1: used, or an error if
     #: ranks of a host cannot share memory; 0: not used; auto: used if they can, unless `algo`
     #: selects a schedule, or faults are injected into the network (testing).
     shm: str = "auto"
-    #: Use of compiled code for calls over TCP. 1: used, or an error if that is not possible; 0: not
-    #: used; auto: used if it can be loaded.
+    #: Use of compiled code for calls if all rails are TCP rails. 1: used, or an error if it cannot
+    #: be loaded; 0: not used; auto: used if it can be loaded.
     compiled: str = "auto"
     #: A path without an event for this long, while its peer has to send or confirm, is probed.
     suspicion_timeout_s: float = 0.5
@@ -130,7 +130,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     #: Secret of the job, 64 hexadecimal digits.
     secret: str = ""
-    #: Path of a file that holds the secret; owned by the user, mode 0600.
+    #: Path of a file that holds the secret; owned by the user, and accessible to no other user.
     secret_file: str = ""
     #: Address that the control plane binds and announces; empty: derived from the rendezvous.
     control_address: str = ""

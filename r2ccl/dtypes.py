@@ -131,7 +131,7 @@ def dtype_name(code: int) -> str:
 
 
 def names() -> str:
-    """Return the names of all element types, sorted and comma separated, for messages."""
+    """Return the names of the types in `DTYPES`, sorted and comma separated, for messages."""
     return ", ".join(sorted(map(dtype_name, DTYPES)))
 
 

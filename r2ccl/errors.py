@@ -19,7 +19,7 @@ from typing import Any
 
 
 class R2cclError(Exception):
-    """Base class of all exceptions that r2ccl raises.
+    """Base class of the exceptions of r2ccl.
 
     An exception can be pickled; the unpickled copy has the same message and attributes.
     """
@@ -43,7 +43,7 @@ class InvalidArgument(R2cclError, ValueError):
 
 
 class ScheduleError(R2cclError):
-    """Schedule rejected by the checker.
+    """Incorrect schedule.
 
     Parameters
     ----------
@@ -113,7 +113,8 @@ class RailDown(TransportError):
 class TransportTimeout(TransportError):
     """Timeout of a wait; the message names the event that did not happen.
 
-    If ``wait(timeout_s)`` of a `Work` or `MessageRequest` raises it, the operation continues.
+    If a wait for a `Work` or `MessageRequest` ends by its own ``timeout_s``, the operation
+    continues.
     """
 
 

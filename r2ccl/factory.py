@@ -66,7 +66,7 @@ _MESSAGES: Any = (
     | InContext
     | Shrinking
 )  # fmt: skip
-#: Made when this module is imported, which takes 5 ms: a rank server imports it before it forks.
+#: Making it takes 5 ms, which a rank server spends before it forks, when it imports this module.
 _CODEC = Codec(_MESSAGES)
 
 
@@ -79,8 +79,9 @@ def init(
     ----------
     comm : mpi4py communicator, optional
         MPI communicator that provides the ranks. Default: the torchrun-style environment
-        (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...), as set by `r2ccl launch` and torchrun, or
-        ``MPI.COMM_WORLD`` if an MPI launcher started the process.
+        (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...), as set by `r2ccl launch` and torchrun;
+        else ``MPI.COMM_WORLD``, if an MPI launcher started the process and mpi4py is installed;
+        else the variables of Slurm, Kubernetes or an MPI launcher.
     faults : r2ccl.testing.FaultPlan, optional
         Faults to inject (testing), or another object whose ``wrap`` wraps the transport. Default:
         the function that ``R2CC_TRANSPORT_WRAPPER`` names, if any.
@@ -108,8 +109,8 @@ def init(
         If another rank fails, or every path to a peer is lost, during `init`.
     TransportError
         If this process or its host has run out of file descriptors, ports or memory, its NICs
-        cannot be listed, an RDMA NIC cannot be opened, or ranks of a host cannot share memory
-        although ``R2CC_SHM=1``.
+        cannot be listed, an RDMA NIC cannot be opened, ranks of a host cannot share memory although
+        ``R2CC_SHM=1``, or compiled code cannot be loaded although ``R2CC_COMPILED=1``.
 
     Notes
     -----

@@ -100,11 +100,12 @@ ROOTED = frozenset(
         Collective.SCATTERV,
     )
 )
-#: Collectives in which every rank contributes, or receives, one part of the larger buffer.
+#: Collectives in which, on every rank, exactly one of the two buffers has one part per rank.
 PARTED = frozenset((Collective.ALLGATHER, Collective.REDUCE_SCATTER))
 #: Collectives whose parts can differ in size; a rank knows only the sizes that it sends or gets.
 PAIRWISE = frozenset((Collective.GATHERV, Collective.SCATTERV, Collective.ALLTOALLV))
-#: Collectives in which every part travels from its source to its destination directly.
+#: Collectives whose parts travel from source to destination directly, except that a gather or
+#: scatter may use a tree.
 DIRECT = PAIRWISE | {Collective.GATHER, Collective.SCATTER, Collective.ALLTOALL}
 #: Reductions over the ranks up to each rank, in rank order.
 PREFIXES = frozenset((Collective.SCAN, Collective.EXSCAN))

@@ -1,14 +1,14 @@
 """Rendezvous, authentication and control plane: how ranks find and authenticate each other.
 
-The data plane calls `connect` and uses the `r2ccl.bootstrap.control.ControlPlane` that it returns.
-Users call `r2ccl.bootstrap.launch.launch`. Outside this package only transports open connections to
-other ranks.
+`r2ccl.factory` calls `connect`, and the data plane uses the `ControlPlane` that `connect` returns.
+Users call `r2ccl.launch` and `r2ccl.launch_pool`. Outside this package, only transports and
+`r2ccl.shm` open connections to other ranks.
 
-Main modules, in the order a job uses them: ``launch`` starts ranks; ``identity`` and ``secretfile``
-determine this process's rank and secret; ``startup``, ``rendezvous``, ``leader`` and ``branch``
-find the other ranks; ``wire`` and ``listener`` open authenticated connections; ``overlay`` chooses
-the ranks that have sessions; ``session``, ``peer``, ``paths`` and ``control`` make the control
-plane; ``succession`` makes the control plane of the survivors after ranks were lost.
+Main modules, in the order a job uses them: ``launch`` and ``pool`` start ranks; ``identity`` and
+``secretfile`` determine this process's rank and secret; ``startup``, ``rendezvous``, ``leader`` and
+``branch`` find the other ranks; ``dialing`` and ``listener`` open authenticated connections;
+``overlay`` chooses the ranks that have sessions; ``session``, ``peer``, ``paths`` and ``control``
+make the control plane; ``succession`` makes the control plane of the survivors for a shrink.
 
 Names are imported on first use, because asyncio would add tens of milliseconds to ``import
 r2ccl``.

@@ -57,7 +57,7 @@ ANSWER_NBYTES = _MAC_NBYTES
 
 
 class HandshakeRejected(R2cclError):
-    """Error: a handshake failed, or the other side refused the connection.
+    """Error: a handshake failed, or one side refused the connection.
 
     ``reason`` is a short, fixed text, by which rejections are counted.
     """
@@ -90,7 +90,7 @@ class Secret:
                 "make one with `openssl rand -hex 32`"
             )
         self._key = key
-        # The hash states after the key's blocks. `hmac.digest` takes ten times as long, because
+        # The hash states after the key's blocks. `hmac.digest` takes 2 to 10 times as long, because
         # OpenSSL looks up both algorithms by name in each call; each connection needs two proofs.
         block = key.ljust(_BLOCK_NBYTES, b"\0")
         self._inner = hashlib.sha256(bytes(byte ^ _INNER_PAD for byte in block))
@@ -268,7 +268,9 @@ class Acceptor:
         return self._opening
 
     def check(self, beginning: bytes) -> None:
-        """Check the opening in the `beginning` of the dialer's message, once all of it has arrived.
+        """Check the dialer's opening; do nothing while `beginning` is shorter than an opening.
+
+        `beginning` is the part of the dialer's message that has arrived.
 
         Raises
         ------

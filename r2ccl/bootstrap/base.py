@@ -1,7 +1,7 @@
 """Interfaces of the control plane that the data plane uses; no method blocks.
 
 `r2ccl.bootstrap.control.ControlPlane` and the simulator in `r2ccl.testing.simulation` implement
-them.
+both. `r2ccl.runtime.contexts.ContextPost` implements `Post` for the ranks of one communicator.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ class Post(Protocol):
     def send(self, peer: int, message: object) -> None:
         """Queue `message` for `peer`.
 
-        If this rank has a session with `peer`, the message arrives exactly once, in the order sent.
-        Otherwise it passes through other ranks, and is lost if one of them is lost meanwhile.
+        If this rank has a session with `peer`, the message arrives exactly once, in the order sent,
+        unless `peer` is lost. Otherwise it passes through other ranks, and is lost if one of them
+        is lost meanwhile.
         """
         ...
 
     def broadcast(self, message: object) -> None:
-        """Queue `message` for every other rank; it arrives even if some ranks are lost."""
+        """Queue `message` for every other rank."""
         ...
 
     def gossip(self, message: object, source: int = -1) -> None:
@@ -49,7 +50,7 @@ class ControlPort(Post, Protocol):
     def open_session(self, peer: int) -> None:
         """Connect a session with `peer`, and send messages to `peer` over it from now on.
 
-        `peer` must call `open_session` too: the lower rank dials, the higher rank accepts.
+        Both ranks call this method: the lower rank dials, the higher rank accepts.
         """
         ...
 

@@ -68,9 +68,10 @@ class Branch:
         self._fault = ""
         self._has_passed_up = False
         self._is_leader_gone = False
-        #: Message to rank 0 that the parent is lost; None while the parent is not lost.
+        #: Message to rank 0 that the parent is lost; None if no loss was noticed.
         self._orphaned: bytes | None = None
-        #: Last message from the parent or rank 0: a `Table` or a `MeetingFailed`.
+        #: Result of the round, encoded: the `Table` or `MeetingFailed` that the parent or rank 0
+        #: sent, or a `MeetingFailed` for the loss of one of them.
         self._outcome: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._obstacle = ""
 
@@ -138,7 +139,7 @@ class Branch:
         return ""
 
     async def close(self) -> None:
-        """Close all connections except that to rank 0; call it once."""
+        """Close the listener and all connections except that to rank 0; call it once."""
         for reader in self._readers.values():
             reader.stop()
         for sock in self._children.values():
@@ -157,8 +158,8 @@ class Branch:
     def _on_leader_end(self, exc: OSError) -> None:
         """Handle the end of the connection to rank 0: rank 0 exited or has finished.
 
-        Rank 0 finishes when it has the addresses of all ranks and has sent the table of addresses
-        to its children in the tree.
+        Without an error, rank 0 finishes when it has the addresses of all ranks and has sent the
+        table of addresses to its children in the tree.
         """
         self._is_leader_gone = True
         if self._parent == 0 or not self._has_passed_up:
@@ -209,8 +210,9 @@ class Branch:
     async def _climb(self, own: PeerInfo, secret: Secret, address: wire.Address) -> None:
         """Wait for the children's addresses; send the addresses of this subtree to the parent.
 
-        A parent other than rank 0 answers with the addresses of all ranks: wait for this answer. If
-        a child sends anything but addresses, send the parent nothing, and rank 0 the error.
+        A parent other than rank 0 answers with the addresses of all ranks, or with an error: wait
+        for this answer. If a child sends anything but addresses, send the parent nothing, and rank
+        0 the error.
         """
         if self._awaited:
             await self._is_collected.wait()
@@ -251,7 +253,10 @@ class Branch:
             pause = min(2 * pause, _MAX_PAUSE_S)
 
     async def _miss_parent(self, exc: OSError) -> None:
-        """Tell rank 0 that the parent is lost; rank 0 tells all ranks, unless it has finished."""
+        """Tell rank 0, which tells all ranks, that the parent is lost.
+
+        If the connection to rank 0 has ended, only this rank and its subtree fail.
+        """
         why = f"its connection to rank {self._rank}: {exc}"
         self._orphaned = encode(MeetingFailed(why, lost=self._parent))
         if self._is_leader_gone:

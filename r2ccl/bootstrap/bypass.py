@@ -1,11 +1,11 @@
 """Bypasses: connections between two ranks that have no rail in common.
 
 A *way* is a connection from a NIC of the lower rank to a NIC of the higher rank, or one through a
-third rank, the forwarder. The lower rank dials several ways, each after a short pause, and uses the
-first over which the higher rank authenticates. The forwarder accepts an authenticated rank,
-connects to the target over the first rail that answers, and copies bytes in both directions until
-either side closes. The two ranks authenticate each other end to end through the forwarder. The
-code runs in the control thread.
+third rank, the forwarder. The lower rank dials several ways, with a short pause between them, and
+uses the first over which the higher rank authenticates. The forwarder accepts an authenticated
+rank, connects to the target over the first rail that answers, and copies bytes in both directions
+until either side closes. The two ranks authenticate each other end to end through the forwarder.
+The code runs in the control thread.
 
 Bypasses are not probed. The kernel closes a TCP connection after `SILENCE_S` without an answer from
 the kernel at the other end. That closes the whole bypass, and the two ranks try other ways.

@@ -99,9 +99,10 @@ class ControlHandler(Protocol):
 class ControlPlane:
     """Control sessions, messages to all other ranks, data sockets, and liveness of peers.
 
-    Made by `r2ccl.bootstrap.connect`. All methods except `close` may be called from any thread and
-    return without blocking. Calls before `start` take effect at `start`. The callbacks that methods
-    take (`on_failed`, `fn`) run in the control thread. Except `kick` and `obstacles`, methods raise
+    Made by `r2ccl.bootstrap.connect` and, for a shrink, by `r2ccl.bootstrap.succession`. All
+    methods except `close` return without blocking and, unless they say otherwise, may be called
+    from any thread. Calls before `start` take effect at `start`. The callbacks that methods take
+    (`on_failed`, `fn`) run in the control thread. Except `kick` and `obstacles`, methods raise
     InvalidArgument if `peer` is this rank or no rank, or `rail` is no rail.
 
     Parameters
@@ -130,17 +131,24 @@ class ControlPlane:
 
     Attributes
     ----------
+    rank, peers, nics, communicator_id
+        As given.
+    nranks : int
+        Number of ranks.
     neighbors : frozenset of int
         Ranks that this rank has a session with from the start, and that `gossip` sends to.
     is_busy : bool
-        Set by the engine while a call waits. The control thread reads it at every tick; setting it
-        wakes no thread.
+        Set by the data loop while a call waits in it. The control thread reads it at every tick;
+        setting it wakes no thread.
     is_on_one_host : bool
         True if all ranks share one network stack (`PeerInfo.host`).
     nwires : int
         Number of rails that add bandwidth to one another: the RDMA ports if there are any; else 1
         if all rails are loopback, which share the memory bandwidth; else all rails that are no last
         resort, or all rails if there is no other. Equal on all ranks.
+    last_resorts : frozenset of int
+        TCP rails used only between two ranks that have no other rail left; see `Nic`. Empty if
+        there are no other TCP rails.
     nhcas : int
         Number of RDMA ports that every rank uses.
     setting : Setting
@@ -172,7 +180,6 @@ class ControlPlane:
         self.is_on_one_host = len({info.host for info in peers}) == 1
         self.nhcas = len(peers[rank].hcas)
         nhomes = len(nics) - peers[rank].nlast_resorts
-        #: TCP rails used only between two ranks that have no other rail left; see `Nic`.
         self.last_resorts = frozenset(range(nhomes, len(nics))) if nhomes else frozenset()
         self.nwires = self.nhcas or (1 if _is_loopback(peers) else nhomes or len(nics))
         self.is_busy = False
@@ -246,7 +253,7 @@ class ControlPlane:
         return [*self._loop.descriptors(), *self._listener.descriptors(), *held]
 
     def disable(self) -> None:
-        """Make all calls no-ops in the child of a fork, which has no control thread."""
+        """Make the methods that need the control thread no-ops; for the child of a fork."""
         self._is_closing = True
 
     def _start(self) -> None:
@@ -321,9 +328,11 @@ class ControlPlane:
         self._do(functools.partial(self._gossip, self._codec.encode(message), source))
 
     def broadcast(self, message: object) -> None:
-        """Queue `message` for every other rank; it arrives even if other ranks are lost meanwhile.
+        """Queue `message` for every other rank.
 
-        Each rank passes it on to its neighbors. All ranks together send about 2 n log2(n) messages.
+        Each rank passes it on to its neighbors, so it arrives even if ranks are lost meanwhile, as
+        long as the overlay network connects the others. All ranks together send about 2 n log2(n)
+        messages.
         """
         self._do(functools.partial(self._broadcast, self._codec.encode(message)))
 
@@ -348,7 +357,8 @@ class ControlPlane:
     def last_heard(self, peer: int) -> float | None:
         """Return the time of the last sign of life from `peer`, by the control plane's clock.
 
-        None if this rank has no session with `peer`.
+        Before the first one, return the time at which the session was made; None if this rank has
+        no session with `peer`.
         """
         self._check(peer)
         session = self._sessions.get(peer)
@@ -502,8 +512,8 @@ class ControlPlane:
     ) -> bool:
         """Report the loss of `peer` to the handler; return True if other ranks must be told.
 
-        Return False if `peer` is lost or has left already, or this rank is closing. `witness` is
-        the rank that found the loss; None means this rank.
+        Return False if `peer` is lost or has left already, or this control plane is not started or
+        is closing. `witness` is the rank that found the loss; None means this rank.
         """
         if self._overlay.is_closed(peer):
             return False
@@ -641,7 +651,7 @@ class ControlPlane:
             logger.exception("rank %d: a callback failed", self.rank)
 
     def _do(self, fn: Callable[[], object]) -> None:
-        """Run `fn` in the control thread, after all work queued before it."""
+        """Run `fn` in the control thread, after all work queued before it; after `close`, never."""
         if self._is_closing:
             return
         self._inbox.append(fn)

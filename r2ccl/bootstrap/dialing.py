@@ -213,8 +213,8 @@ async def prove(
     HandshakeTimeout
         If it takes longer than `limit_s` seconds.
     HandshakeRejected
-        If the other side does not know the secret, has another protocol version, or closes or
-        resets the connection, because it does not accept it now or its process has ended.
+        If the other side does not know the secret or speaks another protocol or version, or if it
+        closes or resets the connection, because it does not accept it now or its process has ended.
     """
     dialing = _Dialing(sock, Dialer(secret, claim, os.urandom(NONCE_NBYTES)), limit_s)
     dialing.shake_hands()

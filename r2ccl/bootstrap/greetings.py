@@ -1,4 +1,4 @@
-"""Messages of the rendezvous (`r2ccl.bootstrap.rendezvous`), and their encoding."""
+"""Messages of the rendezvous (`r2ccl.bootstrap.rendezvous`), their encoding, and its result."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from r2ccl.errors import InvalidArgument, PeerLost, R2cclError, TransportTimeout
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of every rank to rank 0.
+    """First message of every other rank to rank 0.
 
     ``host`` is the result of `host_id`, ``digest`` that of `Config.digest`. ``address`` is the
-    address and port at which the rank's children in the tree connect; ``("", 0)`` if there are no
-    children.
+    address and port at which the rank's children in the tree connect; ``("", 0)`` if the rank does
+    not listen for children.
     """
 
     rank: int
@@ -78,8 +78,9 @@ class Table(msgspec.Struct, frozen=True, tag="table"):
 class MeetingFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Failure of the rendezvous; every rank raises an error with ``text``.
 
-    ``is_timeout`` is True if ranks did not arrive in time. If the cause is a rank that exited,
-    ``lost`` is that rank and ``host`` its host, or empty if unknown; otherwise ``lost`` is -1.
+    ``is_timeout`` is True if ranks or their addresses did not arrive in time. If the cause is a
+    rank that exited, ``lost`` is that rank and ``host`` its host, or empty if unknown; otherwise
+    ``lost`` is -1.
     """
 
     text: str

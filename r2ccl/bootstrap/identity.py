@@ -66,18 +66,19 @@ def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identi
     ----------
     config : Config
     comm : mpi4py.MPI.Comm or None
-        MPI communicator that provides the ranks. If given, or if an MPI launcher started the
-        process, the call is collective.
+        MPI communicator that provides the ranks. With it, or if ``MPI.COMM_WORLD`` provides the
+        ranks, the call is collective.
     env : mapping
         The process environment.
 
     Raises
     ------
     InvalidArgument
-        If the rank of this process is not defined, or rank, number of ranks, address or port are
-        incomplete or invalid; if mpi4py cannot be used, or sees one rank although the MPI launcher
-        started several; if rank 0 cannot listen or has no usable secret (only with MPI); or if this
-        rank has no usable secret, or a secret is set on only some ranks.
+        If the rank of this process is not defined, or rank, number of ranks, address, port or
+        inherited socket are incomplete or invalid; if mpi4py cannot be used, or sees one rank
+        although the MPI launcher started several; if rank 0 cannot listen or has no usable secret
+        (only with MPI); or if this rank has no usable secret, or a secret is set on only some
+        ranks.
     OSError
         If this process cannot open a socket.
     """
@@ -241,7 +242,10 @@ def _number(env: Mapping[str, str], name: str, instead: str = "") -> int:
 
 
 def _inherited_listener(env: Mapping[str, str]) -> socket.socket | None:
-    """Return a duplicate of the launcher's socket, or None; later communicators make their own."""
+    """Return a duplicate of the launcher's socket; None if the launcher has passed none.
+
+    The launcher's socket stays open, so that later communicators can duplicate it too.
+    """
     if LISTEN_FD_VARIABLE not in env:
         return None
     fd = _number(env, LISTEN_FD_VARIABLE)

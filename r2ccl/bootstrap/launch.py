@@ -59,8 +59,8 @@ class JobShare(msgspec.Struct, frozen=True):
     def environment(self, rank: int) -> dict[str, str]:
         """Return the environment variables of `rank`, which contain the secret.
 
-        Rank 0 also needs `LISTEN_FD_VARIABLE`: the number of the descriptor of the rendezvous
-        socket in rank 0. The process that starts rank 0 must set it.
+        A process that passes the open rendezvous socket to rank 0 must also set
+        `r2ccl.bootstrap.identity.LISTEN_FD_VARIABLE` to the number of the descriptor in rank 0.
         """
         return {
             "RANK": str(rank),
@@ -87,6 +87,8 @@ class LocalJob:
 
     Attributes
     ----------
+    listener : socket.socket
+        Rendezvous socket, which rank 0 must inherit.
     share : JobShare
         All ranks of the job.
     """
@@ -165,9 +167,10 @@ def launch(
 
     Notes
     -----
-    Ranks write to the standard output of this process. In a notebook, and wherever else
-    ``sys.stdout`` is not this output, the lines of the ranks appear in ``sys.stdout`` while
-    `launch` waits, each after ``[rank]`` if there are several ranks. No rank outlives this process.
+    Ranks write to the standard output and standard error of this process. In a notebook, and
+    wherever else ``sys.stdout`` or ``sys.stderr`` is another stream, the lines of the ranks appear
+    in ``sys.stdout`` and ``sys.stderr`` while `launch` waits, each after ``[rank]`` if there are
+    several ranks. No rank outlives this process.
     """
     limit_s = float("inf" if timeout_s is None else timeout_s)  # raises before any rank runs
     with LocalJob(nranks) as job:
@@ -327,9 +330,10 @@ class RankProcesses:
                 return found
 
     def outcome(self, rank: int) -> RankOutcome:
-        """Read the outcome of the function in `rank`; its ``error`` has the remote traceback.
+        """Receive and return the outcome of the function in `rank`.
 
-        If the rank has exited, the error is an `R2cclError`.
+        If the function raised, ``error`` has the remote traceback as its cause. If the rank exited
+        without an outcome, ``error`` is an `R2cclError`.
         """
         process = self.ranks[rank]
         try:

@@ -3,8 +3,8 @@
 `LAUNCHERS` lists them. Under an MPI launcher, mpi4py normally provides the ranks;
 `require_company` then checks that the size of ``COMM_WORLD`` agrees with the launcher's variables.
 If launcher and mpi4py belong to different MPI libraries, ``COMM_WORLD`` has a single rank: n
-processes would run n jobs of one rank, each with a wrong result. Otherwise `find_place` takes rank,
-number of ranks and address of rank 0 from the variables.
+processes would run n jobs of one rank, each with a wrong result. Without mpi4py, `find_place` takes
+rank, number of ranks and address of rank 0 from the variables.
 
 This module must not import mpi4py, since importing it can initialise MPI.
 """
@@ -135,7 +135,7 @@ def find_place(launcher: LauncherVariables, env: Mapping[str, str]) -> RankPlace
 
 
 def _address(launcher: LauncherVariables, env: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the address of rank 0, and whether all ranks are on this host.
+    """Return the address of rank 0, and whether all ranks are known to be on this host.
 
     The address is empty if it is unknown.
     """
@@ -167,9 +167,11 @@ def first_host(listed: str) -> str:
 
 
 def _port(launcher: LauncherVariables, env: Mapping[str, str]) -> int:
-    """Return a port, equal on all ranks of a job, and most likely different between jobs.
+    """Return the port of the rendezvous, equal on all ranks of a job.
 
-    Return 0 if the launcher does not identify the job, and another job may be on the same host.
+    If the launcher identifies the job, the port is most likely different from those of other jobs.
+    If not, return 0 for an MPI launcher, because another job may be on the same host, and
+    `DEFAULT_PORT` for any other launcher.
     """
     names = [env[name] for name in launcher.job if name in env]
     if not names:
@@ -225,7 +227,7 @@ class LauncherClaim(msgspec.Struct, frozen=True):
 
 
 def claims(env: Mapping[str, str]) -> list[LauncherClaim]:
-    """Return the rank and job size of each launcher in `env`; several if launchers are nested.
+    """Return the rank and job size of each MPI launcher in `env`; several if they are nested.
 
     Claims without a number of ranks are returned only if no claim has one. A claim whose rank is
     not below its number of ranks has the variables of two launchers, and is ignored. PMIx is
@@ -259,8 +261,8 @@ def require_company(nranks: int, library: str, env: Mapping[str, str]) -> None:
     Raises
     ------
     InvalidArgument
-        If ``COMM_WORLD`` has one rank, but all launchers in the environment report several. If only
-        some do, a warning is logged, since it is unknown which of them started this process.
+        If ``COMM_WORLD`` has one rank, but all MPI launchers in the environment report several. If
+        only some do, a warning is logged, since it is unknown which of them started this process.
     """
     odd = [claim for claim in claims(env) if not claim.fits(nranks)]
     if nranks > 1 or not odd:

@@ -67,11 +67,11 @@ _LAST_REPORT_S = 30.0
 #: While at least this number of ranks are missing, rank 0 handles connections in batches.
 _MANY_MISSING = 16
 #: Time between two batches, as a share of the time since the rendezvous began, and its maximum in
-#: seconds. The number of batches thus grows with the logarithm of that time.
+#: seconds. Up to the maximum, the number of batches grows with the logarithm of that time.
 _PAUSE_SHARE, _MAX_PAUSE_S = 0.1, 0.25
 #: Maximum of this time, in seconds, while dialers have not proved the secret yet.
 _PROOF_PAUSE_S = 0.05
-#: Maximum number of ranks that such a message names.
+#: Maximum number of missing ranks that a progress message names.
 _MAX_NAMED = 16
 
 
@@ -119,7 +119,7 @@ class Leader:
         self._members: list[_Member] = []
         #: Addresses that have arrived, by rank.
         self._infos: dict[int, PeerInfo] = {}
-        #: Ranks whose addresses have not arrived.
+        #: Ranks whose addresses are still expected.
         self._awaited = set(range(1, identity.nranks))
         self._faults: list[str] = []
         #: Ranks that exited during the rendezvous, and how that was noticed.
@@ -327,9 +327,9 @@ class Leader:
             raise _FoundFaults("; ".join(self._faults))
 
     async def _await_progress(self, awaited: Callable[[], str]) -> None:
-        """Wait until `_progress` is set; say at growing intervals what rank 0 waits for.
+        """Wait until `_progress` is set; report at growing intervals what rank 0 waits for.
 
-        ``awaited()`` is called for each of these messages.
+        ``awaited()`` is called for each report, and returns what rank 0 waits for, as text.
         """
         pause_s, waited_s = _FIRST_REPORT_S, 0.0
         waiting = asyncio.ensure_future(self._progress.wait())
@@ -433,7 +433,10 @@ class Leader:
 
 
 def _with_common_rails(infos: Iterable[PeerInfo]) -> tuple[PeerInfo, ...]:
-    """Return `infos` in rank order, each cut to the least number of rails and RDMA ports."""
+    """Return `infos` in rank order, each cut to the least numbers of rails and RDMA ports.
+
+    Last-resort rails and other rails are counted separately.
+    """
     ordered = sorted(infos, key=lambda info: info.rank)
     nhomes = min(len(info.rails) - info.nlast_resorts for info in ordered)
     nlast = min(info.nlast_resorts for info in ordered)

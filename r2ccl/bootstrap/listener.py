@@ -37,9 +37,9 @@ logger = logging.getLogger("r2ccl.bootstrap")
 #: Default maximum number of unauthenticated connections of a listener at a time; a new one evicts
 #: the oldest.
 MAX_PENDING = 64
-#: Rate and burst of accepted connections that fail to authenticate: above them, accepting pauses.
-#: Each takes about 0.2 ms of the control thread. A full backlog is accepted within a second, before
-#: dialers time out.
+#: Rate per second and burst of connections that fail to authenticate or are refused: above them,
+#: accepting pauses. Each takes about 0.2 ms of the control thread. A full backlog is accepted
+#: within a second, before dialers time out.
 _UNPROVED_PER_S, _UNPROVED_BURST = 1000.0, 1024.0
 #: Pause after a failed accept; if no descriptor was free, closing connections free some meanwhile.
 _ACCEPT_RETRY_S = 0.1
@@ -128,9 +128,9 @@ Gate = Callable[[Claim, int], Handover | Coroutine[Any, Any, Handover]]
 
 
 class _Allowance:
-    """Token bucket for connections that fail to authenticate.
+    """Token bucket for connections that fail to authenticate or that the gate rejects.
 
-    Authenticated connections cost no token, since all ranks may connect at the same time.
+    Connections that are handed over cost no token, since all ranks may connect at the same time.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -139,7 +139,7 @@ class _Allowance:
         self._counted_s = clock()
 
     def spend(self) -> None:
-        """Take a token for a connection that did not authenticate."""
+        """Take a token for a connection that did not authenticate or was rejected."""
         now = self._clock()
         earned = (now - self._counted_s) * _UNPROVED_PER_S
         self._left = min(_UNPROVED_BURST, self._left + earned) - 1.0
@@ -330,7 +330,10 @@ class Listener:
             self._run(made, partial(made.acceptor.check, made.received))
 
     def _end(self, made: _Handshake) -> None:
-        """Handle a connection that its dialer ended; if it sent nothing, it was only a probe."""
+        """Handle a connection that its dialer ended, or that failed.
+
+        If the dialer sent nothing, the connection was only a probe.
+        """
         if made.received:
             self._reject(made, _BROKEN_OFF)
         else:

@@ -1,7 +1,7 @@
 """Log of r2ccl: the level that ``R2CC_DEBUG`` sets, and the form of the lines on stderr.
 
 Without ``R2CC_DEBUG``, nothing is changed. If the program has configured handlers, only the level
-is set.
+is set. `progress` reports long waits, on a terminal even without ``R2CC_DEBUG``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RankFormatter(logging.Formatter):
 
 
 def set_level(config: Config) -> None:
-    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; add a stderr handler if it has no handler."""
+    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; if no handler serves it, add one for stderr."""
     level = DEBUG_LEVELS[config.debug.upper()]
     if not level:
         return

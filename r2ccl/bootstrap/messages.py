@@ -88,7 +88,7 @@ class PeerDown(msgspec.Struct, frozen=True, tag="boot.peer_down"):
 
     ``why`` is the evidence. ``last_heard_s`` is the time in seconds between the last sign of life
     that ``witness`` received and its finding. A rank that receives this message about itself has
-    been given up by the sender.
+    been given up by the sender, which has measured ``last_heard_s`` itself.
     """
 
     rank: int

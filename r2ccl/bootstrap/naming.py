@@ -1,9 +1,9 @@
-"""Resolution of MASTER_ADDR to a numeric address, with retries.
+"""Resolution of MASTER_ADDR to a numeric address, and its errors.
 
-The name may not exist yet: containers and nodes that start with the job get their names late. It is
-therefore resolved again until the timeout of `init`; the first failure is logged at once, in case
-the name is mistyped. Permanent errors end `init` at once: a malformed name, or a resolver error
-that no retry can change. A name that is still unknown at the timeout raises the same error.
+The name may not exist yet: containers and nodes that start with the job get their names late. The
+callers therefore resolve it again until the timeout of `init`; the first failure is logged at once,
+in case the name is mistyped. Permanent errors end `init` at once: a malformed name, or a resolver
+error that no retry can change. A name that is still unknown at the timeout raises the same error.
 
 Invariant: an `InvalidArgument` of this module names the rank, the name and the resolver's answer.
 """

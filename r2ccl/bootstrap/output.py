@@ -34,7 +34,7 @@ class _Source(NamedTuple):
 
 
 def is_forwarded() -> bool:
-    """Return whether ``sys.stdout`` or ``sys.stderr`` is not the descriptor of that name."""
+    """Return whether ``sys.stdout`` does not write to descriptor 1, or ``sys.stderr`` to 2."""
     return any(
         not _is_descriptor(getattr(sys, name), number)
         for number, name in enumerate(_STREAMS, start=1)
@@ -51,7 +51,7 @@ def _is_descriptor(stream: Any, number: int) -> bool:
 
 
 class RankOutput:
-    """Pipes from the standard output and standard error of each rank to those of this process.
+    """Pipes from the standard output and error of each rank to ``sys.stdout`` and ``sys.stderr``.
 
     Lines of several ranks are written whole, each after ``[rank]``.
 
@@ -107,7 +107,10 @@ class RankOutput:
         return True
 
     def flush(self) -> None:
-        """Write everything that the ranks have written so far, the last line even if incomplete."""
+        """Write what the ranks have written so far, the last line even if incomplete.
+
+        Read each pipe at most `_MOST_READS` times.
+        """
         for descriptor in list(self._sources):
             for _ in range(_MOST_READS):
                 if not self.forward(descriptor):
@@ -125,7 +128,7 @@ class RankOutput:
         self.theirs = []
 
     def close(self) -> None:
-        """Close all pipes."""
+        """Close this process's ends of all pipes."""
         for descriptor in self._sources:
             os.close(descriptor)
         self._sources.clear()

@@ -1,12 +1,13 @@
 """Overlay network of the control plane: the sessions of a rank, and routes to the other ranks.
 
 If every two ranks had a session, the connections of a rank would grow with the number of ranks. In
-the overlay, a rank has sessions with its *neighbors* only, the ranks at distances 1, 2, 4, ...
-in both directions around the ring of ranks: about 2 log2(n) of them. A message to any other rank
-passes through at most log2(n) sessions while no rank is lost. A message for all ranks is passed on
-by every rank to its neighbors, so it arrives as long as the ranks that are alive are connected: the
-failure of some ranks delays no such message and needs no repair. A binomial tree with root 0, whose
-edges all join neighbors, collects answers from all ranks with one message per rank.
+the overlay, a rank has sessions with its *neighbors* only, the ranks at distances 1, 2, 4, ... in
+both directions around the ring of ranks: about 2 log2(n) of them. A message to any other rank
+passes through at most log2(n) sessions while no rank is lost or has left. A message for all ranks
+is passed on by every rank to its neighbors, so it arrives as long as the ranks that are alive are
+connected: the failure of some ranks delays no such message and needs no repair. A binomial tree
+with root 0, whose edges all join neighbors, collects answers from all ranks with one message per
+rank.
 
 There is no I/O here: results depend only on the rank, the number of ranks, and the ranks recorded
 as lost or as having left.
@@ -108,7 +109,7 @@ class Overlay:
     def next_hop(self, destination: int) -> int | None:
         """Return the neighbor to which to pass a message for `destination`.
 
-        Return None if there is no route without a rank that is lost or has left.
+        Return None if every route contains a rank that is lost or has left.
         """
         if not self._lost and not self._left:
             return min(self.neighbors, key=lambda rank: self._distance(rank, destination))
@@ -117,7 +118,7 @@ class Overlay:
         return min(ready, key=lambda rank: steps[rank], default=None)
 
     def cut_off(self) -> list[int]:
-        """Return the ranks that are not known to be lost, but have no route without lost ranks.
+        """Return the ranks, not known to be lost, to which every route contains a lost rank.
 
         After a partition of the network, this rank itself detects only the loss of its neighbors on
         the other side. The caller must treat the ranks returned here as lost, too. The list is

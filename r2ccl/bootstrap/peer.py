@@ -8,8 +8,9 @@ silent for too long is replaced; the addresses are tried in turn.
 A peer is *lost* when a connection to one of its listening addresses is refused (ECONNREFUSED: its
 process is gone) while all carriers are silent; when shared memory shows that its process has ended
 (`ControlPlane.report_exit`); when its session has been silent for ``config.peer_timeout_s``; when
-it sends a message that cannot be decoded; or when another rank reports it. A peer has *left* when
-it sent Goodbye. The code runs in the control thread.
+it sends a message that cannot be decoded; when another rank reports it; or when lost ranks cut it
+off from this rank in the overlay network. A peer has *left* when it sent Goodbye. The code runs in
+the control thread.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from r2ccl.types import Nic
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
-#: Number of heartbeats per peer timeout: some may be delayed, by a thread that holds the GIL.
+#: Least number of heartbeats per peer timeout: some may be delayed, by a thread that holds the GIL.
 _BEATS_PER_TIMEOUT = 5
 _MAX_HEARTBEAT_S = 1.0
 #: A carrier that is silent for this many heartbeat intervals is replaced.

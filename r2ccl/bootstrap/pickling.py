@@ -1,8 +1,9 @@
 """Pickling of functions, results and exceptions that travel between a launcher and its ranks.
 
 Plain pickle sends functions and classes by reference: the receiver imports their module.
-cloudpickle sends them by value. It is imported only for what plain pickle cannot send: lambdas,
-nested functions, and everything that a notebook or an interactive session defines.
+cloudpickle sends by value those that cannot be imported. cloudpickle itself is imported only if
+plain pickle refuses a value, such as a lambda or a nested function, and in programs whose main
+module the receiver cannot import, such as a notebook.
 
 Invariant: bytes from `dumps` are loaded by `pickle.loads`, which imports cloudpickle if needed.
 """
@@ -51,7 +52,8 @@ def dumps(value: Any, *, is_by_value: bool = False) -> bytes:
     Raises
     ------
     Exception
-        The error of cloudpickle if `value`, or a global that a function in it uses, cannot be sent.
+        If `value`, or a global that a function in it uses, cannot be pickled: the error of
+        cloudpickle or of the object.
     """
     if not is_by_value:
         try:

@@ -133,11 +133,12 @@ class LaunchPool:
         ------
         Exception
             If ranks raise: the first exception that arrives, with the remote traceback as its
-            cause. The pool stays usable if all ranks returned or raised within 2 s and the
+            cause. The pool stays usable if all ranks return or raise within 2 s after it and the
             communicator still works. Otherwise the pool has ended, and a note on the exception says
             why.
         R2cclError
-            If a rank exits during the call, which ends the pool, or if the pool has ended.
+            If a rank exits during the call, which ends the pool, or if the pool has ended or
+            belongs to another process.
         TransportTimeout
             If not all ranks return within `timeout_s`; the pool has ended.
         InvalidArgument
@@ -169,12 +170,14 @@ class LaunchPool:
             self._turn.release()
 
     def close(self) -> None:
-        """Close the communicators and end the ranks; a second call does nothing.
+        """Close the communicators and end the ranks.
+
+        Do nothing if the pool has ended, or in a forked child.
 
         Raises
         ------
         R2cclError
-            As `Communicator.close` on a rank, or if a rank has exited.
+            As `Communicator.close` on a rank, or if a rank has exited or does not close within 5 s.
         ConcurrentCalls
             If a call is running in another thread.
         """

@@ -249,7 +249,10 @@ def _import_main(preparation: dict[str, Any]) -> None:
 
 
 def dumps_failure(exc: BaseException) -> bytes:
-    """Return the pickled `RankOutcome` of a function that raised `exc`."""
+    """Return the pickled `RankOutcome` of a function that raised `exc`.
+
+    If `exc` cannot be pickled, the outcome has an `R2cclError` with its type and text instead.
+    """
     text = "".join(traceback.format_exception(exc))
     try:
         message = dumps(RankOutcome(error=exc, text=text))

@@ -38,8 +38,8 @@ class ReaderSet:
     Parameters
     ----------
     pause_s : callable, optional
-        Called without arguments each time that all readable descriptors have been handled; returns
-        the time in seconds until the next ones are handled. By default there is no pause.
+        Called without arguments after each batch of readable descriptors; returns the time in
+        seconds until the next batch. By default there is no pause.
     """
 
     def __init__(self, pause_s: Callable[[], float] = lambda: 0.0) -> None:

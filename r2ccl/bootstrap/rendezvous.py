@@ -17,7 +17,7 @@ rank 0 reads the Hello only after it has verified the proof.
 
 The second round goes through the tree, so that rank 0 exchanges addresses with log2(n) ranks only.
 Rank 0's children use the connection that they have. An error on any rank becomes a
-``MeetingFailed``, which rank 0 sends to all ranks, so that all raise the same error.
+``MeetingFailed``, which rank 0 sends to all ranks, so that all raise an error with its text.
 
 Runs in the control thread. Invariant: every wait has a time limit.
 """
@@ -87,19 +87,21 @@ async def meet(
     rejections : Rejections
         Counts rejected connections.
     timeout_s : float
-        Time limit in seconds, first for reaching rank 0, then again for the two rounds.
+        Time limit in seconds, first for reaching rank 0, then again for the two rounds, for which
+        ranks other than 0 wait 5 s longer.
     control_address : str, optional
-        Address at which other ranks reach this one; by default the local address of its connection
-        to rank 0.
+        Address at which this rank's children in the tree reach it; by default the local address of
+        its connection to rank 0. Not used on rank 0.
 
     Raises
     ------
     InvalidArgument
         If ranks or their settings do not fit together, a rank could not open its listeners (the
-        message names the ranks), or rank 0's name cannot be resolved.
+        message names the ranks), rank 0's name cannot be resolved, or the file of the secret cannot
+        be used.
     TransportTimeout
-        If rank 0 is not reached, or not all ranks arrive in time; on all ranks that reached rank 0,
-        the message names the missing ones.
+        If rank 0 is not reached, or not all ranks and addresses arrive in time. The ranks that
+        reached rank 0 get its report, which names the missing ranks.
     TransportError
         If `prepare` raises it on this rank. The other ranks then raise InvalidArgument.
     PeerLost
@@ -177,7 +179,10 @@ class _Member:
         return Meeting(welcome.communicator_id, secret, peers)
 
     def _first_message(self, branch: Branch, sock: socket.socket) -> bytes:
-        """Listen for this rank's children at the address of `sock`; return the framed `Hello`."""
+        """Listen for this rank's children; return the framed `Hello` with the listener's address.
+
+        Listen at the control address or, if there is none, at the local address of `sock`.
+        """
         try:
             address = branch.listen(self._control_address or _own_address(sock))
         except InvalidArgument as exc:

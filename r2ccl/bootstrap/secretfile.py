@@ -40,7 +40,7 @@ class SecretSource(Protocol):
 
 
 class GivenSecret:
-    """Secret that every rank already has, from its settings or from MPI."""
+    """Secret that every rank already has: from settings or MPI, or made for a job of one rank."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret

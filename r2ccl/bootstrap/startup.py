@@ -66,10 +66,11 @@ def connect(
     codec : Codec
         Encoder and decoder of the messages of the control sessions.
     nics_for : callable
-        Takes (nranks, is_on_one_host, control_address) and returns at least one `Nic`; the one at
-        index i becomes the local end of rail i. If the ranks return different numbers, all use as
-        many rails as the rank with the fewest. Runs in the control thread, unless there is only one
-        rank, and must not block for long.
+        Takes (nranks, is_on_one_host, control_address) and returns at least one `Nic`, last resorts
+        at the end. Each NIC becomes the local end of a rail, in this order. If the ranks return
+        different numbers of last resorts, or of other NICs, all use as many as the rank with the
+        fewest. Runs in the control thread, unless there is only one rank, and must not block for
+        long.
     hcas_for : callable, optional
         Returns the names of the RDMA ports that this rank could use; called after `nics_for`. All
         ranks use as many as the rank with the fewest.
@@ -90,6 +91,8 @@ def connect(
         If a rank exits during the rendezvous.
     TransportError
         If the NICs of this host cannot be listed. The other ranks then raise InvalidArgument.
+    OSError
+        If this process cannot open a file or socket.
     """
     env = os.environ if env is None else env
     identity = identify(config, comm, env)

@@ -22,7 +22,7 @@ _LENGTH = struct.Struct("!I")
 #: Maximum size of a message, enough for a `Table` of about 200,000 ranks, or a `Ready` of 50,000.
 _MAX_MESSAGE_NBYTES = 16 << 20
 _CLOSED = "the other side closed the connection"
-#: Bytes that a `MessageReader` reads at once: more than a `Hello` or `Ready` has.
+#: Bytes that a `MessageReader` reads at once: more than a `Hello`, or the `Ready` of a few ranks.
 _READ_NBYTES = 16 << 10
 
 

@@ -4,8 +4,8 @@ Every op waits for the earlier op of the same rank and channel that last wrote i
 that writes also waits for the ops that have read the memory since. INPUT and OUTPUT count as the
 same memory, as in an in-place call, so the program is correct in place and out of place. For
 collectives in `r2ccl.schedule.ir.APART`, which are never in place, they can be different memory.
-The builder knows only one rank: it does not check an order that messages between ranks guarantee,
-but the checker (`r2ccl.schedule.check`) does.
+The builder knows only one rank, so it ignores the order that messages between ranks guarantee; the
+checker (`r2ccl.schedule.check`) takes this order into account.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ The checks, in this order:
 3. There is no deadlock.
 4. Memory is read after it is written and overwritten after it is released, as guaranteed by the
    dependencies of the ops, independent of timing.
-5. Every contribution arrives exactly once, and `Op.is_final` is set exactly on the ops that
-   complete a reduction.
+5. Every contribution arrives exactly once, all ranks reduce in the same order (in rank order if
+   the collective requires it), and `Op.is_final` is set exactly on the ops that complete a
+   reduction.
 """
 
 from __future__ import annotations

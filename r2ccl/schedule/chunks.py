@@ -34,7 +34,7 @@ from r2ccl.errors import InvalidArgument
 Range: TypeAlias = tuple[int, int]
 
 #: Alignment of inner boundaries in large buffers: the cache line of x86 and most Arm cores, so that
-#: kernels and DMA of two channels never share a cache line.
+#: kernels and DMA of two channels share no cache line if the buffer is aligned.
 ALIGNMENT_NBYTES = 64
 
 #: Minimum average size of a piece, in granules of `ALIGNMENT_NBYTES`, at which boundaries are

@@ -11,7 +11,8 @@ NCCL's in-place operations require. In an alltoall, a chunk index stands for the
 source to destination.
 
 The functions that return the conditions of a collective raise `InvalidArgument` if `root` is not a
-rank, or if each chunk belongs to one rank and `nchunks` is not a multiple of `nranks`.
+rank, or if the collective needs equally many chunks per rank and `nchunks` is not a multiple of
+`nranks`.
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ def svg(schedule: Schedule, caption: str = "", max_panels: int = DEFAULT_PANELS)
     InvalidArgument
         If `max_panels` is below 1.
     ScheduleError
-        If a field is invalid, a send has no matching receive, or the ops deadlock.
+        If the number of channels or a field is wrong, a send has no matching receive, or the ops
+        deadlock.
     """
     if max_panels < 1:
         raise InvalidArgument(f"max_panels={max_panels}; give 1 or more")
@@ -149,7 +150,7 @@ def svg(schedule: Schedule, caption: str = "", max_panels: int = DEFAULT_PANELS)
 def _moves(arrays: ScheduleArrays) -> tuple[list[_Move], int]:
     """Return all messages and local ops in a possible order of execution, and the number of steps.
 
-    Messages that differ only in their chunk are merged into one.
+    Messages, or local ops, that differ only in their chunk are merged into one.
     """
     events = build_events(arrays, match(arrays))
     weight = events.is_message.astype(np.int64)

@@ -57,7 +57,7 @@ class OpKind(enum.IntEnum):
 class Space(enum.IntEnum):
     """Buffer that a chunk index refers to.
 
-    In place, INPUT and OUTPUT are the same memory, except for collectives in `APART`.
+    In place, INPUT and OUTPUT are the same memory. Collectives in `APART` are never in place.
     """
 
     INPUT = 0
