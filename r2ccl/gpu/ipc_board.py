@@ -56,9 +56,9 @@ _LINE = 64
 _POSTED, _TAKEN, _READY, _DONE = 0, 1 * _LINE, 2 * _LINE, 3 * _LINE
 _KEPT = _TAKEN + 4
 _MAPPED = 4 * _LINE
-#: Largest number of ranks on a node; a kernel has one operand per rank.
+#: Largest number of ranks on a node; a kernel has at most 8 inputs and 8 outputs, one per rank.
 MOST_RANKS = 8
-#: Number of allocations of a rank that the other ranks keep mapped at once.
+#: Largest number of allocations of a rank that the other ranks keep mapped at once.
 NSLOTS = 32
 _RING_AT = _MAPPED + 4 * MOST_RANKS * NSLOTS
 _DEPTH = 64
