@@ -368,7 +368,7 @@ def _write(file: Path, stored: _Stored) -> None:
 
 @contextmanager
 def compile_lock(name: str) -> Iterator[None]:
-    """Hold the lock `name` within the context: one process per host compiles, the others wait.
+    """Hold the lock `name` within the context: one process compiles, the others wait.
 
     The lock is a file in the directory of compiled code. If there is no such directory, or the file
     cannot be locked, nothing is held, and several processes may compile the same code.
