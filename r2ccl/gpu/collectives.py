@@ -49,7 +49,7 @@ _MOST_CALLS = 64
 class _BorrowedArrays(NamedTuple):
     """A call whose arrays the device may still use.
 
-    The device uses them until ``task`` has ended and the event ``job.done`` is done.
+    The device no longer uses them once ``task`` has ended and the event ``job.done`` is done.
     """
 
     task: Task

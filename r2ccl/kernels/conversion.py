@@ -49,8 +49,9 @@ class ConvertedOp(msgspec.Struct, frozen=True):
         Raises
         ------
         InvalidArgument
-            If the dtype does not support the reduction, cannot be widened to float32 although
-            `is_wide` is True, or cannot represent the factor, or `require_compiled` raises it.
+            If the dtype is unknown, does not support the reduction, cannot be widened to float32
+            although `is_wide` is True, or cannot represent the factor, or `require_compiled` raises
+            it.
         """
         check_op(dtype_code, self.op)
         dtype = dtype_of(dtype_code)
