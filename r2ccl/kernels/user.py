@@ -1,8 +1,8 @@
 """Operations defined by the user: a compiled loop over elements, or calls with whole slices.
 
-The call signature contains a digest of the operation's name, its order and its function's code, so
-a call to which the ranks pass different operations is refused. The digest is also the key of the
-operation in this process.
+The call signature contains a digest of the operation's name, its function's code, and whether the
+operation is commutative, so a call to which the ranks pass different operations is refused. The
+digest is also the key of the operation in this process.
 """
 
 from __future__ import annotations
