@@ -95,10 +95,10 @@ def simulate(
     ------
     InvalidArgument
         If an argument is out of range, if the network and the schedule have different numbers of
-        ranks, or if no rail is alive at both ends of a link that has data to send.
+        ranks, if `rails` returns anything but existing rails, or if no rail is alive at both ends
+        of a link that has data to send.
     ScheduleError
-        If a field contradicts the kind of its op, a send has no matching receive, a rank has a
-        different number of channels than the schedule, or the ops deadlock.
+        If `compile_schedule` raises it, or the ops deadlock.
 
     Notes
     -----
@@ -108,14 +108,14 @@ def simulate(
     its last byte is sent; then the sender's memory is released. The number of landing places and
     the latency of a clear-to-send are not modelled.
 
-    *Cost*: memory is 8 bytes per op and channel, plus 0.1 kB per op of a shape while the schedule
-    is compiled. Time on one EPYC core is 0.07 µs for a slice that follows its predecessor without
-    a pause, as in a ring of equal nodes. Any other slice takes about 1 µs with fair queues; max-min
-    recomputes the rates of all affected links once per batch. Examples for an allreduce over 1,024
-    nodes with 8 rails: a ring with 8 channels and 4 slices per chunk, 67 million slices in all,
-    takes 19 s (15 s of which generate the ops) and 0.8 GB; 28 packed trees with 16 slices per chunk
-    take 5 s with fair queues, and 28 s with max-min at a tolerance of 0.01. The first call on a
-    machine compiles for up to 30 s.
+    *Cost*: memory is 8 bytes per op, plus 0.1 kB per op of a shape (`r2ccl.flowsim.program`) while
+    the schedule is compiled. Time on one EPYC core is 0.07 µs for a slice that follows its
+    predecessor without a pause, as in a ring of equal nodes. Any other slice takes about 1 µs with
+    fair queues; max-min recomputes the rates of all affected links once per batch. Examples for an
+    allreduce over 1,024 nodes with 8 rails: a ring with 8 channels and 4 slices per chunk, 67
+    million slices in all, takes 19 s (15 s of which generate the ops) and 0.8 GB; 28 packed trees
+    with 16 slices per chunk take 5 s with fair queues, and 28 s with max-min at a tolerance of
+    0.01. The first call on a machine compiles for up to 30 s.
 
     Examples
     --------

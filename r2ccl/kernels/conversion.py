@@ -31,11 +31,12 @@ class ConvertedOp(msgspec.Struct, frozen=True):
     Parameters
     ----------
     op : ReduceOp
-        Reduction of the converted inputs.
+        Reduction of the converted inputs; default: SUM.
     factor : int, float or complex, optional
         Factor of this rank's input; None does not multiply the input.
     is_wide : bool
-        Reduce in float32; the result is rounded to the dtype of the output.
+        True: reduce in float32; the result is rounded to the dtype of the output. False: reduce in
+        the dtype of the input.
     """
 
     op: ReduceOp = ReduceOp.SUM
@@ -48,8 +49,9 @@ class ConvertedOp(msgspec.Struct, frozen=True):
         Raises
         ------
         InvalidArgument
-            If the dtype does not support the reduction, cannot be widened to float32 although
-            `is_wide` is True, or cannot represent the factor, or `require_compiled` raises it.
+            If the dtype is unknown, does not support the reduction, cannot be widened to float32
+            although `is_wide` is True, or cannot represent the factor, or `require_compiled` raises
+            it.
         """
         check_op(dtype_code, self.op)
         dtype = dtype_of(dtype_code)
@@ -70,8 +72,9 @@ class ConvertedOp(msgspec.Struct, frozen=True):
 
         Notes
         -----
-        *Cost*: one pass over the input. The first call for a 16-bit float loads a compiled loop, as
-        for `r2ccl.kernels.reducer`.
+        *Cost*: one pass over the input; for 8-bit floats up to three passes, with temporaries of
+        the size of the input in float32. The first call for a 16-bit float loads a compiled loop,
+        as for `r2ccl.kernels.reducer`.
         """
         dtype = dtype_of(dtype_code)
         factor = _factor_of(dtype, 1 if self.factor is None else self.factor)
@@ -142,9 +145,9 @@ def accumulate_float32(op: ReduceOp | ConvertedOp = ReduceOp.SUM) -> ConvertedOp
 
     Notes
     -----
-    Without this reduction, each of the n - 1 steps rounds to the dtype. *Cost*: partial results
-    travel as float32, so twice as many bytes for 16-bit floats and four times as many for 8-bit
-    floats, and memory of that size, which is reused across calls.
+    Without this reduction, each of the n - 1 steps among n ranks rounds to the dtype. *Cost*: all
+    data travels as float32, so twice as many bytes for 16-bit floats and four times as many for
+    8-bit floats; and memory for the input and the result in float32, which is reused across calls.
     """
     if isinstance(op, ConvertedOp):
         return msgspec.structs.replace(op, is_wide=True)

@@ -1,8 +1,8 @@
 """Operations defined by the user: a compiled loop over elements, or calls with whole slices.
 
-The call signature contains a digest of the operation's name and of its function's code, so a call
-to which the ranks pass different operations is refused. The digest is also the key of the operation
-in this process.
+The call signature contains a digest of the operation's name, its function's code, and whether the
+operation is commutative, so a call to which the ranks pass different operations is refused. The
+digest is also the key of the operation in this process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class UserOp:
     Attributes
     ----------
     name : str
-        Name in messages.
+        Name in messages; part of the digest.
     is_commutative : bool
         False if the ranks' data must be combined in rank order.
     number : int
@@ -59,12 +59,13 @@ class UserOp:
         Raises
         ------
         InvalidArgument
-            If the function cannot be compiled for this dtype, or cannot combine empty arrays.
+            If the dtype is unknown, or the function cannot be compiled for it or cannot combine
+            empty arrays of it.
 
         Notes
         -----
-        *Cost*: if the function was compiled by Numba, the first call for a dtype compiles a loop,
-        which takes about 0.3 s.
+        *Cost*: if the function was compiled by Numba, the first call for a dtype compiles code for
+        it, which takes about 0.3 s.
         """
         found = self._reducers.get(dtype_code)
         if found is None:
@@ -112,19 +113,22 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
     -------
     UserOp
         Value for the ``op`` of any reduction of `Communicator`. Make the operation once, not for
-        each call, because it is kept until the process ends.
+        each call: it is kept until the process ends or an equal one is made, and Numba compiles
+        every new one again.
 
     Raises
     ------
     InvalidArgument
         If `function` has another form; or if one of its default arguments, or a variable of an
-        enclosing function that it uses, is not a number, string, array, function or tuple of these.
+        enclosing function that it uses, is not None, a number, string, array or function, or a
+        tuple of these.
 
     Notes
     -----
-    All ranks must pass operations with the same name and the same code, compiled by the same Python
-    version; otherwise the call raises `InvalidArgument` on every rank. Values of global variables
-    are not compared. An exception of the function ends the communicator.
+    All ranks must pass operations with the same name, the same `is_commutative` and the same code,
+    compiled by the same Python version; otherwise the call raises `InvalidArgument` on every rank.
+    Values of global variables are not compared. An exception that the function raises during a call
+    ends the communicator.
     """
     name = name or str(getattr(function, "__name__", ""))
     is_ufunc = isinstance(function, np.ufunc)
@@ -202,7 +206,7 @@ def _nparameters(function: Any) -> int:
 
 
 def _facts(function: Any, name: str) -> Iterator[object]:
-    """Yield the parts of a function on which its results depend, in a form equal on all hosts.
+    """Yield a function's code, default arguments and closure, in a form equal on all hosts.
 
     `name` is the name of the operation, for messages.
 

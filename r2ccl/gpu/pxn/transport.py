@@ -155,7 +155,7 @@ class PxnTransport:
 
         Slices in progress are not affected. Call this method only in the data loop. Several rails
         may use the same relay. The relay is borrowed until `close`, or until all its rails have
-        another relay or None and all paths on these rails were fenced.
+        another relay or None and no slice in progress uses its slots.
         """
         if relay is not None:
             self._relays[rail] = relay
