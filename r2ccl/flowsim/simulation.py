@@ -125,7 +125,7 @@ def simulate(
     0.012
     """
     program = schedule if isinstance(schedule, Program) else compile_schedule(schedule)
-    _check_sizes(nbytes, itemsize, slice_nbytes, nslices)
+    _check_sizes(nbytes, itemsize, slice_nbytes, nslices, counts)
     _check(program, network, sharing, tolerance)
     sizes = Sizes(nbytes // itemsize, itemsize, slice_nbytes, nslices, counts)
     chunks = cut_chunks(program, sizes, weights or program.weights)
@@ -189,13 +189,17 @@ def _routes(
     return PortRoutes(network, src, dst, *homes, node_ports)
 
 
-def _check_sizes(nbytes: int, itemsize: int, slice_nbytes: int, nslices: int) -> None:
+def _check_sizes(
+    nbytes: int, itemsize: int, slice_nbytes: int, nslices: int, counts: Sequence[int]
+) -> None:
     if itemsize < 1:
         raise _wrong("itemsize", itemsize, "1 or more")
     if nbytes < 0 or nbytes % itemsize:
         raise _wrong("nbytes", nbytes, f"a multiple of itemsize={itemsize}, 0 or more")
     if min(slice_nbytes, nslices) != 0 or max(slice_nbytes, nslices) < 1:
         raise _wrong("(slice_nbytes, nslices)", (slice_nbytes, nslices), "one above 0, one 0")
+    if counts and sum(counts) != nbytes // itemsize:
+        raise _wrong("counts", counts, f"a sum of {nbytes // itemsize}, the number of elements")
 
 
 def _check(program: Program, network: Network, sharing: Sharing, tolerance: float) -> None:

@@ -295,9 +295,10 @@ class PeerBackend(SignalledStream):
         if call.output != call.source:
             output = self._memory.place_of(call.output if count else 0)
         before = self._recorded(stream)
+        done = self.take_event()
         info = CallInfo(call.signature.pack(), source, output, *self._memory.take_news())
         self._board.post(number, info.pack())
-        return PeerJob(call=call, before=before, done=self.take_event(), number=self._next_number())
+        return PeerJob(call=call, before=before, done=done, number=self._next_number())
 
     def finish(self, job: PeerJob) -> None:
         """Execute the call of `job`: enqueue its work when all ranks have made the call, and wait.

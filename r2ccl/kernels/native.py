@@ -146,10 +146,10 @@ class _Linker:
         self._lock = threading.RLock()
 
     @staticmethod
-    @functools.cache
     def shared() -> _Linker:
-        """Return the linker of this process."""
-        return _Linker()
+        """Return the linker of this process, which is made on first use."""
+        # If two threads make one each, both use the first: code dies with its linker.
+        return _linkers.get(0) or _linkers.setdefault(0, _Linker())
 
     def load(self, code: MachineCode) -> Any:
         """Load an object, unless it is loaded already; return the engine.
@@ -168,6 +168,10 @@ class _Linker:
                 self._engine.finalize_object()
                 self._loaded.add(code.entry)
         return self._engine
+
+
+#: Linker of this process, with key 0, once it is made.
+_linkers: dict[int, _Linker] = {}
 
 
 def target_machine() -> Any:

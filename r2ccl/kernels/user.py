@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ class UserOp:
         found = self._reducers.get(dtype_code)
         if found is None:
             dtype = dtype_of(dtype_code)
-            is_compiled = not isinstance(self._function, FunctionType | np.ufunc)
+            is_compiled = _python_of(self._function) is not self._function
             make = _by_element if is_compiled and _nparameters(self._function) == 2 else _by_slice
             empty = np.empty(0, dtype)
             try:
@@ -205,10 +205,11 @@ def _nparameters(function: Any) -> int:
     return len(inspect.signature(_python_of(function)).parameters)
 
 
-def _facts(function: Any, name: str) -> Iterator[object]:
+def _facts(function: Any, name: str, users: tuple[Any, ...] = ()) -> Iterator[object]:
     """Yield a function's code, default arguments and closure, in a form equal on all hosts.
 
-    `name` is the name of the operation, for messages.
+    `name` is the name of the operation, for messages. `users` are the functions that use this one,
+    the first of them first.
 
     Raises
     ------
@@ -219,20 +220,29 @@ def _facts(function: Any, name: str) -> Iterator[object]:
     if not hasattr(function, "__code__"):
         yield str(function)
         return
+    if function in users:  # a recursive function
+        yield users.index(function)
+        return
     yield from _facts_of_code(function.__code__)
     values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
-    values += [cell.cell_contents for cell in function.__closure__ or ()]
+    try:
+        values += [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:
+        raise InvalidArgument(
+            f"user_op({name}): a variable of an enclosing function that the function uses has no "
+            "value yet: assign it first"
+        ) from None
     for value in values:
-        yield from _facts_of_value(value, name)
+        yield from _facts_of_value(value, name, (*users, function))
 
 
-def _facts_of_value(value: Any, name: str) -> Iterator[object]:
+def _facts_of_value(value: Any, name: str, users: tuple[Any, ...]) -> Iterator[object]:
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         yield (str(value.dtype), value.shape, value.tobytes())
     elif hasattr(_python_of(value), "__code__") or isinstance(value, np.ufunc):
-        yield from _facts(value, name)
+        yield from _facts(value, name, users)
     elif isinstance(value, tuple):
-        yield tuple(fact for each in value for fact in _facts_of_value(each, name))
+        yield tuple(fact for each in value for fact in _facts_of_value(each, name, users))
     elif isinstance(value, int | float | complex | str | bytes | None):
         yield value
     else:
