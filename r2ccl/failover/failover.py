@@ -403,11 +403,12 @@ class Failover:
         now : float
             Time in seconds.
         peers : frozenset of int
-            Ranks that the running call exchanges data with.
+            Ranks that the running call exchanges data with. Ranks that were never connected are
+            left out: a receive waits for them, and the sender connects them.
         """
         if self.is_over:
             return
-        self._calling = peers
+        self._calling = peers = peers & self._links.peers
         self._end_ports_down(now)
         is_calm, is_leaving = not self.migration.repairing, self.revocation.is_leaving
         self.revocation.spread()
