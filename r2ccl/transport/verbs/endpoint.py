@@ -141,7 +141,7 @@ class VerbsEndpoint:
     def lend(self, nbytes: int) -> bool:
         """Count a message of `nbytes` ring bytes as lent: events borrow it until the next poll.
 
-        Return True if no other message is lent now.
+        Return True if it is the only lent message.
         """
         self.lent += 1
         self._lent_nbytes += nbytes
