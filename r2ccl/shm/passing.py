@@ -39,7 +39,8 @@ LISTENER_NAME_NBYTES = 16
 #: Size in bytes of each rank's result in `pass_segments`.
 RESULT_NBYTES = 240
 _CREDENTIALS = struct.Struct("iII")
-#: Time limit in seconds for the handshake of one connection: any process may connect.
+#: Time limit in seconds of each send and receive on an accepted connection, because any process may
+#: connect.
 _HANDSHAKE_S = 5.0
 
 

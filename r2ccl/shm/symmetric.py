@@ -103,7 +103,7 @@ class SymmetricMemory:
         Raises
         ------
         InvalidArgument
-            If the ranks ask for different sizes; then no rank has an array.
+            If the ranks ask for different numbers of pages; then no rank has an array.
         TransportError
             If memory, descriptors or segments are exhausted on any rank, or two ranks cannot pass
             their segments to each other; then no rank has an array.
