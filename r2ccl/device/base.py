@@ -70,7 +70,7 @@ class Device(Protocol):
 
     @property
     def waits_on_memory(self) -> bool:
-        """True if `write_word` and `wait_word` can be used."""
+        """True if `write_word`, `wait_word` and `exchange_words` can be used."""
         ...
 
     @property

@@ -152,7 +152,7 @@ class CudaDevice:
 
     @property
     def waits_on_memory(self) -> bool:
-        """True if `write_word` and `wait_word` can be used."""
+        """True if `write_word`, `wait_word` and `exchange_words` can be used."""
         return self._waits_on_memory
 
     @property

@@ -222,7 +222,7 @@ class LocalGroup:
         Parameters
         ----------
         ranks : sequence of int
-            Numbers of the ranks in the communicator. All must be on this host.
+            Ranks of the group, as numbered in the job. All must be on this host.
         index : int
             Index of this rank in `ranks`.
         exchange : callable
@@ -239,7 +239,7 @@ class LocalGroup:
         connect_timeout_s : float
             Time limit in seconds of `r2ccl.shm.passing.pass_segments`.
         communicator : bytes
-            Id of the communicator, 16 bytes.
+            `ControlPlane.communicator_id`, equal on all ranks of the job.
 
         Raises
         ------
@@ -586,8 +586,8 @@ _PROBLEM_NBYTES = RESULT_NBYTES - _HOST_NBYTES - LISTENER_NAME_NBYTES
 class _Offer(NamedTuple):
     """Message of a rank that makes a group.
 
-    ``host`` is the result of `_host_of_process`, ``name`` that of the rank's `SegmentListener`.
-    ``problem`` is the reason why the rank cannot share memory; empty if it can.
+    ``host`` is the result of `_host_of_process`, and ``name`` the name of the rank's
+    `SegmentListener`. ``problem`` is the reason why the rank cannot share memory; empty if it can.
     """
 
     host: bytes

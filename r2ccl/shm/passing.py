@@ -47,9 +47,9 @@ _HANDSHAKE_S = 5.0
 class Place(msgspec.Struct, frozen=True):
     """Place of this rank among the ranks of its host.
 
-    ``ranks`` has the numbers of these ranks in the communicator; error messages name these numbers.
-    ``index`` is the index of this rank in ``ranks``. ``communicator`` is the id of the
-    communicator, 16 bytes.
+    ``ranks`` has the numbers of these ranks in the job; error messages name these numbers.
+    ``index`` is the index of this rank in ``ranks``. ``communicator`` is the
+    `ControlPlane.communicator_id`.
     """
 
     ranks: Sequence[int]

@@ -134,7 +134,7 @@ class Joined(msgspec.Struct, gc=False):
     """Event: the connection test that `Endpoint.join` began with ``is_caller`` has ended.
 
     ``endpoint`` is this rank's end. ``error`` tells why the test failed; empty if it succeeded. The
-    other end reports no `Joined`.
+    other end reports `Joined` only if it fails before it is opened; ``error`` then tells why.
     """
 
     key: PathKey | ProbeKey

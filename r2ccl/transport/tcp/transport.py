@@ -96,7 +96,7 @@ class TcpTransport(PreconnectedTransport):
         This rank, for errors and the log.
     nrails : int
     eager_nbytes : int
-        Largest eager payload accepted from a peer.
+        Largest eager payload accepted from a peer, in bytes.
     congestion : str
         TCP congestion control to set on each socket: ``auto`` for reno on loopback and cubic
         elsewhere, empty for the system's default. The system's default is also used if the chosen

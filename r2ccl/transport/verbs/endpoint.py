@@ -28,8 +28,8 @@ _CREDIT_PART = 4
 class EndpointState(enum.Enum):
     """State of an end of a path.
 
-    JOINING until the transport opens it, then LIVE; FAILED after an error, until it is fenced;
-    DRAINING from its fence on.
+    JOINING until the transport opens it, then LIVE; FAILED after an error, until it is fenced or
+    closed; DRAINING from its fence on.
     """
 
     JOINING = "joining"

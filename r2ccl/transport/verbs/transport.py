@@ -80,7 +80,7 @@ class VerbsTransport:
     registrations : RegistrationCache
         Registrations with the same devices, in the same order. Owned.
     eager_nbytes : int
-        Largest eager payload.
+        Largest eager payload, in bytes.
     timeout, retry_cnt : int
         Attributes of every queue pair of a path: an unacknowledged packet is sent again after
         4.096 us times 2^timeout, at most `retry_cnt` times.
