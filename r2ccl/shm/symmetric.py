@@ -39,7 +39,7 @@ _PROBLEM_NBYTES = 256
 
 
 class _Memory:
-    """Owner of the arrays that one `allocate` returned; it lives as long as one of them."""
+    """Owner of the array that `allocate` returned; lives as long as this array or a view of it."""
 
     def __init__(self, mapping: Mapping) -> None:
         self.__array_interface__ = mapping.__array_interface__

@@ -380,10 +380,10 @@ class Transport(Protocol):
 
         `region` is borrowed until `Arrived` or `Fenced`. Does nothing if the path is not open.
 
-        With `ack` above 0, the transport may confirm the peer's slices with numbers below `ack` as
-        soon as it is certain that slice ``frame.seq`` will land even if the path fails; the peer
-        then need not wait until the slice has been read. A transport that cannot be certain of this
-        ignores `ack`.
+        With `ack` above 0, the transport may confirm the peer's slices of the channel with numbers
+        below `ack` as soon as it is certain that slice ``frame.seq`` will land even if the path
+        fails; the peer then need not wait until the slice has been read. A transport that cannot be
+        certain of this ignores `ack`.
         """
         ...
 
