@@ -266,7 +266,7 @@ class Rings:
 
     @property
     def peer(self) -> int:
-        """Peer of the last event that `pump` returned."""
+        """Peer of the last event that `pump` returned; IDLE and MOVED do not count."""
         return int(self._table[layout.PEER])
 
     def wake(self) -> None:
