@@ -370,6 +370,7 @@ AGREED = (
     "channels",
     "algo",
     "fabric",
+    "balance",
     "staging_nbytes",
     "ipc",
     "shm",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from r2ccl.config import MODES, Config, parse_failures
+from r2ccl import planning
+from r2ccl.config import AGREED, MODES, Config, parse_failures
 from r2ccl.errors import InvalidArgument
 
 
@@ -104,6 +107,14 @@ def test_a_keyword_precedes_its_variable_and_may_be_numpys() -> None:
     config = Config.from_env({"R2CC_RAILS": "1", "R2CC_TIMEOUT_S": "7"}, **given)
     assert (config.timeout_s, config.rails, config.spin_s) == (3.0, 2, 0.5)
     assert [type(each) for each in (config.timeout_s, config.rails)] == [float, int]
+
+
+def test_plans_depend_only_on_agreed_settings() -> None:
+    """Ranks that differ in another setting would run different schedules, and wait forever."""
+    sources = "".join(path.read_text() for path in Path(planning.__path__[0]).glob("*.py"))
+    used = set(re.findall(r"config\.(\w+)", sources)) & set(Config.__struct_fields__)
+    assert {"algo", "balance", "eager_nbytes"} <= used
+    assert used - set(AGREED) == set()
 
 
 def test_nics_declared_failed_are_pairs_of_host_and_nic() -> None:
