@@ -39,6 +39,7 @@ from r2ccl.bootstrap.messages import Codec
 from r2ccl.bootstrap.session import MAX_FRAME_NBYTES, SessionFrame
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
+from r2ccl.types import Nic
 
 
 def join_all(
@@ -84,6 +85,35 @@ def test_the_rank_with_the_fewest_rails_decides() -> None:
         ]
         planes = [future.result(WAIT_S) for future in futures]
     assert [len(plane.nics) for plane in planes] == [1, 1]
+    for plane in planes:
+        plane.close(0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_opening_the_listeners_opens_no_other_file(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank without a descriptor would take the error for one of its connection to rank 0."""
+
+    def no_file_from_now_on(*_: Any) -> tuple[Nic, ...]:
+        monkeypatch.setattr(startup, "host_id", exhausted)
+        return RAILS
+
+    def exhausted() -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with LocalJob(2) as job, ThreadPoolExecutor(2) as pool:
+        futures = [
+            pool.submit(
+                connect,
+                Config.from_env(environment(job, each), init_timeout_s=2.0),
+                codec=Codec(Number),
+                nics_for=no_file_from_now_on if each == rank else lambda *_: RAILS,
+                env=environment(job, each),
+            )
+            for each in range(2)
+        ]
+        planes = [future.result(WAIT_S) for future in futures]
     for plane in planes:
         plane.close(0)
 
