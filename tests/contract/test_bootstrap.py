@@ -39,7 +39,7 @@ from r2ccl.bootstrap.messages import Codec
 from r2ccl.bootstrap.session import MAX_FRAME_NBYTES, SessionFrame
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
-from r2ccl.types import Nic
+from r2ccl.types import BYPASS, Nic
 
 
 def join_all(
@@ -600,6 +600,16 @@ def test_a_path_connects_both_ends_over_its_rail(start_job: Callable[..., Job]) 
     left.send(b"first byte")
     right.settimeout(WAIT_S)
     assert right.recv(100) == b"first byte"
+
+
+@pytest.mark.parametrize("rail", [BYPASS, 2, -1])
+def test_only_rails_are_dialed_and_kicked(rail: int, start_job: Callable[..., Job]) -> None:
+    plane = start_job(2).planes[0]
+    refused = f"rail {rail} was given; the number of rails is 2"
+    with pytest.raises(InvalidArgument, match=refused):
+        plane.dial_path(1, rail, 0)
+    with pytest.raises(InvalidArgument, match=refused):
+        plane.kick(rail)
 
 
 def test_a_dial_goes_on_until_it_is_expected(start_job: Callable[..., Job]) -> None:
