@@ -86,7 +86,7 @@ class ControlHandler(Protocol):
             Seconds between the last sign of life of `peer` and the finding of its loss, measured by
             the rank that found the loss. If `peer` has given this rank up: seconds since the last
             sign of life of `peer` at this rank, or None without a session with `peer`. Also None if
-            all ranks that have a session with `peer` are lost.
+            every route to `peer` contains a lost rank.
         """
 
     def on_tick(self, now: float) -> None:
@@ -300,7 +300,7 @@ class ControlPlane:
         for peer in list(self._sessions.values()):
             peer.tick(now, late_s if late_s > _STALL_S else 0.0)
         for rank in self._overlay.cut_off():
-            self._lose(rank, "all ranks that have a session with it are lost", None)
+            self._lose(rank, "every route to it contains a lost rank", None)
         if self._handler is not None:
             self._guard(self._handler.on_tick, now)
 
