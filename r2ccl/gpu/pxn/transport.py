@@ -318,7 +318,11 @@ class PxnTransport:
             self._inner.flush()  # the caller's own flush came before these sends
 
     def _send_waiting(self, state: _PathState) -> bool:
-        """Send slices up to the first whose copy is in progress; return whether any was sent."""
+        """Send slices up to the first whose copy is in progress or failed.
+
+        A failed copy fails the path. If the path is not open, drop all slices. Return whether any
+        slice was sent.
+        """
         if not self.is_open(state.path):
             state.drop()
         has_sent = False
