@@ -1,10 +1,11 @@
 """Advice in error messages about invalid arguments, in terms of the library of the caller's object.
 
-In a call whose arguments are valid, only `require_op` runs, and only if ``op`` is a plain number.
+In a call whose arguments are valid, no function of this module runs.
 """
 
 from __future__ import annotations
 
+import enum
 import sys
 from numbers import Integral
 from typing import Any
@@ -53,25 +54,23 @@ def as_array(x: Any) -> str:
     return f"; pass {found}" if found else ""
 
 
-def require_op(op: object) -> None:
-    """Check that `op`, whose type is not one of r2ccl's own, is an integer.
+def refused_op(op: object) -> InvalidArgument:
+    """Return the error to raise for `op`, whose type is not one of r2ccl's own.
 
-    Raises
-    ------
-    InvalidArgument
-        If `op` is not an integer, such as ``"sum"`` or ``MPI.SUM``; the message says what to pass.
+    Examples are ``"sum"``, ``MPI.SUM`` and 2, which is MIN here and MAX in NCCL. The error says
+    what to pass.
     """
-    if isinstance(op, Integral):
-        return
     name = _op_name(op)
     advice = f"pass r2ccl.{name}"
     if not name:
         advice = f"pass r2ccl.SUM, or one of {', '.join(ReduceOp.__members__)}"
+        if isinstance(op, Integral):
+            advice = f"libraries number the operations differently; {advice}"
     if type(op).__module__.startswith("mpi4py"):
         advice += ", or use r2ccl.interop.mpi, which takes the operations of mpi4py"
     elif callable(op):
         advice += ", or r2ccl.user_op(...) of a function"
-    raise InvalidArgument(f"op={op!r}: {advice}")
+    return InvalidArgument(f"op={op!r}: {advice}")
 
 
 def refused_output(out: object, why: InvalidArgument) -> InvalidArgument:
@@ -98,7 +97,7 @@ def _op_name(op: object) -> str:
     if module is not None and module.__name__ == "mpi4py.MPI":
         names = (name for name in ReduceOp.__members__ if getattr(module, name, None) == op)
         return next(names, "")
-    given = getattr(op, "__name__", None) if callable(op) else None
+    given = op.name if isinstance(op, enum.Enum) else getattr(op, "__name__", None)
     # Constants of torch and of other libraries print as ReduceOp.SUM.
     name = str(given or op).rpartition(".")[2].upper()
     name = _OP_NAMES.get(name, name)
@@ -109,4 +108,4 @@ def _library(x: Any) -> str:
     return type(x).__module__.partition(".")[0]
 
 
-__all__ = ["as_array", "contiguous", "copy", "on_host", "refused_output", "require_op"]
+__all__ = ["as_array", "contiguous", "copy", "on_host", "refused_op", "refused_output"]

@@ -27,7 +27,7 @@ import numpy as np
 from r2ccl import kernels
 from r2ccl.dtypes import CODES, dtype_name, names, raw_dtype
 from r2ccl.errors import InvalidArgument
-from r2ccl.runtime.advice import refused_output, require_op
+from r2ccl.runtime.advice import refused_op, refused_output
 from r2ccl.runtime.arrays.buffers import (
     Buffer,
     Extent,
@@ -613,9 +613,7 @@ def _with_operation(request: Request, op: Operation) -> Request:
         call = msgspec.structs.replace(request.signature, op=op.number, user=op.digest)
         return msgspec.structs.replace(request, signature=call)
     if not isinstance(op, kernels.ConvertedOp):
-        require_op(op)
-        call = msgspec.structs.replace(request.signature, op=kernels.check_op(code, op))
-        return msgspec.structs.replace(request, signature=call)
+        raise refused_op(op)
     op.check(code)
     if isinstance(request.source, DeviceBuffer):
         raise InvalidArgument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import operator
 import sys
 from types import ModuleType
@@ -26,6 +27,13 @@ CALLS: dict[str, Any] = {
 }
 
 
+class NcclRedOp(enum.IntEnum):
+    """Constants as NCCL4Py has them."""
+
+    MAX = 2
+    MIN = 3
+
+
 class RedOpType:
     """A constant as pybind11 makes it for torch."""
 
@@ -42,6 +50,7 @@ class RedOpType:
     [
         ("sum", "SUM"), ("MAX", "MAX"), ("mean", "AVG"), (np.add, "SUM"), (sum, "SUM"),
         (max, "MAX"), (operator.mul, "PROD"), (np.logical_or, "LOR"), (RedOpType("MIN"), "MIN"),
+        (NcclRedOp.MAX, "MAX"),
     ],
 )  # fmt: skip
 def test_an_op_of_another_library_is_told_by_our_name(call: str, op: Any, name: str) -> None:
@@ -55,11 +64,14 @@ def test_what_stands_for_no_op_is_told_all_of_them(op: Any) -> None:
         arguments.allreduce(X, None, op)
 
 
-def test_ops_by_number_stay_allowed() -> None:
-    number: Any = 3
-    assert arguments.allreduce(X, None, number).signature.op is ReduceOp.MAX
-    with pytest.raises(InvalidArgument, match="op=99 for dtype float32"):
-        arguments.allreduce(X, None, 99)  # type: ignore[arg-type]
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("op", [2, True, 99, np.int64(2)])
+def test_an_op_by_number_is_refused(call: str, op: Any) -> None:
+    """2 is MIN here and MAX in NCCL."""
+    with pytest.raises(
+        InvalidArgument, match=r"^op=.*: libraries number the operations differently; pass r2ccl"
+    ):
+        CALLS[call](op)
 
 
 def test_an_op_of_mpi4py_is_told_of_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
