@@ -34,6 +34,12 @@ class NcclRedOp(enum.IntEnum):
     MIN = 3
 
 
+class GpuArray:
+    """An array in GPU memory, as far as a rank that does not use it can tell."""
+
+    __cuda_array_interface__ = {"version": 3}  # noqa: RUF012
+
+
 class RedOpType:
     """A constant as pybind11 makes it for torch."""
 
@@ -94,6 +100,32 @@ def test_a_root_in_place_of_out_is_told_the_keyword(given: Any) -> None:
     ):
         with pytest.raises(InvalidArgument, match=rf"give the root as root={given}$"):
             call()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (0, "give the root as root=0$"), (np.int64(1), "give the root as root=1$"),
+        ([0] * 8, r"builtins\.list was given"), ("max", "op=r2ccl.SUM$"),
+        (ReduceOp.MAX, "op=r2ccl.SUM$"), (b"12345678", "is read-only"),
+    ],
+)  # fmt: skip
+def test_ranks_that_ignore_out_refuse_what_the_root_does(rank: int, given: Any, words: str) -> None:
+    """If the root alone refused it, the others would wait for it."""
+    for call in (
+        lambda out: arguments.reduce(X, out, ReduceOp.SUM, 0, rank),
+        lambda out: arguments.gather(X, out, 0, rank, 2),
+        lambda out: arguments.gatherv(X, out, 0, ((4, 4), None) if rank == 0 else None, rank, 2),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            call(given)
+
+
+@pytest.mark.parametrize("given", [None, np.empty(0), bytearray(8), GpuArray()])
+def test_ranks_that_ignore_out_accept_any_array(given: Any) -> None:
+    assert arguments.reduce(X, given, ReduceOp.SUM, 0, 1).result is None
+    assert arguments.gather(X, given, 0, 1, 2).result is None
 
 
 @pytest.mark.parametrize("given", [ReduceOp.MAX, "max", np.add, r2ccl.premul_sum(2.0)])
