@@ -33,6 +33,17 @@ _ARRAY = {
 }  # fmt: skip
 
 
+def type_name(x: Any) -> str:
+    """Return the qualified name of the type of `x`, for a message."""
+    return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def cannot_view(x: Any, why: object) -> InvalidArgument:
+    """Return the error for an array `x` that cannot be viewed, for the reason `why`."""
+    fix = "; pass x.detach()" if getattr(x, "requires_grad", False) else ""
+    return InvalidArgument(f"{type_name(x)} was given and cannot be viewed: {why}{fix}")
+
+
 def contiguous(x: Any) -> str:
     """Return an expression for a C-contiguous copy of the array `x`."""
     return _CONTIGUOUS.get(_library(x), "np.ascontiguousarray(x)")
@@ -108,4 +119,13 @@ def _library(x: Any) -> str:
     return type(x).__module__.partition(".")[0]
 
 
-__all__ = ["as_array", "contiguous", "copy", "on_host", "refused_op", "refused_output"]
+__all__ = [
+    "as_array",
+    "cannot_view",
+    "contiguous",
+    "copy",
+    "on_host",
+    "refused_op",
+    "refused_output",
+    "type_name",
+]

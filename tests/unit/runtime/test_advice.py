@@ -14,7 +14,7 @@ import pytest
 import r2ccl
 from r2ccl import InvalidArgument
 from r2ccl.runtime import advice, arguments
-from r2ccl.runtime.arrays.buffers import cannot_view
+from r2ccl.runtime.advice import cannot_view
 from r2ccl.types import ReduceOp
 
 X = np.ones(4, np.float32)
