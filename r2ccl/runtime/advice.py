@@ -10,6 +10,8 @@ import sys
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+
 from r2ccl.errors import InvalidArgument
 from r2ccl.types import ReduceOp
 
@@ -51,6 +53,8 @@ def contiguous(x: Any) -> str:
 
 def copy(x: Any) -> str:
     """Return an expression for a copy of the array `x` that can be written to."""
+    if isinstance(x, np.generic):  # its copy() returns a scalar, which is read-only, too
+        return "np.array(x)"
     return _COPY.get(_library(x), "x.copy()")
 
 
@@ -60,9 +64,9 @@ def on_host(x: Any) -> str:
 
 
 def as_array(x: Any) -> str:
-    """Return the end of a message about `x`, which is not an array: advice, or "" for none."""
+    """Return the advice about `x`, which is not an array, as a clause of a message; "" for none."""
     found = _ARRAY.get(_library(x), "")
-    return f"; pass {found}" if found else ""
+    return f"pass {found}; " if found else ""
 
 
 def refused_op(op: object) -> InvalidArgument:

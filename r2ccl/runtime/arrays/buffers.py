@@ -295,7 +295,7 @@ def _tensor_array(x: Any) -> Array:
         if hasattr(x, "__cuda_array_interface__"):
             raise _on_device(x, "CUDA")
         fix = advice.as_array(x)
-        raise InvalidArgument(f"{type_name(x)} was given: {_ALLOWED}{names()}{fix}")
+        raise InvalidArgument(f"{type_name(x)} was given: {fix}{_ALLOWED}{names()}")
     device = dlpack_device_type(x)
     if device not in _HOST_DEVICES:
         raise _on_device(x, f"DLPack device type {device}")
