@@ -257,6 +257,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             if field.name in overrides:
                 values[field.name] = _typed(field, overrides[field.name])
         for name in sorted(overrides.keys() - set(cls.__struct_fields__)):
+            if name in _PLACES:
+                raise InvalidArgument(
+                    f"unknown setting {name}: the environment variable {_PLACES[name]} sets it; "
+                    "start the process with `r2ccl launch -n 4 -- python script.py`, or set RANK, "
+                    "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+                )
             near = nearest(name, cls.__struct_fields__)
             advice = f"did you mean {near}? known" if near else "known"
             raise InvalidArgument(
@@ -384,6 +390,12 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ib_retry_cnt": ("NCCL_IB_RETRY_CNT",),
     "debug": ("NCCL_DEBUG",),
 }
+
+#: Keywords of other libraries that give a process its rank, and the variable that does so here.
+_PLACES = {
+    "rank": "RANK", "world_size": "WORLD_SIZE", "nranks": "WORLD_SIZE", "size": "WORLD_SIZE",
+    "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT",
+}  # fmt: skip
 
 
 def parse_failures(text: str) -> tuple[tuple[str, str], ...]:

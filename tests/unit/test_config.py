@@ -73,6 +73,22 @@ def test_an_unknown_keyword_names_the_nearest_setting(name: str, near: str) -> N
         Config.from_env({}, xyzzy=1)
 
 
+@pytest.mark.parametrize(
+    ("given", "name", "variable"),
+    [
+        ({"rank": 0}, "rank", "RANK"),
+        ({"world_size": 4, "rank": 0}, "rank", "RANK"),
+        ({"nranks": 4}, "nranks", "WORLD_SIZE"),
+    ],
+)
+def test_a_rank_as_a_keyword_is_told_how_to_set_it(
+    given: dict[str, int], name: str, variable: str
+) -> None:
+    words = rf"^unknown setting {name}: the environment variable {variable} sets it; .*r2ccl launch"
+    with pytest.raises(InvalidArgument, match=words):
+        Config.from_env({}, **given)
+
+
 def test_a_mode_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"R2CC_MODE.*failstop, migrate"):
         Config.from_env({"R2CC_MODE": "4"})
