@@ -146,7 +146,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     debug: str = ""
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "mode", MODE_NUMBERS.get(self.mode, self.mode))
+        switches = dict.fromkeys(SWITCHED, SWITCHES)
+        allowed = {"mode": MODES, "algo": ALGOS, "fabric": FABRICS, **switches}
+        for name, values in allowed.items():
+            given = str(getattr(self, name)).lower()
+            if name == "mode":
+                given = MODE_NUMBERS.get(given, given)
+            if given not in values:
+                numbers = ", or 0 to 3 for the first four" if name == "mode" else ""
+                raise _bad(name, getattr(self, name), f"one of {', '.join(values)}{numbers}")
+            msgspec.structs.force_setattr(self, name, given)
         positive = (
             "slice_nbytes", "landing_depth", "eager_slots", "registration_limit_nbytes",
             "staging_nbytes",
@@ -154,16 +163,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in positive:
             if getattr(self, name) <= 0:
                 raise _bad(name, getattr(self, name), "a number above 0")
-        switches = dict.fromkeys(SWITCHED, SWITCHES)
-        allowed = {"mode": MODES, "algo": ALGOS, "fabric": FABRICS, **switches}
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                numbers = ", or 0 to 3 for the first four" if name == "mode" else ""
-                raise _bad(name, getattr(self, name), f"one of {', '.join(values)}{numbers}")
         if self.debug.upper() not in DEBUG_LEVELS:
             raise _bad("debug", self.debug, f"one of {', '.join(filter(None, DEBUG_LEVELS))}")
-        if self.dump_signal not in DUMP_SIGNALS:
+        if self.dump_signal.upper() not in DUMP_SIGNALS:
             raise _bad("dump_signal", self.dump_signal, f"one of {', '.join(DUMP_SIGNALS[1:])}")
+        msgspec.structs.force_setattr(self, "dump_signal", self.dump_signal.upper())
         for host, nic in parse_failures(self.failed_nics):
             if not (host and nic):
                 raise _bad("failed_nics", self.failed_nics, "host:nic, separated by commas")

@@ -18,6 +18,27 @@ def test_a_mode_is_known_by_its_number_too(number: int, name: str) -> None:
     assert by_number.digest() == Config(mode=name).digest()
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("mode", "AUTO", "auto"), ("mode", "Balance", "balance"), ("algo", "Ring", "ring"),
+        ("fabric", "NONE", "none"), ("shm", "Auto", "auto"), ("dump_signal", "sigusr1", "SIGUSR1"),
+        ("debug", "info", "info"),
+    ],
+)  # fmt: skip
+def test_a_named_value_may_be_in_any_case(name: str, given: str, value: str) -> None:
+    config = Config.from_env({f"R2CC_{name.upper()}": given})
+    assert getattr(config, name) == value
+    assert config.digest() == Config.from_env({}, **{name: value}).digest()
+
+
+@pytest.mark.parametrize("name", ["mode", "algo", "fabric", "shm", "rails", "timeout_s"])
+def test_an_empty_variable_is_no_value(name: str) -> None:
+    """Only settings for which the empty text has a meaning may be empty."""
+    with pytest.raises(InvalidArgument, match="allowed is"):
+        Config.from_env({f"R2CC_{name.upper()}": ""})
+
+
 @pytest.mark.parametrize("number", [2, np.int64(2), "balance"])
 def test_a_keyword_may_be_the_number_of_a_mode(number: Any) -> None:
     assert Config.from_env({}, mode=number) == Config(mode="balance")
