@@ -427,12 +427,18 @@ def _published_failures(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """Return the one of `names` that is most similar to `name`; "" if none is similar."""
+    """Return the one of `names` that is most similar to `name`; "" if none is similar.
+
+    A name that only lacks words at its end, or has too many, is more similar than any other.
+    """
     from difflib import get_close_matches  # only for an error or a warning
 
     # Close matches omit timeout_s for timeout, which lacks only a unit.
     longer = [each for each in names if each.startswith(f"{name}_")]
-    return next(iter((*longer, *get_close_matches(name, names, 1))), "")
+    stem = max((each for each in names if name.startswith(f"{each}_")), key=len, default="")
+    # For debug_file, debug precedes dump_file; for secret_files, secret_file precedes secret.
+    close = [each for each in get_close_matches(name, names, 1) if each.startswith(stem)]
+    return next(filter(None, (*longer, *close, stem)), "")
 
 
 def _typed(field: msgspec.structs.FieldInfo, given: Any) -> Any:
