@@ -120,12 +120,19 @@ def premul_sum(factor: complex) -> ConvertedOp:
     ConvertedOp
         The ``op`` of any reduction of `Communicator` on host memory.
 
+    Raises
+    ------
+    InvalidArgument
+        If `factor` is not a number.
+
     Notes
     -----
     Equivalent to ``ncclRedOpCreatePreMulSum`` of NCCL. *Cost*: that of SUM, one more pass over the
     input, and memory of the size of the input, which is reused across calls. The input is not
     modified, unless it is also the output.
     """
+    if not any(hasattr(factor, name) for name in ("__index__", "__float__", "__complex__")):
+        raise InvalidArgument(f"premul_sum({factor!r}): pass a number")
     return ConvertedOp(ReduceOp.SUM, factor)
 
 
@@ -136,12 +143,17 @@ def accumulate_float32(op: ReduceOp | ConvertedOp = ReduceOp.SUM) -> ConvertedOp
     ----------
     op : ReduceOp or ConvertedOp
         SUM, PROD, MIN, MAX, AVG or a `premul_sum`. The inputs are 16-bit or 8-bit floats. With
-        another op or dtype, the call raises InvalidArgument.
+        another ReduceOp or dtype, the call raises InvalidArgument.
 
     Returns
     -------
     ConvertedOp
         The ``op`` of any reduction of `Communicator` on host memory.
+
+    Raises
+    ------
+    InvalidArgument
+        If `op` is neither a ReduceOp nor a ConvertedOp.
 
     Notes
     -----
@@ -151,6 +163,10 @@ def accumulate_float32(op: ReduceOp | ConvertedOp = ReduceOp.SUM) -> ConvertedOp
     """
     if isinstance(op, ConvertedOp):
         return msgspec.structs.replace(op, is_wide=True)
+    if not isinstance(op, ReduceOp):
+        raise InvalidArgument(
+            f"accumulate_float32({op!r}): pass r2ccl.SUM, another ReduceOp or a premul_sum"
+        )
     return ConvertedOp(op, is_wide=True)
 
 

@@ -208,13 +208,14 @@ def _nparameters(function: Any) -> int:
 def _facts(function: Any, name: str, users: tuple[Any, ...] = ()) -> Iterator[object]:
     """Yield a function's code, default arguments and closure, in a form equal on all hosts.
 
-    `name` is the name of the operation, for messages. `users` are the functions that use this one,
-    the first of them first.
+    `name` is the name of the operation, for messages. `users` is the chain of functions through
+    which the operation uses this one: the operation's own function first, the direct user last.
 
     Raises
     ------
     InvalidArgument
-        If the function uses an object that cannot be compared between ranks.
+        If the function uses an object that cannot be compared between ranks, or a variable of an
+        enclosing function that has no value yet.
     """
     function = _python_of(function)
     if not hasattr(function, "__code__"):

@@ -21,6 +21,27 @@ def test_a_mode_is_known_by_its_number_too(number: int, name: str) -> None:
     assert by_number.digest() == Config(mode=name).digest()
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("mode", "AUTO", "auto"), ("mode", "Balance", "balance"), ("algo", "Ring", "ring"),
+        ("fabric", "NONE", "none"), ("shm", "Auto", "auto"), ("dump_signal", "sigusr1", "SIGUSR1"),
+        ("debug", "info", "info"),
+    ],
+)  # fmt: skip
+def test_a_named_value_may_be_in_any_case(name: str, given: str, value: str) -> None:
+    config = Config.from_env({f"R2CC_{name.upper()}": given})
+    assert getattr(config, name) == value
+    assert config.digest() == Config.from_env({}, **{name: value}).digest()
+
+
+@pytest.mark.parametrize("name", ["mode", "algo", "fabric", "shm", "rails", "timeout_s"])
+def test_an_empty_variable_is_no_value(name: str) -> None:
+    """Only settings for which the empty text has a meaning may be empty."""
+    with pytest.raises(InvalidArgument, match="allowed is"):
+        Config.from_env({f"R2CC_{name.upper()}": ""})
+
+
 @pytest.mark.parametrize("number", [2, np.int64(2), "balance"])
 def test_a_keyword_may_be_the_number_of_a_mode(number: Any) -> None:
     assert Config.from_env({}, mode=number) == Config(mode="balance")
@@ -74,6 +95,22 @@ def test_an_unknown_keyword_names_the_nearest_setting(name: str, near: str) -> N
         Config.from_env({}, **{name: 1})
     with pytest.raises(InvalidArgument, match=r"^unknown setting xyzzy; known: mode, "):
         Config.from_env({}, xyzzy=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "variable"),
+    [
+        ({"rank": 0}, "rank", "RANK"),
+        ({"world_size": 4, "rank": 0}, "rank", "RANK"),
+        ({"nranks": 4}, "nranks", "WORLD_SIZE"),
+    ],
+)
+def test_a_rank_as_a_keyword_is_told_how_to_set_it(
+    given: dict[str, int], name: str, variable: str
+) -> None:
+    words = rf"^unknown setting {name}: the environment variable {variable} sets it; .*r2ccl launch"
+    with pytest.raises(InvalidArgument, match=words):
+        Config.from_env({}, **given)
 
 
 def test_a_mode_that_does_not_exist_is_refused() -> None:
