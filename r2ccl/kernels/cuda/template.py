@@ -71,10 +71,11 @@ def source(form: Form) -> str:
 
 
 def parameters(form: Form) -> list[str]:
-    """Return the names of a kernel's 64-bit arguments.
+    """Return the names of a kernel's arguments before ``factor`` and ``divisor``.
 
-    The arguments are the addresses of the inputs, then of the outputs, or instead the address of
-    the table with these addresses; the last one is ``nbytes``, the size of each operand in bytes.
+    All are 64-bit integers: the addresses of the inputs, then of the outputs, or instead the
+    address of the table with these addresses; the last one is ``nbytes``, the size of each operand
+    in bytes.
     """
     return [*(["table"] if form.has_table else _operands(form)), "nbytes"]
 

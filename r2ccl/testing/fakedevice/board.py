@@ -307,7 +307,10 @@ class Board:
         return True
 
     def _expose(self) -> None:
-        """Mark as exposed the operations that the GPU may be executing, and guard their memory."""
+        """Mark as exposed the operations that the GPU may be executing, and guard their memory.
+
+        Operations behind one with undeclared accesses are not marked before that one has run.
+        """
         busy = [stream for stream in self._streams if stream.queue]
         found = bool(busy)
         while found:
