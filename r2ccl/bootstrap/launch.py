@@ -316,7 +316,7 @@ class RankProcesses:
         Returns
         -------
         list of Connection
-            Readable connections; empty after the deadline.
+            Readable connections; empty after the deadline, even if a rank writes without end.
         """
         while True:
             piped = self._output.descriptors() if self._output else ()
@@ -326,7 +326,7 @@ class RankProcesses:
             for each in ready:
                 if isinstance(each, int) and self._output:
                     self._output.forward(each)
-            if found or not ready:
+            if found or not ready or time.monotonic() >= until_s:
                 return found
 
     def outcome(self, rank: int) -> RankOutcome:

@@ -75,6 +75,17 @@ def test_a_timeout_names_who_is_late() -> None:
         launch(sleeps, 2, timeout_s=5.0)  # time enough to start, on a busy machine
 
 
+def writes_without_end() -> None:
+    while True:
+        print("x" * 50)
+
+
+def test_output_without_end_does_not_extend_the_timeout(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TransportTimeout, match=r"ranks \[0\]"):
+        launch(writes_without_end, 1, timeout_s=2.0)
+    assert "x" * 50 in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("nranks", [0, -1, "2", None])
 def test_at_least_one_rank(nranks: Any) -> None:
     with pytest.raises(InvalidArgument, match="at least 1"):
