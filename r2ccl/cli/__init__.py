@@ -14,6 +14,7 @@ import importlib
 import signal
 import sys
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Any
 
 from r2ccl.cli.lines import discard_output, has_lost_reader
@@ -106,7 +107,14 @@ class _PrintCompletion(argparse.Action):
                 f"--print-completion {shell}: shtab is not installed: pip install "
                 "'r2ccl[completion]'"
             ) from exc
-        print(shtab.complete(make_parser(), shell))
+        root = make_parser()
+        [commands] = [each.choices for each in root._actions if isinstance(each.choices, dict)]
+        for action in chain.from_iterable(each._actions for each in commands.values()):
+            is_file = action.metavar in ("FILE", "PATH") or action.dest == "command"
+            if is_file or action.metavar == "DIR":
+                complete = shtab.FILE if is_file else shtab.DIRECTORY
+                action.complete = complete
+        print(shtab.complete(root, shell))
         parser.exit()
 
 
