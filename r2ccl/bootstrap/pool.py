@@ -27,8 +27,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from r2ccl.bootstrap import pickling
-from r2ccl.bootstrap.launch import LocalJob, RankProcesses
-from r2ccl.bootstrap.rank_server import RankOutcome, dumps_failure, flush_output
+from r2ccl.bootstrap.launch import LocalJob, RankProcesses, parse_timeout
+from r2ccl.bootstrap.rank_server import RankOutcome, dumps_failure, dumps_result, flush_output
 from r2ccl.errors import ConcurrentCalls, R2cclError, TransportTimeout
 
 #: Function that makes the communicator of a rank; a string, because its layer is a higher one.
@@ -61,7 +61,8 @@ def launch_pool(
     Raises
     ------
     InvalidArgument
-        If `nranks` is below 1, or a setting is wrong or cannot be pickled.
+        If `nranks` is below 1, a setting is wrong or cannot be pickled, `env` is refused as by
+        `launch`, or the main script calls this function while a rank imports it.
     R2cclError
         As `r2ccl.init`, or if a rank or the process that forks the ranks exits early.
 
@@ -142,7 +143,8 @@ class LaunchPool:
         TransportTimeout
             If not all ranks return within `timeout_s`; the pool has ended.
         InvalidArgument
-            If `fn` is not callable, or `fn` or an argument cannot be pickled; nothing was called.
+            If `fn` is not callable, `fn` or an argument cannot be pickled, or `timeout_s` is no
+            number of at least 0; nothing was called. Also if a result cannot be pickled.
         ConcurrentCalls
             If another call is running.
         KeyboardInterrupt
@@ -156,6 +158,7 @@ class LaunchPool:
         during the second.
         """
         self._require_usable()
+        parse_timeout(timeout_s, "launch_pool")
         is_by_value = self._processes.is_by_value
         call = pickling.dumps_call(fn, "launch_pool", args=args, is_by_value=is_by_value)
         if not self._turn.acquire(blocking=False):
@@ -374,7 +377,7 @@ class _Rank:
             finally:
                 self._is_interruptible = False
                 os.close(descriptor)
-            return pickling.dumps(RankOutcome(value))
+            return dumps_result(value)
         except BaseException as exc:
             return dumps_failure(exc)
 

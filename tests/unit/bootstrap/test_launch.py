@@ -104,6 +104,39 @@ def test_what_cannot_be_sent_is_refused() -> None:
         launch(lambda: lock, 1)
 
 
+def test_a_result_that_cannot_be_sent_is_named() -> None:
+    with pytest.raises(InvalidArgument, match="result of the function, of type generator, cannot"):
+        launch(lambda: (each for each in ()), 1, timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"timeout_s": "abc"}, "timeout_s='abc': allowed is a number of seconds"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan: allowed is"),
+        ({"timeout_s": -1.0}, "timeout_s=-1.0: allowed is"),
+        ({"env": {"A": 1}}, "env={'A': 1}: names and values must be of type str"),
+        ({"env": {"A=B": "1"}}, "env={'A=B': '1'}: names"),
+        ({"env": ["A"]}, "pass a mapping of names to values"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        launch(os.getpid, 1, **options)
+
+
+def test_a_script_without_a_guard_is_told_to_add_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, r2ccl\nr2ccl.launch(os.getpid, 1)\n")
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=3 * WAIT_S, check=False
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "InvalidArgument: launch: the main script starts ranks while a rank imports it" in last
+    assert "below if __name__ == '__main__':" in last
+
+
 #: As in a notebook, the main module is no file that a rank could import.
 INTERACTIVE = """
 import r2ccl
