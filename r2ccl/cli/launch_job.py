@@ -94,7 +94,7 @@ def _hosts(args: argparse.Namespace) -> list[JobHost] | None:
     if args.by_hand:
         raise InvalidArgument("--by-hand needs --hosts or --hostfile")
     if args.nranks is None:
-        raise InvalidArgument(f"no number of ranks given: {_HINT}")
+        raise InvalidArgument(f"no number of ranks given; options go before the command: {_HINT}")
     return None
 
 

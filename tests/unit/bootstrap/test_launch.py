@@ -408,6 +408,7 @@ def test_an_interrupt_reaches_every_rank_once() -> None:
         (("-n", "1", "--env", "X", "--", "true"), "NAME=VALUE"),
         (("-n", "1", "--", "/nowhere/program"), "cannot run"),
         (("-n", "1", "nowhere.py"), "cannot run 'nowhere.py'"),
+        (("hello.py", "-n", "2"), "options go before the command: r2ccl launch -n 4 -- python"),
         (("-n", "1", "--chdir", "/nowhere", "true"), "/nowhere is not a directory"),
     ],
 )
@@ -417,6 +418,23 @@ def test_wrong_command_lines_are_explained(
 ) -> None:  # fmt: skip
     with pytest.raises(InvalidArgument, match=text):
         run_here(monkeypatch, capfd, *args)
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        (0o644, "cannot run 'hello.txt': the file is not executable: write python hello.txt if"),
+        (0o755, "cannot run 'hello.txt': it is not in PATH: write ./hello.txt"),
+    ],
+)
+def test_a_file_that_cannot_be_run_is_explained(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, mode: int,
+    text: str,
+) -> None:  # fmt: skip
+    (tmp_path / "hello.txt").write_text("hello")
+    (tmp_path / "hello.txt").chmod(mode)
+    with pytest.raises(InvalidArgument, match=text):
+        run_here(monkeypatch, capfd, "-n", "1", "--chdir", str(tmp_path), "hello.txt")
 
 
 def test_a_wrong_command_line_has_a_status_and_no_traceback() -> None:
