@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import sys
@@ -83,6 +84,14 @@ def has_lost_reader(out: TextIO) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
+def is_full(exc: OSError) -> bool:
+    """Return True if a write failed because no space is left for it, as with a full disk.
+
+    An error with the name of a file is not that of a write to an open file.
+    """
+    return exc.errno in (errno.ENOSPC, errno.EDQUOT) and exc.filename is None
+
+
 def discard_output() -> None:
     """Redirect standard output to /dev/null, so that Python can write the rest when it exits."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -99,6 +108,8 @@ def launch_printing(program: Callable[[], int], nranks: int, **options: Any) -> 
     ------
     BrokenPipeError
         If a rank fails because nobody reads standard output any more.
+    OSError
+        If a rank cannot print because no space is left; see `is_full`.
     Exception
         As `r2ccl.bootstrap.launch.launch`.
     """
@@ -116,10 +127,17 @@ def launch_printing(program: Callable[[], int], nranks: int, **options: Any) -> 
 def _run_rank(program: Callable[[], int]) -> int:
     try:
         return program()
-    except BrokenPipeError:
-        if has_lost_reader(sys.stdout):
+    except OSError as exc:
+        if has_lost_reader(sys.stdout) or is_full(exc):
             discard_output()
         raise
 
 
-__all__ = ["LinePrinter", "discard_output", "has_lost_reader", "launch_printing", "wants_colour"]
+__all__ = [
+    "LinePrinter",
+    "discard_output",
+    "has_lost_reader",
+    "is_full",
+    "launch_printing",
+    "wants_colour",
+]

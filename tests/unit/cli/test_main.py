@@ -113,6 +113,24 @@ def test_output_that_nobody_reads_ends_quietly(arguments: list[str]) -> None:
     assert [line for line in lines if b"the peer closed the connection" not in line] == []
 
 
+@pytest.mark.parametrize("buffering", ["", "1"])
+@pytest.mark.parametrize("arguments", [WRITING[0], WRITING[2]], ids=lambda each: each[0])
+def test_output_on_a_full_disk_is_one_line(arguments: list[str], buffering: str) -> None:
+    with open("/dev/full", "wb") as out:
+        ran = subprocess.run(
+            [*R2CCL, *arguments],
+            env={**os.environ, "PYTHONUNBUFFERED": buffering},
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert ran.returncode == 1
+    lines = [each for each in ran.stderr.splitlines() if "the peer closed the" not in each]
+    assert lines == ["r2ccl: the output cannot be written: No space left on device"]
+
+
 def test_a_pipe_that_is_not_the_output_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise BrokenPipeError
