@@ -31,7 +31,7 @@ from r2ccl.bootstrap import pickling
 from r2ccl.bootstrap.auth import SECRET_NBYTES
 from r2ccl.bootstrap.output import RankOutput, is_forwarded
 from r2ccl.bootstrap.rank_server import RankOutcome, RankRequest, command
-from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
+from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout, format_ranks
 
 #: Seconds that the ranks have to exit by themselves after `launch` has the results or an error.
 _FAILURE_GRACE_S = 5.0
@@ -431,8 +431,8 @@ def _collect(started: RankProcesses, deadline: float, timeout_s: float | None) -
         ready = started.wait(waiting, deadline)
         if not ready:
             raise TransportTimeout(
-                f"launch: ranks {sorted(waiting.values())} did not return within {timeout_s:g} s "
-                "and were terminated; look at their output, or raise timeout_s"
+                f"launch: ranks {format_ranks(waiting.values())} did not return within "
+                f"{timeout_s:g} s and were terminated; look at their output, or raise timeout_s"
             )
         for results in ready:
             rank = waiting.pop(results)

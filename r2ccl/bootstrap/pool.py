@@ -29,7 +29,7 @@ from typing import Any, Self
 from r2ccl.bootstrap import pickling
 from r2ccl.bootstrap.launch import LocalJob, RankProcesses, parse_timeout
 from r2ccl.bootstrap.rank_server import RankOutcome, dumps_failure, dumps_result, flush_output
-from r2ccl.errors import ConcurrentCalls, R2cclError, TransportTimeout
+from r2ccl.errors import ConcurrentCalls, R2cclError, TransportTimeout, format_ranks
 
 #: Function that makes the communicator of a rank; a string, because its layer is a higher one.
 _INIT = "r2ccl.factory:init"
@@ -285,13 +285,15 @@ class LaunchPool:
             return exits[0]
         for rank, error in errors.items():
             if len(errors) > 1:
-                error.add_note(f"raised by ranks {sorted(errors)}; this is the one of rank {rank}")
+                error.add_note(
+                    f"raised by ranks {format_ranks(errors)}; this is the one of rank {rank}"
+                )
             return error
         late = self._late(outcomes)
         if late:
             return TransportTimeout(
-                f"launch_pool: ranks {late} did not return within {timeout_s:g} s and were "
-                "terminated; look at their output, or raise timeout_s"
+                f"launch_pool: ranks {format_ranks(late)} did not return within {timeout_s:g} s "
+                "and were terminated; look at their output, or raise timeout_s"
             )
         return None
 
@@ -301,7 +303,7 @@ class LaunchPool:
             if each.is_exit:
                 return f"rank {rank} exited"
         if late := self._late(outcomes):
-            return f"ranks {late} neither returned nor raised in time"
+            return f"ranks {format_ranks(late)} neither returned nor raised in time"
         checks: dict[int, RankOutcome] = {}
         self._send(pickle.dumps((_check, ())))
         self._gather(checks, time.monotonic() + _CLOSE_GRACE_S)

@@ -217,6 +217,13 @@ def test_a_pool_that_cannot_go_on_says_why(
     pool.close()
 
 
+def test_a_timeout_of_many_ranks_names_some() -> None:
+    pool = object.__new__(LaunchPool)
+    pool.nranks = 300
+    error = str(pool._failure({}, 1.0))
+    assert "ranks [0, 1, 2, 3, 4, 5, 6, 7] and 292 more did not return within 1 s" in error
+
+
 def test_ranks_end_with_a_pool_that_is_forgotten() -> None:
     pool = r2ccl.launch_pool(1)
     (pid,) = pool.run(lambda comm: os.getpid(), timeout_s=WAIT_S)
