@@ -30,6 +30,11 @@ class LinePrinter:
         The stream; it stays open.
     is_coloured : bool
         Write each rank's prefix in a colour, by ANSI escape sequences.
+
+    Attributes
+    ----------
+    is_writing : bool
+        True during a write, of which the reader may have got a part that ends within a line.
     """
 
     def __init__(self, tag: str, out: BinaryIO, *, is_coloured: bool = False) -> None:
@@ -38,6 +43,7 @@ class LinePrinter:
         self._is_coloured = is_coloured
         self._writers: set[int] = set()
         self._unfinished: dict[tuple[int, str], bytes] = {}
+        self.is_writing = False
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
         """Add output of `rank`; write the lines that it completes.
@@ -60,8 +66,12 @@ class LinePrinter:
         self._writers.add(rank)
         is_tagged = self._tag == "always" or (self._tag == "auto" and len(self._writers) > 1)
         tag = self._prefix(rank) if is_tagged else b""
-        self._out.write(b"".join(tag + line + b"\n" for line in lines))
-        self._out.flush()
+        self.is_writing = True
+        try:
+            self._out.write(b"".join(tag + line + b"\n" for line in lines))
+            self._out.flush()
+        finally:
+            self.is_writing = False
 
     def _prefix(self, rank: int) -> bytes:
         if not self._is_coloured:
