@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -295,6 +295,16 @@ def exhaustion_advice(code: int) -> str:
     return _ADVICE[code].format(soft=soft, hard=hard)
 
 
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return the ranks in order; after the first `_MAX_NAMED`, only the number of the others."""
+    found = sorted(ranks)
+    nmore = len(found) - _MAX_NAMED
+    return f"{found[:_MAX_NAMED]}" + (f" and {nmore} more" if nmore > 0 else "")
+
+
+#: Maximum number of ranks that a message names.
+_MAX_NAMED = 8
+
 _PORTS = "widen the sysctl net.ipv4.ip_local_port_range"
 
 #: Advice for errors of socket(2), accept(2), bind(2), connect(2) and epoll_ctl(2).
@@ -333,5 +343,6 @@ __all__ = [
     "describe_os_error",
     "errno_name",
     "exhaustion_advice",
+    "format_ranks",
     "is_exhaustion",
 ]

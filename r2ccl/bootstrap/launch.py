@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
+from numbers import Real
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ from r2ccl.bootstrap import pickling
 from r2ccl.bootstrap.auth import SECRET_NBYTES
 from r2ccl.bootstrap.output import RankOutput, is_forwarded
 from r2ccl.bootstrap.rank_server import RankOutcome, RankRequest, command
-from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
+from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout, format_ranks
 
 #: Seconds that the ranks have to exit by themselves after `launch` has the results or an error.
 _FAILURE_GRACE_S = 5.0
@@ -161,7 +162,9 @@ def launch(
     TransportTimeout
         If not all ranks return within `timeout_s`.
     InvalidArgument
-        If `nranks` is below 1, or `fn` is not callable or cannot be pickled.
+        If `nranks` is below 1, `timeout_s` is no number of at least 0, or `env` has a name or a
+        value that no variable can have; if `fn` is not callable, or `fn` or a result cannot be
+        pickled; or if the main script calls `launch` while a rank imports it.
     KeyboardInterrupt
         On Ctrl-C, which every rank gets, too.
 
@@ -172,7 +175,7 @@ def launch(
     in ``sys.stdout`` and ``sys.stderr`` while `launch` waits, each after ``[rank]`` if there are
     several ranks. No rank outlives this process.
     """
-    limit_s = float("inf" if timeout_s is None else timeout_s)  # raises before any rank runs
+    limit_s = parse_timeout(timeout_s, "launch")  # raises before any rank runs
     with LocalJob(nranks) as job:
         started = RankProcesses(job, env or {}, fn, "launch")
     deadline = time.monotonic() + limit_s
@@ -223,12 +226,11 @@ class RankProcesses:
     Raises
     ------
     InvalidArgument
-        If `function` cannot be pickled.
+        If `function` cannot be pickled, or `env` has a name or a value that no variable can have.
+        Also in a rank that is importing its main script, so that a script that starts ranks outside
+        of ``if __name__ == "__main__"`` does not do so recursively.
     R2cclError
         If the server exits early.
-    RuntimeError
-        In a rank that is importing its main script, so that a script that starts ranks outside of
-        ``if __name__ == "__main__"`` does not do so recursively.
 
     Attributes
     ----------
@@ -247,7 +249,13 @@ class RankProcesses:
         *,
         is_serving: bool = False,
     ) -> None:
-        preparation = spawn.get_preparation_data("r2ccl-rank")  # raises the RuntimeError
+        _check_environment(env, who)
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise InvalidArgument(
+                f"{who}: the main script starts ranks while a rank imports it: put this call, and "
+                "all that must run only once, below if __name__ == '__main__':"
+            )
+        preparation = spawn.get_preparation_data("r2ccl-rank")
         # The key is an AuthenticationString, which can be pickled only while multiprocessing starts
         # a process; plain bytes can always be pickled.
         preparation["authkey"] = bytes(preparation["authkey"])
@@ -316,7 +324,7 @@ class RankProcesses:
         Returns
         -------
         list of Connection
-            Readable connections; empty after the deadline.
+            Readable connections; empty after the deadline, even if a rank writes without end.
         """
         while True:
             piped = self._output.descriptors() if self._output else ()
@@ -326,7 +334,7 @@ class RankProcesses:
             for each in ready:
                 if isinstance(each, int) and self._output:
                     self._output.forward(each)
-            if found or not ready:
+            if found or not ready or time.monotonic() >= until_s:
                 return found
 
     def outcome(self, rank: int) -> RankOutcome:
@@ -423,8 +431,8 @@ def _collect(started: RankProcesses, deadline: float, timeout_s: float | None) -
         ready = started.wait(waiting, deadline)
         if not ready:
             raise TransportTimeout(
-                f"launch: ranks {sorted(waiting.values())} did not return within {timeout_s:g} s "
-                "and were terminated; look at their output, or raise timeout_s"
+                f"launch: ranks {format_ranks(waiting.values())} did not return within "
+                f"{timeout_s:g} s and were terminated; look at their output, or raise timeout_s"
             )
         for results in ready:
             rank = waiting.pop(results)
@@ -433,6 +441,35 @@ def _collect(started: RankProcesses, deadline: float, timeout_s: float | None) -
                 raise outcome.error
             values[rank] = outcome.value
     return [values[rank] for rank in range(len(started.ranks))]
+
+
+def parse_timeout(timeout_s: Any, who: str) -> float:
+    """Return a timeout of the user as a number of seconds, infinite if it is None.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is no number, negative or NaN; the message begins with `who`.
+    """
+    if timeout_s is None:
+        return float("inf")
+    if not (isinstance(timeout_s, Real) and float(timeout_s) >= 0):
+        raise InvalidArgument(
+            f"{who}: timeout_s={timeout_s!r}: allowed is a number of seconds from 0 on, or None"
+        )
+    return float(timeout_s)
+
+
+def _check_environment(env: Mapping[str, str], who: str) -> None:
+    if not isinstance(env, Mapping):
+        raise InvalidArgument(f"{who}: env={env!r}: pass a mapping of names to values")
+    for name, value in env.items():
+        is_text = isinstance(name, str) and isinstance(value, str)
+        if not is_text or not name or "=" in name or "\0" in name + value:
+            raise InvalidArgument(
+                f"{who}: env={{{name!r}: {value!r}}}: names and values must be of type str; a name "
+                "must not be empty or contain =, and neither may contain a null character"
+            )
 
 
 def describe_exit(status: int | None) -> str:
@@ -449,4 +486,4 @@ def describe_exit(status: int | None) -> str:
     return f"exit status {status}"
 
 
-__all__ = ["JobShare", "LocalJob", "RankProcesses", "describe_exit", "launch"]
+__all__ = ["JobShare", "LocalJob", "RankProcesses", "describe_exit", "launch", "parse_timeout"]

@@ -45,6 +45,7 @@ from r2ccl.errors import (
     R2cclError,
     decode_errno,
     exhaustion_advice,
+    format_ranks,
     is_exhaustion,
 )
 
@@ -71,8 +72,6 @@ _MANY_MISSING = 16
 _PAUSE_SHARE, _MAX_PAUSE_S = 0.1, 0.25
 #: Maximum of this time, in seconds, while dialers have not proved the secret yet.
 _PROOF_PAUSE_S = 0.05
-#: Maximum number of missing ranks that a progress message names.
-_MAX_NAMED = 16
 
 
 class _Member:
@@ -179,7 +178,9 @@ class Leader:
         await self._welcome(communicator_id, is_on_one_host)
         self._infos[0] = self._prepare(is_on_one_host, self._own_address(sock))
         while self._awaited and not self._faults:
-            await self._await_progress(lambda: f"the addresses of {_ranks(self._awaited)}")
+            await self._await_progress(
+                lambda: f"the addresses of ranks {format_ranks(self._awaited)}"
+            )
         if self._faults:
             await self._await_others(lambda: not self._awaited)
             raise _FoundFaults("; ".join(self._faults))
@@ -313,14 +314,14 @@ class Leader:
 
     async def _gather_hellos(self) -> None:
         while len(self._hellos) < self._identity.nranks and not self._faults:
-            await self._await_progress(lambda: _ranks(self._missing()))
+            await self._await_progress(lambda: f"ranks {format_ranks(self._missing())}")
         if self._faults:
             await self._await_others(lambda: len(self._hellos) == self._identity.nranks)
         odd = [hello.rank for hello in self._hellos.values() if hello.digest != self._hello.digest]
         if odd:
             names = ", ".join(f"R2CC_{name.upper()}" for name in AGREED)
             self._faults.append(
-                f"ranks {sorted(odd)} have settings that differ from rank 0's: "
+                f"ranks {format_ranks(odd)} have settings that differ from rank 0's: "
                 f"these must be equal on all ranks: {names}"
             )
         if self._faults:
@@ -415,15 +416,15 @@ class Leader:
         where = f"{self._identity.address}:{self._identity.port}"
         if not missing:
             return MeetingFailed(
-                f"ranks {sorted(self._awaited)} arrived at rank 0 ({where}), but their addresses "
-                f"did not arrive within {self._timeout_s:g} s: one of these ranks is the cause, "
-                "look at their logs",
+                f"ranks {format_ranks(self._awaited)} arrived at rank 0 ({where}), but their "
+                f"addresses did not arrive within {self._timeout_s:g} s: one of these ranks is the "
+                "cause, look at their logs",
                 is_timeout=True,
             )
         return MeetingFailed(
-            f"ranks {missing} have not arrived at rank 0 ({where}) within {self._timeout_s:g} s: "
-            f"{self._turned_away()}look at the logs of the missing ranks, or raise "
-            "R2CC_INIT_TIMEOUT_S to wait longer",
+            f"ranks {format_ranks(missing)} have not arrived at rank 0 ({where}) within "
+            f"{self._timeout_s:g} s: {self._turned_away()}look at the logs of the missing ranks, "
+            "or raise R2CC_INIT_TIMEOUT_S to wait longer",
             is_timeout=True,
         )
 
@@ -456,13 +457,6 @@ def _with_common_rails(infos: Iterable[PeerInfo]) -> tuple[PeerInfo, ...]:
         )
         for info in ordered
     )
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """Return the ranks as text; only the first `_MAX_NAMED` are named."""
-    found = sorted(ranks)
-    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-    return f"ranks {found[:_MAX_NAMED]}{more}"
 
 
 def _name(hello: Hello) -> str:

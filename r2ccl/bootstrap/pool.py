@@ -27,9 +27,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from r2ccl.bootstrap import pickling
-from r2ccl.bootstrap.launch import LocalJob, RankProcesses
-from r2ccl.bootstrap.rank_server import RankOutcome, dumps_failure, flush_output
-from r2ccl.errors import ConcurrentCalls, R2cclError, TransportTimeout
+from r2ccl.bootstrap.launch import LocalJob, RankProcesses, parse_timeout
+from r2ccl.bootstrap.rank_server import RankOutcome, dumps_failure, dumps_result, flush_output
+from r2ccl.errors import ConcurrentCalls, R2cclError, TransportTimeout, format_ranks
 
 #: Function that makes the communicator of a rank; a string, because its layer is a higher one.
 _INIT = "r2ccl.factory:init"
@@ -61,7 +61,8 @@ def launch_pool(
     Raises
     ------
     InvalidArgument
-        If `nranks` is below 1, or a setting is wrong or cannot be pickled.
+        If `nranks` is below 1, a setting is wrong or cannot be pickled, `env` is refused as by
+        `launch`, or the main script calls this function while a rank imports it.
     R2cclError
         As `r2ccl.init`, or if a rank or the process that forks the ranks exits early.
 
@@ -142,7 +143,8 @@ class LaunchPool:
         TransportTimeout
             If not all ranks return within `timeout_s`; the pool has ended.
         InvalidArgument
-            If `fn` is not callable, or `fn` or an argument cannot be pickled; nothing was called.
+            If `fn` is not callable, `fn` or an argument cannot be pickled, or `timeout_s` is no
+            number of at least 0; nothing was called. Also if a result cannot be pickled.
         ConcurrentCalls
             If another call is running.
         KeyboardInterrupt
@@ -156,6 +158,7 @@ class LaunchPool:
         during the second.
         """
         self._require_usable()
+        parse_timeout(timeout_s, "launch_pool")
         is_by_value = self._processes.is_by_value
         call = pickling.dumps_call(fn, "launch_pool", args=args, is_by_value=is_by_value)
         if not self._turn.acquire(blocking=False):
@@ -282,13 +285,15 @@ class LaunchPool:
             return exits[0]
         for rank, error in errors.items():
             if len(errors) > 1:
-                error.add_note(f"raised by ranks {sorted(errors)}; this is the one of rank {rank}")
+                error.add_note(
+                    f"raised by ranks {format_ranks(errors)}; this is the one of rank {rank}"
+                )
             return error
         late = self._late(outcomes)
         if late:
             return TransportTimeout(
-                f"launch_pool: ranks {late} did not return within {timeout_s:g} s and were "
-                "terminated; look at their output, or raise timeout_s"
+                f"launch_pool: ranks {format_ranks(late)} did not return within {timeout_s:g} s "
+                "and were terminated; look at their output, or raise timeout_s"
             )
         return None
 
@@ -298,7 +303,7 @@ class LaunchPool:
             if each.is_exit:
                 return f"rank {rank} exited"
         if late := self._late(outcomes):
-            return f"ranks {late} neither returned nor raised in time"
+            return f"ranks {format_ranks(late)} neither returned nor raised in time"
         checks: dict[int, RankOutcome] = {}
         self._send(pickle.dumps((_check, ())))
         self._gather(checks, time.monotonic() + _CLOSE_GRACE_S)
@@ -374,7 +379,7 @@ class _Rank:
             finally:
                 self._is_interruptible = False
                 os.close(descriptor)
-            return pickling.dumps(RankOutcome(value))
+            return dumps_result(value)
         except BaseException as exc:
             return dumps_failure(exc)
 

@@ -33,7 +33,7 @@ import msgspec
 from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
 from r2ccl.bootstrap.orphans import end_with
 from r2ccl.bootstrap.pickling import dumps
-from r2ccl.errors import R2cclError
+from r2ccl.errors import InvalidArgument, R2cclError
 
 #: Modules whose imports include all that every rank needs; the server imports them before it forks.
 _PRELOADED = ("numpy", "psutil", "r2ccl.factory", "r2ccl.bootstrap.startup")
@@ -209,7 +209,7 @@ def _run_rank(rank: int, request: RankRequest, server: int) -> None:
         try:
             _import_main(request.preparation)
             function = pickle.loads(request.function)
-            message = dumps(RankOutcome(function(results) if request.is_serving else function()))
+            message = dumps_result(function(results) if request.is_serving else function())
         except BaseException as exc:
             message = dumps_failure(exc)
         flush_output()
@@ -248,6 +248,23 @@ def _import_main(preparation: dict[str, Any]) -> None:
         del process._inheriting
 
 
+def dumps_result(value: Any) -> bytes:
+    """Return the pickled `RankOutcome` of a function that returned `value`.
+
+    Raises
+    ------
+    InvalidArgument
+        If `value` cannot be pickled.
+    """
+    try:
+        return dumps(RankOutcome(value))
+    except Exception as exc:  # objects raise what they like from __reduce__
+        raise InvalidArgument(
+            f"the result of the function, of type {type(value).__name__}, cannot be sent to the "
+            f"launcher ({exc}): return only values that can be pickled"
+        ) from exc
+
+
 def dumps_failure(exc: BaseException) -> bytes:
     """Return the pickled `RankOutcome` of a function that raised `exc`.
 
@@ -265,4 +282,12 @@ def dumps_failure(exc: BaseException) -> bytes:
     return message
 
 
-__all__ = ["RankOutcome", "RankRequest", "command", "dumps_failure", "flush_output", "serve"]
+__all__ = [
+    "RankOutcome",
+    "RankRequest",
+    "command",
+    "dumps_failure",
+    "dumps_result",
+    "flush_output",
+    "serve",
+]

@@ -14,9 +14,10 @@ import importlib
 import signal
 import sys
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Any
 
-from r2ccl.cli.lines import discard_output, has_lost_reader
+from r2ccl.cli.lines import discard_output, has_lost_reader, is_full
 from r2ccl.config import VERSION
 from r2ccl.errors import InvalidArgument, R2cclError
 
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The status is 2 after an `R2cclError`; its message is printed on standard error. As in a shell,
     the status is 130 after Ctrl-C, and 141 if the reader of standard output, such as ``head``, has
-    closed it.
+    closed it. It is 1 if the output cannot be written because the disk is full.
 
     Parameters
     ----------
@@ -68,6 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # another pipe or socket is broken, not standard output
         discard_output()
         return 128 + signal.SIGPIPE
+    except OSError as exc:
+        if not is_full(exc):
+            raise
+        discard_output()
+        print(f"r2ccl: the output cannot be written: {exc.strerror}", file=sys.stderr)
+        return 1
     return status
 
 
@@ -106,7 +113,14 @@ class _PrintCompletion(argparse.Action):
                 f"--print-completion {shell}: shtab is not installed: pip install "
                 "'r2ccl[completion]'"
             ) from exc
-        print(shtab.complete(make_parser(), shell))
+        root = make_parser()
+        [commands] = [each.choices for each in root._actions if isinstance(each.choices, dict)]
+        for action in chain.from_iterable(each._actions for each in commands.values()):
+            is_file = action.metavar in ("FILE", "PATH") or action.dest == "command"
+            if is_file or action.metavar == "DIR":
+                complete = shtab.FILE if is_file else shtab.DIRECTORY
+                action.complete = complete
+        print(shtab.complete(root, shell))
         parser.exit()
 
 

@@ -15,15 +15,16 @@ from r2ccl.factory import init
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.testing.fault_plan import fail_at
 
-#: Rank 0 loses this rail before it sends this slice of the middle call.
-_RAIL, _STEP = 1, 5
+#: Rail that rank 0 loses in the middle call.
+_RAIL = 1
 
 
-def run_rank(calls: int, nbytes: int) -> int:
+def run_rank(calls: int, nbytes: int, step: int) -> int:
     """Run `calls` allreduces of `nbytes`; return the total number of wrong elements on all ranks.
 
-    Rank 0 prints a line about the job, one per call, one each when the traffic of the lost rail has
-    moved and when the rail is connected again, and the result.
+    In the middle call, rank 0 loses a rail before it sends slice `step`. Rank 0 prints a line about
+    the job, one per call, one each when the traffic of the lost rail has moved and when the rail is
+    connected again, and the result.
 
     Raises
     ------
@@ -31,11 +32,12 @@ def run_rank(calls: int, nbytes: int) -> int:
         In rank 0, if the rail was not cut.
     """
     logging.getLogger("r2ccl").setLevel(logging.ERROR)  # the demo prints the repair itself
-    plan = fail_at(rank=0, rail=_RAIL, op=calls // 2, step=_STEP)
+    plan = fail_at(rank=0, rail=_RAIL, op=calls // 2, step=step)
     with plan, init(faults=plan) as comm:
         reporter = _Reporter(comm, calls, nbytes)
         nwrong = sum(_call(comm, number, nbytes, reporter) for number in range(calls))
         total = int(comm.allreduce(np.array([nwrong], np.int64))[0])
+        plan.assert_all_fired()
         reporter.finish(total)
         return total
 

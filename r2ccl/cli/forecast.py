@@ -150,8 +150,13 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         args.rate,
         args.latency,
         tuple(args.lose),
-        tuple((*port, max(1, round(fraction * WHOLE))) for *port, fraction in args.slow),
+        tuple((node, nic, _sixteenths(fraction)) for node, nic, fraction in args.slow),
     )
+
+
+def _sixteenths(fraction: float) -> int:
+    """Round the fraction of a slow NIC to sixteenths: neither none nor all."""
+    return min(max(1, round(fraction * WHOLE)), WHOLE - 1)
 
 
 def compare(scenario: Scenario, *, is_simulated: bool = True) -> Comparison:

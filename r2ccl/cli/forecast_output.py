@@ -33,8 +33,9 @@ def to_text(found: Comparison) -> str:
         lines += _table(found, found.degraded, found.why_degraded, ", ".join(parts))
     lines += [""] if found.nchunks or found.notes else []
     if found.nchunks:
+        chunks = "1 chunk" if found.nchunks == 1 else f"{found.nchunks} chunks"
         lines.append(
-            f"the call runs in two levels, in {found.nchunks} chunks: shared memory within the "
+            f"the call runs in two levels, in {chunks}: shared memory within the "
             "nodes, the network between them; the schedules above are those of one level"
         )
     return "\n".join([*lines, *found.notes])

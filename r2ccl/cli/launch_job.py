@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ipaddress
 import os
 import secrets
 import shlex
@@ -93,7 +94,7 @@ def _hosts(args: argparse.Namespace) -> list[JobHost] | None:
     if args.by_hand:
         raise InvalidArgument("--by-hand needs --hosts or --hostfile")
     if args.nranks is None:
-        raise InvalidArgument(f"no number of ranks given: {_HINT}")
+        raise InvalidArgument(f"no number of ranks given; options go before the command: {_HINT}")
     return None
 
 
@@ -240,7 +241,7 @@ def _shared_secret(nhosts: int) -> str:
 def _own_address(name: str) -> str:
     """Return the address of `name`, which is this host, on which rank 0 runs.
 
-    A name whose address begins with ``127.`` is refused; such an address itself is accepted.
+    A name whose address is a loopback address is refused; such an address itself is accepted.
     """
     try:
         found = str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
@@ -249,7 +250,7 @@ def _own_address(name: str) -> str:
             f"{name!r}, the host of rank 0, cannot be resolved here ({exc}): give its "
             "address with --master-addr on every host"
         ) from exc
-    if found.startswith("127.") and found != name:
+    if ipaddress.ip_address(found).is_loopback and found != name:
         raise InvalidArgument(
             f"{name!r}, the host of rank 0, is {found} here, which the other hosts cannot reach: "
             "give its address with --master-addr on every host"

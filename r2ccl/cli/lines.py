@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import sys
@@ -29,6 +30,11 @@ class LinePrinter:
         The stream; it stays open.
     is_coloured : bool
         Write each rank's prefix in a colour, by ANSI escape sequences.
+
+    Attributes
+    ----------
+    is_writing : bool
+        True during a write, of which the reader may have got a part that ends within a line.
     """
 
     def __init__(self, tag: str, out: BinaryIO, *, is_coloured: bool = False) -> None:
@@ -37,6 +43,7 @@ class LinePrinter:
         self._is_coloured = is_coloured
         self._writers: set[int] = set()
         self._unfinished: dict[tuple[int, str], bytes] = {}
+        self.is_writing = False
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
         """Add output of `rank`; write the lines that it completes.
@@ -59,8 +66,12 @@ class LinePrinter:
         self._writers.add(rank)
         is_tagged = self._tag == "always" or (self._tag == "auto" and len(self._writers) > 1)
         tag = self._prefix(rank) if is_tagged else b""
-        self._out.write(b"".join(tag + line + b"\n" for line in lines))
-        self._out.flush()
+        self.is_writing = True
+        try:
+            self._out.write(b"".join(tag + line + b"\n" for line in lines))
+            self._out.flush()
+        finally:
+            self.is_writing = False
 
     def _prefix(self, rank: int) -> bytes:
         if not self._is_coloured:
@@ -83,6 +94,14 @@ def has_lost_reader(out: TextIO) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
+def is_full(exc: OSError) -> bool:
+    """Return True if a write failed because no space is left for it, as with a full disk.
+
+    An error with the name of a file is not that of a write to an open file.
+    """
+    return exc.errno in (errno.ENOSPC, errno.EDQUOT) and exc.filename is None
+
+
 def discard_output() -> None:
     """Redirect standard output to /dev/null, so that Python can write the rest when it exits."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -99,6 +118,8 @@ def launch_printing(program: Callable[[], int], nranks: int, **options: Any) -> 
     ------
     BrokenPipeError
         If a rank fails because nobody reads standard output any more.
+    OSError
+        If a rank cannot print because no space is left; see `is_full`.
     Exception
         As `r2ccl.bootstrap.launch.launch`.
     """
@@ -116,10 +137,17 @@ def launch_printing(program: Callable[[], int], nranks: int, **options: Any) -> 
 def _run_rank(program: Callable[[], int]) -> int:
     try:
         return program()
-    except BrokenPipeError:
-        if has_lost_reader(sys.stdout):
+    except OSError as exc:
+        if has_lost_reader(sys.stdout) or is_full(exc):
             discard_output()
         raise
 
 
-__all__ = ["LinePrinter", "discard_output", "has_lost_reader", "launch_printing", "wants_colour"]
+__all__ = [
+    "LinePrinter",
+    "discard_output",
+    "has_lost_reader",
+    "is_full",
+    "launch_printing",
+    "wants_colour",
+]

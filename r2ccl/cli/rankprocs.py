@@ -127,7 +127,8 @@ class HostRanks:
                 process_group=0,  # else Ctrl-C in a terminal would reach the ranks twice
             )
         except OSError as exc:
-            raise InvalidArgument(f"cannot run {command[0]!r}: {exc.strerror}") from exc
+            why = _why_not_run(command[0], self._program.folder) or exc.strerror
+            raise InvalidArgument(f"cannot run {command[0]!r}: {why}") from exc
 
     async def attend(self) -> None:
         """Pass output and exit statuses on until all ranks have ended."""
@@ -198,6 +199,19 @@ class HostRanks:
     async def close(self) -> None:
         """Kill the remaining ranks."""
         self.signal(signal.SIGKILL)
+
+
+def _why_not_run(program: str, folder: str) -> str:
+    """Return why a program that is a file in `folder` cannot be run; empty if it is none."""
+    path = os.path.join(folder, program)
+    if not os.path.isfile(path):
+        return ""
+    if not os.access(path, os.X_OK):
+        return (
+            f"the file is not executable: write python {program} if it is a Python script, else "
+            f"chmod +x {program}"
+        )
+    return "" if "/" in program else f"it is not in PATH: write ./{program}"
 
 
 def _signal_group(process: Process, number: int) -> None:

@@ -153,7 +153,9 @@ class Supervisor:
         self._status = self._status or status
         # Report only the first failure, which causes the others, unless the other ranks run on.
         if is_first or self._keeps_going:
-            print(f"r2ccl launch: {what}", file=sys.stderr)
+            # A thread may be writing a line of a rank to the same terminal or pipe.
+            is_within_line = self._printer.is_writing and os.path.sameopenfile(1, 2)
+            print("\n" * is_within_line + f"r2ccl launch: {what}", file=sys.stderr)
         if not self._keeps_going:
             self._is_ending.set()
 

@@ -154,11 +154,6 @@ def test_a_rank_says_once_that_rank_0_is_missing(
     assert said.startswith(f"rank 1: rank 0 was not reached yet at 127.0.0.1:{port} (")
 
 
-def test_only_some_of_many_missing_ranks_are_named() -> None:
-    assert leader._ranks(range(16)) == f"ranks {list(range(16))}"
-    assert leader._ranks(range(100)) == f"ranks {list(range(16))} and 84 more"
-
-
 def test_a_rank_without_rank_0_says_where_it_looked() -> None:
     with LocalJob(2) as job:
         port = free_port()

@@ -15,6 +15,7 @@ from r2ccl.errors import (
     R2cclError,
     ScheduleError,
     TransportTimeout,
+    format_ranks,
 )
 
 ERRORS = [
@@ -34,3 +35,9 @@ def test_an_error_can_be_pickled_with_its_attributes(error: R2cclError) -> None:
     assert type(found) is type(error)
     assert str(found) == str(error)
     assert repr(vars(found)) == repr(vars(error))
+
+
+def test_only_some_of_many_ranks_are_named() -> None:
+    assert format_ranks(range(8)) == "[0, 1, 2, 3, 4, 5, 6, 7]"
+    assert format_ranks({3: "x", 1: "y"}) == "[1, 3]"
+    assert format_ranks(range(299, 0, -1)) == "[1, 2, 3, 4, 5, 6, 7, 8] and 291 more"

@@ -21,8 +21,8 @@ DTYPES_BY_NAME = {
     for name in (dtype.name, NCCL_NAMES.get(dtype.name, dtype.name))
 }
 _ALL_DTYPES = [DTYPES[code].name for code in ON_GPU]
-#: Collectives that the command measures on arrays in the memory of a GPU.
-_ON_GPU = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce")
+#: Collectives on arrays in the memory of a GPU: all except messages and the barrier.
+_ON_GPU = [name for name in FORMS if name not in ("sendrecv", "barrier")]
 
 
 class PerfOptions(NamedTuple):
@@ -77,8 +77,9 @@ def options_of(args: argparse.Namespace) -> PerfOptions:
     problem = _problem(args)
     if problem:
         raise InvalidArgument(problem)
+    every = _ON_GPU if args.ngpus else list(FORMS)
     return PerfOptions(
-        collectives=list(FORMS) if args.collective == "all" else [args.collective],
+        collectives=every if args.collective == "all" else [args.collective],
         minbytes=args.minbytes,
         maxbytes=args.minbytes if args.maxbytes is None else args.maxbytes,
         step=args.step,
@@ -149,8 +150,9 @@ def _problem_of_gpus(args: argparse.Namespace) -> str | None:
             f"-g {args.ngpus}: a rank of r2ccl is a process, and uses one GPU; "
             "start a rank per GPU, with -g 1"
         )
-    if args.collective not in _ON_GPU:
-        return f"-g 1: {args.collective} is not measured on a GPU; allowed are {', '.join(_ON_GPU)}"
+    if args.collective not in (*_ON_GPU, "all"):
+        allowed = ", ".join([*_ON_GPU, "all"])
+        return f"-g 1: {args.collective} takes no arrays on a GPU; allowed are {allowed}"
     if args.local_register:
         return "-R 1 with -g 1: only host memory is registered"
     try:

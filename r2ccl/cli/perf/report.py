@@ -115,18 +115,17 @@ def save_results(
 
 
 def check_results(path: Path) -> None:
-    """Check that `save_results` can write to `path`: make its folder, and open the file.
+    """Check that `path` can be written, by opening the file; make no folder.
 
     The file keeps its contents; if it is missing, it stays missing.
 
     Raises
     ------
     InvalidArgument
-        If the file cannot be written.
+        If the file cannot be written, or its folder is missing.
     """
     try:
         is_new = not path.exists()
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
         if is_new:
             path.unlink()

@@ -75,6 +75,17 @@ def test_a_timeout_names_who_is_late() -> None:
         launch(sleeps, 2, timeout_s=5.0)  # time enough to start, on a busy machine
 
 
+def writes_without_end() -> None:
+    while True:
+        print("x" * 50)
+
+
+def test_output_without_end_does_not_extend_the_timeout(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TransportTimeout, match=r"ranks \[0\]"):
+        launch(writes_without_end, 1, timeout_s=2.0)
+    assert "x" * 50 in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("nranks", [0, -1, "2", None])
 def test_at_least_one_rank(nranks: Any) -> None:
     with pytest.raises(InvalidArgument, match="at least 1"):
@@ -91,6 +102,39 @@ def test_what_cannot_be_sent_is_refused() -> None:
     lock = threading.Lock()
     with pytest.raises(InvalidArgument, match="cannot be sent"):
         launch(lambda: lock, 1)
+
+
+def test_a_result_that_cannot_be_sent_is_named() -> None:
+    with pytest.raises(InvalidArgument, match="result of the function, of type generator, cannot"):
+        launch(lambda: (each for each in ()), 1, timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"timeout_s": "abc"}, "timeout_s='abc': allowed is a number of seconds"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan: allowed is"),
+        ({"timeout_s": -1.0}, "timeout_s=-1.0: allowed is"),
+        ({"env": {"A": 1}}, "env={'A': 1}: names and values must be of type str"),
+        ({"env": {"A=B": "1"}}, "env={'A=B': '1'}: names"),
+        ({"env": ["A"]}, "pass a mapping of names to values"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        launch(os.getpid, 1, **options)
+
+
+def test_a_script_without_a_guard_is_told_to_add_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, r2ccl\nr2ccl.launch(os.getpid, 1)\n")
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=3 * WAIT_S, check=False
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "InvalidArgument: launch: the main script starts ranks while a rank imports it" in last
+    assert "below if __name__ == '__main__':" in last
 
 
 #: As in a notebook, the main module is no file that a rank could import.
@@ -364,6 +408,7 @@ def test_an_interrupt_reaches_every_rank_once() -> None:
         (("-n", "1", "--env", "X", "--", "true"), "NAME=VALUE"),
         (("-n", "1", "--", "/nowhere/program"), "cannot run"),
         (("-n", "1", "nowhere.py"), "cannot run 'nowhere.py'"),
+        (("hello.py", "-n", "2"), "options go before the command: r2ccl launch -n 4 -- python"),
         (("-n", "1", "--chdir", "/nowhere", "true"), "/nowhere is not a directory"),
     ],
 )
@@ -373,6 +418,23 @@ def test_wrong_command_lines_are_explained(
 ) -> None:  # fmt: skip
     with pytest.raises(InvalidArgument, match=text):
         run_here(monkeypatch, capfd, *args)
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        (0o644, "cannot run 'hello.txt': the file is not executable: write python hello.txt if"),
+        (0o755, "cannot run 'hello.txt': it is not in PATH: write ./hello.txt"),
+    ],
+)
+def test_a_file_that_cannot_be_run_is_explained(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, mode: int,
+    text: str,
+) -> None:  # fmt: skip
+    (tmp_path / "hello.txt").write_text("hello")
+    (tmp_path / "hello.txt").chmod(mode)
+    with pytest.raises(InvalidArgument, match=text):
+        run_here(monkeypatch, capfd, "-n", "1", "--chdir", str(tmp_path), "hello.txt")
 
 
 def test_a_wrong_command_line_has_a_status_and_no_traceback() -> None:

@@ -120,8 +120,13 @@ def test_what_cannot_be_sent_is_refused(pool: LaunchPool) -> None:
 
 
 def test_a_result_that_cannot_be_sent_is_an_exception(pool: LaunchPool) -> None:
-    with pytest.raises(TypeError, match="lock"):
+    with pytest.raises(InvalidArgument, match="the result of the function, of type lock, cannot"):
         pool.run(lambda comm: threading.Lock(), timeout_s=WAIT_S)
+
+
+def test_a_timeout_that_is_no_number_is_refused(pool: LaunchPool) -> None:
+    with pytest.raises(InvalidArgument, match="launch_pool: timeout_s=nan: allowed is a number"):
+        pool.run(by_rank, timeout_s=float("nan"))
 
 
 def test_a_call_during_another_is_refused(pool: LaunchPool, tmp_path: Path) -> None:
@@ -210,6 +215,13 @@ def test_a_pool_that_cannot_go_on_says_why(
         pool.run(by_rank)
     assert not any(map(is_alive, pids))
     pool.close()
+
+
+def test_a_timeout_of_many_ranks_names_some() -> None:
+    pool = object.__new__(LaunchPool)
+    pool.nranks = 300
+    error = str(pool._failure({}, 1.0))
+    assert "ranks [0, 1, 2, 3, 4, 5, 6, 7] and 292 more did not return within 1 s" in error
 
 
 def test_ranks_end_with_a_pool_that_is_forgotten() -> None:

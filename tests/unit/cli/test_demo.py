@@ -13,9 +13,11 @@ import pytest
 from r2ccl.cli import demo_rank, main
 
 
-def test_the_demo_survives_the_loss_of_a_rail(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nrails", [2, 4])
+def test_the_demo_survives_the_loss_of_a_rail(nrails: int, tmp_path: Path) -> None:
+    options = ["-n", "2", "--calls", "2", "--nbytes", "1M", "--rails", str(nrails)]
     ran = subprocess.run(
-        [sys.executable, "-m", "r2ccl", "demo", "-n", "2", "--calls", "2", "--nbytes", "1M"],
+        [sys.executable, "-m", "r2ccl", "demo", *options],
         capture_output=True,
         text=True,
         cwd=tmp_path,  # no checkout is needed
@@ -24,7 +26,7 @@ def test_the_demo_survives_the_loss_of_a_rail(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = ran.stdout.splitlines()
-    assert lines[0] == "2 ranks, 4 rails each: 2 allreduces of 1 MiB"
+    assert lines[0] == f"2 ranks, {nrails} rails each: 2 allreduces of 1 MiB"
     assert [line.partition(":")[0] for line in lines if line.startswith("call")] == [
         f"call {number}" for number in range(2)
     ]
@@ -63,12 +65,21 @@ def test_wrong_elements_are_counted(monkeypatch, capsys, caplog, added) -> None:
     class Plan:
         def __enter__(self) -> None: ...
         def __exit__(self, *exc: object) -> None: ...
+        def assert_all_fired(self) -> None: ...
 
     monkeypatch.setattr(demo_rank, "fail_at", lambda **where: Plan())
     monkeypatch.setattr(demo_rank, "init", lambda faults: OneRank(added))
-    assert demo_rank.run_rank(2, 4096) == added * 2 * 1024
+    assert demo_rank.run_rank(2, 4096, 0) == added * 2 * 1024
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.match("FAILED: 2048 elements are wrong" if added else "OK: ", last)
+
+
+def test_a_rail_that_was_not_cut_is_no_success(monkeypatch, capsys, caplog) -> None:
+    caplog.set_level(logging.WARNING, "r2ccl")  # the demo sets it; the test restores it
+    monkeypatch.setattr(demo_rank, "init", lambda faults: OneRank(0))
+    with pytest.raises(AssertionError, match="did not fire"):
+        demo_rank.run_rank(2, 4096, 0)
+    assert "OK" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

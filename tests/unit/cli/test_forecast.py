@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from r2ccl.cli import forecast, main, make_parser
 from r2ccl.cli.explain import COLLECTIVES
 from r2ccl.cli.forecast import Comparison, compare, scenario_of
+from r2ccl.cli.forecast_output import to_text
 from r2ccl.planning.cluster import ClusterShape
 from r2ccl.planning.cost_model import Rates
 
@@ -61,6 +63,11 @@ def test_one_option_names_several_nics() -> None:
     listed = found_by("--lose", "1:1,2:0", "--slow", "3:0:0.5,0:1:0.25", is_simulated=False)
     assert listed.scenario.lost == ((1, 1), (2, 0))
     assert listed.scenario.slow == ((3, 0, 8), (0, 1, 4))
+
+
+def test_a_slow_nic_is_neither_lost_nor_whole() -> None:
+    found = found_by("--slow", "0:0:0.98,1:0:0.01", is_simulated=False)
+    assert found.scenario.slow == ((0, 0, 15), (1, 0, 1))
 
 
 def test_the_reason_names_the_two_fastest_and_their_times() -> None:
@@ -159,6 +166,12 @@ def test_the_table_marks_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[1] for line in marked] == [
         line.removeprefix("runs ").partition(":")[0] for line in reasons
     ]
+
+
+def test_the_text_counts_chunks() -> None:
+    found = found_by("--ranks-per-node", "2", is_simulated=False)
+    for nchunks, words in ((1, "in 1 chunk:"), (2, "in 2 chunks:")):
+        assert words in to_text(msgspec.structs.replace(found, nchunks=nchunks))
 
 
 def test_the_json_has_the_documented_fields(capsys: pytest.CaptureFixture[str]) -> None:

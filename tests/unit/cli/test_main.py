@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -112,6 +113,24 @@ def test_output_that_nobody_reads_ends_quietly(arguments: list[str]) -> None:
     assert [line for line in lines if b"the peer closed the connection" not in line] == []
 
 
+@pytest.mark.parametrize("buffering", ["", "1"])
+@pytest.mark.parametrize("arguments", [WRITING[0], WRITING[2]], ids=lambda each: each[0])
+def test_output_on_a_full_disk_is_one_line(arguments: list[str], buffering: str) -> None:
+    with open("/dev/full", "wb") as out:
+        ran = subprocess.run(
+            [*R2CCL, *arguments],
+            env={**os.environ, "PYTHONUNBUFFERED": buffering},
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert ran.returncode == 1
+    lines = [each for each in ran.stderr.splitlines() if "the peer closed the" not in each]
+    assert lines == ["r2ccl: the output cannot be written: No space left on device"]
+
+
 def test_a_pipe_that_is_not_the_output_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise BrokenPipeError
@@ -172,6 +191,42 @@ def test_completion_knows_all_options(shell: str, capsys: pytest.CaptureFixture[
     assert all(name in script for name in COMMANDS)
     for option in ("--lose", "--require", "--keep-going", "--rails"):
         assert option in script
+
+
+#: Completes the last argument by the script in the first one, as bash does.
+_COMPLETING = """
+. "$1"; shift
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
+_shtab_r2ccl; printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["launch", "-n", "2", "t"], "train.py"),
+        (["launch", "--hostfile", "t"], "train.py"),
+        (["launch", "--chdir", "t"], "there"),
+        (["bench", "--json", "t"], "train.py"),
+        (["rdmalab", "--report", "t"], "there"),
+    ],
+    ids=" ".join,
+)
+def test_completion_knows_files_and_folders(
+    words: list[str], completed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("shtab", reason="shtab, of r2ccl[completion], is not installed")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--print-completion", "bash"])
+    script = tmp_path / "script"
+    script.write_text(capsys.readouterr().out)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "there").mkdir()
+    arguments = ["bash", "-c", _COMPLETING, "bash", str(script), "r2ccl", *words]
+    ran = subprocess.run(
+        arguments, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert completed in ran.stdout.split()
 
 
 def test_completion_without_its_package_says_what_to_do(

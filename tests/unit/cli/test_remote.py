@@ -9,6 +9,7 @@ import os
 import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -245,8 +246,14 @@ def test_arguments_that_do_not_fit_are_refused(arguments: list[str], text: str) 
         run(*arguments)
 
 
-def test_a_name_that_is_loopback_at_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("address", ["127.0.1.1", "::1"])
+def test_a_name_that_is_loopback_at_home_is_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("R2CC_SECRET", "5a" * 32)
-    arguments = ("--hosts", HOSTS, "--node-rank", "0", "--master-addr", "localhost", "true")
-    with pytest.raises(InvalidArgument, match=r"'localhost', the host of rank 0, is 127\.0\.0\.1"):
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    found = (family, socket.SOCK_STREAM, 6, "", (address, 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [found])
+    arguments = ("--hosts", HOSTS, "--node-rank", "0", "--master-addr", "a", "true")
+    with pytest.raises(InvalidArgument, match=f"'a', the host of rank 0, is {address} here"):
         run(*arguments)

@@ -29,6 +29,7 @@ from r2ccl.cli.perf.measure import Measurement
 from r2ccl.cli.perf.options import PerfOptions, options_of
 from r2ccl.cli.perf.report import HEADER, check_results, format_line, row_of, verdict
 from r2ccl.dtypes import CODES, DTYPES
+from r2ccl.errors import InvalidArgument
 from r2ccl.kernels import ON_GPU, divider, reducer
 from r2ccl.types import ReduceOp
 
@@ -248,8 +249,9 @@ class FakeCuda:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_arrays_on_a_gpu_are_verified(monkeypatch, in_place) -> None:
-    case = Case(FORMS["reduce_scatter"], 3, 99, np.dtype(np.float32))
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in ("sendrecv", "barrier")])
+def test_arrays_on_a_gpu_are_verified(monkeypatch, name, in_place) -> None:
+    case = Case(FORMS[name], 3, 99, np.dtype(np.float32), root=1)
     inputs = make_inputs(case, (9, 0))
     wanted = expected(case, inputs, 1)
     cuda = FakeCuda()
@@ -258,12 +260,20 @@ def test_arrays_on_a_gpu_are_verified(monkeypatch, in_place) -> None:
         rank, nranks = 1, 3
         spoil = 0
 
-        def reduce_scatter(self, x: OnGpu, out: OnGpu, op: ReduceOp) -> None:
-            assert in_place == np.may_share_memory(x.host, out.host)
-            cuda.begun.append(lambda: out.host.__setitem__(slice(None), wanted + self.spoil))
+        def __getattr__(self, called: str) -> Any:
+            assert called == name
+            return self.call
 
-        def allreduce(self, x: Any) -> Any:
-            return x
+        def call(self, x: Any, out: Any = None, **_: Any) -> None:
+            assert in_place == np.may_share_memory(x.host, out.host)
+            cuda.begun.append(lambda: out.host.view(np.uint8).__setitem__(slice(None), self.right))
+
+        @property
+        def right(self) -> Any:
+            return wanted.view(np.uint8) ^ np.uint8(self.spoil)
+
+        def allreduce(self, x: Any, out: Any = None, **_: Any) -> Any:
+            return x if isinstance(x, np.ndarray) else self.call(x, out)
 
     memory = PerfMemory(0)
     monkeypatch.setattr(memory, "_cuda", cuda)
@@ -273,7 +283,7 @@ def test_arrays_on_a_gpu_are_verified(monkeypatch, in_place) -> None:
     assert cuda.chosen == [1]
     assert measured.verify(case, in_place=in_place, seed=(9,)) == 0
     Comm.spoil = 1
-    assert measured.verify(case, in_place=in_place, seed=(9,)) == 33
+    assert measured.verify(case, in_place=in_place, seed=(9,)) == wanted.size
 
 
 def test_a_rank_that_leaves_a_barrier_early_is_noticed() -> None:
@@ -506,12 +516,18 @@ def test_results_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_check_of_a_file_of_results_leaves_no_trace(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.json", tmp_path / "folder" / "new.json"
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text("{}")
     for path in (old, new):
         check_results(path)
     assert old.read_text() == "{}"
     assert not new.exists()
+
+
+def test_results_in_a_missing_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"new\.json cannot be written \(No such file or dir"):
+        check_results(tmp_path / "folder" / "new.json")
+    assert not (tmp_path / "folder").exists()
 
 
 @pytest.mark.parametrize(
@@ -520,7 +536,7 @@ def test_the_check_of_a_file_of_results_leaves_no_trace(tmp_path: Path) -> None:
         (["-G", "1"], "CUDA graphs cannot capture"),
         (["-R", "2"], "no symmetric memory"),
         (["-g", "2"], "a rank of r2ccl is a process"),
-        (["-g", "1", "--collective", "scan"], "scan is not measured on a GPU"),
+        (["-g", "1", "--collective", "sendrecv"], "sendrecv takes no arrays on a GPU"),
         (["-r", "1"], "allreduce has no root"),
         (["-o", "sum", "--collective", "gather"], "gather does not reduce"),
         (["-z", "0", "-m", "2"], "the calls of a group run at its end"),
@@ -537,6 +553,15 @@ def test_the_check_of_a_file_of_results_leaves_no_trace(tmp_path: Path) -> None:
 def test_options_without_a_meaning_are_refused(capsys, options, reason) -> None:
     assert main(["bench", *options]) == 2
     assert reason in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", ["alltoallv", "scan", "all"])
+def test_collectives_are_allowed_on_a_gpu(monkeypatch, name: str) -> None:
+    cuda = pytest.importorskip("numba.cuda", reason="numba-cuda, of r2ccl[gpu], is not installed")
+    monkeypatch.setattr(cuda, "gpus", [0])
+    every = set(FORMS) - {"sendrecv", "barrier"}
+    found = parsed(["-g", "1", "--collective", name]).collectives
+    assert set(found) == (every if name == "all" else {name})
 
 
 def test_a_gpu_is_refused_where_there_is_none(monkeypatch, capsys) -> None:
