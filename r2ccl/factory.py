@@ -142,11 +142,11 @@ def init(
     wrapped: list[WrappedTransport] = []
 
     def wrap(inner: Transport) -> Transport:
-        put_around = faults.wrap if faults is not None else _named_wrapper(config)
-        if put_around is None:
-            return inner
-        wrapped.append(put_around(inner, control.rank))
-        return wrapped[0]
+        if faults is not None:
+            wrapped.append(faults.wrap(inner, control.rank, control.nranks))
+        elif put_around := _named_wrapper(config):
+            wrapped.append(put_around(inner, control.rank))
+        return wrapped[0] if wrapped else inner
 
     with _exhaustion_explained(f"rank {control.rank}"):
         made = _assemble(config, hcas, control, tuple(range(control.nranks)), wrap)

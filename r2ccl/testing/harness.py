@@ -41,7 +41,11 @@ class FaultInjection:
         self._faults: list[Fault] = []
 
     def __call__(self, rank: int, rail: int, op: int, step: int = 0) -> None:
-        """Let `rank` lose `rail` just before slice `step` of collective `op`; see `fail_at`."""
+        """Let `rank` lose `rail` just before slice `step` of collective `op`; see `fail_at`.
+
+        If the job has no such rail, the call of the rank that reaches this slice raises
+        InvalidArgument.
+        """
         self._faults.extend(fail_at(rank, rail, op, step).faults)
 
     def take(self) -> _PlanFile | None:
