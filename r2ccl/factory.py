@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from r2ccl import bootstrap
 from r2ccl.bootstrap import logs
+from r2ccl.bootstrap.identity import RankComm
 from r2ccl.bootstrap.messages import Codec
 from r2ccl.communicator import Communicator
 from r2ccl.config import Config, Settings
@@ -71,7 +72,10 @@ _CODEC = Codec(_MESSAGES)
 
 
 def init(
-    comm: Any = None, *, faults: TransportWrapper | None = None, **settings: Unpack[Settings]
+    comm: RankComm | None = None,
+    *,
+    faults: TransportWrapper | None = None,
+    **settings: Unpack[Settings],
 ) -> Communicator:
     """Connect this process to all other ranks over every rail; return the communicator.
 

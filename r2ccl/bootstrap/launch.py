@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,6 +31,8 @@ from r2ccl.bootstrap.auth import SECRET_NBYTES
 from r2ccl.bootstrap.output import RankOutput, is_forwarded
 from r2ccl.bootstrap.rank_server import RankOutcome, RankRequest, command
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
+
+_Result = TypeVar("_Result")
 
 #: Seconds that the ranks have to exit by themselves after `launch` has the results or an error.
 _FAILURE_GRACE_S = 5.0
@@ -123,12 +125,12 @@ class LocalJob:
 
 
 def launch(
-    fn: Callable[[], Any],
+    fn: Callable[[], _Result],
     nranks: int,
     *,
     timeout_s: float | None = None,
     env: Mapping[str, str] | None = None,
-) -> list[Any]:
+) -> list[_Result]:
     """Run `fn` in `nranks` new processes on this machine and return their results.
 
     Parameters
