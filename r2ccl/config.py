@@ -269,8 +269,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                     except msgspec.ValidationError as exc:
                         allowed = _number_like(field, env[variable])
                         raise InvalidArgument(
-                            f"{variable}={env[variable]!r}: allowed is {allowed}; see "
-                            "docs/tuning.md"
+                            f"{variable}={env[variable]!r}: allowed is {allowed}; see the page "
+                            "Settings of the documentation"
                         ) from exc
                     break
             if field.name in overrides:
