@@ -165,7 +165,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     debug: str = ""
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "mode", MODE_NUMBERS.get(self.mode, self.mode))
+        switches = dict.fromkeys(SWITCHED, SWITCHES)
+        allowed = {"mode": MODES, "algo": ALGOS, "fabric": FABRICS, **switches}
+        for name, values in allowed.items():
+            given = str(getattr(self, name)).lower()
+            if name == "mode":
+                given = MODE_NUMBERS.get(given, given)
+            if given not in values:
+                numbers = ", or 0 to 3 for the first four" if name == "mode" else ""
+                raise _bad(name, getattr(self, name), f"one of {', '.join(values)}{numbers}")
+            msgspec.structs.force_setattr(self, name, given)
         positive = (
             "slice_nbytes", "landing_depth", "eager_slots", "registration_limit_nbytes",
             "staging_nbytes",
@@ -173,16 +182,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in positive:
             if getattr(self, name) <= 0:
                 raise _bad(name, getattr(self, name), "a number above 0")
-        switches = dict.fromkeys(SWITCHED, SWITCHES)
-        allowed = {"mode": MODES, "algo": ALGOS, "fabric": FABRICS, **switches}
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                numbers = ", or 0 to 3 for the first four" if name == "mode" else ""
-                raise _bad(name, getattr(self, name), f"one of {', '.join(values)}{numbers}")
         if self.debug.upper() not in DEBUG_LEVELS:
             raise _bad("debug", self.debug, f"one of {', '.join(filter(None, DEBUG_LEVELS))}")
-        if self.dump_signal not in DUMP_SIGNALS:
+        if self.dump_signal.upper() not in DUMP_SIGNALS:
             raise _bad("dump_signal", self.dump_signal, f"one of {', '.join(DUMP_SIGNALS[1:])}")
+        msgspec.structs.force_setattr(self, "dump_signal", self.dump_signal.upper())
         for host, nic in parse_failures(self.failed_nics):
             if not (host and nic):
                 raise _bad("failed_nics", self.failed_nics, "host:nic, separated by commas")
@@ -276,6 +280,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             if field.name in overrides:
                 values[field.name] = _typed(field, overrides[field.name])
         for name in sorted(overrides.keys() - set(cls.__struct_fields__)):
+            if name in _PLACES:
+                raise InvalidArgument(
+                    f"unknown setting {name}: the environment variable {_PLACES[name]} sets it; "
+                    "start the process with `r2ccl launch -n 4 -- python script.py`, or set RANK, "
+                    "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+                )
             near = nearest(name, cls.__struct_fields__)
             advice = f"did you mean {near}? known" if near else "known"
             raise InvalidArgument(
@@ -376,6 +386,7 @@ AGREED = (
     "channels",
     "algo",
     "fabric",
+    "balance",
     "staging_nbytes",
     "ipc",
     "shm",
@@ -390,6 +401,12 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ib_retry_cnt": ("NCCL_IB_RETRY_CNT",),
     "debug": ("NCCL_DEBUG",),
 }
+
+#: Keywords of other libraries that give a process its rank, and the variable that does so here.
+_PLACES = {
+    "rank": "RANK", "world_size": "WORLD_SIZE", "nranks": "WORLD_SIZE", "size": "WORLD_SIZE",
+    "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT",
+}  # fmt: skip
 
 
 def parse_failures(text: str) -> tuple[tuple[str, str], ...]:
@@ -417,12 +434,18 @@ def _published_failures(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """Return the one of `names` that is most similar to `name`; "" if none is similar."""
+    """Return the one of `names` that is most similar to `name`; "" if none is similar.
+
+    A name that only lacks words at its end, or has too many, is more similar than any other.
+    """
     from difflib import get_close_matches  # only for an error or a warning
 
     # Close matches omit timeout_s for timeout, which lacks only a unit.
     longer = [each for each in names if each.startswith(f"{name}_")]
-    return next(iter((*longer, *get_close_matches(name, names, 1))), "")
+    stem = max((each for each in names if name.startswith(f"{each}_")), key=len, default="")
+    # For debug_file, debug precedes dump_file; for secret_files, secret_file precedes secret.
+    close = [each for each in get_close_matches(name, names, 1) if each.startswith(stem)]
+    return next(filter(None, (*longer, *close, stem)), "")
 
 
 def _typed(field: msgspec.structs.FieldInfo, given: Any) -> Any:

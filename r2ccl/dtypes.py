@@ -34,6 +34,7 @@ def _pair(value: type[np.generic]) -> np.dtype[Any]:
 #: Pairs of a value and an index, by number, with the layout of the C structs of MPI's pair types:
 #: MPI_FLOAT_INT, MPI_DOUBLE_INT, MPI_2INT and MPI_LONG_INT.
 _PAIRS = {21: _pair(np.float32), 22: _pair(np.float64), 23: _pair(np.int32), 24: _pair(np.int64)}
+_PAIRED = "allowed are float32, float64, int32 and int64"
 
 #: Number to NumPy dtype.
 DTYPES: dict[int, np.dtype[Any]] = {
@@ -78,16 +79,15 @@ def pair_dtype(value: Any) -> np.dtype[Any]:
     ------
     InvalidArgument
         If `value` is not one of these types.
-    TypeError
-        If NumPy cannot interpret `value` as a dtype.
     """
-    wanted = np.dtype(value)
+    try:
+        wanted = np.dtype(value)
+    except (TypeError, ValueError, SyntaxError) as exc:  # NumPy parses texts such as "(2,)f4"
+        raise InvalidArgument(f"pair_dtype({value!r}): {_PAIRED}") from exc
     for dtype in _PAIRS.values():
         if dtype["value"] == wanted:
             return dtype
-    raise InvalidArgument(
-        f"pair_dtype({wanted}): allowed are float32, float64, int32 and int64; convert the values"
-    )
+    raise InvalidArgument(f"pair_dtype({wanted}): {_PAIRED}; convert the values")
 
 
 def raw_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -67,6 +67,8 @@ _MESSAGES: Any = (
     | InContext
     | Shrinking
 )  # fmt: skip
+#: Methods of the argument ``comm`` of `init`.
+_EXCHANGE = ("Get_rank", "Get_size", "allgather", "bcast")
 #: Making it takes 5 ms, which a rank server spends before it forks, when it imports this module.
 _CODEC = Codec(_MESSAGES)
 
@@ -101,9 +103,9 @@ def init(
     Raises
     ------
     InvalidArgument
-        If a setting is wrong, ranks differ in a setting, nothing defines this process's rank, an
-        address or port cannot be used, or ``R2CC_DUMP_SIGNAL`` is set and this is not the main
-        thread.
+        If `comm` is no communicator, a setting is wrong, ranks differ in a setting, nothing defines
+        this process's rank, an address or port cannot be used, or ``R2CC_DUMP_SIGNAL`` is set and
+        this is not the main thread.
     TransportTimeout
         If a rank does not call `init`, or there is no path to a peer, within
         ``R2CC_INIT_TIMEOUT_S``; the message names the missing ranks.
@@ -120,6 +122,11 @@ def init(
     -----
     *Collective*: all ranks.
     """
+    if not (comm is None or all(hasattr(comm, name) for name in _EXCHANGE)):
+        raise InvalidArgument(
+            f"comm={comm!r}: pass a communicator of mpi4py, or leave it out if a launcher, such as "
+            "`r2ccl launch`, started the process; settings are keywords"
+        )
     config = Config.from_env(os.environ, **settings)
     logs.set_level(config)
     if config.dump_signal:

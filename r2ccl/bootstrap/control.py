@@ -86,7 +86,7 @@ class ControlHandler(Protocol):
             Seconds between the last sign of life of `peer` and the finding of its loss, measured by
             the rank that found the loss. If `peer` has given this rank up: seconds since the last
             sign of life of `peer` at this rank, or None without a session with `peer`. Also None if
-            all ranks that have a session with `peer` are lost.
+            every route to `peer` contains a lost rank.
         """
 
     def on_tick(self, now: float) -> None:
@@ -102,8 +102,9 @@ class ControlPlane:
     Made by `r2ccl.bootstrap.connect` and, for a shrink, by `r2ccl.bootstrap.succession`. All
     methods except `close` return without blocking and, unless they say otherwise, may be called
     from any thread. Calls before `start` take effect at `start`. The callbacks that methods take
-    (`on_failed`, `fn`) run in the control thread. Except `kick` and `obstacles`, methods raise
-    InvalidArgument if `peer` is this rank or no rank, or `rail` is no rail.
+    (`on_failed`, `fn`) run in the control thread. Except `obstacles`, methods raise InvalidArgument
+    if `peer` is this rank or no rank, or `rail` is no rail; only `accept_path` and `cancel_path`
+    also take rail `BYPASS`.
 
     Parameters
     ----------
@@ -299,7 +300,7 @@ class ControlPlane:
         for peer in list(self._sessions.values()):
             peer.tick(now, late_s if late_s > _STALL_S else 0.0)
         for rank in self._overlay.cut_off():
-            self._lose(rank, "all ranks that have a session with it are lost", None)
+            self._lose(rank, "every route to it contains a lost rank", None)
         if self._handler is not None:
             self._guard(self._handler.on_tick, now)
 
@@ -390,6 +391,7 @@ class ControlPlane:
         Replaces an earlier dial of the same (peer, rail). `on_failed` is called with the reason
         after each failed attempt. Does nothing if `peer` is lost or has left.
         """
+        self._check_rail(rail)
         key = self._path_key(peer, rail)
         guarded = None if on_failed is None else functools.partial(self._guard, on_failed)
         self._do(lambda: self._paths.dial(key, epoch, guarded) if self._is_open(peer) else None)
@@ -420,6 +422,7 @@ class ControlPlane:
 
         Useful when the local NIC has regained its link.
         """
+        self._check_rail(rail)
         self._do(lambda: self._paths.kick(rail))
 
     def obstacles(self, peer: int) -> list[str]:
@@ -638,11 +641,15 @@ class ControlPlane:
 
     def _path_key(self, peer: int, rail: int) -> PathKey:
         self._check(peer)
-        if rail != BYPASS and not 0 <= rail < len(self.nics):
+        if rail != BYPASS:
+            self._check_rail(rail)
+        return PathKey(peer, rail)
+
+    def _check_rail(self, rail: int) -> None:
+        if not 0 <= rail < len(self.nics):
             raise InvalidArgument(
                 f"rank {self.rank}: rail {rail} was given; the number of rails is {len(self.nics)}"
             )
-        return PathKey(peer, rail)
 
     def _guard(self, fn: Callable[..., object], *args: object) -> None:
         try:

@@ -99,16 +99,16 @@ def connect(
     if identity.rank == 0:
         warn_of_unknown(env)
     with identity.listener or contextlib.nullcontext():
-        listeners = _Listeners(identity, config, nics_for, hcas_for)
+        # Before the rendezvous: there, an OSError would mean the loss of a connection.
+        host = host_id()
+        listeners = _Listeners(identity, host, config, nics_for, hcas_for)
         rejections = Rejections(identity.rank)
         loop = ControlLoop(f"r2ccl-control-{identity.rank}")
         try:
             if identity.nranks == 1:
                 meeting = _meet_nobody(listeners, config)
             else:
-                hello = Hello(
-                    identity.rank, identity.nranks, host_id(), os.getpid(), config.digest()
-                )
+                hello = Hello(identity.rank, identity.nranks, host, os.getpid(), config.digest())
                 work = meet(
                     identity, hello, listeners.open, rejections,
                     config.init_timeout_s, config.control_address,
@@ -184,11 +184,17 @@ class _Listeners:
     """Sockets of this rank: a listener and a probe port per rail, and the control listener."""
 
     def __init__(
-        self, identity: Identity, config: Config, nics_for: NicsFor, hcas_for: HcasFor
+        self,
+        identity: Identity,
+        host: str,
+        config: Config,
+        nics_for: NicsFor,
+        hcas_for: HcasFor,
     ) -> None:
         self.nics: tuple[Nic, ...] = ()
         self._rank = identity.rank
         self._nranks = identity.nranks
+        self._host = host
         self._config = config
         self._nics_for = nics_for
         self._hcas_for = hcas_for
@@ -227,7 +233,7 @@ class _Listeners:
         self._control = [self._open(wire.listen, control_address, "control")]
         return PeerInfo(
             rank=self._rank,
-            host=host_id(),
+            host=self._host,
             pid=os.getpid(),
             control_addresses=tuple(map(_address, self._control)),
             rails=tuple(map(_address, self._rails)),

@@ -21,7 +21,7 @@ _KILL_TIMEOUT_S = 5.0
 
 
 class Ended(NamedTuple):
-    """Outcome of a process that has ended: its standard output, and its error, empty if none."""
+    """Outcome of `run`: the standard output of the process, and an error, empty if none."""
 
     said: str
     error: str

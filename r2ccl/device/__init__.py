@@ -4,8 +4,8 @@
 device memory as buffers for transports. `r2ccl.testing.fakedevice` implements the interface without
 a GPU and raises an error if a write is not ordered with another access to the same memory.
 
-Invariant: enqueuing work never waits for the GPU. Allocating, freeing, mapping and loading may
-wait.
+Invariant: enqueuing work waits for the GPU only if the driver's launch queue is full, or if
+CUDA_LAUNCH_BLOCKING is set. Allocating, freeing, mapping and loading may wait.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Device(Protocol):
 
     @property
     def waits_on_memory(self) -> bool:
-        """True if `write_word` and `wait_word` can be used."""
+        """True if `write_word`, `wait_word` and `exchange_words` can be used."""
         ...
 
     @property
@@ -92,7 +92,10 @@ class Device(Protocol):
     # Memory
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate `nbytes` bytes of device memory that `export` accepts, aligned to 256 bytes."""
+        """Allocate `nbytes` bytes of device memory that `export` accepts; return the address.
+
+        The address is a multiple of 256.
+        """
         ...
 
     def free(self, address: int) -> None:

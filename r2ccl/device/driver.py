@@ -48,7 +48,7 @@ _WORD_MASK = 0xFFFFFFFF
 _LOG_NBYTES = 8192
 
 
-#: Number of prepared lists of operations on words that are kept.
+#: Maximum number of prepared lists of operations on words that are kept.
 _MOST_BATCHES = 64
 
 
@@ -85,8 +85,8 @@ class CudaDevice:
 
     Notes
     -----
-    The caller's streams must belong to the GPU's primary context. A process must not fork after it
-    created a `CudaDevice`: CUDA does not work in the child process.
+    The caller's streams must belong to the GPU's primary context. CUDA does not work in a child
+    process that was forked after a `CudaDevice` was created.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class CudaDevice:
 
     @property
     def waits_on_memory(self) -> bool:
-        """True if `write_word` and `wait_word` can be used."""
+        """True if `write_word`, `wait_word` and `exchange_words` can be used."""
         return self._waits_on_memory
 
     @property

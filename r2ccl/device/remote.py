@@ -87,7 +87,7 @@ class RemoteWrites:
         Raises
         ------
         TransportError
-            If a flush is needed and the driver does not support it (status ``NO_FLUSH``).
+            If a flush is needed and the driver does not support it (status ``NO_FLUSH``) or fails.
         """
         if not self.are_reordered:
             return

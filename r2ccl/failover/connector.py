@@ -65,7 +65,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
 
     ``rail`` is the receiver's rail. ``via`` is the sender's rail of a probe; -1: the message
     concerns a path, whose two rails are the same. ``epoch`` is the epoch of the path, or the number
-    of the probe's connection. ``attempt`` counts the attempts in this epoch or for this connection.
+    of the probe's connection. ``attempt`` is a number that the sender uses for this attempt only.
     """
 
     rail: int
@@ -180,6 +180,9 @@ class Connector:
         self._asked: dict[ProbeKey, _Attempt] = {}
         #: Number of probe connections begun; the number of each serves as its epoch.
         self._nlives = 0
+        #: Number of attempts begun as caller. An attempt begun again in the same epoch gets a new
+        #: number, so that late replies to the cancelled one do not match.
+        self._ncalls = 0
         #: True if no path is being repaired; repairs have priority over probes.
         self._is_calm = True
         #: Last offer that arrived before this rank began to connect the path in the offer's epoch.
@@ -360,7 +363,8 @@ class Connector:
 
     def _call(self, key: PathKey | ProbeKey, attempt: _Attempt) -> None:
         attempt.drop()
-        attempt.number += 1
+        self._ncalls += 1
+        attempt.number = self._ncalls
         try:
             attempt.endpoint = self._transport.offer(key)
             info = attempt.endpoint.info

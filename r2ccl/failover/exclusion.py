@@ -146,6 +146,13 @@ def _check(peers: Sequence[PeerInfo], ports: set[Port]) -> None:
     left = [
         {rail for rail in range(len(info.nics)) if (info.rank, rail) not in ports} for info in peers
     ]
+    for rank, info in enumerate(peers):
+        if info.nics and not left[rank]:
+            raise InvalidArgument(
+                "the NICs excluded before a shrink or declared failed (R2CC_FAILED_NICS) leave "
+                f"rank {rank} on {info.hostname} (its NICs: {', '.join(info.nics)}) without a "
+                "rail: exclude fewer NICs"
+            )
     for rank in sorted({rank for rank, _ in ports}):
         for peer, info in enumerate(peers):
             if not left[rank] & left[peer]:

@@ -284,8 +284,9 @@ class Failover:
     def on_joined(self, event: Joined) -> None:
         """Handle the result of the test of an RDMA connection whose caller is this rank."""
         self._connector.on_joined(event)
-        if isinstance(event.key, ProbeKey) and not event.error:
-            self.failback.hurry(PathKey(event.key.peer, event.key.rail))
+        key = event.key
+        if isinstance(key, ProbeKey) and key.via == key.rail and not event.error:
+            self.failback.hurry(PathKey(key.peer, key.rail))
 
     def on_probed(self, event: Probed) -> None:
         """Pass the result of a probe to all callers that wait for it."""
@@ -403,11 +404,12 @@ class Failover:
         now : float
             Time in seconds.
         peers : frozenset of int
-            Ranks that the running call exchanges data with.
+            Ranks that the running call exchanges data with. Ranks that were never connected are
+            left out: a receive waits for them, and the sender connects them.
         """
         if self.is_over:
             return
-        self._calling = peers
+        self._calling = peers = peers & self._links.peers
         self._end_ports_down(now)
         is_calm, is_leaving = not self.migration.repairing, self.revocation.is_leaving
         self.revocation.spread()

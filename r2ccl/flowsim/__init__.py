@@ -1,7 +1,7 @@
 """Flow-level simulator: predicts the time of a schedule on a network with failures.
 
-The simulator runs the same `Schedule` objects as the executor: their sends, receives, reductions
-and dependencies. It scales to 1,024 nodes.
+The simulator runs the same `Schedule` objects as the executor, with all their ops and dependencies.
+It scales to 1,024 nodes.
 
 ============ =====================================================================================
 `network`    nodes, ports and their bandwidth changes

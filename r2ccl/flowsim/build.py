@@ -90,7 +90,7 @@ def build_state(
     routes : PortRoutes
         Home rails of all links, in the order of ``channels.links``.
     table : ndarray of float64, shape (2, nnodes, nrails)
-        Bandwidth of every port at time 0 in bytes/s: egress, then ingress.
+        Bandwidth of every rail at time 0 in bytes/s: egress, then ingress.
     tolerance : float
         As in `r2ccl.flowsim.simulation.simulate`.
 

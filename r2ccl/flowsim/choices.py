@@ -32,9 +32,9 @@ def simulate_choice(
     choice : Choice
         Made by the planner of `cluster`.
     nbytes : int
-        Size of the whole buffer.
+        Size of the whole buffer in bytes.
     counts : sequence of int, optional
-        Bytes of each part, if the parts are unequal.
+        Bytes of each part of the buffer. Default: equal parts.
     """
     rows, n = cluster.rows, len(cluster.rows)
     nodes = range(n) if choice.schedule.nranks == n else cluster.nodes
@@ -58,10 +58,10 @@ def simulate_choice(
 
 
 def rails_of(choice: Choice, rows: Sequence[Sequence[int]]) -> Rails:
-    """Return the rails that the links of a choice use, chosen as the engine chooses them.
+    """Return the function that gives the rails of a choice's links, as the engine chooses them.
 
     `rows` has, for every rank, the share of its bandwidth that each rail still has. A link whose
-    home rail is down uses another rail.
+    home rail is down uses a rail that is up at both ends, if there is one.
     """
     placement, nrails = choice.placement, len(rows[0])
     home = {(c, low, high): number % nrails for c, low, high, number in placement.edges}

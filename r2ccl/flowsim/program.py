@@ -1,9 +1,9 @@
 """Compact form of a schedule: channels that run the same ops share one copy of them.
 
-Channels that run the same ops on every rank have the same *shape*. The ops of a shape are stored
-once, as *rows*; a row and a channel together identify an op of the schedule. The rows of one rank
-and shape are adjacent and in program order. A ring over 1,024 ranks with eight channels has 33
-million ops, but only 4 million rows.
+Channels for which the schedule has the same tuple of ops (the same object) on every rank have the
+same *shape*. The ops of a shape are stored once, as *rows*; a row and a channel together identify
+an op of the schedule. The rows of one rank and shape are adjacent and in program order. A ring over
+1,024 ranks with eight channels has 33 million ops, but only 4 million rows.
 """
 
 from __future__ import annotations
@@ -72,13 +72,15 @@ def compile_schedule(schedule: Schedule) -> Program:
     Raises
     ------
     ScheduleError
-        If a field contradicts the kind of its op, a send has no matching receive, or a rank has a
-        different number of channels than the schedule.
+        If a field of an op is invalid or contradicts its kind, a send or receive has no
+        counterpart for the same chunk, or a rank has a different number of channels than the
+        schedule.
 
     Notes
     -----
-    *Cost*: generates the ops of all ranks once. Channels with the same ops on rank 0 are assumed to
-    have the same shape; if they differ on another rank, the ops are generated again.
+    *Cost*: generates the ops of all ranks once, and those of rank 0 twice. Channels with the same
+    ops on rank 0 are assumed to have the same shape; if they differ on another rank, the ops are
+    generated again.
     """
     arrays, leaders = _distinct(schedule)
     check_fields(schedule, arrays)

@@ -84,7 +84,7 @@ class PortRoutes(NamedTuple):
         -------
         ndarray of int64, shape (2, nlinks)
             Numbers of the egress port (row 0) and of the ingress port (row 1) of each link;
-            `NOWHERE` if no rail is alive, `FREE` if transfers of the link take no time.
+            `NOWHERE` if there is no such rail, `FREE` if transfers of the link take no time.
         """
         nodes = np.array(self.network.nodes)
         source, target = nodes[self.src], nodes[self.dst]

@@ -95,10 +95,10 @@ def simulate(
     ------
     InvalidArgument
         If an argument is out of range, if the network and the schedule have different numbers of
-        ranks, or if no rail is alive at both ends of a link that has data to send.
+        ranks, if `rails` returns anything but existing rails, or if no rail is alive at both ends
+        of a link that has data to send.
     ScheduleError
-        If a field contradicts the kind of its op, a send has no matching receive, a rank has a
-        different number of channels than the schedule, or the ops deadlock.
+        If `compile_schedule` raises it, or the ops deadlock.
 
     Notes
     -----
@@ -108,14 +108,14 @@ def simulate(
     its last byte is sent; then the sender's memory is released. The number of landing places and
     the latency of a clear-to-send are not modelled.
 
-    *Cost*: memory is 8 bytes per op and channel, plus 0.1 kB per op of a shape while the schedule
-    is compiled. Time on one EPYC core is 0.07 µs for a slice that follows its predecessor without
-    a pause, as in a ring of equal nodes. Any other slice takes about 1 µs with fair queues; max-min
-    recomputes the rates of all affected links once per batch. Examples for an allreduce over 1,024
-    nodes with 8 rails: a ring with 8 channels and 4 slices per chunk, 67 million slices in all,
-    takes 19 s (15 s of which generate the ops) and 0.8 GB; 28 packed trees with 16 slices per chunk
-    take 5 s with fair queues, and 28 s with max-min at a tolerance of 0.01. The first call on a
-    machine compiles for up to 30 s.
+    *Cost*: memory is 8 bytes per op, plus 0.1 kB per op of a shape (`r2ccl.flowsim.program`) while
+    the schedule is compiled. Time on one EPYC core is 0.07 µs for a slice that follows its
+    predecessor without a pause, as in a ring of equal nodes. Any other slice takes about 1 µs with
+    fair queues; max-min recomputes the rates of all affected links once per batch. Examples for an
+    allreduce over 1,024 nodes with 8 rails: a ring with 8 channels and 4 slices per chunk, 67
+    million slices in all, takes 19 s (15 s of which generate the ops) and 0.8 GB; 28 packed trees
+    with 16 slices per chunk take 5 s with fair queues, and 28 s with max-min at a tolerance of
+    0.01. The first call on a machine compiles for up to 30 s.
 
     Examples
     --------
@@ -125,7 +125,7 @@ def simulate(
     0.012
     """
     program = schedule if isinstance(schedule, Program) else compile_schedule(schedule)
-    _check_sizes(nbytes, itemsize, slice_nbytes, nslices)
+    _check_sizes(nbytes, itemsize, slice_nbytes, nslices, counts)
     _check(program, network, sharing, tolerance)
     sizes = Sizes(nbytes // itemsize, itemsize, slice_nbytes, nslices, counts)
     chunks = cut_chunks(program, sizes, weights or program.weights)
@@ -189,13 +189,17 @@ def _routes(
     return PortRoutes(network, src, dst, *homes, node_ports)
 
 
-def _check_sizes(nbytes: int, itemsize: int, slice_nbytes: int, nslices: int) -> None:
+def _check_sizes(
+    nbytes: int, itemsize: int, slice_nbytes: int, nslices: int, counts: Sequence[int]
+) -> None:
     if itemsize < 1:
         raise _wrong("itemsize", itemsize, "1 or more")
     if nbytes < 0 or nbytes % itemsize:
         raise _wrong("nbytes", nbytes, f"a multiple of itemsize={itemsize}, 0 or more")
     if min(slice_nbytes, nslices) != 0 or max(slice_nbytes, nslices) < 1:
         raise _wrong("(slice_nbytes, nslices)", (slice_nbytes, nslices), "one above 0, one 0")
+    if counts and sum(counts) != nbytes // itemsize:
+        raise _wrong("counts", counts, f"a sum of {nbytes // itemsize}, the number of elements")
 
 
 def _check(program: Program, network: Network, sharing: Sharing, tolerance: float) -> None:

@@ -59,9 +59,9 @@ def cut_chunks(program: Program, sizes: Sizes, weights: Sequence[int]) -> Record
     Raises
     ------
     InvalidArgument
-        If the number of weights is not the number of channels, a weight is negative or all are 0,
-        if the number of parts does not divide the number of chunks of a channel or the number of
-        elements, or if a chunk has more than 2**31 - 1 slices.
+        If the number of weights is not the number of channels, a weight is negative or all are 0;
+        if the number of parts does not divide the number of chunks of a channel or, without
+        ``sizes.counts``, the number of elements; or if a chunk has more than 2**31 - 1 slices.
     """
     pieces = layout(
         sizes.nelements,

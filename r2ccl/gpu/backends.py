@@ -191,7 +191,7 @@ class BackendSelector:
         self._pxn = pxn
 
     def select(self, device: Device, kernels: GpuKernels) -> tuple[GpuBackend, ...]:
-        """Try each backend on all ranks and return those that work.
+        """Try backends on all ranks, and return those to use.
 
         Returns
         -------
@@ -338,8 +338,9 @@ class BackendSelector:
         group: Sequence[int],
         homes: Sequence[int],
     ) -> PxnRoutes | None:
-        """Return this rank's PXN routes; None if there are none, or there is no health agreement.
+        """Return this rank's PXN routes; None if it has none or cannot use them.
 
+        It cannot use them without a `PxnTransport` or without a health agreement.
         A route is opened when a rail in `homes` has lost bandwidth at a rank in `group`.
         """
         rails, known_health = self._engine.homes, self._engine.known_health

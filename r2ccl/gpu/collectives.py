@@ -49,7 +49,7 @@ _MOST_CALLS = 64
 class _BorrowedArrays(NamedTuple):
     """A call whose arrays the device may still use.
 
-    The device uses them until ``task`` has ended and the event ``job.done`` is done.
+    The device no longer uses them once ``task`` has ended and the event ``job.done`` is done.
     """
 
     task: Task
@@ -169,7 +169,7 @@ class DeviceCollectives:
         request : Request
             The call, with arrays in device memory.
         stream : object or None
-            Stream argument of the caller.
+            Stream argument of the caller; None selects the stream of the input array.
         is_async : bool
             True to return a `Work` instead of making the stream wait for the result.
 
@@ -193,7 +193,8 @@ class DeviceCollectives:
         TransportTimeout
             If the call needs kernels or memory that are not ready yet (`GpuBackend.prepare`), and
             earlier collectives do not finish in time; if 64 calls are in progress, and the oldest
-            of them does not finish in time; or if another rank of the node is 64 calls behind.
+            of them does not finish in time; or if another rank of the node stays 64 calls behind
+            for too long.
         R2cclError
             If the communicator has ended.
         """
@@ -272,15 +273,15 @@ class DeviceCollectives:
         Parameters
         ----------
         timeout_s : float
-            Time limit for each backend, in seconds.
+            Time limit for each wait of a backend, in seconds; see `GpuBackend.close`.
 
         Raises
         ------
         TransportTimeout
-            If the work of a backend on the device has not ended after `timeout_s` seconds; the
-            memory of this backend and of the following ones is not freed, and the device is not
-            closed. Or if other work on the device does not end within the device's own time limit;
-            then all backends are closed, but the device is not.
+            If the work of a backend on the device has not ended after such a wait; the memory of
+            this backend and of the following ones is not freed, and the device is not closed. Or if
+            other work on the device does not end within the device's own time limit; then all
+            backends are closed, but the device is not.
         TransportError
             If a backend or the device could not free all its resources; the other backends were
             closed.

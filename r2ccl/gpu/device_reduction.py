@@ -1,7 +1,7 @@
 """Reduces, divides and copies slices in GPU memory, asynchronously to the data loop.
 
-`ReductionStream` numbers the work it enqueues on one stream. Each `commit` records an event, by
-which the host learns how much of the work is done.
+`ReductionStream` numbers the work it enqueues on one stream. After new work, `commit` records an
+event, by which the host learns how much of the work is done.
 
 *Order.* Work on the stream runs in order, so the host need not order kernels among each other, even
 those of different channels. The host orders kernels relative to NICs. A NIC reads a kernel's output

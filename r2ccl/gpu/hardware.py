@@ -48,7 +48,7 @@ class CudaHardware:
         Raises
         ------
         TransportError
-            If the driver is missing, or failed.
+            If the driver or the GPU is missing, or the driver failed.
         """
         from r2ccl.kernels.cuda.launch import Launcher  # takes 18 ms
 

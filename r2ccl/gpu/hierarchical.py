@@ -5,7 +5,7 @@ memory (`r2ccl.gpu.gpudirect`), or windows of the data pass through pinned memor
 (`r2ccl.gpu.staged`). Member i of every node owns part i of the data: it reduces this part of its
 node's inputs, runs an allreduce with the members i of the other nodes, and distributes the result
 in its node. The rails thus carry as much data as with one rank per node, spread over the home
-rails of all members. The stream does this work, between ``ready`` and ``done`` of `PeerBackend`:
+rails of all members. This work lies between ``ready`` and ``done`` of a round of `PeerBackend`:
 
 ::
 

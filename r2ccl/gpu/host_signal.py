@@ -82,7 +82,7 @@ class SignalledStream:
     ----------
     device : Device
     rank : int
-        Number of this rank; used only in messages.
+        Number of this rank.
     nlines : int
         Number of cache lines of pinned memory; the word is at the start of the first one.
     waits : bool
@@ -233,7 +233,7 @@ class SignalledStream:
         )
 
     def _free(self) -> None:
-        """Free the stream, the events and the pinned memory; the stream must be idle."""
+        """Free the stream, the events and the pinned memory; `_let_go` must have returned True."""
         self._device.destroy_stream(self._stream)
         for event in (*self._events, *self._passed.values()):
             self._device.destroy_event(event)
@@ -253,7 +253,7 @@ class HostMemoryBackend(SignalledStream, Generic[_Job]):
         Raises the error that ended the communicator, if it has ended.
     clock : Clock
     timeout_s : float
-        Time limit for the caller's earlier work on the device, in seconds.
+        Time limit for earlier work on the device, in seconds.
     """
 
     def __init__(

@@ -56,9 +56,9 @@ _LINE = 64
 _POSTED, _TAKEN, _READY, _DONE = 0, 1 * _LINE, 2 * _LINE, 3 * _LINE
 _KEPT = _TAKEN + 4
 _MAPPED = 4 * _LINE
-#: Largest number of ranks on a node; a kernel has one operand per rank.
+#: Largest number of ranks on a node; a kernel has at most 8 inputs and 8 outputs, one per rank.
 MOST_RANKS = 8
-#: Number of allocations of a rank that the other ranks keep mapped at once.
+#: Largest number of allocations of a rank that the other ranks keep mapped at once.
 NSLOTS = 32
 _RING_AT = _MAPPED + 4 * MOST_RANKS * NSLOTS
 _DEPTH = 64
@@ -208,7 +208,7 @@ class IpcBoard:
         _FENCE()
 
     def has_kept(self, peer: int, number: int) -> bool:
-        """Return whether `peer` had finished round `number` before it failed."""
+        """Return whether `peer`, which must have failed, had finished round `number` before."""
         return _is_reached(int(self._words[peer, _KEPT // 4]), number)
 
     def release(self, number: int) -> None:

@@ -7,10 +7,10 @@ through the memory of another GPU (NCCL's PXN). All rails are home rails of all 
 one of its ranks has no usable report, if its ranks name different NICs for a rail, or if its merged
 machine exceeds a limit.
 
-A GPU gets n_rails // n_gpus home rails, at least one, but no more than its own PCIe link can use. A
-spare rail goes to one GPU that can use it, if it is no more distant than that GPU's other home
-rails. It never goes to several GPUs: the ranks of a host have equal parts of the data, so a rail
-shared by some of them would delay all.
+A GPU gets n_rails // n_gpus home rails, at least one, but no more than its own PCIe link can use; a
+GPU that reaches no NIC gets all rails. A spare rail goes to one GPU that can use it, if it is no
+more distant than that GPU's other home rails. It never goes to several GPUs: the ranks of a host
+have equal parts of the data, so a rail shared by some of them would delay all.
 
 Invariants: all ranks return the same home rails, even if a rank fails to read its topology or sends
 a malformed report; the time is bounded, because reports larger than those of any real machine are
@@ -145,7 +145,7 @@ def common_homes(homes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 class _MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Report of a rank: its GPU, its port of each rail, and the PCI devices that connect them."""
+    """Report of a rank: its GPU, its port of each rail, and the part of the machine between."""
 
     bus_id: str
     labels: tuple[str, ...]
@@ -157,7 +157,7 @@ def _encode_report(
 ) -> bytes:
     """Return this rank's report, encoded.
 
-    If the topology cannot be read or the report would be too large, log why and return no bytes.
+    If the topology cannot be read or the report would be too large, log why and return ``b""``.
     """
     try:
         report = msgspec.msgpack.encode(_report_of(bus_id, labels, read()))

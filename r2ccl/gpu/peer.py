@@ -2,8 +2,8 @@
 
 Theory of operation
 -------------------
-Each rank does an equal part of the work: one kernel reads that part of the inputs and writes the
-result to its destinations. No data passes through the host or a rail. When the user calls a
+Each rank does a part of the work: one kernel reads that part of the inputs and writes the result
+to its destinations. No data passes through the host or a rail. When the user calls a
 collective, the rank posts the location of its arrays on an `IpcBoard`, in memory that all processes
 of the node and their GPUs share. The communicator's worker reads the messages of all ranks, and
 then enqueues the work of the call on a stream of its own, in *rounds*:
@@ -21,8 +21,8 @@ call is one round if all ranks have mapped all its arrays (`r2ccl.gpu.peer_memor
 call is divided into windows that fit the ranks' areas, with a round for each; a rank whose array is
 not mapped copies each window to its area, or from there, or both.
 
-If a rank dies, the CPU of each surviving rank writes the words for which this rank's stream waits,
-so that no stream hangs, and the communicator ends. Kernels that have not run yet then do nothing: a
+If a rank dies, the CPU of each surviving rank writes the words for which its own stream waits, so
+that no stream hangs, and the communicator ends. Kernels that have not run yet then do nothing: a
 kernel reads the addresses of its operands from a table in pinned memory, which the CPU clears.
 
 Invariants: a stream waits only for earlier work of its own rank, or for a word that another rank's
@@ -57,7 +57,7 @@ Array = npt.NDArray[Any]
 #: Number of bytes that kernels read and write at once; parts begin at multiples of it.
 _VECTOR_NBYTES = 16
 #: Number of address tables, which rounds use in turn. It limits how many rounds are enqueued ahead:
-#: a launch queue holds about 1,024 operations, and a round has up to 30.
+#: a launch queue holds about 1,024 operations, and a round of 8 ranks has some 30.
 _NTABLES = 16
 #: Number of rounds that is larger than the lead of any rank over another rank.
 _AHEAD = 1 << 20
@@ -192,8 +192,7 @@ class PeerBackend(SignalledStream):
     sleep : callable
         ``sleep(seconds)`` lets other threads run.
     timeout_s : float
-        Time limit in seconds for the other ranks to make the same call, and for the device to
-        finish a call.
+        Longest wait of a call of `prepare`, `begin` or `finish`, in seconds.
     """
 
     #: Index of each kernel's first address in a table.
@@ -229,7 +228,7 @@ class PeerBackend(SignalledStream):
         self._ready = self._words_of(board.ready_at)
         self._done = self._words_of(board.done_at)
         self._tables = device.allocate_pinned(_NTABLES * _TABLE_NBYTES)
-        #: Number of rounds enqueued; only the worker uses it.
+        #: Number of rounds enqueued; only the worker changes it.
         self._nrounds = 0
         #: Views of calls with one round, by the call and the messages of all ranks.
         self._repeated: dict[tuple[DeviceCall, tuple[bytes, ...]], _Views] = {}
@@ -287,7 +286,7 @@ class PeerBackend(SignalledStream):
         TransportError
             If the device failed; the call was not begun.
         R2cclError
-            If the communicator ended.
+            If the communicator ended during the wait for that rank.
         """
         number = self._number + 1
         self._await_room(number)
@@ -296,9 +295,10 @@ class PeerBackend(SignalledStream):
         if call.output != call.source:
             output = self._memory.place_of(call.output if count else 0)
         before = self._recorded(stream)
+        done = self.take_event()
         info = CallInfo(call.signature.pack(), source, output, *self._memory.take_news())
         self._board.post(number, info.pack())
-        return PeerJob(call=call, before=before, done=self.take_event(), number=self._next_number())
+        return PeerJob(call=call, before=before, done=done, number=self._next_number())
 
     def finish(self, job: PeerJob) -> None:
         """Execute the call of `job`: enqueue its work when all ranks have made the call, and wait.
@@ -314,7 +314,7 @@ class PeerBackend(SignalledStream):
         TransportTimeout
             If another rank did not call, or the device did not finish, in time.
         TransportError
-            If the device failed.
+            If the device failed, or another rank of the node failed before it finished its part.
         R2cclError
             If the communicator ended.
         Exception
@@ -364,7 +364,8 @@ class PeerBackend(SignalledStream):
         Raises
         ------
         TransportTimeout
-            If the device is still busy after `timeout_s` seconds; nothing was freed.
+            If a stream of the backend or of a caller is still busy after a wait of `timeout_s`
+            seconds; nothing was freed.
         TransportError
             If the device failed; not all resources were freed.
         """

@@ -1,7 +1,7 @@
 """Finds out whether the ranks of each node can access each other's GPU memory by CUDA IPC.
 
 Every rank exports its area (`r2ccl.gpu.peer_memory`), maps the areas of the other ranks of its
-node, and opens the memory of the node's `IpcBoard`. Then a kernel of each rank writes a pattern to
+node, and opens the memory of the node's `IpcBoard`. Then kernels of each rank write a pattern to
 the area of every other rank, and the owner of the area verifies the pattern. On some machines, for
 example with PCIe peer access behind an IOMMU, mapping succeeds but data is lost. If one rank fails,
 no rank uses `PeerBackend`.
@@ -194,7 +194,15 @@ def _refusing(attempt: _Attempt, why: str) -> list[int]:
 
 
 def _write_patterns(attempt: _Attempt, tokens: Sequence[int]) -> None:
-    """Write this rank's pattern to the areas of the other ranks, with a kernel for each."""
+    """Write this rank's patterns to the areas of the other ranks, with a kernel for each.
+
+    Raises
+    ------
+    TransportError
+        If the device failed, or the kernels did not end in time.
+    InvalidArgument
+        If the GPU is too old for the kernel.
+    """
     device, kernels, nranks = attempt.device, attempt.kernels, len(attempt.members)
     kernels.prepare_from_table(_COPY, 1, 1)
     stream, done = device.make_stream(), device.make_event()
@@ -220,7 +228,7 @@ def _write_patterns(attempt: _Attempt, tokens: Sequence[int]) -> None:
 
 
 def _verify_patterns(attempt: _Attempt, token: int) -> str:
-    """Return why a pattern is not in this rank's area; empty if all patterns arrived."""
+    """Return why patterns in this rank's area are wrong or cannot be read; empty if all arrived."""
     device, nbytes = attempt.device, len(attempt.members) * _PATTERN_NBYTES
     stream, done = device.make_stream(), device.make_event()
     pinned = device.allocate_pinned(nbytes)
@@ -246,7 +254,7 @@ def _verify_patterns(attempt: _Attempt, token: int) -> str:
 
 
 def _has_ended(attempt: _Attempt, done: Event, stream: Stream) -> bool:
-    """Wait for the work on `stream`; if it does not end in time, set `is_stuck`, return False."""
+    """Wait for the work on `stream`; return whether it ended in time, and set `is_stuck` if not."""
     attempt.device.record(done, stream)
     attempt.is_stuck = not attempt.device.synchronize(done, _TIMEOUT_S)
     return not attempt.is_stuck

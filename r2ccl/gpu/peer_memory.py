@@ -1,7 +1,7 @@
 """GPU memory that the ranks of a node share by CUDA IPC, as one rank sees it.
 
-Each rank allocates an *area* of fixed size, which all other ranks of the node map when the backend
-is created. An array in an allocation that the other ranks have not mapped is copied to or from its
+Each rank allocates an *area* of fixed size, which all other ranks of the node map when backends are
+selected. An array in an allocation that the other ranks have not mapped is copied to or from its
 owner's area, so every kind of memory works.
 
 When an allocation is used for the second time, its rank *offers* it to the other ranks: the rank's
@@ -34,7 +34,8 @@ _log = logging.getLogger(__name__)
 
 #: Values of `ArrayPlace.slot`: the array is copied through the area; the rank has no such array.
 COPIED, ABSENT = -1, -2
-#: Number of allocations that are remembered because they were used once or cannot be exported.
+#: Largest number of allocations that are remembered because they were used once or cannot be
+#: exported.
 _MOST_SEEN = 256
 
 
@@ -123,7 +124,7 @@ class PeerMemory:
         self._seen: dict[int, bool] = {}
         self._offer = _NO_OFFER
         self._gone = 0
-        #: Mapped addresses of other ranks' allocations, by rank and slot.
+        #: Mapped addresses of other ranks' allocations, by member index and slot.
         self._mapped: dict[tuple[int, int], int] = {}
         #: Changes that are still to be made. The worker appends them.
         self._changes: list[_Change] = []
@@ -135,8 +136,8 @@ class PeerMemory:
 
         Pass 0 for an array that this rank does not have; the slot is `ABSENT` then. Until all other
         ranks have mapped the array's allocation, the slot is `COPIED`. The second use of an
-        allocation prepares an offer, which `take_news` returns. If the offer of another
-        allocation still waits for `take_news`, the next use of this allocation prepares its offer.
+        allocation prepares an offer, which `take_news` returns. A use does not count while the
+        offer of another allocation waits for `take_news`.
 
         Raises
         ------
@@ -175,7 +176,7 @@ class PeerMemory:
     def _consider(self, allocation: int, address: int) -> None:
         """Prepare the offer of an allocation, if it was used before and can be exported.
 
-        Do nothing if another offer still waits for `take_news`.
+        At its first use, only remember it. Do nothing if another offer still waits for `take_news`.
         """
         if not self._seen.get(allocation, True) or self._offer.number or not allocation:
             return

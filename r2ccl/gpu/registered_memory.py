@@ -65,7 +65,7 @@ class RegisteredDeviceMemory:
     run_in_data_loop : callable
         See `RunInDataLoop`.
     slab_nbytes : int
-        Size in bytes of a slab; a landing place that is larger gets a slab of its own.
+        Size in bytes of a slab; a larger landing place gets a slab of its own.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""Divides a collective of any size into smaller collectives that fit a staging buffer.
+"""Divides a collective of any size into collectives that each fit a staging buffer.
 
 A call's memory consists of *rows* of equal length: one row for an allreduce, a broadcast or a
 reduce; one row per rank for an allgather or a reduce_scatter. A window consists of the same columns
-of every row, packed. The collective of a window is of the same kind as the call, over fewer
+of every row, packed. The collective of a window is of the same kind as the call, over the window's
 elements; all windows together perform the call.
 
 Invariant: equal calls and limits give equal windows on every rank. Every call has at least one

@@ -78,7 +78,7 @@ class StagingBuffers:
         )
 
     def make_ready(self, call: DeviceCall) -> None:
-        """Find out which arrays NICs can access, and allocate areas that replace the others.
+        """Find out which arrays NICs can access, and allocate the areas that the call needs.
 
         Raises
         ------
@@ -105,7 +105,7 @@ class StagingBuffers:
         Raises
         ------
         TransportError
-            If the device or a NIC failed.
+            If the device or a NIC failed, or memory is full.
         """
         signature = call.signature
         nbytes = nbytes_of(signature)

@@ -1,10 +1,10 @@
 """Reductions of slices: one table of operations and element types, one module per device.
 
 `table` lists the supported operations, `host` implements them with NumPy, `half` and `float8` have
-the compiled loops for 16-bit and 8-bit floats, `fold` reduces the arrays of several ranks at once,
-`conversion` scales and widens inputs, `user` has the operations of the user, and `cuda` implements
-the operations on GPUs. `compiling` and `native` compile, store and load the loops, and with
-`arrays` the loops read NumPy arrays.
+the compiled loops for 16-bit and 8-bit floats, `fold` and `fold_loop` reduce the arrays of several
+ranks at once, `conversion` scales and widens inputs, `user` has the operations of the user, and
+`cuda` has the kernels for GPUs. `compiling` and `native` compile, store and load the loops, and
+`arrays` has the layout of NumPy arrays for compiled code.
 
 Invariant: each element of a result depends only on the operands' elements at the same index, never
 on where a slice begins or ends. A replayed or differently cut slice therefore gives the same bits.
@@ -34,7 +34,7 @@ def arithmetic(call: CallSignature, nranks: int) -> tuple[Reducer, Divider | Non
     call : CallSignature
         For a collective without reduction, the returned reducer must not be called.
     nranks : int
-        Divisor of AVG.
+        Divisor of AVG, at least 1.
 
     Returns
     -------

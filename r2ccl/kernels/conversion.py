@@ -31,11 +31,12 @@ class ConvertedOp(msgspec.Struct, frozen=True):
     Parameters
     ----------
     op : ReduceOp
-        Reduction of the converted inputs.
+        Reduction of the converted inputs; default: SUM.
     factor : int, float or complex, optional
         Factor of this rank's input; None does not multiply the input.
     is_wide : bool
-        Reduce in float32; the result is rounded to the dtype of the output.
+        True: reduce in float32; the result is rounded to the dtype of the output. False: reduce in
+        the dtype of the input.
     """
 
     op: ReduceOp = ReduceOp.SUM
@@ -48,8 +49,9 @@ class ConvertedOp(msgspec.Struct, frozen=True):
         Raises
         ------
         InvalidArgument
-            If the dtype does not support the reduction, cannot be widened to float32 although
-            `is_wide` is True, or cannot represent the factor, or `require_compiled` raises it.
+            If the dtype is unknown, does not support the reduction, cannot be widened to float32
+            although `is_wide` is True, or cannot represent the factor, or `require_compiled` raises
+            it.
         """
         check_op(dtype_code, self.op)
         dtype = dtype_of(dtype_code)
@@ -70,8 +72,9 @@ class ConvertedOp(msgspec.Struct, frozen=True):
 
         Notes
         -----
-        *Cost*: one pass over the input. The first call for a 16-bit float loads a compiled loop, as
-        for `r2ccl.kernels.reducer`.
+        *Cost*: one pass over the input; for 8-bit floats up to three passes, with temporaries of
+        the size of the input in float32. The first call for a 16-bit float loads a compiled loop,
+        as for `r2ccl.kernels.reducer`.
         """
         dtype = dtype_of(dtype_code)
         factor = _factor_of(dtype, 1 if self.factor is None else self.factor)
@@ -117,12 +120,19 @@ def premul_sum(factor: complex) -> ConvertedOp:
     ConvertedOp
         The ``op`` of any reduction of `Communicator` on host memory.
 
+    Raises
+    ------
+    InvalidArgument
+        If `factor` is not a number.
+
     Notes
     -----
     Equivalent to ``ncclRedOpCreatePreMulSum`` of NCCL. *Cost*: that of SUM, one more pass over the
     input, and memory of the size of the input, which is reused across calls. The input is not
     modified, unless it is also the output.
     """
+    if not any(hasattr(factor, name) for name in ("__index__", "__float__", "__complex__")):
+        raise InvalidArgument(f"premul_sum({factor!r}): pass a number")
     return ConvertedOp(ReduceOp.SUM, factor)
 
 
@@ -133,21 +143,30 @@ def accumulate_float32(op: ReduceOp | ConvertedOp = ReduceOp.SUM) -> ConvertedOp
     ----------
     op : ReduceOp or ConvertedOp
         SUM, PROD, MIN, MAX, AVG or a `premul_sum`. The inputs are 16-bit or 8-bit floats. With
-        another op or dtype, the call raises InvalidArgument.
+        another ReduceOp or dtype, the call raises InvalidArgument.
 
     Returns
     -------
     ConvertedOp
         The ``op`` of any reduction of `Communicator` on host memory.
 
+    Raises
+    ------
+    InvalidArgument
+        If `op` is neither a ReduceOp nor a ConvertedOp.
+
     Notes
     -----
-    Without this reduction, each of the n - 1 steps rounds to the dtype. *Cost*: partial results
-    travel as float32, so twice as many bytes for 16-bit floats and four times as many for 8-bit
-    floats, and memory of that size, which is reused across calls.
+    Without this reduction, each of the n - 1 steps among n ranks rounds to the dtype. *Cost*: all
+    data travels as float32, so twice as many bytes for 16-bit floats and four times as many for
+    8-bit floats; and memory for the input and the result in float32, which is reused across calls.
     """
     if isinstance(op, ConvertedOp):
         return msgspec.structs.replace(op, is_wide=True)
+    if not isinstance(op, ReduceOp):
+        raise InvalidArgument(
+            f"accumulate_float32({op!r}): pass r2ccl.SUM, another ReduceOp or a premul_sum"
+        )
     return ConvertedOp(op, is_wide=True)
 
 
@@ -161,6 +180,8 @@ def _factor_of(dtype: np.dtype[Any], factor: Any) -> Any:
     """
     kind = "f" if dtype.name in SMALL else dtype.kind
     try:
+        if isinstance(factor, str | bytes) or (kind == "f" and np.iscomplexobj(factor)):
+            raise TypeError
         if kind in "iu":
             return dtype.type(operator.index(factor))
         given: Any = float(factor) if kind == "f" else complex(factor)

@@ -5,9 +5,10 @@ The sum of 64 KiB takes about 25 µs. The loops are compiled once per host; see
 `r2ccl.kernels.native`.
 
 Semantics: as in `r2ccl.kernels.half`. SUM, PROD and division are computed in float32 and rounded
-once to nearest even, as in ml_dtypes. float8_e4m3fn has no infinity: a result beyond its largest
-number, 448, is NaN, while float8_e5m2 overflows to infinity. MIN and MAX order -0 below +0. Any NaN
-gives the one quiet NaN of the type, so the result has the same bits for any order of operands.
+once to nearest even, as in ml_dtypes. float8_e4m3fn has no infinity: a result is NaN if it would
+round to more than the largest number, 448, while float8_e5m2 overflows to infinity. MIN and MAX
+order -0 below +0. Any NaN gives the one quiet NaN of the type, so the result has the same bits for
+any order of operands.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def reducer_of(dtype: np.dtype[Any], op: ReduceOp) -> Callable[[Bits, Bits, Bits
         with np.errstate(invalid="ignore"):  # operands may be NaN or infinite
             table = _bits(left + right if op is ReduceOp.SUM else left * right, dtype)
     else:
-        # Bits in the order of the values: the magnitude, negated if there is a sign.
+        # Integers in the order of the values: the bits, or below zero if there is a sign.
         order = np.where(_ALL < 128, _ALL.astype(np.int16), 127 - _ALL.astype(np.int16))
         is_left = order[:, None] <= order if op is ReduceOp.MIN else order[:, None] >= order
         table = _bits(np.where(is_left, left, right), dtype)

@@ -16,7 +16,7 @@ from r2ccl.types import ReduceOp
 
 
 def fold_kernel(dtype_code: int, op: ReduceOp | int) -> int:
-    """Return the address of the kernel for a dtype and op; 0 if there is none.
+    """Return the address of the kernel for a dtype and op; 0 for 8-bit floats and pairs.
 
     The address stays valid until the process ends. The first process of a host that needs a kernel
     compiles it, in 0.2-0.5 s.
@@ -26,14 +26,13 @@ def fold_kernel(dtype_code: int, op: ReduceOp | int) -> int:
     dtype_code : int
         Number from `r2ccl.dtypes`.
     op : ReduceOp or int
-        Operation. There are no kernels for 8-bit floats and for pairs.
 
     Returns
     -------
     int
         Address of ``int64_t kernel(const int64_t *sources, int64_t count, void *target, int64_t
-        nbytes)``, which returns 0. `sources` holds `count` addresses of arrays of `nbytes` bytes;
-        `target` may be one of these arrays; otherwise it must not overlap them.
+        nbytes)``, which returns 0. `sources` holds `count` addresses, at least one, of arrays of
+        `nbytes` bytes; `target` may be one of these arrays; otherwise it must not overlap them.
 
     Raises
     ------

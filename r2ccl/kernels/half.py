@@ -2,8 +2,9 @@
 
 NumPy converts 16-bit floats one element at a time; these loops are vectorised. The sum of 64 KiB
 takes 16 µs instead of 180 µs for float16, and 6 µs instead of 45 µs for bfloat16, measured on an
-EPYC with AVX-512. Importing this module imports Numba (about 0.5 s), so only the first process of a
-host that needs a loop imports it, to compile the loop in 0.2-0.4 s; see `r2ccl.kernels.native`.
+EPYC with AVX-512. Importing this module imports Numba (about 0.5 s), so a process imports it only
+if no file holds a loop that it needs; compiling the loop takes 0.2-0.4 s. See
+`r2ccl.kernels.native`.
 
 Semantics: SUM, PROD and division are computed in float32 and rounded once to nearest even, as in
 NumPy and ml_dtypes. MIN and MAX compare bit patterns in IEEE 754's total order, where -0 is below

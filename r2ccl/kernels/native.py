@@ -1,11 +1,11 @@
-"""Machine code of compiled functions: made by Numba once per host, and loaded without Numba.
+"""Machine code of functions: compiled by Numba once per host, loaded without importing Numba.
 
 Importing Numba and loading from its disk cache takes 0.4 s of CPU time and 80 MiB in every process.
-This module stores the machine code in files of its own, and needs only llvmlite to load it: 30 ms
+This module stores the machine code in files of its own, and imports only llvmlite to load it: 30 ms
 and 12 MiB. The files are in NUMBA_CACHE_DIR if it is set, otherwise in ``kernels/__pycache__`` of
-the package or, if this user cannot write there, in the user's cache directory. A file is used only
-on the kind of processor for which it was made, and as long as the modules with compiled code are
-unchanged.
+the package or, if this user does not own it or cannot write there, in the user's cache directory. A
+file is used only on the kind of processor for which it was made, and as long as llvmlite and the
+modules from which it was made are unchanged. If no directory can be used, every process compiles.
 
 The functions take and return 64-bit integers. A function is identified by its *maker*, a text
 ``module:function``, and by the maker's arguments. Called with these arguments, the maker returns
@@ -47,9 +47,10 @@ _CACHE_DIRECTORY_VARIABLE = "NUMBA_CACHE_DIR"
 
 @functools.cache
 def why_not_compiled() -> str:
-    """Return the reason why this process cannot compile, and the remedy; empty if it can.
+    """Return which of llvmlite and Numba are not installed, and the remedy; empty if both are.
 
-    llvmlite and Numba are an extra, because they take three quarters of the disk space.
+    They are an extra, because they take three quarters of the disk space of r2ccl and all that it
+    needs. Even to load stored code, both must be installed.
     """
     missing = [name for name in ("llvmlite", "numba") if find_spec(name) is None]
     if not missing:
@@ -64,7 +65,7 @@ def _llvm() -> Any:
     Raises
     ------
     ImportError
-        If llvmlite or Numba is not installed.
+        If llvmlite or Numba is not installed, or llvmlite cannot be imported.
     """
     if why_not_compiled():
         raise ImportError(why_not_compiled())
@@ -78,7 +79,7 @@ class MachineCode(msgspec.Struct, frozen=True):
 
     ``entry`` is the symbol of the C function. ``wrapper`` is the symbol of a function that Python
     can call; it takes ``nargs`` integers and releases the GIL. ``externals`` are the symbols of
-    Python and libc that the object needs.
+    Python and libc that the object may need.
     """
 
     object: bytes
@@ -112,9 +113,9 @@ def address_of(maker: str, *given: Any) -> int:
     Raises
     ------
     ImportError
-        If llvmlite or Numba is not installed.
+        If llvmlite or Numba is not installed or cannot be imported.
     TransportError
-        If this process lacks a symbol that the function needs.
+        If this process lacks a symbol that the function may need.
     """
     code = _code_of(maker, given)
     return _Linker.shared().load(code).get_function_address(code.entry)  # type: ignore[no-any-return]
@@ -145,10 +146,10 @@ class _Linker:
         self._lock = threading.RLock()
 
     @staticmethod
-    @functools.cache
     def shared() -> _Linker:
-        """Return the linker of this process."""
-        return _Linker()
+        """Return the linker of this process, which is made on first use."""
+        # If two threads make one each, both use the first: code dies with its linker.
+        return _linkers.get(0) or _linkers.setdefault(0, _Linker())
 
     def load(self, code: MachineCode) -> Any:
         """Load an object, unless it is loaded already; return the engine.
@@ -156,7 +157,7 @@ class _Linker:
         Raises
         ------
         TransportError
-            If this process lacks a symbol that the object needs.
+            If this process lacks a symbol that the object may need.
         """
         with self._lock:
             if code.entry not in self._loaded:
@@ -167,6 +168,10 @@ class _Linker:
                 self._engine.finalize_object()
                 self._loaded.add(code.entry)
         return self._engine
+
+
+#: Linker of this process, with key 0, once it is made.
+_linkers: dict[int, _Linker] = {}
 
 
 def target_machine() -> Any:
@@ -275,7 +280,8 @@ def _sources(module: str) -> bytes:
     """Return a digest of the modules whose change makes the files of a maker in `module` unusable.
 
     These are the modules of the packages of `module` and of this module, and the modules of the
-    library that they import, because compiled code contains the values of imported constants.
+    library from which they import names, because compiled code contains the values of imported
+    constants.
     """
     packages = {__package__, module.rpartition(".")[0]}
     paths = {path for package in packages for path in _path_of(package).glob("*.py")}
@@ -319,9 +325,10 @@ def _home_cache() -> Path:
 
 
 def _read(file: Path, sources: bytes) -> MachineCode | None:
-    """Return the code in a file if it was made from `sources`, else None.
+    """Return the code in a file; None if the file is missing or was not made from `sources`.
 
-    Return None with a warning if the file cannot be read, or if another user could have written it.
+    If the file cannot be read, or another user could have written it, log a warning and return
+    None.
     """
     try:
         with file.open("rb") as opened:
@@ -365,7 +372,7 @@ def _write(file: Path, stored: _Stored) -> None:
 
 @contextmanager
 def compile_lock(name: str) -> Iterator[None]:
-    """Hold the lock `name` within the context: one process per host compiles, the others wait.
+    """Hold the lock `name` within the context: one process compiles, the others wait.
 
     The lock is a file in the directory of compiled code. If there is no such directory, or the file
     cannot be locked, nothing is held, and several processes may compile the same code.

@@ -1,8 +1,8 @@
 """Operations defined by the user: a compiled loop over elements, or calls with whole slices.
 
-The call signature contains a digest of the operation's name and of its function's code, so a call
-to which the ranks pass different operations is refused. The digest is also the key of the operation
-in this process.
+The call signature contains a digest of the operation's name, its function's code, and whether the
+operation is commutative, so a call to which the ranks pass different operations is refused. The
+digest is also the key of the operation in this process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ class UserOp:
     Attributes
     ----------
     name : str
-        Name in messages.
+        Name in messages; part of the digest.
     is_commutative : bool
         False if the ranks' data must be combined in rank order.
     number : int
@@ -59,17 +59,18 @@ class UserOp:
         Raises
         ------
         InvalidArgument
-            If the function cannot be compiled for this dtype, or cannot combine empty arrays.
+            If the dtype is unknown, or the function cannot be compiled for it or cannot combine
+            empty arrays of it.
 
         Notes
         -----
-        *Cost*: if the function was compiled by Numba, the first call for a dtype compiles a loop,
-        which takes about 0.3 s.
+        *Cost*: if the function was compiled by Numba, the first call for a dtype compiles code for
+        it, which takes about 0.3 s.
         """
         found = self._reducers.get(dtype_code)
         if found is None:
             dtype = dtype_of(dtype_code)
-            is_compiled = not isinstance(self._function, FunctionType | np.ufunc)
+            is_compiled = _python_of(self._function) is not self._function
             make = _by_element if is_compiled and _nparameters(self._function) == 2 else _by_slice
             empty = np.empty(0, dtype)
             try:
@@ -112,19 +113,22 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
     -------
     UserOp
         Value for the ``op`` of any reduction of `Communicator`. Make the operation once, not for
-        each call, because it is kept until the process ends.
+        each call: it is kept until the process ends or an equal one is made, and Numba compiles
+        every new one again.
 
     Raises
     ------
     InvalidArgument
         If `function` has another form; or if one of its default arguments, or a variable of an
-        enclosing function that it uses, is not a number, string, array, function or tuple of these.
+        enclosing function that it uses, is not None, a number, string, array or function, or a
+        tuple of these.
 
     Notes
     -----
-    All ranks must pass operations with the same name and the same code, compiled by the same Python
-    version; otherwise the call raises `InvalidArgument` on every rank. Values of global variables
-    are not compared. An exception of the function ends the communicator.
+    All ranks must pass operations with the same name, the same `is_commutative` and the same code,
+    compiled by the same Python version; otherwise the call raises `InvalidArgument` on every rank.
+    Values of global variables are not compared. An exception that the function raises during a call
+    ends the communicator.
     """
     name = name or str(getattr(function, "__name__", ""))
     is_ufunc = isinstance(function, np.ufunc)
@@ -201,34 +205,45 @@ def _nparameters(function: Any) -> int:
     return len(inspect.signature(_python_of(function)).parameters)
 
 
-def _facts(function: Any, name: str) -> Iterator[object]:
-    """Yield the parts of a function on which its results depend, in a form equal on all hosts.
+def _facts(function: Any, name: str, users: tuple[Any, ...] = ()) -> Iterator[object]:
+    """Yield a function's code, default arguments and closure, in a form equal on all hosts.
 
-    `name` is the name of the operation, for messages.
+    `name` is the name of the operation, for messages. `users` is the chain of functions through
+    which the operation uses this one: the operation's own function first, the direct user last.
 
     Raises
     ------
     InvalidArgument
-        If the function uses an object that cannot be compared between ranks.
+        If the function uses an object that cannot be compared between ranks, or a variable of an
+        enclosing function that has no value yet.
     """
     function = _python_of(function)
     if not hasattr(function, "__code__"):
         yield str(function)
         return
+    if function in users:  # a recursive function
+        yield users.index(function)
+        return
     yield from _facts_of_code(function.__code__)
     values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
-    values += [cell.cell_contents for cell in function.__closure__ or ()]
+    try:
+        values += [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:
+        raise InvalidArgument(
+            f"user_op({name}): a variable of an enclosing function that the function uses has no "
+            "value yet: assign it first"
+        ) from None
     for value in values:
-        yield from _facts_of_value(value, name)
+        yield from _facts_of_value(value, name, (*users, function))
 
 
-def _facts_of_value(value: Any, name: str) -> Iterator[object]:
+def _facts_of_value(value: Any, name: str, users: tuple[Any, ...]) -> Iterator[object]:
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         yield (str(value.dtype), value.shape, value.tobytes())
     elif hasattr(_python_of(value), "__code__") or isinstance(value, np.ufunc):
-        yield from _facts(value, name)
+        yield from _facts(value, name, users)
     elif isinstance(value, tuple):
-        yield tuple(fact for each in value for fact in _facts_of_value(each, name))
+        yield tuple(fact for each in value for fact in _facts_of_value(each, name, users))
     elif isinstance(value, int | float | complex | str | bytes | None):
         yield value
     else:

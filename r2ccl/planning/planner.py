@@ -168,7 +168,10 @@ class Planner:
     def _predicted(
         self, call: CallSignature, nbytes: int, terms: Terms, health: Health
     ) -> list[Choice]:
-        """Return the predictions of all candidates of a collective other than allreduce."""
+        """Return the predictions for a collective other than allreduce.
+
+        These are the predictions of the candidates that `_placed_for` returns.
+        """
         placed = self._placed_for(call, terms, health)
         return [predict(each, nbytes, self.fabric, self._config) for each in placed]
 

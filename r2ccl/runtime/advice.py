@@ -1,13 +1,16 @@
 """Advice in error messages about invalid arguments, in terms of the library of the caller's object.
 
-In a call whose arguments are valid, only `require_op` runs, and only if ``op`` is a plain number.
+In a call whose arguments are valid, no function of this module runs.
 """
 
 from __future__ import annotations
 
+import enum
 import sys
 from numbers import Integral
 from typing import Any
+
+import numpy as np
 
 from r2ccl.errors import InvalidArgument
 from r2ccl.types import ReduceOp
@@ -32,6 +35,17 @@ _ARRAY = {
 }  # fmt: skip
 
 
+def type_name(x: Any) -> str:
+    """Return the qualified name of the type of `x`, for a message."""
+    return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def cannot_view(x: Any, why: object) -> InvalidArgument:
+    """Return the error for an array `x` that cannot be viewed, for the reason `why`."""
+    fix = "; pass x.detach()" if getattr(x, "requires_grad", False) else ""
+    return InvalidArgument(f"{type_name(x)} was given and cannot be viewed: {why}{fix}")
+
+
 def contiguous(x: Any) -> str:
     """Return an expression for a C-contiguous copy of the array `x`."""
     return _CONTIGUOUS.get(_library(x), "np.ascontiguousarray(x)")
@@ -39,6 +53,8 @@ def contiguous(x: Any) -> str:
 
 def copy(x: Any) -> str:
     """Return an expression for a copy of the array `x` that can be written to."""
+    if isinstance(x, np.generic):  # its copy() returns a scalar, which is read-only, too
+        return "np.array(x)"
     return _COPY.get(_library(x), "x.copy()")
 
 
@@ -48,30 +64,28 @@ def on_host(x: Any) -> str:
 
 
 def as_array(x: Any) -> str:
-    """Return the end of a message about `x`, which is not an array: advice, or "" for none."""
+    """Return the advice about `x`, which is not an array, as a clause of a message; "" for none."""
     found = _ARRAY.get(_library(x), "")
-    return f"; pass {found}" if found else ""
+    return f"pass {found}; " if found else ""
 
 
-def require_op(op: object) -> None:
-    """Check that `op`, whose type is not one of r2ccl's own, is an integer.
+def refused_op(op: object) -> InvalidArgument:
+    """Return the error to raise for `op`, whose type is not one of r2ccl's own.
 
-    Raises
-    ------
-    InvalidArgument
-        If `op` is not an integer, such as ``"sum"`` or ``MPI.SUM``; the message says what to pass.
+    Examples are ``"sum"``, ``MPI.SUM`` and 2, which is MIN here and MAX in NCCL. The error says
+    what to pass.
     """
-    if isinstance(op, Integral):
-        return
     name = _op_name(op)
     advice = f"pass r2ccl.{name}"
     if not name:
         advice = f"pass r2ccl.SUM, or one of {', '.join(ReduceOp.__members__)}"
+        if isinstance(op, Integral):
+            advice = f"libraries number the operations differently; {advice}"
     if type(op).__module__.startswith("mpi4py"):
         advice += ", or use r2ccl.interop.mpi, which takes the operations of mpi4py"
     elif callable(op):
         advice += ", or r2ccl.user_op(...) of a function"
-    raise InvalidArgument(f"op={op!r}: {advice}")
+    return InvalidArgument(f"op={op!r}: {advice}")
 
 
 def refused_output(out: object, why: InvalidArgument) -> InvalidArgument:
@@ -98,7 +112,7 @@ def _op_name(op: object) -> str:
     if module is not None and module.__name__ == "mpi4py.MPI":
         names = (name for name in ReduceOp.__members__ if getattr(module, name, None) == op)
         return next(names, "")
-    given = getattr(op, "__name__", None) if callable(op) else None
+    given = op.name if isinstance(op, enum.Enum) else getattr(op, "__name__", None)
     # Constants of torch and of other libraries print as ReduceOp.SUM.
     name = str(given or op).rpartition(".")[2].upper()
     name = _OP_NAMES.get(name, name)
@@ -109,4 +123,13 @@ def _library(x: Any) -> str:
     return type(x).__module__.partition(".")[0]
 
 
-__all__ = ["as_array", "contiguous", "copy", "on_host", "refused_output", "require_op"]
+__all__ = [
+    "as_array",
+    "cannot_view",
+    "contiguous",
+    "copy",
+    "on_host",
+    "refused_op",
+    "refused_output",
+    "type_name",
+]

@@ -27,7 +27,7 @@ import numpy as np
 from r2ccl import kernels
 from r2ccl.dtypes import CODES, dtype_name, names, raw_dtype
 from r2ccl.errors import InvalidArgument
-from r2ccl.runtime.advice import refused_output, require_op
+from r2ccl.runtime.advice import refused_op, refused_output
 from r2ccl.runtime.arrays.buffers import (
     Buffer,
     Extent,
@@ -38,6 +38,7 @@ from r2ccl.runtime.arrays.buffers import (
     like_part,
     part_of,
     refusal,
+    require_array,
 )
 from r2ccl.runtime.arrays.cuda import (
     DeviceBuffer,
@@ -129,6 +130,7 @@ def reduce(x: Any, out: Any, op: Operation, root: int, rank: int) -> Request:
         source, output = _both(x, out)
     else:
         source = view(x, writable=False)
+        _refuse_unused(out)
     number = op if type(op) is ReduceOp else ReduceOp.SUM
     call = CallSignature(Collective.REDUCE, source.dtype_code, number, source.count, root)
     result = None if output is None else x if out is None else out
@@ -334,6 +336,8 @@ def _gather(
             )
         _require_room("out", output, places, is_disjoint=True)
         is_in_place(source, _part(output, places[rank]), whole_output=output)
+    else:
+        _refuse_unused(out)
     count = source.count * len(places) if collective == Collective.GATHER else 0
     call = CallSignature(collective, source.dtype_code, ReduceOp.SUM, count, root)
     result = out if rank == root else None
@@ -613,9 +617,7 @@ def _with_operation(request: Request, op: Operation) -> Request:
         call = msgspec.structs.replace(request.signature, op=op.number, user=op.digest)
         return msgspec.structs.replace(request, signature=call)
     if not isinstance(op, kernels.ConvertedOp):
-        require_op(op)
-        call = msgspec.structs.replace(request.signature, op=kernels.check_op(code, op))
-        return msgspec.structs.replace(request, signature=call)
+        raise refused_op(op)
     op.check(code)
     if isinstance(request.source, DeviceBuffer):
         raise InvalidArgument(
@@ -656,6 +658,17 @@ def _output(source: Memory | None, out: Any) -> Memory:
             f"the input is {where[0]}, the output {where[1]}: both must be in the same place"
         )
     return output
+
+
+def _refuse_unused(out: Any) -> None:
+    """Raise InvalidArgument if `out`, which this rank does not use, is not an array, and not None.
+
+    The root would raise it as well. If it alone did, the other ranks would wait for the root.
+    """
+    try:
+        require_array(out)
+    except InvalidArgument as exc:
+        raise refused_output(out, exc) from exc.__cause__
 
 
 #: Replaces an argument that is not an integer; it is not a valid rank or tag, and not `ANY`.

@@ -122,22 +122,24 @@ class ContextEngine(Protocol):
 class Contexts:
     """Context ids in use at this rank, and the communicators that they stand for.
 
-    Any thread may call `offer`, `withdraw` and `choose`; only the thread that owns the data loop
-    may call the other methods.
+    Any thread may call `offer`, `withdraw`, `choose` and `give_up`; only the thread that owns the
+    data loop may call the other methods. Invariant: messages are kept only for communicators that
+    this rank is about to make.
     """
 
     def __init__(self) -> None:
         self._members: dict[int, ContextEngine] = {}
-        #: Messages for communicators that this rank has not made yet, with senders, by context id.
-        self._early: dict[int, list[tuple[int, InContext]]] = {}
+        #: Messages for communicators that this rank has not made yet, with senders, by context id
+        #: and number of the first call.
+        self._early: dict[tuple[int, int], list[tuple[int, ContextMessage]]] = {}
+        #: Context id and number of the first call of communicators that are chosen and not added.
+        self._chosen: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         #: Number of communicators that this rank has closed and some other rank has not.
         self.nclosing = 0
         self._free = (1 << _NIDS) - 2
         #: Lowest number that the first call of the next communicator may have.
         self._next_op = 1
-        #: Number of the first call of the last closed communicator, by context id.
-        self._closed: dict[int, int] = {}
         #: Thread that is making a communicator from the last offer; None if there is none.
         self._offerer: int | None = None
         #: Context id of the parent communicator, by thread that makes a communicator.
@@ -176,7 +178,8 @@ class Contexts:
     def choose(self, offers: Sequence[bytes]) -> tuple[int, int]:
         """Return the context id and the number of the first call of a new communicator.
 
-        The id counts as in use from now on.
+        The id counts as in use from now on. The caller must then make the communicator, which
+        leads to `add`, or call `give_up`.
 
         Parameters
         ----------
@@ -200,7 +203,12 @@ class Contexts:
         first_op = max(int.from_bytes(offer[_NIDS // 8 :], "little") for offer in offers)
         with self._lock:
             self._free &= ~(1 << context_id)
+            self._chosen.add((context_id, first_op))
         return context_id, first_op
+
+    def give_up(self, context: Context) -> None:
+        """Keep no more messages for a chosen communicator, because this rank failed to make it."""
+        self._chosen.discard((context.context_id, context.first_op))
 
     # Called by the owner of the data loop
 
@@ -208,9 +216,9 @@ class Contexts:
         """Add a new communicator, and pass on the messages that arrived for it."""
         context_id, first_op, _ = member.context
         self._members[context_id] = member
-        for peer, wrapped in self._early.pop(context_id, ()):
-            if wrapped.first_op == first_op:
-                member.on_message(peer, wrapped.message)
+        self._chosen.discard((context_id, first_op))
+        for peer, message in self._early.pop((context_id, first_op), ()):
+            member.on_message(peer, message)
 
     def remove(self, member: ContextEngine, last_op: int) -> None:
         """Remove a communicator that all its ranks have closed; its last call was `last_op`."""
@@ -220,20 +228,24 @@ class Contexts:
         with self._lock:
             self._free |= 1 << context_id
             self._next_op = max(self._next_op, first_op + 1, last_op + 1)
-        self._closed[context_id] = first_op
 
     def on_message(self, peer: int, wrapped: InContext) -> None:
         """Pass a message from `peer`, a rank of the job, to its communicator.
 
-        A message for a communicator that does not exist yet is kept; a message for a closed one is
-        dropped.
+        A message for a communicator that this rank is about to make is kept. Any other message is
+        dropped: its communicator is closed, or this rank failed to make it.
         """
         context_id, first_op, message = wrapped.context_id, wrapped.first_op, wrapped.message
         member = self._members.get(context_id)
         if member is not None and member.context.first_op == first_op:
             member.on_message(peer, message)
-        elif first_op > self._closed.get(context_id, 0):
-            self._early.setdefault(context_id, []).append((peer, wrapped))
+            return
+        key = (context_id, first_op)
+        # `choose` comes before the end of the exchange of offers, so `_parents` is read first.
+        if not self._parents:
+            self._early = {each: kept for each, kept in self._early.items() if each in self._chosen}
+        if self._parents or key in self._chosen:
+            self._early.setdefault(key, []).append((peer, message))
 
     def adopt(self, health: Health) -> None:
         """Pass a new health of the job to all communicators made from the job's first one."""

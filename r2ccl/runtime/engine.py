@@ -236,7 +236,11 @@ class Engine:
                 made.adopt(known.known.health)
             return made
 
-        made: Engine = self.call(make)
+        try:
+            made: Engine = self.call(make)
+        except BaseException:
+            self._contexts.give_up(context)
+            raise
         return made
 
     # State; any thread may read it, without waiting

@@ -255,7 +255,8 @@ class LocalCalls:
         if type(x) is not np.ndarray:
             return None
         if not uses_output:
-            return call, x, _NOTHING, None
+            # `make` checks that any other output is an array.
+            return (call, x, _NOTHING, None) if out is None or type(out) is np.ndarray else None
         if has_output:
             return (call, x, out, out) if type(out) is np.ndarray else None
         if out is not None:

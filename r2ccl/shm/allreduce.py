@@ -120,8 +120,8 @@ def make_allreduce() -> Allreduce:
                         from_place, to_place = 0, 0
                     publish_places(state, from_place, to_place)
                 if ahead < total:
-                    # The slot is free: `_COLLECT` of the previous round waited until all ranks had
-                    # reduced the chunk that was there.
+                    # The slot is free: `write_header`, `compare_headers` or `_COLLECT` of the
+                    # previous round waited until all ranks had reduced the chunk that was there.
                     slot = base + SLOTS + ((first + ahead) % NSLOTS) * SLOT_NBYTES
                     at = source + ahead * chunk
                     length = max(0, min(chunk, nbytes - ahead * chunk))

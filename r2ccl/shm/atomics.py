@@ -98,7 +98,7 @@ def stream_fence(typing_context: Any) -> Any:
 
 @intrinsic
 def pause(typing_context: Any) -> Any:
-    """Pause the core for some tens of cycles, within a loop that waits."""
+    """Pause the core briefly, within a loop that waits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if MACHINE == "x86_64":
@@ -229,11 +229,10 @@ def words_at(typing_context: Any, address: Any) -> Any:
 def call_kernel(
     typing_context: Any, kernel: Any, sources: Any, count: Any, target: Any, nbytes: Any
 ) -> Any:
-    """Call the function at address `kernel`, which `r2ccl.kernels.fold` compiled.
+    """Call the kernel of `r2ccl.kernels.fold` at address `kernel`.
 
     The kernel combines `count` inputs of `nbytes` bytes each and writes the result to address
-    `target`.
-    `sources` is the address of a table with the addresses of the inputs.
+    `target`. `sources` is the address of a table with the addresses of the inputs.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

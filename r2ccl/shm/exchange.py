@@ -1,18 +1,17 @@
-"""Compiled loop of the collectives in which every element is copied or reduced once.
+"""Compiled loop of all collectives except large allreduces and scans.
 
-These are all collectives except large allreduces and scans. Broadcast, allgather, gather, scatter,
-alltoall and their forms with parts of different sizes copy elements. Reduce, reduce_scatter and
-small allreduces combine the parts of all ranks, in rank order, with a kernel of
-`r2ccl.kernels.fold`. A barrier copies nothing.
+Broadcast, allgather, gather, scatter, alltoall and their forms with parts of different sizes copy
+elements. Reduce, reduce_scatter and small allreduces combine the parts of all ranks, in rank order,
+with a kernel of `r2ccl.kernels.fold`. A barrier copies nothing.
 
 In each round, a sender copies the next piece of each part into its stage slot and posts the round.
 A receiver waits until each sender has posted the round, and takes its piece from the sender's slot.
-Senders are one round ahead of the receivers, so copies into and out of slots overlap. Each part
-is written and read twice.
+Senders are one round ahead of the receivers, so copies into and out of slots overlap. A part that
+is copied to another rank is read and written twice.
 
 With the flag `REACHING`, if the inputs of all senders are in memory that all ranks map
 (`r2ccl.shm.symmetric`), a receiver reads its parts from these inputs instead, and a sender waits
-until the receivers have read them: each part is written and read once. In an allreduce, the outputs
+until the receivers have read them: each part is read and written once. In an allreduce, the outputs
 must be in such memory, too; then each rank reduces one share of the data for all ranks. An alltoall
 whose input and output overlap always uses the slots.
 """

@@ -45,8 +45,8 @@ from r2ccl.shm.message_layout import (
 )
 from r2ccl.shm.rounds import copy
 
-#: A long message is sent in `_NPIECES` pieces, so that the copies of sender and receiver overlap,
-#: but a piece has at least `_LEAST_PIECE` and at most `_MOST_PIECE` bytes.
+#: A long message is cut into about `_NPIECES` pieces, so that the copies of sender and receiver
+#: overlap, but all pieces except the last have `_LEAST_PIECE` to `_MOST_PIECE` bytes.
 _NPIECES = 4
 _LEAST_PIECE, _MOST_PIECE = 1 << 13, 1 << 15
 #: A receiver publishes its position in a ring after it has taken 1 / 2**3 of the ring.
@@ -63,7 +63,7 @@ def peer_words(table_at: Any, peer: Any) -> Any:
 
 @inlined
 def ring_bell(bell: Any) -> None:
-    """Wake the sleeping threads of the peer whose bell has the address `bell`.
+    """Wake the sleeping threads of the rank whose bell has the address `bell`.
 
     The caller must have stored the value for which these threads wait.
     """

@@ -62,7 +62,7 @@ from r2ccl.types import (
 
 _log = logging.getLogger(__name__)
 
-#: Flat, C-contiguous array.
+#: C-contiguous array.
 Array: TypeAlias = npt.NDArray[Any]
 #: Function that waits for a late peer: ``attend(resume, call)`` calls ``resume()`` until the result
 #: is True; to give up, it raises an error. ``call`` is the packed signature of the call.
@@ -85,8 +85,8 @@ FLAT_NBYTES = 1 << 15
 #: ranks: with slots, the root can run ahead, which saves context switches if there are more ranks
 #: than cores.
 REACHED_NBYTES, SHARE_NBYTES, ROOTED_NBYTES = 1 << 12, 1 << 11, 1 << 14
-#: An allreduce has at least this many chunks, of at least `_CHUNK_NBYTES`, so that its steps
-#: overlap.
+#: Minimum number of chunks of an allreduce, and, per rank, of pieces of a scan, so that their steps
+#: overlap; there are fewer if chunks or pieces would have less than `_CHUNK_NBYTES`.
 _NCHUNKS = 4
 _CHUNK_NBYTES = 1 << 16
 #: Size of the last-level cache, which the kernel reports here unless the hypervisor hides it.
@@ -222,7 +222,7 @@ class LocalGroup:
         Parameters
         ----------
         ranks : sequence of int
-            Numbers of the ranks in the communicator. All must be on this host.
+            Ranks of the group, as numbered in the job. All must be on this host.
         index : int
             Index of this rank in `ranks`.
         exchange : callable
@@ -239,7 +239,7 @@ class LocalGroup:
         connect_timeout_s : float
             Time limit in seconds of `r2ccl.shm.passing.pass_segments`.
         communicator : bytes
-            Id of the communicator, 16 bytes.
+            `ControlPlane.communicator_id`, equal on all ranks of the job.
 
         Raises
         ------
@@ -326,9 +326,10 @@ class LocalGroup:
             Signature of the call, equal on all ranks.
         parts : tuple of Ranges, optional
             For parts that differ in size: the parts of the input that this rank sends to each rank,
-            and the parts of the output that it receives from each rank. In an allgather, a rank
-            sends the same part to all ranks. In a reduce_scatter, all parts that a rank receives
-            are the same range of the output, because they are reduced to one part.
+            and the parts of the output that it receives from each rank. In an allgather, the part
+            that this rank sends to itself is sent to all ranks, and the other parts of the input
+            are ignored. In a reduce_scatter, all parts that a rank receives are the same range of
+            the output, because they are reduced to one part.
 
         Raises
         ------
@@ -530,6 +531,8 @@ def _least_reached(collective: int, nranks: int) -> int:
 def preload() -> None:
     """Load the compiled code that every group needs; compile it if this host has none yet.
 
+    Do nothing if this machine cannot run it (`UNSUPPORTED`).
+
     Raises
     ------
     ImportError, TransportError
@@ -541,8 +544,8 @@ def preload() -> None:
         preload_rings()
 
 
-#: For each collective its flags in ``exchange``; True if its input has a part for each rank; True
-#: if its output has one.
+#: For each collective that ``exchange`` runs: its flags; True if its input has a part for each
+#: rank; True if its output has one.
 _FORMS: dict[int, tuple[int, bool, bool]] = {
     Collective.BARRIER: (SHARED, False, False),
     Collective.ALLREDUCE: (SHARED, False, False),
@@ -575,15 +578,16 @@ def _host_of_process() -> bytes:
 
 
 _HOST_NBYTES = 16
-#: As many bytes as a result of `pass_segments`, so that both allgathers have the same plan.
+#: With it, an `_Offer` has as many bytes as a result of `pass_segments`, so that the allgathers of
+#: both have the same plan.
 _PROBLEM_NBYTES = RESULT_NBYTES - _HOST_NBYTES - LISTENER_NAME_NBYTES
 
 
 class _Offer(NamedTuple):
     """Message of a rank that makes a group.
 
-    ``host`` is the result of `_host_of_process`, ``name`` that of the rank's `SegmentListener`.
-    ``problem`` is the reason why the rank cannot share memory; empty if it can.
+    ``host`` is the result of `_host_of_process`, and ``name`` the name of the rank's
+    `SegmentListener`. ``problem`` is the reason why the rank cannot share memory; empty if it can.
     """
 
     host: bytes
@@ -602,7 +606,10 @@ class _Offer(NamedTuple):
 
 
 def _check(offers: Sequence[_Offer], ranks: Sequence[int], host: bytes) -> None:
-    """Raise TransportError if any of `ranks` cannot share memory with the rank on `host`."""
+    """Raise TransportError if an offer has a problem, or another digest than `host`.
+
+    `offers` has the offer of each rank in `ranks`. `host` is this rank's digest.
+    """
     for rank, each in zip(ranks, offers, strict=True):
         if each.problem:
             raise TransportError(f"no shared memory: rank {rank}: {each.problem}")

@@ -1,8 +1,8 @@
 """Layout of a segment, and of the state that a rank keeps for compiled code.
 
 A segment has control words, most of them on cache lines of their own, and then slots of
-`SLOT_NBYTES`. Only its owner writes it, apart from the counts of waiters. The state is private to a
-process: an array of 64-bit words, most of which are indexed by the names below.
+`SLOT_NBYTES`. Only its owner writes it, apart from the counts of waiters and the mutex. The state
+is private to a process: an array of 64-bit words, most of which are indexed by the names below.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SIGNATURES, NROUNDS = 16, 32
 #: Part of the header in calls that may use arrays directly: the places of input and output, see
 #: `r2ccl.shm.places`; 0: no place.
 INPUTS, OUTPUTS = 48, 64
-#: Last round whose stage slots the owner has read; the owner's result slot of this round is valid.
+#: Last round for which the owner has announced that it has read the stage slots and that its result
+#: slot is valid. It does not announce rounds that no rank waits for.
 DONE = 2 * LINE_NBYTES
 #: Offset from POSTED, and from DONE, to the number of threads that sleep until this word changes.
 WAITERS = LINE_NBYTES
@@ -54,7 +55,8 @@ RANK, NRANKS = 0, 1
 LAST, NCALLS = 2, 3
 #: Last round whose stage slot all peers have read.
 SAFE = 4
-#: Position in the call: the next round (from 0) and the next step in it; see `exchange`.
+#: Position in the call: index of the current round, from -1, and next step in it; see
+#: `r2ccl.shm.exchange`.
 ROUND, STEP = 5, 6
 #: Rounds of the call, agreed by all ranks.
 TOTAL = 7

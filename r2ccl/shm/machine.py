@@ -1,4 +1,4 @@
-"""Processor architectures on which ranks can share memory, and their numbers of system calls."""
+"""Processor architectures on which ranks can share memory, and numbers of their system calls."""
 
 from __future__ import annotations
 

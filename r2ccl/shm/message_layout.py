@@ -1,10 +1,10 @@
 """Layout of the memory for messages, and of the table that a rank keeps for compiled code.
 
-The memory for messages of a rank follows its segment in the same memfd. It has a *bell*, a word
-that peers increment to wake the owner; then for each peer the owner's positions in the two
-rings between the owner and that peer; then for each peer the ring of frames to that peer. Only the
-owner writes this memory, apart from the bell. The pages of a ring are allocated when it is first
-used.
+The memory for messages of a rank follows the memory for collectives in its segment. It has a
+*bell*, a word that peers increment to wake the owner; then for each peer the owner's positions in
+the two rings between the owner and that peer; then for each peer the ring of frames to that peer.
+Only the owner writes this memory, apart from the bell. The pages of a ring are allocated when it is
+first used.
 
 A frame consists of a header of eight words, and data. Frames begin at multiples of 64 bytes; the
 positions in a ring count bytes and never restart. The table is private to a process: `FIRST_PEER`
@@ -112,7 +112,7 @@ def table_size(nranks: int) -> int:
 IDLE = 0
 #: Data has moved, and more may.
 MOVED = 1
-#: The next frame of the peer is not data.
+#: The next frame of the peer is not data that this rank expects.
 FRAME = 2
 #: All data of a message was put into the ring, or has arrived.
 SENT_ALL, RECEIVED_ALL = 3, 4
@@ -140,5 +140,6 @@ DONE, TO_PUT, AWAITS, MOVES = 0, 1, 2, 3
 
 #: Finished; the message taken has another tag or size than that of the last call.
 FINISHED_OTHER = 11
-#: Python has to continue the call from its steps: a peer is late, or has sent another frame first.
+#: Python has to continue the call from its steps: a peer is late or has sent another frame first,
+#: or `MOST_ROUNDS` rounds have moved data (`r2ccl.shm.pump`).
 OPEN = 12

@@ -1,6 +1,6 @@
 """Compiled send, receive, or both at once, with one peer each: a *direct call*.
 
-A direct call may run only if no other message of the communicator is in progress. A compiled loop
+A direct call may run only if this rank has no other message of the communicator in progress. A loop
 makes the steps of the send and of the receive, which `r2ccl.runtime.messages.protocol` describes.
 The loop returns OPEN if a peer is late, if a peer sends a frame that the call does not expect, or
 after `MOST_ROUNDS` rounds that moved data. Python then continues the call from the steps that are

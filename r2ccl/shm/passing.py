@@ -39,16 +39,17 @@ LISTENER_NAME_NBYTES = 16
 #: Size in bytes of each rank's result in `pass_segments`.
 RESULT_NBYTES = 240
 _CREDENTIALS = struct.Struct("iII")
-#: Time limit in seconds for the handshake of one connection: any process may connect.
+#: Time limit in seconds of each send and receive on an accepted connection, because any process may
+#: connect.
 _HANDSHAKE_S = 5.0
 
 
 class Place(msgspec.Struct, frozen=True):
     """Place of this rank among the ranks of its host.
 
-    ``ranks`` has the numbers of these ranks in the communicator; error messages name these numbers.
-    ``index`` is the index of this rank in ``ranks``. ``communicator`` is the id of the
-    communicator, 16 bytes.
+    ``ranks`` has the numbers of these ranks in the job; error messages name these numbers.
+    ``index`` is the index of this rank in ``ranks``. ``communicator`` is the
+    `ControlPlane.communicator_id`.
     """
 
     ranks: Sequence[int]

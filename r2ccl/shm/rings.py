@@ -204,10 +204,6 @@ class Rings:
         word = kind | dtype << KIND_BITS
         return bool(self._put(self.table, peer, word, tag, ident, size, source, len(data)))
 
-    def want(self, peer: int, nbytes: int) -> None:
-        """Let `pump` return ROOM when the ring to `peer` has room for `nbytes` bytes of data."""
-        self._words[peer][layout.WANTED] = nbytes + 1
-
     def frame(self) -> RingFrame:
         """Return the next frame of `peer`, after `pump` has returned FRAME."""
         data, words = self._data[self.peer], self._words[self.peer]
@@ -266,7 +262,7 @@ class Rings:
 
     @property
     def peer(self) -> int:
-        """Peer of the last event that `pump` returned."""
+        """Peer of the last event that `pump` returned; IDLE and MOVED do not count."""
         return int(self._table[layout.PEER])
 
     def wake(self) -> None:

@@ -6,8 +6,8 @@ before it frees the memory of the process and closes its connections. With 145 M
 busy cores, the mark usually came 8 to 35 ms before the peers could see the end of a connection.
 
 A mutex belongs to a thread, so a thread that does nothing else locks it. The end of another thread
-or of a forked child does not mark it. A call of execve(2) marks it, because the process then no
-longer has a communicator.
+or of a forked child does not mark it. A call of execve(2) marks it: the process then no longer has
+a communicator.
 
 An owner that is about to unlock its mutex sets a flag, because a process that looks at a free mutex
 locks it for a moment, and may end meanwhile.
@@ -120,6 +120,11 @@ class ExitWatch:
 
         After the first such peer, waits with the state `state` sleep only briefly, because the
         communicator is about to end.
+
+        Raises
+        ------
+        TransportError
+            If a mutex is damaged.
         """
         for index, address in tuple(self._mutexes.items()):
             if is_abandoned(address) and self._mutexes.pop(index, None) is not None:
@@ -151,7 +156,7 @@ def is_abandoned(address: int) -> bool:
 
 
 def _left(address: int) -> ctypes.c_int32:
-    """Return the flag behind the mutex at `address`: 1 once its owner has unlocked it."""
+    """Return the flag behind the mutex at `address`: 1 once its owner is about to unlock it."""
     return ctypes.c_int32.from_address(address + _LEFT)
 
 

@@ -133,8 +133,8 @@ def wait_for_all(state: Any, address: Any, offset: Any, value: Any) -> Any:
 def copy(target: Any, source: Any, nbytes: Any, is_streamed: Any) -> None:
     """Copy `nbytes` bytes to address `target`, which is in an output.
 
-    With `is_streamed`, the bytes are not stored in the caches, because the output is too large for
-    them.
+    With `is_streamed`, copies of at least 4096 bytes bypass the caches, because the output is too
+    large for them.
     """
     if not is_streamed or nbytes < 4096:
         copy_bytes(target, source, nbytes)

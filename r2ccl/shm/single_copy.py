@@ -1,6 +1,7 @@
 """Compiled steps of collectives that read and write the arrays of all ranks directly.
 
-The caller has compared the headers of the call, and all of them have the places that a step needs.
+The caller has compared the headers of the call. The headers of the ranks whose arrays a step
+accesses have the places of these arrays.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _PROBLEM_NBYTES = 256
 
 
 class _Memory:
-    """Owner of the arrays that one `allocate` returned; it lives as long as one of them."""
+    """Owner of the array that `allocate` returned; lives as long as this array or a view of it."""
 
     def __init__(self, mapping: Mapping) -> None:
         self.__array_interface__ = mapping.__array_interface__
@@ -103,7 +103,7 @@ class SymmetricMemory:
         Raises
         ------
         InvalidArgument
-            If the ranks ask for different sizes; then no rank has an array.
+            If the ranks ask for different numbers of pages; then no rank has an array.
         TransportError
             If memory, descriptors or segments are exhausted on any rank, or two ranks cannot pass
             their segments to each other; then no rank has an array.

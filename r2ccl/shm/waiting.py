@@ -7,10 +7,10 @@ number of pauses grows as long as waits end during the pauses, and shrinks as lo
 It therefore also adapts to two ranks that the scheduler has put on one core, to another busy
 process, and to a peer that computes for a long time.
 
-A sleep ends when the peer advances, after the time in the state (`SLEEP_S`, `SLEEP_NS`), or when
-the thread receives a signal. If the peer has not advanced, the compiled collective returns
-`WAITING`, so that its caller, in Python, handles signals, deadlines and failures and continues the
-call.
+A sleep ends when the peer advances, after the time in the state (`SLEEP_S`, `SLEEP_NS`), by
+``wake_all``, or when the thread receives a signal. If the peer has not advanced, the compiled
+collective returns `WAITING`, so that its caller, in Python, handles signals, deadlines and failures
+and continues the call.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def note_pauses(state: Any, limit: Any, has_sufficed: Any) -> None:
 def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
     """Wait until a word of a peer is at least `value`, and return True.
 
-    Return False if the word is still smaller after a sleep of the full length, a signal or
-    ``wake_all``.
+    Return False if the word has not changed when a sleep ends: after its full length, by a signal
+    or by ``wake_all``.
 
     Parameters
     ----------

@@ -150,8 +150,9 @@ class FaultPlan:
         pending = self.pending()
         if pending:
             raise AssertionError(
-                f"{len(pending)} of {len(self.faults)} fault(s) did not fire; check that the "
-                f"run reaches their times, collectives and slices: {'; '.join(map(str, pending))}"
+                f"{len(pending)} of the {len(self._claimed)} fault(s) that this process triggers "
+                "did not fire; check that the run reaches their times, collectives and slices: "
+                f"{'; '.join(map(str, pending))}"
             )
 
     def __enter__(self) -> Self:

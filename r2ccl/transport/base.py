@@ -1,8 +1,8 @@
 """The transport interface: like NCCL's net plugin, but in Python and with a fence.
 
 A transport moves slices over paths. Only transports and bootstrap open network connections to other
-ranks, and only transports use verbs. The calls of this interface hide the differences between a
-socket and a queue pair, for example:
+ranks, and only transports send or receive over verbs. The calls of this interface hide the
+differences between a socket and a queue pair, for example:
 
 ========================  ==============================  ====================================
 call                      over TCP                        over verbs
@@ -53,10 +53,10 @@ class Frame(msgspec.Struct, gc=False):
     """Header of a slice, or of the announcement of a landing place for it.
 
     ``channel`` and the two ranks determine the link; ``seq`` is the number of the slice on it.
-    ``ack`` is a confirmation for the link in the opposite direction: the sender of this header has
-    consumed every slice of that link with a number below ``ack``. ``op`` is the number of the
-    collective within the communicator; ``signature`` is its packed `CallSignature`, which must be
-    equal at both ends of the link.
+    ``ack`` is a confirmation: the sender of this header has consumed all slices of the channel from
+    the other rank whose numbers are below ``ack``. ``op`` is the number of the collective within
+    the communicator; ``signature`` is its packed `CallSignature`, which must be equal at both ends
+    of the link. Both are 0 in the slices of messages.
 
     Over verbs, a cleared slice travels without a header: its `Arrived` contains the frame that the
     receiver passed to ``irecv``, with ``ack`` set to 0.
@@ -134,7 +134,7 @@ class Joined(msgspec.Struct, gc=False):
     """Event: the connection test that `Endpoint.join` began with ``is_caller`` has ended.
 
     ``endpoint`` is this rank's end. ``error`` tells why the test failed; empty if it succeeded. The
-    other end reports no `Joined`.
+    other end reports `Joined` only if it fails before it is opened; ``error`` then tells why.
     """
 
     key: PathKey | ProbeKey
@@ -145,9 +145,8 @@ class Joined(msgspec.Struct, gc=False):
 class Probed(msgspec.Struct, gc=False):
     """Event: the outcome of a probe.
 
-    ``is_answered`` is True if the peer's NIC or kernel answered; False if it did not answer within
-    the probe timeout or the local NIC could not send; None if the outcome proves nothing, see
-    `Transport.probe`. ``detail`` explains the outcome to the user.
+    ``is_answered`` is True if the peer's NIC or kernel answered, False if it did not, and None if
+    the outcome proves nothing; see `Transport.probe`. ``detail`` explains the outcome to the user.
     """
 
     key: ProbeKey
@@ -242,8 +241,8 @@ class MemoryUse(NamedTuple):
     staging_nbytes : int
         Registered buffers through which slices of unregistered memory are copied.
     registered_nbytes : int
-        Memory registered with NICs, each byte counted once, not once per NIC: the user's arrays,
-        staging buffers and landing places, but not the rings.
+        Memory registered with NICs, not multiplied by their number: the user's arrays, staging
+        buffers and landing places, but not the rings.
     """
 
     ring_nbytes: int = 0
@@ -254,7 +253,7 @@ class MemoryUse(NamedTuple):
 class Transport(Protocol):
     """Interface of a transport, which moves slices over paths.
 
-    Only ``poll`` waits, and only ``poll`` reports events. Any thread may call ``wake`` and
+    Only ``poll`` waits for events, and only ``poll`` reports them. Any thread may call ``wake`` and
     ``memory_use`` at any time; the other methods may be called by one thread at a time.
     """
 
@@ -381,10 +380,10 @@ class Transport(Protocol):
 
         `region` is borrowed until `Arrived` or `Fenced`. Does nothing if the path is not open.
 
-        With `ack` above 0, the transport may confirm the peer's slices with numbers below `ack` as
-        soon as it is certain that slice ``frame.seq`` will land even if the path fails; the peer
-        then need not wait until the slice has been read. A transport that cannot be certain of this
-        ignores `ack`.
+        With `ack` above 0, the transport may confirm the peer's slices of the channel with numbers
+        below `ack` as soon as it is certain that slice ``frame.seq`` will land even if the path
+        fails; the peer then need not wait until the slice has been read. A transport that cannot be
+        certain of this ignores `ack`.
         """
         ...
 
@@ -406,8 +405,8 @@ class Transport(Protocol):
     def poll(self, timeout_s: float) -> list[Event]:
         """Return new events; if there are none, wait for one up to `timeout_s` seconds.
 
-        The list is empty after a timeout or `wake`, and may be empty earlier. Payloads of `Arrived`
-        events are borrowed until the next call.
+        The list may be empty before the time is over, for example after `wake`. Payloads of
+        `Arrived` events are borrowed until the next call.
         """
         ...
 
@@ -418,7 +417,7 @@ class Transport(Protocol):
     def fence(self, path: PathKey) -> None:
         """Take the local end of `path` out of use; `poll` reports `Fenced` when that is complete.
 
-        Call it exactly once after each `open`, even if the path has failed.
+        Before the path is opened again, call this once, even if the path has failed.
         """
         ...
 
@@ -438,13 +437,16 @@ class Transport(Protocol):
         ``Probed.is_answered`` is None if the probe could not be made and so proves nothing, for
         example because the rail does not exist. It is also None if a probe between different rails
         is not answered and no probe of the same key was ever answered: some fabrics do not connect
-        ports of different rails at all. It is False if the local NIC could not send, or if the
-        connection of the probe was lost.
+        ports of different rails at all. Otherwise it is False if there was no answer within the
+        probe timeout, if the local NIC could not send, or if the connection of the probe was lost.
         """
         ...
 
     def descriptors(self) -> list[int]:
-        """Return the transport's open file descriptors; only a forked child may call this."""
+        """Return the transport's open file descriptors.
+
+        Call it only while no other thread runs, as in the child of a fork.
+        """
         ...
 
     def close(self) -> None:

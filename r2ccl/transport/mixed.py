@@ -103,7 +103,7 @@ class MixedTransport:
         Raises
         ------
         TransportError
-            If a part cannot reach the memory; it is then registered with none.
+            If a part cannot reach the memory; the memory is then registered with no part.
         InvalidArgument
             If the bytes are not part of one allocation.
         """
@@ -178,10 +178,9 @@ class MixedTransport:
         return self._by_rail[path.rail].is_stuck(path)
 
     def probe(self, key: ProbeKey) -> None:
-        """Start a probe.
+        """Start a probe, as `Transport.probe` does.
 
-        ``Probed.is_answered`` is None if a rail does not exist or the two rails are of different
-        parts.
+        ``Probed.is_answered`` is also None if the two rails are of different parts.
         """
         rails = range(self.nrails)
         if key.rail not in rails or key.via not in rails:

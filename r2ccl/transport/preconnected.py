@@ -21,9 +21,10 @@ class Unregistered:
 
 
 class PreconnectedTransport:
-    """Base class of transports over sockets, which need neither endpoints nor registered memory.
+    """Base class of transports whose connections the control plane makes.
 
-    Implements the methods of `Transport` that concern endpoints and registration.
+    Implements the methods of `Transport` that concern endpoints and registered memory, which these
+    transports do not need.
     """
 
     def joins(self, rail: int) -> bool:

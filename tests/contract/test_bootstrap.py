@@ -39,6 +39,7 @@ from r2ccl.bootstrap.messages import Codec
 from r2ccl.bootstrap.session import MAX_FRAME_NBYTES, SessionFrame
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
+from r2ccl.types import BYPASS, Nic
 
 
 def join_all(
@@ -84,6 +85,35 @@ def test_the_rank_with_the_fewest_rails_decides() -> None:
         ]
         planes = [future.result(WAIT_S) for future in futures]
     assert [len(plane.nics) for plane in planes] == [1, 1]
+    for plane in planes:
+        plane.close(0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_opening_the_listeners_opens_no_other_file(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank without a descriptor would take the error for one of its connection to rank 0."""
+
+    def no_file_from_now_on(*_: Any) -> tuple[Nic, ...]:
+        monkeypatch.setattr(startup, "host_id", exhausted)
+        return RAILS
+
+    def exhausted() -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with LocalJob(2) as job, ThreadPoolExecutor(2) as pool:
+        futures = [
+            pool.submit(
+                connect,
+                Config.from_env(environment(job, each), init_timeout_s=2.0),
+                codec=Codec(Number),
+                nics_for=no_file_from_now_on if each == rank else lambda *_: RAILS,
+                env=environment(job, each),
+            )
+            for each in range(2)
+        ]
+        planes = [future.result(WAIT_S) for future in futures]
     for plane in planes:
         plane.close(0)
 
@@ -570,6 +600,16 @@ def test_a_path_connects_both_ends_over_its_rail(start_job: Callable[..., Job]) 
     left.send(b"first byte")
     right.settimeout(WAIT_S)
     assert right.recv(100) == b"first byte"
+
+
+@pytest.mark.parametrize("rail", [BYPASS, 2, -1])
+def test_only_rails_are_dialed_and_kicked(rail: int, start_job: Callable[..., Job]) -> None:
+    plane = start_job(2).planes[0]
+    refused = f"rail {rail} was given; the number of rails is 2"
+    with pytest.raises(InvalidArgument, match=refused):
+        plane.dial_path(1, rail, 0)
+    with pytest.raises(InvalidArgument, match=refused):
+        plane.kick(rail)
 
 
 def test_a_dial_goes_on_until_it_is_expected(start_job: Callable[..., Job]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 from support.jobs import launch
@@ -40,6 +41,25 @@ def test_ranks_connect_to_neighbors_and_to_whom_plans_name() -> None:
         assert is_right
         assert first == len(neighbors(rank, NRANKS)) < NRANKS - 1
         assert once == twice, "the same calls connect nothing more"
+
+
+def late_message() -> float:
+    """Receive on rank 0 from a rank without paths to it, which sends later."""
+    with r2ccl.init() as comm:
+        stranger = next(peer for peer in range(1, NRANKS) if peer not in neighbors(0, NRANKS))
+        x = np.zeros(1)
+        comm.barrier()
+        if comm.rank == 0:
+            comm.recv(x, stranger)
+        elif comm.rank == stranger:
+            time.sleep(0.3)
+            comm.send(x + 7, 0)
+        comm.barrier()
+        return float(x[0])
+
+
+def test_a_receive_may_wait_for_a_rank_without_paths() -> None:
+    assert launch(late_message, NRANKS, timeout_s=90.0) == [7.0] + [0.0] * (NRANKS - 1)
 
 
 def calls_of_many_sizes() -> tuple[status.MemoryReport, dict[str, float]]:

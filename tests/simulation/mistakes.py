@@ -221,9 +221,9 @@ def _report_must_not_be_older() -> contextlib.AbstractContextManager[Any]:
     """Reject a report that is older than a confirmation that overtook it."""
     original = SendLink.resume
 
-    def resume(self: SendLink, path: PathKey, report: LinkReport) -> list[Slice]:
+    def resume(self: SendLink, path: PathKey, epoch: int, report: LinkReport) -> list[Slice]:
         assert self.confirmed <= report.received, "outside confirmed .. posted"
-        return original(self, path, report)
+        return original(self, path, epoch, report)
 
     return mock.patch.object(SendLink, "resume", resume)
 

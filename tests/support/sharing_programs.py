@@ -147,6 +147,9 @@ def repeated() -> None:
             comm.allreduce(out[:60], out[4:])
         with raises(r2ccl.InvalidArgument):
             comm.allreduce(None)
+        comm.reduce(x)
+        with raises(r2ccl.InvalidArgument, match="give the root as root=0"):
+            comm.reduce(x, 0)  # also on ranks that do not use their output
 
 
 def shares(what: str) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from r2ccl.config import MODES, Config, parse_failures
+from r2ccl import planning
+from r2ccl.config import AGREED, MODES, Config, parse_failures
 from r2ccl.errors import InvalidArgument
 
 
@@ -16,6 +19,27 @@ def test_a_mode_is_known_by_its_number_too(number: int, name: str) -> None:
     by_number = Config.from_env({"R2CC_MODE": str(number)})
     assert by_number.mode == name
     assert by_number.digest() == Config(mode=name).digest()
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("mode", "AUTO", "auto"), ("mode", "Balance", "balance"), ("algo", "Ring", "ring"),
+        ("fabric", "NONE", "none"), ("shm", "Auto", "auto"), ("dump_signal", "sigusr1", "SIGUSR1"),
+        ("debug", "info", "info"),
+    ],
+)  # fmt: skip
+def test_a_named_value_may_be_in_any_case(name: str, given: str, value: str) -> None:
+    config = Config.from_env({f"R2CC_{name.upper()}": given})
+    assert getattr(config, name) == value
+    assert config.digest() == Config.from_env({}, **{name: value}).digest()
+
+
+@pytest.mark.parametrize("name", ["mode", "algo", "fabric", "shm", "rails", "timeout_s"])
+def test_an_empty_variable_is_no_value(name: str) -> None:
+    """Only settings for which the empty text has a meaning may be empty."""
+    with pytest.raises(InvalidArgument, match="allowed is"):
+        Config.from_env({f"R2CC_{name.upper()}": ""})
 
 
 @pytest.mark.parametrize("number", [2, np.int64(2), "balance"])
@@ -74,6 +98,22 @@ def test_an_unknown_keyword_names_the_nearest_setting(name: str, near: str) -> N
         Config.from_env({}, xyzzy=1)
 
 
+@pytest.mark.parametrize(
+    ("given", "name", "variable"),
+    [
+        ({"rank": 0}, "rank", "RANK"),
+        ({"world_size": 4, "rank": 0}, "rank", "RANK"),
+        ({"nranks": 4}, "nranks", "WORLD_SIZE"),
+    ],
+)
+def test_a_rank_as_a_keyword_is_told_how_to_set_it(
+    given: dict[str, int], name: str, variable: str
+) -> None:
+    words = rf"^unknown setting {name}: the environment variable {variable} sets it; .*r2ccl launch"
+    with pytest.raises(InvalidArgument, match=words):
+        Config.from_env({}, **given)
+
+
 def test_a_mode_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"R2CC_MODE.*failstop, migrate"):
         Config.from_env({"R2CC_MODE": "4"})
@@ -105,6 +145,14 @@ def test_a_keyword_precedes_its_variable_and_may_be_numpys() -> None:
     config = Config.from_env({"R2CC_RAILS": "1", "R2CC_TIMEOUT_S": "7"}, **given)
     assert (config.timeout_s, config.rails, config.spin_s) == (3.0, 2, 0.5)
     assert [type(each) for each in (config.timeout_s, config.rails)] == [float, int]
+
+
+def test_plans_depend_only_on_agreed_settings() -> None:
+    """Ranks that differ in another setting would run different schedules, and wait forever."""
+    sources = "".join(path.read_text() for path in Path(planning.__path__[0]).glob("*.py"))
+    used = set(re.findall(r"config\.(\w+)", sources)) & set(Config.__struct_fields__)
+    assert {"algo", "balance", "eager_nbytes"} <= used
+    assert used - set(AGREED) == set()
 
 
 def test_nics_declared_failed_are_pairs_of_host_and_nic() -> None:

@@ -97,7 +97,8 @@ class Failback:
     def hurry(self, key: PathKey) -> None:
         """Make a probe of path `key` due, because the connection of its probe is ready again.
 
-        A probe in flight ends first. Do nothing if the path is not in quarantine.
+        If a probe is in flight, the next one is due as usual after its result. Do nothing if the
+        path is not in quarantine.
         """
         quarantine = self._waiting.get(key)
         if quarantine is not None:

@@ -340,7 +340,7 @@ class Migration:
                 released = link.fenced(event.path)
                 self._links.note_retired(link)
                 self._links.release(released)
-            self.log.fenced(event.path, self._clock())
+            self.log.fenced(event.path, path.epoch, self._clock())
             self._apply(path, step(path, PathEvent.FENCED))
 
     def on_opened(self, peer: int, rail: int, epoch: int, endpoint: Any) -> None:

@@ -90,8 +90,9 @@ class Slice:
         self.owner = owner
         self.index = index
         self.path: PathKey | None = None
-        #: Last fenced path on which the slice was in flight; None if there was none.
-        self.lost_on: PathKey | None = None
+        #: Last fenced path on which the slice was in flight, and the epoch that its fence ended;
+        #: None if there was none.
+        self.lost_on: tuple[PathKey, int] | None = None
         self.state = SliceState.WAITING
 
 
@@ -245,11 +246,12 @@ class SendLink:
             del self.clears[seq]
         return self._release()
 
-    def resume(self, path: PathKey, report: LinkReport) -> list[Slice]:
+    def resume(self, path: PathKey, epoch: int, report: LinkReport) -> list[Slice]:
         """Apply the peer's report for `path`, fenced at both ends; return the slices released.
 
-        A slice that was lost with the path becomes WAITING. An eager slice stays so until `waiting`
-        returns it, a cleared slice until the receiver announces a new landing place.
+        `epoch` is the epoch of the path that the fences end. A slice that was lost with the path
+        becomes WAITING. An eager slice stays so until `waiting` returns it, a cleared slice until
+        the receiver announces a new landing place.
 
         Raises
         ------
@@ -267,7 +269,7 @@ class SendLink:
         held_below = max(report.received, self.confirmed)
         for item in self.outstanding:
             if item.path == path:
-                item.path, item.lost_on = None, path
+                item.path, item.lost_on = None, (path, epoch)
                 is_held = item.seq < held_below or item.seq in report.early
                 item.state = SliceState.HELD if is_held else SliceState.WAITING
         return released + self._release()

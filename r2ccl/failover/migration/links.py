@@ -463,7 +463,7 @@ class Links:
         wait to be sent again. Both ends of `path` must be fenced.
         """
         under_way = [item for item in link.outstanding if item.path == path and not item.is_eager]
-        self.release(link.resume(path, report))
+        self.release(link.resume(path, self.paths[path].epoch, report))
         nlost = sum(item.path is None and item.owner.is_bandwidth_sample for item in under_way)
         if nlost and self.balance is not None:
             self.balance.dropped(path.rail, self.polled_s, nlost)

@@ -84,10 +84,14 @@ class RepairLog:
             if repair.epoch == epoch:
                 repair.cause = cause
 
-    def fenced(self, key: PathKey, now: float) -> None:
-        """Record that the local end of `key` is fenced."""
+    def fenced(self, key: PathKey, epoch: int, now: float) -> None:
+        """Record that the local end of `key` is fenced after its failure in `epoch`.
+
+        Do nothing if there is no record of this failure: the path was closed as idle.
+        """
         for repair in self._last(key):
-            repair.fenced_s = now
+            if repair.epoch == epoch:
+                repair.fenced_s = now
 
     def awaits(self, key: PathKey, received: dict[int, int]) -> None:
         """Store the number of each channel's first missing slice after the fence of path `key`.
@@ -107,14 +111,17 @@ class RepairLog:
             if awaited:
                 self.open.append((repair, awaited))
 
-    def replayed(self, lost_on: PathKey | None, nbytes: int) -> None:
-        """Count `nbytes` of a slice that was lost on path `lost_on` as replayed.
+    def replayed(self, lost_on: tuple[PathKey, int] | None, nbytes: int) -> None:
+        """Count `nbytes` of a slice that was lost on a path in an epoch, `lost_on`, as replayed.
 
-        Do nothing if `lost_on` is None: the slice is sent for the first time.
+        Do nothing if `lost_on` is None: the slice is sent for the first time. Do nothing either if
+        the newest record of the path is not of this epoch: the path was closed as idle.
         """
         if lost_on is not None:
-            for repair in self._last(lost_on):
-                repair.nbytes_replayed += nbytes
+            key, epoch = lost_on
+            for repair in self._last(key):
+                if repair.epoch == epoch:
+                    repair.nbytes_replayed += nbytes
 
     def arrived(self, path: PathKey, channel: int, seq: int, began_s: float) -> None:
         """Set the first-byte time of the open repairs that wait for slice `seq` of `channel`.

@@ -59,7 +59,7 @@ class Routes:
         return self._paths[key].state is PathState.UP
 
     def go_home(self, peer: int) -> None:
-        """Return the channels between this rank and `peer` to their home rails.
+        """Move the channels between this rank and `peer` back to their home rails.
 
         A channel whose home rail is down gets another path, if one is up.
         """

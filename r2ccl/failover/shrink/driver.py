@@ -201,14 +201,17 @@ class EventQueue:
 
     @contextlib.contextmanager
     def during(self, building: Building) -> Iterator[None]:
-        """Return a context manager that stops `building` if an event makes it pointless.
+        """Return a context manager that stops `building` if an event or `end` makes it pointless.
 
-        Events that arrive during the ``with`` block count, and those that are queued already.
+        Events that arrive and a call of `end` during the ``with`` block count, and earlier ones.
         """
         with self._changed:
             self._building = building
+            end = self._end
             upset = [news for news in self._news if building.is_upset_by(news)]
-        if upset:
+        if end:
+            building.stop(end)
+        elif upset:
             building.stop(f"shrink() starts over because of rank {upset[0][0]}")
         try:
             yield

@@ -3,10 +3,11 @@
 A slice is queued at its egress port and at its ingress port at the same time, and is sent
 completely when both have served it. A port that is not the bottleneck of a slice serves it early
 and then has more bandwidth for its other slices. Over several slices a link therefore gets about
-its max-min fair share. An event costs a few heap operations, and no computation over other links.
-The time of a single slice may be inaccurate. Compared with `r2ccl.flowsim.loops.max_min`, rings
-take the same simulated time, double binary trees and packed trees over 8 nodes take from 2.1 % less
-to 0.7 % more, and 28 packed trees with 16 slices per chunk over 1,024 nodes take 2.8 % less.
+its max-min fair share. An event costs a few operations on the heap and on the sorted queues of its
+ports; it computes no rates of other links. The time of a single slice may be inaccurate. Compared
+with `r2ccl.flowsim.loops.max_min`, rings take the same simulated time, double binary trees and
+packed trees over 8 nodes take from 2.1 % less to 0.7 % more, and 28 packed trees with 16 slices per
+chunk over 1,024 nodes take 2.8 % less.
 
 Between two events, `FlowState.heap` holds for each busy port the time at which it finishes its next
 slice.

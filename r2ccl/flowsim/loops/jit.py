@@ -7,7 +7,7 @@ Numba's disk cache checks only one file for changes: the file of the function ca
 
 By default Numba updates the reference count of every array of a `FlowState` at every call, which
 costs ten times as much as the called functions. The loops neither create nor keep arrays, so
-``_nrt=False`` disables reference counting.
+reference counting is disabled with ``_nrt=False``.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ ordered, or flushed, for the GPU that owns the memory, but perhaps not for other
 GPU that owns the source executes the copy.
 
 *Device failure.* After a driver call has failed, the relay provides no more slots. A copy that
-could not be begun has failed. If the state of a copy cannot be queried, all copies in progress on
-that device count as failed. Failed copies count as done: after enqueued work has failed, the driver
-runs no more work in the process's context.
+could not be begun has failed. If the state of a copy cannot be queried, all copies in progress in
+its direction count as failed. Failed copies count as done: after enqueued work has failed, the
+driver runs no more work in the process's context.
 
 References
 ----------
@@ -81,7 +81,7 @@ class Relay:
     -----
     Only the thread that owns the data loop may call the methods. The creator closes the relay and
     frees the memory after the transport was closed, or after the transport stopped using the relay
-    and all paths were fenced.
+    and no slice in progress uses a slot.
     """
 
     def __init__(

@@ -155,7 +155,7 @@ class PxnTransport:
 
         Slices in progress are not affected. Call this method only in the data loop. Several rails
         may use the same relay. The relay is borrowed until `close`, or until all its rails have
-        another relay or None and all paths on these rails were fenced.
+        another relay or None and no slice in progress uses its slots.
         """
         if relay is not None:
             self._relays[rail] = relay
@@ -318,7 +318,11 @@ class PxnTransport:
             self._inner.flush()  # the caller's own flush came before these sends
 
     def _send_waiting(self, state: _PathState) -> bool:
-        """Send slices up to the first whose copy is in progress; return whether any was sent."""
+        """Send slices up to the first whose copy is in progress or failed.
+
+        A failed copy fails the path. If the path is not open, drop all slices. Return whether any
+        slice was sent.
+        """
         if not self.is_open(state.path):
             state.drop()
         has_sent = False

@@ -20,12 +20,13 @@ from ray.util.collective.types import (
 from r2ccl import InvalidArgument, ReduceOp
 from r2ccl.interop.ray.rendezvous import join
 
-#: Operations by their names in Ray.
+#: Operations by their names in Ray; only newer versions of Ray have AVERAGE.
 _OPS = {
     "SUM": ReduceOp.SUM,
     "PRODUCT": ReduceOp.PROD,
     "MIN": ReduceOp.MIN,
     "MAX": ReduceOp.MAX,
+    "AVERAGE": ReduceOp.AVG,
 }
 
 
@@ -47,8 +48,8 @@ class R2cclGroup(BaseGroup):  # type: ignore[misc]
 
     Notes
     -----
-    Tensors are C-contiguous NumPy arrays. The methods raise the errors of `join` and of the
-    `Communicator`.
+    Tensors are C-contiguous NumPy arrays, or torch tensors in host memory. The methods raise the
+    errors of `join` and of the `Communicator`.
     """
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
@@ -71,7 +72,7 @@ class R2cclGroup(BaseGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: list[Any], options: AllReduceOptions) -> None:
         """Reduce a tensor over all ranks, in place."""
-        self.communicator.allreduce(_single(tensors), op=_OPS[options.reduceOp.name])
+        self.communicator.allreduce(_single(tensors), op=_operation(options))
 
     def barrier(self, options: BarrierOptions | None = None) -> None:
         """Wait until all ranks have called this method."""
@@ -79,7 +80,7 @@ class R2cclGroup(BaseGroup):  # type: ignore[misc]
 
     def reduce(self, tensors: list[Any], options: ReduceOptions) -> None:
         """Reduce a tensor over all ranks; the result replaces the tensor of the root rank."""
-        op, root = _OPS[options.reduceOp.name], options.root_rank
+        op, root = _operation(options), options.root_rank
         tensor = _single(tensors)
         self.communicator.reduce(tensor, tensor if self.rank == root else None, op, root)
 
@@ -105,7 +106,7 @@ class R2cclGroup(BaseGroup):  # type: ignore[misc]
         stacked = _empty(self.world_size, inputs[0])
         for part, each in zip(stacked, inputs, strict=True):
             part[...] = each
-        self.communicator.reduce_scatter(stacked, output, _OPS[options.reduceOp.name])
+        self.communicator.reduce_scatter(stacked, output, _operation(options))
 
     def send(self, tensors: list[Any], options: SendOptions) -> None:
         """Send a tensor to a rank."""
@@ -114,6 +115,14 @@ class R2cclGroup(BaseGroup):  # type: ignore[misc]
     def recv(self, tensors: list[Any], options: RecvOptions) -> None:
         """Receive a tensor from a rank."""
         self.communicator.recv(_single(tensors), options.src_rank)
+
+
+def _operation(options: Any) -> ReduceOp:
+    """Return the operation of r2ccl for that in the options of a call."""
+    name = options.reduceOp.name
+    if name not in _OPS:
+        raise InvalidArgument(f"op={name} of Ray: allowed are {', '.join(_OPS)}")
+    return _OPS[name]
 
 
 def _single(values: list[Any]) -> Any:

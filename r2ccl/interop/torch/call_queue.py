@@ -5,6 +5,9 @@ calls run in threads of the queue. Completing a future runs the callbacks of the
 wait for a later call of the same group (PowerSGD does). A thread therefore lets another thread run
 the queue before it completes a future.
 
+torch has one current stream per thread. A call on GPU tensors therefore stores the stream of its
+caller, and the thread that runs the call makes it its current stream.
+
 Invariant: at most one thread runs a call, and every call that was added ends exactly once.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 from typing import Any
 
@@ -33,12 +37,17 @@ class QueuedCall:
         Runs the collective; blocks until it has finished.
     result : list of Tensor
         Tensors that hold the result; the value of the future.
+    stream : torch.cuda.Stream, optional
+        Current stream while the function and the callbacks of the future run. Default: that of the
+        thread that runs them.
     """
 
-    __slots__ = ("_ended", "_fn", "_future", "error", "result")
+    __slots__ = ("_done", "_ended", "_fn", "_future", "_stream", "error", "result")
 
-    def __init__(self, fn: Callable[[], None], result: list[Any]) -> None:
+    def __init__(self, fn: Callable[[], None], result: list[Any], stream: Any = None) -> None:
         self._fn: Callable[[], None] | None = fn
+        self._stream = stream
+        self._done = None if stream is None else torch.cuda.Event()
         self._ended = threading.Lock()
         self._ended.acquire()
         self._future: tuple[Any, Any] | None = None
@@ -65,16 +74,29 @@ class QueuedCall:
         """Run the function; if it raises an exception, store the exception in `error`."""
         assert self._fn is not None
         try:
-            self._fn()
+            with self._on_stream():
+                self._fn()
+            if self._done is not None:
+                self._done.record(self._stream)
         except BaseException as exc:
             self.error = exc
         self._fn = None
 
+    def order(self) -> None:
+        """Make the caller's current stream wait for the call, which must have succeeded."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._done)
+
     def end(self) -> Any:
-        """Mark the call as ended; return the future that the caller must complete, or None."""
+        """Mark the call as ended; return the future to pass to `complete`, or None."""
         with _LOCK:
             self._ended.release()
             return None if self._future is None else self._future[0]
+
+    def complete(self, future: Any) -> None:
+        """Complete a future that `end` returned, which runs its callbacks."""
+        with self._on_stream():
+            future.set_result(None)
 
     def future(self) -> Any:
         """Return the future of the call: its value is `result`, or it raises `error`.
@@ -92,8 +114,12 @@ class QueuedCall:
                 is_late = False
             future = self._future
         if is_late:
-            future[0].set_result(None)
+            self.complete(future[0])
         return future[1]
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        # torch.cuda.stream(None) would initialize CUDA.
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _value(self, _: object) -> list[Any]:
         if self.error is not None:
@@ -133,7 +159,7 @@ class CallQueue:
             self._leave()
             future = call.end()
             if future is not None:
-                future.set_result(None)
+                call.complete(future)
         else:
             self.add(call)
             call.wait()
@@ -202,7 +228,7 @@ class CallQueue:
             future = call.end()
             if future is not None:
                 self._leave()
-                future.set_result(None)
+                call.complete(future)
             else:  # this thread runs the next call, too
                 with self._changed:
                     self._is_running = False

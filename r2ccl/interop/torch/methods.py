@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 from r2ccl import ANY_SOURCE, Communicator, InvalidArgument, R2cclError, TransportTimeout
 from r2ccl.interop.torch import collectives
 from r2ccl.interop.torch.call_queue import CallQueue, QueuedCall
-from r2ccl.interop.torch.tensors import Tensor, array_of, copy_back, in_order, one
+from r2ccl.interop.torch.tensors import Tensor, array_of, copy_back, current_stream, in_order, one
 from r2ccl.interop.torch.works import CollectiveWork, MessageWork, seconds, translated
 
 _log = logging.getLogger("r2ccl.torch")
@@ -55,7 +55,7 @@ def _method(function: Callable[..., None], options: Any, nargs: int, *fields: st
             opts = args[nargs]
         else:
             opts = _options(options, args[nargs:], named, (*fields, "timeout"))
-        return self._start(partial(function, self.communicator, *given, opts), given[:1], opts)
+        return self._start(partial(function, self.communicator, *given, opts), given, opts)
 
     method.__doc__ = function.__doc__
     method.__name__ = function.__name__
@@ -245,17 +245,20 @@ class GroupMethods:
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def _start(self, fn: Callable[[], None], results: Any, opts: Any) -> CollectiveWork:
+    def _start(self, fn: Callable[[], None], given: Any, opts: Any) -> CollectiveWork:
         """Run `fn` after all earlier calls; return its handle, at once unless the call is blocking.
 
         A blocking call runs in this thread if no other call is queued or running, and if its
-        timeout is not shorter than the communicator's.
+        timeout is not shorter than the communicator's. `given` has the arguments before the
+        options; the first of them receives the result.
         """
         self._state.ncalls += 1
         timeout_s = seconds(opts.timeout, self._state.timeout_s)
-        result = [] if not results else results[0]
+        result = [] if not given else given[0]
         call = QueuedCall(
-            partial(_run, fn), [result] if isinstance(result, torch.Tensor) else result
+            partial(_run, fn),
+            [result] if isinstance(result, torch.Tensor) else result,
+            current_stream(given),
         )
         work = CollectiveWork(call, timeout_s, self._revoke)
         if opts.asyncOp or timeout_s < self.communicator.config.timeout_s:

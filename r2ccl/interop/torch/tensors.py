@@ -44,6 +44,18 @@ def tensors_of(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
+def current_stream(given: Any) -> Any:
+    """Return this thread's current stream on the GPU of the first tensor in `given`.
+
+    `given` is a list or tuple that contains tensors, other lists and numbers. Return None if there
+    is no tensor, or the first one is not on a GPU.
+    """
+    first = _first(given)
+    if first is None or not first.is_cuda:
+        return None
+    return torch.cuda.current_stream(first.device)
+
+
 def array_of(tensor: Tensor) -> Any:
     """Return a view of a tensor that is in order: a NumPy array or, on a GPU, a tensor.
 
@@ -155,6 +167,15 @@ def divide(flat: Tensor, tensors: Sequence[Tensor]) -> None:
         at += each.numel()
 
 
+def _first(values: Any) -> Tensor | None:
+    for each in values:
+        if isinstance(each, (list, tuple)):
+            each = _first(each)
+        if isinstance(each, torch.Tensor):
+            return each
+    return None
+
+
 def _require_dense(tensor: Tensor) -> None:
     if tensor.layout is not torch.strided:
         raise cannot_view(tensor, "it has no dense memory")
@@ -179,6 +200,7 @@ __all__ = [
     "apart",
     "array_of",
     "copy_back",
+    "current_stream",
     "divide",
     "in_order",
     "is_in_order",

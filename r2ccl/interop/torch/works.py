@@ -110,9 +110,16 @@ class CollectiveWork(_AnyWork):
         self._on_timeout = on_timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the call has finished; return True, or raise as `_AnyWork.wait`."""
+        """Block until the call has finished; return True, or raise as `_AnyWork.wait`.
+
+        A call on GPU tensors has finished for the host once its work is enqueued; the current
+        stream of this thread then waits for the result.
+        """
         # The frequent case: torch also waits for blocking calls, which have ended already.
-        return (self._call.has_ended and self._call.error is None) or super().wait(timeout)
+        if not (self._call.has_ended and self._call.error is None):
+            super().wait(timeout)
+        self._call.order()
+        return True
 
     def is_completed(self) -> bool:
         """Return at once whether the call has finished or failed."""

@@ -113,7 +113,8 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 def has_kernels(call: CallSignature) -> bool:
     """Return whether there are kernels for the dtype and op of a call.
 
-    A call that does not reduce only needs copies, which exist for every dtype.
+    A call that does not reduce needs only copies, which exist for every dtype that arrays on a GPU
+    can have.
     """
     return call.collective not in REDUCTIONS or call.op in ON_GPU.get(call.dtype, ())
 

@@ -1,4 +1,4 @@
-"""Loads kernels into a device, each once, and launches them with a suitable number of blocks.
+"""Loads kernels into a device, and launches them with a suitable number of blocks.
 
 Invariant: the result of a kernel depends neither on its grid nor on the addresses of buffers. This
 module must not import Numba.
@@ -20,8 +20,9 @@ from r2ccl.kernels.cuda.ptx import cache_directory, ptx_of
 from r2ccl.kernels.cuda.template import NBLOCKS_AT_ONCE, NTHREADS
 from r2ccl.types import CallSignature, ReduceOp
 
-#: Largest number of blocks of a grid per multiprocessor. This is several times the number that runs
-#: at once, so that multiprocessors are idle only briefly while the last blocks run.
+#: Largest number of blocks per multiprocessor in the grid of a kernel without a table. This is
+#: several times the number that runs at once, so that multiprocessors are idle only briefly while
+#: the last blocks run.
 BLOCKS_PER_SM = 16
 
 
@@ -32,8 +33,8 @@ class Launcher:
     ----------
     device : Device
     is_wide : bool
-        True: `launch_from_table` combines float16 and bfloat16 in float32 and rounds once. False:
-        it rounds at every step, as on the host.
+        True: `launch_from_table` combines float16 and bfloat16 in float32 and rounds once. False
+        (default): it rounds at every step, as on the host.
     directory : Path or None, optional
         Disk cache of compiled kernels. Default: `cache_directory` of the environment.
 
@@ -86,7 +87,7 @@ class Launcher:
         factor: float = 1.0,
         nranks: int = 1,
     ) -> None:
-        """Enqueue the kernel of a form on `stream`; load it first if necessary.
+        """Enqueue the kernel of a form on `stream`; `prepare` it first if necessary.
 
         Parameters
         ----------

@@ -66,7 +66,7 @@ def arguments(
     count : int
         Number of elements of each operand.
     factor, nranks : float, int
-        Factor of a scaled form, and divisor of a divided form.
+        Factor of a scaled form, and divisor of a divided form; other forms ignore them.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """The prebuilt kernels: PTX of every kernel that collectives launch, in a file of this package.
 
-``make ptx`` compiles them again. Collectives therefore do not need Numba; only kernels of other
-forms, which benches and tests launch, are compiled on the machine.
+Collectives therefore do not need Numba; only kernels of other forms, which benches and tests
+launch, are compiled on the machine. ``make ptx`` compiles the kernels of the file again.
 
 The file is a zip archive. It has a member for each element size, which holds the kernels of all
 types of that size one after another, each after a line with its name; with a member for each

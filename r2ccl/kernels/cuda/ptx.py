@@ -4,9 +4,9 @@ Collectives launch prebuilt kernels only (`r2ccl.kernels.cuda.prebuilt`), so the
 Numba takes half a second to import and as long to compile a kernel, so it is imported only for a
 kernel that is neither prebuilt nor in the cache. No GPU is needed.
 
-Invariant: the result is exactly the PTX that compiling would give. The file name of an entry of the
-cache is a digest of the form, the sources and the compiler's version; the first line of the file is
-a digest of the PTX.
+Invariant: the PTX was compiled from the present sources; the compiler may have had another version
+than the installed one. The file name of an entry of the cache is a digest of the form, the sources
+and the version of numba-cuda; the first line of the file is a digest of the PTX.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ def ptx_of(form: Form, capability: tuple[int, int], directory: Path | None) -> P
     InvalidArgument
         If the GPU is too old; see `check_capability`.
     TransportError
-        If the prebuilt kernels cannot be read (status ``NO_KERNELS``); or if the kernel is not
-        prebuilt, and numba-cuda is missing or does not find NVIDIA's compiler (``NO_CUDA``).
+        If the prebuilt kernels cannot be read (status ``NO_KERNELS``); if the kernel is not
+        prebuilt and numba-cuda is missing; or if the kernel must be compiled and numba-cuda does
+        not find NVIDIA's compiler (``NO_CUDA``).
 
     Notes
     -----

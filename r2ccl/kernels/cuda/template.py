@@ -7,7 +7,7 @@ A thread processes every `nthreads`-th vector. If there are enough vectors, it p
 once and reads all of them before it writes one, so that many reads are in flight. Vectors have 16
 bytes if all operands have the same offset from a multiple of 16 bytes, else 8 or 4 bytes if they
 have the same offset from a multiple of these. Single elements are processed before the first and
-after the last vector, and everywhere if not even 4-byte vectors are possible. An output may be
+after the last vector, and everywhere if no vector of several elements is possible. An output may be
 exactly an input, because no other thread reads what a thread writes.
 
 Loops advance by ``advance``, an addition that the compiler cannot analyse. Otherwise the compiler
@@ -241,7 +241,7 @@ def _result_of(form: Form, unit: _Unit) -> list[str]:
 
 
 def _lane(form: Form, inputs: list[str]) -> str:
-    """Return the source code that computes one element from the expressions `inputs`."""
+    """Return the source code that computes one lane from the expressions `inputs`."""
     value = ""
     for i, each in enumerate(inputs):
         if form.is_scaled and not (i == 0 and form.is_resumed):

@@ -159,7 +159,7 @@ def _fused_multiply_add(a: Any, b: Any, c: Any) -> Any:
 def _rounded(exact: Fraction, scalar: Any) -> Any:
     """Return a fraction rounded once to the float type `scalar`: to nearest, ties to even.
 
-    A conversion through float64 would round twice.
+    A conversion through float64 alone would round twice.
     """
     try:
         near = scalar(float(exact))

@@ -20,7 +20,14 @@ import numpy as np
 from r2ccl.dtypes import CODES, EXTENSIONS, dtype_name, dtype_of, names
 from r2ccl.errors import InvalidArgument
 from r2ccl.runtime import advice
-from r2ccl.runtime.arrays.libraries import is_device_array, is_jax, library_of, torch_of
+from r2ccl.runtime.advice import cannot_view, type_name
+from r2ccl.runtime.arrays.libraries import (
+    dlpack_device_type,
+    is_device_array,
+    is_jax,
+    library_of,
+    torch_of,
+)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -222,17 +229,6 @@ def is_in_place(
     )
 
 
-def type_name(x: Any) -> str:
-    """Return the qualified name of the type of `x`, for a message."""
-    return f"{type(x).__module__}.{type(x).__qualname__}"
-
-
-def cannot_view(x: Any, why: object) -> InvalidArgument:
-    """Return the error for an array `x` that cannot be viewed, for the reason `why`."""
-    fix = "; pass x.detach()" if getattr(x, "requires_grad", False) else ""
-    return InvalidArgument(f"{type_name(x)} was given and cannot be viewed: {why}{fix}")
-
-
 def host_array(x: Any) -> Array:
     """Return an ndarray view of an object in host memory, without a copy.
 
@@ -255,6 +251,25 @@ def host_array(x: Any) -> Array:
         return _tensor_array(x)
     except (ValueError, BufferError) as exc:  # the format has no dtype, or the memory is released
         raise InvalidArgument(f"{type_name(x)} was given ({exc}): {_ALLOWED}{names()}") from exc
+
+
+def require_array(x: Any) -> None:
+    """Check that `x` is None or of a kind that can be an output, such as an array in any memory.
+
+    Ranks that do not use their output check it, so that all ranks refuse an argument in its place.
+
+    Raises
+    ------
+    InvalidArgument
+        If `x` is a number, text, a list or another object that is not an array.
+    """
+    if x is None or isinstance(x, np.ndarray):
+        return
+    if hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"):
+        return
+    array = host_array(x)
+    if not array.flags.writeable:  # a number of NumPy, or bytes
+        raise refusal(x, array, True)
 
 
 def _shape(x: Any) -> tuple[int, ...]:
@@ -280,21 +295,21 @@ def _tensor_array(x: Any) -> Array:
         if hasattr(x, "__cuda_array_interface__"):
             raise _on_device(x, "CUDA")
         fix = advice.as_array(x)
-        raise InvalidArgument(f"{type_name(x)} was given: {_ALLOWED}{names()}{fix}")
-    device = int(x.__dlpack_device__()[0])
+        raise InvalidArgument(f"{type_name(x)} was given: {fix}{_ALLOWED}{names()}")
+    device = dlpack_device_type(x)
     if device not in _HOST_DEVICES:
         raise _on_device(x, f"DLPack device type {device}")
-    if is_jax(x):
-        return np.asarray(x)  # shares the memory; NumPy's DLPack reader lacks types of ml_dtypes
     torch = torch_of(x)
     code = None if torch is None else _TORCH_EXTENSIONS.get(str(x.dtype))
     try:
+        if is_jax(x):  # it shares the memory; NumPy's DLPack reader lacks types of ml_dtypes
+            return np.asarray(x)
         if code is None:
             return np.from_dlpack(x, copy=False)
         # NumPy's DLPack reader lacks these types, so the tensor is viewed as integers.
         bits = torch.int16 if x.element_size() == 2 else torch.uint8
         return np.from_dlpack(x.view(bits), copy=False).view(dtype_of(code))
-    except (BufferError, RuntimeError) as exc:  # it requires grad, or is sparse, ...
+    except Exception as exc:  # any, of another library: it requires grad, is sparse, ...
         raise cannot_view(x, exc) from exc
 
 
@@ -338,7 +353,6 @@ __all__ = [
     "Array",
     "Buffer",
     "Extent",
-    "cannot_view",
     "host_array",
     "is_in_place",
     "like",
@@ -346,5 +360,5 @@ __all__ = [
     "like_part",
     "part_of",
     "refusal",
-    "type_name",
+    "require_array",
 ]

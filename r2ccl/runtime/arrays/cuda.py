@@ -26,8 +26,15 @@ from r2ccl.device.bindings import Cuda
 from r2ccl.dtypes import DTYPES, EXTENSIONS, dtype_name, dtype_of
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.runtime import advice
-from r2ccl.runtime.arrays.buffers import cannot_view, type_name
-from r2ccl.runtime.arrays.libraries import Library, Torch, is_device_array, library_of, torch_of
+from r2ccl.runtime.advice import cannot_view, type_name
+from r2ccl.runtime.arrays.libraries import (
+    Library,
+    Torch,
+    dlpack_device_type,
+    is_device_array,
+    library_of,
+    torch_of,
+)
 from r2ccl.runtime.arrays.streams import LEGACY, producer_stream, stream_of
 
 #: Element type numbers by NumPy's dtype name. torch and DLPack use the same names. The types of
@@ -301,7 +308,7 @@ def _ask_dlpack(x: Any) -> _Given:
         view = StridedMemoryView.from_dlpack(_NoCopy(x), LEGACY)
     except AssertionError as exc:
         raise cannot_view(x, "its __dlpack__ did not return an unused DLPack capsule") from exc
-    except (BufferError, RuntimeError, TypeError, ValueError) as exc:
+    except Exception as exc:  # any, of the library of the array
         raise cannot_view(x, exc) from exc
     try:
         dtype = view.dtype
@@ -315,7 +322,7 @@ def _ask_dlpack(x: Any) -> _Given:
         strides=strides and tuple(each * dtype.itemsize for each in strides),
         is_read_only=view.readonly,
         # DLPack reports device 0 for managed memory, even if another GPU allocated it.
-        ordinal=_ordinal(view.ptr) if x.__dlpack_device__()[0] == _MANAGED else view.device_id,
+        ordinal=_ordinal(view.ptr) if dlpack_device_type(x) == _MANAGED else view.device_id,
         stream=LEGACY,
         after=LEGACY,
         view=view,

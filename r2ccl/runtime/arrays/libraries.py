@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from r2ccl.runtime.advice import cannot_view
+
 #: DLPack device types of CUDA memory: kDLCUDA, kDLCUDAManaged (dlpack.h).
 _CUDA_DEVICES = (2, 13)
 
@@ -70,8 +72,28 @@ def is_jax(x: Any) -> bool:
     return jax is not None and isinstance(x, jax.Array)
 
 
+def dlpack_device_type(x: Any) -> int:
+    """Return the DLPack device type (dlpack.h) of `x`, which has ``__dlpack_device__``.
+
+    Raises
+    ------
+    InvalidArgument
+        If `x` does not report one. Tensors of torch's device ``meta`` and arrays within
+        ``jax.jit``, which have no memory, raise an error of their library.
+    """
+    try:
+        return int(x.__dlpack_device__()[0])
+    except Exception as exc:
+        raise cannot_view(x, exc) from exc
+
+
 def is_device_array(x: Any) -> bool:
     """Return whether `x` is an array in CUDA memory, either device or managed memory.
+
+    Raises
+    ------
+    InvalidArgument
+        As for `dlpack_device_type`.
 
     Notes
     -----
@@ -84,9 +106,8 @@ def is_device_array(x: Any) -> bool:
         return library.is_on_device(x)
     # DLPack is asked first, because reading __cuda_array_interface__ of an array in other memory
     # may raise any exception.
-    device = getattr(x, "__dlpack_device__", None)
-    if device is not None:
-        return int(device()[0]) in _CUDA_DEVICES
+    if getattr(x, "__dlpack_device__", None) is not None:
+        return dlpack_device_type(x) in _CUDA_DEVICES
     return hasattr(x, "__cuda_array_interface__")
 
 
@@ -167,4 +188,12 @@ class Numba:
             return self._cuda.device_array(shape, x.dtype, stream=x.stream)
 
 
-__all__ = ["Library", "Torch", "is_device_array", "is_jax", "library_of", "torch_of"]
+__all__ = [
+    "Library",
+    "Torch",
+    "dlpack_device_type",
+    "is_device_array",
+    "is_jax",
+    "library_of",
+    "torch_of",
+]

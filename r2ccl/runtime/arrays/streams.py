@@ -16,7 +16,7 @@ from typing import Any
 
 from r2ccl.device.base import Stream
 from r2ccl.errors import InvalidArgument
-from r2ccl.runtime.arrays.buffers import cannot_view
+from r2ccl.runtime.advice import cannot_view
 
 #: CU_STREAM_LEGACY and CU_STREAM_PER_THREAD (cuda.h).
 LEGACY = Stream(1)

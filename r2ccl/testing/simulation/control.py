@@ -169,7 +169,7 @@ class SimControl:
                 self._lose(peer, news.why, silence)
                 self.gossip(news)
         for peer in self._overlay.cut_off():
-            self._lose(peer, "all ranks that have a session with it are lost", None)
+            self._lose(peer, "every route to it contains a lost rank", None)
 
     def resume(self) -> None:
         """Process the frames that arrived while the process was stopped."""

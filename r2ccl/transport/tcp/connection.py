@@ -103,7 +103,7 @@ class Connection:
         self.sent: Frame | None = None
         #: True while the socket is full and the transport waits until it accepts data.
         self.is_waiting = False
-        #: True if the next `flush` of the transport writes to the socket.
+        #: True if the next `flush` of the transport writes to the socket, unless it is full.
         self.is_dirty = False
 
     def ask(self, frame: Frame, region: memoryview, ack: int) -> None:

@@ -1,10 +1,10 @@
 """Probes over TCP: attempts to connect to a port on which nobody listens.
 
 The peer reserves the port without listening, so its *kernel* refuses each connect; the refusal is
-the answer. A probe makes three connects spread over the probe timeout, because two lost packets do
-not prove that a rail has failed. A probe between different rails binds its sockets to the interface
-of the local rail. Otherwise the kernel would send from the NIC in the destination's subnet, and
-this may be the NIC that failed.
+the answer. Until it is answered, a probe makes up to three connects, spread over the probe timeout,
+because two lost packets do not prove that a rail has failed. A probe between different rails binds
+its sockets to the interface of the local rail. Otherwise the kernel would send from the NIC in the
+destination's subnet, and this may be the NIC that failed.
 
 A connect that fails because this machine has no descriptor, port or memory left proves nothing
 about the rail. If this happens to one of a probe's connects and no other is answered, the outcome
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 
-#: Connects per probe.
+#: Maximum number of connects per probe.
 _NKNOCKS = 3
 #: Value of SO_LINGER with which close() sends RST, not FIN: neither kernel keeps TIME_WAIT state.
 _NO_LINGER = struct.pack("ii", 1, 0)

@@ -1,10 +1,11 @@
 """TCP transport: one non-blocking socket per path, one epoll per transport, no copy of bulk data.
 
 Wire format: a stream of frames, each a fixed header (`HEADER`, 44 bytes, little endian) and, for
-DATA, its payload. A cleared slice is written from the caller's view and read straight into the
-landing place, as one or more fragments in order; an eager slice passes through the connection's
-buffer. Small frames (clear-to-send, confirmations, eager slices) and replays overtake queued slices
-at fragment boundaries, so they do not wait behind bulk data.
+DATA, its payload. A cleared slice travels as one or more fragments in order. It is written from the
+caller's view and read straight into the landing place, except the first bytes of a fragment, which
+may be read together with a header. An eager slice passes through the receiver's buffer. Small
+frames (clear-to-send, confirmations, eager slices) and replays overtake queued slices at fragment
+boundaries, so they do not wait behind bulk data.
 
 Sockets arrive connected and authenticated from `r2ccl.bootstrap` and carry only these frames. A
 malformed frame fails the path.
@@ -74,11 +75,11 @@ _LOOPBACK_BUFFER_NBYTES = 1 << 20
 #: (64 MiB, 4 ranks: Reno 88 ms, cubic 105 ms). On shaped rails cubic reaches 96 to 99 % of the line
 #: rate, BBR 80 to 94 %.
 _LOOPBACK_CONGESTION, _CONGESTION = "reno", "cubic"
-#: Most bytes per sendmsg or recv_into: large enough to amortise the call, small enough that data
-#: which the peer wrote is still in the cache when it is read.
+#: Most bytes per send, and per read into a landing place of an open path: large enough to amortise
+#: the call, small enough that data which the peer wrote is still in the cache when it is read.
 _CALL_NBYTES = 256 << 10
-#: Bytes to read when a header is expected and cleared slices are in flight: payload that is read
-#: together with the header costs another copy into its landing place.
+#: Most bytes to read when a header is expected and landing places are announced: payload that is
+#: read together with the header costs another copy into its landing place.
 _PEEK_NBYTES = 1024
 
 _IN = select.EPOLLIN
@@ -95,7 +96,7 @@ class TcpTransport(PreconnectedTransport):
         This rank, for errors and the log.
     nrails : int
     eager_nbytes : int
-        Largest eager payload accepted from a peer.
+        Largest eager payload accepted from a peer, in bytes.
     congestion : str
         TCP congestion control to set on each socket: ``auto`` for reno on loopback and cubic
         elsewhere, empty for the system's default. The system's default is also used if the chosen
@@ -158,7 +159,7 @@ class TcpTransport(PreconnectedTransport):
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
-        """Queue a slice; a replay is sent before all cleared slices that are not replays."""
+        """Queue a slice; queued replays are sent before other queued cleared slices."""
         conn = self._by_path.get(path)
         if conn is None:
             return
@@ -238,15 +239,15 @@ class TcpTransport(PreconnectedTransport):
         """Lend the connections of `paths` to compiled code, which reads and writes their sockets.
 
         The borrower may change the fields of the connections. Until `take_back` was called for each
-        connection, the only other methods of the transport that may be called are `wake` and
-        `has_other_events`.
+        connection, the only other methods of the transport that may be called are `wake`,
+        `memory_use` and `has_other_events`.
 
         Returns
         -------
         list of Connection or None
             In the order of `paths`. None (nothing is lent) if events are waiting for `poll`, or if
             one of the paths is not open, has announced landing places, has queued data, or has read
-            only a part of a slice.
+            only a part of a cleared slice.
         """
         if self._events:
             return None
@@ -325,7 +326,7 @@ class TcpTransport(PreconnectedTransport):
         self._events.append(Fenced(path))
 
     def memory_use(self) -> MemoryUse:
-        """Return zeros: the transport reads and writes slices in the memory of their owners."""
+        """Return zeros: the transport has no message rings, and registers no memory."""
         return MemoryUse()
 
     def has_unsent(self) -> bool:

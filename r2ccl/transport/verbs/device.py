@@ -74,8 +74,8 @@ Completion = tuple[int, int, int, int, int, int]
 class EndpointInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Values that the peer needs in order to connect its queue pair to this one.
 
-    ``gid`` is an IPv6 address as text. ``lid`` is 0 on Ethernet. ``mtu`` is verbs' code of the
-    active MTU.
+    ``psn`` is the sequence number of the first packet that this end sends. ``gid`` is an IPv6
+    address as text. ``lid`` is 0 on Ethernet. ``mtu`` is verbs' code of the active MTU.
     """
 
     qp_num: int
@@ -94,8 +94,7 @@ class NeighbourTable(Protocol):
     def knows(self, source: str, destination: str) -> bool:
         """Return True if the link-layer address of `destination` is known or not needed.
 
-        Otherwise request it. The call does not wait for the resolution. Both arguments are GIDs as
-        text.
+        Otherwise request its resolution and return False at once. Both arguments are GIDs as text.
 
         Raises
         ------
@@ -121,8 +120,8 @@ class RdmaDevice:
         Returns index and text form of the GID by which peers address the port. Called by the
         constructor, and by `refresh` after the NIC reported an async event.
     neighbours : NeighbourTable, optional
-        Neighbour table of the port's interface. Owned. None on InfiniBand, where the subnet
-        manager resolves addresses.
+        Neighbour table of the port's interface. Owned. None: link-layer addresses are not looked
+        up, as on InfiniBand, where the subnet manager resolves addresses.
     fastpath : str
         Code that polls and posts. ``"1"``: compiled code; pyverbs if Numba is not installed, or
         libibverbs is not as expected. ``"0"``: pyverbs. ``"auto"``: as ``"1"``, but pyverbs on
@@ -149,7 +148,7 @@ class RdmaDevice:
         self._find_gid = find_gid
         self._neighbours = neighbours
         self._npeers = npeers
-        #: True after an event of the port: its GID may have changed since `find_gid`.
+        #: True after an async event of the NIC: the port's GID may have changed since `find_gid`.
         self._is_stale = False
         with ExitStack() as opened:
             if neighbours is not None:
@@ -247,8 +246,8 @@ class RdmaDevice:
     def completions(self) -> list[Completion]:
         """Take up to `BATCH` completions from the queue.
 
-        If several flushed requests of a queue pair have the same wr_id, the result may contain
-        only the first of them.
+        If the completions of several flushed requests of a queue pair have the same wr_id, the
+        result contains only the first of them.
 
         Raises
         ------

@@ -28,8 +28,8 @@ _CREDIT_PART = 4
 class EndpointState(enum.Enum):
     """State of an end of a path.
 
-    JOINING until the transport opens it, then LIVE; FAILED after an error, until it is fenced;
-    DRAINING from its fence on.
+    JOINING until the transport opens it, then LIVE; FAILED after an error, until it is fenced or
+    closed; DRAINING from its fence on.
     """
 
     JOINING = "joining"
@@ -141,7 +141,7 @@ class VerbsEndpoint:
     def lend(self, nbytes: int) -> bool:
         """Count a message of `nbytes` ring bytes as lent: events borrow it until the next poll.
 
-        Return True if no other message is lent now.
+        Return True if it is the only lent message.
         """
         self.lent += 1
         self._lent_nbytes += nbytes

@@ -39,9 +39,9 @@ _log = logging.getLogger(__name__)
 _FLUSHED = 5
 _WRITE_WITH_IMM = 1
 
-# A compiled function gets the address of one record with all it needs: every argument of a call
-# costs 30 ns, an array 150 ns. Numba's cache notices changes of this file only, not of `layout`;
-# that is safe because the structs in `layout` are libibverbs' stable ABI.
+# A compiled function gets values that stay the same in one record, by its address: every argument
+# of a call costs 30 ns, an array 150 ns. Numba's cache notices changes of this file only, not of
+# `layout`; that is safe because the structs in `layout` are libibverbs' stable ABI.
 _QUEUE = np.dtype([(name, "u8") for name in ("function", "cq", "wcs", "capacity")])
 #: A send request, its scatter-gather entry, ``bad_wr``, and the function to call with its queue
 #: pair.
@@ -230,7 +230,7 @@ class Poster:
         send["wr"]["opcode"] = _WRITE_WITH_IMM
         send["function"], send["qp"] = nic.post_send, qp
         self._nothing = np.array([nothing], SGE)
-        #: Linked once and never changed: its last `n` requests are a chain of `n`.
+        #: The links never change: the last `n` requests are always a chain of `n`.
         self._receives = np.zeros(nreceives, RECV_WR)
         self._receives["sg_list"] = self._nothing.ctypes.data
         self._receives["num_sge"] = 1

@@ -3,10 +3,10 @@
 A provider maps queues and doorbells of a device into the process. Such a mapping keeps the device
 open, as a descriptor does. In a child that outlives a killed parent, it would keep the parent's
 queue pairs alive, and the peers' NICs would continue to write to memory that nobody reads. So, in
-each child, a fork handler replaces every such mapping by zeroed memory before other code of the
-child runs. Mappings that other libraries made are replaced too: queue pairs do not work in a child
-anyway. The address range stays reserved: if the child later frees the provider's objects, the
-provider unmaps these addresses, so no other memory may have been mapped there.
+each child, a fork handler replaces every such mapping by zeroed memory before ``os.fork`` returns.
+Mappings that other libraries made are replaced too: queue pairs do not work in a child anyway. The
+address range stays reserved: if the child later frees the provider's objects, the provider unmaps
+these addresses, so no other memory may have been mapped there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator
 
 _DEVICES = " /dev/infiniband/"
-#: From Linux's <asm-generic/mman.h>; Python's ``mmap`` does not define it.
+#: From Linux's <asm-generic/mman-common.h>; Python's ``mmap`` does not define it.
 _MAP_FIXED = 0x10
 
 _mmap = ctypes.CDLL(None).mmap

@@ -29,7 +29,7 @@ NCOMPLETIONS = NSENDS + NRECEIVES + 1 + _NPROBES
 
 
 def completions(npeers: int) -> int:
-    """Return the completion queue entries that a NIC needs for `npeers` peers."""
+    """Return the completion queue entries that a NIC needs for `npeers` peers; 0 counts as 1."""
     return max(1, npeers) * NCOMPLETIONS
 
 

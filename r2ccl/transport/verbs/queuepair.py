@@ -19,8 +19,7 @@ The 32 bits of immediate data are:
 Receive requests receive no data; they only produce completions. One is posted for every message,
 landing place and credit that can be in flight, so receiver-not-ready does not occur. The objects
 for work requests, both of pyverbs and of the compiled code, are made once and refilled for each
-post. Only this module, `r2ccl.transport.verbs.device` and `r2ccl.transport.verbs.probe` use queue
-pairs of pyverbs.
+post. Only this module and `r2ccl.transport.verbs.probe` make and change queue pairs of pyverbs.
 
 A queue pair is reused: `reset` ends a connection, `renew` prepares the next one. Each connection is
 a *life* of the queue pair, with its own packet sequence number, mark, and life number in the wr_id

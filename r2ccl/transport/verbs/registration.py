@@ -72,7 +72,8 @@ class RegistrationStats(msgspec.Struct):
     expired : int
         Registrations ended because their memory was freed.
     nbytes : int
-        Bytes registered now, each counted once, not once per NIC.
+        Sum of the sizes of the present registrations in bytes, not multiplied by the number of
+        NICs.
     """
 
     hits: int = 0
@@ -106,7 +107,8 @@ class Registration:
         self.is_expired = False
         #: True while `RegistrationCache.find` can return it.
         self.is_indexed = False
-        #: Number of the cache's lookup that last returned it; the lowest is evicted first.
+        #: Number of the call of `find` or `register` that last returned it; the lowest is evicted
+        #: first.
         self.last_used = 0
         self._cache = cache
         self._regions = regions
@@ -135,7 +137,7 @@ class Registration:
     def is_owner_held(self) -> bool:
         """True if the registration keeps its memory's owner alive, and so ends with its last user.
 
-        False if it watches the owner with a weak reference.
+        False if it watches the owner with a weak reference, or the memory has no owner.
         """
         return self._lifetime.is_held
 
@@ -221,8 +223,8 @@ class RegistrationCache:
     registrars : sequence of Registrar
         One per NIC, in the order of the indices of `Registration.keys`. Borrowed.
     limit_nbytes : int
-        Maximum number of registered bytes, each counted once, although the kernel counts it against
-        the limit of locked memory once per NIC.
+        Maximum of `RegistrationStats.nbytes`. The kernel counts each of these bytes against the
+        limit of locked memory once per NIC.
     memory : Memory, optional
         Kind of memory; host memory by default.
 
@@ -311,7 +313,8 @@ class RegistrationCache:
         Raises
         ------
         InvalidArgument
-            If the owner does not own these bytes, or they are not part of one device allocation.
+            If there are no bytes, the owner does not own them, or they are not part of one device
+            allocation.
         TransportError
             If a NIC refuses (the message names it), memory of this kind cannot be registered, or
             the limit would be exceeded. No NIC registers the memory then.
@@ -404,7 +407,7 @@ class RegistrationCache:
         end = allocation.base + allocation.nbytes
         while at < len(self._index) and self._index[at].end <= end:
             self._retire(self._index[at])
-        # A registration that contains it has another owner, so it may end first.
+        # A registration that contains it has another owner or identity, so it may end earlier.
         at = bisect_right(self._bases, allocation.base) - 1
         while at >= 0 and self._index[at].end >= end:
             self._retire(self._index[at])

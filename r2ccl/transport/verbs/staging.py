@@ -26,7 +26,10 @@ _MIN_BUFFER_BITS = 12
 
 
 class Reach(NamedTuple):
-    """I/O address and keys by which one NIC accesses a slice; pinned until `Staging.release`."""
+    """I/O address and keys of pinned memory by which one NIC accesses a slice.
+
+    The memory stays pinned until `Staging.release`.
+    """
 
     address: int
     lkey: int

@@ -80,7 +80,7 @@ class VerbsTransport:
     registrations : RegistrationCache
         Registrations with the same devices, in the same order. Owned.
     eager_nbytes : int
-        Largest eager payload.
+        Largest eager payload, in bytes.
     timeout, retry_cnt : int
         Attributes of every queue pair of a path: an unacknowledged packet is sent again after
         4.096 us times 2^timeout, at most `retry_cnt` times.
@@ -277,7 +277,7 @@ class VerbsTransport:
         self, path: PathKey, frame: Frame, view: memoryview, token: Any,
         is_replay: bool = False,
     ) -> None:  # fmt: skip
-        """Queue a slice; a replay is sent before all cleared slices that are not replays."""
+        """Queue a slice; queued replays are sent before other queued cleared slices."""
         end = self._live(path)
         if end is None:
             return
@@ -429,7 +429,7 @@ class VerbsTransport:
         return self._epoll.fileno()
 
     def _listen(self, timeout_s: float) -> bool:
-        """Wait until a descriptor is ready; return True if one was.
+        """Wait up to `timeout_s` seconds until a descriptor is ready; return True if one was.
 
         Notifications of completions are consumed, async events handled.
         """

@@ -28,6 +28,9 @@ class Note(msgspec.Struct, tag="note"):
         ("R2CC_SOCKET_IFNAMES", "R2CC_SOCKET_IFNAME"),
         ("R2CC_FAILED_NIC", "R2CC_FAILED_NICS"),
         ("R2CC_FAILED_HCAS", "R2CC_FAILED_HCA"),
+        ("R2CC_DEBUG_FILE", "R2CC_DEBUG"),
+        ("R2CC_SECRET_FILES", "R2CC_SECRET_FILE"),
+        ("R2CC_ALGO_NAME", "R2CC_ALGO"),
     ],
 )
 def test_the_nearest_setting_is_named(name: str, near: str) -> None:

@@ -223,6 +223,21 @@ def test_replies_to_an_earlier_attempt_change_nothing() -> None:
     pair.check()
 
 
+def test_a_reply_to_a_cancelled_attempt_of_the_epoch_is_ignored() -> None:
+    """The rail is excluded and included again while the answer is under way."""
+    pair = Pair()
+    pair.begin()
+    pair.deliver()
+    (_, _, late) = pair.mail.pop()
+    assert isinstance(late, Answer)
+    pair.joiners[0].cancel(PathKey(1, 0))
+    pair.begin(ranks=(0,))
+    pair.joiners[0].on_message(1, late)
+    assert not pair.transports[0].proofs
+    pair.settle()
+    pair.check()
+
+
 def test_an_offer_that_is_not_answered_is_recorded_as_failure() -> None:
     pair = Pair()
     pair.begin(ranks=(0,))

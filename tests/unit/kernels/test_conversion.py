@@ -46,6 +46,19 @@ def test_small_floats_are_scaled_in_float32(dtype: np.dtype[Any], factor: float)
     np.testing.assert_array_equal(found.astype(np.float32), exact.astype(np.float32))
 
 
+@pytest.mark.parametrize("given", ["x", "2", None, [2.0], r2ccl.SUM.name])
+def test_a_factor_that_is_no_number_is_refused(given: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"^premul_sum\(.*\): pass a number$"):
+        r2ccl.premul_sum(given)
+
+
+@pytest.mark.parametrize("given", [2, True, "max", None, r2ccl.user_op(lambda a, b: a)])
+def test_what_is_no_op_is_not_widened(given: Any) -> None:
+    """A number means different operations in different libraries."""
+    with pytest.raises(InvalidArgument, match=r"^accumulate_float32\(.*\): pass r2ccl\.SUM, "):
+        r2ccl.accumulate_float32(given)
+
+
 @pytest.mark.parametrize("dtype", SMALL)
 def test_wide_products_are_not_rounded(dtype: np.dtype[Any]) -> None:
     x = every_value(dtype)
@@ -87,7 +100,8 @@ def test_other_types_are_scaled_in_their_own(name: str, factor: Any) -> None:
         (r2ccl.premul_sum(1j), "float16", "pass a real number"),
         (r2ccl.premul_sum(1e300), "float32", "pass a real number that the dtype can hold"),
         (r2ccl.premul_sum(1e300j), "complex64", "pass a number that the dtype can hold"),
-        (r2ccl.premul_sum("2x"), "float64", "pass a real number"),  # type: ignore[arg-type]
+        (r2ccl.premul_sum(np.ones(2)), "float64", "pass a real number"),  # type: ignore[arg-type]
+        (r2ccl.premul_sum(np.complex64(1 + 2j)), "float32", "pass a real number"),
         (r2ccl.premul_sum(2), "bool", "op=SUM for dtype bool"),
         (r2ccl.accumulate_float32(), "float32", "accumulate_float32.* float32.*bfloat16"),
         (r2ccl.accumulate_float32(r2ccl.BOR), "float16", "op=BOR for dtype float16"),

@@ -364,6 +364,9 @@ def test_pairs_have_the_layout_of_c_structs() -> None:
     sizes = [pair_dtype(name).itemsize for name in ("f4", "f8", "i4", "i8")]
     assert sizes == [8, 16, 8, 16]
     assert pair_dtype(np.float64).fields["index"][1] == 8
+    for given in ("x", "(2,", 3):
+        with pytest.raises(InvalidArgument, match=r"pair_dtype\(.*\): allowed are float32"):
+            pair_dtype(given)
     with pytest.raises(InvalidArgument, match=r"pair_dtype\(int16\): allowed are float32"):
         pair_dtype(np.int16)
 

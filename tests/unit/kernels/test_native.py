@@ -203,3 +203,19 @@ def test_a_missing_symbol_is_an_error() -> None:
     lacking = msgspec.structs.replace(code, externals=("r2ccl_has_no_such_symbol",))
     with pytest.raises(TransportError, match="nor libc has r2ccl_has_no_such_symbol"):
         native._Linker().load(lacking)
+
+
+def test_threads_that_load_code_at_once_share_a_linker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of a linker that is freed is gone."""
+    monkeypatch.setattr(native, "_linkers", {})
+    together = threading.Barrier(2)
+    make = native._Linker.__init__
+
+    def made(self: native._Linker) -> None:
+        make(self)
+        together.wait(30.0)
+
+    monkeypatch.setattr(native._Linker, "__init__", made)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: native._Linker.shared(), range(2))
+    assert first is second is native._Linker.shared()

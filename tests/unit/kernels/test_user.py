@@ -175,3 +175,38 @@ def test_names_and_kinds() -> None:
     assert repr(r2ccl.user_op(in_python, name="union")) == "user_op(union)"
     assert r2ccl.user_op(in_python).is_commutative
     assert not r2ccl.user_op(in_python, is_commutative=False).is_commutative
+
+
+class Combiner:
+    """Object with an operation as a method."""
+
+    def combine(self, left: Array, right: Array) -> Array:
+        return left + right
+
+
+def test_a_method_is_a_function_of_arrays() -> None:
+    reduce = user_op(Combiner().combine).reducer(CODES[np.dtype("float32")])
+    out = np.empty(3, "f4")
+    reduce(np.arange(3, dtype="f4"), np.ones(3, "f4"), out)
+    assert out.tolist() == [1, 2, 3]
+
+
+def recursive(step: int) -> Callable[..., Any]:
+    def combine(left: Array, right: Array) -> Any:
+        return left + right if left.size < step else combine(left[:0], right[:0])
+
+    return combine
+
+
+def test_a_recursive_function_has_a_digest() -> None:
+    assert user_op(recursive(5)).digest == user_op(recursive(5)).digest
+    assert user_op(recursive(5)).digest != user_op(recursive(6)).digest
+
+
+def test_a_variable_without_a_value_is_refused() -> None:
+    def combine(left: Array, right: Array) -> Any:
+        return left + right * scale
+
+    with pytest.raises(InvalidArgument, match=r"user_op\(combine\): a variable .* has no value"):
+        user_op(combine)
+    scale = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import operator
 import sys
 from types import ModuleType
@@ -13,7 +14,7 @@ import pytest
 import r2ccl
 from r2ccl import InvalidArgument
 from r2ccl.runtime import advice, arguments
-from r2ccl.runtime.arrays.buffers import cannot_view
+from r2ccl.runtime.advice import cannot_view
 from r2ccl.types import ReduceOp
 
 X = np.ones(4, np.float32)
@@ -24,6 +25,19 @@ CALLS: dict[str, Any] = {
     "reduce_scatter": lambda op: arguments.reduce_scatter(X, None, op, 0, 2),
     "scan": lambda op: arguments.scan(X, None, op, False),
 }
+
+
+class NcclRedOp(enum.IntEnum):
+    """Constants as NCCL4Py has them."""
+
+    MAX = 2
+    MIN = 3
+
+
+class GpuArray:
+    """An array in GPU memory, as far as a rank that does not use it can tell."""
+
+    __cuda_array_interface__ = {"version": 3}  # noqa: RUF012
 
 
 class RedOpType:
@@ -42,6 +56,7 @@ class RedOpType:
     [
         ("sum", "SUM"), ("MAX", "MAX"), ("mean", "AVG"), (np.add, "SUM"), (sum, "SUM"),
         (max, "MAX"), (operator.mul, "PROD"), (np.logical_or, "LOR"), (RedOpType("MIN"), "MIN"),
+        (NcclRedOp.MAX, "MAX"),
     ],
 )  # fmt: skip
 def test_an_op_of_another_library_is_told_by_our_name(call: str, op: Any, name: str) -> None:
@@ -55,11 +70,14 @@ def test_what_stands_for_no_op_is_told_all_of_them(op: Any) -> None:
         arguments.allreduce(X, None, op)
 
 
-def test_ops_by_number_stay_allowed() -> None:
-    number: Any = 3
-    assert arguments.allreduce(X, None, number).signature.op is ReduceOp.MAX
-    with pytest.raises(InvalidArgument, match="op=99 for dtype float32"):
-        arguments.allreduce(X, None, 99)  # type: ignore[arg-type]
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("op", [2, True, 99, np.int64(2)])
+def test_an_op_by_number_is_refused(call: str, op: Any) -> None:
+    """2 is MIN here and MAX in NCCL."""
+    with pytest.raises(
+        InvalidArgument, match=r"^op=.*: libraries number the operations differently; pass r2ccl"
+    ):
+        CALLS[call](op)
 
 
 def test_an_op_of_mpi4py_is_told_of_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +100,32 @@ def test_a_root_in_place_of_out_is_told_the_keyword(given: Any) -> None:
     ):
         with pytest.raises(InvalidArgument, match=rf"give the root as root={given}$"):
             call()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (0, "give the root as root=0$"), (np.int64(1), "give the root as root=1$"),
+        ([0] * 8, r"builtins\.list was given"), ("max", "op=r2ccl.SUM$"),
+        (ReduceOp.MAX, "op=r2ccl.SUM$"), (b"12345678", "is read-only"),
+    ],
+)  # fmt: skip
+def test_ranks_that_ignore_out_refuse_what_the_root_does(rank: int, given: Any, words: str) -> None:
+    """If the root alone refused it, the others would wait for it."""
+    for call in (
+        lambda out: arguments.reduce(X, out, ReduceOp.SUM, 0, rank),
+        lambda out: arguments.gather(X, out, 0, rank, 2),
+        lambda out: arguments.gatherv(X, out, 0, ((4, 4), None) if rank == 0 else None, rank, 2),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            call(given)
+
+
+@pytest.mark.parametrize("given", [None, np.empty(0), bytearray(8), GpuArray()])
+def test_ranks_that_ignore_out_accept_any_array(given: Any) -> None:
+    assert arguments.reduce(X, given, ReduceOp.SUM, 0, 1).result is None
+    assert arguments.gather(X, given, 0, 1, 2).result is None
 
 
 @pytest.mark.parametrize("given", [ReduceOp.MAX, "max", np.add, r2ccl.premul_sum(2.0)])
@@ -131,6 +175,7 @@ def test_read_only_memory_is_told_how_to_copy_it() -> None:
     for x, words in ((frozen, r"x\.copy\(\)"), (b"1234", r"bytearray\(x\)")):
         with pytest.raises(InvalidArgument, match=f"pass a copy, such as {words}"):
             arguments.as_buffer(x, writable=True)
+    assert advice.copy(np.float64(3)) == "np.array(x)"
     assert advice.copy(of("torch")) == "x.clone()"
     assert advice.copy(of("jaxlib._jax")) == "np.array(x)"
 
@@ -146,5 +191,5 @@ def test_a_tensor_with_a_gradient_is_told_to_detach() -> None:
      (type("Series", (), {"__module__": "pandas.core.series"})(), r"x\.to_numpy\(\)")],
 )  # fmt: skip
 def test_what_is_no_array_is_told_how_to_become_one(x: Any, words: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"; pass .*{words}$"):
+    with pytest.raises(InvalidArgument, match=f" was given: pass [^;]*{words}; allowed are "):
         arguments.as_buffer(x, writable=False)

@@ -110,6 +110,43 @@ def test_a_message_may_come_before_its_communicator() -> None:
     assert again.heard == []
 
 
+def test_no_message_is_kept_after_an_exchange_that_failed() -> None:
+    """A peer has made the communicator, but the exchange of offers raised at this rank."""
+    contexts, message = Contexts(), InContext(1, 1, Closing())
+    contexts.offer(0)
+    contexts.on_message(1, message)
+    contexts.withdraw(is_last=True)
+    contexts.on_message(1, message)
+    made = Member(1, 1, (0, 1))
+    contexts.add(made)
+    assert made.heard == []
+
+
+def test_no_message_is_kept_for_a_communicator_given_up() -> None:
+    contexts = Contexts()
+    context_id, first_op = contexts.choose([contexts.offer(0)])
+    contexts.withdraw(is_last=True)
+    message = InContext(context_id, first_op, Closing())
+    contexts.on_message(1, message)
+    contexts.give_up(Context(context_id, first_op, (0, 1)))
+    contexts.on_message(1, message)
+    made = Member(context_id, first_op, (0, 1))
+    contexts.add(made)
+    assert made.heard == []
+
+
+def test_a_message_may_come_before_the_end_of_the_exchange() -> None:
+    contexts = Contexts()
+    offer = contexts.offer(0)
+    contexts.on_message(1, InContext(1, 1, Closing()))
+    context_id, first_op = contexts.choose([offer])
+    contexts.withdraw(is_last=True)
+    contexts.on_message(2, InContext(1, 1, Closing()))
+    made = Member(context_id, first_op, (0, 1, 2))
+    contexts.add(made)
+    assert made.heard == [(1, Closing()), (2, Closing())]
+
+
 def test_if_one_rank_gives_up_all_do() -> None:
     """A rank that went on would wait for the others until R2CC_TIMEOUT_S."""
     exchanges: list[bytes] = []

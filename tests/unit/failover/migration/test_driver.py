@@ -393,6 +393,26 @@ def test_closed_paths_open_again_after_a_failure_at_that_time() -> None:
     assert (1, 0, 1) in world.control.dialed
 
 
+def test_an_idle_close_does_not_change_the_record_of_a_failure() -> None:
+    world = World()
+    link = world.links.sender(1, 0)
+    world.fail(A)
+    world.repair(A)
+    world.heal(A)
+    world.open(0, 1)
+    (repair,) = world.migration.log.repairs
+    before = msgspec.structs.astuple(repair)
+    # Sent as the peer closes the path, so it is replayed over the connection made later.
+    item, _ = link.post(memoryview(b"abc"), True, 1, 1, None, 0)
+    close(world, A, B)
+    assert item.path is None
+    world.look(0.1)
+    world.migration.reopen(1)
+    world.open(0, 2)
+    assert item.path == A
+    assert msgspec.structs.astuple(repair) == before
+
+
 def test_a_path_that_breaks_as_it_is_reopened_is_dialed_again() -> None:
     world = World()
     close(world, A, B)

@@ -130,7 +130,7 @@ def test_exactly_what_is_not_in_the_report_is_replayed() -> None:
     link.fenced(A)
     link.route = None
     # Slice 2 rides B and slice 4 came early: lost are 3 and 5.
-    link.resume(A, LinkReport(0, 1, 2, (4,)))
+    link.resume(A, 0, LinkReport(0, 1, 2, (4,)))
     link.route = B
     assert seqs(link.waiting()) == [3, 5]
     assert link.waiting() == []
@@ -143,7 +143,7 @@ def test_a_report_confirms_and_gives_credits() -> None:
     post(link)
     post(link)
     link.fenced(A)
-    assert seqs(link.resume(A, LinkReport(0, 2, 2))) == [0, 1]
+    assert seqs(link.resume(A, 0, LinkReport(0, 2, 2))) == [0, 1]
     assert link.can_post(True)
 
 
@@ -155,7 +155,7 @@ def test_a_report_older_than_a_confirmation_that_overtook_it() -> None:
     link.fenced(A)
     link.retired(B, 1)
     assert seqs(link.confirm(2)) == [0, 1]
-    assert link.resume(A, LinkReport(0, 0, 1)) == []
+    assert link.resume(A, 0, LinkReport(0, 0, 1)) == []
     assert link.waiting() == []
 
 
@@ -164,7 +164,7 @@ def test_a_report_of_slices_never_posted() -> None:
     post(link)
     link.fenced(A)
     with pytest.raises(InternalError, match="number of slices posted is 1"):
-        link.resume(A, LinkReport(0, 0, 2))
+        link.resume(A, 0, LinkReport(0, 0, 2))
 
 
 def test_a_lost_cleared_slice_goes_to_its_new_landing_place() -> None:
@@ -174,7 +174,7 @@ def test_a_lost_cleared_slice_goes_to_its_new_landing_place() -> None:
     link.fenced(A)
     assert link.cleared(B, 0, 4, "new") is item
     assert (item.path, item.state) == (B, SliceState.WRITING)
-    link.resume(A, LinkReport(0, 0, 0))
+    link.resume(A, 0, LinkReport(0, 0, 0))
     assert (item.path, item.state) == (B, SliceState.WRITING)
     link.confirm(1)
     assert seqs(link.retired(B, 0)) == [0]
@@ -470,7 +470,7 @@ class Links(RuleBasedStateMachine):
         wire = self.wires[self.keys[number]]
         if wire and wire.is_sender_fenced and wire.report and not wire.has_sender_resumed:
             wire.has_sender_resumed = True
-            self.released(self.send_link.resume(self.keys[number], wire.report))
+            self.released(self.send_link.resume(self.keys[number], 0, wire.report))
 
     @rule(number=st.integers(0, 2))
     def resume_receiver(self, number: int) -> None:

@@ -8,7 +8,7 @@ A, B = PathKey(1, 0), PathKey(1, 1)
 
 def failed(log: RepairLog, key: PathKey = A, epoch: int = 0, at: float = 1.0) -> None:
     log.failed(key, epoch, "EIO: gone", at)
-    log.fenced(key, at + 0.1)
+    log.fenced(key, epoch, at + 0.1)
     log.awaits(key, {0: 5, 2: 8})
     log.resumed(key, {0: 1, 2: 1}, at + 0.2)
 
@@ -20,9 +20,9 @@ def test_the_life_of_a_repair() -> None:
     assert (repair.peer, repair.rail, repair.epoch, repair.cause) == (1, 0, 0, "EIO: gone")
     assert (repair.failed_s, repair.fenced_s, repair.resumed_s) == (1.0, 1.1, 1.2)
     assert repair.moved == {0: 1, 2: 1}
-    log.replayed(A, 100)
-    log.replayed(A, 20)
-    log.replayed(B, 7)
+    log.replayed((A, 0), 100)
+    log.replayed((A, 0), 20)
+    log.replayed((B, 0), 7)
     log.replayed(None, 9)
     assert repair.nbytes_replayed == 120
     log.arrived(B, 2, 8, 1.5)
@@ -66,8 +66,8 @@ def test_failures_of_two_paths_are_kept_apart() -> None:
     log = RepairLog()
     failed(log, A, at=1.0)
     failed(log, B, at=2.0)
-    log.replayed(A, 10)
-    log.replayed(B, 20)
+    log.replayed((A, 0), 10)
+    log.replayed((B, 0), 20)
     log.opened(A, 1, 3.0)
     first, second = log.repairs
     assert (first.nbytes_replayed, second.nbytes_replayed) == (10, 20)
@@ -129,7 +129,7 @@ def test_the_peer_explains_the_failure_of_one_epoch_only() -> None:
 def test_a_path_that_was_never_in_use_has_no_record() -> None:
     log = RepairLog()
     log.opened(A, 0, 1.0)
-    log.fenced(A, 1.0)
+    log.fenced(A, 0, 1.0)
     log.resumed(A, {}, 1.0)
-    log.replayed(A, 1)
+    log.replayed((A, 0), 1)
     assert not log.repairs

@@ -191,6 +191,21 @@ def test_connecting_that_does_not_end_is_ended_by_the_deadline() -> None:
     assert successor.said == ["revoke: shrink() timed out"]
 
 
+def test_a_cancel_before_connecting_begins_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    successor = Successor(blocks=True)
+    here = Survivor(successor)
+    here.hear(View((2,), b""))
+
+    def make(plane: object, members: tuple[int, ...]) -> Successor:
+        here.event_queue.end("close() was called")
+        return successor
+
+    monkeypatch.setattr(here, "make", make)
+    with pytest.raises(CommunicatorRevoked, match="cancelled: close"):
+        here.regroup()
+    assert successor.said == ["revoke: close() was called"]
+
+
 def test_a_member_that_starts_over_ends_connecting_for_all() -> None:
     first, second = Successor(blocks=True), Successor()
     here = Survivor(first, second)

@@ -15,7 +15,7 @@ import pytest
 
 from r2ccl.dtypes import CODES, DTYPES, EXTENSIONS, pair_dtype, raw_dtype
 from r2ccl.errors import InvalidArgument
-from r2ccl.runtime.arguments import as_buffer
+from r2ccl.runtime.arguments import as_buffer, view
 from r2ccl.runtime.arrays.buffers import is_in_place, like, like_part, part_of
 
 
@@ -130,7 +130,7 @@ class DeviceTensor:
 @pytest.mark.parametrize(
     ("x", "words"),
     [
-        ([1.0, 2.0], "builtins.list was given: allowed are NumPy arrays"),
+        ([1.0, 2.0], "builtins.list was given: .*; allowed are NumPy arrays"),
         ("text", "builtins.str was given"),
         (None, "builtins.NoneType was given"),
         (3.0, "builtins.float was given"),
@@ -254,6 +254,46 @@ def test_outputs_look_like_their_input() -> None:
     assert like(bytearray(5)).shape == (5,)
     with pytest.raises(InvalidArgument, match=r"builtins\.list"):
         like([1.0])
+
+
+class NoMemory:
+    """A tensor of torch's device meta, or an array within jax.jit, to those who ask for memory."""
+
+    def __init__(self, device: Any, error: type[Exception]) -> None:
+        self.device, self.error = device, error
+
+    def __dlpack_device__(self) -> Any:
+        if self.device is None:
+            raise self.error("there is no memory")
+        return self.device
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise self.error("there is no memory")
+
+
+@pytest.mark.parametrize("device", [None, (1, 0), (2, 0)])
+@pytest.mark.parametrize("error", [AttributeError, KeyError, OSError, ValueError, AssertionError])
+def test_any_error_of_an_array_is_an_invalid_argument(device: Any, error: type[Exception]) -> None:
+    x = NoMemory(device, error)
+    with pytest.raises(InvalidArgument, match=r"NoMemory was given and cannot be viewed: ") as told:
+        view(x, writable=False)
+    assert isinstance(told.value.__cause__, error)
+
+
+@pytest.mark.parametrize("device", [3, (), ("cpu", 0)])
+def test_a_device_that_is_none_is_refused(device: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"NoMemory was given and cannot be viewed: "):
+        view(NoMemory(device, ValueError), writable=True)
+
+
+def test_an_array_within_jax_jit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tracer(JaxArray):
+        def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+            raise TypeError("a tracer has no value")
+
+    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(Array=JaxArray))
+    with pytest.raises(InvalidArgument, match=r"Tracer was given and .*: a tracer has no value"):
+        view(Tracer(np.ones(4)), writable=False)
 
 
 class TestInPlace:
