@@ -503,4 +503,13 @@ def _bad(name: str, given: object, allowed: str) -> InvalidArgument:
     return InvalidArgument(f"{name}={given!r} (R2CC_{name.upper()}{also}): allowed is {allowed}")
 
 
-__all__ = ["VERSION", "Algo", "Config", "Mode", "ModeNumber", "Settings", "nearest", "parse_failures"]
+__all__ = [
+    "VERSION",
+    "Algo",
+    "Config",
+    "Mode",
+    "ModeNumber",
+    "Settings",
+    "nearest",
+    "parse_failures",
+]
