@@ -201,7 +201,8 @@ pictures: $(VENV)/.core ## redraw the pictures in docs/pictures/
 
 # The variable silences an announcement of mkdocs-material.
 docs: $(VENV)/.docs ## build the documentation as a site in out/site; broken links are errors
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "docs: open out/site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && \
+		echo "docs: open out/site/index.html, which has no search; make docs-serve has it"
 
 docs-serve: $(VENV)/.docs ## serve the documentation at http://127.0.0.1:8000, and build it again when a page changes
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

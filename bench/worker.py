@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
 
 from r2ccl.cli.perf.cases import Array, Buffers, Case, count_wrong, make_inputs, place
 from r2ccl.cli.perf.forms import FORMS
+from r2ccl.config import Mode
 
 #: Collective, bytes, calls in the loop, warm-up calls, and index of the group that makes them.
 Command = tuple[str, int, int, int, int]
@@ -56,7 +57,7 @@ def open_r2ccl() -> Iterator[list[Group]]:
         return group._replace(mover_of=partial(_symmetric_mover, comm))
 
     with ExitStack() as stack:
-        modes = os.environ.get("BENCH_MODES", "auto").split(",")
+        modes = cast("list[Mode]", os.environ.get("BENCH_MODES", "auto").split(","))
         yield [group_of(stack.enter_context(r2ccl.init(mode=mode))) for mode in modes]
 
 

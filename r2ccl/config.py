@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 import msgspec
 
@@ -20,6 +20,25 @@ from r2ccl.errors import InvalidArgument
 
 #: Version of the package, which the log of a job names; `r2ccl.__version__`.
 VERSION = "0.1.0"
+
+
+Mode: TypeAlias = Literal["failstop", "migrate", "balance", "r2cc", "auto"]
+#: Numbers 0 to 3 of the modes, as in the published R2CCL.
+ModeNumber: TypeAlias = Literal[0, 1, 2, 3]
+Algo: TypeAlias = Literal[
+    "auto",
+    "ring",
+    "bridged_ring",
+    "recursive_doubling",
+    "dissemination",
+    "one_shot",
+    "tree",
+    "r2cc",
+    "optcc",
+    "leaf_ring",
+    "nested_rings",
+    "packed_trees",
+]
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,8 +273,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                     except msgspec.ValidationError as exc:
                         allowed = _number_like(field, env[variable])
                         raise InvalidArgument(
-                            f"{variable}={env[variable]!r}: allowed is {allowed}; see "
-                            "docs/tuning.md"
+                            f"{variable}={env[variable]!r}: allowed is {allowed}; see the page "
+                            "Settings of the documentation"
                         ) from exc
                     break
             if field.name in overrides:
@@ -281,13 +300,13 @@ class Settings(TypedDict, total=False):
     The mode and the switches may also be numbers.
     """
 
-    mode: str | int
+    mode: Mode | ModeNumber
     eager_nbytes: int
     eager_slots: int
     slice_nbytes: int
     landing_depth: int
     channels: int
-    algo: str
+    algo: Algo
     rails: int
     socket_ifname: str
     failed_nics: str
@@ -329,26 +348,13 @@ class Settings(TypedDict, total=False):
     debug: str
 
 
-MODES = ("failstop", "migrate", "balance", "r2cc", "auto")
+MODES: tuple[Mode, ...] = get_args(Mode)
 MODE_NUMBERS = dict(zip("0123", MODES, strict=False))
 FABRICS = ("auto", "full", "rail", "none")
 SWITCHES = ("0", "1", "auto")
 #: Fields whose values are `SWITCHES`.
 SWITCHED = ("fastpath", "balance", "ipc", "shm", "compiled")
-ALGOS = (
-    "auto",
-    "ring",
-    "bridged_ring",
-    "recursive_doubling",
-    "dissemination",
-    "one_shot",
-    "tree",
-    "r2cc",
-    "optcc",
-    "leaf_ring",
-    "nested_rings",
-    "packed_trees",
-)
+ALGOS: tuple[Algo, ...] = get_args(Algo)
 
 #: Smallest and largest value of a field. The first three are attributes of a queue pair of 8, 5
 #: and 3 bits (ibv_modify_qp(3)). r2ccl also allows the ``gid_index`` -1, and does not allow the
@@ -497,4 +503,13 @@ def _bad(name: str, given: object, allowed: str) -> InvalidArgument:
     return InvalidArgument(f"{name}={given!r} (R2CC_{name.upper()}{also}): allowed is {allowed}")
 
 
-__all__ = ["VERSION", "Config", "Settings", "nearest", "parse_failures"]
+__all__ = [
+    "VERSION",
+    "Algo",
+    "Config",
+    "Mode",
+    "ModeNumber",
+    "Settings",
+    "nearest",
+    "parse_failures",
+]

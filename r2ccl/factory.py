@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from r2ccl import bootstrap
 from r2ccl.bootstrap import logs
+from r2ccl.bootstrap.identity import RankComm
 from r2ccl.bootstrap.messages import Codec
 from r2ccl.communicator import Communicator
 from r2ccl.config import Config, Settings
@@ -73,7 +74,10 @@ _CODEC = Codec(_MESSAGES)
 
 
 def init(
-    comm: Any = None, *, faults: TransportWrapper | None = None, **settings: Unpack[Settings]
+    comm: RankComm | None = None,
+    *,
+    faults: TransportWrapper | None = None,
+    **settings: Unpack[Settings],
 ) -> Communicator:
     """Connect this process to all other ranks over every rail; return the communicator.
 
@@ -149,11 +153,11 @@ def init(
     wrapped: list[WrappedTransport] = []
 
     def wrap(inner: Transport) -> Transport:
-        put_around = faults.wrap if faults is not None else _named_wrapper(config)
-        if put_around is None:
-            return inner
-        wrapped.append(put_around(inner, control.rank))
-        return wrapped[0]
+        if faults is not None:
+            wrapped.append(faults.wrap(inner, control.rank, control.nranks))
+        elif put_around := _named_wrapper(config):
+            wrapped.append(put_around(inner, control.rank))
+        return wrapped[0] if wrapped else inner
 
     with _exhaustion_explained(f"rank {control.rank}"):
         made = _assemble(config, hcas, control, tuple(range(control.nranks)), wrap)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -44,6 +44,26 @@ _WAYS = (
 )
 
 
+class RankComm(Protocol):
+    """Methods of an mpi4py communicator that `r2ccl.init` calls; other objects may have them."""
+
+    def Get_rank(self) -> int:
+        """Return the rank of this process."""
+        ...
+
+    def Get_size(self) -> int:
+        """Return the number of ranks."""
+        ...
+
+    def allgather(self, sendobj: Any, /) -> list[Any]:
+        """Return the objects of all ranks, in rank order."""
+        ...
+
+    def bcast(self, obj: Any, /, root: int) -> Any:
+        """Return the object that rank `root` passed."""
+        ...
+
+
 class Identity(msgspec.Struct):
     """Rank, job size, rendezvous address and secret of this process.
 
@@ -59,7 +79,7 @@ class Identity(msgspec.Struct):
     listener: socket.socket | None = None
 
 
-def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identity:
+def identify(config: Config, comm: RankComm | None, env: Mapping[str, str]) -> Identity:
     """Determine the identity of this process.
 
     Parameters
@@ -146,7 +166,7 @@ def _require_company(mpi: Any, env: Mapping[str, str]) -> None:
     launchers.require_company(mpi.COMM_WORLD.Get_size(), " ".join(library.split()), env)
 
 
-def _from_mpi(config: Config, comm: Any) -> Identity:
+def _from_mpi(config: Config, comm: RankComm) -> Identity:
     rank, nranks = comm.Get_rank(), comm.Get_size()
     is_on_one_host = len(set(comm.allgather(host_id()))) == 1
     listener: socket.socket | None = None
@@ -309,4 +329,4 @@ def _is_own_address(rank: int, host: str) -> bool:
     return True
 
 
-__all__ = ["LISTEN_FD_VARIABLE", "Identity", "host_id", "identify"]
+__all__ = ["LISTEN_FD_VARIABLE", "Identity", "RankComm", "host_id", "identify"]

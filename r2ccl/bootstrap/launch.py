@@ -23,7 +23,7 @@ from itertools import chain
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -32,6 +32,8 @@ from r2ccl.bootstrap.auth import SECRET_NBYTES
 from r2ccl.bootstrap.output import RankOutput, is_forwarded
 from r2ccl.bootstrap.rank_server import RankOutcome, RankRequest, command
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout, format_ranks
+
+_Result = TypeVar("_Result")
 
 #: Seconds that the ranks have to exit by themselves after `launch` has the results or an error.
 _FAILURE_GRACE_S = 5.0
@@ -124,12 +126,12 @@ class LocalJob:
 
 
 def launch(
-    fn: Callable[[], Any],
+    fn: Callable[[], _Result],
     nranks: int,
     *,
     timeout_s: float | None = None,
     env: Mapping[str, str] | None = None,
-) -> list[Any]:
+) -> list[_Result]:
     """Run `fn` in `nranks` new processes on this machine and return their results.
 
     Parameters

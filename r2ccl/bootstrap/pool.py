@@ -24,12 +24,15 @@ from collections.abc import Callable, Mapping
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, Unpack
 
 from r2ccl.bootstrap import pickling
 from r2ccl.bootstrap.launch import LocalJob, RankProcesses, parse_timeout
 from r2ccl.bootstrap.rank_server import RankOutcome, dumps_failure, dumps_result, flush_output
+from r2ccl.config import Settings
 from r2ccl.errors import ConcurrentCalls, R2cclError, TransportTimeout, format_ranks
+
+_Result = TypeVar("_Result")
 
 #: Function that makes the communicator of a rank; a string, because its layer is a higher one.
 _INIT = "r2ccl.factory:init"
@@ -41,7 +44,7 @@ _CLOSE_GRACE_S = 5.0
 
 
 def launch_pool(
-    nranks: int, *, env: Mapping[str, str] | None = None, **settings: Any
+    nranks: int, *, env: Mapping[str, str] | None = None, **settings: Unpack[Settings]
 ) -> LaunchPool:
     """Start `nranks` processes on this machine, connect them, and return a pool of them.
 
@@ -51,7 +54,7 @@ def launch_pool(
     env : mapping, optional
         Additional environment variables for every rank.
     **settings
-        Keyword arguments of `r2ccl.init`, which every rank calls once.
+        Fields of `Config`, for `r2ccl.init`, which every rank calls once.
 
     Returns
     -------
@@ -112,7 +115,9 @@ class LaunchPool:
             self._end("no communicator could be made")
             raise
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
+    def run(
+        self, fn: Callable[..., _Result], *args: Any, timeout_s: float | None = None
+    ) -> list[_Result]:
         """Call ``fn(comm, *args)`` on every rank and return the results.
 
         Parameters

@@ -14,13 +14,12 @@ import re
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from r2ccl.bootstrap import logs, wire
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, SECRET_NBYTES, Secret
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.greetings import Hello, Meeting
-from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE, Identity, host_id, identify
+from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE, Identity, RankComm, host_id, identify
 from r2ccl.bootstrap.listener import Rejections, cannot_listen
 from r2ccl.bootstrap.loop import ControlLoop
 from r2ccl.bootstrap.messages import Codec, PeerInfo
@@ -52,7 +51,7 @@ def connect(
     codec: Codec,
     nics_for: NicsFor,
     hcas_for: HcasFor = tuple,
-    comm: Any | None = None,
+    comm: RankComm | None = None,
     env: Mapping[str, str] | None = None,
 ) -> ControlPlane:
     """Run the rendezvous with the other ranks of the job; return a control plane, not yet started.

@@ -167,20 +167,22 @@ class FaultPlan:
         if exc is None:
             self.assert_all_fired()
 
-    def wrap(self, inner: Transport, rank: int) -> ReportingTransport:
-        """Return a wrapper of `inner` that applies the faults that `rank` triggers.
+    def wrap(self, inner: Transport, rank: int, nranks: int) -> ReportingTransport:
+        """Return a wrapper of `inner` that applies the faults that `rank` of `nranks` triggers.
 
         `r2ccl.init` calls this method. The wrapper owns `inner`.
 
         Raises
         ------
         InvalidArgument
-            If a fault of the plan has `at_s`: only a lab can apply it.
+            If a fault of the plan has `at_s`, which only a lab can apply, or the job lacks a rank
+            or rail of a fault.
         """
         # Imported here because it imports NumPy, which commands do not need.
         from r2ccl.testing.reporting import ReportingTransport
 
         self.check_needs_no_lab()
+        self.check(nodes=nranks, rails=inner.nrails)
         return ReportingTransport(inner, lambda cut: FaultReporter(self, rank, cut))
 
 
@@ -199,7 +201,8 @@ def fail_at(rank: int, rail: int, op: int, step: int = 0) -> FaultPlan:
     -------
     FaultPlan
         Pass it to ``init(faults=plan)`` on every rank. As a context manager it raises
-        AssertionError in `rank` if the fault did not fire.
+        AssertionError in `rank` if the fault did not fire. `r2ccl.init` raises InvalidArgument if
+        the job has no such rank or rail.
 
     Examples
     --------

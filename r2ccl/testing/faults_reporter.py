@@ -115,8 +115,9 @@ class FaultReporter:
         TransportTimeout
             If the lab does not answer or cannot apply the fault.
         InvalidArgument
-            Without a lab: if the fault is not ``nic_down``, or its ``node`` is not the number of
-            this rank, because a rank can cut only its own connections.
+            Without a lab: if the fault is not ``nic_down``, its rail does not exist, or its
+            ``node`` is not the number of this rank, because a rank can cut only its own
+            connections.
         """
         if (op, step) >= self._next:
             self._reach(op, step)

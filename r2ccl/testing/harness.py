@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from r2ccl.bootstrap.launch import launch
 from r2ccl.bootstrap.pickling import ByValue
@@ -22,6 +22,8 @@ from r2ccl.testing.faults_reporter import Due, FaultReporter
 from r2ccl.testing.netlab import Lab, RankResult
 from r2ccl.testing.reporting import ReportingTransport
 from r2ccl.transport.base import Transport
+
+_Result = TypeVar("_Result")
 
 _WRAPPER = f"{__name__}:wrap_and_record"
 
@@ -41,7 +43,11 @@ class FaultInjection:
         self._faults: list[Fault] = []
 
     def __call__(self, rank: int, rail: int, op: int, step: int = 0) -> None:
-        """Let `rank` lose `rail` just before slice `step` of collective `op`; see `fail_at`."""
+        """Let `rank` lose `rail` just before slice `step` of collective `op`; see `fail_at`.
+
+        If the job has no such rail, the call of the rank that reaches this slice raises
+        InvalidArgument.
+        """
         self._faults.extend(fail_at(rank, rail, op, step).faults)
 
     def take(self) -> _PlanFile | None:
@@ -122,12 +128,12 @@ class RankRunner:
 
     def __call__(
         self,
-        fn: Callable[[], Any],
+        fn: Callable[[], _Result],
         nranks: int,
         *,
         timeout_s: float = 60.0,
         env: Mapping[str, str] | None = None,
-    ) -> list[Any]:
+    ) -> list[_Result]:
         """Run `fn` as `r2ccl.launch` does and return its results, by rank.
 
         Raises

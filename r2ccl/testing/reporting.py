@@ -190,8 +190,8 @@ class ReportingTransport:
         Raises
         ------
         InvalidArgument
-            If the fault is not ``nic_down``, the only fault that works without a netlab, or its
-            node is not this rank.
+            If the fault is not ``nic_down``, the only fault that works without a netlab, its node
+            is not this rank, or its rail does not exist.
         """
         fault = due.fault
         if fault.action is not Action.NIC_DOWN:
@@ -203,6 +203,11 @@ class ReportingTransport:
             raise InvalidArgument(
                 f"rank {due.rank}: fault {fault}: without a netlab a rank can only cut its own "
                 f"connections; give it node={due.rank}, or run under `r2ccl netlab`"
+            )
+        if fault.rail not in range(self.nrails):
+            raise InvalidArgument(
+                f"rank {due.rank}: fault {fault}: rail {fault.rail} does not exist; it must be in "
+                f"0..{self.nrails - 1}"
             )
         for path in [path for path in self._open if path.rail == fault.rail]:
             if self.is_open(path):

@@ -468,8 +468,8 @@ class WrappedTransport(Transport, Protocol):
 class TransportWrapper(Protocol):
     """Factory of transports that wrap the one in use, for example to inject faults."""
 
-    def wrap(self, inner: Transport, rank: int) -> WrappedTransport:
-        """Return the transport of `rank` that wraps `inner` and owns it."""
+    def wrap(self, inner: Transport, rank: int, nranks: int) -> WrappedTransport:
+        """Return the transport of `rank` of `nranks` that wraps `inner` and owns it."""
         ...
 
 

@@ -120,4 +120,37 @@ def life_cycle() -> list[float]:
     with r2ccl.init(**settings):
         pass
     assert_type(r2ccl.Config().digest(), str)
-    return [float(each) for each in r2ccl.launch(life_cycle, 2)]
+    return [float(len(each)) for each in r2ccl.launch(life_cycle, 2)]
+
+
+class Ranks:
+    """Ranks of other software, with the methods of an mpi4py communicator."""
+
+    def Get_rank(self) -> int:
+        """Return the rank."""
+        return 0
+
+    def Get_size(self) -> int:
+        """Return the number of ranks."""
+        return 1
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        """Return the objects of all ranks."""
+        return [sendobj]
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        """Return the object of a rank."""
+        return obj
+
+
+def ranks_of_functions(mpi_comm: Ranks) -> None:
+    """Functions on ranks keep the types of their results, and pools take the settings of `init`."""
+    assert_type(r2ccl.launch(lambda: 3, 2, timeout_s=5), list[int])
+
+    def scaled(comm: r2ccl.Communicator, scale: float) -> Floats:
+        return comm.allreduce(np.full(3, scale, np.float32))
+
+    with r2ccl.launch_pool(2, timeout_s=3, env={"A": "B"}, mode="migrate", algo="ring") as pool:
+        assert_type(pool.run(scaled, 2.0, timeout_s=1), list[Floats])
+    with r2ccl.init(mpi_comm, mode=3):
+        pass

@@ -77,7 +77,8 @@ def test_text_that_is_no_number_is_told_what_it_means(
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
         Config.from_env({variable: text})
-    assert str(caught.value) == f"{variable}={text!r}: allowed is {allowed}; see docs/tuning.md"
+    page = "see the page Settings of the documentation"
+    assert str(caught.value) == f"{variable}={text!r}: allowed is {allowed}; {page}"
 
 
 def test_a_keyword_that_is_text_is_told_the_number() -> None:

@@ -31,7 +31,8 @@ def _create(options: object, backend_options: object) -> R2cclProcessGroup:
     if backend_options is not None:
         raise TypeError(
             f"pg_options={backend_options!r}: the r2ccl backend has no options; leave pg_options "
-            "out, and set R2CC_* environment variables instead (docs/tuning.md)"
+            "out, and set R2CC_* environment variables instead, which the page Settings of the "
+            "documentation lists"
         )
     return R2cclProcessGroup.connect(options)
 

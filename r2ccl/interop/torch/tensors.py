@@ -80,7 +80,7 @@ def cannot_view(tensor: Tensor, why: object) -> InvalidArgument:
     return InvalidArgument(
         f"r2ccl cannot view a tensor of {tensor.dtype} on {tensor.device} with layout "
         f"{tensor.layout} as an array ({why}): convert it to a dense tensor on the CPU, of a dtype "
-        "in docs/reductions.md"
+        "on the page Reductions of the documentation"
     )
 
 

@@ -405,10 +405,10 @@ class Board:
                     doing, stamp.what, "may be in progress: the host does not know that it is over"
                 )
 
-    def learn_all(self, host: Host, card: int) -> None:
-        """Let `host` know all work that has run on a card: merge the clocks of its streams."""
+    def learn_all(self, host: Host, owner: str, card: int) -> None:
+        """Let `host` know all work of process `owner` that has run on a card."""
         for stream in self._streams:
-            if stream.card == card:
+            if stream.owner == owner and stream.card == card:
                 join(host.clock, stream.clock)
 
 

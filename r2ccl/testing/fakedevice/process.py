@@ -65,7 +65,7 @@ class FakeProcess:
         with self._called(method):
             if self._gpu.is_serial:
                 self._wait(lambda: not self._unfinished(), method, self._unfinished)
-                self._board.learn_all(self._host, self._card)
+                self._board.learn_all(self._host, self._name, self._card)
             yield
 
     def _unfinished(self) -> str:
@@ -128,7 +128,7 @@ class FakeProcess:
     def _settle(self, is_over: Callable[[], bool]) -> None:
         """Wait until `is_over()` is true, for at most `timeout_s`; do nothing if `is_strict`."""
         if not self._is_strict and self._board.wait_until(is_over, self._timeout_s):
-            self._board.learn_all(self._host, self._card)
+            self._board.learn_all(self._host, self._name, self._card)
 
     def _new_stream(self, *, is_callers: bool) -> Stream:
         stream = self._board.add_stream(self._name, self._card, is_callers=is_callers)

@@ -33,6 +33,9 @@ _JOIN_TIMEOUT_S = 10.0
 #: keeps a rank that hangs from blocking the thread.
 _REPORT_TIMEOUT_S = 1.0
 
+#: Longest error in an answer, in characters of up to 4 bytes: the answer fits MESSAGE_NBYTES.
+_ERROR_LENGTH = 1000
+
 #: Ranks that may report at the same time.
 _BACKLOG = 1024
 
@@ -93,7 +96,8 @@ class PlanRun:
     def answer(self) -> None:
         """Accept one rank's report, apply the fault that it names, and send the answer.
 
-        If the fault cannot be applied, the answer contains the error, and the error is raised.
+        If the fault cannot be applied, the answer contains the start of the error, and the error is
+        raised.
         """
         connection, _ = self.listener.accept()
         with connection:
@@ -106,7 +110,7 @@ class PlanRun:
             try:
                 self.fire(due.index)
             except Exception as exc:
-                error = str(exc) or repr(exc)
+                error = (str(exc) or repr(exc))[:_ERROR_LENGTH]
                 raise
             finally:
                 # A rank that the fault killed does not read its answer.

@@ -226,6 +226,11 @@ def test_every_message_is_documented_and_every_row_is_a_message(kind: str, facts
     assert stale == [], "no such message any more"
 
 
+def test_no_message_names_a_page_by_its_file(facts: Facts) -> None:
+    """A wheel contains no pages, so a message gives the title of the page."""
+    assert [site for site in facts.sites if "docs/" in site.template] == []
+
+
 def test_the_collector_sees_the_places_that_raise(facts: Facts) -> None:
     """A name that is raised and is no class of ours is a helper that returns one, or known here."""
     assert len(facts.sites) > 150

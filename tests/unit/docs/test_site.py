@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from support import browser
 from support.pages import DOCS, ROOT, all_blocks, text_of
+from support.slow import slow_but
 
 import r2ccl
 
@@ -199,3 +204,27 @@ def test_files_of_the_pages_have_the_syntax_of_their_names() -> None:
             elif block.title.endswith((".sh", ".sbatch")):
                 done = subprocess.run(["bash", "-n"], input=block.text, text=True, check=False)
                 assert done.returncode == 0, block.title
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("what", slow_but(["two pages"], ["two pages", "site"]))
+def test_no_page_scrolls_sideways(tmp_path: Path, what: str) -> None:
+    """On a telephone and on a wide screen; of the two pages, one is too wide for a telephone."""
+    if shutil.which(browser.PROGRAM) is None:
+        pytest.skip(f"{browser.PROGRAM} is not installed")
+    folder, profile = tmp_path / "pages", tmp_path / "profile"
+    folder.mkdir()
+    profile.mkdir()
+    expected = []
+    if what == "two pages":
+        for name, width in (("fits", 300), ("wide", 800)):
+            text = f'<!doctype html><body><div style="width: {width}px">text</div>'
+            (folder / f"{name}.html").write_text(text)
+        expected = [("wide.html", 390)]
+    elif find_spec("mkdocs") is None:
+        pytest.skip("MkDocs is not installed; `make docs` installs it")
+    else:
+        argv = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+        env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+        subprocess.run(argv, cwd=ROOT, env=env, check=True, timeout=180)
+    assert browser.too_wide(folder, (390, 1280), profile, 200.0) == expected

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -235,7 +236,7 @@ class OpenTransport:
 
 def wrapped(plan: FaultPlan) -> tuple[ReportingTransport, OpenTransport]:
     inner = OpenTransport()
-    transport = plan.wrap(inner, 0)  # type: ignore[arg-type]
+    transport = plan.wrap(inner, 0, 2)  # type: ignore[arg-type]
     transport.begin(1)
     transport.open(PATH, None)
     return transport, inner
@@ -283,6 +284,23 @@ def test_a_rank_without_a_lab_cuts_no_other_node() -> None:
     with pytest.raises(InvalidArgument, match=r"rank 0: .*give it node=0"):
         send(transport, 1)
     assert transport.is_open(PATH)
+
+
+@pytest.mark.parametrize(("rank", "rail"), [(0, 1), (2, 0)])
+def test_a_fault_must_fit_the_job(rank: int, rail: int) -> None:
+    with pytest.raises(InvalidArgument, match="does not exist; it must be in 0"):
+        wrapped(fail_at(rank=rank, rail=rail, op=0))
+
+
+def test_a_rank_without_a_lab_cuts_no_missing_rail(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(fail_at(rank=0, rail=1, op=0).to_json())
+    env = {"R2CC_FAULT_PLAN": str(path), "RANK": "0"}
+    inner: Any = OpenTransport()
+    transport = ReportingTransport(inner, lambda cut: reporter_from_env(env, apply=cut))
+    transport.begin(1)
+    with pytest.raises(InvalidArgument, match=r"rank 0: .*rail 1 does not exist; it must"):
+        send(transport, 1)
 
 
 def answer_one(server: socket.socket, answer: bytes, seen: list[Due]) -> None:

@@ -54,10 +54,20 @@ def test_never_reached(r2ccl_ranks, r2ccl_fail_at):
 
 def test_never_run(r2ccl_fail_at):
     r2ccl_fail_at(rank=1, rail=0, op=0)
+
+def test_no_such_rail(r2ccl_ranks, r2ccl_fail_at):
+    r2ccl_fail_at(rank=1, rail=5, op=0)
+    r2ccl_ranks(program, 2)
 """
     result = run_tests(pytester, tests)
-    result.assert_outcomes(failed=1, passed=1, errors=1)
-    result.stdout.fnmatch_lines(["*call r2ccl_ranks after*", "*1 of the 1 fault(s)*did not fire*"])
+    result.assert_outcomes(failed=2, passed=1, errors=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*call r2ccl_ranks after*",
+            "*1 of the 1 fault(s)*did not fire*",
+            "*rail 5 does not exist; it must be in 0..1*",
+        ]
+    )
 
 
 def test_an_assertion_in_a_rank_is_as_detailed_as_elsewhere(pytester: pytest.Pytester) -> None:

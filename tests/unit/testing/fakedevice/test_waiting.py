@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.fake_bench import NBYTES, Bench
 
-from r2ccl.testing.fakedevice import FakeDevice, Misuse, WouldHang
+from r2ccl.testing.fakedevice import FakeDevice, Misuse, Race, WouldHang
 
 IMPATIENT = {"patience_s": 0.05}
 
@@ -83,6 +83,27 @@ def test_memory_management_waits_for_its_own_process_alone() -> None:
     release_after(0.02, word)
     b.device.allocate(8)
     assert b.gpu.pending() == []
+
+
+def test_memory_management_orders_work_of_its_process_alone() -> None:
+    for owner in ("device", "peer"):
+        b = Bench(is_serial=True, are_hosts_one=False)
+        shared = b.memory()
+        b.peer.hear(b.device.tell())
+        theirs = b.peer.map(b.device.export(shared)[0])
+        if owner == "device":
+            b.device.copy(shared, b.memory(b.data), NBYTES, b.first)
+        else:
+            source, stream = b.peer.allocate(NBYTES), b.peer.make_stream()
+            b.peer.write(source, b.data)
+            b.peer.copy(theirs, source, NBYTES, stream)
+        b.gpu.run()
+        b.device.allocate(NBYTES)
+        if owner == "device":
+            b.holds(shared, b.data)
+        else:
+            with pytest.raises(Race):
+                b.device.read(shared, NBYTES)
 
 
 def test_work_on_a_stream_that_captures_is_misuse() -> None:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from r2ccl.testing.fault_plan import FaultPlan
+from r2ccl.errors import TransportTimeout
+from r2ccl.testing.fault_plan import FaultPlan, fail_at
+from r2ccl.testing.faults import Fault, Firing
+from r2ccl.testing.faults_reporter import Due, LabClient
 from r2ccl.testing.netlab.driver import Driver, PlanRun
 
 
@@ -18,5 +21,23 @@ def test_an_error_in_the_thread_is_raised_at_once(tmp_path: Path) -> None:
         with pytest.raises(KeyError, match="already registered"):
             driver.begin(run)
         driver.end(run)
+    finally:
+        driver.close()
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{SNOWMAN}"])
+def test_a_rank_gets_the_start_of_a_long_error(tmp_path: Path, letter: str) -> None:
+    def refuse(fault: Fault) -> Firing:
+        raise OSError("no such NIC: " + 100_000 * letter)
+
+    plan = fail_at(rank=0, rail=0, op=0)
+    run, driver = PlanRun(plan, tmp_path, 1, refuse), Driver()
+    try:
+        driver.begin(run)
+        client = LabClient(run.environment["R2CC_FAULT_SOCKET"], timeout_s=10.0)
+        with pytest.raises(TransportTimeout, match=f"was not applied: no such NIC: {letter}"):
+            client(Due(0, 0, 0, 0, plan.faults[0]))
+        driver.end(run)
+        assert isinstance(driver.errors[0], OSError)
     finally:
         driver.close()
