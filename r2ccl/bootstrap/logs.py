@@ -8,11 +8,15 @@ without ``R2CC_DEBUG``.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from r2ccl.config import DEBUG_LEVELS, Config
 
 _ROOT = "r2ccl"
+#: Variable that ``r2ccl launch`` sets for its ranks: not empty if it writes their output to a
+#: terminal.
+TERMINAL_VARIABLE = "R2CC_TERMINAL"
 
 
 class RankFormatter(logging.Formatter):
@@ -92,12 +96,21 @@ def set_rank(rank: int) -> None:
 def progress(logger: logging.Logger, text: str) -> None:
     """Report that something takes long: as an INFO record or, if INFO is off, on a terminal.
 
-    The terminal is stderr. If stderr is no terminal, nothing is reported.
+    The terminal is stderr, or that of ``r2ccl launch``, which reads stderr. If there is none,
+    nothing is reported.
     """
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", text)
-    elif sys.stderr is not None and sys.stderr.isatty():
-        print(f"r2ccl: {text}", file=sys.stderr, flush=True)
+    elif sys.stderr is not None and (sys.stderr.isatty() or os.environ.get(TERMINAL_VARIABLE)):
+        sys.stderr.write(f"r2ccl: {text}\n")
+        sys.stderr.flush()
 
 
-__all__ = ["FallbackHandler", "RankFormatter", "progress", "set_level", "set_rank"]
+__all__ = [
+    "TERMINAL_VARIABLE",
+    "FallbackHandler",
+    "RankFormatter",
+    "progress",
+    "set_level",
+    "set_rank",
+]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from r2ccl.bootstrap.logs import progress, set_level, set_rank
+from r2ccl.bootstrap.logs import TERMINAL_VARIABLE, progress, set_level, set_rank
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument
 
@@ -119,15 +119,22 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("debug", "stream", "shown"),
-    [("", Terminal(), "r2ccl: waiting\n"), ("", io.StringIO(), ""), ("INFO", Terminal(), "")],
+    ("debug", "stream", "launcher", "shown"),
+    [
+        ("", Terminal(), "", "r2ccl: waiting\n"),
+        ("", io.StringIO(), "", ""),
+        ("", io.StringIO(), "1", "r2ccl: waiting\n"),
+        ("INFO", Terminal(), "1", ""),
+    ],
 )
 def test_progress_is_a_line_on_a_terminal_or_a_record(
     debug: str,
     stream: io.StringIO,
+    launcher: str,
     shown: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv(TERMINAL_VARIABLE, launcher)
     monkeypatch.setattr("sys.stderr", stream)
     with bare() as logger:
         logger.addHandler(logging.NullHandler())
