@@ -1,17 +1,22 @@
 """Log of r2ccl: the level that ``R2CC_DEBUG`` sets, and the form of the lines on stderr.
 
-Without ``R2CC_DEBUG``, nothing is changed. If the program has configured handlers, only the level
-is set. `progress` reports long waits, on a terminal even without ``R2CC_DEBUG``.
+Without ``R2CC_DEBUG``, only warnings and errors are written. If the program has configured handlers
+that receive the records, only the level is set. `progress` reports long waits, on a terminal even
+without ``R2CC_DEBUG``.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from r2ccl.config import DEBUG_LEVELS, Config
 
 _ROOT = "r2ccl"
+#: Variable that ``r2ccl launch`` sets for its ranks: not empty if it writes their output to a
+#: terminal.
+TERMINAL_VARIABLE = "R2CC_TERMINAL"
 
 
 class RankFormatter(logging.Formatter):
@@ -38,17 +43,47 @@ class RankFormatter(logging.Formatter):
         return super().formatMessage(record)
 
 
+class FallbackHandler(logging.Handler):
+    """Writes records to ``sys.stderr`` that no other handler receives, as `logging.lastResort`.
+
+    A handler that the program configures later thus replaces this one.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Implement `logging.Handler.emit`."""
+        if sys.stderr is None or self._is_received(record):
+            return
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")  # one write, so that the line stays whole
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+    def _is_received(self, record: logging.LogRecord) -> bool:
+        logger: logging.Logger | None = logging.getLogger(record.name)
+        while logger is not None:
+            if any(not isinstance(handler, FallbackHandler) for handler in logger.handlers):
+                return True
+            logger = logger.parent if logger.propagate else None
+        return False
+
+
 def set_level(config: Config) -> None:
-    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; if no handler serves it, add one for stderr."""
+    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; if no handler serves it, add one for stderr.
+
+    Without ``R2CC_DEBUG``, the level stays, and that handler writes warnings and errors.
+    """
     level = DEBUG_LEVELS[config.debug.upper()]
-    if not level:
-        return
     logger = logging.getLogger(_ROOT)
-    logger.setLevel(level)
+    if level:
+        logger.setLevel(level)
     if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(RankFormatter())
-        logger.addHandler(handler)
+        added = FallbackHandler(logging.WARNING)
+        added.setFormatter(RankFormatter())
+        logger.addHandler(added)
+    for handler in logger.handlers:
+        if level and isinstance(handler, FallbackHandler):
+            handler.setLevel(logging.NOTSET)
 
 
 def set_rank(rank: int) -> None:
@@ -61,12 +96,21 @@ def set_rank(rank: int) -> None:
 def progress(logger: logging.Logger, text: str) -> None:
     """Report that something takes long: as an INFO record or, if INFO is off, on a terminal.
 
-    The terminal is stderr. If stderr is no terminal, nothing is reported.
+    The terminal is stderr, or that of ``r2ccl launch``, which reads stderr. If there is none,
+    nothing is reported.
     """
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", text)
-    elif sys.stderr is not None and sys.stderr.isatty():
-        print(f"r2ccl: {text}", file=sys.stderr, flush=True)
+    elif sys.stderr is not None and (sys.stderr.isatty() or os.environ.get(TERMINAL_VARIABLE)):
+        sys.stderr.write(f"r2ccl: {text}\n")
+        sys.stderr.flush()
 
 
-__all__ = ["RankFormatter", "progress", "set_level", "set_rank"]
+__all__ = [
+    "TERMINAL_VARIABLE",
+    "FallbackHandler",
+    "RankFormatter",
+    "progress",
+    "set_level",
+    "set_rank",
+]

@@ -22,6 +22,7 @@ from r2ccl.bootstrap.auth import Secret
 from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
 from r2ccl.bootstrap.launch import JobShare, LocalJob
 from r2ccl.bootstrap.launchers import DEFAULT_PORT
+from r2ccl.bootstrap.logs import TERMINAL_VARIABLE
 from r2ccl.bootstrap.secretfile import read_secret_file
 from r2ccl.cli import agent, remote
 from r2ccl.cli.hosts import JobHost, parse_hosts, place, read_hostfile
@@ -67,6 +68,9 @@ def _program(args: argparse.Namespace) -> JobCommand:
     if not words:
         raise InvalidArgument(f"no command given: {_HINT}")
     env = dict(_parse_assignment(text) for text in args.env)
+    if not args.by_hand:
+        # Also if empty: this launcher may itself run under another one.
+        env = {TERMINAL_VARIABLE: "1" if sys.stdout.isatty() else "", **env}
     folder = os.path.abspath(os.path.expanduser(args.chdir)) if args.chdir else os.getcwd()
     return JobCommand(tuple(words), is_module, env, folder, args.stdin)
 

@@ -9,6 +9,7 @@ or another call is in progress) does not.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ Array = npt.NDArray[Any]
 #: Function that starts a collective on device memory. It takes the request, the caller's stream,
 #: and whether the call is asynchronous, and returns the result or a `Work`.
 StartOnDevice = Callable[[Request, Any, bool], Any]
+
+_log = logging.getLogger(__name__)
 
 _NOTHING = np.empty(0, np.uint8)
 _FLOAT32 = CODES[np.dtype(np.float32)]
@@ -749,8 +752,35 @@ class Collectives:
         )
 
 
+class LoggedCollectives(Collectives):
+    """Entry point for the collectives of one communicator, which logs each call at DEBUG.
+
+    A subclass, made only if DEBUG is on, so that other calls need no check of the level.
+    """
+
+    def start(self, stream: Any, is_async: bool, make: Make, x: Any, out: Any, *rest: Any) -> Any:
+        """Implement `Collectives.start`."""
+        given = out if x is None else x
+        form = [str(getattr(given, name)) for name in ("dtype", "shape") if hasattr(given, name)]
+        _log.debug(
+            "rank %d: %s of %s%s", self._engine.rank_in_job, make.__name__,
+            " ".join([type(given).__name__, *form]), ", asynchronous" * is_async,
+        )  # fmt: skip
+        return super().start(stream, is_async, make, x, out, *rest)
+
+    def barrier(self) -> None:
+        """Implement `Collectives.barrier`."""
+        _log.debug("rank %d: barrier", self._engine.rank_in_job)
+        super().barrier()
+
+
+def collectives_class() -> type[Collectives]:
+    """Return the class of the collectives of a communicator that is made now."""
+    return LoggedCollectives if _log.isEnabledFor(logging.DEBUG) else Collectives
+
+
 def _apply(convert: kernels.Converter, source: Array, out: Array) -> None:
     convert(source, out)
 
 
-__all__ = ["Collectives", "StartOnDevice"]
+__all__ = ["Collectives", "LoggedCollectives", "StartOnDevice", "collectives_class"]

@@ -24,7 +24,7 @@ from r2ccl.planning.plan_cache import CheckedSchedules, PlanCache, in_job
 from r2ccl.planning.planner import Explanation
 from r2ccl.runtime.arguments import Request, rank_of
 from r2ccl.runtime.async_work import Worker
-from r2ccl.runtime.collectives import Collectives
+from r2ccl.runtime.collectives import collectives_class
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LandingPool
 from r2ccl.runtime.local import MOST_GROUPS
@@ -106,7 +106,7 @@ class Participant:
         )
         turn = threading.Lock()
         self.worker = Worker(f"r2ccl-worker-{engine.rank}", turn, engine.fail_call)
-        self.collectives = Collectives(
+        self.collectives = collectives_class()(
             engine,
             self.plans,
             pool,

@@ -6,17 +6,21 @@ in the job, not as in the communicator.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument
 from r2ccl.failover.context import RankContext
+from r2ccl.failover.diagnosis.driver import SAY_AGAIN_S
 from r2ccl.runtime.contexts import Context
 from r2ccl.runtime.data_loop import Caller, DataLoop, Patience, timed_out
 from r2ccl.runtime.desync_check import DesyncCheck
 from r2ccl.runtime.executor import LaneRun
 from r2ccl.runtime.progress import describe, difference
 from r2ccl.runtime.status import Pending, Wait, waits_for_confirmation, waits_of_call
+
+_log = logging.getLogger(__name__)
 
 #: Ranks of the job that have not made a call, and the rank of the job that the call waits for.
 Missing: TypeAlias = tuple[list[int], int]
@@ -48,6 +52,7 @@ class Waits:
         self._rank = job.rank
         self._clock = job.clock
         self._timeout_s = job.config.timeout_s
+        self._suspicion_timeout_s = job.config.suspicion_timeout_s
         self._loop = loop
         self._links = loop.links
         self._failover = loop.failover
@@ -59,6 +64,8 @@ class Waits:
         self.local_op = 0
         #: True if ranks of other hosts take part in that call, but not in the wait.
         self.is_local_part = False
+        #: Time of the last INFO line about the wait for each rank of the job.
+        self._said_s: dict[int, float] = {}
 
     def last_ops(self) -> dict[int, int]:
         """Return the number of the last collective that each other rank was seen in; 0: none.
@@ -135,7 +142,8 @@ class Waits:
     ) -> None:
         """Wait until the running call in shared memory has ended: until ``resume()`` is True.
 
-        Between the calls of `resume`, run the data loop unless another thread runs it.
+        Between the calls of `resume`, run the data loop unless another thread runs it. Log a line
+        after ``R2CC_SUSPICION_TIMEOUT_S``, and again each `SAY_AGAIN_S`.
 
         Parameters
         ----------
@@ -167,6 +175,7 @@ class Waits:
         patience = self._patience(op, signature, missing, has_begun=has_begun)
         caller.since_s = self._clock()
         deadline = caller.since_s + patience.timeout_s
+        say_s = caller.since_s + self._suspicion_timeout_s
         caller.waiting = patience
         self.local_op, self.is_local_part = op, is_part
         try:
@@ -178,8 +187,12 @@ class Waits:
                 if not has_begun:
                     self._require_same(op, signature, missing)
                 loop.poll(caller)
-                if self._clock() >= deadline:
+                now = self._clock()
+                if now >= deadline:
                     raise timed_out(patience)
+                if now >= say_s:
+                    say_s = now + SAY_AGAIN_S
+                    self._say_late(patience.pending())
         finally:
             caller.waiting = None
             self.local_op = 0
@@ -215,6 +228,15 @@ class Waits:
                 )
             if self._clock() >= deadline:
                 raise timed_out(patience)
+
+    def _say_late(self, pending: Pending) -> None:
+        """Log what the call waits for; at INFO only once per `SAY_AGAIN_S` for each rank."""
+        peer, now = pending.waits[0].peer, pending.now_s
+        level = logging.DEBUG
+        if now >= self._said_s.get(peer, float("-inf")) + SAY_AGAIN_S:
+            self._said_s[peer] = now
+            level = logging.INFO
+        _log.log(level, "%s", pending)
 
     def _patience(
         self, op: int, signature: int, missing: Callable[[], Missing], *, has_begun: bool

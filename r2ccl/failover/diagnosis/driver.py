@@ -402,7 +402,7 @@ class Diagnosis:
             # A process that computes for long is suspected on every rail, repeatedly.
             level = logging.INFO
             said_s = self._said_slow_s.get(peer, float("-inf"))
-            if verdict.when_s < said_s + _SAY_AGAIN_S:
+            if verdict.when_s < said_s + SAY_AGAIN_S:
                 level = logging.DEBUG
             else:
                 self._said_slow_s[peer] = verdict.when_s
@@ -413,13 +413,13 @@ class Diagnosis:
     def _is_repeated(self, verdict: Verdict) -> bool:
         """Return whether a recent verdict on another path that is down names the same part.
 
-        Recent verdicts are those of the last `_SAY_AGAIN_S` seconds, of the same kind.
+        Recent verdicts are those of the last `SAY_AGAIN_S` seconds, of the same kind.
         """
         return any(
             other.where == verdict.where
             and other.path != verdict.path
             and not self._is_up(other.path)
-            and verdict.when_s < other.when_s + _SAY_AGAIN_S
+            and verdict.when_s < other.when_s + SAY_AGAIN_S
             for other in self._verdicts.values()
             if other.kind is verdict.kind
         )
@@ -453,12 +453,12 @@ MAX_SERVED = 64
 _REPLY_S = 0.3
 #: Maximum delay of a diagnosis while paths are being repaired, in seconds.
 _GIVE_WAY_S = 0.1
-#: Minimum interval between two INFO records about the same slow peer, and time for which a verdict
-#: that names the same part as another one is no warning, in seconds.
-_SAY_AGAIN_S = 60.0
+#: Minimum interval between two INFO records about the same slow or late peer, and time for which a
+#: verdict that names the same part as another one is no warning, in seconds.
+SAY_AGAIN_S = 60.0
 #: Prefix that `path.announced` gives to the cause of a failure that the peer announced.
 _ECHO = "reported by rank "
 #: Maximum length of a detail text, sent or received, in characters.
 _TEXT_NCHARS = 500
 
-__all__ = ["MAX_DIAGNOSES", "MAX_SERVED", "Diagnosis"]
+__all__ = ["MAX_DIAGNOSES", "MAX_SERVED", "SAY_AGAIN_S", "Diagnosis"]

@@ -419,9 +419,10 @@ class Migration:
             self.routes.lose(path.key)
             return
         self.log.failed(path.key, path.epoch, path.cause, failed_s)
-        _log.info(
-            "rank %d: taking %s to rank %d out of use: %s", self._rank, rail, peer, path.cause
-        )
+        _log.log(
+            self._info, "rank %d: taking %s to rank %d out of use: %s",
+            self._rank, rail, peer, path.cause,
+        )  # fmt: skip
         self.routes.lose(path.key)
         if self._bypasses is not None and not self._revocation.is_leaving:
             self._bypasses.lost(path.key)
@@ -459,14 +460,21 @@ class Migration:
             self._say_repaired(path, moved)
         ended(path)
 
+    @property
+    def _info(self) -> int:
+        """Log level of a path that goes out of use: DEBUG while this rank leaves, else INFO.
+
+        While all ranks leave, those that finish first close their connections: no failure.
+        """
+        return logging.DEBUG if self._revocation.is_leaving else logging.INFO
+
     def _say_repaired(self, path: Path, moved: dict[int, int]) -> None:
         rails = ", ".join(map(rail_name, sorted(set(moved.values()))))
         outcome = f"moved channels {sorted(moved)} to {rails}" if rails else "no channels moved"
-        # The verdict on the path is the warning, and a bypass gets none. While all ranks leave,
-        # those that finish first close their connections: no failure.
+        # The verdict on the path is the warning, and a bypass gets none.
         is_warning = path.key.is_bypass and not self._revocation.is_leaving
         _log.log(
-            logging.WARNING if is_warning else logging.INFO,
+            logging.WARNING if is_warning else self._info,
             "rank %d: %s to rank %d is out of use (%s); %s",
             self._rank, rail_name(path.key.rail), path.key.peer, path.cause, outcome,
         )  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from r2ccl.bootstrap.launch import JobShare, LocalJob, describe_exit, launch
+from r2ccl.bootstrap.logs import TERMINAL_VARIABLE
 from r2ccl.cli import make_parser
 from r2ccl.cli.rankprocs import HostRanks, JobCommand
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
@@ -241,6 +242,18 @@ def test_the_command_runs_every_rank_and_tags_their_lines() -> None:
     status, out, _ = run_command("-n", "3", "--env", "NAME=v", "--tag", "always", *python(code))
     assert status == 0
     assert sorted(out.splitlines()) == [b"[%d] here 3 v" % rank for rank in range(3)]
+
+
+@pytest.mark.parametrize(("is_terminal", "value"), [(False, b"[]"), (True, b"[1]")])
+def test_ranks_are_told_of_the_launchers_terminal(is_terminal: bool, value: bytes) -> None:
+    reader, writer = os.openpty() if is_terminal else os.pipe()
+    command = [sys.executable, "-m", "r2ccl", "launch", "-n", "1"]
+    with open(reader, "rb", buffering=0) as shown, open(writer, "wb") as out:
+        subprocess.run(
+            [*command, *python(f"print('[' + os.environ['{TERMINAL_VARIABLE}'] + ']')")],
+            stdout=out, env={**os.environ, TERMINAL_VARIABLE: "1"}, timeout=WAIT_S, check=True,
+        )  # fmt: skip
+        assert shown.read(100).strip() == value
 
 
 def test_the_secret_is_in_no_command_line() -> None:

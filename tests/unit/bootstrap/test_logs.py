@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from r2ccl.bootstrap.logs import RankFormatter, progress, set_level, set_rank
+from r2ccl.bootstrap.logs import TERMINAL_VARIABLE, progress, set_level, set_rank
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument
 
@@ -44,12 +44,41 @@ def test_levels_are_mapped_and_our_own_variable_wins(env: dict[str, str], level:
         assert logger.hasHandlers()
 
 
-def test_without_a_variable_logging_is_left_alone() -> None:
+def test_without_a_variable_the_level_stays() -> None:
     with bare() as logger:
         logger.setLevel(logging.CRITICAL)
         set_level(Config.from_env({}))
         assert logger.level == logging.CRITICAL
-        assert not logger.handlers
+
+
+def test_without_a_variable_warnings_have_the_form(capsys: pytest.CaptureFixture[str]) -> None:
+    with bare() as logger:
+        set_level(Config())
+        set_rank(2)
+        logger.setLevel(logging.INFO)
+        logging.getLogger("r2ccl.part").warning("a setting has no effect")
+        logger.info("not shown")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(" WARNING r2ccl.part: rank 2: a setting has no effect")
+
+
+def test_a_variable_of_a_later_init_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    with bare() as logger:
+        set_level(Config())
+        set_level(Config(debug="INFO"))
+        logger.info("shown")
+    assert "shown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("debug", ["", "INFO"])
+def test_a_later_handler_of_the_program_replaces_ours(
+    debug: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with bare() as logger:
+        set_level(Config(debug=debug))
+        logger.addHandler(logging.NullHandler())
+        logging.getLogger("r2ccl.part").warning("taken by the program")
+    assert capsys.readouterr().err == ""
 
 
 def test_a_handler_of_the_program_is_left_alone() -> None:
@@ -66,14 +95,9 @@ def test_another_level_is_refused_by_name() -> None:
         Config.from_env({"R2CC_DEBUG": "LOUD"})
 
 
-def test_a_record_has_time_level_logger_and_rank_once() -> None:
-    lines = io.StringIO()
+def test_a_record_has_time_level_logger_and_rank_once(capsys: pytest.CaptureFixture[str]) -> None:
     with bare() as logger:
         set_level(Config(debug="INFO"))
-        (handler,) = logger.handlers
-        assert isinstance(handler, logging.StreamHandler)
-        assert isinstance(handler.formatter, RankFormatter)
-        handler.setStream(lines)
         part = logging.getLogger("r2ccl.some.part")
         part.info("compiling %s", "this")
         set_rank(3)
@@ -85,7 +109,7 @@ def test_a_record_has_time_level_logger_and_rank_once() -> None:
         rf"{time} INFO r2ccl\.some\.part: rank 3: compiling that",
         rf"{time} WARNING r2ccl: rank 3: a rail failed",
     ]
-    for line, pattern in zip(lines.getvalue().splitlines(), wanted, strict=True):
+    for line, pattern in zip(capsys.readouterr().err.splitlines(), wanted, strict=True):
         assert re.fullmatch(pattern, line), line
 
 
@@ -95,15 +119,22 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("debug", "stream", "shown"),
-    [("", Terminal(), "r2ccl: waiting\n"), ("", io.StringIO(), ""), ("INFO", Terminal(), "")],
+    ("debug", "stream", "launcher", "shown"),
+    [
+        ("", Terminal(), "", "r2ccl: waiting\n"),
+        ("", io.StringIO(), "", ""),
+        ("", io.StringIO(), "1", "r2ccl: waiting\n"),
+        ("INFO", Terminal(), "1", ""),
+    ],
 )
 def test_progress_is_a_line_on_a_terminal_or_a_record(
     debug: str,
     stream: io.StringIO,
+    launcher: str,
     shown: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv(TERMINAL_VARIABLE, launcher)
     monkeypatch.setattr("sys.stderr", stream)
     with bare() as logger:
         logger.addHandler(logging.NullHandler())

@@ -24,6 +24,7 @@ from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.arguments import as_buffer
 from r2ccl.runtime.executor import LaneRun
 from r2ccl.transport.verbs.lifetime import Lifetime, allocation_of
+from r2ccl.types import CallSignature, Collective
 
 
 def test_lanes_are_made_by_the_owner_of_the_loop() -> None:
@@ -127,6 +128,27 @@ def test_nobody_sleeps_while_kernels_are_under_way() -> None:
     engine.run(plan(), lambda *_: [run], kernels)
     assert slept == [0.0] * 50
     assert not engine._progress.is_computing
+
+
+# Calls in shared memory
+
+
+def test_a_late_rank_in_shared_memory_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    now = itertools.count()
+    engine, _ = make_engine(clock=lambda: next(now) * 0.1)
+    call = CallSignature(Collective.BARRIER, 0, 0, 0).pack()
+
+    def wait(op: int) -> list[str]:
+        caplog.clear()
+        left = iter([False] * 30)
+        with caplog.at_level(logging.INFO, "r2ccl"):
+            engine.waits.await_local(op, call, lambda: next(left, True), lambda: ([2], 2))
+        return [record.getMessage() for record in caplog.records]
+
+    (line,) = wait(1)
+    assert line.startswith("rank 0: call 1, barrier")
+    assert "ranks [2] have not called it" in line
+    assert wait(2) == [], "a rank is named at most once a minute"
 
 
 # Excluded rails

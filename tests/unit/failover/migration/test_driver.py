@@ -908,6 +908,16 @@ def test_to_the_baseline_a_peer_that_leaves_first_has_not_failed() -> None:
     assert world.transport.fenced == [A]
 
 
+def test_a_path_that_ends_while_this_rank_leaves_is_debug(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    world.revocation.leave()
+    with caplog.at_level(logging.DEBUG, "r2ccl.failover.migration.driver"):
+        world.fail(A)
+        world.repair(A)
+    assert len(logged(caplog)) == 2
+    assert {level for level, _ in logged(caplog)} == {logging.DEBUG}
+
+
 @pytest.mark.parametrize("signatures", [(7, 8), (8, 7)])
 def test_every_call_seen_ahead_is_held_against_this_ranks(signatures: tuple[int, int]) -> None:
     world = World()
