@@ -1,6 +1,6 @@
 """Run random jobs on random netlabs under random faults; check every result.
 
-Each job has 2 to 5 or 8 nodes with 2 to 4 rails and runs random collectives, sizes and types,
+Each job has 2 to 5, 8 or 12 nodes with 2 to 4 rails and runs random collectives, sizes and types,
 asynchronously or not, while NICs, switch ports and pairs of nodes fail, drop traffic silently, slow
 down, flap and recover, and processes are stopped. At the end all ranks close, or one rank aborts or
 is killed. A job fails if a result is wrong, a call hangs, or a rank ends in another way. The seed
@@ -64,7 +64,7 @@ def draw_plan(rng: random.Random, nodes: int, rails: int, seconds: float) -> Fau
 def run_job(seed: int, seconds: float) -> dict[str, Any]:
     """Run the job of `seed`; ``bad`` in the row lists everything that was wrong."""
     rng = random.Random(f"chaos {seed}")
-    nodes, rails = rng.choice([2, 3, 4, 5, 8]), rng.randint(2, 4)
+    nodes, rails = rng.choice([2, 3, 4, 5, 8, 12]), rng.randint(2, 4)
     fabric = rng.choice(["full", "rail"])
     ends = rng.choice(["close", "close", "abort", "kill"])
     plan = draw_plan(rng, nodes, rails, seconds)
@@ -74,7 +74,11 @@ def run_job(seed: int, seconds: float) -> dict[str, Any]:
     with Lab(nodes=nodes, rails=rails, rate="200mbit", burst="256kb", fabric=fabric) as lab:
         results = lab.run(
             [sys.executable, PROGRAM, json.dumps(task)],
-            env={"PYTHONPATH": os.pathsep.join(sys.path)},
+            # With few connections, ranks close and open paths all the time.
+            env={
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "R2CC_MAX_CONNECTIONS": rng.choice(["1", "3", "128"]),
+            },
             plan=plan,
             timeout_s=INIT_S + seconds + PATIENCE_S,
             sink=lines.append,

@@ -1,4 +1,4 @@
-"""Run one rank of a chaos job: random collectives, each checked, until the time is over.
+"""Run one rank of a chaos job: random calls, each checked, until the time is over.
 
 All ranks draw the same calls from one seed. Data is drawn from seed, call and rank, in integers
 that every dtype holds exactly, so every result is known to the last bit. Prints one line of JSON.
@@ -25,7 +25,7 @@ import r2ccl
 DTYPES = (np.uint8, np.int32, np.int64, np.float32, np.float64)
 KINDS = (
     "allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scan", "alltoall",
-    "alltoallv",
+    "alltoallv", "sendrecv",
 )  # fmt: skip
 OPS = {r2ccl.SUM: np.add, r2ccl.MIN: np.minimum, r2ccl.MAX: np.maximum}
 #: Calls between two checks of the clock, and largest number of asynchronous calls in flight.
@@ -61,7 +61,7 @@ class Chaos:
         count = max(1, nbytes // dtype.itemsize // n) * n
         op = list(OPS)[draw.integers(len(OPS))]
         root = int(draw.integers(n))
-        is_async = bool(draw.integers(2))
+        is_async, shift = bool(draw.integers(2)), int(draw.integers(1, n))
         every = [self.data(call, rank, count, dtype) for rank in range(n)]
         x = every[comm.rank].copy()
         total = every[0]
@@ -104,8 +104,16 @@ class Chaos:
                     for each, first, row in zip(every, firsts, sizes, strict=True)
                 ]
             )
+        elif kind == "sendrecv":
+            source, is_async = (comm.rank - shift) % n, False
+            want = every[source]
+            named = {"to": (comm.rank + shift) % n, "out": np.empty_like(x), "source": source}
+            if draw.integers(2) and comm.rank == root:
+                time.sleep(0.05)  # the others wait for a rank that may have no paths to them
         begun_s = time.monotonic()
         result = getattr(comm, kind)(given, **named)
+        if kind == "sendrecv":
+            result = named["out"]
         self.slowest_s = max(self.slowest_s, time.monotonic() - begun_s)
         name = f"call {call}: {kind} of {count} {dtype.name}, {op.name}, root {root}"
         self._ahead.append((name, result if is_async else None, result, want))
