@@ -23,8 +23,6 @@ VERSION = "0.1.0"
 
 
 Mode: TypeAlias = Literal["failstop", "migrate", "balance", "r2cc", "auto"]
-#: Numbers 0 to 3 of the modes, as in the published R2CCL.
-ModeNumber: TypeAlias = Literal[0, 1, 2, 3]
 Algo: TypeAlias = Literal[
     "auto",
     "ring",
@@ -168,7 +166,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         switches = dict.fromkeys(SWITCHED, SWITCHES)
         allowed = {"mode": MODES, "algo": ALGOS, "fabric": FABRICS, **switches}
         for name, values in allowed.items():
-            given = str(getattr(self, name)).lower()
+            raw = getattr(self, name)
+            given = str(raw).lower() if isinstance(raw, str | int) else ""
             if name == "mode":
                 given = MODE_NUMBERS.get(given, given)
             if given not in values:
@@ -284,7 +283,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidArgument(
                     f"unknown setting {name}: the environment variable {_PLACES[name]} sets it; "
                     "start the process with `r2ccl launch -n 4 -- python script.py`, or set RANK, "
-                    "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+                    "WORLD_SIZE, MASTER_ADDR, MASTER_PORT and R2CC_SECRET"
                 )
             near = nearest(name, cls.__struct_fields__)
             advice = f"did you mean {near}? known" if near else "known"
@@ -300,13 +299,13 @@ class Settings(TypedDict, total=False):
     The mode and the switches may also be numbers.
     """
 
-    mode: Mode | ModeNumber
+    mode: Mode | str | int
     eager_nbytes: int
     eager_slots: int
     slice_nbytes: int
     landing_depth: int
     channels: int
-    algo: Algo
+    algo: Algo | str
     rails: int
     socket_ifname: str
     failed_nics: str
@@ -508,7 +507,6 @@ __all__ = [
     "Algo",
     "Config",
     "Mode",
-    "ModeNumber",
     "Settings",
     "nearest",
     "parse_failures",

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
-from numbers import Real
 from typing import Any, TypeVar
 
 import msgspec
@@ -166,7 +165,7 @@ def launch(
     InvalidArgument
         If `nranks` is below 1, `timeout_s` is no number of at least 0, or `env` has a name or a
         value that no variable can have; if `fn` is not callable, or `fn` or a result cannot be
-        pickled; or if the main script calls `launch` while a rank imports it.
+        pickled; or if the main script calls `launch` while another process imports it.
     KeyboardInterrupt
         On Ctrl-C, which every rank gets, too.
 
@@ -182,7 +181,7 @@ def launch(
         started = RankProcesses(job, env or {}, fn, "launch")
     deadline = time.monotonic() + limit_s
     try:
-        return _collect(started, deadline, timeout_s)
+        return _collect(started, deadline, limit_s)
     except KeyboardInterrupt:
         started.interrupt()
         raise
@@ -254,8 +253,8 @@ class RankProcesses:
         _check_environment(env, who)
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise InvalidArgument(
-                f"{who}: the main script starts ranks while a rank imports it: put this call, and "
-                "all that must run only once, below if __name__ == '__main__':"
+                f"{who}: the main script starts ranks while another process imports it: put this "
+                "call, and all that must run only once, below if __name__ == '__main__':"
             )
         preparation = spawn.get_preparation_data("r2ccl-rank")
         # The key is an AuthenticationString, which can be pickled only while multiprocessing starts
@@ -446,20 +445,24 @@ def _collect(started: RankProcesses, deadline: float, timeout_s: float | None) -
 
 
 def parse_timeout(timeout_s: Any, who: str) -> float:
-    """Return a timeout of the user as a number of seconds, infinite if it is None.
+    """Return a timeout of the user as a number of seconds: infinite for None, 0 if negative.
 
     Raises
     ------
     InvalidArgument
-        If it is no number, negative or NaN; the message begins with `who`.
+        If it is no number, or NaN; the message begins with `who`.
     """
     if timeout_s is None:
         return float("inf")
-    if not (isinstance(timeout_s, Real) and float(timeout_s) >= 0):
+    try:
+        limit_s = float(timeout_s)
+    except (TypeError, ValueError, OverflowError):
+        limit_s = float("nan")
+    if limit_s != limit_s:
         raise InvalidArgument(
-            f"{who}: timeout_s={timeout_s!r}: allowed is a number of seconds from 0 on, or None"
+            f"{who}: timeout_s={timeout_s!r}: allowed is a number of seconds, or None"
         )
-    return float(timeout_s)
+    return max(0.0, limit_s)
 
 
 def _check_environment(env: Mapping[str, str], who: str) -> None:

@@ -60,8 +60,9 @@ class FallbackHandler(logging.Handler):
             self.handleError(record)
 
     def _is_received(self, record: logging.LogRecord) -> bool:
-        logger: logging.Logger | None = logging.getLogger(record.name)
-        while logger is not None:
+        # Not getLogger, which takes a lock that a program may hold while it waits for this handler.
+        logger = logging.root.manager.loggerDict.get(record.name)
+        while isinstance(logger, logging.Logger):
             if any(not isinstance(handler, FallbackHandler) for handler in logger.handlers):
                 return True
             logger = logger.parent if logger.propagate else None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -22,8 +21,8 @@ _READ_NBYTES = 1 << 16
 #: Maximum number of reads to empty a pipe, which holds 64 KiB, or 1 MiB if a rank has enlarged it.
 #: A process that writes without end must not block the launcher.
 _MOST_READS = 16
-#: Complete lines; a progress bar ends its lines with a carriage return.
-_LINES = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
+#: Longest line in bytes that is kept until it is complete.
+_MOST_UNFINISHED = 1 << 20
 #: Names in `sys` of the streams of descriptors 1 and 2.
 _STREAMS = ("stdout", "stderr")
 
@@ -101,9 +100,12 @@ class RankOutput:
             os.close(descriptor)
             return False
         data = self._unfinished.pop(source, b"") + data
-        lines = _LINES.findall(data)
-        self._unfinished[source] = data[sum(map(len, lines)) :]
-        self._write(source, lines)
+        # A progress bar ends its lines with a carriage return.
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not end and len(data) > _MOST_UNFINISHED:
+            end = len(data)
+        self._unfinished[source] = data[end:]
+        self._write(source, data[:end].splitlines(keepends=True))
         return True
 
     def flush(self) -> None:

@@ -44,7 +44,11 @@ _CLOSE_GRACE_S = 5.0
 
 
 def launch_pool(
-    nranks: int, *, env: Mapping[str, str] | None = None, **settings: Unpack[Settings]
+    nranks: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    faults: Any = None,
+    **settings: Unpack[Settings],
 ) -> LaunchPool:
     """Start `nranks` processes on this machine, connect them, and return a pool of them.
 
@@ -53,6 +57,8 @@ def launch_pool(
     nranks : int
     env : mapping, optional
         Additional environment variables for every rank.
+    faults : object, optional
+        For `r2ccl.init`: a plan of faults, such as `r2ccl.testing.fail_at` returns.
     **settings
         Fields of `Config`, for `r2ccl.init`, which every rank calls once.
 
@@ -65,7 +71,8 @@ def launch_pool(
     ------
     InvalidArgument
         If `nranks` is below 1, a setting is wrong or cannot be pickled, `env` is refused as by
-        `launch`, or the main script calls this function while a rank imports it.
+        `launch`, or the main script calls this function while another process imports
+        it.
     R2cclError
         As `r2ccl.init`, or if a rank or the process that forks the ranks exits early.
 
@@ -80,8 +87,9 @@ def launch_pool(
     ...     pool.run(lambda comm, scale: comm.allreduce(np.ones(3) * scale)[0], 2.0)
     [8.0, 8.0, 8.0, 8.0]
     """
+    given: dict[str, Any] = {**settings} if faults is None else {**settings, "faults": faults}
     with LocalJob(nranks) as job:
-        processes = RankProcesses(job, env or {}, _Rank(settings), "launch_pool", is_serving=True)
+        processes = RankProcesses(job, env or {}, _Rank(given), "launch_pool", is_serving=True)
     return LaunchPool(processes)
 
 
@@ -149,7 +157,7 @@ class LaunchPool:
             If not all ranks return within `timeout_s`; the pool has ended.
         InvalidArgument
             If `fn` is not callable, `fn` or an argument cannot be pickled, or `timeout_s` is no
-            number of at least 0; nothing was called. Also if a result cannot be pickled.
+            number; nothing was called. Also if a result cannot be pickled.
         ConcurrentCalls
             If another call is running.
         KeyboardInterrupt
@@ -163,7 +171,7 @@ class LaunchPool:
         during the second.
         """
         self._require_usable()
-        parse_timeout(timeout_s, "launch_pool")
+        limit_s = parse_timeout(timeout_s, "launch_pool")
         is_by_value = self._processes.is_by_value
         call = pickling.dumps_call(fn, "launch_pool", args=args, is_by_value=is_by_value)
         if not self._turn.acquire(blocking=False):
@@ -172,7 +180,7 @@ class LaunchPool:
                 "second pool"
             )
         try:
-            return self._run(call, timeout_s)
+            return self._run(call, limit_s)
         finally:
             self._processes.flush_output()
             self._turn.release()
@@ -225,8 +233,8 @@ class LaunchPool:
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("a LaunchPool belongs to the process that made it")
 
-    def _run(self, call: bytes, timeout_s: float | None) -> list[Any]:
-        until_s = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+    def _run(self, call: bytes, timeout_s: float) -> list[Any]:
+        until_s = time.monotonic() + timeout_s
         outcomes: dict[int, RankOutcome] = {}
         failure: BaseException | None = None
         why = "run() was interrupted"  # kept if an exception leaves before the check below

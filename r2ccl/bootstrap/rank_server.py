@@ -258,6 +258,8 @@ def dumps_result(value: Any) -> bytes:
     """
     try:
         return dumps(RankOutcome(value))
+    except MemoryError:
+        raise
     except Exception as exc:  # objects raise what they like from __reduce__
         raise InvalidArgument(
             f"the result of the function, of type {type(value).__name__}, cannot be sent to the "

@@ -127,7 +127,10 @@ class HostRanks:
                 process_group=0,  # else Ctrl-C in a terminal would reach the ranks twice
             )
         except OSError as exc:
-            why = _why_not_run(command[0], self._program.folder) or exc.strerror
+            why = ""
+            if isinstance(exc, FileNotFoundError | PermissionError):
+                why = _why_not_run(command[0], self._program.folder)
+            why = why or str(exc.strerror)
             raise InvalidArgument(f"cannot run {command[0]!r}: {why}") from exc
 
     async def attend(self) -> None:
@@ -206,12 +209,13 @@ def _why_not_run(program: str, folder: str) -> str:
     path = os.path.join(folder, program)
     if not os.path.isfile(path):
         return ""
+    named = program if "/" in program else f"./{program}"
     if not os.access(path, os.X_OK):
         return (
             f"the file is not executable: write python {program} if it is a Python script, else "
-            f"chmod +x {program}"
+            f"chmod +x {program} and write {named}"
         )
-    return "" if "/" in program else f"it is not in PATH: write ./{program}"
+    return "" if "/" in program else f"it is not in PATH: write {named}"
 
 
 def _signal_group(process: Process, number: int) -> None:

@@ -154,7 +154,7 @@ class Supervisor:
         # Report only the first failure, which causes the others, unless the other ranks run on.
         if is_first or self._keeps_going:
             # A thread may be writing a line of a rank to the same terminal or pipe.
-            is_within_line = self._printer.is_writing and os.path.sameopenfile(1, 2)
+            is_within_line = self._printer.is_writing and _is_output_shared()
             print("\n" * is_within_line + f"r2ccl launch: {what}", file=sys.stderr)
         if not self._keeps_going:
             self._is_ending.set()
@@ -200,6 +200,14 @@ class Supervisor:
                 return
             if not data:
                 return
+
+
+def _is_output_shared() -> bool:
+    """Return whether standard output and standard error are one terminal, pipe or file."""
+    try:
+        return os.path.sameopenfile(1, 2)
+    except OSError:  # one of them is closed
+        return False
 
 
 __all__ = ["RankGroup", "Supervisor"]

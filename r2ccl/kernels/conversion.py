@@ -180,7 +180,7 @@ def _factor_of(dtype: np.dtype[Any], factor: Any) -> Any:
     """
     kind = "f" if dtype.name in SMALL else dtype.kind
     try:
-        if kind == "f" and np.iscomplexobj(factor):
+        if kind == "f" and isinstance(factor, complex | np.complexfloating):
             raise TypeError
         if kind in "iu":
             return dtype.type(operator.index(factor))

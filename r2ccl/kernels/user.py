@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -119,16 +119,16 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
     Raises
     ------
     InvalidArgument
-        If `function` has another form; or if one of its default arguments, or a variable of an
-        enclosing function that it uses, is not None, a number, string, array or function, or a
-        tuple of these.
+        If `function` has another form; or if one of its default arguments, a variable of an
+        enclosing function that it uses, or an attribute of the object of a method is not None, a
+        number, string, array or function, or a tuple of these.
 
     Notes
     -----
     All ranks must pass operations with the same name, the same `is_commutative` and the same code,
     compiled by the same Python version; otherwise the call raises `InvalidArgument` on every rank.
-    Values of global variables are not compared. An exception that the function raises during a call
-    ends the communicator.
+    Values of global variables are not compared, nor later changes of an object. An exception that
+    the function raises during a call ends the communicator.
     """
     name = name or str(getattr(function, "__name__", ""))
     is_ufunc = isinstance(function, np.ufunc)
@@ -198,6 +198,8 @@ def _by_slice(function: Any, dtype: np.dtype[Any]) -> Reducer:
 
 def _python_of(function: Any) -> Any:
     """Return the Python function that Numba compiles, or `function` itself."""
+    if isinstance(function, FunctionType | MethodType):  # `functools.wraps` may copy `py_func`
+        return function
     return getattr(function, "py_func", function)
 
 
@@ -225,6 +227,8 @@ def _facts(function: Any, name: str, users: tuple[Any, ...] = ()) -> Iterator[ob
         yield users.index(function)
         return
     yield from _facts_of_code(function.__code__)
+    if isinstance(function, MethodType):
+        yield from _facts_of_owner(function.__self__, name, (*users, function))
     values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
     try:
         values += [cell.cell_contents for cell in function.__closure__ or ()]
@@ -237,6 +241,18 @@ def _facts(function: Any, name: str, users: tuple[Any, ...] = ()) -> Iterator[ob
         yield from _facts_of_value(value, name, (*users, function))
 
 
+def _facts_of_owner(owner: Any, name: str, users: tuple[Any, ...]) -> Iterator[object]:
+    """Yield the class of the object of a method, and the object's attributes."""
+    kind = owner if isinstance(owner, type) else type(owner)
+    yield f"{kind.__module__}.{kind.__qualname__}"
+    if owner is not kind:
+        if not hasattr(owner, "__dict__"):
+            raise _not_comparable(owner, name)
+        for key, value in sorted(vars(owner).items()):
+            yield key
+            yield from _facts_of_value(value, name, users)
+
+
 def _facts_of_value(value: Any, name: str, users: tuple[Any, ...]) -> Iterator[object]:
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         yield (str(value.dtype), value.shape, value.tobytes())
@@ -247,11 +263,15 @@ def _facts_of_value(value: Any, name: str, users: tuple[Any, ...]) -> Iterator[o
     elif isinstance(value, int | float | complex | str | bytes | None):
         yield value
     else:
-        raise InvalidArgument(
-            f"user_op({name}): the function depends on {value!r}, which cannot be compared between "
-            "ranks: in variables of an enclosing function and in default arguments, use only "
-            "numbers, strings, arrays, functions and tuples of these"
-        )
+        raise _not_comparable(value, name)
+
+
+def _not_comparable(value: object, name: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"user_op({name}): the function depends on {value!r}, which cannot be compared between "
+        "ranks: in variables of an enclosing function, in default arguments and in attributes of a "
+        "method's object, use only numbers, strings, arrays, functions and tuples of these"
+    )
 
 
 def _facts_of_code(code: CodeType) -> Iterator[object]:

@@ -94,6 +94,11 @@ def refused_output(out: object, why: InvalidArgument) -> InvalidArgument:
     If `out` is an operation or an integer, the error says to which parameter it belongs. Otherwise
     the error is `why`.
     """
+    return misplaced(out) or why
+
+
+def misplaced(out: object) -> InvalidArgument | None:
+    """Return the error to raise for `out` if it is an operation or a root; else None."""
     if isinstance(out, str) or callable(out) or "Op" in type(out).__name__:
         return InvalidArgument(
             f"out={out!r}: the second argument is out; give the operation as op=..., such as "
@@ -103,7 +108,7 @@ def refused_output(out: object, why: InvalidArgument) -> InvalidArgument:
         return InvalidArgument(
             f"out={out!r}: the second argument is out; give the root as root={out}"
         )
-    return why
+    return None
 
 
 def _op_name(op: object) -> str:
@@ -128,6 +133,7 @@ __all__ = [
     "cannot_view",
     "contiguous",
     "copy",
+    "misplaced",
     "on_host",
     "refused_op",
     "refused_output",

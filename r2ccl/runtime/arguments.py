@@ -27,7 +27,7 @@ import numpy as np
 from r2ccl import kernels
 from r2ccl.dtypes import CODES, dtype_name, names, raw_dtype
 from r2ccl.errors import InvalidArgument
-from r2ccl.runtime.advice import refused_op, refused_output
+from r2ccl.runtime.advice import misplaced, refused_op, refused_output
 from r2ccl.runtime.arrays.buffers import (
     Buffer,
     Extent,
@@ -38,7 +38,6 @@ from r2ccl.runtime.arrays.buffers import (
     like_part,
     part_of,
     refusal,
-    require_array,
 )
 from r2ccl.runtime.arrays.cuda import (
     DeviceBuffer,
@@ -661,14 +660,16 @@ def _output(source: Memory | None, out: Any) -> Memory:
 
 
 def _refuse_unused(out: Any) -> None:
-    """Raise InvalidArgument if `out`, which this rank does not use, is not an array, and not None.
+    """Raise InvalidArgument if `out`, which this rank does not use, is a root or an operation.
 
-    The root would raise it as well. If it alone did, the other ranks would wait for the root.
+    All ranks pass these in the place of `out`, and the root refuses them. If it alone did, the
+    other ranks would wait for it.
     """
-    try:
-        require_array(out)
-    except InvalidArgument as exc:
-        raise refused_output(out, exc) from exc.__cause__
+    if type(out) is np.ndarray or out is None:
+        return
+    error = misplaced(out)
+    if error is not None:
+        raise error
 
 
 #: Replaces an argument that is not an integer; it is not a valid rank or tag, and not `ANY`.

@@ -218,7 +218,7 @@ class Contexts:
         self._members[context_id] = member
         self._chosen.discard((context_id, first_op))
         for peer, message in self._early.pop((context_id, first_op), ()):
-            member.on_message(peer, message)
+            self._pass(member, peer, message)
 
     def remove(self, member: ContextEngine, last_op: int) -> None:
         """Remove a communicator that all its ranks have closed; its last call was `last_op`."""
@@ -238,7 +238,7 @@ class Contexts:
         context_id, first_op, message = wrapped.context_id, wrapped.first_op, wrapped.message
         member = self._members.get(context_id)
         if member is not None and member.context.first_op == first_op:
-            member.on_message(peer, message)
+            self._pass(member, peer, message)
             return
         key = (context_id, first_op)
         # `choose` comes before the end of the exchange of offers, so `_parents` is read first.
@@ -246,6 +246,11 @@ class Contexts:
             self._early = {each: kept for each, kept in self._early.items() if each in self._chosen}
         if self._parents or key in self._chosen:
             self._early.setdefault(key, []).append((peer, message))
+
+    def _pass(self, member: ContextEngine, peer: int, message: ContextMessage) -> None:
+        # A rank may have made a communicator of the same identity that failed at this rank.
+        if peer in member.context.members:
+            member.on_message(peer, message)
 
     def adopt(self, health: Health) -> None:
         """Pass a new health of the job to all communicators made from the job's first one."""

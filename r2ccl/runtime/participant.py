@@ -196,8 +196,7 @@ class Participant:
                     self._control, obstacle, tuple(teams.values())
                 )
         except TransportError as exc:
-            if self.engine.error is not None:  # a fault ended the communicator meanwhile
-                raise
+            self.engine.check()  # raises an error if a fault ended the communicator meanwhile
             if self._config.shm == "1":
                 raise TransportError(
                     f"{exc}; R2CC_SHM=1 requires shared memory: remove this cause, or set "

@@ -150,6 +150,10 @@ def ranks_of_functions(mpi_comm: Ranks) -> None:
     def scaled(comm: r2ccl.Communicator, scale: float) -> Floats:
         return comm.allreduce(np.full(3, scale, np.float32))
 
+    with r2ccl.launch_pool(2, faults=None):
+        pass
+    for each in ("ring", "tree"):
+        r2ccl.init(algo=each, mode="AUTO").close()
     with r2ccl.launch_pool(2, timeout_s=3, env={"A": "B"}, mode="migrate", algo="ring") as pool:
         assert_type(pool.run(scaled, 2.0, timeout_s=1), list[Floats])
     with r2ccl.init(mpi_comm, mode=3):

@@ -46,12 +46,8 @@ def settings() -> None:
     r2ccl.init(timeout=3)  # type: ignore[call-arg]  # pyright: ignore
     r2ccl.init(timeout_s="3s")  # type: ignore[arg-type]  # pyright: ignore
     r2ccl.init(rails=1.5)  # type: ignore[arg-type]  # pyright: ignore
-    r2ccl.init(mode="foo")  # type: ignore[arg-type]  # pyright: ignore
-    r2ccl.init(mode=4)  # type: ignore[arg-type]  # pyright: ignore
-    r2ccl.init(algo="rings")  # type: ignore[arg-type]  # pyright: ignore
     r2ccl.init("nccl")  # type: ignore[arg-type]  # pyright: ignore
     r2ccl.launch_pool(2, timeot_s=3)  # type: ignore[call-arg]  # pyright: ignore
-    r2ccl.launch_pool(2, mode="foo")  # type: ignore[arg-type]  # pyright: ignore
 
 
 def functions(pool: r2ccl.LaunchPool) -> None:

@@ -103,6 +103,11 @@ def save_results(
 
     If `commit` is empty, it is left out. ``machine`` contains the version of r2ccl if it is
     installed as a package. A missing folder is made.
+
+    Raises
+    ------
+    InvalidArgument
+        If the file cannot be written.
     """
     document = {
         "machine": machine(),
@@ -110,8 +115,11 @@ def save_results(
         "command": command,
         "results": list(results),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n")
+    except OSError as exc:
+        raise _not_written(path, exc) from exc
 
 
 def check_results(path: Path) -> None:
@@ -130,10 +138,14 @@ def check_results(path: Path) -> None:
         if is_new:
             path.unlink()
     except OSError as exc:
-        raise InvalidArgument(
-            f"--json {path} cannot be written ({exc.strerror}): give the path of a file in a "
-            "writable folder"
-        ) from exc
+        raise _not_written(path, exc) from exc
+
+
+def _not_written(path: Path, exc: OSError) -> InvalidArgument:
+    return InvalidArgument(
+        f"--json {path} cannot be written ({exc.strerror}): give the path of a file in a writable "
+        "folder"
+    )
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:

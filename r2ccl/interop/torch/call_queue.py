@@ -74,9 +74,11 @@ class QueuedCall:
         """Run the function; if it raises an exception, store the exception in `error`."""
         assert self._fn is not None
         try:
-            with self._on_stream():
+            if self._done is None:
                 self._fn()
-            if self._done is not None:
+            else:
+                with torch.cuda.stream(self._stream):
+                    self._fn()
                 self._done.record(self._stream)
         except BaseException as exc:
             self.error = exc

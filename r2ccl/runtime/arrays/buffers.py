@@ -253,25 +253,6 @@ def host_array(x: Any) -> Array:
         raise InvalidArgument(f"{type_name(x)} was given ({exc}): {_ALLOWED}{names()}") from exc
 
 
-def require_array(x: Any) -> None:
-    """Check that `x` is None or of a kind that can be an output, such as an array in any memory.
-
-    Ranks that do not use their output check it, so that all ranks refuse an argument in its place.
-
-    Raises
-    ------
-    InvalidArgument
-        If `x` is a number, text, a list or another object that is not an array.
-    """
-    if x is None or isinstance(x, np.ndarray):
-        return
-    if hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"):
-        return
-    array = host_array(x)
-    if not array.flags.writeable:  # a number of NumPy, or bytes
-        raise refusal(x, array, True)
-
-
 def _shape(x: Any) -> tuple[int, ...]:
     if library_of(x) is not None:
         return tuple(x.shape)
@@ -360,5 +341,4 @@ __all__ = [
     "like_part",
     "part_of",
     "refusal",
-    "require_array",
 ]

@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -142,3 +143,15 @@ def test_progress_is_a_line_on_a_terminal_or_a_record(
         set_level(Config(debug=debug))
         progress(logger, "waiting")
     assert stream.getvalue() == shown
+
+
+def test_a_warning_takes_no_lock_of_logging() -> None:
+    """`dictConfig` holds it while it waits for the handler."""
+    with bare() as logger:
+        set_level(Config())
+        logger.warning("rank 0: this fills the cache of levels")
+        with logging._lock:  # type: ignore[attr-defined]
+            warns = threading.Thread(target=logger.warning, args=("rank 0: TEST",))
+            warns.start()
+            warns.join(30.0)
+            assert not warns.is_alive()

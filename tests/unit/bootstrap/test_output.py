@@ -26,3 +26,20 @@ def test_a_writer_without_end_does_not_hold_the_launcher(capsys) -> None:
     output.close_theirs()
     output.close()
     assert set(capsys.readouterr().out.split()) <= {"line", "l", "li", "lin", "e", "ne", "ine"}
+
+
+def test_a_long_line_takes_no_long_time(capsys) -> None:
+    """A search that began anew at each byte took minutes."""
+    output = RankOutput(1)
+    [[theirs, _]] = output.theirs
+    nbytes = 3 << 20
+    writer = threading.Thread(target=os.write, args=(theirs, b"z" * nbytes + b"\nrest"))
+    writer.start()
+    while writer.is_alive():
+        for descriptor in list(output.descriptors()):
+            output.forward(descriptor)
+    output.close_theirs()
+    output.flush()
+    output.close()
+    said = capsys.readouterr().out
+    assert said.replace("\n", "") == "z" * nbytes + "rest"

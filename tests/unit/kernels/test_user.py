@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -177,18 +178,38 @@ def test_names_and_kinds() -> None:
     assert not r2ccl.user_op(in_python, is_commutative=False).is_commutative
 
 
-class Combiner:
-    """Object with an operation as a method."""
+class Scaled:
+    """Object whose method is an operation that depends on the object."""
+
+    def __init__(self, factor: Any) -> None:
+        self.factor = factor
 
     def combine(self, left: Array, right: Array) -> Array:
-        return left + right
+        return (left + right) * self.factor
 
 
-def test_a_method_is_a_function_of_arrays() -> None:
-    reduce = user_op(Combiner().combine).reducer(CODES[np.dtype("float32")])
+def test_methods_of_different_objects_are_different_operations() -> None:
     out = np.empty(3, "f4")
-    reduce(np.arange(3, dtype="f4"), np.ones(3, "f4"), out)
-    assert out.tolist() == [1, 2, 3]
+    ops = [user_op(Scaled(factor).combine) for factor in (2, 3, 2)]
+    for factor, op in zip((2, 3), ops, strict=False):
+        op.reducer(CODES[out.dtype])(np.arange(3, dtype="f4"), np.ones(3, "f4"), out)
+        assert out.tolist() == [factor, 2 * factor, 3 * factor]
+    assert ops[0].digest == ops[2].digest != ops[1].digest
+
+
+def test_a_method_of_an_object_that_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="attributes of a method's object"):
+        user_op(Scaled(object()).combine)
+
+
+def test_a_function_around_a_compiled_one_runs_itself() -> None:
+    @functools.wraps(of_scalars)
+    def around(left: Array, right: Array) -> Array:
+        return left - right
+
+    out = np.empty(3, "f4")
+    user_op(around).reducer(CODES[out.dtype])(np.arange(3, dtype="f4"), np.ones(3, "f4"), out)
+    assert out.tolist() == [-1, 0, 1]
 
 
 def recursive(step: int) -> Callable[..., Any]:

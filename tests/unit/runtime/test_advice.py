@@ -107,8 +107,7 @@ def test_a_root_in_place_of_out_is_told_the_keyword(given: Any) -> None:
     ("given", "words"),
     [
         (0, "give the root as root=0$"), (np.int64(1), "give the root as root=1$"),
-        ([0] * 8, r"builtins\.list was given"), ("max", "op=r2ccl.SUM$"),
-        (ReduceOp.MAX, "op=r2ccl.SUM$"), (b"12345678", "is read-only"),
+        ("max", "op=r2ccl.SUM$"), (ReduceOp.MAX, "op=r2ccl.SUM$"),
     ],
 )  # fmt: skip
 def test_ranks_that_ignore_out_refuse_what_the_root_does(rank: int, given: Any, words: str) -> None:
@@ -122,7 +121,7 @@ def test_ranks_that_ignore_out_refuse_what_the_root_does(rank: int, given: Any, 
             call(given)
 
 
-@pytest.mark.parametrize("given", [None, np.empty(0), bytearray(8), GpuArray()])
+@pytest.mark.parametrize("given", [None, np.empty(0), bytearray(8), GpuArray(), [], b"12345678"])
 def test_ranks_that_ignore_out_accept_any_array(given: Any) -> None:
     assert arguments.reduce(X, given, ReduceOp.SUM, 0, 1).result is None
     assert arguments.gather(X, given, 0, 1, 2).result is None

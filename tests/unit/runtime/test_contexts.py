@@ -147,6 +147,18 @@ def test_a_message_may_come_before_the_end_of_the_exchange() -> None:
     assert made.heard == [(1, Closing()), (2, Closing())]
 
 
+def test_a_rank_that_is_no_member_is_not_heard() -> None:
+    """It may have made a communicator of the same identity that failed at this rank."""
+    contexts = Contexts()
+    context_id, first_op = contexts.choose([contexts.offer(0)])
+    contexts.on_message(1, InContext(context_id, first_op, Closing()))
+    contexts.withdraw(is_last=True)
+    member = Member(context_id, first_op, (0, 2))
+    contexts.add(member)
+    contexts.on_message(1, InContext(context_id, first_op, Closing()))
+    assert member.heard == []
+
+
 def test_if_one_rank_gives_up_all_do() -> None:
     """A rank that went on would wait for the others until R2CC_TIMEOUT_S."""
     exchanges: list[bytes] = []
