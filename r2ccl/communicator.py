@@ -1341,8 +1341,9 @@ class Communicator:
     def close(self) -> None:
         """Wait until every rank has received all its data, then release all resources. Idempotent.
 
-        Waits for asynchronous calls. Acts as `abort` if a blocking collective runs in another
-        thread, or any blocking call was interrupted by the signal handler that calls `close`. A
+        Waits for asynchronous calls, and for blocking calls that wait behind them. Acts as `abort`
+        if another blocking collective runs in another thread, or was interrupted by the signal
+        handler that calls `close`. A
         communicator made by `split` and the like is closed alone: `close` waits for the calls and
         messages of this rank only, and the shared connections stay open.
 

@@ -232,8 +232,10 @@ class NoQuorum(R2cclError):
 class CommunicatorRevoked(R2cclError):
     """Use of a communicator that was revoked or closed, or revocation during a call.
 
-    ``reason`` is the earlier error that revoked the communicator. It is None if there was no such
-    error, as on a closed communicator, or if this exception is itself the first error.
+    ``reason`` is the earlier error of r2ccl that revoked the communicator. It is None if there was
+    no such error, as on a closed communicator, or if this exception is itself the first error. It
+    is also None if an exception of another kind, for example of a user's operation, ended an
+    asynchronous call; that exception is ``__cause__``.
     """
 
     def __init__(self, message: str, *, reason: BaseException | None = None) -> None:

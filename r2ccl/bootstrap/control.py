@@ -60,7 +60,10 @@ class ControlHandler(Protocol):
     """
 
     def on_message(self, peer: int, message: object) -> None:
-        """Handle a message from `peer`; each arrives once and, over a session, in the order sent.
+        """Handle a message from `peer`.
+
+        Over a session, each message arrives exactly once, in the order sent; else at most once.
+
 
         `message` has one of the registered types, or is `Goodbye` when a peer that this rank has a
         session with closes normally.

@@ -1,4 +1,4 @@
-"""Resolution of MASTER_ADDR to a numeric address, and its errors.
+"""Resolution of the name of rank 0's host to a numeric address, and its errors.
 
 The name may not exist yet: containers and nodes that start with the job get their names late. The
 callers therefore resolve it again until the timeout of `init`; the first failure is logged at once,
@@ -24,14 +24,15 @@ _NAMES = {getattr(socket, name): name for name in dir(socket) if name.startswith
 
 
 class LeaderName:
-    """The value of ``MASTER_ADDR``, and its resolution to a numeric address.
+    """Name of rank 0's host, and its resolution to a numeric address.
 
     Parameters
     ----------
     rank : int
         This rank.
     name : str
-        ``MASTER_ADDR``, a name or a numeric address.
+        ``MASTER_ADDR`` or, if a launcher gives it otherwise, the first host: a name or a numeric
+        address.
     port : int
     """
 
@@ -66,7 +67,7 @@ class LeaderName:
             return
         self._is_logged = True
         logger.warning(
-            "rank %d: MASTER_ADDR=%r cannot be resolved yet (%s); retrying for up to "
+            "rank %d: the host of rank 0, %r, cannot be resolved yet (%s); retrying for up to "
             "R2CC_INIT_TIMEOUT_S; if the name is wrong, set MASTER_ADDR to the address of rank 0",
             self._rank, self._name, describe(exc),
         )  # fmt: skip
@@ -78,10 +79,11 @@ def is_passing(exc: OSError) -> bool:
 
 
 def unresolvable(rank: int, name: str, exc: OSError | UnicodeError) -> InvalidArgument:
-    """Return the error of `rank` for a MASTER_ADDR `name` whose resolution failed with `exc`."""
+    """Return the error of `rank` for a host `name` of rank 0, which `exc` did not resolve."""
     return InvalidArgument(
-        f"rank {rank}: MASTER_ADDR={name!r} cannot be resolved ({describe(exc)}): set it to the "
-        "address of rank 0's host, or to a name for which `getent hosts` gives one on every host"
+        f"rank {rank}: the host of rank 0, {name!r}, cannot be resolved ({describe(exc)}): set "
+        "MASTER_ADDR to the address of that host, or to a name for which `getent hosts` gives one "
+        "on every host"
     )
 
 

@@ -34,7 +34,7 @@ class LinePrinter:
     Attributes
     ----------
     is_writing : bool
-        True during a write, of which the reader may have got a part that ends within a line.
+        True during a write. The output so far may then end within a line.
     """
 
     def __init__(self, tag: str, out: BinaryIO, *, is_coloured: bool = False) -> None:

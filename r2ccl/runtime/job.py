@@ -276,8 +276,10 @@ class Job:
     def close(self, participant: Participant) -> None:
         """Close a communicator, or all if it is the first one; see `Communicator.close`.
 
-        If a blocking collective is in progress on a communicator to close, or the caller is a
-        signal handler that interrupted a call, abort instead, unless this process was forked.
+        Abort instead, unless this process was forked, if a blocking collective is in progress on a
+        communicator to close (`Participant.is_blocking`), or the caller is a signal handler that
+        interrupted a call (`is_below`). A blocking call that waits behind asynchronous calls counts
+        as one of them: it is waited for.
         """
         is_first = participant is self._participants[0]
         is_blocking = self.is_blocking if is_first else participant.is_blocking
@@ -403,7 +405,7 @@ class Job:
         )
 
     def rejections(self) -> dict[str, int]:
-        """Return the number of rejected connections and frames, by reason."""
+        """Return the number of rejected connections, frames and messages, by reason."""
         return dict(self.control.rejections())
 
     def _descriptors(self) -> list[int]:

@@ -90,7 +90,8 @@ def put(
     """Put a frame with `nbytes` bytes of data from address `source` into the ring to a peer.
 
     The ring must have room for it. `kind` is the first word of the header: the kind and the dtype.
-    `ident` is the number of the message, and `size` the size of the whole message in bytes.
+    `ident` is the number of the message, and `size` the size of the whole message in bytes; in a
+    DATA frame, `ident` is 0 and `size` is `nbytes`.
     """
     ring, at = table[RING], words[HEAD] & (table[RING] - 1)
     header = words_at(words[OUT_RING] + at)

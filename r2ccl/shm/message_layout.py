@@ -55,7 +55,7 @@ assert ring_nbytes(MAX_NRANKS) >= 1 << 17
 
 # Words of the header of a frame: kind of the frame in the lowest byte, dtype code above it; tag;
 # number of the message, which its sender assigned; size of the message in bytes; bytes of data in
-# this frame.
+# this frame. In a DATA frame, the number is 0, and the size is that of the data in this frame.
 
 FRAME_KIND, FRAME_TAG, FRAME_IDENT, FRAME_SIZE, FRAME_DATA = 0, 1, 2, 3, 4
 KIND_BITS = 8

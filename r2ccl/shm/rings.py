@@ -39,8 +39,9 @@ class RingFrame(NamedTuple):
     """Frame of a peer.
 
     ``kind`` is a number of `EnvelopeKind`, ``dtype`` a dtype code. ``ident`` is the number of the
-    message, and ``size`` the size of the whole message in bytes. ``data`` has the bytes in this
-    frame; it is borrowed from the ring until `Rings.consume`.
+    message, and ``size`` the size of the whole message in bytes; in a DATA frame, ``ident`` is 0
+    and ``size`` is the size of ``data``. ``data`` has the bytes in this frame; it is borrowed from
+    the ring until `Rings.consume`.
     """
 
     kind: int

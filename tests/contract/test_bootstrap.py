@@ -206,7 +206,9 @@ def test_a_name_that_cannot_exist_ends_init_at_once(
         error = join_named(job, rank)
     assert time.monotonic() < began_s + 0.9
     assert isinstance(error, InvalidArgument)
-    assert f"rank {rank}: MASTER_ADDR='head-node' cannot be resolved (EAI_FAIL" in str(error)
+    assert f"rank {rank}: the host of rank 0, 'head-node', cannot be resolved (EAI_FAIL" in str(
+        error
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,7 @@ def test_a_name_that_does_not_come_in_time_is_invalid(
     with LocalJob(2) as job:
         error = join_named(job, rank)
     assert isinstance(error, InvalidArgument)
-    assert f"rank {rank}: MASTER_ADDR='head-node' cannot be resolved" in str(error)
+    assert f"rank {rank}: the host of rank 0, 'head-node', cannot be resolved" in str(error)
     assert "the resolver's words" in str(error)
     said = [each for each in caplog.records if "cannot be resolved yet" in each.getMessage()]
     assert len(said) == 1

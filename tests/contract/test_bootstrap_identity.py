@@ -236,7 +236,7 @@ def test_a_name_that_cannot_exist_is_no_job_on_several_hosts(
     resolver: Callable[[int], None], code: int
 ) -> None:
     resolver(code)
-    with pytest.raises(InvalidArgument, match=r"'head-node\.invalid' cannot be resolved \(EAI_"):
+    with pytest.raises(InvalidArgument, match=r"'head-node\.invalid', cannot be resolved \(EAI_"):
         identify(config(NAMED), None, NAMED)
 
 

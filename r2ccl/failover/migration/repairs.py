@@ -30,7 +30,8 @@ class Repair(msgspec.Struct):
         Time when both ends were fenced and this end began to use other paths. 0: not yet.
     first_byte_s : float
         Time when the first byte of a slice that this end lacked at its fence arrived, over any
-        path. 0: not yet, or no slice was missing.
+        path. 0: not yet, no slice was missing, or the slice arrived before this end resumed. Only
+        the first missing slice of each channel counts.
     moved : dict of int to int
         New rail of each channel that got a new route (`r2ccl.types.BYPASS` for a bypass); empty if
         none did, or no path was left.

@@ -1,10 +1,10 @@
 """Dependencies between slices: which slices become ready when others land or are reduced.
 
-`r2ccl.flowsim.loops.state` defines the terms. The interface to the models of port sharing is
-narrow: in ``starting``, this module lists the links whose next slice may be sent, and the model
-calls `sent` when a slice is sent completely. A waiter is in at most one queue: the queue of the
-first unfinished op that it depends on, or the queue of its lane. It is woken when enough slices of
-that op are done, or when the lane is free to reduce.
+`r2ccl.flowsim.loops.state` defines the terms. A model of port sharing takes from ``starting`` the
+links whose next slice may be sent, and calls `goes_on_a_wire` for each. If that is True, the model
+calls `sent` when the slice is sent completely; for a slice that takes no time, `land_and_reduce`
+does. A waiter is in at most one queue: that of the first op of which it needs more slices, or that
+of its lane. It is woken when enough slices of that op are done, or when the lane is free to reduce.
 
 The rules are those of `r2ccl.schedule.ir`: if an op and its dependency work on the same chunk
 index, slice k of the op waits for slice k of the dependency; otherwise every slice waits for the

@@ -147,7 +147,7 @@ class LocalMessages:
 
     @property
     def is_below(self) -> bool:
-        """True in a signal handler that interrupted a method of this object in the same thread."""
+        """True in a signal handler that interrupted its thread during the thread's turn."""
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def _acquire(self) -> None:
@@ -156,7 +156,7 @@ class LocalMessages:
         Raises
         ------
         ConcurrentCalls
-            If the caller is a signal handler that interrupted a method of this object.
+            If the caller is a signal handler that interrupted this thread's turn.
         """
         is_below = self.is_below
         if self._lock.acquire(blocking=False):

@@ -67,8 +67,8 @@ class MessageRequest:
             continues: call `wait` again. Otherwise, the communicator has ended.
         InvalidArgument
             If the message has more elements than the array of its receive, or another dtype. The
-            send raises this error too, except for a short message that is sent already; such a
-            message stays at the receiver for another receive.
+            send raises this error too, except for a message to the own rank, or a short message
+            that is sent already; such a message stays at the receiver for another receive.
         R2cclError
             If the communicator has ended.
         """

@@ -46,7 +46,7 @@ class Race(WrongOrder):
 
 
 class StillInUse(WrongOrder):
-    """Error raised when a resource is freed while work that uses it may be in progress."""
+    """Error raised when a freed resource may still be used, or is mapped by another process."""
 
     @classmethod
     def by(cls, what: str, user: str, why: str) -> StillInUse:

@@ -52,7 +52,9 @@ class SimWork:
         self.config = _config(workload)
 
     def task(self, call: int, rank: int, homes: Sequence[int], health: Health) -> SimTask:
-        """Return the plan of `rank` for a call, with rails placed for `health`.
+        """Return the plan of `rank` for a call.
+
+        Its channels are placed on the rails for `health`, with shares limited by `Workload.slow`.
 
         Parameters
         ----------

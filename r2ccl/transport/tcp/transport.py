@@ -545,7 +545,11 @@ class TcpTransport(PreconnectedTransport):
                 break
 
     def _parse(self, conn: Connection) -> bool:
-        """Parse one frame of the buffer; return False if it is incomplete or malformed."""
+        """Parse one frame of the buffer, whose header is complete.
+
+        If a fragment of a cleared slice is incomplete, ``conn.target`` becomes the place of the
+        rest. Return False if an eager slice is incomplete or the frame is malformed.
+        """
         start = conn.parsed + HEADER_NBYTES
         kind, channel, nbytes, seq, ack, op, signature = HEADER.unpack_from(
             conn.buffer, conn.parsed

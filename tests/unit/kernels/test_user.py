@@ -197,7 +197,7 @@ def test_methods_of_different_objects_are_different_operations() -> None:
     assert ops[0].digest == ops[2].digest != ops[1].digest
 
 
-def test_a_method_of_an_object_that_cannot_be_compared_is_refused() -> None:
+def test_a_method_of_an_opaque_object_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="attributes of a method's object"):
         user_op(Scaled(object()).combine)
 
