@@ -12,7 +12,7 @@ from support.slow import slow_but
 
 import r2ccl
 
-TIMEOUT_S = 110.0
+TIMEOUT_S = 90.0
 
 
 def check_in_one_job(nranks: int, *runs: partial[list[str]]) -> None:
