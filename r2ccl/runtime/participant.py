@@ -196,7 +196,10 @@ class Participant:
                     self._control, obstacle, tuple(teams.values())
                 )
         except TransportError as exc:
-            self.engine.check()  # raises an error if a fault ended the communicator meanwhile
+            # With R2CC_SHM=1, a rank that cannot share memory ends the communicator for this reason.
+            # The error of a fault is of a subclass.
+            if self._config.shm != "1" or type(exc) is not TransportError:
+                self.engine.check()
             if self._config.shm == "1":
                 raise TransportError(
                     f"{exc}; R2CC_SHM=1 requires shared memory: remove this cause, or set "
