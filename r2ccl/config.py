@@ -172,7 +172,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 given = MODE_NUMBERS.get(given, given)
             if given not in values:
                 numbers = ", or 0 to 3 for the first four" if name == "mode" else ""
-                raise _bad(name, getattr(self, name), f"one of {', '.join(values)}{numbers}")
+                raise _bad(name, raw, f"one of {', '.join(values)}{numbers}")
             msgspec.structs.force_setattr(self, name, given)
         positive = (
             "slice_nbytes", "landing_depth", "eager_slots", "registration_limit_nbytes",

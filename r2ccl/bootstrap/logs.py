@@ -76,15 +76,15 @@ def set_level(config: Config) -> None:
     """
     level = DEBUG_LEVELS[config.debug.upper()]
     logger = logging.getLogger(_ROOT)
-    if level:
-        logger.setLevel(level)
     if not logger.hasHandlers():
         added = FallbackHandler(logging.WARNING)
         added.setFormatter(RankFormatter())
         logger.addHandler(added)
-    for handler in logger.handlers:
-        if level and isinstance(handler, FallbackHandler):
-            handler.setLevel(logging.NOTSET)
+    if level:
+        logger.setLevel(level)
+        for handler in logger.handlers:
+            if isinstance(handler, FallbackHandler):
+                handler.setLevel(logging.NOTSET)
 
 
 def set_rank(rank: int) -> None:

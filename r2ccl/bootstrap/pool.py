@@ -87,9 +87,9 @@ def launch_pool(
     ...     pool.run(lambda comm, scale: comm.allreduce(np.ones(3) * scale)[0], 2.0)
     [8.0, 8.0, 8.0, 8.0]
     """
-    given: dict[str, Any] = {**settings} if faults is None else {**settings, "faults": faults}
     with LocalJob(nranks) as job:
-        processes = RankProcesses(job, env or {}, _Rank(given), "launch_pool", is_serving=True)
+        rank = _Rank({**settings, "faults": faults})
+        processes = RankProcesses(job, env or {}, rank, "launch_pool", is_serving=True)
     return LaunchPool(processes)
 
 

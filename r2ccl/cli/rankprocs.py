@@ -127,10 +127,7 @@ class HostRanks:
                 process_group=0,  # else Ctrl-C in a terminal would reach the ranks twice
             )
         except OSError as exc:
-            why = ""
-            if isinstance(exc, FileNotFoundError | PermissionError):
-                why = _why_not_run(command[0], self._program.folder)
-            why = why or str(exc.strerror)
+            why = _why_not_run(command[0], self._program.folder, exc)
             raise InvalidArgument(f"cannot run {command[0]!r}: {why}") from exc
 
     async def attend(self) -> None:
@@ -204,18 +201,18 @@ class HostRanks:
         self.signal(signal.SIGKILL)
 
 
-def _why_not_run(program: str, folder: str) -> str:
-    """Return why a program that is a file in `folder` cannot be run; empty if it is none."""
+def _why_not_run(program: str, folder: str, exc: OSError) -> str:
+    """Return why a start of `program` in `folder` failed with `exc`."""
     path = os.path.join(folder, program)
-    if not os.path.isfile(path):
-        return ""
+    if not (isinstance(exc, FileNotFoundError | PermissionError) and os.path.isfile(path)):
+        return str(exc.strerror)
     named = program if "/" in program else f"./{program}"
     if not os.access(path, os.X_OK):
         return (
             f"the file is not executable: write python {program} if it is a Python script, else "
             f"chmod +x {program} and write {named}"
         )
-    return "" if "/" in program else f"it is not in PATH: write {named}"
+    return str(exc.strerror) if "/" in program else f"it is not in PATH: write {named}"
 
 
 def _signal_group(process: Process, number: int) -> None:

@@ -102,17 +102,7 @@ class DeviceOutcome:
         return is_over
 
     def order(self, stream: Any) -> None:
-        """Make work enqueued on `stream` from now on wait for the call.
-
-        If `stream` is None, use the stream of the call.
-
-        Raises
-        ------
-        InvalidArgument
-            If `stream` is not a stream, or captures a CUDA graph.
-        TransportError
-            If the device failed.
-        """
+        """Make work enqueued on `stream` from now on wait for the call; see `Effects.order`."""
         later = stream_of(stream, self._stream)
         if not self._active.is_closed.is_set():
             require_no_capture(self._active.device, later)

@@ -665,8 +665,6 @@ def _refuse_unused(out: Any) -> None:
     All ranks pass these in the place of `out`, and the root refuses them. If it alone did, the
     other ranks would wait for it.
     """
-    if type(out) is np.ndarray or out is None:
-        return
     error = misplaced(out)
     if error is not None:
         raise error

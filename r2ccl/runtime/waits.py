@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument
 from r2ccl.failover.context import RankContext
-from r2ccl.failover.diagnosis.driver import SAY_AGAIN_S
+from r2ccl.failover.diagnosis.driver import SAY_AGAIN_S, SlowRecords
 from r2ccl.runtime.contexts import Context
 from r2ccl.runtime.data_loop import Caller, DataLoop, Patience, timed_out
 from r2ccl.runtime.desync_check import DesyncCheck
@@ -64,8 +64,7 @@ class Waits:
         self.local_op = 0
         #: True if ranks of other hosts take part in that call, but not in the wait.
         self.is_local_part = False
-        #: Time of the last INFO line about the wait for each rank of the job.
-        self._said_s: dict[int, float] = {}
+        self._late = SlowRecords()
 
     def last_ops(self) -> dict[int, int]:
         """Return the number of the last collective that each other rank was seen in; 0: none.
@@ -231,12 +230,7 @@ class Waits:
 
     def _say_late(self, pending: Pending) -> None:
         """Log what the call waits for; at INFO only once per `SAY_AGAIN_S` for each rank."""
-        peer, now = pending.waits[0].peer, pending.now_s
-        level = logging.DEBUG
-        if now >= self._said_s.get(peer, float("-inf")) + SAY_AGAIN_S:
-            self._said_s[peer] = now
-            level = logging.INFO
-        _log.log(level, "%s", pending)
+        _log.log(self._late.level(pending.waits[0].peer, pending.now_s), "%s", pending)
 
     def _patience(
         self, op: int, signature: int, missing: Callable[[], Missing], *, has_begun: bool

@@ -82,6 +82,21 @@ class _Asked(NamedTuple):
     case: _Case
 
 
+class SlowRecords:
+    """Levels of records about slow or late peers: for each peer, INFO once in `SAY_AGAIN_S`."""
+
+    def __init__(self) -> None:
+        #: Time of the last INFO record, by peer.
+        self._said_s: dict[int, float] = {}
+
+    def level(self, peer: int, when_s: float) -> int:
+        """Return the level of a record about `peer` at `when_s`: INFO, or DEBUG if too soon."""
+        if when_s < self._said_s.get(peer, float("-inf")) + SAY_AGAIN_S:
+            return logging.DEBUG
+        self._said_s[peer] = when_s
+        return logging.INFO
+
+
 class Diagnosis:
     """Diagnoses and verdicts of one rank; not thread-safe.
 
@@ -149,7 +164,7 @@ class Diagnosis:
         self._asked: dict[int, _Asked] = {}
         self._nasked = 0
         self._serving: Counter[int] = Counter()
-        self._said_slow_s: dict[int, float] = {}
+        self._slow = SlowRecords()
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return the last verdict on each path that has one; any thread may call it."""
@@ -400,12 +415,7 @@ class Diagnosis:
         level = logging.INFO if self._is_repeated(verdict) else logging.WARNING
         if not verdict.is_down:
             # A process that computes for long is suspected on every rail, repeatedly.
-            level = logging.INFO
-            said_s = self._said_slow_s.get(peer, float("-inf"))
-            if verdict.when_s < said_s + SAY_AGAIN_S:
-                level = logging.DEBUG
-            else:
-                self._said_slow_s[peer] = verdict.when_s
+            level = self._slow.level(peer, verdict.when_s)
         _log.log(
             level, "rank %d: rail %d to rank %d: %s", self._rank, verdict.path.rail, peer, verdict
         )
@@ -461,4 +471,4 @@ _ECHO = "reported by rank "
 #: Maximum length of a detail text, sent or received, in characters.
 _TEXT_NCHARS = 500
 
-__all__ = ["MAX_DIAGNOSES", "MAX_SERVED", "SAY_AGAIN_S", "Diagnosis"]
+__all__ = ["MAX_DIAGNOSES", "MAX_SERVED", "SAY_AGAIN_S", "Diagnosis", "SlowRecords"]

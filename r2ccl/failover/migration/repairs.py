@@ -81,18 +81,16 @@ class RepairLog:
 
     def explained(self, key: PathKey, epoch: int, cause: str) -> None:
         """Replace the recorded cause of the failure of `key` in `epoch` by the peer's `cause`."""
-        for repair in self._last(key):
-            if repair.epoch == epoch:
-                repair.cause = cause
+        for repair in self._last(key, epoch):
+            repair.cause = cause
 
     def fenced(self, key: PathKey, epoch: int, now: float) -> None:
         """Record that the local end of `key` is fenced after its failure in `epoch`.
 
         Do nothing if there is no record of this failure: the path was closed as idle.
         """
-        for repair in self._last(key):
-            if repair.epoch == epoch:
-                repair.fenced_s = now
+        for repair in self._last(key, epoch):
+            repair.fenced_s = now
 
     def awaits(self, key: PathKey, received: dict[int, int]) -> None:
         """Store the number of each channel's first missing slice after the fence of path `key`.
@@ -119,10 +117,8 @@ class RepairLog:
         the newest record of the path is not of this epoch: the path was closed as idle.
         """
         if lost_on is not None:
-            key, epoch = lost_on
-            for repair in self._last(key):
-                if repair.epoch == epoch:
-                    repair.nbytes_replayed += nbytes
+            for repair in self._last(*lost_on):
+                repair.nbytes_replayed += nbytes
 
     def arrived(self, path: PathKey, channel: int, seq: int, began_s: float) -> None:
         """Set the first-byte time of the open repairs that wait for slice `seq` of `channel`.
@@ -143,8 +139,8 @@ class RepairLog:
 
     def sequel(self, key: PathKey, epoch: int) -> str:
         """Return a description of the repair of `key` in `epoch`; empty if it is not done."""
-        for repair in self._last(key):
-            if repair.epoch == epoch and repair.resumed_s:
+        for repair in self._last(key, epoch):
+            if repair.resumed_s:
                 took_ms = (repair.resumed_s - repair.failed_s) * 1e3
                 rails = ", ".join(map(rail_name, sorted(set(repair.moved.values()))))
                 channels = sorted(repair.moved)
@@ -152,11 +148,14 @@ class RepairLog:
                 return f"{what}, in {took_ms:.1f} ms"
         return ""
 
-    def _last(self, key: PathKey) -> list[Repair]:
-        """Return a list with the newest record of `key`; empty if there is no record of it."""
+    def _last(self, key: PathKey, epoch: int | None = None) -> list[Repair]:
+        """Return a list with the newest record of `key`; empty if there is no record of it.
+
+        Empty, too, if `epoch` is given and the newest record is not of this epoch.
+        """
         for repair in reversed(self.repairs):
             if (repair.peer, repair.rail) == key:
-                return [repair]
+                return [repair] if epoch in (None, repair.epoch) else []
         return []
 
 

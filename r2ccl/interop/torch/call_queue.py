@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 from typing import Any
 
@@ -74,11 +73,8 @@ class QueuedCall:
         """Run the function; if it raises an exception, store the exception in `error`."""
         assert self._fn is not None
         try:
-            if self._done is None:
-                self._fn()
-            else:
-                with torch.cuda.stream(self._stream):
-                    self._fn()
+            self._on_stream(self._fn)
+            if self._done is not None:
                 self._done.record(self._stream)
         except BaseException as exc:
             self.error = exc
@@ -97,8 +93,7 @@ class QueuedCall:
 
     def complete(self, future: Any) -> None:
         """Complete a future that `end` returned, which runs its callbacks."""
-        with self._on_stream():
-            future.set_result(None)
+        self._on_stream(lambda: future.set_result(None))
 
     def future(self) -> Any:
         """Return the future of the call: its value is `result`, or it raises `error`.
@@ -119,9 +114,12 @@ class QueuedCall:
             self.complete(future[0])
         return future[1]
 
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        # torch.cuda.stream(None) would initialize CUDA.
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    def _on_stream(self, fn: Callable[[], None]) -> None:
+        if self._stream is None:  # torch.cuda.stream(None) would initialize CUDA
+            fn()
+        else:
+            with torch.cuda.stream(self._stream):
+                fn()
 
     def _value(self, _: object) -> list[Any]:
         if self.error is not None:
