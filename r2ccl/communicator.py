@@ -69,7 +69,8 @@ class Communicator:
         collective has finished.
     out : array_like, optional
         Receives the result: a C-contiguous array of the dtype of `x`, in the same kind of memory.
-        Disjoint from `x`, except for the overlap that the method allows.
+        Disjoint from `x`, except for the overlap that the method allows. Not an array of JAX, which
+        is immutable.
     op : ReduceOp, ConvertedOp or UserOp
         An operation that the dtype supports; docs/reductions.md has the table. `premul_sum`,
         `accumulate_float32` and `user_op` make others.
@@ -90,7 +91,8 @@ class Communicator:
 
     Results of all collectives
     --------------------------
-    `out` or, without it, its default; None on a rank that receives nothing. With ``async_op``, a
+    `out` or, without it, its default; None on a rank that receives nothing. If `x` is an array of
+    JAX, the default is always a new array of JAX, on the device of `x`. With ``async_op``, a
     `Work` whose `wait` returns the same. A call on device memory always returns at once, and work
     enqueued on `stream` afterwards sees the result; with ``async_op``, only after `Work.order`.
 
@@ -197,7 +199,8 @@ class Communicator:
             receives the result; in all other cases, an array that is not C-contiguous is copied
             first. Borrowed until the collective has finished.
         out : array_like, optional
-            Receives the result: the same memory as `x` or disjoint from it. Default: `x` itself.
+            Receives the result: the same memory as `x` or disjoint from it. Default: `x` itself, or
+            a new array of JAX if `x` is one.
         op : ReduceOp, ConvertedOp or UserOp
             An operation that the dtype supports; docs/reductions.md has the table. `premul_sum`,
             `accumulate_float32` and `user_op` make others.
@@ -212,9 +215,10 @@ class Communicator:
         Returns
         -------
         array_like or Work
-            `out`, or `x` without `out`; with ``async_op``, a `Work` whose `wait` returns the array.
-            A call on device memory always returns at once, and work enqueued on `stream` afterwards
-            sees the result. With ``async_op``, such work sees the result only after `Work.order`.
+            `out` or, without it, its default; with ``async_op``, a `Work` whose `wait` returns the
+            array. A call on device memory always returns at once, and work enqueued on `stream`
+            afterwards sees the result. With ``async_op``, such work sees the result only after
+            `Work.order`.
 
         Raises
         ------
@@ -797,7 +801,8 @@ class Communicator:
         Parameters
         ----------
         x, out, op
-            As for `scan`. On rank 0, `out`, or `x` without `out`, is not modified.
+            As for `scan`. On rank 0, `out`, or `x` without `out`, is not modified; a new array of
+            JAX has the values of `x`.
 
         Notes
         -----

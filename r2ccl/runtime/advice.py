@@ -43,7 +43,8 @@ def type_name(x: Any) -> str:
 def cannot_view(x: Any, why: object) -> InvalidArgument:
     """Return the error for an array `x` that cannot be viewed, for the reason `why`."""
     fix = "; pass x.detach()" if getattr(x, "requires_grad", False) else ""
-    return InvalidArgument(f"{type_name(x)} was given and cannot be viewed: {why}{fix}")
+    reason = _jax_reason(x) or f"{why}{fix}"
+    return InvalidArgument(f"{type_name(x)} was given and cannot be viewed: {reason}")
 
 
 def contiguous(x: Any) -> str:
@@ -65,7 +66,8 @@ def on_host(x: Any) -> str:
 
 def as_array(x: Any) -> str:
     """Return the advice about `x`, which is not an array, as a clause of a message; "" for none."""
-    found = _ARRAY.get(_library(x), "")
+    is_jax_key = type(x).__name__ == "PRNGKeyArray"
+    found = "jax.random.key_data(x)" if is_jax_key else _ARRAY.get(_library(x), "")
     return f"pass {found}; " if found else ""
 
 
@@ -109,6 +111,30 @@ def misplaced(out: object) -> InvalidArgument | None:
             f"out={out!r}: the second argument is out; give the root as root={out}"
         )
     return None
+
+
+def _jax_reason(x: Any) -> str:
+    """Return why `x`, if it is an array of JAX, has no memory to view, and what to do; or ""."""
+    jax = sys.modules.get("jax")
+    if jax is None or not isinstance(x, jax.Array):
+        return ""
+    if isinstance(x, jax.core.Tracer):
+        return (
+            "a function that JAX traces (jit, grad, vmap) has no values; make the call outside of "
+            "the function, or within jax.experimental.io_callback(..., ordered=True)"
+        )
+    if x.is_deleted():
+        return (
+            "the array was deleted, or donated to a jitted function; make the call before that, "
+            "or pass x.copy() made before"
+        )
+    if len(x.sharding.device_set) > 1 or not x.is_fully_addressable:
+        whole = ", or np.asarray(x), which copies all shards" if x.is_fully_addressable else ""
+        return (
+            f"the array is sharded over {len(x.sharding.device_set)} devices; pass one shard of "
+            f"this process, x.addressable_shards[i].data{whole}"
+        )
+    return ""
 
 
 def _op_name(op: object) -> str:

@@ -31,6 +31,7 @@ from r2ccl.runtime.advice import misplaced, refused_op, refused_output
 from r2ccl.runtime.arrays.buffers import (
     Buffer,
     Extent,
+    JaxBuffer,
     host_array,
     is_in_place,
     like,
@@ -44,6 +45,7 @@ from r2ccl.runtime.arrays.cuda import (
     as_device_buffer,
     is_device_array,
 )
+from r2ccl.runtime.arrays.libraries import is_jax
 from r2ccl.runtime.messages.matching import ANY
 from r2ccl.schedule.chunks import Parts, Range, consecutive
 from r2ccl.schedule.ir import Schedule
@@ -69,7 +71,8 @@ class Request(msgspec.Struct, frozen=True, eq=False):
         than the root, ``output`` is None for a reduce or gather, and ``source`` is empty for a
         scatter.
     result : object
-        Return value of the method of `Communicator`.
+        Return value of the method of `Communicator`. If `source` is a `JaxBuffer` and the caller
+        passed no output: a NumPy array, of which the return value is made.
     schedule : Schedule or None
         User-defined allreduce schedule, if the caller passed one.
     parts : Parts or None
@@ -100,7 +103,7 @@ def allreduce(x: Any, out: Any, op: Operation, schedule: Schedule | None = None)
     source, output = _both(x, out)
     number = op if type(op) is ReduceOp else ReduceOp.SUM
     call = CallSignature(Collective.ALLREDUCE, source.dtype_code, number, source.count)
-    request = Request(call, source, output, x if out is None else out, schedule)
+    request = Request(call, source, output, output.owner, schedule)
     # `_with_operation` is called only if needed: a function call takes 1 % of a small call's time.
     return request if number is op else _with_operation(request, op)
 
@@ -119,7 +122,7 @@ def broadcast(x: Any, out: Any, root: int) -> Request:
     """Validate the arguments of `Communicator.broadcast`; return the call as a `Request`."""
     source, output = _both(x, out)
     call = CallSignature(Collective.BROADCAST, source.dtype_code, ReduceOp.SUM, source.count, root)
-    return Request(call, source, output, x if out is None else out)
+    return Request(call, source, output, output.owner)
 
 
 def reduce(x: Any, out: Any, op: Operation, root: int, rank: int) -> Request:
@@ -132,7 +135,7 @@ def reduce(x: Any, out: Any, op: Operation, root: int, rank: int) -> Request:
         _refuse_unused(out)
     number = op if type(op) is ReduceOp else ReduceOp.SUM
     call = CallSignature(Collective.REDUCE, source.dtype_code, number, source.count, root)
-    result = None if output is None else x if out is None else out
+    result = None if output is None else output.owner
     request = Request(call, source, output, result, is_staged=output is None)
     return request if number is op else _with_operation(request, op)
 
@@ -295,12 +298,10 @@ def scan(x: Any, out: Any, op: Operation, is_exclusive: bool) -> Request:
     """
     collective = Collective.EXSCAN if is_exclusive else Collective.SCAN
     name = collective.name.lower()
-    is_same = out is None or out is x
-    source = view(x, writable=is_same)
-    output = source
-    if not is_same:
-        output = _output(source, out)
-        is_same = is_in_place(source, output)
+    source, output = _both(x, out)
+    if is_exclusive and isinstance(source, JaxBuffer) and out is None:
+        assert isinstance(output, Buffer)
+        output.array[:] = source.array  # the result on rank 0
     if op is ReduceOp.AVG or getattr(op, "op", None) is ReduceOp.AVG:
         raise InvalidArgument(
             f"{name} with op=AVG: every rank reduces the inputs of a different number of ranks; "
@@ -308,9 +309,10 @@ def scan(x: Any, out: Any, op: Operation, is_exclusive: bool) -> Request:
         )
     number = op if type(op) is ReduceOp else ReduceOp.SUM
     call = CallSignature(collective, source.dtype_code, number, source.count)
-    is_copied = is_exclusive and is_same
-    result = x if out is None else out
-    request = Request(call, source, output, result, is_in_place=is_copied, is_staged=is_copied)
+    is_copied = is_exclusive and is_in_place(source, output)
+    request = Request(
+        call, source, output, output.owner, is_in_place=is_copied, is_staged=is_copied
+    )
     return request if number is op else _with_operation(request, op)
 
 
@@ -441,7 +443,7 @@ def _with_counts(call: CallSignature, counts: tuple[int, ...]) -> CallSignature:
 
 
 def view(x: Any, *, writable: bool) -> Memory:
-    """Return a view of an array in host or device memory.
+    """Return a view of an array in host or device memory; a `JaxBuffer` for an array of JAX.
 
     Parameters are those of `as_buffer` and `as_device_buffer`.
 
@@ -452,8 +454,11 @@ def view(x: Any, *, writable: bool) -> Memory:
     TransportError
         If `as_device_buffer` cannot query an array in device memory.
     """
-    if type(x) is not np.ndarray and is_device_array(x):
-        return as_device_buffer(x, writable=writable)
+    if type(x) is not np.ndarray:
+        if is_device_array(x):
+            return as_device_buffer(x, writable=writable)
+        if is_jax(x):
+            return JaxBuffer(*msgspec.structs.astuple(as_buffer(x, writable=writable)))
     return as_buffer(x, writable=writable)
 
 
@@ -628,9 +633,17 @@ def _with_operation(request: Request, op: Operation) -> Request:
 
 
 def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
-    """Return views of an input and an output of equal size; if `out` is None, `x` is both."""
+    """Return views of an input and an output of equal size.
+
+    If `out` is None, `x` is both. For an array of JAX, which is immutable, the output is then new.
+    """
     is_same = out is None or out is x
-    source = view(x, writable=is_same)
+    if type(x) is np.ndarray:  # as `view`, inlined: most arrays are of NumPy
+        source: Memory = as_buffer(x, writable=is_same)
+    elif out is None and is_jax(x):
+        source, is_same, out = view(x, writable=False), False, like(x)
+    else:
+        source = view(x, writable=is_same)
     if is_same:
         return source, source
     output = _output(source, out)

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from r2ccl.clock import monotonic
@@ -111,12 +112,20 @@ class Work(Generic[_R]):
     """
 
     def __init__(
-        self, task: Task, result: _R, timeout_s: float, effects: Effects | None = None
+        self,
+        task: Task,
+        result: _R,
+        timeout_s: float,
+        effects: Effects | None = None,
+        *,
+        convert: Callable[[Any], _R] | None = None,
     ) -> None:
         self._task = task
         self._result = result
         self._timeout_s = timeout_s
         self._effects = effects
+        #: Makes the result of the caller, once the task has ended; None if `_result` is that.
+        self._convert = None if convert is None else partial(convert, result)
 
     def is_done(self) -> bool:
         """Return, without blocking, whether the collective has finished or failed."""
@@ -158,6 +167,10 @@ class Work(Generic[_R]):
                 "or call the communicator's pending() to see which ranks it waits for",
                 status="TIMEOUT",
             )
+        # Threads that wait at the same time may each convert; their results share memory.
+        if (convert := self._convert) is not None:
+            self._result = convert()
+            self._convert = None
         return self._result
 
     def order(self, stream: Any = None) -> _R:

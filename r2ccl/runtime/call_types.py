@@ -1,9 +1,10 @@
 """Types of the arguments and results of the collectives, for the overloads of `Communicator`.
 
 A collective has three overloads. A blocking call returns an array of the type of `x` and `out`; a
-reduce or gather may also return None. An asynchronous call returns a `Work` of this type. The third
-overload returns Any. It accepts all other calls: an `async_op` whose value is not known to the type
-checker, and arrays of different types, such as a read-only input with a NumPy array as output.
+reduce or gather may also return None. For an array of JAX without `out`, the result is a new array
+of JAX. An asynchronous call returns a `Work` of this type. The third overload returns Any. It
+accepts all other calls: an `async_op` whose value is not known to the type checker, and arrays of
+different types, such as a read-only input with a NumPy array as output.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Literal, Protocol, Required, TypeAlias, TypedDict, TypeV
 
 
 class HasDlpack(Protocol):
-    """Array of NumPy, torch, CuPy, JAX or another library with DLPack."""
+    """Array of NumPy, torch, CuPy or another library with DLPack."""
 
     def __dlpack_device__(self) -> tuple[Any, Any]:
         """Return the type and the number of the device that the array is on."""
@@ -36,8 +37,21 @@ class HasCuda(Protocol):
         ...
 
 
+class JaxArray(Protocol):
+    """``jax.Array``, as far as no array of another library has its interface."""
+
+    @property
+    def committed(self) -> bool:
+        """Whether the array is bound to its device."""
+        ...
+
+    def is_deleted(self) -> bool:
+        """Return whether the memory was freed or donated."""
+        ...
+
+
 class WritableDlpack(HasDlpack, Protocol):
-    """Array whose elements can be assigned, which excludes arrays of JAX."""
+    """Array whose elements can be assigned."""
 
     def __setitem__(self, at: Any, value: Any, /) -> None:
         """Assign elements."""
@@ -53,11 +67,12 @@ class WritableBuffer(HasBuffer, Protocol):
 
 
 #: Array that a collective can read.
-Array: TypeAlias = HasDlpack | HasBuffer | HasCuda
-#: Array that a collective can read and write, and returns.
-A = TypeVar("A", bound=WritableDlpack | WritableBuffer | HasCuda)
+Array: TypeAlias = HasDlpack | HasBuffer | HasCuda | JaxArray
+#: Array that a collective can read and write, and returns; or array of JAX, for which it returns a
+#: new one.
+A = TypeVar("A", bound=WritableDlpack | WritableBuffer | HasCuda | JaxArray)
 #: Array of a type that a collective can allocate. For other objects, it allocates a NumPy array.
-N = TypeVar("N", bound=WritableDlpack | HasCuda)
+N = TypeVar("N", bound=WritableDlpack | HasCuda | JaxArray)
 
 
 class Now(TypedDict, total=False):

@@ -39,8 +39,9 @@ from r2ccl.planning.cost_model import Rates
 from r2ccl.planning.plan_cache import Plan, PlanCache
 from r2ccl.runtime import arguments
 from r2ccl.runtime.arguments import Request
-from r2ccl.runtime.arrays.buffers import Buffer
+from r2ccl.runtime.arrays.buffers import Buffer, JaxBuffer
 from r2ccl.runtime.arrays.cuda import DeviceBuffer
+from r2ccl.runtime.arrays.libraries import jax_converter, shares_memory
 from r2ccl.runtime.async_work import Task, Work, Worker
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import HostLanes, LandingPool
@@ -211,7 +212,7 @@ class Collectives:
         if worker.failed is not None:
             self.require_seen()
         if self._groups and (group := self.group_here()) is not None:
-            return self._add_to(group, make(x, out, *rest), stream, is_async)
+            return self._add_to(group, make(x, out, *rest), stream, is_async, out is None)
         try:
             local = self._local
             is_plain = stream is None and not is_async
@@ -259,12 +260,16 @@ class Collectives:
             if isinstance(request.source, DeviceBuffer):
                 return self._start_on_device(request, stream, is_async)
             self._refuse_stream(stream)
-            return self._submit(request)
+            convert = _converter(request) if out is None else None
+            if is_async:
+                return self._submit(request, convert)
+            self.in_turn(partial(self.run, request))
         except (InvalidArgument, ScheduleError, ConcurrentCalls):
             raise
         except BaseException as exc:
             self._engine.fail_call(exc)
             raise
+        return request.result if convert is None else convert(request.result)
 
     def start_message(self, post: Callable[[], MessageRequest], is_async: bool) -> Any:
         """Call ``post()``, which begins a send or receive; wait for its end unless `is_async`.
@@ -338,14 +343,27 @@ class Collectives:
             self._engine.fail_call(exc)
             raise
 
-    def _add_to(self, group: Group, request: Request, stream: Any, is_async: bool) -> Any:
+    def _add_to(
+        self, group: Group, request: Request, stream: Any, is_async: bool, is_without_out: bool
+    ) -> Any:
+        """Add `request` to `group`; return the result, valid after the end of the group."""
         if is_async:
             raise self._is_async_in_group()
         self._check(request)
+        result = request.result
         if not isinstance(request.source, DeviceBuffer):
             self._refuse_stream(stream)
+            if is_without_out and (convert := _converter(request)) is not None:
+                result = convert(request.result)
+                # The group writes to memory of which this array is made already.
+                if not shares_memory(result, request.result):
+                    raise InvalidArgument(
+                        f"a group cannot write to a new array of JAX on {result.device}, because "
+                        "JAX copied the memory: pass a NumPy array as out, or make the call "
+                        "outside of the group"
+                    )
         group.add(request, stream)
-        return request.result
+        return result
 
     def _refuse_stream(self, stream: Any) -> None:
         """Raise `InvalidArgument` if a stream was given for a request on host memory."""
@@ -601,11 +619,12 @@ class Collectives:
             is_ordered = request.signature.op == ORDERED_OP
             self._plans.check_own(request.schedule, is_ordered=is_ordered)
 
-    def _submit(self, request: Request) -> Work[Any]:
+    def _submit(self, request: Request, convert: Callable[[Array], Any] | None) -> Work[Any]:
         task = Task(partial(self.run, request))
         try:
             self._worker.enqueue(task)
-            return Work(task, request.result, self._engine.config.timeout_s)
+            timeout_s = self._engine.config.timeout_s
+            return Work(task, request.result, timeout_s, convert=convert)
         except BaseException as exc:
             self._engine.fail_call(exc)
             self._worker.settle(task)
@@ -777,6 +796,16 @@ class LoggedCollectives(Collectives):
 def collectives_class() -> type[Collectives]:
     """Return the class of the collectives of a communicator that is made now."""
     return LoggedCollectives if _log.isEnabledFor(logging.DEBUG) else Collectives
+
+
+def _converter(request: Request) -> Callable[[Array], Any] | None:
+    """Return the function that makes the result of a call without an output from that of `request`.
+
+    None if there is no result, or it is that of `request`.
+    """
+    if isinstance(request.source, JaxBuffer) and request.result is not None:
+        return jax_converter(request.source.owner)
+    return None
 
 
 def _apply(convert: kernels.Converter, source: Array, out: Array) -> None:

@@ -29,11 +29,31 @@ class Tensor:
 
 
 class Constant:
-    """Array of another library whose elements cannot be assigned, as in JAX."""
+    """Array of another library whose elements cannot be assigned."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return that the array is in host memory."""
         return 1, 0
+
+
+class JaxArray:
+    """``jax.Array`` as its stub has it: without DLPack, and with an assignment, which raises."""
+
+    @property
+    def committed(self) -> bool:
+        """Return whether the array is bound to its device."""
+        return False
+
+    def is_deleted(self) -> bool:
+        """Return whether the memory was freed."""
+        return False
+
+    def __buffer__(self, flags: int) -> memoryview:
+        """Return a view of the memory."""
+        return memoryview(b"")
+
+    def __setitem__(self, key: int, value: float, /) -> None:
+        """Raise an error."""
 
 
 def collectives(comm: r2ccl.Communicator, x: Floats, tensor: Tensor) -> None:
@@ -57,6 +77,30 @@ def collectives(comm: r2ccl.Communicator, x: Floats, tensor: Tensor) -> None:
     assert_type(comm.scatter(x), Floats)
     assert_type(comm.scatter(None, x), Floats)
     assert_type(comm.scatterv(x, counts=[1, 1]), Floats)
+
+
+def of_jax(comm: r2ccl.Communicator, x: JaxArray, out: Floats) -> None:
+    """Without `out`, a collective on an array of JAX returns one."""
+    assert_type(comm.allreduce(x, op=r2ccl.MAX), JaxArray)
+    assert_type(comm.allreduce(x, async_op=True), r2ccl.Work[JaxArray])
+    assert_type(comm.broadcast(x, root=1), JaxArray)
+    assert_type(comm.reduce(x), JaxArray | None)
+    assert_type(comm.scan(x), JaxArray)
+    assert_type(comm.exscan(x), JaxArray)
+    assert_type(comm.allgather(x), JaxArray)
+    assert_type(comm.allgather(x, async_op=True).wait(), JaxArray)
+    assert_type(comm.allgatherv(x, counts=(1, 2)), JaxArray)
+    assert_type(comm.reduce_scatter(x, op=r2ccl.AVG), JaxArray)
+    assert_type(comm.reduce_scatterv(x, counts=[3, 4]), JaxArray)
+    assert_type(comm.gather(x, root=1), JaxArray | None)
+    assert_type(comm.gatherv(x, counts=[1, 2]), JaxArray | None)
+    assert_type(comm.scatter(x), JaxArray)
+    assert_type(comm.scatterv(x, counts=[1, 1]), JaxArray)
+    assert_type(comm.alltoall(x), JaxArray)
+    assert_type(comm.alltoallv(x, sendcounts=[1], recvcounts=[1]), JaxArray)
+    comm.allreduce(x, out)
+    comm.allgather(x, out)
+    comm.send(x, to=1)
 
 
 def to_the_root(comm: r2ccl.Communicator, x: Floats) -> None:

@@ -25,6 +25,7 @@ from r2ccl.runtime.arrays.libraries import (
     dlpack_device_type,
     is_device_array,
     is_jax,
+    jax_memory,
     library_of,
     torch_of,
 )
@@ -120,12 +121,16 @@ class Buffer(msgspec.Struct, frozen=True, eq=False):
         return np.may_share_memory(self.array, other.array)
 
 
+class JaxBuffer(Buffer, frozen=True, eq=False):
+    """Flat view of an array of JAX, an input; without an output, the result is an array of JAX."""
+
+
 def like(x: Any, times: int = 0) -> Any:
     """Allocate an output with the shape and dtype of `x`, C-contiguous and uninitialised.
 
     For an array of torch, CuPy or Numba, the output is an array of the same library on the same
-    device. For any other object in host memory, it is a NumPy array. If ``times`` is not 0, the
-    output has an additional first dimension of that size.
+    device. For any other object in host memory, it is a NumPy array; for an array of JAX, one that
+    JAX can share. If ``times`` is not 0, the output has an additional first dimension of that size.
 
     Raises
     ------
@@ -265,10 +270,13 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 
 def _empty_like(x: Any, shape: tuple[int, ...]) -> Any:
+    if type(x) is np.ndarray:
+        return np.empty(shape, x.dtype)
     library = library_of(x)
     if library is not None:
         return library.empty(x, shape)
-    return np.empty(shape, host_array(x).dtype)
+    dtype = host_array(x).dtype
+    return jax_memory(shape, dtype) if is_jax(x) else np.empty(shape, dtype)
 
 
 def _tensor_array(x: Any) -> Array:
@@ -320,6 +328,12 @@ def refusal(x: Any, array: Array, writable: bool) -> InvalidArgument:
             f"{given} is not aligned to {array.dtype.alignment} bytes: pass a copy of it, such as "
             f"{advice.copy(x)}"
         )
+    if is_jax(x):
+        return InvalidArgument(
+            f"{given} is immutable, as are all arrays of JAX, but the result is written to it: "
+            "leave out `out`, and a collective returns a new array of JAX; or pass a NumPy array "
+            "that receives the result, such as np.array(x)"
+        )
     return InvalidArgument(
         f"{given} is read-only, but the result is written to it: pass a copy, such as "
         f"{advice.copy(x)}"
@@ -334,6 +348,7 @@ __all__ = [
     "Array",
     "Buffer",
     "Extent",
+    "JaxBuffer",
     "host_array",
     "is_in_place",
     "like",

@@ -1,16 +1,19 @@
-"""Adapters of the array libraries other than NumPy: torch, CuPy and Numba.
+"""Adapters of the array libraries other than NumPy: torch, CuPy and Numba; results for JAX.
 
 An adapter reports whether an array is on a GPU, the number of that GPU, and the current stream of
 the library. It also allocates arrays of the library. The adapters use the modules that the caller
-has imported already, and import none of these libraries. Arrays of JAX, which are immutable, are
-inputs only, and need no adapter.
+has imported already, and import none of these libraries. Arrays of JAX are immutable: a result for
+JAX is written to a NumPy array, of which `jax_converter` makes an array of JAX.
 
 Invariant: no function here waits for a GPU or reads the data of an array.
 """
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +22,11 @@ from r2ccl.runtime.advice import cannot_view
 
 #: DLPack device types of CUDA memory: kDLCUDA, kDLCUDAManaged (dlpack.h).
 _CUDA_DEVICES = (2, 13)
+
+#: Alignment in bytes of memory that JAX can share on a CPU (``MinAlign`` of XLA's CPU runtime).
+_JAX_ALIGNMENT = 64
+#: Dtypes that JAX narrows to 32 bits per number, unless ``jax_enable_x64`` is set.
+_JAX_WIDE = ("float64", "int64", "uint64", "complex128")
 
 
 class Library(Protocol):
@@ -70,6 +78,46 @@ def is_jax(x: Any) -> bool:
     """Return whether `x` is an array of JAX."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(x, jax.Array)
+
+
+def jax_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Allocate an uninitialized array that JAX can share: its address is a multiple of 64 bytes."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + _JAX_ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % _JAX_ALIGNMENT
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def jax_converter(x: Any) -> Callable[[np.ndarray[Any, Any]], Any]:
+    """Return a function that converts an array of NumPy to JAX.
+
+    The new array has the dtype and the shape of the given one. It is on the device of `x`, an array
+    of JAX on one device, and committed to the device if `x` is. If the device is a CPU and the
+    given array is from `jax_memory`, the two share memory.
+    """
+    jax = sys.modules["jax"]
+    (device,) = x.devices()
+    placement = None
+    if x.committed:
+        kind = x.sharding.memory_kind
+        placement = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+
+    def convert(host: np.ndarray[Any, Any]) -> Any:
+        with ExitStack() as settings:
+            # Without it, the array would be traced if a function is being traced in this thread.
+            settings.enter_context(jax.ensure_compile_time_eval())
+            if host.dtype.name in _JAX_WIDE and not jax.config.jax_enable_x64:
+                settings.enter_context(jax.enable_x64(True))  # else JAX would narrow the dtype
+            if placement is None:
+                settings.enter_context(jax.default_device(device))
+            return jax.device_put(host, placement)  # jax.numpy.asarray would copy
+
+    return convert
+
+
+def shares_memory(x: Any, host: np.ndarray[Any, Any]) -> bool:
+    """Return whether `x`, an array of JAX made of `host`, is in the memory of `host`."""
+    return not host.nbytes or x.unsafe_buffer_pointer() == host.__array_interface__["data"][0]
 
 
 def dlpack_device_type(x: Any) -> int:
@@ -194,6 +242,9 @@ __all__ = [
     "dlpack_device_type",
     "is_device_array",
     "is_jax",
+    "jax_converter",
+    "jax_memory",
     "library_of",
+    "shares_memory",
     "torch_of",
 ]

@@ -112,6 +112,25 @@ def test_work_gives_its_result_and_raises_what_ended_it() -> None:
     assert worker.close(10)
 
 
+def test_work_converts_its_result_once_and_after_the_end() -> None:
+    worker, gate, converted = make(), Gate(), []
+
+    def convert(result: str) -> list[str]:
+        converted.append(result)
+        return [result]
+
+    work = Work[Any](worker.submit(gate), "host", 10, convert=convert)
+    with pytest.raises(TransportTimeout):
+        work.wait(timeout_s=0.01)
+    assert not converted
+    gate.go.set()
+    found = work.wait()
+    assert found == ["host"]
+    assert work.wait() is found
+    assert converted == ["host"]
+    assert worker.close(10)
+
+
 def test_work_is_waited_for_with_a_deadline_and_again() -> None:
     worker, gate = make(), Gate()
     work = Work(worker.submit(gate), 5, 10)

@@ -15,8 +15,18 @@ import pytest
 
 from r2ccl.dtypes import CODES, DTYPES, EXTENSIONS, pair_dtype, raw_dtype
 from r2ccl.errors import InvalidArgument
+from r2ccl.runtime import arguments
 from r2ccl.runtime.arguments import as_buffer, view
-from r2ccl.runtime.arrays.buffers import is_in_place, like, like_part, part_of
+from r2ccl.runtime.arrays.buffers import (
+    Buffer,
+    JaxBuffer,
+    is_in_place,
+    like,
+    like_flat,
+    like_part,
+    part_of,
+)
+from r2ccl.types import ReduceOp
 
 
 @pytest.mark.parametrize(
@@ -193,19 +203,125 @@ class JaxArray:
     def __dlpack__(self, **kwargs: Any) -> Any:
         raise RuntimeError("NumPy's reader lacks this type")
 
+    is_fully_addressable = True
+    ndevices = 1
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def sharding(self) -> Any:
+        return SimpleNamespace(device_set=set(range(self.ndevices)))
+
+    def is_deleted(self) -> bool:
+        return False
+
+
+class JaxTracer(JaxArray):
+    """An array within a function that JAX traces."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise AttributeError("JaxTracer has no attribute __dlpack_device__")
+
+
+class DeletedJaxArray(JaxArray):
+    """An array that was deleted or donated."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise TypeError("object of type 'NoneType' has no len()")
+
+    def is_deleted(self) -> bool:
+        return True
+
+
+class ShardedJaxArray(JaxArray):
+    """An array on three devices of this process."""
+
+    ndevices = 3
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise BufferError("__dlpack__ only supported for unsharded arrays.")
+
+
+class RemoteJaxArray(ShardedJaxArray):
+    """An array on three devices, some of other processes."""
+
+    is_fully_addressable = False
+
+
+@pytest.fixture
+def jax(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The module ``jax``, as far as the library uses it to view arrays."""
+    module = SimpleNamespace(Array=JaxArray, core=SimpleNamespace(Tracer=JaxTracer))
+    monkeypatch.setitem(sys.modules, "jax", module)
+    return module
+
+
+@pytest.mark.usefixtures("jax")
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)])
-def test_an_array_of_jax_is_an_input_only(
-    dtype: np.dtype[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(Array=JaxArray))
+def test_an_array_of_jax_is_viewed_but_not_written(dtype: np.dtype[Any]) -> None:
     x = JaxArray(np.arange(4).astype(dtype))
-    found = as_buffer(x, writable=False).array
-    assert found.dtype == dtype
-    assert np.shares_memory(found, x.values)
-    assert isinstance(like(x, 2), np.ndarray)
-    with pytest.raises(InvalidArgument, match=r"read-only.*such as np\.array\(x\)"):
-        as_buffer(x, writable=True)
+    found = view(x, writable=False)
+    assert isinstance(found, JaxBuffer)
+    assert found.array.dtype == dtype
+    assert np.shares_memory(found.array, x.values)
+    for make in (view, as_buffer):
+        with pytest.raises(InvalidArgument, match=r"immutable.*leave out `out`.*np\.array\(x\)"):
+            make(x, writable=True)
+
+
+@pytest.mark.usefixtures("jax")
+@pytest.mark.parametrize("shape", [(), (0, 2), (3,), (100, 3)])
+def test_an_output_for_jax_is_memory_that_jax_can_share(shape: tuple[int, ...]) -> None:
+    x = JaxArray(np.ones(shape, ml_dtypes.bfloat16))
+    for out, form in ((like(x), shape), (like(x, 2), (2, *shape)), (like_flat(x, 5), (5,))):
+        assert type(out) is np.ndarray
+        assert (out.shape, out.dtype, out.flags.c_contiguous) == (form, x.values.dtype, True)
+        assert out.size == 0 or out.ctypes.data % 64 == 0
+
+
+@pytest.mark.usefixtures("jax")
+def test_a_call_in_place_for_jax_has_a_new_output() -> None:
+    x, y = JaxArray(np.arange(4.0)), np.zeros(4)
+    for request in (
+        arguments.allreduce(x, None, ReduceOp.SUM),
+        arguments.broadcast(x, None, 0),
+        arguments.reduce(x, None, ReduceOp.SUM, 0, 0),
+        arguments.scan(x, None, ReduceOp.SUM, False),
+        arguments.scan(x, None, ReduceOp.SUM, True),
+    ):
+        assert isinstance(request.output, Buffer)
+        assert np.shares_memory(request.output.array, request.result)
+        assert not np.shares_memory(request.result, x.values)
+        assert not request.is_in_place
+    assert request.result.tolist() == x.values.tolist()  # exscan on rank 0 returns its input
+    assert arguments.allreduce(x, y, ReduceOp.SUM).result is y
+    for out in (x, JaxArray(np.zeros(4))):
+        with pytest.raises(InvalidArgument, match="immutable"):
+            arguments.allreduce(x, out, ReduceOp.SUM)
+
+
+@pytest.mark.usefixtures("jax")
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (JaxTracer, r"JaxTracer .* traces \(jit, grad, vmap\).*outside of the function"),
+        (DeletedJaxArray, "deleted, or donated to a jitted function; make the call before"),
+        (ShardedJaxArray, r"sharded over 3 devices.*shards\[i\]\.data, or np\.asarray\(x\)"),
+        (RemoteJaxArray, r"sharded over 3 devices; pass one shard .*shards\[i\]\.data$"),
+    ],
+)
+def test_arrays_of_jax_without_memory_here_are_refused(kind: type[JaxArray], words: str) -> None:
+    x = kind(np.ones(4))
+    for make in (view, as_buffer):
+        with pytest.raises(InvalidArgument, match=words):
+            make(x, writable=False)
+    for out in (None, np.ones(4)):
+        with pytest.raises(InvalidArgument, match=words):
+            arguments.allreduce(x, out, ReduceOp.SUM)
+    with pytest.raises(InvalidArgument, match=words):
+        arguments.allgather(x, None, 0, 2)
 
 
 def test_a_released_memoryview_is_refused() -> None:
@@ -286,14 +402,14 @@ def test_a_device_that_is_none_is_refused(device: Any) -> None:
         view(NoMemory(device, ValueError), writable=True)
 
 
-def test_an_array_within_jax_jit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tracer(JaxArray):
+@pytest.mark.usefixtures("jax")
+def test_another_error_of_jax_is_the_reason() -> None:
+    class Broken(JaxArray):
         def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
-            raise TypeError("a tracer has no value")
+            raise TypeError("no value")
 
-    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(Array=JaxArray))
-    with pytest.raises(InvalidArgument, match=r"Tracer was given and .*: a tracer has no value"):
-        view(Tracer(np.ones(4)), writable=False)
+    with pytest.raises(InvalidArgument, match=r"Broken was given and .*: no value"):
+        view(Broken(np.ones(4)), writable=False)
 
 
 class TestInPlace:
