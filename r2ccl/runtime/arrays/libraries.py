@@ -5,7 +5,8 @@ the library. It also allocates arrays of the library. The adapters use the modul
 has imported already, and import none of these libraries. Arrays of JAX are immutable: a result for
 JAX is written to a NumPy array, of which `jax_converter` makes an array of JAX.
 
-Invariant: no function here waits for a GPU or reads the data of an array.
+Invariant: no function here waits for a GPU. None reads the data of an array, except that the
+function from `jax_converter` copies memory that JAX cannot share.
 """
 
 from __future__ import annotations
