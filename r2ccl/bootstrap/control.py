@@ -679,7 +679,8 @@ class ControlPlane:
 
 
 def _is_loopback(peers: Iterable[PeerInfo]) -> bool:
-    return all(ipaddress.ip_address(host).is_loopback for info in peers for host, _ in info.rails)
+    hosts = {host for info in peers for host, _ in info.rails}
+    return all(ipaddress.ip_address(host).is_loopback for host in hosts)
 
 
 __all__ = ["ControlHandler", "ControlPlane", "Goodbye", "PeerDown", "PeerInfo"]

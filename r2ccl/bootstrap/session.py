@@ -4,10 +4,12 @@ Each message has a sequence number. Frames are sent on *carriers*: TCP connectio
 that can move a frame. A carrier may lose, repeat, reorder or cut frames. The receiver delivers
 messages in sequence, keeps those that arrive early (up to a bound), drops duplicates, and
 acknowledges cumulatively. The sender keeps every message until it is acknowledged and resends it:
-on a carrier that comes up, on the others when a carrier goes down, and on all of them when the
-resend timer expires (its timeout doubles until an acknowledgement arrives). New messages are sent
-on the carrier that received a frame last. On an idle carrier heartbeats are sent, which are
-acknowledgements without a message, so that a silent carrier is known to have failed.
+on a carrier that comes up, and on the others when a carrier goes down. When the resend timer expires
+(its timeout doubles until an acknowledgement arrives), the oldest message is resent on all carriers;
+if the acknowledgement then shows that later ones are missing too, these follow. So a rank that is
+only slow is not sent everything again. New messages are sent on the carrier that received a frame
+last. On an idle carrier heartbeats are sent, which are acknowledgements without a message, so that a
+silent carrier is known to have failed.
 
 ====================  ==========================================================================
 event                 effect (the next `poll` returns the frames)
@@ -17,7 +19,8 @@ event                 effect (the next `poll` returns the frames)
 ``receive`` (any)     acknowledged messages are deleted; the carrier counts as alive
 ``carrier_up``        all unacknowledged messages are resent on the new carrier
 ``carrier_down``      all unacknowledged messages are resent on the remaining carriers
-timer                 all unacknowledged messages are resent on all carriers
+timer                 the oldest unacknowledged message is resent on all carriers; all others
+                      follow if the next acknowledgement does not cover them
 ====================  ==========================================================================
 
 This module does no I/O and reads no clock: time is an argument. Invariant: the messages that
@@ -183,6 +186,7 @@ class Session:
         self._acked = 0
         self._resend_at = float("inf")
         self._resend_s = self._limits.resend_s
+        self._doubted = 0  # if the next acknowledgement is below this number, all is resent
         # receiver
         self._delivered = 0
         self._early: dict[int, bytes] = {}
@@ -292,8 +296,9 @@ class Session:
         if now >= self._resend_at:
             self._resend_s = min(2 * self._resend_s, self._limits.resend_max_s)
             self._resend_at = now + self._resend_s
-            for carrier in self._carriers.values():
-                carrier.is_behind = True
+            self._doubted = self._sent
+            for number in self._carriers:
+                self._emit(number, [self._acked + 1], now, frames)
         self._resend(now, frames)
         self._send_new(now, frames)
         self._send_heartbeats(now, frames)
@@ -361,6 +366,10 @@ class Session:
         for _ in range(ack - self._acked):
             self._unacked.popleft()
         self._acked = ack
+        if ack < self._doubted:
+            for carrier in self._carriers.values():
+                carrier.is_behind = True
+        self._doubted = 0
         self._resend_s = self._limits.resend_s
         is_open = self._sent > self._acked
         self._resend_at = now + self._resend_s if is_open else float("inf")

@@ -139,6 +139,40 @@ def test_a_black_hole_costs_one_resend_timer(pair: Pair) -> None:
     assert pair.got[1] == [b"a"]
 
 
+def test_all_that_a_black_hole_held_follows_the_oldest(pair: Pair) -> None:
+    pair.up(0)
+    pair.up(1)
+    for body in (b"a", b"b", b"c"):
+        pair.post(0, body)
+    pair.poll()
+    (_, hole, _), *_ = pair.under_way
+    pair.under_way.clear()
+    pair.now += LIMITS.resend_s
+    pair.poll()
+    assert [unpack(data).seq for _, _, data in pair.under_way] == [1, 1]
+    pair.under_way = [item for item in pair.under_way if item[1] != hole]
+    pair.arrive_all()
+    pair.now += LIMITS.ack_s
+    pair.arrive_all()
+    assert pair.got[1] == [b"a", b"b", b"c"]
+
+
+def test_a_slow_rank_is_sent_one_message_again(pair: Pair) -> None:
+    pair.up(0)
+    for number in range(5):
+        pair.post(0, b"%d" % number)
+    pair.poll()
+    pair.now += LIMITS.resend_s  # the other rank has not read yet
+    pair.poll()
+    assert [unpack(data).seq for _, _, data in pair.under_way] == [1, 2, 3, 4, 5, 1]
+    pair.arrive_all()
+    pair.now += LIMITS.ack_s
+    pair.poll()  # the acknowledgement covers all
+    pair.arrive_all()
+    assert pair.ends[0].unacknowledged == 0
+    assert pair.under_way == []
+
+
 def test_an_acknowledgement_does_not_wait_for_company(pair: Pair) -> None:
     pair.up(0)
     pair.post(0, b"a")
