@@ -3,9 +3,9 @@
 Rings and chains in rank order connect consecutive ranks. Recursive doubling, dissemination and
 binary trees connect ranks at distances of powers of two; recursive doubling uses further distances
 if the number of ranks is no power of two. If nodes have several ranks, the same holds among nodes.
-A rank thus has about 2 log2(n) neighbors, and twice as many with several ranks per node. Other
-schedules, such as direct exchanges, packed trees and all that are made for a degraded network,
-connect further pairs, which are not included.
+A rank thus has about 2 log2(n) neighbors, and up to twice as many with several ranks per node.
+Other schedules, such as direct exchanges, packed trees and all that are made for a degraded
+network, connect further pairs, which are not included.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def neighbors(rank: int, nranks: int, nodes: Sequence[int] = ()) -> frozenset[in
     ----------
     rank, nranks : int
     nodes : sequence of int, optional
-        Number of the node of each rank. Default: every rank has a node of its own, or all share
-        one node.
+        Number of the node of each rank. Ignored unless every node has equally many ranks, with
+        consecutive numbers. Default: every rank has a node of its own, or all share one node.
 
     Returns
     -------
     frozenset of int
-        About 2 log2(`nranks`) other ranks, twice as many with several ranks per node.
+        About 2 log2(`nranks`) other ranks, up to twice as many with several ranks per node.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Packed trees: allreduce for nodes of arbitrary bandwidths, and so for every pattern of failures.
+"""Packed trees: allreduce for nodes of arbitrary bandwidths.
 
 If a byte is reduced up one spanning tree and broadcast down again, a node sends and receives it as
 often as it has edges in that tree: its degree. An allreduce over c trees, each with 1/c of the
@@ -8,9 +8,8 @@ trees are built in three steps:
 1. Compute the mean degree of every node (`degrees`): in proportion to its bandwidth, at least 1
    (every tree contains the node) and at most n - 1, with the sum 2(n - 1) of a tree's degrees.
 2. Round the total degree of each node over all trees. Then assign edges tree by tree, always to the
-   node that lags most behind its total. Edges are assigned in pairs, as in a double binary tree: a
-   node is a leaf or has two children. Single edges would make long paths; pairs keep the height
-   logarithmic.
+   node that lags most behind its total. Edges are assigned in pairs where possible, as in a double
+   binary tree: many single edges would make long paths; pairs keep the height logarithmic.
 3. Build each tree as flat as its degrees allow (`flat_tree`).
 
 With equal bandwidths this nearly reaches the bandwidth of a ring, at the height of a binary tree. A
@@ -216,7 +215,7 @@ def _rooted_tree(wanted: Sequence[int], root: int, first: int) -> tree.Parents:
 
 
 def flat_tree(wanted: Sequence[int], first: int = 0, reach: Reach | None = None) -> tree.Parents:
-    """Return the flattest tree with the given degrees.
+    """Return a flat tree with the given degrees; without `reach`, the flattest one.
 
     Nodes are added in order of degree, largest first, as far as `reach` allows. The parent of a
     node is the earliest added node that it reaches and that has a free edge, that is, fewer edges

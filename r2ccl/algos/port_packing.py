@@ -41,7 +41,7 @@ class PortTree(NamedTuple):
 
 
 def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
-    """Return spanning trees whose edges load all ports in proportion to their bandwidths.
+    """Return spanning trees whose edges load the ports about in proportion to their bandwidths.
 
     Parameters
     ----------

@@ -130,7 +130,6 @@ def add_allgather(program: ProgramBuilder, seat: Seat, sections: Sequence[Sequen
         for chunk in sections[(seat.place + 1 - step) % seat.size]:
             program.send(seat.right, chunk)
         for chunk in sections[(seat.place - step) % seat.size]:
-            # The arrival of the sum proves that this rank's contribution arrived.
             program.recv(seat.left, chunk, is_proof=True)
 
 

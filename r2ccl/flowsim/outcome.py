@@ -31,7 +31,7 @@ class Use(NamedTuple):
 
     @property
     def utilisation(self) -> Floats:
-        """Bytes carried by each port as a share of its capacity, 0 to 1; 0 for a dead port."""
+        """Bytes carried by each port as a share of its capacity, 0 to 1; 0 without capacity."""
         return np.divide(
             self.nbytes,
             self.capacity_nbytes,

@@ -26,8 +26,7 @@ from r2ccl.schedule.ir import Op, OpKind, Schedule
 class Program(NamedTuple):
     """Compact form of the ops of all ranks, independent of buffer size and network.
 
-    The module docstring defines rows and shapes. A program consists of arrays and integers only,
-    and can be pickled for other processes.
+    The module docstring defines rows and shapes. A program can be pickled.
 
     Parameters
     ----------

@@ -71,7 +71,7 @@ class PortRoutes(NamedTuple):
         """Return the egress and ingress port of every link.
 
         A link whose home rail is dead at either end uses a rail that is alive at both ends. If
-        there are several such rails, the links from one rank to another are spread over them
+        there are several such rails, these links from one rank to another are spread over them
         round-robin. With node ports, home rails are ignored, and each end needs only one rail that
         is alive.
 
@@ -84,7 +84,8 @@ class PortRoutes(NamedTuple):
         -------
         ndarray of int64, shape (2, nlinks)
             Numbers of the egress port (row 0) and of the ingress port (row 1) of each link;
-            `NOWHERE` if there is no such rail, `FREE` if transfers of the link take no time.
+            `NOWHERE` if there is no such rail, `FREE` if the link is within a node and
+            `Network.inside_bandwidth` is infinite.
         """
         nodes = np.array(self.network.nodes)
         source, target = nodes[self.src], nodes[self.dst]

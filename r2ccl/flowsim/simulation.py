@@ -64,8 +64,8 @@ def simulate(
     itemsize : int
         Bytes of an element; chunks and slices consist of whole elements.
     slice_nbytes, nslices : int
-        Maximum bytes of a slice, or maximum number of slices per chunk. Give exactly one of the
-        two.
+        Maximum bytes of a slice (a slice has at least one element), or maximum number of slices per
+        chunk. Give exactly one of the two.
     counts : sequence of int, optional
         Elements of each part of the buffer. Default: equal parts, as many as the schedule has.
     weights : sequence of int, optional
@@ -77,7 +77,7 @@ def simulate(
     node_ports : bool
         If True, each node has one port per direction with the summed bandwidth of its rails. This
         models schedules whose links spread their channels over the rails in proportion to the
-        bandwidths of the rails. `rails` then has no effect.
+        bandwidths of the rails. The result of `rails` is then checked, but not used.
     sharing : {"max_min", "fair_queue"}
         Model of port sharing. Max-min is exact except for `tolerance`. The times of fair queues
         differ by up to 3 % from max-min on rings and trees with 16 slices per chunk, and by more
@@ -142,10 +142,7 @@ def simulate(
 def _run(
     state: FlowState, routes: PortRoutes, moments: list[tuple[float, Floats]], sharing: Sharing
 ) -> FlowState:
-    """Run the event loop through all changes of the network.
-
-    Stop when all ops are done, or when the remaining ops can never run.
-    """
+    """Run the event loop until all ops are done or the remaining ops can never run."""
     ends = [*(time_s for time_s, _ in moments[1:]), math.inf]
     for (time_s, table), until in zip(moments, ends, strict=True):
         if time_s > 0:

@@ -26,7 +26,8 @@ class Sizes(NamedTuple):
     itemsize : int
         Bytes of an element.
     slice_nbytes : int
-        Maximum bytes of a slice, as in `r2ccl.planning.lowering.lower`; 0 if `nslices` is given.
+        Maximum bytes of a slice, as in `r2ccl.planning.lowering.lower`; a slice has at least one
+        element. 0 if `nslices` is given.
     nslices : int
         Maximum number of slices per chunk; 0 if `slice_nbytes` is given.
     counts : sequence of int

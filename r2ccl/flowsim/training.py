@@ -46,7 +46,7 @@ class TrainingJob(msgspec.Struct, frozen=True, kw_only=True):
     Raises
     ------
     InvalidArgument
-        If a value is negative, or `nmicrobatches` is 0.
+        If `nmicrobatches` is below 1, or another value is negative or NaN.
     """
 
     compute_s: float

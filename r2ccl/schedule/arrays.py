@@ -1,8 +1,7 @@
 """Array form of a schedule: all ops of all ranks as NumPy arrays.
 
-Ops are ordered by (rank, channel, index), so the ops of one rank and channel are contiguous. The
-conversion neither drops nor corrects anything: the arrays of a malformed schedule are malformed in
-the same way.
+The conversion neither drops nor corrects anything: the arrays of a malformed schedule are malformed
+in the same way.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ class ScheduleArrays(NamedTuple):
     Parameters
     ----------
     ops : ndarray of OP_DTYPE, shape (nops,)
-        Ordered by rank, channel, index.
+        The ops of one rank and channel are contiguous and in program order. `as_arrays` orders
+        them by rank, then channel.
     offsets : ndarray of int64, shape (nops + 1,)
         Op ``i`` waits for the ops ``after[offsets[i]:offsets[i + 1]]``.
     after : ndarray of int32

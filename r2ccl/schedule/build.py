@@ -71,7 +71,6 @@ class ProgramBuilder:
         `is_proof` sets `Op.is_proof`; it is ignored if the op waits for no SEND.
         """
         waits = _all(self._writing(space, chunk), after)
-        # `is_proof` is about the SENDs that the op waits for: without one it is not set.
         proves = is_proof and any(self._ops[index].kind == OpKind.SEND for index in waits)
         op = Op(OpKind.RECV, peer, Space.OUTPUT, -1, space, chunk, waits, False, proves)
         return self._add(op)

@@ -11,9 +11,9 @@ The checks, in this order:
 3. There is no deadlock.
 4. Memory is read after it is written and overwritten after it is released, as guaranteed by the
    dependencies of the ops, independent of timing.
-5. Every contribution arrives exactly once, all ranks reduce in the same order (in rank order if
-   the collective requires it), and `Op.is_final` is set exactly on the ops that complete a
-   reduction.
+5. Every contribution arrives exactly once, outputs with the same contributions are reduced in the
+   same order on all ranks (in rank order if the collective requires it), and `Op.is_final` is set
+   exactly on the ops that complete a reduction.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def check(schedule: Schedule) -> None:
 
     Notes
     -----
-    *Cost*: one pass over the ops of all ranks and a sort. For each pair of conflicting ops whose
-    order does not follow directly from ``after``, also a graph search.
+    *Cost*: several passes over the ops of all ranks, and sorts. For each pair of conflicting ops
+    whose order does not follow directly from ``after``, also a graph search.
     """
     conditions = conditions_of(schedule)
     arrays = as_arrays(schedule)

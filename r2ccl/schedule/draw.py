@@ -40,7 +40,7 @@ _LEAVING, _NUMBER_AT, _NUMBER_HEIGHT, _CHARACTER = 9, 27, 15, 7.5
 
 
 class _Move(NamedTuple):
-    """One drawn item: messages drawn as one arrow, or a local op.
+    """One drawn item: messages drawn as one arrow, or local ops drawn as one mark.
 
     `landed` and `done` are step numbers. They differ if a message waits after landing before it is
     reduced. `source` is -1 for a local op.

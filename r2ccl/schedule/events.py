@@ -13,8 +13,8 @@ END    the op is done (delivered, reduced, copied or released): ops that wait fo
 ====== =======================================================================================
 
 With the smallest buffers there is no eager slot, and a link has room for one unreduced slice only.
-A SEND therefore ends when its message lands, and a message lands only after the receiver announced
-a landing place and the link's earlier messages have been delivered.
+A SEND therefore ends when its message lands. A message lands only after the link's earlier messages
+have been delivered and, for a RECV, after the receiver has announced the landing place.
 
 Slices
 ------

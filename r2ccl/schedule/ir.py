@@ -5,7 +5,7 @@ that a schedule computes its collective.
 
 Execution model
 ---------------
-A channel owns a share of the buffer, divided into nearly equal chunks (`r2ccl.schedule.chunks`).
+A channel owns a share of the buffer, divided into chunks (`r2ccl.schedule.chunks`).
 Channels can differ in their number of chunks. Every op works on one chunk index; the same index has
 the same size at both ends of a message. An op runs as soon as the ops in its ``after`` are
 done. The position in the program orders only the ops of one directed link (source rank, destination

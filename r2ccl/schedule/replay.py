@@ -57,7 +57,7 @@ def replay(
     ------
     ScheduleError
         If an op reads memory that holds no data, or reduces a complete chunk; if a contribution
-        is missing, is added twice, or does not belong in an output; if an ``is_final`` is wrong; if
+        is missing, is added twice, or does not belong in an output; if an `is_final` is wrong; if
         ranks reduce in different orders, or not in rank order although the collective requires it.
     """
     order, _ = replay_order(arrays, events)

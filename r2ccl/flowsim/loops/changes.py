@@ -3,9 +3,9 @@
 After a change no link uses a port without bandwidth, and all rates and end times follow from the
 new bandwidths.
 
-A slice in flight on a port that fails is sent again from its start over other ports, as in a replay
-after a migration. If a link returns to its home port because that port has recovered, the link's
-slice in flight continues there with the remaining bytes.
+A slice in flight on a port that fails is sent again from its start, as in a replay after a
+migration. If a link changes ports that are alive, for example to return to its home port, its slice
+in flight continues on the new ports with the remaining bytes.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ def has_room(s: FlowState) -> bool:
 
 @inlined
 def next_time(s: FlowState, transmission: float) -> float:
-    """Return the time of the next event, in seconds.
+    """Return the time of the next event in seconds; infinity if there is none.
 
     `transmission` is the time at which a port or link next finishes a slice, or infinity.
     """
@@ -291,10 +291,10 @@ def land_and_reduce(s: FlowState) -> None:
 
 @inlined
 def goes_on_a_wire(s: FlowState, link: int) -> bool:
-    """Set the size of a link's next slice; return True if the slice must be sent over ports.
+    """Set the size of a link's next slice; return True if the slice can now be sent over ports.
 
-    If the slice is empty, or transfers of the link take no time (`FREE`), list the link in
-    ``instant``. Otherwise, if the link has no port, park it.
+    If the slice is empty, or the link sends in no time (`FREE`), list the link in ``instant``.
+    Otherwise, if the link has no port, park it.
     """
     me = s.links[link]
     chunk = me.chunk_base + s.rows[s.messages[me.message].send].chunk

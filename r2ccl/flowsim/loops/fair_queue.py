@@ -109,7 +109,7 @@ def lift(s: FlowState, link: int) -> None:
 
 @called
 def _start(s: FlowState) -> None:
-    """Queue at their ports the slices that are ready to be sent."""
+    """Start the slices that are ready to be sent."""
     for i in range(s.counts[STARTING]):
         link = s.starting[i]
         if goes_on_a_wire(s, link):

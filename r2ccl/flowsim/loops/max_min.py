@@ -10,12 +10,12 @@ with one of those links, and so on.
 
 Batches
 -------
-At each event, the slices that would end soonest end in the same batch if at most ``tolerance``
-times their size is left. A slice that ends later than one with more left may be passed over. The
-bytes left are sent with the link's next slice, so no port exceeds its bandwidth; those of the last
-slice are not sent. In measurements of rings, double binary trees and packed trees over 8 nodes, a
-tolerance of 0.001 changes the total time by less than 0.01 %, and a tolerance of 0.01 by less than
-0.05 %.
+At each event, slices of which at most ``tolerance`` times their size is left end in the same batch.
+The search for them stops at a slice with more left, and may miss slices that end after that one.
+The bytes left are sent with the link's next slice, so no port exceeds its bandwidth; those of the
+last slice are not sent. In measurements of rings, double binary trees and packed trees over 8
+nodes, a tolerance of 0.001 changes the total time by less than 0.01 %, and a tolerance of 0.01 by
+less than 0.05 %.
 
 References
 ----------

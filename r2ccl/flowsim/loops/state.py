@@ -126,7 +126,7 @@ LANDING_DTYPE = np.dtype([("time", np.float64), ("link", np.int64)])
 #: States of a link: nothing to send; a slice on the wire; between two slices; no port to use.
 IDLE, BUSY, RESTING, PARKED = range(4)
 
-#: Values in place of a port number: the transfer takes no time; no rail is alive at both ends.
+#: Values in place of a port number: sending takes no time; no rail is alive at both ends.
 FREE, NOWHERE = -2, -1
 
 #: Value of ``next`` for a seat that is in no list.
