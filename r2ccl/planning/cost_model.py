@@ -330,8 +330,8 @@ def _nslices(fill_ns: int, rates: Rates) -> int:
 
 #: Families whose calls are bandwidth samples: every rank receives from at most one other rank.
 _GAUGES = ("ring", "bridged_ring", "chain")
-#: Families whose ports all wait while the pipeline fills, or that have no pipeline. All others are
-#: predicted as trees, leaf rings, nested rings, OptCC and R2CC-AllReduce included.
+#: Families whose ports all wait while the pipeline fills, or that have no pipeline. All others,
+#: leaf rings, nested rings, OptCC and R2CC-AllReduce included, are predicted as trees.
 NOT_TREES = (
     "chain",
     "ring",

@@ -115,7 +115,7 @@ def flows_of_rings(order: Sequence[int], nchannels: int) -> Flows:
 
 
 def flows_of_cycle(order: Sequence[int], nchannels: int, load: Fraction) -> Flows:
-    """Return the flows of rings in `order`; each rank sends `load` times the data per channel."""
+    """Return the flows of rings in `order`; each rank sends `load` times the channel's data."""
     n = len(order)
     # With two ranks, one edge carries both directions.
     edges: dict[tuple[int, int], list[int]] = {}

@@ -11,8 +11,8 @@ rank alike. Otherwise, one of two rules applies:
    to their shares.
 2. Collectives in `PAIRWISE`, whose parts may differ in size: each pair divides its part among the
    rails that both ranks have, in proportion to the smaller of the two shares, independently of all
-   other pairs. This rule needs no sizes: no rank knows all of them, but all ranks must place all
-   parts equally.
+   other pairs. This rule needs no sizes: no rank knows all of them, but all ranks must compute the
+   same placement.
 
 Times in simulations of 30 degraded clusters of up to 12 nodes (`bench/clusters.py --seed 11`), as
 multiples of the lower bound, from the median to the worst: with equal parts, 1.005 to 1.09 by the

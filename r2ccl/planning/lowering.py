@@ -95,7 +95,7 @@ class Layout(msgspec.Struct, frozen=True):
         One lane per channel of the schedule. If `lower` was called with ``whole_nbytes``, channels
         without any step are left out.
     peers : frozenset of int
-        Ranks that this rank sends to or receives from.
+        Ranks that the ops of this rank's program send to or receive from.
     uses_scratch : bool
         True if an op reads or writes scratch memory.
     """

@@ -162,7 +162,7 @@ def place_edges(
 
     Notes
     -----
-    *Cost*: some 10 us per edge, plus at most `_MOST_TRIED` trial moves.
+    *Cost*: some 10 us per edge, plus the edge colouring or at most `_MOST_TRIED` trial moves.
     """
     _require(homes)
     width = len(homes)
@@ -245,7 +245,7 @@ def mean_time(
 def ring_time(
     placement: Placement, homes: Sequence[int], health: Health, nodes: Sequence[int] = ()
 ) -> Fraction | None:
-    """Return the `port_time` of a ring allreduce in rank order, without its flows.
+    """Return the `port_time` of a ring allreduce in rank order, computed without its flows.
 
     Unlike in `port_time`, a channel detours as a whole, to the rail that has the least detoured
     weight relative to its share.

@@ -66,7 +66,7 @@ class Planning(msgspec.Struct, frozen=True):
     Attributes
     ----------
     version : int
-        Version of the health; a loss or return of a NIC begins the next one.
+        Version of the health; every change of the health begins a new one.
     nplans : int
         Number of plans made.
     total_s, longest_s : float
@@ -423,9 +423,9 @@ class PlanCache:
         Samples are frequent soon after the health changed, because it may change back. Later they
         are rare enough to cost at most `_BUDGET` of the predicted time, but not rarer than
         `_RAREST` allows. The result is equal on all ranks, because all plan with a new health from
-        the same call on. Calls that must keep the rank order, scans and direct exchanges are never
-        samples. No call must be one if its fastest schedule is a sample anyway, if the network was
-        not measured, or with ``R2CC_BALANCE=0``.
+        the same call on. It is False for calls that must keep the rank order, for scans and direct
+        exchanges, for a call whose fastest schedule is a sample anyway, if the network was not
+        measured, and with ``R2CC_BALANCE=0``.
         """
         if not self._measures or self.fabric.rates == UNMEASURED or call.op == ORDERED_OP:
             return False

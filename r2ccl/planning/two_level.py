@@ -350,7 +350,7 @@ class TwoLevelPlans:
         """Return whether two levels need fewer steps for little data, in a healthy network."""
         one = self._plans.choice_of(call, Health.whole(nranks, self._whole.nrails))
         two = self._of_nodes(self._at_home, call, self._part_nbytes(nbytes), self._whole)
-        # As many steps within a node as in an allreduce, for each two nodes with pieces of a chunk.
+        # Within a node, every two pieces of a chunk take the steps of an allreduce.
         nlocal = _LOCAL_STEPS * (len(self._teams) if call.collective in PARTED else 2) // 2
         return two.schedule.cost.steps + nlocal < one.schedule.cost.steps
 
@@ -421,8 +421,9 @@ def count_chunks(nbytes: int, npieces: int = 1) -> int:
     """Return the number of chunks, of `npieces` pieces each, of a call of `nbytes`.
 
     The first and the last step of a call, within the nodes, do not overlap with the network; they
-    are shorter with smaller chunks. Between two chunks, the network idles for `_GAP_NS`. Chunks of
-    more than two pieces are fewer, because every piece takes a step within the nodes.
+    are shorter with smaller chunks. Between two chunks, the network idles for `_GAP_NS`. If a chunk
+    has more than two pieces, there are fewer chunks, because every piece takes a step within the
+    nodes.
     """
     exposed_ns = 2 * nbytes * 10**9 // _LOCAL_BYTES_PER_S
     nchunks = max(1, min(_MOST_CHUNKS, isqrt(exposed_ns // _GAP_NS)))

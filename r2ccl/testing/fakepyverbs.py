@@ -284,7 +284,7 @@ class FakeQueuePair:
         self.qp_num = self.context.fabric.add(self)
 
     def to_init(self, attr: FakeAttributes) -> None:
-        """Move the queue pair from RESET to INIT."""
+        """Move the queue pair to INIT."""
         self.state = _INIT
 
     def to_rtr(self, attr: FakeAttributes) -> None:

@@ -204,6 +204,11 @@ def fail_at(rank: int, rail: int, op: int, step: int = 0) -> FaultPlan:
         AssertionError in `rank` if the fault did not fire. `r2ccl.init` raises InvalidArgument if
         the job has no such rank or rail.
 
+    Raises
+    ------
+    InvalidArgument
+        If an argument is negative.
+
     Examples
     --------
     >>> with fail_at(rank=1, rail=0, op=0, step=5) as plan, r2ccl.init(faults=plan) as comm:

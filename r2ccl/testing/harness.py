@@ -119,7 +119,7 @@ class RankRunner:
         the module, and a failed assertion in a rank is reported with the same details as in the
         test.
     injection : FaultInjection, optional
-        Failures for each run. Default: no failures.
+        Failures to inject; a run takes those added since the run before. Default: no failures.
     """
 
     def __init__(self, module: ModuleType, injection: FaultInjection | None = None) -> None:

@@ -106,6 +106,11 @@ class LabJob:
 
         The results are in order of rank. Afterwards the job and its pipes are closed. If the ranks
         have pipes, another thread must read them, because a rank blocks when its stdout is full.
+
+        Raises
+        ------
+        LabError
+            As for `close`.
         """
         return self._watch(timeout_s, None)
 
@@ -113,6 +118,11 @@ class LabJob:
         """Wait as `wait` does, and call ``sink(rank, line)`` for each line of output.
 
         The calling thread reads the ranks' pipes and calls `sink` as soon as a line arrives.
+
+        Raises
+        ------
+        LabError
+            As for `close`.
         """
         return self._watch(timeout_s, sink)
 

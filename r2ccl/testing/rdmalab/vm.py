@@ -1,8 +1,8 @@
 """Virtual machine of a lab: `run` boots it, runs one command in it, and powers it off.
 
-The virtual machine uses the root file system of the host, with the permissions of the host user, so
-files that the command writes stay on the host. All processes of the virtual machine end with `run`,
-even if the process that called `run` is killed.
+The virtual machine uses the root file system of the host, with the permissions of the host user.
+Files that the command writes stay on the host, except those in `_NOT_SHARED`. All processes of the
+virtual machine end with `run`, even if the process that called `run` is killed.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def run(
         command runs, the machine is killed and the result has `is_timed_out`.
     report : Path, optional
         Directory for the command's results, created if it does not exist. The variable
-        ``R2CC_RDMALAB_REPORT`` of the command is its path. Files written elsewhere are kept too.
+        ``R2CC_RDMALAB_REPORT`` of the command is its path. Files in other directories that the
+        machine shares with the host are kept too.
     environment : mapping, optional
         Variables that override the variables of this process and of the lab, except the path of
         `report`.

@@ -385,10 +385,7 @@ class SimNetwork:
             self.take(other, piece)
 
     def refuse(self, end: End, piece: WirePiece) -> None:
-        """Discard a piece that arrived at a closed end; the sender's end then fails.
-
-        It fails at the time that `_reset` describes.
-        """
+        """Discard a piece that arrived at a closed end; the sender's end fails as by `_reset`."""
         self._reset(end.other)
 
     def take(self, end: End, piece: WirePiece) -> None:

@@ -68,7 +68,7 @@ class CheckedRelay(Relay):
         return slot
 
     def collect(self) -> list[Slot]:
-        """Return the slots whose copies are done in every `nth_look`-th call, otherwise none."""
+        """Return finished slots as `Relay.collect` does in every `nth_look`-th call, else none."""
         self._nlooks += 1
         return [] if self._nlooks % self._nth_look else super().collect()
 

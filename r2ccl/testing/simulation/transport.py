@@ -123,7 +123,7 @@ class SimTransport(PreconnectedTransport):
             self._queue(end, SimMessage(MessageKind.CONFIRM, end, frame, None), False)
 
     def flush(self) -> None:
-        """Pass queued messages to the network; no message is sent before `flush`."""
+        """Pass the queued messages to the network."""
         dirty, self._dirty = self._dirty, []
         for end in dirty:
             for message, is_replay in end.queued:
