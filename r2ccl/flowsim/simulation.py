@@ -95,8 +95,8 @@ def simulate(
     ------
     InvalidArgument
         If an argument is out of range, if the network and the schedule have different numbers of
-        ranks, if `rails` returns anything but existing rails, or if no rail is alive at both ends
-        of a link that has data to send.
+        ranks, if `rails` returns anything but existing rails, or if a link that has data to send is
+        left without a rail that is alive at both ends.
     ScheduleError
         If `compile_schedule` raises it, or the ops deadlock.
 

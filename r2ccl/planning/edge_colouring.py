@@ -1,4 +1,4 @@
-"""Edge colouring with capacities: assigns edges to rails so that no port exceeds its share.
+"""Edge colouring with capacities: assigns edges to rails in proportion to the ports' shares.
 
 A vertex is a node, or one direction of a node's traffic; a colour is a rail; a (vertex, colour)
 pair is a port. If a port with its full bandwidth (share `WHOLE`) may have `edges` edges, a port

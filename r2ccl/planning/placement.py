@@ -11,7 +11,7 @@ of its rail: the rail's channels detour only at the hops that use this port, and
 any other channel.
 
 Schedules for unequal nodes: each edge is placed on its own rail, so that the ports of a node are
-loaded in proportion to their shares, and no port that is down is used.
+loaded in proportion to their shares, and ports that are down are avoided.
 
 Invariant: equal arguments give equal placements, on every rank.
 """

@@ -165,11 +165,11 @@ class TwoLevelPlans:
 
         Notes
         -----
-        A call runs in one level if its collective is not in `COLLECTIVES` or its operation is one
-        of the user. So does a call of at most ``R2CC_EAGER_NBYTES`` unless two levels need fewer
-        steps, and, in the modes r2cc and auto, a larger one if that is predicted to take less time
-        by more than 2 %.
-        A collective in `PARTED` also needs ranks that are numbered node by node.
+        A call runs in one level if its collective is not in `COLLECTIVES`, its operation is one of
+        the user, or its collective is in `PARTED` and the ranks are not numbered node by node. A
+        call of at most ``R2CC_EAGER_NBYTES`` runs in one level unless two levels need fewer steps.
+        In the modes r2cc and auto, a larger call runs in one level if that is predicted to take
+        less time by more than 2 %.
         """
         key = (health.version, call, sizes)
         if key not in self._kept:
@@ -297,8 +297,8 @@ class TwoLevelPlans:
     ) -> tuple[bool, int] | None:
         """Return whether groups are faster at home than everywhere, and the predicted time in ns.
 
-        Return None if one level is fastest. Only the times between the nodes are compared: within a
-        node, two levels use shared memory, which is always faster than one level.
+        Return None if one level is fastest. Only the times between the nodes are compared; the
+        times of the steps within a node are neglected.
         """
         one_ns = self._plans.choice_of(call, health).predicted_ns
         home_ns = self._home_ns(call, nbytes, rows)

@@ -1,8 +1,8 @@
 """Checker of schedules: rejects an incorrect schedule before any byte moves.
 
 A schedule that `check` accepts computes its collective in place and out of place, for any slice
-size, on any executor that follows the rules of `r2ccl.schedule.ir` and can hold at least one
-unreduced slice per link. Collectives in `r2ccl.schedule.ir.APART` are computed out of place only.
+size. The executor must follow the rules of `r2ccl.schedule.ir` and hold at least one unreduced
+slice per link. Collectives in `r2ccl.schedule.ir.APART` are computed out of place only.
 
 The checks, in this order:
 
@@ -11,8 +11,8 @@ The checks, in this order:
 3. There is no deadlock.
 4. Memory is read after it is written and overwritten after it is released, as guaranteed by the
    dependencies of the ops, independent of timing.
-5. Every contribution arrives exactly once, outputs with the same contributions are reduced in the
-   same order on all ranks (in rank order if the collective requires it), and `Op.is_final` is set
+5. Every contribution arrives exactly once. Outputs with the same contributions are reduced in the
+   same order on all ranks, and in rank order if the collective requires it. `Op.is_final` is set
    exactly on the ops that complete a reduction.
 """
 

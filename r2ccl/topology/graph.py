@@ -31,9 +31,9 @@ class VertexKind(enum.IntEnum):
 class Vertex(NamedTuple):
     """Vertex of the graph: a part of a machine, identified by its kind and name.
 
-    ``name`` is the bus id of a GPU or a PCI switch, the bus id of a NIC without its function
-    (functions share a link), the name of a NIC without a bus id, the id of a NUMA node, the label
-    of a port, or empty for the NVSwitches.
+    ``name`` is the bus id of a GPU or a PCI switch, the id of a NUMA node, and the label of a port.
+    For a NIC, it is the bus id without the function (functions share a link), or the NIC's name if
+    there is no bus id. It is empty for the NVSwitches.
     """
 
     kind: VertexKind

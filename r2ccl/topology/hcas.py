@@ -175,8 +175,8 @@ def select_hcas(hcas: Sequence[Hca], pattern: str) -> tuple[Hca, ...]:
         Ports of the machine; the result keeps their order.
     pattern : str
         Value of ``R2CC_HCA``, in the syntax of `NameFilter`. If it is empty or an exclusion, every
-        ACTIVE port is chosen that is not excluded and for which `choose_gid` finds a GID if it is
-        given neither an index nor an address. If it is ``none``, no port is chosen.
+        ACTIVE port is chosen that is not excluded and has a RoCE v2 GID or, on InfiniBand, a GID at
+        index 0. If it is ``none``, no port is chosen.
 
     Returns
     -------

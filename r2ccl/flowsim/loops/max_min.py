@@ -5,8 +5,7 @@ Between two batches of events, every link that is sending a slice has its max-mi
 
 Rates are recomputed only where links start or stop sending or a port's bandwidth changes. A link
 whose next slice follows without a pause keeps its rate. When a link starts or stops, the rates of
-all links that share a port with it are recomputed, then the rates of all links that share a port
-with one of those links, and so on.
+all links that share a port with it, directly or through further links, are recomputed.
 
 Batches
 -------

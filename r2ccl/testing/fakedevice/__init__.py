@@ -27,9 +27,9 @@ drawn from a seed, and accesses to memory are checked::
   of the waiting thread. Such calls enqueue work to a full launch queue or on a GPU with
   ``is_blocking``, or manage memory or load kernels on a GPU with ``is_serial``.
 - Work enqueued on a stream that captures a graph.
-- Addresses that are unknown, freed, of another process or of a GPU not made reachable, accesses
-  beyond the end of an allocation, the host's address of memory that `FakeDevice.pin` pinned passed
-  to the GPU, and handles of another process.
+- Addresses that are unknown, freed, of another process or of a GPU not made reachable; accesses
+  beyond the end of an allocation; handles of another process.
+- The host's address of memory from `FakeDevice.pin`, if it is passed to the GPU.
 
 **Detected in some runs**, if the host does not declare the access, but makes it before the work
 runs:
