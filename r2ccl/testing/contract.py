@@ -214,8 +214,7 @@ class Talker:
 def pattern(nbytes: int, salt: int = 0) -> bytearray:
     """Return `nbytes` test bytes, which depend on `salt`.
 
-    A copy shifted by less than 64 KiB differs from the original, so data at a wrong offset is
-    detected.
+    A sequence of 256 bytes repeats only after 64 KiB, so data at a wrong offset is detected.
     """
     i = np.arange(nbytes)
     return bytearray((i * 31 + (i >> 8) * 7 + salt).astype(np.uint8))

@@ -48,7 +48,7 @@ class MemoryKind(enum.Enum):
 
     @property
     def is_host(self) -> bool:
-        """True if the host can access memory of this kind."""
+        """True for memory of the host."""
         return self in (MemoryKind.PINNED, MemoryKind.REGISTERED)
 
 
@@ -104,7 +104,7 @@ class Span:
 
     @property
     def is_host(self) -> bool:
-        """True if the host can access the memory."""
+        """True for memory of the host."""
         return self.kind.is_host
 
     @property
