@@ -137,8 +137,8 @@ class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
     window : int
         Maximum number of messages that are sent and not acknowledged.
     early_nbytes : int
-        Memory for messages that arrived before their predecessors. Messages that do not fit are
-        dropped; the sender resends them.
+        Memory in bytes for messages that arrived before their predecessors. Messages that do not
+        fit are dropped; the sender resends them.
     """
 
     heartbeat_s: float = 1.0
@@ -269,7 +269,10 @@ class Session:
         return max(0.0, now - self._heard_at - self._excused_s)
 
     def carrier_silence_s(self, carrier: int, now: float) -> float:
-        """Return the seconds since the last frame on `carrier`, less those excluded by `excuse`."""
+        """Return the seconds since the last frame on `carrier`.
+
+        Those excluded by `excuse` since the last frame of the session do not count.
+        """
         return max(0.0, now - self._carriers[carrier].heard_at - self._excused_s)
 
     def deadline(self) -> float:
