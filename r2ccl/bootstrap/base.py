@@ -44,7 +44,7 @@ class Post(Protocol):
 class ControlPort(Post, Protocol):
     """Control plane that also connects paths.
 
-    Each new connection is passed to `ControlHandler.on_path`.
+    Each new connection of a path is passed to `ControlHandler.on_path`.
     """
 
     def open_session(self, peer: int) -> None:

@@ -180,7 +180,7 @@ class IpcBoard:
         return reader * RANK_NBYTES + _DONE + 4 * writer
 
     def has_done(self, number: int) -> bool:
-        """Return whether this rank's stream has finished the kernel of round `number`.
+        """Return whether this rank's stream has finished round `number`.
 
         Also return True if this rank called `release` with `number` or a higher number.
         """
