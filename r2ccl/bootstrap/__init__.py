@@ -1,8 +1,7 @@
 """Rendezvous, authentication and control plane: how ranks find and authenticate each other.
 
 `r2ccl.factory` calls `connect`, and the data plane uses the `ControlPlane` that `connect` returns.
-Users call `r2ccl.launch` and `r2ccl.launch_pool`. Outside this package, only transports and
-`r2ccl.shm` open connections to other ranks.
+Users call `r2ccl.launch` and `r2ccl.launch_pool`.
 
 Main modules, in the order a job uses them: ``launch`` and ``pool`` start ranks; ``identity`` and
 ``secretfile`` determine this process's rank and secret; ``startup``, ``rendezvous``, ``leader`` and

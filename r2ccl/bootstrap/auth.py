@@ -1,6 +1,7 @@
 """Mutual authentication with a shared secret on a new connection: both sides, without I/O.
 
-The handshake has three messages of fixed size, so that no bytes of a stranger are ever parsed::
+The handshake has three messages of fixed size. Until the acceptor has verified the proof, it
+interprets only the magic and the version in the dialer's bytes::
 
     dialer                                     acceptor
                                        <-      magic, version, nonce (40 B)
@@ -8,12 +9,12 @@ The handshake has three messages of fixed size, so that no bytes of a stranger a
     claim, HMAC("dial", ...) (116 B)   ->
                                        <-      HMAC("accept", ...) (32 B)
 
-The acceptor sends first: its message arrives as soon as the connection is made, so each side wakes
-up only twice. Each HMAC-SHA256 covers a label, magic, version and nonce of both sides, and the
-claim; the acceptor's also covers the dialer's proof. A proof is therefore valid for one role, one
-pair of ranks and one connection: it can be neither replayed nor reflected. The acceptor reads the
-claim only after verifying its proof. A dialer may send its first bytes together with its proof,
-before the acceptor has proved anything; the acceptor reads them only after verifying the proof.
+The acceptor sends first: its message arrives as soon as the connection is made, so a handshake
+normally wakes each side only twice. Each HMAC-SHA256 covers a label, magic, version and nonce of
+both sides, and the claim; the acceptor's also covers the dialer's proof. A proof is therefore valid
+for one role, one pair of ranks and one connection: it can be neither replayed nor reflected. A
+dialer may send its first bytes together with its proof, before the acceptor has proved anything;
+the acceptor reads them only after verifying the proof.
 
 The handshake authenticates the two ends of the connection. Later bytes are neither encrypted nor
 authenticated: an attacker who can rewrite packets on the path is outside the fault model.

@@ -27,8 +27,8 @@ class Post(Protocol):
         """Queue `message` for `peer`.
 
         If this rank has a session with `peer`, the message arrives exactly once, in the order sent,
-        unless `peer` is lost. Otherwise it passes through other ranks, and is lost if one of them
-        is lost meanwhile.
+        unless `peer` or this rank is lost or leaves. Otherwise it passes through other ranks, and
+        may be lost if one of them is lost or leaves meanwhile.
         """
         ...
 
@@ -44,7 +44,7 @@ class Post(Protocol):
 class ControlPort(Post, Protocol):
     """Control plane that also connects paths.
 
-    Each new connection is passed to `ControlHandler.on_path`.
+    Each new connection of a path is passed to `ControlHandler.on_path`.
     """
 
     def open_session(self, peer: int) -> None:

@@ -2,9 +2,9 @@
 
 The tree is the binomial tree of `r2ccl.bootstrap.overlay`. A rank sends the addresses of its part
 of the tree to its parent, receives the addresses of all ranks from its parent, and sends these to
-its children. So rank 0 exchanges addresses with log2(n) ranks only. Each rank's connection to rank
-0 stays open meanwhile: rank 0 reports errors over it, and if it is closed, rank 0 knows that the
-rank has ended.
+its children. So rank 0 exchanges addresses with about log2(n) ranks only. Each rank's connection to
+rank 0 stays open until one of the two has finished: rank 0 reports errors over it, and notices by
+its end that the rank has exited.
 
 Runs in the control thread. Invariant: bytes of a child are decoded only after both ends have proved
 that they know the secret, and the claim names this communicator, this rank and a child of it.
@@ -57,7 +57,7 @@ class Branch:
         self._listening: socket.socket | None = None
         self._listener: Listener | None = None
         self._communicator_id = b""
-        #: Connections of the children, and of rank 0.
+        #: Readers of the connections to the children, and of that to rank 0.
         self._readers: dict[int, MessageReader] = {}
         self._children: dict[int, socket.socket] = {}
         #: Children that have not sent their part of the tree.
@@ -106,7 +106,7 @@ class Branch:
         Raises
         ------
         InvalidArgument, TransportTimeout, PeerLost
-            As for `r2ccl.bootstrap.rendezvous.meet`. The children raise the same error.
+            As for `r2ccl.bootstrap.rendezvous.meet`.
         """
         self._communicator_id = welcome.communicator_id
         self._leader = leader

@@ -1,4 +1,4 @@
-"""Bypasses: connections between two ranks that have no rail in common.
+"""Bypasses: connections between two ranks that have no working rail in common.
 
 A *way* is a connection from a NIC of the lower rank to a NIC of the higher rank, or one through a
 third rank, the forwarder. The lower rank dials several ways, with a short pause between them, and

@@ -4,14 +4,14 @@ A rank has sessions with its neighbors in the overlay network of `r2ccl.bootstra
 the ranks that it exchanges data with. Messages to other ranks pass through neighbors.
 
 A rank that is busy in user code must still answer its peers, so the control thread always runs.
-The data plane calls the methods of `ControlPlane`, from any thread and without blocking; the
-control plane calls the methods of its `ControlHandler`, in the control thread. The meaning of
-messages and the use of sockets is up to the data plane.
+The data plane calls the methods of `ControlPlane`; the control plane calls the methods of its
+`ControlHandler`, in the control thread. The meaning of messages and the use of sockets is up to the
+data plane.
 
-Invariants: over a session, a message is delivered exactly once and in order, even if connections
-fail; a socket is handed over only after both ends proved the secret, and only if its (peer, rail,
-epoch) is the expected one; a peer is reported lost at most once. A message that passes through
-neighbors is lost if one of them is lost meanwhile.
+Invariants: until one of two ranks is lost or leaves, each message over their session is delivered
+exactly once and in order, even if connections fail; a socket is handed over only after both ends
+proved the secret, and only if its (peer, rail, epoch) is the expected one; a peer is reported lost
+at most once. A message that passes through neighbors may be lost if one of them is lost or leaves.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ class ControlHandler(Protocol):
         """Handle a message from `peer`.
 
         Over a session, each message arrives exactly once, in the order sent; else at most once.
-
-
         `message` has one of the registered types, or is `Goodbye` when a peer that this rank has a
         session with closes normally.
         """
@@ -93,7 +91,7 @@ class ControlHandler(Protocol):
         """
 
     def on_tick(self, now: float) -> None:
-        """Advance timers: called every 20 ms while `ControlPlane.is_busy`, else every 100 ms.
+        """Advance timers: called about every 20 ms while `ControlPlane.is_busy`, else every 100 ms.
 
         `now` is the time in seconds of the control plane's clock.
         """
@@ -104,10 +102,11 @@ class ControlPlane:
 
     Made by `r2ccl.bootstrap.connect` and, for a shrink, by `r2ccl.bootstrap.succession`. All
     methods except `close` return without blocking and, unless they say otherwise, may be called
-    from any thread. Calls before `start` take effect at `start`. The callbacks that methods take
+    from any thread. Requests before `start` take effect at `start`. The callbacks that methods take
     (`on_failed`, `fn`) run in the control thread. Except `obstacles`, methods raise InvalidArgument
     if `peer` is this rank or no rank, or `rail` is no rail; only `accept_path` and `cancel_path`
-    also take rail `BYPASS`.
+    also take rail `BYPASS`. Methods that take a message raise InvalidArgument if `Codec.encode`
+    refuses it: its type was not registered, or it is too long.
 
     Parameters
     ----------
@@ -116,7 +115,7 @@ class ControlPlane:
     config : Config
     secret : Secret
     communicator_id : bytes
-        16 random bytes, equal on all ranks, different for every communicator.
+        16 unpredictable bytes, equal on all ranks, different after every rendezvous and shrink.
     rank : int
     peers : tuple of PeerInfo
         One entry per rank, including this one.
@@ -148,8 +147,8 @@ class ControlPlane:
         True if all ranks share one network stack (`PeerInfo.host`).
     nwires : int
         Number of rails that add bandwidth to one another: the RDMA ports if there are any; else 1
-        if all rails are loopback, which share the memory bandwidth; else all rails that are no last
-        resort, or all rails if there is no other. Equal on all ranks.
+        if all rails are loopback, which share the memory bandwidth; else the rails that are no last
+        resort, or all rails if all are last resorts. Equal on all ranks.
     last_resorts : frozenset of int
         TCP rails used only between two ranks that have no other rail left; see `Nic`. Empty if
         there are no other TCP rails.
@@ -314,12 +313,6 @@ class ControlPlane:
 
         If this rank has no session with `peer`, the message passes through other ranks. It is
         dropped if `peer` is lost or has left, or if `close` was called.
-
-        Raises
-        ------
-        InvalidArgument
-            If `peer` is this rank or no rank, or `Codec.encode` refuses `message`: its type was not
-            registered, or it is too long.
         """
         self._check(peer)
         self._do(functools.partial(self._send, peer, self._codec.encode(message)))
@@ -415,7 +408,7 @@ class ControlPlane:
         """Cancel `accept_path`, `dial_path` and `dial_bypass` of this path.
 
         After a call in the control thread, no `on_path` for the path follows. After a call in
-        another thread, an `on_path` that is already in progress may follow.
+        another thread, `on_path` may be called until the control thread has carried out the call.
         """
         key = self._path_key(peer, rail)
         self._do(lambda: self._paths.cancel(key))

@@ -14,7 +14,7 @@ from r2ccl.errors import InvalidArgument, PeerLost, R2cclError, TransportTimeout
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of every other rank to rank 0.
+    """First message to rank 0, from each other rank.
 
     ``host`` is the result of `host_id`, ``digest`` that of `Config.digest`. ``address`` is the
     address and port at which the rank's children in the tree connect; ``("", 0)`` if the rank does
@@ -76,11 +76,12 @@ class Table(msgspec.Struct, frozen=True, tag="table"):
 
 
 class MeetingFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """Failure of the rendezvous; every rank raises an error with ``text``.
+    """Failure of the rendezvous.
 
-    ``is_timeout`` is True if ranks or their addresses did not arrive in time. If the cause is a
-    rank that exited, ``lost`` is that rank and ``host`` its host, or empty if unknown; otherwise
-    ``lost`` is -1.
+    A rank reports a failure to rank 0, which sends it to all ranks that have arrived; these raise
+    `error`. ``text`` is the cause. ``is_timeout`` is True if ranks or their addresses did not
+    arrive in time. If the cause is a rank that exited, ``lost`` is that rank and ``host`` its host,
+    or empty if unknown; otherwise ``lost`` is -1.
     """
 
     text: str

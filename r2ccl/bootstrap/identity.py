@@ -100,7 +100,7 @@ def identify(config: Config, comm: RankComm | None, env: Mapping[str, str]) -> I
         (only with MPI); or if this rank has no usable secret, or a secret is set on only some
         ranks.
     OSError
-        If this process cannot open a socket.
+        If this process cannot open a file or socket.
     """
     if comm is not None:
         mpi = sys.modules.get("mpi4py.MPI")

@@ -1,8 +1,8 @@
 """Launcher of ranks on this machine: runs a function in n ranks, or makes environments for scripts.
 
 The launcher opens the listening socket of the rendezvous and rank 0 inherits the socket, so that no
-other process can take the port. The launcher also generates the secret and passes it to the ranks
-in their environment only.
+other process can take the port. The launcher also generates the secret, which ranks find in their
+environment.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ class LocalJob:
     ------
     InvalidArgument
         If `nranks` is no integer of at least 1.
+    OSError
+        If this process cannot open a socket.
 
     Attributes
     ----------
@@ -156,16 +158,18 @@ def launch(
     Raises
     ------
     Exception
-        If a rank raises: its exception, with the remote traceback as the cause.
+        If ranks raise: the first exception that arrives, with the remote traceback as its cause.
     R2cclError
         If a rank exits without a result or an exception, raises an exception that cannot be
         pickled, or the process that forks the ranks exits early.
     TransportTimeout
         If not all ranks return within `timeout_s`.
     InvalidArgument
-        If `nranks` is below 1, `timeout_s` is no number of at least 0, or `env` has a name or a
+        If `nranks` is no integer of at least 1, `timeout_s` is no number, or `env` has a name or a
         value that no variable can have; if `fn` is not callable, or `fn` or a result cannot be
         pickled; or if the main script calls `launch` while another process imports it.
+    OSError
+        If this process cannot open sockets and pipes, or start another process.
     KeyboardInterrupt
         On Ctrl-C, which every rank gets, too.
 
@@ -227,11 +231,14 @@ class RankProcesses:
     Raises
     ------
     InvalidArgument
-        If `function` cannot be pickled, or `env` has a name or a value that no variable can have.
-        Also in a rank that is importing its main script, so that a script that starts ranks outside
-        of ``if __name__ == "__main__"`` does not do so recursively.
+        If `function` is not callable or cannot be pickled, or `env` has a name or a value that no
+        variable can have. Also in a child process that is importing the main script, so that a
+        script that starts ranks outside of ``if __name__ == "__main__"`` does not do so
+        recursively.
     R2cclError
         If the server exits early.
+    OSError
+        If this process cannot open pipes, or start the server.
 
     Attributes
     ----------
@@ -325,7 +332,8 @@ class RankProcesses:
         Returns
         -------
         list of Connection
-            Readable connections; empty after the deadline, even if a rank writes without end.
+            Readable connections; empty if none is readable before the deadline, even if a rank
+            writes without end.
         """
         while True:
             piped = self._output.descriptors() if self._output else ()

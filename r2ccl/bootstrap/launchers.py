@@ -1,12 +1,11 @@
 """Launchers that tell a process its rank by variables of their own: Slurm, MPI, Kubernetes.
 
-`LAUNCHERS` lists them. Under an MPI launcher, mpi4py normally provides the ranks;
-`require_company` then checks that the size of ``COMM_WORLD`` agrees with the launcher's variables.
-If launcher and mpi4py belong to different MPI libraries, ``COMM_WORLD`` has a single rank: n
-processes would run n jobs of one rank, each with a wrong result. Without mpi4py, `find_place` takes
-rank, number of ranks and address of rank 0 from the variables.
+`LAUNCHERS` lists them. Under an MPI launcher, mpi4py normally provides the ranks. If launcher and
+mpi4py belong to different MPI libraries, ``COMM_WORLD`` has a single rank: n processes would run n
+jobs of one rank, each with a wrong result. `require_company` refuses this. Without mpi4py,
+`find_place` takes rank, number of ranks and address of rank 0 from the variables.
 
-This module must not import mpi4py, since importing it can initialise MPI.
+This module must not import mpi4py, since that can initialise MPI.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def find_place(launcher: LauncherVariables, env: Mapping[str, str]) -> RankPlace
     Raises
     ------
     InvalidArgument
-        If a variable is missing, is not a number, or contradicts another one.
+        If a variable is missing, is malformed, or contradicts another one.
     """
     rank = whole(launcher.rank, env)
     sizes = [name for name in (*launcher.nranks, "WORLD_SIZE") if name in env]

@@ -134,7 +134,7 @@ class Leader:
         Raises
         ------
         R2cclError
-            As for `r2ccl.bootstrap.rendezvous.meet`. The ranks that have arrived raise it, too.
+            As for `r2ccl.bootstrap.rendezvous.meet`. The ranks that have arrived are told of it.
         """
         secret = self._identity.secret.current()
         assert secret is not None, "rank 0 generates the secret or was given it"

@@ -3,9 +3,9 @@
 Runs the accepting side of `r2ccl.bootstrap.auth`. The *gate* of a `Listener` is a function that
 decides whether an authenticated connection is accepted, and who takes over its socket.
 
-Invariant: a socket leaves this module only after both sides have proved the secret. Until then, the
-received bytes, the time and the number of such sockets are bounded, and the bytes are compared but
-never parsed.
+Invariant: a socket leaves this module only after both sides have proved the secret. Until the
+dialer has proved it, the received bytes, the time and the number of such sockets are bounded, and
+only the magic and the version in the bytes are interpreted.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ TERMINAL_VARIABLE = "R2CC_TERMINAL"
 class RankFormatter(logging.Formatter):
     """Formats a record as time, level, logger, rank and message.
 
-    The rank is left out if the message begins with it. Before the rank of the process is known, the
-    process id stands in its place.
+    The rank is left out if the message begins with ``rank``. Before the rank of the process is
+    known, the process id stands in its place.
 
     Attributes
     ----------
@@ -44,9 +44,9 @@ class RankFormatter(logging.Formatter):
 
 
 class FallbackHandler(logging.Handler):
-    """Writes records to ``sys.stderr`` that no other handler receives, as `logging.lastResort`.
+    """Writes to ``sys.stderr`` the records that no other handler receives.
 
-    A handler that the program configures later thus replaces this one.
+    A handler that the program configures later thus replaces this one, as `logging.lastResort`.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -97,8 +97,8 @@ def set_rank(rank: int) -> None:
 def progress(logger: logging.Logger, text: str) -> None:
     """Report that something takes long: as an INFO record or, if INFO is off, on a terminal.
 
-    The terminal is stderr, or that of ``r2ccl launch``, which reads stderr. If there is none,
-    nothing is reported.
+    The terminal is stderr, or that of ``r2ccl launch``, which reads stderr. If INFO is off and
+    there is no terminal, nothing is reported.
     """
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", text)

@@ -1,7 +1,6 @@
 """Control thread: a thread that runs an asyncio event loop.
 
-asyncio is imported only here and in the modules that run in the loop, to keep ``import r2ccl``
-fast. Invariant: `ControlLoop.close` returns within its deadline, whatever runs in the loop.
+Invariant: `ControlLoop.close` returns within its deadline, whatever runs in the loop.
 """
 
 from __future__ import annotations

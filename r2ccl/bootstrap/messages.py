@@ -16,8 +16,8 @@ import msgspec
 from r2ccl.bootstrap.session import MAX_BODY_NBYTES
 from r2ccl.errors import InvalidArgument
 
-#: Maximum size of an encoded message; the fields of `Flooded` and `Routed` around it take under 128
-#: bytes.
+#: Maximum size of an encoded message, in bytes; the fields of `Flooded` and `Routed` around it take
+#: under 128 bytes.
 MAX_MESSAGE_NBYTES = MAX_BODY_NBYTES - 128
 
 

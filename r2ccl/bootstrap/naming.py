@@ -79,7 +79,7 @@ def is_passing(exc: OSError) -> bool:
 
 
 def unresolvable(rank: int, name: str, exc: OSError | UnicodeError) -> InvalidArgument:
-    """Return the error of `rank` for a host `name` of rank 0, which `exc` did not resolve."""
+    """Return the error of `rank`, which cannot resolve `name`, the host of rank 0, due to `exc`."""
     return InvalidArgument(
         f"rank {rank}: the host of rank 0, {name!r}, cannot be resolved ({describe(exc)}): set "
         "MASTER_ADDR to the address of that host, or to a name for which `getent hosts` gives one "

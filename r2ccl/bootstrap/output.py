@@ -1,9 +1,10 @@
 """Output of ranks that must pass through the launcher: in a notebook, or if output is captured.
 
-Ranks inherit the standard output of the launcher. If ``sys.stdout`` of the launcher is another
-object, as in a notebook, a test that captures output or ``contextlib.redirect_stdout``, output
-written to the descriptors would not appear where the launcher's own output does. `RankOutput` then
-reads it from pipes and writes it to ``sys.stdout`` and ``sys.stderr``.
+Ranks inherit the standard output and standard error of the launcher. If ``sys.stdout`` or
+``sys.stderr`` of the launcher is another object, as in a notebook, a test that captures output or
+``contextlib.redirect_stdout``, output written to the descriptors would not appear where the
+launcher's own output does. `RankOutput` then reads it from pipes and writes it to ``sys.stdout``
+and ``sys.stderr``.
 
 Invariant: only the thread that waits for the ranks writes, so output appears in the cell whose call
 waits.
@@ -33,7 +34,11 @@ class _Source(NamedTuple):
 
 
 def is_forwarded() -> bool:
-    """Return whether ``sys.stdout`` does not write to descriptor 1, or ``sys.stderr`` to 2."""
+    """Return whether output of ranks must be forwarded.
+
+    It must be if ``sys.stdout`` or ``sys.stderr`` is open, but is not the stream of its descriptor,
+    1 or 2.
+    """
     return any(
         not _is_descriptor(getattr(sys, name), number)
         for number, name in enumerate(_STREAMS, start=1)
@@ -52,7 +57,8 @@ def _is_descriptor(stream: Any, number: int) -> bool:
 class RankOutput:
     """Pipes from the standard output and error of each rank to ``sys.stdout`` and ``sys.stderr``.
 
-    Lines of several ranks are written whole, each after ``[rank]``.
+    If there are several ranks, each line follows ``[rank]``. Lines of up to 1 MiB are written
+    whole.
 
     Parameters
     ----------

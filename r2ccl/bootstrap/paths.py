@@ -32,11 +32,12 @@ _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 #: Long enough for one retransmission of a SYN, which Linux sends after 1 s.
 _CONNECT_TIMEOUT_S = 2.0
-#: A last-resort path is dialed `_QUIET_S` after the other paths to its peer are connected or, if
-#: they are not by then, `_GIVE_WAY_S` after it was requested: so calls get the other paths first.
+#: If other paths to its peer are being dialed, a last-resort path is dialed `_QUIET_S` after they
+#: are connected or, if they are not by then, `_GIVE_WAY_S` after it was requested: so calls get the
+#: other paths first.
 _QUIET_S, _GIVE_WAY_S = 0.005, 0.02
 #: Maximum number of connections of one rail that a rank dials and authenticates at a time. If ranks
-#: of one machine started all handshakes at once, no handshake would end in time.
+#: of one machine started all handshakes at once, handshakes would not end in time.
 _MAX_HANDSHAKES = 4
 
 OnPath = Callable[[int, int, int, socket.socket], None]
@@ -64,7 +65,8 @@ class Paths:
         One per rank.
     setting : Setting
     on_path : callable
-        Called with (peer, rail, epoch, sock) for each new connection; owns the socket.
+        Called with (peer, rail, epoch, sock) for each new connection; takes ownership of the
+        socket.
     """
 
     def __init__(self, peers: Sequence[PeerInfo], setting: Setting, on_path: OnPath) -> None:
@@ -134,7 +136,7 @@ class Paths:
         return partial(self._let_in, key, claim.epoch)
 
     def _let_in(self, key: PathKey, epoch: int, sock: socket.socket) -> None:
-        if self._expected.get(key) != epoch:  # changed while the answer was being sent
+        if self._expected.get(key) != epoch:  # changed since the connection was admitted
             sock.close()
             return
         del self._expected[key]

@@ -8,9 +8,9 @@ silent for too long is replaced; the addresses are tried in turn.
 A peer is *lost* when a connection to one of its listening addresses is refused (ECONNREFUSED: its
 process is gone) while all carriers are silent; when shared memory shows that its process has ended
 (`ControlPlane.report_exit`); when its session has been silent for ``config.peer_timeout_s``; when
-it sends a message that cannot be decoded; when another rank reports it; or when lost ranks cut it
-off from this rank in the overlay network. A peer has *left* when it sent Goodbye. The code runs in
-the control thread.
+it sends a message that cannot be decoded; when another rank reports its loss; when it has given
+this rank up; or when lost ranks cut it off from this rank in the overlay network. A peer has *left*
+when it sent Goodbye. The code runs in the control thread.
 """
 
 from __future__ import annotations

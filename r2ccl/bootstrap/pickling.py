@@ -1,9 +1,9 @@
 """Pickling of functions, results and exceptions that travel between a launcher and its ranks.
 
 Plain pickle sends functions and classes by reference: the receiver imports their module.
-cloudpickle sends by value those that cannot be imported. cloudpickle itself is imported only if
-plain pickle refuses a value, such as a lambda or a nested function, and in programs whose main
-module the receiver cannot import, such as a notebook.
+cloudpickle sends by value those that cannot be imported. cloudpickle itself is imported only when
+it is needed: if plain pickle refuses a value, such as a lambda or a nested function; in programs
+whose main module the receiver cannot import, such as a notebook; and for a `ByValue`.
 
 Invariant: bytes from `dumps` are loaded by `pickle.loads`, which imports cloudpickle if needed.
 """

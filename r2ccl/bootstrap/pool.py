@@ -70,11 +70,13 @@ def launch_pool(
     Raises
     ------
     InvalidArgument
-        If `nranks` is below 1, a setting is wrong or cannot be pickled, `env` is refused as by
-        `launch`, or the main script calls this function while another process imports
+        If `nranks` is no integer of at least 1, a setting is wrong or cannot be pickled, `env` is
+        refused as by `launch`, or the main script calls this function while another process imports
         it.
     R2cclError
         As `r2ccl.init`, or if a rank or the process that forks the ranks exits early.
+    OSError
+        As for `launch`.
 
     Notes
     -----

@@ -1,8 +1,8 @@
 """Server process of `launch` and `launch_pool`: imports the library once, then forks the ranks.
 
 Importing NumPy and the library in every rank would take far longer than forks do, since the ranks
-of one machine share its cores. The server starts no threads and imports no user code: each rank
-imports the main script and the function after the fork.
+of one machine share its cores. The server starts no threads except NumPy's and imports no user
+code: each rank imports the main script and the function after the fork.
 
 Invariant: the server and its ranks end when the launcher ends. The server watches the process of
 the launcher, since `end_with` would end the server with the thread that started it.

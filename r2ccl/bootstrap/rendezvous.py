@@ -15,9 +15,10 @@ choice of rails depends on whether all ranks share a host::
 A rank sends its Hello together with its proof of the secret, so that rank 0 wakes up once for both;
 rank 0 reads the Hello only after it has verified the proof.
 
-The second round goes through the tree, so that rank 0 exchanges addresses with log2(n) ranks only.
-Rank 0's children use the connection that they have. An error on any rank becomes a
-``MeetingFailed``, which rank 0 sends to all ranks, so that all raise an error with its text.
+The second round goes through the tree, so that rank 0 exchanges addresses with about log2(n) ranks
+only. Rank 0's children use the connection that they have. An error on any rank becomes a
+``MeetingFailed``, which rank 0 sends to all ranks that have arrived, so that they raise an error
+with its text.
 
 Runs in the control thread. Invariant: every wait has a time limit.
 """
@@ -96,9 +97,9 @@ async def meet(
     Raises
     ------
     InvalidArgument
-        If ranks or their settings do not fit together, a rank could not open its listeners (the
-        message names the ranks), rank 0's name cannot be resolved, or the file of the secret cannot
-        be used.
+        If ranks, their versions or their settings do not fit together, a rank could not open its
+        listeners (the message names the ranks), rank 0's name cannot be resolved, or the file of
+        the secret cannot be used.
     TransportTimeout
         If rank 0 is not reached, or not all ranks and addresses arrive in time. The ranks that
         reached rank 0 get its report, which names the missing ranks.

@@ -1,9 +1,9 @@
 """Secret of a job in files: a file of the user, or one that rank 0 writes for ranks of its host.
 
-Invariant: nothing is read from or written to a path that another user could have prepared. A file
-must be a regular file of this user that no other user may access. The runtime directory must be a
-directory of this user, no link, that no other user may access. Each operation opens the directory
-once and uses it through the descriptor.
+Invariant: no secret is read from or written to a file that another user may access. A file must be
+a regular file of this user with no permissions for others. The runtime directory must be a
+directory of this user, no link, with no permissions for others. Each access to the file opens the
+directory once and uses it through the descriptor.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class GivenSecret:
 class RuntimeFileSecret:
     """Secret that rank 0 generates and writes to the runtime directory for ranks of its host.
 
-    The file name contains the rendezvous port, and rank 0 owns that port before it writes. So two
-    jobs cannot write the same file, and the file of a crashed job is replaced. A rank that read the
-    old file fails the handshake and reads the file again.
+    The file name contains the rendezvous address and port, and rank 0 owns that port before it
+    writes. So two running jobs do not write the same file, and the file of a crashed job is
+    replaced. A rank that read the old file fails the handshake and reads the file again.
 
     Parameters
     ----------

@@ -4,12 +4,12 @@ Each message has a sequence number. Frames are sent on *carriers*: TCP connectio
 that can move a frame. A carrier may lose, repeat, reorder or cut frames. The receiver delivers
 messages in sequence, keeps those that arrive early (up to a bound), drops duplicates, and
 acknowledges cumulatively. The sender keeps every message until it is acknowledged and resends it:
-on a carrier that comes up, and on the others when a carrier goes down. When the resend timer expires
-(its timeout doubles until an acknowledgement arrives), the oldest message is resent on all carriers;
-if the acknowledgement then shows that later ones are missing too, these follow. So a rank that is
-only slow is not sent everything again. New messages are sent on the carrier that received a frame
-last. On an idle carrier heartbeats are sent, which are acknowledgements without a message, so that a
-silent carrier is known to have failed.
+on a carrier that comes up, and on the others when a carrier goes down. When the resend timer
+expires (its timeout doubles until an acknowledgement arrives), the oldest message is resent on all
+carriers; if the acknowledgement then shows that later ones are missing too, these follow. So a rank
+that is only slow is not sent everything again. New messages are sent on the carrier that received a
+frame last. On an idle carrier heartbeats are sent, which are acknowledgements without a message, so
+that a silent carrier is known to have failed.
 
 ====================  ==========================================================================
 event                 effect (the next `poll` returns the frames)
@@ -137,8 +137,8 @@ class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
     window : int
         Maximum number of messages that are sent and not acknowledged.
     early_nbytes : int
-        Memory for messages that arrived before their predecessors. Messages that do not fit are
-        dropped; the sender resends them.
+        Memory in bytes for messages that arrived before their predecessors. Messages that do not
+        fit are dropped; the sender resends them.
     """
 
     heartbeat_s: float = 1.0
@@ -269,7 +269,10 @@ class Session:
         return max(0.0, now - self._heard_at - self._excused_s)
 
     def carrier_silence_s(self, carrier: int, now: float) -> float:
-        """Return the seconds since the last frame on `carrier`, less those excluded by `excuse`."""
+        """Return the seconds since the last frame on `carrier`.
+
+        Those excluded by `excuse` since the last frame of the session do not count.
+        """
         return max(0.0, now - self._carriers[carrier].heard_at - self._excused_s)
 
     def deadline(self) -> float:

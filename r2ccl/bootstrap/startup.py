@@ -75,7 +75,7 @@ def connect(
         Returns the names of the RDMA ports that this rank could use; called after `nics_for`. All
         ranks use as many as the rank with the fewest.
     comm : mpi4py.MPI.Comm, optional
-        Provides rank and nranks; by default the environment does.
+        Provides rank and nranks; by default the environment or ``MPI.COMM_WORLD`` does.
     env : mapping, optional
         Environment to read; by default ``os.environ``.
 
@@ -226,8 +226,8 @@ class _Listeners:
             ) from exc
         if not self.nics:
             raise InvalidArgument(
-                f"rank {self._rank}: no usable network interface was found for a rail: name one "
-                "or more that are up with R2CC_SOCKET_IFNAME, such as eth,ib or =eth0"
+                f"rank {self._rank}: no usable network interface was found for a rail: set "
+                "R2CC_SOCKET_IFNAME to one or more that are up, such as eth,ib or =eth0"
             )
         self._rails = [self._open(wire.listen, nic.address, nic.name) for nic in self.nics]
         self._probes = [self._open(wire.reserve_port, nic.address, nic.name) for nic in self.nics]

@@ -72,7 +72,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
     ------
     OSError
         If the process can open no more files, `host` is not an address of this host, or the port is
-        in use.
+        in use or needs privileges.
     """
     sock = open_socket(host)
     try:
@@ -283,7 +283,7 @@ async def probe_port(target: Address, *, source: str = "", timeout_s: float) -> 
     ConnectionRefusedError
         If the host answers, but no process listens.
     OSError
-        If there is no answer within `timeout_s` seconds (TimeoutError), or no route.
+        If the connection fails otherwise, or takes longer than `timeout_s` seconds (TimeoutError).
     """
     async with asyncio.timeout(timeout_s):
         sock = await reach(target, source)

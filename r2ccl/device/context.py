@@ -88,8 +88,8 @@ class PrimaryContext:
         """Make the context current on this thread inside the ``with`` block.
 
         While a thread captures a CUDA graph in the global mode, which is the default, the driver
-        refuses potentially unsafe calls, such as cuMemAlloc, of all other threads. Inside the
-        block, captures by other threads have no effect on this thread.
+        refuses potentially unsafe calls, such as cuMemAlloc, of all other threads. It does not
+        refuse them inside the block.
 
         Raises
         ------

@@ -336,8 +336,8 @@ class CudaDevice:
         Raises
         ------
         TransportError
-            If the GPU reorders writes and the driver does not support a flush (status
-            ``NO_FLUSH``).
+            If the GPU reorders writes, and the driver does not support a flush (status
+            ``NO_FLUSH``) or fails.
         """
         self._remote_writes.flush(self._context)
 

@@ -196,8 +196,8 @@ class BackendSelector:
         Returns
         -------
         tuple of GpuBackend
-            Backends in order of preference; the last one supports all calls. The caller must close
-            them in this order.
+            Backends in order of preference; the last one supports all calls that `CopiedBackend`
+            does not execute. The caller must close them in this order.
 
         Raises
         ------

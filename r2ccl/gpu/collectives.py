@@ -1,9 +1,8 @@
 """Collectives on GPU memory, ordered on a stream and asynchronous to the host.
 
 The caller's thread submits a call to the communicator's worker thread, lets the caller's stream
-wait for the result, and returns. The worker executes the call, with a backend that
-`r2ccl.gpu.backends` selected. If the caller asked for a `Work`, no stream waits; the `Work` can
-make any stream wait.
+wait for the result, and returns. The worker executes the call with a backend (see `r2ccl.gpu`). If
+the caller asked for a `Work`, no stream waits; the `Work` can make any stream wait.
 
 Invariants: all ranks use the same backend for a call; arrays stay referenced until the device has
 finished using them.
@@ -37,7 +36,8 @@ if TYPE_CHECKING:
 
 #: Function that opens the GPU with an ordinal and returns it with its kernels.
 OpenDevice: TypeAlias = "Callable[[int], tuple[Device, GpuKernels]]"
-#: Function that returns the backends for a GPU in order of preference; the last supports all calls.
+#: Function that returns the backends for a GPU, in order of preference, for the calls that
+#: `CopiedBackend` does not execute; the last supports all these calls.
 SelectBackends: TypeAlias = "Callable[[Device, GpuKernels], Sequence[GpuBackend]]"
 
 

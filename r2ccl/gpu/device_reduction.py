@@ -12,8 +12,8 @@ reorders remote writes, one flush precedes the first work after each `commit`. T
 because the work for a slice is enqueued after the slice arrived, and a `commit` follows each poll
 of the transport.
 
-Only `ReductionStream.drain` waits for the device. Invariant: work counts as done only after the
-host has seen that its event is done.
+Only `ReductionStream.drain` waits for work on the device. Invariant: work counts as done only after
+the host has seen that its event is done.
 
 References
 ----------

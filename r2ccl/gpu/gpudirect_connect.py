@@ -3,7 +3,8 @@
 To find this out, every rank allocates the memory for its landing places and tries to register it
 with every NIC.
 
-Invariant: either all ranks get the backend, or none does and no memory stays allocated.
+Invariant: unless a device fails, either all ranks get the backend, or none does and no memory stays
+allocated.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ then a write of the word. A stream therefore never waits for a call that is not 
 there is no deadlock even if enqueuing blocks, because a launch queue is full or because
 CUDA_LAUNCH_BLOCKING=1 is set.
 
-Invariants: the word only increases, in the order of calls; every call that was begun ends, and then
-the word has reached the number of the call.
+Invariants: the word only increases (modulo 2**32), in the order of calls; every call that was begun
+ends, and then the word has reached the number of the call.
 """
 
 from __future__ import annotations

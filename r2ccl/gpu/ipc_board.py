@@ -1,9 +1,9 @@
 """Shared memory through which the ranks of a node exchange the locations of their GPU arrays.
 
 Each rank of the node has a *section*: counters, words, and a ring with its last 64 messages. A rank
-posts one message for each call; messages are numbered from 1. A *round* is one execution of a
-kernel by all ranks of the node, between two barriers (`r2ccl.gpu.peer`); rounds are numbered from
-1. Contents of a section:
+posts one message for each call; messages are numbered from 1. A *round* is the work of all ranks of
+the node on a call, or on a window of it, between two barriers (`r2ccl.gpu.peer`); rounds are
+numbered from 1. Contents of a section:
 
 ::
 
@@ -180,7 +180,7 @@ class IpcBoard:
         return reader * RANK_NBYTES + _DONE + 4 * writer
 
     def has_done(self, number: int) -> bool:
-        """Return whether this rank's stream has finished the kernel of round `number`.
+        """Return whether this rank's stream has finished round `number`.
 
         Also return True if this rank called `release` with `number` or a higher number.
         """

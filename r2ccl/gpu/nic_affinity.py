@@ -145,7 +145,7 @@ def common_homes(homes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 class _MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Report of a rank: its GPU, its port of each rail, and the part of the machine between."""
+    """Report of a rank: its GPU, its port of each rail, and the machine's devices between them."""
 
     bus_id: str
     labels: tuple[str, ...]

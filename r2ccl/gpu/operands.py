@@ -1,6 +1,6 @@
-"""Executes the steps of a collective on a GPU: one kernel or copy per local step or arrived slice.
+"""Executes the steps of a collective on a GPU, on a `ReductionStream`.
 
-The work is enqueued on a `ReductionStream`.
+A local step, or an arrived slice, takes at most one kernel or copy.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the area of every other rank, and the owner of the area verifies the pattern. On
 example with PCIe peer access behind an IOMMU, mapping succeeds but data is lost. If one rank fails,
 no rank uses `PeerBackend`.
 
-Invariant: either all ranks get the memory of their node, or none does.
+Invariant: unless a device fails, either all ranks get the memory of their node, or none does.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class StagedBackend(HostMemoryBackend[StagedJob]):
         self._out = device.make_stream()
 
     def supports(self, call: DeviceCall, nranks: int = 0) -> bool:
-        """Return True: every call is supported."""
+        """Return True: this backend supports every call that `CopiedBackend` does not execute."""
         return True
 
     def is_prepared(self, call: DeviceCall) -> bool:

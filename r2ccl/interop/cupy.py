@@ -10,7 +10,7 @@ A program for CuPy changes one import::
 The `Backend` returned has CuPy's collectives, ``barrier`` and ``stop``. It has no ``send``,
 ``recv`` or ``send_recv``, because `Communicator` sends messages from host memory only. Arrays may
 be CuPy's or NumPy's, of any dtype that r2ccl supports. An array that is not C-contiguous raises
-`InvalidArgument`, unless it is a NumPy array that is an input and is used as a whole.
+`InvalidArgument`, except a NumPy array that is only read, and is read as a whole.
 
 This module does not import CuPy.
 
@@ -137,10 +137,10 @@ class Backend:
     -----
     Each method raises the errors of the `Communicator` method that it calls, and `InvalidArgument`
     for an unknown `op`, or a `count` that does not fit the array. A `stream` is a
-    ``cupy.cuda.Stream``, or another stream that `Communicator.allreduce` accepts. The work is
-    ordered on that stream, by default on CuPy's current stream, and the method returns without
-    waiting. With NumPy arrays `stream` must be None, and the method returns when the result is
-    complete.
+    ``cupy.cuda.Stream``, or another stream that `Communicator.allreduce` accepts. With CuPy arrays,
+    the work is ordered on that stream, by default on CuPy's current stream, and the method does not
+    wait for the result. With NumPy arrays, `stream` must be None, and the method returns when the
+    result is complete.
     """
 
     def __init__(self, communicator: Communicator) -> None:

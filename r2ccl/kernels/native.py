@@ -49,8 +49,8 @@ _CACHE_DIRECTORY_VARIABLE = "NUMBA_CACHE_DIR"
 def why_not_compiled() -> str:
     """Return which of llvmlite and Numba are not installed, and the remedy; empty if both are.
 
-    They are an extra, because they take three quarters of the disk space of r2ccl and all that it
-    needs. Even to load stored code, both must be installed.
+    They are an extra, because they would take three quarters of the disk space of r2ccl with its
+    dependencies. Even to load stored code, both must be installed.
     """
     missing = [name for name in ("llvmlite", "numba") if find_spec(name) is None]
     if not missing:

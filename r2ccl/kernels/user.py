@@ -1,8 +1,9 @@
 """Operations defined by the user: a compiled loop over elements, or calls with whole slices.
 
-The call signature contains a digest of the operation's name, its function's code, and whether the
-operation is commutative, so a call to which the ranks pass different operations is refused. The
-digest is also the key of the operation in this process.
+The call signature contains a digest of the operation: its name, whether it is commutative, the code
+of its function, and the default arguments, the closure and, for a method, the object of the
+function. So a call to which the ranks pass different operations is refused. The digest is also the
+key of the operation in this process.
 """
 
 from __future__ import annotations
@@ -125,10 +126,11 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
 
     Notes
     -----
-    All ranks must pass operations with the same name, the same `is_commutative` and the same code,
-    compiled by the same Python version; otherwise the call raises `InvalidArgument` on every rank.
-    Values of global variables are not compared, nor later changes of an object. An exception that
-    the function raises during a call ends the communicator.
+    All ranks must pass operations with the same name, the same `is_commutative`, and functions with
+    the same code, compiled by the same Python version, and equal default arguments, closures and
+    attributes; otherwise the call raises `InvalidArgument` on every rank. Values of global
+    variables are not compared, nor later changes of an object. An exception that the function
+    raises during a call ends the communicator.
     """
     name = name or str(getattr(function, "__name__", ""))
     is_ufunc = isinstance(function, np.ufunc)

@@ -1,8 +1,9 @@
 """Layout of a segment, and of the state that a rank keeps for compiled code.
 
-A segment has control words, most of them on cache lines of their own, and then slots of
-`SLOT_NBYTES`. Only its owner writes it, apart from the counts of waiters and the mutex. The state
-is private to a process: an array of 64-bit words, most of which are indexed by the names below.
+The part of a segment for collectives has control words, most of them on cache lines of their own,
+and then slots of `SLOT_NBYTES`. Only the owner writes this part, apart from the counts of waiters
+and the mutex. `r2ccl.shm.message_layout` describes the part for messages. The state is private to a
+process: an array of 64-bit words, most of which are indexed by the names below.
 """
 
 from __future__ import annotations

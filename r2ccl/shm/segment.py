@@ -147,7 +147,10 @@ class Segment:
             self.descriptor = -1
 
     def close(self) -> None:
-        """Close the descriptor and unmap the memory, which no thread may use any more."""
+        """Close the descriptor and unmap the memory, which no thread may use any more.
+
+        Memory with a mutex stays mapped if the thread of the mutex does not end in time.
+        """
         self.release()
         if self._mutex is None or self._mutex.release():
             self.mapping.close()

@@ -13,8 +13,8 @@ or changes one import, because this package has all names of ``mpi4py.MPI``::
 
     comm = MPI.COMM_WORLD
 
-`Comm`, `Intracomm`, `Message`, `Op`, `Prequest`, `Request` and `COMM_WORLD` are those of this
-package; all else is mpi4py's own. The first use of `COMM_WORLD` connects the ranks, and is
+`Comm`, `Intracomm`, `Message`, `MpiError`, `Op`, `Prequest`, `Request` and `COMM_WORLD` are those
+of this package; all else is mpi4py's own. The first use of `COMM_WORLD` connects the ranks, and is
 collective. docs/mpi.md lists what runs on r2ccl and what runs on MPI.
 """
 

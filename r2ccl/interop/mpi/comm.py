@@ -6,7 +6,7 @@ three sets:
 
 - defined by `Comm`: runs on r2ccl, or on r2ccl and MPI together, such as `Split` and `Free`
 - in `PASSED`: runs on MPI
-- all others: raise `MpiError`, as do names that a later mpi4py adds
+- all others, including names that a later mpi4py adds: raise `MpiError` when they are called
 
 Invariant: apart from the names in `PASSED`, MPI communicates only to create, free and abort
 communicators.
@@ -78,7 +78,7 @@ class Connections:
         atexit.register(self._leave)
 
     def keep(self, request: MessageRequest) -> None:
-        """Hold a reference to a buffered message until it is sent; callable in any thread."""
+        """Hold a reference to a buffered message at least until it is sent; any thread may call."""
         with self._lock:
             self._kept = [each for each in self._kept if not each.is_done()]
             self._kept.append(request)

@@ -1,7 +1,7 @@
 """Sends and receives of mpi4py, as calls of a `Communicator`.
 
-Each function takes a `Comm` and the arguments of one method of mpi4py, checks them and returns a
-`MessageCall`.
+Each function from `send` to `sendrecv_replace` takes a `Comm` and the arguments of one method of
+mpi4py, checks them and returns a `MessageCall`.
 
 Invariant: r2ccl gets bytes, so sender and receiver may describe the same elements with different
 datatypes, as MPI allows.

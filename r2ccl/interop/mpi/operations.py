@@ -110,7 +110,8 @@ class MpiOp(MPI.Op):
 
         Notes
         -----
-        *Local*. All ranks of a reduction must pass operations whose functions have the same code.
+        *Local*. All ranks of a reduction must pass operations with the same `commute`, whose
+        functions have the same name and code; see `r2ccl.user_op`.
         """
         made = super().Create(function, commute)
         name = getattr(function, "__name__", "")

@@ -7,7 +7,7 @@ A method that waits or tests *completes* a request when it reports that the call
 `MpiRequest.Get_status` and its variants do not complete it. A request is *active* from the start of
 its call until it is completed or freed.
 
-Invariant: when a request was completed without an error, its result is in the caller's memory.
+Invariant: when a request was completed without an error, the caller's buffers hold its result.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Rank 0 creates the other actor, an `ExchangeActor`, under a name that contains the name of the
 group, and ends it when all ranks are connected or its `join` has failed. The name can then be used
 again, and a rank that Ray has restarted can join again. The `ExchangeActor` is not detached: Ray
-ends it if rank 0 ends. In Ray, the secret of the job appears only in the arguments and results of
-its methods.
+ends it if rank 0 ends. In Ray, the secret of the job appears only in arguments and results of the
+methods of `ExchangeActor`.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class QueuedCall:
             return None if self._future is None else self._future[0]
 
     def complete(self, future: Any) -> None:
-        """Complete a future that `end` returned, which runs its callbacks."""
+        """Complete a future that `end` returned; this runs the callbacks of the future."""
         self._on_stream(lambda: future.set_result(None))
 
     def future(self) -> Any:

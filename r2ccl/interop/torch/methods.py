@@ -99,9 +99,9 @@ class GroupState:
     store : torch.distributed.Store
         Store of the group.
     timeout : timedelta
-        First timeout of the calls of the group; `set_timeout` changes it.
+        Timeout of the calls of the group until `set_timeout` changes it.
     on_end : callable
-        Called without arguments when the group has ended.
+        Called without arguments when this rank has left the group.
 
     Attributes
     ----------

@@ -57,9 +57,10 @@ def check_capability(capability: tuple[int, int]) -> None:
 
 
 def cache_directory(env: Mapping[str, str]) -> Path | None:
-    """Return the directory of the disk cache of kernels; None if there is no home directory.
+    """Return the directory of the disk cache of kernels; None if there is no place for it.
 
-    It is in ``XDG_CACHE_HOME`` of the environment `env`, or else in ``~/.cache``.
+    It is in ``XDG_CACHE_HOME`` of the environment `env`, if that is an absolute path, or else in
+    ``~/.cache``.
     """
     base = env.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):  # by the XDG specification, relative paths are ignored
