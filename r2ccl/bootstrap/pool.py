@@ -213,7 +213,7 @@ class LaunchPool:
         finally:
             self._end("it was closed")
             self._turn.release()
-        failure = self._failure(outcomes, _CLOSE_GRACE_S)
+        failure = self._failure(outcomes)
         if failure is not None:
             raise failure
 
@@ -309,6 +309,9 @@ class LaunchPool:
             return TransportTimeout(
                 f"launch_pool: ranks {format_ranks(late)} did not return within {timeout_s:g} s "
                 "and were terminated; look at their output, or raise timeout_s"
+                if timeout_s is not None
+                else f"launch_pool: ranks {format_ranks(late)} did not close within "
+                f"{_CLOSE_GRACE_S:g} s and were terminated; look at their output"
             )
         return None
 
