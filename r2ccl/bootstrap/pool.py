@@ -305,13 +305,15 @@ class LaunchPool:
                 )
             return error
         late = self._late(outcomes)
+        if late and timeout_s is None:
+            return TransportTimeout(
+                f"launch_pool: ranks {format_ranks(late)} did not close within "
+                f"{_CLOSE_GRACE_S:g} s and were terminated; look at their output"
+            )
         if late:
             return TransportTimeout(
                 f"launch_pool: ranks {format_ranks(late)} did not return within {timeout_s:g} s "
                 "and were terminated; look at their output, or raise timeout_s"
-                if timeout_s is not None
-                else f"launch_pool: ranks {format_ranks(late)} did not close within "
-                f"{_CLOSE_GRACE_S:g} s and were terminated; look at their output"
             )
         return None
 
