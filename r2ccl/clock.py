@@ -1,4 +1,7 @@
-"""Type of the clock that components receive as an argument; the simulator passes its own."""
+"""Type of the clocks that components receive as arguments, and the real clock.
+
+The simulator passes a clock of its own.
+"""
 
 from __future__ import annotations
 

@@ -93,8 +93,9 @@ class Communicator:
     --------------------------
     `out` or, without it, its default; None on a rank that receives nothing. If `x` is an array of
     JAX, the default is always a new array of JAX, on the device of `x`. With ``async_op``, a
-    `Work` whose `wait` returns the same. A call on device memory always returns at once, and work
-    enqueued on `stream` afterwards sees the result; with ``async_op``, only after `Work.order`.
+    `Work` whose `wait` returns the same. A call on device memory returns before the result is
+    ready, and work enqueued on `stream` afterwards sees the result; with ``async_op``, only after
+    `Work.order`.
 
     Errors of all collectives and messages
     --------------------------------------
@@ -111,8 +112,8 @@ class Communicator:
     CommunicatorRevoked
         If the communicator was revoked or closed before, or is revoked during the call.
     ConcurrentCalls
-        If this call is blocking, and another blocking call runs in another thread or was
-        interrupted by the signal handler that makes this call.
+        If this call is a blocking collective, and another one runs in another thread. Also if the
+        signal handler that makes this blocking call interrupted another blocking call.
 
     After a failure
     ---------------
@@ -216,9 +217,8 @@ class Communicator:
         -------
         array_like or Work
             `out` or, without it, its default; with ``async_op``, a `Work` whose `wait` returns the
-            array. A call on device memory always returns at once, and work enqueued on `stream`
-            afterwards sees the result. With ``async_op``, such work sees the result only after
-            `Work.order`.
+            array. A call on device memory returns before the result is ready, and work enqueued on
+            `stream` afterwards sees the result; with ``async_op``, only after `Work.order`.
 
         Raises
         ------
@@ -464,7 +464,7 @@ class Communicator:
         Parameters
         ----------
         x : array_like
-            Not modified, except on `root` without `out`.
+            Not modified, except on `root` if it receives the result.
         out : array_like, optional
             On `root`, receives the result, as for `allreduce`. Ignored on other ranks.
 
@@ -807,8 +807,8 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        as for `scan`, plus one exchange. Without `out`, the data is copied once, to memory that
-        is reused across calls.
+        as for `scan`, plus one exchange. If `x` receives the result, the data is copied once, to
+        memory that is reused across calls.
         """
         return self._collectives.start(stream, async_op, arguments.scan, x, out, op, True)
 
@@ -855,7 +855,7 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: as
-        the schedule says. The checker runs once for each schedule.
+        the schedule says. The checker runs at the first use of a schedule.
         """
         given = (x, out, op, schedule, self.nranks)
         return self._collectives.start(stream, async_op, arguments.run_schedule, *given)
@@ -874,7 +874,7 @@ class Communicator:
         """Collect the calls of a ``with`` block, and run them together at its end.
 
         All ranks must open groups with the same collectives, in the same order. Small allreduces of
-        one dtype and operation run as one, so that 100 of them need the exchanges of one. Messages
+        one dtype and operation are joined, up to 4 MiB, and need the exchanges of one. Messages
         begin before the collectives, so that no order of `send` and `recv` in the block can
         deadlock. The arrays of the calls must not be modified within the block, results are
         complete after it, and no call may use the result of another.
@@ -883,7 +883,7 @@ class Communicator:
         -------
         context manager
             Its value is a `Group`, whose ``messages`` has the messages that the `recv` calls took.
-            The end of the block raises the first error of the calls. If the block itself raises, no
+            The end of the block raises the error of a failed call. If the block itself raises, no
             call runs.
 
         Raises
@@ -934,16 +934,17 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If an argument is invalid, or the message is long or synchronous and its receive has
-            another dtype or too few elements.
+            If an argument is invalid, or another rank refuses the message that waits for its
+            `recv`, because of another dtype or too few elements.
 
         Notes
         -----
         See `Communicator` for the other errors. A message of at most ``R2CC_EAGER_NBYTES``, less a
-        header of 32 bytes, is short: it is copied, and the call returns. A longer message waits for
-        its `recv`. A short message waits, too, if together with it more than 1 MiB of this rank's
-        short messages to `to` would wait for a `recv`. *After failure*: no message is lost or
-        doubled. Messages and collectives do not wait for each other.
+        header of 32 bytes, is short: the call copies it and does not wait for its `recv`. A longer
+        message to another rank waits for its `recv`. A short one waits, too, if together with it
+        more than 1 MiB of this rank's short messages to `to` would wait for a `recv`. *After
+        failure*: the failure of a path neither loses nor doubles a message. Messages and
+        collectives do not wait for each other.
         """
         return self._messages.send(x, to, tag, is_synchronous=is_synchronous, is_async=async_op)
 
@@ -983,8 +984,8 @@ class Communicator:
         ------
         InvalidArgument
             If an argument is invalid, or the message has another dtype or more elements than `out`.
-            A short message then goes to the next receive; a long or synchronous one raises at its
-            sender, too.
+            If another rank waits for the `recv` of the message, its `send` raises, too; otherwise
+            the message stays for another `recv`.
 
         Notes
         -----
@@ -1104,7 +1105,7 @@ class Communicator:
 
         Notes
         -----
-        *Local*. Waits while a call runs in another thread.
+        *Local*; callable also while a call runs in another thread.
         """
         return self._engine.register(arguments.as_buffer(x, writable=True).array.view(np.uint8))
 
@@ -1137,9 +1138,9 @@ class Communicator:
 
         Notes
         -----
-        *Collective*: all ranks; see `Communicator` for the other errors. *Cost*: two allgathers of
-        about 300 bytes per rank. Errors and status of the new communicator name ranks by their
-        numbers in the job.
+        *Collective*: all ranks; see `Communicator` for the other errors. *Cost*: at least two
+        allgathers of about 300 bytes per rank. Errors and status of the new communicator name ranks
+        by their numbers in the job.
         """
         part = splitting.split(self._participant, color, key)
         return None if part is None else self._made_of(part)
@@ -1253,7 +1254,7 @@ class Communicator:
         -----
         *Local*: uses the health that this rank knows. The next allreduce may be planned with a
         health that is one version newer or older; all ranks use the same version for a call. The
-        schedules are those of the network: if all ranks share memory, none of them runs.
+        schedules are those of the network; an allreduce in shared memory runs none of them.
         """
         return self._participant.explain(nbytes)
 
@@ -1305,7 +1306,7 @@ class Communicator:
 
         ``str()`` of the result is a text for people. This rank learns that a peer has called the
         collective from the peer's slices, or from its answer to the desync check, which asks all
-        ranks for their last call. A call starts the desync check after
+        ranks for their last call. A collective starts the desync check after
         ``R2CC_SUSPICION_TIMEOUT_S`` without progress and, even if it makes progress, after half of
         ``R2CC_TIMEOUT_S``.
         """
@@ -1314,8 +1315,8 @@ class Communicator:
     def dump(self) -> str:
         """Return the full status of this rank as one line of JSON.
 
-        The fields are those of `r2ccl.runtime.status.RankStatus`: the running collective, the
-        objects that it waits for, and every path, link, peer and repair.
+        The fields are those of `r2ccl.runtime.status.RankStatus`: among others, the running
+        collective, the objects that it waits for, and the paths, links, peers and repairs.
         """
         return self._participant.dump()
 
@@ -1347,10 +1348,10 @@ class Communicator:
         """Wait until every rank has received all its data, then release all resources. Idempotent.
 
         Waits for asynchronous calls, and for blocking calls that wait behind them. Acts as `abort`
-        if another blocking collective runs in another thread, or was interrupted by the signal
-        handler that calls `close`. A
-        communicator made by `split` and the like is closed alone: `close` waits for the calls and
-        messages of this rank only, and the shared connections stay open.
+        if any other blocking collective runs in another thread, or if the signal handler that calls
+        `close` interrupted a blocking call. A communicator made by `split` and the like is closed
+        alone: `close` waits for the calls and messages of this rank only, and the shared
+        connections stay open.
 
         Raises
         ------
@@ -1361,6 +1362,8 @@ class Communicator:
             ``R2CC_TIMEOUT_S``.
         NoHealthyRail, PeerLost, CommunicatorRevoked
             If the communicator failed during `close`.
+        TransportError
+            If a GPU could not be freed, for a communicator made by `split` and the like.
         CommunicatorRevoked
             If an asynchronous call failed and no call has raised its error yet.
 
@@ -1406,8 +1409,8 @@ class Communicator:
         """Return a new communicator of the surviving ranks.
 
         Call it after `PeerLost`, or after a `CommunicatorRevoked` that a `PeerLost` on another rank
-        caused. A communicator that still works is revoked first. This communicator is closed, even
-        if `shrink` raises an error other than `InvalidArgument`.
+        caused. A communicator that still works is revoked first. This communicator is closed, also
+        if `shrink` raises, unless it raises `InvalidArgument`.
 
         Parameters
         ----------

@@ -51,18 +51,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: also, R2CC-AllReduce may run. auto: any schedule may run. The numbers 0 to 3, as in the
     #: published R2CCL, are aliases of the first four.
     mode: str = "auto"
-    #: Slices of ops up to this size are copied and sent at once, without clear-to-send.
+    #: Maximum slice size of an op whose slices are eager: sent as copies, without clear-to-send.
     eager_nbytes: int = 64 << 10
     #: Maximum number of unconfirmed eager slices of a link.
     eager_slots: int = 16
-    #: Maximum size of a slice, the unit of pipelining, confirmation and replay.
+    #: Size of the slices that ops are cut into: the units of pipelining, confirmation and replay.
     slice_nbytes: int = 1 << 20
     #: Maximum number of landing places that a receiver announces ahead of the data on one link.
     landing_depth: int = 2
     #: Maximum number of channels of a large collective; 0: derived from the number of rails.
     channels: int = 0
     #: Schedule of large allreduces in mode auto, one of `ALGOS`; a ring if it is not applicable.
-    #: auto: the one with the least predicted time.
+    #: auto: the one with the least predicted time, or a ring if rails do not add bandwidth.
     algo: str = "auto"
     #: Number of rails to use; 0: one per usable interface (two on loopback).
     rails: int = 0
@@ -102,9 +102,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: 0: not direct; auto: direct if it is possible between all GPUs of the node.
     ipc: str = "auto"
     #: Shared memory instead of the network: between all ranks if they are on one host; on several
-    #: hosts with equally many ranks each, in allreduces, within each host. 1: used, or an error if
-    #: ranks of a host cannot share memory; 0: not used; auto: used if they can, unless `algo`
-    #: selects a schedule, or faults are injected into the network (testing).
+    #: hosts with equally many ranks each, within each host, in some collectives. 1: used, or an
+    #: error if ranks of a host cannot share memory; 0: not used; auto: used if they can, unless
+    #: `algo` selects a schedule, or faults are injected into the network (testing).
     shm: str = "auto"
     #: Use of compiled code for calls if all rails are TCP rails. 1: used, or an error if it cannot
     #: be loaded; 0: not used; auto: used if it can be loaded.
@@ -130,18 +130,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: A call fails with PeerLost after this long without a sign of life on the peer's control
     #: session.
     peer_timeout_s: float = 10.0
-    #: A call, blocking or asynchronous, fails with TransportTimeout after this long.
+    #: A call, blocking or asynchronous, fails with TransportTimeout after a wait of this long.
     timeout_s: float = 1800.0
-    #: init(), shrink() and close() fail with TransportTimeout after this long.
+    #: init(), shrink() and close() fail with TransportTimeout after a wait of this long.
     init_timeout_s: float = 60.0
     #: init() waits this long for all rails, then continues with those that are up.
     connect_timeout_s: float = 5.0
-    #: Maximum number of ranks to which a rank keeps data paths. Above it, the least recently used
-    #: idle paths are closed, but none that init() made. 0: no limit.
+    #: Number of ranks with data paths above which a rank closes idle paths, the least recently used
+    #: first, but none that init() made. 0: no limit.
     max_connections: int = 128
     #: Congestion control of TCP rails; auto: cubic, on loopback reno; empty: the system default.
     tcp_congestion: str = "auto"
-    #: A waiting data loop calls sched_yield for this long before it sleeps in epoll.
+    #: A waiting data loop calls sched_yield for this long before it sleeps.
     spin_s: float = 50e-6
     #: TCP port of rank 0's rendezvous; 0: MASTER_PORT + 1, or chosen by the launcher.
     port: int = 0
@@ -252,8 +252,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         env : mapping
             Environment variables as text.
         **overrides
-            Fields by name, which take precedence over variables. Values have the type of the field;
-            NumPy numbers are converted.
+            Fields by name, which take precedence over variables. Values have the types in
+            `Settings`; NumPy numbers are converted.
 
         Raises
         ------
@@ -435,7 +435,7 @@ def _published_failures(env: Mapping[str, str]) -> dict[str, Any]:
 def nearest(name: str, names: Sequence[str]) -> str:
     """Return the one of `names` that is most similar to `name`; "" if none is similar.
 
-    A name that only lacks words at its end, or has too many, is more similar than any other.
+    ``timeout_s`` is most similar to ``timeout``, and ``debug`` to ``debug_file``.
     """
     from difflib import get_close_matches  # only for an error or a warning
 
@@ -448,7 +448,7 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
 
 def _typed(field: msgspec.structs.FieldInfo, given: Any) -> Any:
-    """Return the value of a keyword as a str, int or float, whichever type the field has.
+    """Return the value of a keyword in the type of the field: str, int or float.
 
     ``mode`` and the fields in `SWITCHED` have type str, but may be given as an int, for example 1
     for ``"1"``.

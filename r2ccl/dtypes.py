@@ -71,9 +71,9 @@ def pair_dtype(value: Any) -> np.dtype[Any]:
     Returns
     -------
     dtype
-        Fields ``"value"`` and ``"index"`` (int32), in the layout of a C struct, as MPI_FLOAT_INT
-        has it. An array of another structured dtype with this layout is converted by
-        ``.view(pair_dtype(...))``.
+        Fields ``"value"`` and ``"index"`` (int32), in the layout of the C struct of MPI's pair
+        type, such as MPI_FLOAT_INT. An array of another structured dtype with this layout is
+        converted by ``.view(pair_dtype(...))``.
 
     Raises
     ------
@@ -93,8 +93,8 @@ def pair_dtype(value: Any) -> np.dtype[Any]:
 def raw_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return an opaque dtype (``np.void``) of the size of `dtype`.
 
-    NumPy copies only the fields of a structured element, not the bytes between them. If the array
-    is viewed with the raw dtype, NumPy copies all bytes.
+    NumPy copies only the fields of a structured element, not the bytes between them. Of an array
+    that is viewed with the raw dtype, it copies all bytes.
     """
     return np.dtype((np.void, dtype.itemsize))
 

@@ -6,7 +6,7 @@ resource is exhausted. They open no file descriptor, so they work when none is l
 
 Convention: the message of an error names the rank that raises it and, if involved, the peer and the
 rail. The message of an `InvalidArgument` about one argument names the argument instead of the rank.
-Messages end with what the reader can do next.
+If the reader can do something, the message ends with it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ScheduleError(R2cclError):
 
 
 class TransportError(R2cclError):
-    """Failure of a path, or of a device, memory, port or file descriptor that the call needs.
+    """Failure of a path or device, or lack of a resource that the call needs, such as memory.
 
     Links recover from broken paths, so a broken path raises this error only with
     ``R2CC_MODE=failstop``.
@@ -143,7 +143,7 @@ class NoHealthyRail(R2cclError):
 
 
 class PeerLost(R2cclError):
-    """Loss of a peer whose process died or stopped responding.
+    """Loss of a peer, for example because its process died.
 
     Parameters
     ----------
@@ -259,8 +259,8 @@ class InternalError(R2cclError):
 def describe_os_error(exc: BaseException) -> str:
     """Return the name and text of an error, and advice if a resource is exhausted.
 
-    An exception without a known error number is described by its text or, without a text, by its
-    type.
+    An exception other than an OSError with a known number is described by its text or, without a
+    text, by its type.
     """
     code = getattr(exc, "errno", None)
     if not isinstance(exc, OSError) or not isinstance(code, int) or code not in errno.errorcode:
@@ -298,7 +298,7 @@ def exhaustion_advice(code: int) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return the ranks in order; after the first `_MAX_NAMED`, only the number of the others."""
+    """Return as text the lowest ranks, at most `_MAX_NAMED`, and the number of the others."""
     found = sorted(ranks)
     nmore = len(found) - _MAX_NAMED
     return f"{found[:_MAX_NAMED]}" + (f" and {nmore} more" if nmore > 0 else "")

@@ -79,7 +79,7 @@ def init(
     faults: TransportWrapper | None = None,
     **settings: Unpack[Settings],
 ) -> Communicator:
-    """Connect this process to all other ranks over every rail; return the communicator.
+    """Connect this process to the other ranks of its job; return the communicator.
 
     Parameters
     ----------
@@ -110,13 +110,14 @@ def init(
         If a rank does not call `init`, or there is no path to a peer, within
         ``R2CC_INIT_TIMEOUT_S``; the message names the missing ranks.
     PeerLost
-        If a rank exits during `init`.
+        If a rank is lost during `init`.
     CommunicatorRevoked, NoHealthyRail
         If another rank fails, or every path to a peer is lost, during `init`.
     TransportError
         If this process or its host has run out of file descriptors, ports or memory, its NICs
         cannot be listed, an RDMA NIC cannot be opened, ranks of a host cannot share memory although
-        ``R2CC_SHM=1``, or compiled code cannot be loaded although ``R2CC_COMPILED=1``.
+        ``R2CC_SHM=1``, or compiled code cannot be loaded although ``R2CC_COMPILED=1``. With
+        ``R2CC_MODE=failstop`` also if a path fails during `init`.
 
     Notes
     -----
@@ -271,11 +272,11 @@ def _open_transport(
 
 
 def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca, ...]:
-    """Return the RDMA ports that this rank uses.
+    """Return the RDMA ports that this rank can use.
 
-    There are none with ``R2CC_HCA=none``. If ``R2CC_HCA`` is empty, there are none on a single
-    host or without pyverbs. Ports that cannot serve all ranks are used only if ``R2CC_HCA`` names
-    them.
+    There are none with ``R2CC_HCA=none``. If ``R2CC_HCA`` is empty, there are none if all ranks are
+    on one host or pyverbs is not installed. A port that cannot serve all ranks is returned only if
+    ``R2CC_HCA`` names it.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Value types shared by all packages: reductions, collectives, NICs, path and probe keys."""
+"""Values that several packages share: collectives, call signatures, NICs, path and probe keys."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EnvelopeKind(enum.IntEnum):
 
     MESSAGE contains a short message. REQUEST announces any other message: a long one, a synchronous
     one, or a short one that would exceed `MOST_UNTAKEN`. GRANT or REFUSE answers a REQUEST; after a
-    GRANT, the data follows as DATA in shared memory, or as slices of a link. TAKEN, on links only,
+    GRANT, the data follows as DATA in shared memory, or as slices of links. TAKEN, on links only,
     tells a sender how many bytes of its short messages the peer's receives have taken.
     """
 
@@ -102,12 +102,12 @@ ROOTED = frozenset(
 )
 #: Collectives in which, on every rank, exactly one of the two buffers has one part per rank.
 PARTED = frozenset((Collective.ALLGATHER, Collective.REDUCE_SCATTER))
-#: Collectives whose parts can differ in size; a rank knows only the sizes that it sends or gets.
+#: Collectives in which a rank knows only the sizes of the parts that it sends or receives.
 PAIRWISE = frozenset((Collective.GATHERV, Collective.SCATTERV, Collective.ALLTOALLV))
 #: Collectives whose parts travel from source to destination directly, except that a gather or
 #: scatter may use a tree.
 DIRECT = PAIRWISE | {Collective.GATHER, Collective.SCATTER, Collective.ALLTOALL}
-#: Reductions over the ranks up to each rank, in rank order.
+#: Reductions, in rank order, over the ranks below each rank, with or without that rank.
 PREFIXES = frozenset((Collective.SCAN, Collective.EXSCAN))
 
 #: Allgather of bytes: returns the bytes passed by each rank, in rank order.
@@ -125,7 +125,7 @@ def unpack_text(packed: bytes) -> str:
     return packed.rstrip(b"\0").decode(errors="replace")
 
 
-#: Rail number of a bypass: a path between two ranks that have no rail in common.
+#: Rail number of a bypass: a path for two ranks that have no usable rail in common.
 BYPASS = 0xFFFF
 
 

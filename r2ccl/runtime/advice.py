@@ -1,6 +1,6 @@
 """Advice in error messages about invalid arguments, in terms of the library of the caller's object.
 
-In a call whose arguments are valid, no function of this module runs.
+In a call whose arguments are valid, at most `misplaced` runs, on a rank that does not use `out`.
 """
 
 from __future__ import annotations

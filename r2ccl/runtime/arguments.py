@@ -4,13 +4,13 @@ Each collective except the barrier has a function here; scan and exscan share on
 makes views of the arrays in host or device memory and returns a `Request` with the call signature
 that must be equal on all ranks. If the caller passed no output, but the call needs one and its size
 is known, the function allocates it. The function does not communicate, and reads array data only to
-copy an input that is not C-contiguous. Its arguments ``x``, ``out``, ``op``, ``root`` and
-``schedule``, and its errors, are those of the method of `Communicator` with the same name.
+copy it. Its arguments ``x``, ``out``, ``op``, ``root`` and ``schedule``, and its errors, are those
+of the method of `Communicator` with the same name.
 
 Invariant: the arrays of every `Request` are valid and fit together, and its operation exists. Other
-arrays and operations raise `InvalidArgument` here, before any data moves. Three checks are made
-elsewhere: the caller checks the root, `check_op` or planning checks that the dtype supports a
-`ReduceOp`, and `PlanCache` checks the ops of the schedule.
+arrays and operations raise `InvalidArgument`, before any data moves. These functions leave three
+checks to others: the caller checks root and counts (`rank_of`, `layout_of`), `check_op` or planning
+checks that the dtype supports a `ReduceOp`, and `PlanCache` checks the ops of the schedule.
 """
 
 from __future__ import annotations
@@ -443,9 +443,10 @@ def _with_counts(call: CallSignature, counts: tuple[int, ...]) -> CallSignature:
 
 
 def view(x: Any, *, writable: bool) -> Memory:
-    """Return a view of an array in host or device memory; a `JaxBuffer` for an array of JAX.
+    """Return a view of an array in host or device memory.
 
-    Parameters are those of `as_buffer` and `as_device_buffer`.
+    The view of an array of JAX in host memory is a `JaxBuffer`. The parameters are those of
+    `as_buffer` and `as_device_buffer`.
 
     Raises
     ------
@@ -525,7 +526,7 @@ def form_of(shape: Any, dtype: Any, like: Any) -> tuple[tuple[int, ...], np.dtyp
     try:
         sizes = tuple(map(index, shape)) if np.iterable(shape) else (index(shape),)
         kind = np.dtype(np.float64 if dtype is None else dtype)
-    except TypeError as exc:
+    except (TypeError, ValueError, SyntaxError) as exc:  # NumPy parses texts such as "(2,)f4"
         raise InvalidArgument(f"shape={shape!r}, dtype={dtype!r}: {exc}") from exc
     if min(sizes, default=0) < 0:
         raise InvalidArgument(f"shape={shape!r}; allowed are integers of 0 or more")
@@ -574,7 +575,7 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
 
     Notes
     -----
-    *Cost*: under 1 µs for a NumPy array.
+    *Cost*: under 1 µs for a NumPy array that is not copied.
     """
     array = x if type(x) is np.ndarray else host_array(x)
     dtype = array.dtype
@@ -675,8 +676,8 @@ def _output(source: Memory | None, out: Any) -> Memory:
 def _refuse_unused(out: Any) -> None:
     """Raise InvalidArgument if `out`, which this rank does not use, is a root or an operation.
 
-    All ranks pass these in the place of `out`, and the root refuses them. If it alone did, the
-    other ranks would wait for it.
+    A program that passes one of these in the place of `out` does so on all ranks. If only the root
+    refused it, the other ranks would wait for the root.
     """
     error = misplaced(out)
     if error is not None:

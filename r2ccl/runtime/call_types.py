@@ -38,7 +38,7 @@ class HasCuda(Protocol):
 
 
 class JaxArray(Protocol):
-    """``jax.Array``, as far as no array of another library has its interface."""
+    """``jax.Array``: the part of its interface that no array of another library has."""
 
     @property
     def committed(self) -> bool:

@@ -145,7 +145,7 @@ class Collectives:
     def is_below(self) -> bool:
         """True if the caller is a signal handler that interrupted a blocking call of its thread.
 
-        False for a call that waits for the worker, which then runs the call.
+        False if the interrupted call waits for the worker, which runs it.
         """
         return self._caller == get_ident()
 
@@ -659,8 +659,8 @@ class Collectives:
     def _run_over_network(self, request: Request, plan: Plan | None = None) -> None:
         """Run a collective in one level, including the copies before and after it.
 
-        `plan` is the plan of the collective, for which `Engine.enter` has been called; None: it is
-        made here.
+        `plan` is the plan of the collective, for which `Engine.enter` has been called; None: the
+        plan is made here.
         """
         source, output, call = request.source, request.output, request.signature
         assert isinstance(source, Buffer)
@@ -778,7 +778,7 @@ class LoggedCollectives(Collectives):
     """
 
     def start(self, stream: Any, is_async: bool, make: Make, x: Any, out: Any, *rest: Any) -> Any:
-        """Implement `Collectives.start`."""
+        """Log the call; see `Collectives.start`."""
         given = out if x is None else x
         form = [str(getattr(given, name)) for name in ("dtype", "shape") if hasattr(given, name)]
         _log.debug(
@@ -788,7 +788,7 @@ class LoggedCollectives(Collectives):
         return super().start(stream, is_async, make, x, out, *rest)
 
     def barrier(self) -> None:
-        """Implement `Collectives.barrier`."""
+        """Log the call; see `Collectives.barrier`."""
         _log.debug("rank %d: barrier", self._engine.rank_in_job)
         super().barrier()
 
@@ -799,9 +799,9 @@ def collectives_class() -> type[Collectives]:
 
 
 def _converter(request: Request) -> Callable[[Array], Any] | None:
-    """Return the function that makes the result of a call without an output from that of `request`.
+    """Return the function that converts ``request.result`` to JAX, or None if none is needed.
 
-    None if there is no result, or it is that of `request`.
+    The caller passed no output.
     """
     if isinstance(request.source, JaxBuffer) and request.result is not None:
         return jax_converter(request.source.owner)

@@ -123,8 +123,8 @@ class Contexts:
     """Context ids in use at this rank, and the communicators that they stand for.
 
     Any thread may call `offer`, `withdraw`, `choose` and `give_up`; only the thread that owns the
-    data loop may call the other methods. Invariant: messages are kept only for communicators that
-    this rank is about to make.
+    data loop may call the other methods. Invariant: messages for unknown communicators are kept
+    only while this rank makes a communicator, which may be theirs.
     """
 
     def __init__(self) -> None:
@@ -232,8 +232,9 @@ class Contexts:
     def on_message(self, peer: int, wrapped: InContext) -> None:
         """Pass a message from `peer`, a rank of the job, to its communicator.
 
-        A message for a communicator that this rank is about to make is kept. Any other message is
-        dropped: its communicator is closed, or this rank failed to make it.
+        A message for an unknown communicator is kept while this rank makes a communicator, which
+        may be that one. Otherwise it is dropped: its communicator is closed, or this rank failed to
+        make it.
         """
         context_id, first_op, message = wrapped.context_id, wrapped.first_op, wrapped.message
         member = self._members.get(context_id)

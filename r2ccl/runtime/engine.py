@@ -95,7 +95,7 @@ SelectPlan = Callable[[Health, int], Plan]
 class Engine:
     """Runner of the calls of one communicator.
 
-    `of_job` makes the engine of a job's first communicator, `derived` those of others.
+    `of_job` makes the engine of a job's first communicator, `derived` those of the others.
 
     Parameters
     ----------
@@ -412,7 +412,7 @@ class Engine:
         self._desync.spread()
 
     def adopt(self, health: Health) -> None:
-        """If this is rank 0, begin a round of the agreement on `health`, the health of the job."""
+        """If this is rank 0, propose `health`, the health of the job, to the agreement, if any."""
         if self.rank == 0 and self._agreement is not None:
             self._agreement.adopt(health.of_ranks(self.context.members))
 
@@ -694,7 +694,8 @@ class Engine:
     def register_device(self, address: int, nbytes: int) -> Registered:
         """Register `nbytes` of device memory at `address` with the transport; return the result.
 
-        The caller must own the data loop, as a function that `call` runs does.
+        Only the owner of the data loop may call this method, for example a function that `call`
+        runs.
 
         Raises
         ------

@@ -15,10 +15,11 @@ the work of the steps that it depends on is deferred. A step whose memory the tr
 writes must wait until that work is done.
 
 Invariant: memory is overwritten only after every step that reads it is done. A send is done when
-all its slices are released. An eager slice is released when it is copied. Another slice is released
-when the transport no longer reads its memory and, if `Config.is_resilient`, the peer has confirmed
-it. A receive with `Op.is_proof` may overwrite the memory of slices that the transport no longer
-reads but the peer has not confirmed, because the received message implies their confirmation.
+all its slices are: an eager slice when it is copied, a cleared slice when it is released. The link
+releases a cleared slice when the transport no longer reads its memory and, if
+`Config.is_resilient`, the peer has confirmed it. A receive with `Op.is_proof` may overwrite the
+memory of slices that the transport no longer reads but the peer has not confirmed, because the
+received message implies their confirmation.
 """
 
 from __future__ import annotations
@@ -270,7 +271,7 @@ class LaneRun:
         self._links = links
         self._pool = pool
         self._steps = lane.steps
-        #: Number of slices done, per op. A slice of a send is done when it is released.
+        #: Number of slices done, per op; see the module for the slices of a send.
         self._done = [0] * len(lane.steps)
         #: As `_done`, but a slice of a send counts when the transport no longer reads it.
         self._retired = [0] * len(lane.steps)
@@ -319,7 +320,7 @@ class LaneRun:
             cursor.held.append((index, data if payload is None else bytes(payload)))
 
     def on_released(self, index: int) -> None:
-        """Count one more released slice of send op `index`."""
+        """Count one more released slice of send op `index` as done."""
         self._finish_slice(index)
 
     def on_retired(self, index: int) -> None:

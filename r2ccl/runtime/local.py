@@ -54,7 +54,7 @@ MOST_GROUPS = 32
 
 
 class Repeatable(NamedTuple):
-    """Call that was checked and run. A call with the same arguments needs no checks.
+    """Call that was checked and run. A call with arguments of the same form needs no checks.
 
     Attributes
     ----------
@@ -238,7 +238,7 @@ class LocalCalls:
         )
 
     def find(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Found | None:
-        """Return the last call of `make` with these arrays, for `repeat`.
+        """Return the last call of `make`, but with the arrays `x` and `out`, for `repeat`.
 
         Return None if no call is remembered, or if it cannot be repeated with these arguments. An
         array that this rank does not use is replaced by an empty one.

@@ -1,8 +1,9 @@
 """Status dump on a signal, to find out what a hanging job waits for.
 
-The handler is installed only on request, and the previous handler is called after it and restored
-at the end, so the program keeps its own use of the signal. The handler writes to file descriptors
-directly: it may have interrupted logging or buffered I/O, which cannot be re-entered.
+The handler is installed only on request. It calls the previous handler at its end, and
+`SignalDump.close` restores that one, so the program keeps its own use of the signal. The handler
+writes to file descriptors directly: it may have interrupted logging or buffered I/O, which cannot
+be re-entered.
 
 Invariant: after `SignalDump.close`, a handler that could not be removed only calls the previous
 handler.

@@ -113,14 +113,15 @@ class PathEntry(msgspec.Struct, frozen=True):
     Attributes
     ----------
     peer, rail, epoch : int
-        The epoch is the number of times that the path was lost.
+        The epoch is the number of times that the path was lost, or closed because it was idle.
     state : str
         ``up``; ``fencing`` or ``fenced``: going down; ``down``: not connected yet, being
         reconnected, or excluded; ``closed``: the paths to the peer are idle and are connected when
         they are needed.
     cause : str
-        Evidence of the last failure, or ``not connected yet``; empty if the path is closed, or is
-        up and was never lost.
+        Reason why the path is, or last was, out of use, such as the evidence of a failure or ``not
+        connected yet``. Empty if the path is closed, or is up and has not failed since it was first
+        connected or last closed.
     since_s : float
         Time at which the path was last taken into or out of use.
     nslices_sent, nslices_received, nbytes_sent, nbytes_received : int

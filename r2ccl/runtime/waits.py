@@ -142,7 +142,7 @@ class Waits:
         """Wait until the running call in shared memory has ended: until ``resume()`` is True.
 
         Between the calls of `resume`, run the data loop unless another thread runs it. Log a line
-        after ``R2CC_SUSPICION_TIMEOUT_S``, and again each `SAY_AGAIN_S`.
+        after ``R2CC_SUSPICION_TIMEOUT_S``, and again every `SAY_AGAIN_S`.
 
         Parameters
         ----------

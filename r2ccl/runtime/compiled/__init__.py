@@ -14,5 +14,5 @@ failure of a connection, it returns, and the data loop finishes the call. The mo
   data loop has to finish the call.
 
 Compiled code takes only the steps that the data loop would take with the same events. It logs the
-events, so that `replay` can pass them to links and lanes again and skip the work that is done.
+events, so that `replay` can pass them to links and lanes and skip the work that is done.
 """

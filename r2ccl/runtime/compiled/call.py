@@ -1,6 +1,6 @@
 """Start and end of calls in compiled code: the exchange of state with links and connections.
 
-A call can run in compiled code if no slice of an earlier call is in progress on its links, apart
+A call runs in compiled code only if no slice of an earlier call is in progress on its links, apart
 from eager slices that await their confirmation. Frames of the call may have arrived already. If
 the call ends in compiled code, only the counts of the links change, and copies of its unconfirmed
 eager slices are kept. Otherwise `r2ccl.runtime.compiled.replay` brings links and lanes to the state

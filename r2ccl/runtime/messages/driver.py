@@ -265,7 +265,7 @@ class MessageDriver(MessageProtocol):
             self._put(source, EnvelopeKind.TAKEN, 0, 0, 0, took)
 
     def note_sent(self, peer: int) -> None:
-        """Record that a long message to `peer`, a rank of the job, is sent completely."""
+        """Record that an announced message to `peer`, a rank of the job, is sent completely."""
         self._note_busy(self._rank_of[peer], -1)
 
     def _note_busy(self, peer: int, change: int) -> None:

@@ -6,8 +6,8 @@ loop moves messages: at each tick, and more often while frames of this rank wait
 data of long messages moves.
 
 A *direct call* is a blocking send, receive or both that runs in one call of a compiled function
-(`r2ccl.shm.one_message`). It is possible if the communicator has no other unfinished message at
-this rank.
+(`r2ccl.shm.one_message`). It is possible if, at this rank, no other message of the communicator is
+unfinished or waits to be received.
 
 Invariant: after an error, no message is moved any more.
 """

@@ -2,7 +2,7 @@
 
 Compiled code moves envelopes and the data of long messages as frames of the rings. A sender puts
 the data of several messages into the ring in the order in which the receiver granted the messages.
-A frame for which a ring has no room waits in a queue.
+An envelope for which a ring has no room waits in a queue.
 
 Only one thread at a time may call the methods.
 """

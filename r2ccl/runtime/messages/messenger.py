@@ -374,7 +374,7 @@ class Messenger:
             raise self._refusal()
 
     def _own(self, fn: Callable[[], Any], *, is_step: bool = False) -> Any:
-        """Call `Way.own` and return its result; if calls are refused, raise the refusal."""
+        """Return the result of `Way.own`; raise the refusal if calls are refused."""
         self._require_open()
         return self._way.own(fn, is_step=is_step)
 

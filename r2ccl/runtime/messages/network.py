@@ -57,7 +57,8 @@ class NetworkMessages:
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
         """Call ``fn()`` as the owner of the data loop, send what it posted, and return its result.
 
-        If `is_step`, run the data loop once before the call. An exception ends the communicator.
+        If `is_step`, run the data loop once before the call. An exception of ``fn()`` ends the
+        communicator.
         """
         progress = self._loop.progress
 
@@ -78,7 +79,7 @@ class NetworkMessages:
     def _call(self, fn: Callable[[], Any]) -> Any:
         """Call ``fn()`` as the owner of the data loop, and return its result.
 
-        An exception ends the communicator.
+        An exception of ``fn()`` ends the communicator.
         """
         loop, caller = self._loop, self._caller
         try:
