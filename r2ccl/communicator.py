@@ -1139,8 +1139,8 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other errors. *Cost*: at least two
-        allgathers of about 300 bytes per rank. Errors and status of the new communicator name ranks
-        by their numbers in the job.
+        allgathers of about 300 bytes per rank. Errors and status of the new communicator, except
+        its health, name ranks by their numbers in the job.
         """
         part = splitting.split(self._participant, color, key)
         return None if part is None else self._made_of(part)

@@ -5,9 +5,9 @@ and runs its lanes (one per channel) until all have ended. Each communicator of 
 They share the data loop, the paths and the control plane, and an error ends all of them.
 
 ``rank``, ``nranks``, and the ranks in a health and in the communicator's control messages are
-numbered as in the communicator. The senders of control messages, and the ranks in status and
-errors, are numbered as in the job. In the job's first communicator, a rank has the same number in
-both.
+numbered as in the communicator. The senders of control messages, and the ranks in errors and, apart
+from its health, in the status, are numbered as in the job. In the job's first communicator, a rank
+has the same number in both.
 """
 
 from __future__ import annotations

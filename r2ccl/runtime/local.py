@@ -3,7 +3,7 @@
 The signature of a call, and the presence of a user's schedule, determine whether it runs in shared
 memory. Both are equal on all ranks, so all ranks decide alike. A blocking call runs in the calling
 thread, unless asynchronous calls are in progress; all other calls run in the worker thread. Calls
-in shared memory do not use the data loop, but share one numbering with the calls in the data loop.
+in shared memory do not pass through the data loop, but are numbered together with those that do.
 A call that waits long for a peer checks whether the communicator has ended or the call's timeout
 has passed.
 """

@@ -293,7 +293,8 @@ class AgreedHealth(msgspec.Struct, frozen=True):
     since_s : float
         Time at which this rank received the health.
     shares : tuple of tuple of int
-        Remaining bandwidth by rank and rail, in sixteenths of the whole; 0: the rail is down.
+        Remaining bandwidth by rank (of the communicator) and rail, in sixteenths of the whole; 0:
+        the rail is down.
     excluded : tuple of (int, int)
         Rank and rail of each excluded rail.
     """
@@ -319,7 +320,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     empty. ``nconnects`` is the number of calls and messages that connected data paths before their
     first slice. ``operations`` has the collective in progress, if any. ``health`` is None with
     ``R2CC_MODE=failstop``. ``held`` has the failed paths that must answer probes for some time
-    before they are used again. ``planning`` counts the plans made with the newest health.
+    before they are used again. ``planning`` counts the plans made with the health of the last plan.
     """
 
     rank: int

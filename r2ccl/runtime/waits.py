@@ -259,8 +259,8 @@ class Waits:
             if absent in called:
                 raise InvalidArgument(
                     f"call {op} differs between ranks: rank {rank} called {describe(signature)}, "
-                    f"rank {absent} a collective that uses the network; all ranks must pass the "
-                    "same collective, dtype, op, root, count, counts and schedule"
+                    f"rank {absent} called a collective that uses the network; all ranks must pass "
+                    "the same collective, dtype, op, root, count, counts and schedule"
                 )
 
 

@@ -43,7 +43,7 @@ def test_calls_on_different_paths_differ() -> None:
     for error in run(programs.other_paths, 3):
         assert "differs between ranks" in error
         assert "allreduce(count=1000" in error
-        assert "scan(" in error or "rank 2 a collective that uses the network" in error
+        assert "scan(" in error or "rank 2 called a collective that uses the network" in error
 
 
 def test_a_rank_that_does_not_call_is_named() -> None:

@@ -45,6 +45,12 @@ def test_an_array_of_every_dtype_is_viewed_flat(dtype: np.dtype[Any]) -> None:
     assert buffer.owner is x
 
 
+@pytest.mark.parametrize("dtype", ["(2,f4", "f4,(", "nothing", 7])
+def test_empty_refuses_what_is_no_dtype(dtype: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"^shape=3, dtype="):
+        arguments.form_of(3, dtype, None)
+
+
 @pytest.mark.parametrize("value", ["f4", "f8", "i4", "i8"])
 def test_pairs_are_viewed_as_bytes_of_whole_elements(value: str) -> None:
     x = np.zeros((3, 4), pair_dtype(value))
