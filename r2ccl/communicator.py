@@ -471,8 +471,8 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        as for `broadcast`, in the opposite direction. Ranks other than `root` need memory of the
-        size of `x` for partial sums, which is reused across calls.
+        as for `broadcast`, in the opposite direction. Over the network, ranks other than `root`
+        need memory of the size of `x` for partial sums, which is reused across calls.
         """
         given = (x, out, op, arguments.rank_of(root, self.nranks), self.rank)
         return self._collectives.start(stream, async_op, arguments.reduce, *given)
@@ -503,7 +503,7 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
-        message from every rank to the root; about log2(n) messages one after another over a
+        message from every other rank to the root; about log2(n) messages one after another over a
         binomial tree if all data fits one eager slice.
         """
         given = (x, out, arguments.rank_of(root, self.nranks), self.rank, self.nranks)
@@ -557,7 +557,7 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
-        message from every rank to the root.
+        message from every other rank to the root.
         """
         root, n = arguments.rank_of(root, self.nranks), self.nranks
         layout = arguments.layout_of(counts, displs, n) if self.rank == root else None
@@ -646,7 +646,7 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
-        message from the root to every rank.
+        message from the root to every other rank.
         """
         root, n = arguments.rank_of(root, self.nranks), self.nranks
         layout = arguments.layout_of(counts, displs, n) if self.rank == root else None
@@ -677,8 +677,8 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        one message to every rank; each rank sends (n - 1)/n of `x`. If `out` is `x`, the data is
-        copied once, to memory that is reused across calls.
+        one message to every other rank; each rank sends (n - 1)/n of `x`. Over the network, if
+        `out` is `x`, the data is copied once, to memory that is reused across calls.
         """
         make = arguments.alltoall
         return self._collectives.start(stream, async_op, make, x, out, self.rank, self.nranks)
@@ -736,7 +736,7 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
-        message to every rank, also for empty parts. No rank learns the counts of other pairs.
+        message to every other rank, also for empty parts. No rank learns the counts of other pairs.
         """
         sent = arguments.layout_of(sendcounts, senddispls, self.nranks, "send")
         received = arguments.layout_of(recvcounts, recvdispls, self.nranks, "recv")
@@ -807,8 +807,8 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        as for `scan`, plus one exchange. If `x` receives the result, the data is copied once, to
-        memory that is reused across calls.
+        as for `scan`, plus one exchange. Over the network, if `x` receives the result, the data is
+        copied once, to memory that is reused across calls.
         """
         return self._collectives.start(stream, async_op, arguments.scan, x, out, op, True)
 
@@ -1037,8 +1037,8 @@ class Communicator:
     ) -> npt.NDArray[Any]:
         """Allocate an array in memory that all ranks share, if they can share memory.
 
-        Collectives copy less data if their input, or the output of an `allreduce`, is this array or
-        a part of it. It is an ordinary NumPy array; ``torch.from_numpy`` and DLPack can share its
+        Collectives on more than some KiB copy less data if their input, or the output of an
+        `allreduce`, is this array or a part of it. The array is an ordinary NumPy array; ``torch.from_numpy`` and DLPack can share its
         memory. Collectives of other communicators treat it as any other array.
 
         Parameters
@@ -1074,7 +1074,7 @@ class Communicator:
         when the communicator has ended. A forked child shares the contents of this memory. If the
         ranks do not all share memory, as on several hosts, the array has ordinary memory instead,
         registered as by `register`.
-        *After failure*: an output in this memory contains zeros after a failed `allreduce`.
+        *After failure*: an output in this memory may contain zeros after a failed `allreduce`.
         """
         return self._collectives.empty(*arguments.form_of(shape, dtype, like))
 

@@ -42,7 +42,7 @@ class JaxArray(Protocol):
 
     @property
     def committed(self) -> bool:
-        """Whether the array is bound to its device."""
+        """True if the array is bound to its device."""
         ...
 
     def is_deleted(self) -> bool:

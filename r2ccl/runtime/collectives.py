@@ -355,7 +355,7 @@ class Collectives:
             self._refuse_stream(stream)
             if is_without_out and (convert := _converter(request)) is not None:
                 result = convert(request.result)
-                # The group writes to memory of which this array is made already.
+                # The group writes to the memory of this array after it was made.
                 if not shares_memory(result, request.result):
                     raise InvalidArgument(
                         f"a group cannot write to a new array of JAX on {result.device}, because "

@@ -1,7 +1,8 @@
 """Communicators of one job at one rank: their context ids, and the control messages of each.
 
-As in MPI, a *context id* identifies a communicator of a job: the channels of links and the control
-messages carry it. The ranks of a new communicator choose the lowest id that is free at all of them.
+As in MPI, a *context id* identifies an open communicator of a job: the channels of links and the
+control messages carry it. The ranks of a new communicator choose the lowest id that is free at all
+of them.
 """
 
 from __future__ import annotations

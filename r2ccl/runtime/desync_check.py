@@ -47,12 +47,12 @@ class DesyncCheck:
     def __init__(self, rank: int, peers: Iterable[int], patience_s: float, control: Post) -> None:
         #: Number of the last collective that each peer has reported; 0: none.
         self.said = dict.fromkeys(peers, 0)
-        #: Highest collective that any rank has asked for; 0: none.
+        #: Highest collective that a rank is known to have asked for; 0: none.
         self.asked_op = 0
         self._rank = rank
         self._patience_s = patience_s
         self._control = control
-        #: Number of the last collective that this rank reports as called.
+        #: Number of the last collective that this rank has reported, or will report, as called.
         self._own = 0
         #: Ranks whose last report this rank has not passed on.
         self._unspread: set[int] = set()

@@ -94,7 +94,7 @@ class LocalCalls:
         self._engine = engine
         self._group = group
         self._has_ended = False
-        #: Whether calls run in shared memory, by collective, dtype and op.
+        #: True if calls run in shared memory, by collective, dtype and op.
         self._taken: dict[tuple[int, int, int], bool] = {}
         #: The last call that can be repeated, by the function that makes its request.
         self._last: dict[Make, Repeatable] = {}
@@ -177,7 +177,7 @@ class LocalCalls:
     def allocate(
         self, nbytes: int, exchange: AllgatherBytes, in_turn: Callable[[Callable[[], None]], None]
     ) -> Array:
-        """Return memory of `nbytes` for access by all ranks; see `SymmetricMemory.allocate`."""
+        """Return memory of at least `nbytes` for access by all ranks; see `SymmetricMemory`."""
         return self._group.symmetric.allocate(nbytes, exchange, in_turn)
 
     def _guarded(self, run: Callable[..., object], *given: Any) -> None:

@@ -68,7 +68,7 @@ class Pending(msgspec.Struct, frozen=True):
     ----------
     rank : int
     doing : str
-        The blocked call, with its number and arguments; empty: no call is blocked.
+        The blocked call, with its number and arguments, if any; empty: no call is blocked.
     now_s, since_s : float
         Time of this reading, and time at which the call began to wait.
     absent : dict of int to int
@@ -318,7 +318,7 @@ class RankStatus(msgspec.Struct, frozen=True):
 
     ``now_s`` is the time of this reading. ``error`` is the error that ended the communicator, or
     empty. ``nconnects`` is the number of calls and messages that connected data paths before their
-    first slice. ``operations`` has the collective in progress, if any. ``health`` is None with
+    first slice. ``operations`` has the collective in the data loop, if any. ``health`` is None with
     ``R2CC_MODE=failstop``. ``held`` has the failed paths that must answer probes for some time
     before they are used again. ``planning`` counts the plans made with the health of the last plan.
     """

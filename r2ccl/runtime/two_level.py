@@ -116,9 +116,9 @@ class TwoLevelCalls:
         self._run_engine = run_engine
         self._scratch = scratch
         self._worker = Worker(f"r2ccl-node-{engine.rank}", nullcontext(), self._on_error)
-        #: Whether there is a kernel for shared memory, by dtype and op.
+        #: True if there is a kernel for shared memory, by dtype and op.
         self._taken: dict[tuple[int, int], bool] = {}
-        #: Identifier of the thread of the current call, and whether its first step has ended.
+        #: Identifier of the thread of the current call; True once the call's first step has ended.
         self._caller = 0
         self._has_begun = False
         engine.attach(self)
