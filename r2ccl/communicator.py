@@ -423,7 +423,7 @@ class Communicator:
         ----------
         x : array_like
             On `root`, the data. On other ranks, the array that receives the data; if `out` is
-            given, only the dtype and number of elements of `x` count.
+            given, only the dtype and the number of elements of `x` are used.
         out : array_like, optional
             Receives the data: the same memory as `x` or disjoint from it. Default: `x` itself.
 
@@ -1038,8 +1038,9 @@ class Communicator:
         """Allocate an array in memory that all ranks share, if they can share memory.
 
         Collectives on more than some KiB copy less data if their input, or the output of an
-        `allreduce`, is this array or a part of it. The array is an ordinary NumPy array; ``torch.from_numpy`` and DLPack can share its
-        memory. Collectives of other communicators treat it as any other array.
+        `allreduce`, is this array or a part of it. The array is an ordinary NumPy array;
+        ``torch.from_numpy`` and DLPack can share its memory. Collectives of other communicators
+        treat it as any other array.
 
         Parameters
         ----------

@@ -794,7 +794,7 @@ class LoggedCollectives(Collectives):
 
 
 def collectives_class() -> type[Collectives]:
-    """Return the class of the collectives of a communicator that is made now."""
+    """Return the class for the collectives of a new communicator, by the level of the logger."""
     return LoggedCollectives if _log.isEnabledFor(logging.DEBUG) else Collectives
 
 

@@ -87,7 +87,7 @@ class Job:
     InvalidArgument
         If the excluded NICs leave a rank no rail, or two ranks no common one.
     TransportError
-        If ``R2CC_COMPILED=1`` requires compiled code for calls over TCP, which cannot be used.
+        If compiled code cannot be used for calls over TCP although ``R2CC_COMPILED=1``.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Job:
     # Communicators
 
     def add(self, engine: Engine, make_device_calls: MakeDeviceCalls) -> Participant:
-        """Add a communicator and return its `Participant`; add the one of all ranks first.
+        """Add a communicator and return its `Participant`; the first one must have all ranks.
 
         Parameters
         ----------

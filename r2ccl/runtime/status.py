@@ -41,7 +41,7 @@ class Wait(msgspec.Struct, frozen=True):
     channel, seq : int or None
         Channel of the link, and number of the first slice that waits; None if no link is concerned.
     rail : int or None
-        Rail on which the object should arrive; None: any rail.
+        Rail on which the object should arrive; None: any rail, or not known.
     why : str
         Last known reason why the object is missing; empty: not known.
     """

@@ -98,7 +98,7 @@ class Matching:
         return next((each for each in self._envelopes if _fits(taker, each)), None)
 
     def cancel(self, taker: Taker) -> bool:
-        """Remove a receive; return False if it is not kept, because it has found a message."""
+        """Remove a kept receive; return False if it is not kept."""
         if taker not in self._takers:
             return False
         self._takers.remove(taker)
