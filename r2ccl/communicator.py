@@ -1103,6 +1103,8 @@ class Communicator:
             If `x` is not as described.
         TransportError
             If a NIC refuses the memory, or ``R2CC_REGISTRATION_LIMIT_NBYTES`` would be exceeded.
+        ConcurrentCalls
+            If this is called in a signal handler that interrupted a blocking call.
 
         Notes
         -----

@@ -92,8 +92,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Code that polls RDMA completions and posts requests. 1: compiled code if possible, else
     #: pyverbs; 0: pyverbs; auto: 1, except 0 on Soft-RoCE and Soft-iWARP.
     fastpath: str = "auto"
-    #: Maximum amount of host memory registered with NICs, and separately of GPU memory; the least
-    #: recently used is deregistered first.
+    #: Maximum amount of host memory registered with NICs, and separately of GPU memory; of memory
+    #: that is not in use, the least recently used is deregistered first.
     registration_limit_nbytes: int = 4 << 30
     #: Staging memory of collectives on GPU memory: pinned host memory if the rails reach only host
     #: memory (at least 64 bytes per rank are used), else GPU memory that slices land in.
@@ -113,7 +113,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     suspicion_timeout_s: float = 0.5
     #: A probe that is not answered within this time has failed.
     probe_timeout_s: float = 0.06
-    #: Number of successive probes of a failed path that must be answered before it is used again.
+    #: Number of successive probes of a failed path that must be answered before it is used again,
+    #: unless no other path to the peer is left.
     failback_probes: int = 3
     #: Interval between probes of a failed path; doubled after each probe that is not answered.
     failback_interval_s: float = 0.1

@@ -306,7 +306,10 @@ class AgreedHealth(msgspec.Struct, frozen=True):
 
 
 class HeldPath(msgspec.Struct, frozen=True):
-    """Failed path that is used again only after it has answered probes for ``hold_s`` s."""
+    """Failed path that is used again only after it has answered probes for ``hold_s`` seconds.
+
+    If no other path to the peer is up, it is used earlier.
+    """
 
     peer: int
     rail: int

@@ -118,7 +118,7 @@ class MessageProtocol(ABC):
         return request
 
     def cancel(self, request: ReceiveRequest) -> bool:
-        """Withdraw a receive, which is then done; return False if it no longer waits for a message."""
+        """Withdraw a receive, which is then done; return False if it does not wait any more."""
         is_withdrawn = self.matching.cancel(request)
         request.is_done |= is_withdrawn
         return is_withdrawn
