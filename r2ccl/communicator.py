@@ -1204,8 +1204,9 @@ class Communicator:
         """Take a NIC out of use, for example before its cable is pulled.
 
         Slices in flight on its paths move to other rails, and the result of the running call does
-        not change, as after a failure. Later calls are planned without the NIC, and its paths are
-        not connected again before `include`.
+        not change, as after a failure. Later calls are planned without the NIC or, with
+        ``R2CC_MODE=migrate``, also move slices to other rails. The paths of the NIC are not
+        connected again before `include`.
 
         Parameters
         ----------
@@ -1230,10 +1231,9 @@ class Communicator:
 
         Notes
         -----
-        *Local*; callable also while a call runs in another thread. When `exclude` returns, every
-        rank has stopped using the NIC for data. The control plane may use the NIC as long as the
-        NIC works.
-        *Cost*: waits for one round of the health agreement.
+        *Local*; callable also while a call runs in another thread. When `exclude` returns, no rank
+        uses the paths of the NIC for data. The control plane, and bypasses through a third rank,
+        may use the NIC as long as it works. *Cost*: waits for one round of the health agreement.
         """
         self._participant.exclude(rank, nic, is_excluded=True)
 

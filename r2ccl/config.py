@@ -68,9 +68,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     rails: int = 0
     #: Interfaces to use, in NCCL's syntax: comma-separated prefixes, ``=`` exact, ``^`` exclude.
     socket_ifname: str = ""
-    #: NICs declared failed, ``host:nic,...``: no data path uses them until `Communicator.include`.
-    #: The host is a host name or the number of a node, the NIC an interface, an RDMA port or the
-    #: number of a rail. Each rank may name NICs of any host; those of all ranks count.
+    #: NICs declared failed, ``host:nic,...``: their paths are not connected until
+    #: `Communicator.include`. The host is a host name or the number of a node, the NIC an
+    #: interface, an RDMA port or the number of a rail. Each rank may name NICs of any host; those
+    #: of all ranks count.
     failed_nics: str = ""
     #: Name of the interface that carries data between two ranks with no other common rail. auto:
     #: the interface of the rendezvous, unless it is a rail; none: no such interface.

@@ -531,7 +531,16 @@ class Collectives:
         """Use memory that the ranks of each node share, from now on.
 
         `teams` has the ranks of each node, equally many per node, numbered as in the communicator.
-        See `share_memory` for all else.
+        The other parameters are those of `share_memory`.
+
+        Raises
+        ------
+        TransportError
+            If any two ranks of a node cannot share memory; then no rank does.
+
+        Notes
+        -----
+        *Collective*: all ranks.
         """
         self._two_level = connect_nodes(
             self._engine,

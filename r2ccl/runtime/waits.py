@@ -164,7 +164,7 @@ class Waits:
         Raises
         ------
         InvalidArgument
-            If a peer has made another call, over the network.
+            If a peer has made another call, which uses the network.
         TransportTimeout
             If the wait takes longer than ``R2CC_TIMEOUT_S``.
         R2cclError
