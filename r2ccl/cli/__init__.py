@@ -92,7 +92,7 @@ def make_parser(complete: Collection[str] = tuple(COMMANDS)) -> argparse.Argumen
         "--print-completion",
         action=_PrintCompletion,
         choices=("bash", "zsh"),
-        help="print the completion script of a shell; needs pip install 'r2ccl[completion]'",
+        help="print the completion script of a shell; needs pip install 'r2ccl[cli]'",
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
@@ -110,8 +110,7 @@ class _PrintCompletion(argparse.Action):
             import shtab
         except ImportError as exc:
             raise InvalidArgument(
-                f"--print-completion {shell}: shtab is not installed: pip install "
-                "'r2ccl[completion]'"
+                f"--print-completion {shell}: shtab is not installed: pip install 'r2ccl[cli]'"
             ) from exc
         root = make_parser()
         [commands] = [each.choices for each in root._actions if isinstance(each.choices, dict)]

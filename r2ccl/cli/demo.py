@@ -9,7 +9,10 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+import msgspec
+
 from r2ccl.cli.lines import launch_printing
+from r2ccl.cli.results import add_option, check_file, write_result
 from r2ccl.cli.values import parse_size
 from r2ccl.errors import InvalidArgument
 
@@ -46,6 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--nbytes", type=parse_size, default="16M", metavar="SIZE",
         help="size of each; default: %(default)s",
     )  # fmt: skip
+    add_option(parser, "the times of the calls and the repairs")
     parser.set_defaults(run=run)
 
 
@@ -68,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
     ):
         if value < least:
             raise InvalidArgument(f"r2ccl demo {option} {value}: allowed is {least} or more")
+    if args.json is not None:
+        check_file(args.json)
     from r2ccl.cli.demo_rank import run_rank  # imports NumPy and the engine
 
     rails = str(args.rails)
@@ -75,8 +81,16 @@ def run(args: argparse.Namespace) -> int:
     # A ring allreduce sends 2 * (nranks - 1) chunks on each channel, each in at least one slice.
     step = min(_STEP, (args.nranks - 1) * args.rails)
     program = partial(run_rank, args.calls, args.nbytes, step)
-    wrong = launch_printing(program, args.nranks, timeout_s=_TIMEOUT_S, env=env)
-    return 1 if any(wrong) else 0
+    found = launch_printing(program, args.nranks, timeout_s=_TIMEOUT_S, env=env)
+    if args.json is not None:
+        write_result(
+            args.json,
+            nranks=args.nranks,
+            nrails=args.rails,
+            nbytes=args.nbytes,
+            **msgspec.structs.asdict(found[0]),
+        )
+    return 1 if found[0].nwrong else 0
 
 
 __all__ = ["configure", "run"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from r2ccl.cli.perf.forms import busbw
@@ -19,8 +20,26 @@ from r2ccl.testing.fault_plan import fail_at
 _RAIL = 1
 
 
-def run_rank(calls: int, nbytes: int, step: int) -> int:
-    """Run `calls` allreduces of `nbytes`; return the total number of wrong elements on all ranks.
+class DemoResult(msgspec.Struct, frozen=True):
+    """Result of the demo on a rank.
+
+    Attributes
+    ----------
+    nwrong : int
+        Number of wrong elements of all calls on all ranks.
+    seconds : list of float
+        Duration of each call on this rank.
+    repairs : tuple of Repair
+        Repairs that this rank has made.
+    """
+
+    nwrong: int
+    seconds: list[float]
+    repairs: tuple[Repair, ...]
+
+
+def run_rank(calls: int, nbytes: int, step: int) -> DemoResult:
+    """Run `calls` allreduces of `nbytes` and return what this rank saw.
 
     In the middle call, rank 0 loses a rail before it sends slice `step`. Rank 0 prints a line about
     the job, one per call, one each when the traffic of the lost rail has moved and when the rail is
@@ -35,15 +54,16 @@ def run_rank(calls: int, nbytes: int, step: int) -> int:
     plan = fail_at(rank=0, rail=_RAIL, op=calls // 2, step=step)
     with plan, init(faults=plan) as comm:
         reporter = _Reporter(comm, calls, nbytes)
-        nwrong = sum(_call(comm, number, nbytes, reporter) for number in range(calls))
+        took = [_call(comm, number, nbytes, reporter) for number in range(calls)]
+        nwrong = sum(wrong for wrong, _ in took)
         total = int(comm.allreduce(np.array([nwrong], np.int64))[0])
         plan.assert_all_fired()
         reporter.finish(total)
-        return total
+        return DemoResult(total, [took_s for _, took_s in took], tuple(comm.repairs()))
 
 
-def _call(comm: Communicator, number: int, nbytes: int, reporter: _Reporter) -> int:
-    """Run one allreduce; return the number of wrong elements on this rank.
+def _call(comm: Communicator, number: int, nbytes: int, reporter: _Reporter) -> tuple[int, float]:
+    """Run one allreduce; return the number of wrong elements on this rank, and the duration in s.
 
     The inputs are whole numbers so small that their sum is exact.
     """
@@ -55,7 +75,7 @@ def _call(comm: Communicator, number: int, nbytes: int, reporter: _Reporter) -> 
     took_s = monotonic() - start_s
     nwrong = int(np.count_nonzero(x != wanted))
     reporter.called(number, took_s, nwrong)
-    return nwrong
+    return nwrong, took_s
 
 
 class _Reporter:
@@ -114,4 +134,4 @@ def _describe(repairs: Sequence[Repair]) -> str:
     )
 
 
-__all__ = ["run_rank"]
+__all__ = ["DemoResult", "run_rank"]

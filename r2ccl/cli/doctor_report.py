@@ -13,12 +13,12 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from r2ccl.cli import apart
+from r2ccl.cli import apart, tables
 from r2ccl.cli.capabilities import DoctorFindings, capabilities_of, missing_of
 from r2ccl.cli.diagnosis import DoctorFinding, Facts, examine
 from r2ccl.cli.gpufacts import read_cuda
@@ -109,9 +109,24 @@ def report(required: Sequence[str], *, is_json: bool) -> int:
             "verbs": findings.verbs,
             **({"required": missing} if missing else {}),
         }
-        print("\n\n".join("\n".join([name, *map(show, each)]) for name, each in sections.items()))
+        _print(sections)
         print(f"\n{uses}")
     return 0 if uses.is_any and not missing else 1
+
+
+def _print(sections: Mapping[str, Sequence[DoctorFinding]]) -> None:
+    """Print the findings: tables on a terminal, else lines."""
+    console = tables.terminal()
+    if console is None:
+        print("\n\n".join("\n".join([name, *map(show, each)]) for name, each in sections.items()))
+        return
+    for name, findings in sections.items():
+        rows = [
+            (each.level, each.check, f"{each.says}\nfix: {each.fix}" if each.fix else each.says)
+            for each in findings
+        ]
+        styles = [tables.LEVEL_STYLES[each.level] for each in findings]
+        tables.draw(console, name, ("", "", ""), rows, styles=styles)
 
 
 def examine_sharing(config: Config) -> DoctorFinding:

@@ -83,7 +83,10 @@ def run(args: argparse.Namespace) -> int:
     found = compare(scenario, is_simulated=not args.no_simulate)
     if args.png is not None:
         forecast_output.draw(found, args.png)
-    print(forecast_output.to_json(found) if args.json else forecast_output.to_text(found))
+    if args.json:
+        print(forecast_output.to_json(found))
+    else:
+        forecast_output.show(found)
     return 0
 
 

@@ -27,6 +27,7 @@ import sys
 from typing import Any
 
 from r2ccl.bootstrap.launchers import DEFAULT_PORT
+from r2ccl.cli.results import add_option
 from r2ccl.cli.values import FAILURE_GRACE_S
 
 _SSH = "ssh -o BatchMode=yes"
@@ -71,6 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--stdin", action="store_true", help="pass standard input to rank 0; default: /dev/null"
     )
     parser.add_argument("--chdir", metavar="DIR", help="working directory of the ranks")
+    add_option(parser, "the exit statuses of all ranks")
     _add_hosts(parser.add_argument_group("several hosts"))
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...",

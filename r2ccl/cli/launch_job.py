@@ -14,7 +14,8 @@ import secrets
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -28,7 +29,9 @@ from r2ccl.cli import agent, remote
 from r2ccl.cli.hosts import JobHost, parse_hosts, place, read_hostfile
 from r2ccl.cli.lines import LinePrinter, wants_colour
 from r2ccl.cli.rankprocs import HostRanks, JobCommand
-from r2ccl.cli.supervisor import Supervisor
+from r2ccl.cli.results import RankEnd, check_file, write_result
+from r2ccl.cli.supervisor import RankGroup, Supervisor
+from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument
 
 _SECRET_FILE = "~/.r2ccl-secret"
@@ -49,6 +52,8 @@ def start(args: argparse.Namespace) -> int:
         return agent.serve()
     program = _program(args)
     hosts = _hosts(args)
+    if args.json is not None:
+        check_file(args.json)
     if hosts is None:
         return asyncio.run(_run_here(args, program))
     placed = place(hosts, args.nranks)
@@ -108,6 +113,40 @@ def _supervisor(args: argparse.Namespace, *, has_stdin: bool) -> Supervisor:
     return Supervisor(printer, keeps_going=args.keep_going, has_stdin=has_stdin)
 
 
+async def _supervise(
+    args: argparse.Namespace,
+    supervisor: Supervisor,
+    groups: Sequence[RankGroup],
+    start: Callable[[], Coroutine[Any, Any, None]],
+    hosts: Mapping[int, str],
+) -> int:
+    """Run the job and write the file of ``--json``; return the exit status.
+
+    `hosts` are the names of the ranks' hosts. For the other arguments see `Supervisor.run`.
+    """
+    begun_s = monotonic()
+    status = await supervisor.run(groups, start)
+    if args.json is not None:
+        ended = supervisor.statuses
+        write_result(
+            args.json,
+            command=sys.argv[1:],
+            status=status,
+            seconds=monotonic() - begun_s,
+            failure=supervisor.failure,
+            ranks=[
+                RankEnd(rank=rank, host=host, status=ended.get(rank))
+                for rank, host in hosts.items()
+            ],
+        )
+    return status
+
+
+def _here(share: JobShare) -> dict[int, str]:
+    """Return the name of this host for each rank of `share`."""
+    return dict.fromkeys(range(share.first, share.first + share.count), socket.gethostname())
+
+
 async def _run_here(args: argparse.Namespace, program: JobCommand) -> int:
     supervisor = _supervisor(args, has_stdin=args.stdin)
     with LocalJob(args.nranks) as job:
@@ -117,7 +156,7 @@ async def _run_here(args: argparse.Namespace, program: JobCommand) -> int:
             await ranks.start(job.listener)
             job.close()
 
-        return await supervisor.run([ranks], start)
+        return await _supervise(args, supervisor, [ranks], start, _here(job.share))
 
 
 async def _run_on_hosts(
@@ -143,7 +182,8 @@ async def _run_on_hosts(
             port=args.port or 0,
         )
 
-    return await supervisor.run(groups, start)
+    hosts = {first + k: host.name for host, first, count in placed for k in range(count)}
+    return await _supervise(args, supervisor, groups, start, hosts)
 
 
 def _words_of(ssh: str) -> list[str]:
@@ -185,6 +225,7 @@ def _by_hand(
         options += ["--env", f"{name}={value}"]
     options += ["--keep-going"] * args.keep_going
     options += ["--tag", args.tag] if args.tag != "auto" else []
+    options += ["--json", str(args.json)] if args.json is not None else []
     command = ["-m", *program.words] if program.is_module else ["--", *program.words]
     lines = [
         f"# {file} must hold the same secret on every host. To make it, and to copy it:",
@@ -225,7 +266,7 @@ async def _run_share(
             await ranks.start(listener)
             stack.close()
 
-        return await supervisor.run([ranks], start)
+        return await _supervise(args, supervisor, [ranks], start, _here(share))
 
 
 def _shared_secret(nhosts: int) -> str:

@@ -11,9 +11,11 @@ import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO, TypeVar
 
 from r2ccl.errors import R2cclError
+
+_T = TypeVar("_T")
 
 #: Foreground colours of the prefixes, by rank: the six that are readable on black and on white.
 _COLOURS = (36, 33, 32, 35, 34, 31)
@@ -109,7 +111,7 @@ def discard_output() -> None:
     os.close(nowhere)
 
 
-def launch_printing(program: Callable[[], int], nranks: int, **options: Any) -> list[int]:
+def launch_printing(program: Callable[[], _T], nranks: int, **options: Any) -> list[_T]:
     """Run `program`, whose rank 0 prints, as `nranks` processes on this machine.
 
     The options and the result are those of `r2ccl.bootstrap.launch.launch`.
@@ -126,15 +128,15 @@ def launch_printing(program: Callable[[], int], nranks: int, **options: Any) -> 
     from r2ccl.bootstrap.launch import launch
 
     try:
-        statuses: list[int] = launch(partial(_run_rank, program), nranks, **options)
+        results: list[_T] = launch(partial(_run_rank, program), nranks, **options)
     except R2cclError as exc:
         if has_lost_reader(sys.stdout):
             raise BrokenPipeError from exc  # rank 0 could not print and failed first
         raise
-    return statuses
+    return results
 
 
-def _run_rank(program: Callable[[], int]) -> int:
+def _run_rank(program: Callable[[], _T]) -> _T:
     try:
         return program()
     except OSError as exc:

@@ -11,6 +11,7 @@ import os
 import sys
 from typing import NoReturn
 
+from r2ccl.cli.results import add_option, check_file, write_result
 from r2ccl.cli.values import seconds
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument
@@ -62,6 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--plan", metavar="FILE", help="JSON list of faults")
     add("--timeout", type=seconds, default=600.0, metavar="SECONDS",
         help="then the ranks are terminated; default: %(default)g")  # fmt: skip
+    add_option(parser, "the exit statuses of all ranks and the times of the faults")
     add(
         "--clean",
         action="store_true",
@@ -108,11 +110,14 @@ def _run(args: argparse.Namespace) -> int:
         _become(command)
     shape = {name: getattr(args, name) for name in LabShape.__struct_fields__}
     plan = _plan(args)
+    if args.json is not None:
+        check_file(args.json)
     plan.check(nodes=args.nodes, rails=args.rails, ranks_per_node=LabShape(**shape).ranks_per_node)
     ensure_privileged()
     with Lab(**shape) as lab:
         start = monotonic()
         results = lab.run(command, plan=plan if plan.faults else None, timeout_s=args.timeout)
+        ended_s = monotonic()
     for firing in plan.fired:
         print(
             f"[lab] {firing.time_s - start:8.3f} s  {firing.fault}  "
@@ -122,7 +127,27 @@ def _run(args: argparse.Namespace) -> int:
         )
     for fault in plan.pending():
         print(f"[lab] did not fire: {fault}", file=sys.stderr)
-    return _status(results)
+    status = _status(results)
+    if args.json is not None:
+        write_result(
+            args.json,
+            command=command,
+            status=status,
+            seconds=ended_s - start,
+            lab=shape,
+            ranks=[
+                {"rank": each.rank, "node": each.node, "status": each.returncode,
+                 "is_timed_out": each.is_timed_out}
+                for each in results
+            ],
+            faults=[
+                {"fault": str(each.fault), "at_s": each.time_s - start,
+                 "applied_s": each.applied_s - start}
+                for each in plan.fired
+            ],
+            pending=[str(fault) for fault in plan.pending()],
+        )  # fmt: skip
+    return status
 
 
 def _become(command: list[str]) -> NoReturn:

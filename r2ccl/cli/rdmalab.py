@@ -9,6 +9,9 @@ import argparse
 import sys
 from pathlib import Path
 
+import msgspec
+
+from r2ccl.cli.results import add_option, check_file, write_result
 from r2ccl.cli.values import seconds
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.rdmalab import MachineShape, RdmaLabError, VirtualMachine, VmResult, prepare, run
@@ -46,6 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=seconds, default=900.0, metavar="SECONDS",
         help="then the virtual machine is ended; default: %(default)g")  # fmt: skip
     add("--report", type=Path, metavar="DIR", help="directory for results; created if missing")
+    add_option(parser, "the exit status and the times of the run")
     add("--prepare", action="store_true", help="only install missing packages, then exit")
     add("command", nargs=argparse.REMAINDER, help="-- program and its arguments")
     parser.set_defaults(run=main)
@@ -62,6 +66,8 @@ def main(args: argparse.Namespace) -> int:
         command = _command(args)
         shape = MachineShape(nodes=args.nodes, nics=args.nics)
         machine = VirtualMachine(cpus=args.cpus, memory=args.memory, is_kvm=args.kvm)
+        if args.json is not None:
+            check_file(args.json)
     except InvalidArgument as exc:
         return _refuse(exc, _EXIT_USAGE)
     try:
@@ -77,6 +83,11 @@ def main(args: argparse.Namespace) -> int:
         )
     except RdmaLabError as exc:
         return _refuse(exc, _EXIT_BROKEN)
+    if args.json is not None:
+        write_result(
+            args.json, command=command, nodes=shape.nodes, nics=shape.nics,
+            **msgspec.structs.asdict(result),
+        )  # fmt: skip
     return _tell(result, args.timeout)
 
 

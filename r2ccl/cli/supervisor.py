@@ -52,12 +52,21 @@ class Supervisor:
         Let the other ranks run on after a failure.
     has_stdin : bool
         Pass the standard input of this process to rank 0.
+
+    Attributes
+    ----------
+    statuses : dict of int to int
+        Exit status of each rank that has ended; ``-n`` if signal n ended it.
+    failure : str
+        What failed first; empty if nothing has.
     """
 
     def __init__(self, printer: LinePrinter, *, keeps_going: bool, has_stdin: bool) -> None:
         self._printer = printer
         self._keeps_going = keeps_going
         self._has_stdin = has_stdin
+        self.statuses: dict[int, int] = {}
+        self.failure = ""
         self._status = 0
         self._groups: Sequence[RankGroup] = ()
         self._is_ending = asyncio.Event()
@@ -139,6 +148,7 @@ class Supervisor:
 
     async def ended(self, rank: int, status: int) -> None:
         """Note the exit status of a rank."""
+        self.statuses[rank] = status
         if status != 0:
             what = f"rank {rank}: {describe_exit(status)}"
             self._note_failure(what, status if status > 0 else 128 - status)
@@ -151,6 +161,7 @@ class Supervisor:
     def _note_failure(self, what: str, status: int) -> None:
         is_first = self._status == 0
         self._status = self._status or status
+        self.failure = self.failure or what
         # Report only the first failure, which causes the others, unless the other ranks run on.
         if is_first or self._keeps_going:
             # A thread may be writing a line of a rank to the same terminal or pipe.

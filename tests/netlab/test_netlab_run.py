@@ -311,11 +311,19 @@ def test_command_line_runs_a_plan_and_reports_it(
     path = tmp_path / "plan.json"
     path.write_bytes(FaultPlan([Fault.parse("slow:node=0,rail=0,rate=1mbit,at_op=1")]).to_json())
     faults = ("--plan", str(path), "--fault", "nic_down:node=1,rail=0,at_op=0,at_step=1")
-    assert cli(*SMALL, *faults, "--", sys.executable, "-c", TOY_RANK) == 0
+    results = tmp_path / "results.json"
+    options = (*faults, "--json", str(results))
+    assert cli(*SMALL, *options, "--", sys.executable, "-c", TOY_RANK) == 0
     out, err = capfd.readouterr()
     assert "[n1] 3 4 " in out
     assert err.count("monotonic") == 2
     assert "did not fire" not in err
+    found = json.loads(results.read_text())
+    assert (found["status"], found["pending"], found["lab"]["nodes"]) == (0, [], 2)
+    assert [(each["node"], each["status"]) for each in found["ranks"]] == [(0, 0), (1, 0)]
+    fired = {each["fault"].partition(":")[0] for each in found["faults"]}
+    assert fired == {"slow", "nic_down"}
+    assert all(0 < each["at_s"] <= each["applied_s"] for each in found["faults"])
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,13 @@ from r2ccl.cli.perf.forms import FORMS, CollectiveForm
 from r2ccl.cli.perf.options import DTYPES_BY_NAME, PerfOptions
 from r2ccl.cli.perf.report import (
     HEADER,
-    check_results,
     describe,
     format_line,
     row_of,
     save_results,
     verdict,
 )
+from r2ccl.cli.results import check_file
 from r2ccl.cli.values import size_range
 from r2ccl.communicator import Communicator
 from r2ccl.dtypes import CODES
@@ -235,7 +235,7 @@ def _problem(comm: Communicator, options: PerfOptions) -> str | None:
     problem = ""
     if comm.rank == 0:
         try:
-            check_results(options.json)
+            check_file(options.json)
         except InvalidArgument as exc:
             problem = str(exc)
     is_refused = comm.allreduce(np.array([bool(problem)], np.int64))[0]

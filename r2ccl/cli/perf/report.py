@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from r2ccl.cli.perf.cases import Case
 from r2ccl.cli.perf.forms import algbw, busbw
 from r2ccl.cli.perf.options import NCCL_NAMES, PerfOptions
-from r2ccl.errors import InvalidArgument
+from r2ccl.cli.results import write_file
 
 
 def row_of(
@@ -115,37 +114,7 @@ def save_results(
         "command": command,
         "results": list(results),
     }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")
-    except OSError as exc:
-        raise _not_written(path, exc) from exc
-
-
-def check_results(path: Path) -> None:
-    """Check that `path` can be written, by opening the file; make no folder.
-
-    The file keeps its contents; if it is missing, it stays missing.
-
-    Raises
-    ------
-    InvalidArgument
-        If the file cannot be written, or its folder is missing.
-    """
-    try:
-        is_new = not path.exists()
-        path.open("a").close()
-        if is_new:
-            path.unlink()
-    except OSError as exc:
-        raise _not_written(path, exc) from exc
-
-
-def _not_written(path: Path, exc: OSError) -> InvalidArgument:
-    return InvalidArgument(
-        f"--json {path} cannot be written ({exc.strerror}): give the path of a file in a writable "
-        "folder"
-    )
+    write_file(path, document)
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
@@ -179,7 +148,6 @@ def _cpu_model() -> str:
 
 __all__ = [
     "HEADER",
-    "check_results",
     "describe",
     "format_line",
     "machine",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -474,6 +476,28 @@ def test_scripts_and_modules_run_in_the_launchers_python(
         )
         assert status == 0
         assert out == f"{sys.executable} ['-n', '--', 'x']\n"
+
+
+def test_the_end_of_each_rank_is_written_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "job.json"
+    program = "[ $RANK = 0 ] || kill -KILL $$"
+    status, _, _ = run_here(monkeypatch, capfd, "-n", "2", "--json", str(file), "sh", "-c", program)
+    found = json.loads(file.read_text())
+    assert status == found["status"] == 137
+    assert [(each["rank"], each["status"]) for each in found["ranks"]] == [(0, 0), (1, -9)]
+    assert {each["host"] for each in found["ranks"]} == {socket.gethostname()}
+    assert found["failure"].startswith("rank 1: ")
+
+
+def test_a_json_file_in_a_missing_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "missing" / "job.json")
+    with pytest.raises(InvalidArgument, match="--json .* cannot be written"):
+        run_here(monkeypatch, capfd, "-n", "1", "--json", file, "echo", "started")
+    assert capfd.readouterr().out == ""
 
 
 def test_the_job_is_shown_without_its_secret() -> None:

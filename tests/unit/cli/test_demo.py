@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import subprocess
@@ -16,6 +17,7 @@ from r2ccl.cli import demo_rank, main
 @pytest.mark.parametrize("nrails", [2, 4])
 def test_the_demo_survives_the_loss_of_a_rail(nrails: int, tmp_path: Path) -> None:
     options = ["-n", "2", "--calls", "2", "--nbytes", "1M", "--rails", str(nrails)]
+    options += ["--json", "demo.json"]
     ran = subprocess.run(
         [sys.executable, "-m", "r2ccl", "demo", *options],
         capture_output=True,
@@ -31,6 +33,12 @@ def test_the_demo_survives_the_loss_of_a_rail(nrails: int, tmp_path: Path) -> No
         f"call {number}" for number in range(2)
     ]
     assert lines[-1].startswith("OK: rail 1 of rank 0 was cut in mid-call")
+    found = json.loads((tmp_path / "demo.json").read_text())
+    assert [found[name] for name in ("nranks", "nrails", "nbytes", "nwrong")] == [
+        2, nrails, 1 << 20, 0,
+    ]  # fmt: skip
+    assert len(found["seconds"]) == 2
+    assert {each["rail"] for each in found["repairs"]} == {1}
 
 
 class OneRank:
@@ -69,7 +77,7 @@ def test_wrong_elements_are_counted(monkeypatch, capsys, caplog, added) -> None:
 
     monkeypatch.setattr(demo_rank, "fail_at", lambda **where: Plan())
     monkeypatch.setattr(demo_rank, "init", lambda faults: OneRank(added))
-    assert demo_rank.run_rank(2, 4096, 0) == added * 2 * 1024
+    assert demo_rank.run_rank(2, 4096, 0).nwrong == added * 2 * 1024
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.match("FAILED: 2048 elements are wrong" if added else "OK: ", last)
 

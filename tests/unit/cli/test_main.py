@@ -184,7 +184,7 @@ def test_a_message_names_the_command_once(capsys, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_knows_all_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab", reason="shtab, of r2ccl[completion], is not installed")
+    pytest.importorskip("shtab", reason="shtab, of r2ccl[cli], is not installed")
     with pytest.raises(SystemExit, match="0"):
         main(["--print-completion", shell])
     script = capsys.readouterr().out
@@ -215,7 +215,7 @@ _shtab_r2ccl; printf '%s\\n' "${COMPREPLY[@]}"
 def test_completion_knows_files_and_folders(
     words: list[str], completed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("shtab", reason="shtab, of r2ccl[completion], is not installed")
+    pytest.importorskip("shtab", reason="shtab, of r2ccl[cli], is not installed")
     with pytest.raises(SystemExit, match="0"):
         main(["--print-completion", "bash"])
     script = tmp_path / "script"
@@ -234,4 +234,4 @@ def test_completion_without_its_package_says_what_to_do(
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["--print-completion", "bash"]) == 2
-    assert "pip install 'r2ccl[completion]'" in capsys.readouterr().err
+    assert "pip install 'r2ccl[cli]'" in capsys.readouterr().err

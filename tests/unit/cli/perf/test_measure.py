@@ -27,7 +27,8 @@ from r2ccl.cli.perf.cases import Case, count_wrong, expected, make_inputs, place
 from r2ccl.cli.perf.forms import FORMS, DataExtent, busbw
 from r2ccl.cli.perf.measure import Measurement
 from r2ccl.cli.perf.options import PerfOptions, options_of
-from r2ccl.cli.perf.report import HEADER, check_results, format_line, row_of, verdict
+from r2ccl.cli.perf.report import HEADER, format_line, row_of, verdict
+from r2ccl.cli.results import check_file
 from r2ccl.dtypes import CODES, DTYPES
 from r2ccl.errors import InvalidArgument
 from r2ccl.kernels import ON_GPU, divider, reducer
@@ -519,14 +520,14 @@ def test_the_check_of_a_file_of_results_leaves_no_trace(tmp_path: Path) -> None:
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text("{}")
     for path in (old, new):
-        check_results(path)
+        check_file(path)
     assert old.read_text() == "{}"
     assert not new.exists()
 
 
 def test_results_in_a_missing_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"new\.json cannot be written \(No such file or dir"):
-        check_results(tmp_path / "folder" / "new.json")
+        check_file(tmp_path / "folder" / "new.json")
     assert not (tmp_path / "folder").exists()
 
 

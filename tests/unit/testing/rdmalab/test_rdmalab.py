@@ -1,6 +1,7 @@
 """The lab without its virtual machine: what it makes, what it needs, how a machine is ended."""
 
 import argparse
+import json
 import os
 import select
 import signal
@@ -337,7 +338,7 @@ def test_a_wrong_command_line_is_told_from_a_machine_that_cannot(
     ],
 )
 def test_the_command_passes_the_exit_status_on(
-    result: VmResult, status: int, monkeypatch: pytest.MonkeyPatch
+    result: VmResult, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     given: dict[str, object] = {}
 
@@ -347,7 +348,12 @@ def test_the_command_passes_the_exit_status_on(
 
     monkeypatch.setattr(command, "prepare", lambda say: None)
     monkeypatch.setattr(command, "run", record)
-    assert command.main(parsed("--nodes", "4", "--memory", "1G", "--", "echo", "--x")) == status
+    file = tmp_path / "lab.json"
+    options = ("--nodes", "4", "--memory", "1G", "--json", str(file))
+    assert command.main(parsed(*options, "--", "echo", "--x")) == status
+    found = json.loads(file.read_text())
+    assert (found["status"], found["is_timed_out"], found["nodes"]) == (status, status == 124, 4)
+    assert found["command"] == ["echo", "--x"]
     assert given["argv"] == ["echo", "--x"]
     assert given["shape"] == MachineShape(nodes=4, nics=3)
     assert given["machine"] == VirtualMachine(memory="1G")
