@@ -495,7 +495,7 @@ def test_a_json_file_in_a_missing_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = str(tmp_path / "missing" / "job.json")
-    with pytest.raises(InvalidArgument, match="--json .* cannot be written"):
+    with pytest.raises(InvalidArgument, match=r"--json .* cannot be written"):
         run_here(monkeypatch, capfd, "-n", "1", "--json", file, "echo", "started")
     assert capfd.readouterr().out == ""
 
