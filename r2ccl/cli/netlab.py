@@ -88,6 +88,8 @@ def main(args: argparse.Namespace) -> int:
     undone. With ``--clean`` it is 0. With ``--enter`` the command replaces this process.
     """
     try:
+        if args.json is not None and (args.clean or args.enter):
+            raise InvalidArgument("--json needs ranks: leave it out with --clean and --enter")
         if args.clean:
             removed = clean()
             print(f"removed {len(removed)} stale lab(s) {' '.join(removed)}".rstrip())

@@ -333,6 +333,7 @@ def test_command_line_runs_a_plan_and_reports_it(
         (("--", "sh", "-c", "kill -KILL $$"), 137, ""),
         (("--timeout", "0.2", "--", "sleep", "60"), 124, "rank 1: terminated"),
         ((), 2, "no program given"),
+        (("--json", "x.json", "--clean"), 2, "--json needs ranks"),
         (("--rate", "fast", "--", "true"), 2, "rate='fast'"),
         (("--fault", "nic_down:node=7,rail=0,at_s=1", "--", "true"), 2, "node 7 does not exist"),
     ],
