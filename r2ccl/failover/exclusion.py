@@ -53,7 +53,7 @@ def declared(peers: Sequence[PeerInfo]) -> Declared:
     entries = dict.fromkeys(each for info in peers for each in parse_failures(info.failed_nics))
     unknown = []
     for host, nic in entries:
-        at = nodes[int(host)] if host.isdigit() and int(host) < len(nodes) else ""
+        at = nodes[int(host)] if host.isdecimal() and int(host) < len(nodes) else ""
         found = {
             (info.rank, rail)
             for info in peers

@@ -49,7 +49,9 @@ def test_an_entry_stands_for_a_nic_of_all_ranks_of_a_host(
     assert declared(job(entry)) == (ports, ())
 
 
-@pytest.mark.parametrize("entry", ["c:eth0", "b:eth9", "2:eth0", "b:7", "b:eth", "b:mlx5"])
+@pytest.mark.parametrize(
+    "entry", ["c:eth0", "b:eth9", "2:eth0", "²:eth0", "b:7", "b:eth", "b:mlx5"]
+)
 def test_an_entry_without_a_nic_in_this_job_is_named(entry: str) -> None:
     assert declared(job("b:eth0", entry)) == ({(2, 0)}, (entry,))
 
