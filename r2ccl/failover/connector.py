@@ -24,8 +24,8 @@ caller, even if it is the higher rank, and need not report that the connection i
 The probed end is kept until the next offer of the same probe arrives: the prober has then closed
 its end. Probes have low priority: per tick, at most one offer of a probe is sent, and none while
 paths are being repaired. If a probe cannot be connected (for example because the fabric does not
-connect its two rails), the pauses between the attempts grow to one minute. A pause ends early if a
-path to the probed rank on one of the two rails comes up.
+connect its two rails), the pauses between the attempts grow to one minute. A pause ends early when
+one of the two ports, or a path to the probed rank on one of the two rails, comes up.
 
 Invariant: of the endpoints that are not in use yet, this rank has at most one per path, and at most
 one per probe and role (prober, probed). An endpoint that does not come into use is closed.
@@ -76,9 +76,10 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """Control message: endpoint info of the answerer; the other fields mean the same as in `Offer`.
+    """Control message: endpoint info of the answerer, whose endpoint is joined to the offered one.
 
-    The answerer's endpoint is already joined to the one that was offered.
+    ``epoch`` and ``attempt`` are those of the offer. ``rail`` is the receiver's rail, ``via`` the
+    sender's, as in `Offer`.
     """
 
     rail: int
@@ -158,7 +159,7 @@ class Connector:
         ``send(peer, message)`` over the control plane, exactly once and in order.
     on_joined : callable
         ``on_joined(peer, rail, epoch, endpoint)``: takes ownership of the endpoint of a path that
-        is connected. The endpoint of a probe belongs to the transport.
+        is connected. The prober's endpoint of a connected probe belongs to the transport.
     clock : Clock
     """
 
@@ -338,10 +339,11 @@ class Connector:
                 self._on_reply(key, attempt, message)
 
     def on_joined(self, event: Joined) -> None:
-        """Handle the result of the test of a connection whose caller is this rank.
+        """Handle the result of a connection test at the caller, or a failure at the answerer.
 
-        If the test succeeded, take the endpoint into use and, for a path, tell the answerer; else
-        schedule a retry. Ignore the event if another attempt has replaced the endpoint since.
+        If the test succeeded, take the endpoint into use and, for a path, tell the answerer. After
+        a failure, close the endpoint; the caller tries again after a pause. Ignore the event if
+        another attempt has replaced the endpoint since.
         """
         key = event.key
         attempt = self._attempts.get(key)
@@ -375,7 +377,7 @@ class Connector:
         self._send(key.peer, Offer(key.rail, attempt.epoch, attempt.number, info, _via(key)))
 
     def _on_asker(self, key: ProbeKey, offer: Offer) -> None:
-        """Answer the offer of a peer that probes this rank, at once or when repairs are done.
+        """Answer the offer of a peer that probes this rank, now or, during repairs, later.
 
         The endpoint of an earlier offer of the same probe is closed.
         """

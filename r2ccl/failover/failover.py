@@ -282,7 +282,7 @@ class Failover:
             self._port_down(event.rail, f"{PORT_ERR}: {why}")
 
     def on_joined(self, event: Joined) -> None:
-        """Handle the result of the test of an RDMA connection whose caller is this rank."""
+        """Handle the result of the test of an RDMA connection; see `Connector.on_joined`."""
         self._connector.on_joined(event)
         key = event.key
         if isinstance(key, ProbeKey) and key.via == key.rail and not event.error:
@@ -321,9 +321,9 @@ class Failover:
         self._report_down(self._rank, rail)
 
     def _port_up(self, rail: int) -> None:
-        """Let the lower ranks of the paths on `rail`, whose local port came up, probe these soon.
+        """Let the lower rank of each path on `rail` that is not up probe the path soon.
 
-        Paths that are up are left out.
+        To be called when this rank's port of `rail` came up.
         """
         self._ports_down.pop(rail, None)
         for peer in self._links.peers:
@@ -404,8 +404,8 @@ class Failover:
         now : float
             Time in seconds.
         peers : frozenset of int
-            Ranks that the running call exchanges data with. Ranks that were never connected are
-            left out: a receive waits for them, and the sender connects them.
+            Ranks that the running call exchanges data with. Ranks that this rank never had paths to
+            are ignored: a receive waits for them, and the sender connects them.
         """
         if self.is_over:
             return
@@ -577,8 +577,8 @@ class Failover:
     def _on_verdict(self, verdict: Verdict) -> None:
         """Report to the health agreement the NIC that a verdict names as failed.
 
-        A peer's port is reported only if the verdict rests on probes. Otherwise the verdict repeats
-        the peer's own evidence, and the peer reports its port itself.
+        A peer's port is reported only if the verdict contains results of probes. Otherwise the
+        verdict repeats the peer's own evidence, and the peer reports its port itself.
         """
         peer, rail = verdict.path
         if verdict.kind is VerdictKind.LOCAL_NIC:

@@ -82,8 +82,8 @@ class Probes:
 class Watch:
     """Detector of paths without progress for `suspicion_s` seconds while work is outstanding.
 
-    A path that stays silent is suspected again after each further `suspicion_s`. A suspicion only
-    starts probes and never moves slices. The time between two calls of `look` counts as at most
+    A path that stays silent is suspected again after each further `suspicion_s`. A suspicion
+    starts probes; it does not move slices. The time between two calls of `look` counts as at most
     ``suspicion_s / 4``, so that a rank that was stopped or got no CPU time does not suspect its
     paths.
     """
@@ -97,7 +97,7 @@ class Watch:
         self._last: float | None = None
 
     def look(self, now: float, paths: Iterable[tuple[PathKey, int, bool]]) -> list[PathKey]:
-        """Update the silence of every path, and return the paths that are suspected.
+        """Update the silence of every path in `paths`, and return those to be suspected now.
 
         Parameters
         ----------

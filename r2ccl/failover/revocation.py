@@ -1,13 +1,14 @@
-"""Revocation: ends a communicator on all ranks with the same reason, and tracks ranks that leave.
+"""Revocation: ends a communicator on all ranks, and tracks the ranks that leave.
 
 As in ULFM, an error at one rank that cannot be repaired revokes the communicator: all ranks raise
-an error with the same reason, and the communicator cannot be used again. A rank that calls
-`close()` sends `Leaving` first, so that its disconnection is not an error.
+an error, and the communicator cannot be used again. A rank that calls `close()` sends `Leaving`
+first, so that its disconnection is not an error.
 
-Each rank passes each of these messages on once, to its neighbors in the overlay of the control
-plane (`r2ccl.bootstrap.overlay`), so all ranks receive it.
+Each rank passes what it learns from these messages on to its neighbors in the overlay of the
+control plane (`r2ccl.bootstrap.overlay`), so all ranks learn it.
 
-Invariant: a rank keeps the first reason that it learns; later ones are ignored.
+Invariant: a rank keeps the first reason that it learns. Ranks may therefore keep different reasons
+if several errors occur at once.
 """
 
 from __future__ import annotations
@@ -58,8 +59,7 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """Control message: ranks that called `close()` and whose slices are all confirmed.
 
-    They disconnect once all ranks are leaving. Bit r of the little-endian integer in ``ranks`` is
-    set for rank r.
+    Bit r of the little-endian integer in ``ranks`` is set for rank r.
     """
 
     ranks: bytes
@@ -219,7 +219,7 @@ class Revocation:
     def spread(self) -> None:
         """Tell each neighbor the ranks that this rank has learned are leaving since the last call.
 
-        Ranks that are neighbors of the receiver are left out, because they have told the receiver
+        The receiver and its neighbors are left out: the neighbors have told the receiver
         themselves. Called at every tick, so that one message names several ranks, and before this
         rank closes its control sessions.
         """

@@ -18,9 +18,9 @@ This is the delivery rate of Cheng, Cardwell et al. (draft-cheng-iccrg-delivery-
 based on the packet pair of Keshav (SIGCOMM 1991), with trains that begin at a confirmation and end
 at the latest when the rail becomes idle. A train therefore contains no latency, and no idle time in
 which the rail waits for the caller or for a slower rail of the schedule. So no sample needs to be
-marked as limited by the application. Confirmations that arrive at the same instant count as one:
-if confirmations were delayed and arrive together (ack compression), no train begins or ends between
-them. Trains that are too short, as in small operations, are discarded.
+marked as limited by the application. If confirmations were delayed and arrive at the same instant
+(ack compression), no train begins or ends between them. Trains that are too short, as in small
+operations, are discarded.
 
 Times are passed in as clock readings. Invariant: the trains of a rail do not overlap.
 """

@@ -6,9 +6,10 @@ requests of other ranks. It keeps the last verdict on each path. It never moves 
 failed was taken out of use already (`r2ccl.failover.migration.driver`), and the path to a slow peer
 stays in use.
 
-Repairs have priority: the diagnosis of a failure begins at the first tick without a running repair,
-at the latest after `_GIVE_WAY_S`. Requests of other ranks are checked: a request for a rank or rail
-that does not exist, for a probe of the rank that receives it, or beyond `MAX_SERVED`, is refused.
+Repairs have priority: the diagnosis of a failure waits until no repair is running, but at most
+`_GIVE_WAY_S`. It waits longer while `MAX_DIAGNOSES` are running. Requests of other ranks are
+checked: a request for a rank or rail that does not exist, for a probe of the rank that receives it,
+or beyond `MAX_SERVED`, is refused.
 
 Invariants: at most one diagnosis per path and `MAX_DIAGNOSES` in all; every probe gets an answer,
 or counts as not made when its time is over.
@@ -251,8 +252,8 @@ class Diagnosis:
         now : float
             Time in seconds.
         is_calm : bool
-            True if no path is being repaired. Otherwise diagnoses stay queued, for at most
-            `_GIVE_WAY_S` each.
+            True if no path is being repaired. Otherwise a diagnosis stays queued until
+            `_GIVE_WAY_S` after the failure.
         """
         for case in list(self._open.values()):
             self._go_on(case, case.path_diagnosis.tick(now))
@@ -421,9 +422,9 @@ class Diagnosis:
         )
 
     def _is_repeated(self, verdict: Verdict) -> bool:
-        """Return whether a recent verdict on another path that is down names the same part.
+        """Return whether another path that is down has a recent verdict of equal kind and part.
 
-        Recent verdicts are those of the last `SAY_AGAIN_S` seconds, of the same kind.
+        Recent: within the last `SAY_AGAIN_S` seconds.
         """
         return any(
             other.where == verdict.where

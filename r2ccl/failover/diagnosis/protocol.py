@@ -18,8 +18,8 @@ ends as soon as the verdict is LINK, which further answers cannot change. An *au
 
 * a third rank on the same rail. A control message asks the third rank to probe the remote port,
   while this rank probes the third rank's port. A third rank shares only the switch with the
-  suspected ports, so third ranks come first. If there are two, one also probes the other: an answer
-  shows that both of their ports and the switch work.
+  suspected ports, so third ranks are preferred. If there are two, one also probes the other: an
+  answer shows that both of their ports and the switch work.
 * another rail of this rank and the peer, on a fabric that connects different rails. This needs no
   third host and no message. But the other rail shares both hosts with the suspected ports, and on a
   fabric that does not connect rails the probe fails only after its timeout.
@@ -173,7 +173,10 @@ class PathDiagnosis:
             self._settled_by_port(now)
 
     def on_finding(self, now: float, finding: Finding) -> None:
-        """Adopt the peer's verdict on the same path if this end has none, or only PATH."""
+        """Adopt the peer's verdict on the same path if this end has none, or only PATH.
+
+        Ignore kinds that are not in `MIRRORED`.
+        """
         kind = MIRRORED.get(finding.kind)
         if kind is not None and (self.verdict is None or self.verdict.kind is VerdictKind.PATH):
             self._causes.append(f"found by rank {self.path.peer}: {finding.text}")

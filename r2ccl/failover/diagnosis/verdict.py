@@ -27,8 +27,8 @@ works. Otherwise a failed auxiliary would put the blame on other ports. On a fai
 be shown to work. There, unanswered probes count if a third rank neither reaches the remote port nor
 is reached from the local port.
 
-LINK and PEER_SLOW therefore rest on answers, and are right whatever else has failed. LOCAL_NIC and
-REMOTE_NIC explain the unanswered probes by one failed part instead of several cut connections. RAIL
+LINK and PEER_SLOW therefore rest on answers. LOCAL_NIC and REMOTE_NIC, unless a port reports itself
+down, explain the unanswered probes by one failed part instead of several cut connections. RAIL
 means that no two of the probed ports reach each other on the rail, or that both ports of the path
 report themselves down.
 
@@ -59,7 +59,7 @@ class VerdictKind(enum.Enum):
     FLOW = "flow"
     #: The path; there is not enough evidence to name the part.
     PATH = "path"
-    #: The peer: neither any rail to it nor its control session answers.
+    #: The peer: no rail to it answers, nor does its control session.
     PEER = "peer"
 
 
@@ -215,7 +215,7 @@ def is_port_status(cause: str) -> bool:
 
 
 def judge(columns: Columns) -> VerdictKind:
-    """Return the kind of verdict that `TABLE` gives for `columns`."""
+    """Return the kind of verdict that `TABLE` gives for `columns`; PATH if no row matches."""
     for row, kind in TABLE:
         cells = zip(row, columns, strict=True)
         if all(cell is None or cell is seen for cell, seen in cells):

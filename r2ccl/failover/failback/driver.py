@@ -9,7 +9,8 @@ excluded at either end is neither probed nor connected; it stays in quarantine a
 exclusion ends.
 
 Only one thread may use a `Failback` at a time; any thread may call `held`. Invariant: at the lower
-rank, a path is in quarantine, being fenced or connected, in use, or closed because it was idle.
+rank, until the communicator ends, each path on a rail is in quarantine, being fenced or connected,
+in use, or closed because it was idle.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class Failback:
     def port_up(self, key: PathKey) -> None:
         """Make a probe of path `key` due, because one of its ports was down and came up.
 
-        The good probes so far do not count any more. A probe in flight ends first. Do nothing if
-        the path is not in quarantine.
+        The good probes so far do not count any more. If a probe is in flight, the next one is due
+        as usual after its result. Do nothing if the path is not in quarantine.
         """
         quarantine = self._waiting.get(key)
         if quarantine is not None:

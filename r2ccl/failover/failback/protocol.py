@@ -3,16 +3,16 @@
 Theory of operation
 -------------------
 A path out of use is probed until it returns. A probe that is answered is *good*. The pause after a
-probe without an answer doubles with each such probe, up to a cap. An answer resets the pause, and
-so does a failure of the path while in use. When a port of the path comes up, the pause is also
-reset and does not grow for a while; the count of good probes is reset too, because the path had
-been down. The path may return after `Policy.nprobes` good probes in a row, once all probes have
-been answered for the time of its *hold*.
+probe without an answer doubles with each such probe, up to a cap. The pause is reset by an answer,
+and when a path in use goes out of use. When a port of the path comes up, the pause is also reset
+and does not grow for a while; the count of good probes is reset too, because the path had been
+down. The path may return after `Policy.nprobes` good probes in a row, once all probes have been
+answered for the time of its *hold*.
 
 The hold grows with the number of *strikes*. Each failure while in use adds one strike; time in use
 without failure halves the number every `Policy.half_life_s`::
 
-    hold = hold_unit * (2**(strikes - 1) - 1), at most hold_cap
+    hold = hold_unit * (2**(strikes - 1) - 1), at least 0 and at most hold_cap
 
 The first failure after a long healthy time therefore costs only the probes. A path that fails
 immediately after each return is held for 1, 3, 7 and 15 units after its second to fifth failure. A
@@ -48,8 +48,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     nprobes : int
         Number of good probes in a row that a return requires.
     spacing_s : float
-        Pause after the failure, after the first probe without an answer, and after each of the
-        first ``nprobes - 1`` good probes in a row.
+        Shortest pause between probes: after the path went out of use, after the first probe without
+        an answer, and after each of the first ``nprobes - 1`` good probes in a row.
     cap_s : float
         Longest pause between probes, and the pause after each further good probe unless the hold
         ends sooner.
@@ -193,7 +193,7 @@ class Quarantine:
         self._put_off(now)
 
     def may_return(self, now: float) -> bool:
-        """Return whether the path may carry traffic again; the caller then calls `returned`."""
+        """Return whether the path may carry traffic again; call `returned` once it does."""
         policy = self._policy
         # After a time without probes, because the loop was busy, an old answer proves nothing.
         is_fresh = now - self._last_good_s <= 2 * policy.cap_s

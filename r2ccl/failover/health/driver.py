@@ -168,7 +168,7 @@ class HealthAgreement:
         weights : mapping of int to int
             Share of each rail, 1 to `WHOLE`.
         toward : mapping of int to int
-            Rank that each rail's slices were last sent to.
+            Rank that each rail's slices were last sent to; -1: none was sent.
         """
         news = {(self._rank, rail): share for rail, share in weights.items()}
         changed = [key for key, share in news.items() if self._weights.get(key, WHOLE) != share]

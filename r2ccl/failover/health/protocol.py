@@ -5,9 +5,9 @@ Theory of operation
 Rank 0 is the coordinator. A rank that detects a change of a rail reports the change to the
 coordinator. The coordinator merges the reports and runs one *round* at a time. The messages of a
 round travel along the binomial tree of `r2ccl.bootstrap.overlay`, whose root is the coordinator, so
-no rank sends or receives more than about log2(n) messages of each kind. Every rank numbers its
-collectives from 1 in the order of planning, so the numbers match. ``reached`` is the last
-collective that a rank has started, ``W`` the window::
+per round no rank sends or receives more than about log2(n) messages of each kind. Every rank
+numbers its collectives from 1 in the order of planning, so the numbers match. ``reached`` is the
+last collective that a rank has started, ``W`` the window::
 
     message           from -> to            action of the receiver
     --------------------------------------------------------------------------------------------

@@ -49,13 +49,13 @@ class RailShare(NamedTuple):
 class Health(msgspec.Struct, frozen=True):
     """Table from which all ranks plan a collective: the share of every rail, with a version.
 
-    On the wire, a table takes one byte per rank and rail: 8 KiB for 1,024 ranks with 8 rails.
+    On the wire, the shares take one byte per rank and rail: 8 KiB for 1,024 ranks with 8 rails.
 
     Parameters
     ----------
     version : int
-        Number of rounds agreed on so far. Within a communicator, equal versions have equal
-        content.
+        0 at first; each round of the agreement adds 1. Within a communicator, equal versions have
+        equal content.
     nrails : int
         Number of rails per rank.
     shares : bytes, nranks x nrails
@@ -208,8 +208,7 @@ class Findings:
 
     A rail that two ranks reported as degraded is therefore whole again only after both withdraw
     their reports, and the merged table does not depend on the order of the reports. Shares below
-    `WHOLE` in the initial table count as reported by the rank that owns the rail. Memory: one
-    entry per rail and rank that reports less than `WHOLE`.
+    `WHOLE` in the initial table count as reported by the rank that owns the rail.
 
     A rank measures an edge, which consists of its own port and the port it sends to; the slower
     port limits the edge. In a ring, both edges at a slow port are slow. If the edge of the next

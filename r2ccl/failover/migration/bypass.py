@@ -4,8 +4,8 @@ A way is either a connection between ports of different rails (*cross way*), or 
 rank that forwards. The lower rank dials when no path to the peer on a home rail is up. It gives the
 control plane a list of ways; the first way that works becomes the bypass. On a fabric where all
 NICs reach each other, a cross way usually works before a third rank is asked. A bypass that fails
-is fenced, and its slices are replayed, as for any other path. Each round of the search begins with
-different ways. The higher rank always accepts a bypass.
+is fenced, and its slices are replayed, as for any other path. Each round of the search begins at
+another place in the list of ways. The higher rank always accepts a bypass.
 
 If the path to the peer on a TCP rail that is a last resort is up, only cross ways are tried, and
 only in one round: third ranks need not forward data that can travel directly. If the home rails are

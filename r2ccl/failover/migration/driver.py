@@ -347,9 +347,8 @@ class Migration:
         """Open the path with an authenticated connection of `epoch`, or close an unwanted one.
 
         A connection is unwanted if `epoch` is not the current one, the path is not down or was
-        closed as idle, or the communicator has ended.
-        A second connection for the current epoch of a path that is up means that the peer does not
-        use the first one, so the path fails.
+        closed as idle, or the communicator has ended. A second connection for the current epoch of
+        a path that is up means that the peer does not use the first one, so the path fails.
 
         Parameters
         ----------

@@ -29,7 +29,7 @@ confirmation does not stop a NIC's retransmission, and a retired request does no
 peer received the data. Without confirmations (the fail-stop baseline), retirement is enough.
 
 Invariants, checked by the property tests: every slice is delivered once, in order and whole; no
-slice below ``confirmed`` is read again.
+slice below ``confirmed`` is replayed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SliceState(enum.IntEnum):
 
     WAITING = 0  #: on no path: needs a route (eager) or a new landing place (cleared)
     WRITING = 1  #: given to a path; the transport may read its view
-    RETIRED = 2  #: the transport no longer reads its view
+    RETIRED = 2  #: the transport reported it sent, or its path was fenced
     HELD = 3  #: retired, and the receiver reported that it has the slice
 
 
@@ -99,8 +99,9 @@ class Slice:
 class SendLink:
     """Sending end of a link.
 
-    A slice is *retired* when the transport no longer reads its memory, and *released* when, in
-    addition, the receiver has confirmed it: its memory may then be used again.
+    A slice is *retired* when the transport has reported it sent or its path was fenced. The
+    transport then no longer reads a cleared slice. A slice is *released* when, in addition, the
+    receiver has confirmed it: its memory may then be used again.
 
     Parameters
     ----------
@@ -191,7 +192,7 @@ class SendLink:
         return item
 
     def retired(self, path: PathKey, seq: int) -> list[Slice]:
-        """Record that the transport no longer reads slice `seq` for `path`.
+        """Record that the transport reported slice `seq` sent on `path`.
 
         Return the slices that are released as a result.
         """

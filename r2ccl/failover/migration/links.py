@@ -240,7 +240,7 @@ class Links:
         return self.calls_of(0).seen.get(peer, 0)
 
     def eager_nbytes(self) -> int:
-        """Return the bytes that unconfirmed eager slices occupy; any thread may call it."""
+        """Return the bytes of the eager slices not released yet; any thread may call it."""
         return sum(
             len(item.view)
             for link in self.senders.copy().values()

@@ -15,19 +15,19 @@ under the number of the next epoch, which the handshake of the new connection in
     state    event     -> state    actions
     -------------------------------------------------------------------
     UP       FAILED    -> FENCING  fence            evidence found here
-    UP       ANNOUNCED -> FENCING  fence            evidence found by the peer
+    UP       ANNOUNCED -> FENCING  fence            the peer has fenced its end
     UP       CLOSED    -> FENCING  fence            idle
     FENCING  FENCED    -> FENCED   announce         what this end received
     FENCED   ANNOUNCED -> DOWN     resume, redial   epoch + 1
     DOWN     OPENED    -> UP       use
     DOWN     ANNOUNCED -> DOWN     announce, resume, redial
-                                   only the peer's end of this epoch was open
+                                   this end of the epoch was not open
     DOWN     CLOSED    -> FENCED   announce         idle; no connection of this epoch is used later
 
 An announcement that arrives while this end is FENCING is kept until the fence is done. The lower
-rank's announcement also proposes a new rail for every channel that has lost its path. The higher
-rank uses each proposed path that is up at its end. The two ends may use different paths, because
-slices are identified by number (`r2ccl.failover.migration.link`).
+rank's announcement also proposes a new rail for every channel without a route, if a path is up. The
+higher rank uses each proposed path that is up at its end. The two ends may use different paths,
+because slices are identified by number (`r2ccl.failover.migration.link`).
 
 Invariant: no action asks for the use of a path that is not UP.
 """
@@ -76,9 +76,9 @@ class PathAction(enum.Enum):
 class Announcement(msgspec.Struct, frozen=True, tag="announcement"):
     """Control message: the sender's end of a path is fenced; reports which slices it received.
 
-    ``cause`` is the sender's evidence of the failure (``STATUS: detail``). ``links`` has one report
-    per link from the receiver of the message to its sender. ``routes`` maps each channel without a
-    path to the rail that the sender proposes for it; it is empty in the higher rank's announcement.
+    ``cause`` is the sender's `Path.cause`. ``links`` has one report per link from the receiver of
+    the message to its sender. ``routes`` maps each channel without a route to the rail that the
+    sender proposes for it. It is empty in the higher rank's announcement, and if no path is up.
     ``is_idle`` is True if the path did not fail, but was closed because it was idle.
     """
 
@@ -119,7 +119,8 @@ class Path:
         self.announcement: Announcement | None = None
         #: Number of events on the path. A path with work whose count does not change is stalled.
         self.activity = 0
-        #: Time when the path was last taken into or out of use, in seconds of its owner's clock.
+        #: Time when the path was last taken into or out of use, or else first to be connected, in
+        #: seconds of its owner's clock.
         self.since_s = 0.0
         #: Slices and payload bytes sent and received on the path, with replays and duplicates.
         self.nslices_sent = 0

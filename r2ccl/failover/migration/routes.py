@@ -5,7 +5,7 @@ another path. Such channels are spread over the remaining paths in proportion to
 these paths. A channel returns to its home rail as soon as the path on that rail is up. No path is
 fenced for that, because slices are identified by number (`r2ccl.failover.migration.link`).
 
-Not thread-safe. Invariant: a route is a path that is up, or None.
+Not thread-safe. Invariant: until the communicator ends, a route is a path that is up, or None.
 """
 
 from __future__ import annotations

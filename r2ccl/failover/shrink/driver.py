@@ -174,7 +174,8 @@ class EventQueue:
     def end(self, why: str) -> None:
         """Cancel shrink for the reason `why`.
 
-        A running call of `regroup` and all later ones raise `CommunicatorRevoked`.
+        A running call of `regroup`, unless it is about to return, and all later ones raise
+        `CommunicatorRevoked`.
         """
         with self._changed:
             self._end = self._end or why
@@ -203,7 +204,7 @@ class EventQueue:
     def during(self, building: Building) -> Iterator[None]:
         """Return a context manager that stops `building` if an event or `end` makes it pointless.
 
-        Events that arrive and a call of `end` during the ``with`` block count, and earlier ones.
+        Events queued before the ``with`` block, and an earlier call of `end`, count too.
         """
         with self._changed:
             self._building = building
@@ -263,6 +264,8 @@ def regroup(
         If the survivors have no rail that all of them can reopen.
     CommunicatorRevoked
         If `EventQueue.end` was called.
+    R2cclError
+        Any other error of `make` or `Successor.connect`.
     """
     attempt = _Regrouping(table, event_queue, control, make, excluded)
     try:

@@ -280,7 +280,7 @@ class Shrinking:
         return [rank for rank in self._others() if rank not in self._views]
 
     def undecided(self) -> list[int]:
-        """Return the ranks that have not sent a View with this rank's set and attempt."""
+        """Return the ranks that are not gone and have not sent this rank's set and attempt."""
         now = self._now()
         return [
             rank
@@ -289,7 +289,7 @@ class Shrinking:
         ]
 
     def unbuilt(self) -> list[int]:
-        """Return the ranks without a Built for the set and attempt of this rank's last View."""
+        """Return the ranks that are not gone and have sent no Built for this rank's last View."""
         return [rank for rank in self._others() if self._built.get(rank) != self._told]
 
     def _others(self) -> list[int]:
