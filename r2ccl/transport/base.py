@@ -1,41 +1,41 @@
 """The transport interface: like NCCL's net plugin, but in Python and with a fence.
 
-A transport moves slices over paths. Only transports and bootstrap open network connections to other
-ranks, and only transports send or receive over verbs. The calls of this interface hide the
-differences between a socket and a queue pair, for example:
+A transport moves slices over paths. The calls of this interface hide the differences between a
+socket and a queue pair, for example:
 
 ========================  ==============================  ====================================
 call                      over TCP                        over verbs
 ========================  ==============================  ====================================
-``irecv``                 a clear-to-send frame; the      the region's address and remote key,
-                          slice is read into the region   sent to the peer ahead of the slice
+``irecv``                 a clear-to-send frame; the      an address and a remote key, sent to
+                          slice is read into the region   the peer ahead of the slice
 ``isend``                 ``sendmsg`` from the view       RDMA_WRITE_WITH_IMM
 ``fence``                 close the socket                queue pair to ERR, then drain it
 ``probe``                 TCP connects on sockets used    an RDMA write of 0 bytes, on a queue
                           for nothing else                pair used for nothing else
 ========================  ==============================  ====================================
 
-Two protocols carry a slice. *Eager*: the sender calls ``isend`` without an ``irecv`` of the
-receiver. The payload arrives in the transport's memory, and the `Arrived` event borrows it until
-the next ``poll``. *Cleared*: the receiver announces the landing place with ``irecv``, the sender is
-notified by `Cleared` and calls ``isend`` on the same path. The payload arrives in the landing
-place.
+Two protocols carry a slice. *Eager*: the sender calls ``isend`` without waiting for an ``irecv`` of
+the receiver. The payload arrives in the transport's memory, and the `Arrived` event borrows it
+until the next ``poll``. *Cleared*: the receiver announces the landing place with ``irecv``, the
+sender is notified by `Cleared` and calls ``isend`` on the same path. The payload arrives in the
+landing place.
 
 Invariants:
 
 - After `Fenced` no byte of the old path reaches a landing place that was announced on it, and the
   transport no longer reads any view that ``isend`` was given on it.
-- A slice that the transport confirmed on its own is in the receiver's kernel and still reaches its
-  landing place, even if the path is fenced.
+- A slice that the transport confirmed on its own (see ``irecv``) reaches its landing place even if
+  the path is fenced.
 - Eager slices of one path arrive in the order of their ``isend`` calls, and so do cleared slices
   that are not replays. Eager slices and replays may overtake cleared slices.
-- Every event of a path names the path. A path that fails reports `Failed` once.
+- Every event of a path names the path. Until a path is opened again, it reports `Failed` at most
+  once.
 
-A *probe* tests whether a port of the peer still answers. The peer's NIC or kernel answers, not its
-process: the probe of a stopped process is answered too. Invariants: a probe never uses the socket
-or queue pair of a path, so it works while the path is fenced and does not disturb the path; every
-probe that was started is reported by exactly one `Probed`, whatever happens to the port, unless the
-transport is closed first.
+A *probe* tests whether a port of the peer still answers. The peer's NIC or kernel answers, so a
+probe is answered even while the peer's process is stopped. Invariants: a probe never uses the
+socket or queue pair of a path, so it works while the path is fenced and does not disturb the path;
+every probe that was started is reported by exactly one `Probed`, unless the transport is closed
+first.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Frame(msgspec.Struct, gc=False):
     """Header of a slice, or of the announcement of a landing place for it.
 
     ``channel`` and the two ranks determine the link; ``seq`` is the number of the slice on it.
-    ``ack`` is a confirmation: the sender of this header has consumed all slices of the channel from
-    the other rank whose numbers are below ``ack``. ``op`` is the number of the collective within
-    the communicator; ``signature`` is its packed `CallSignature`, which must be equal at both ends
-    of the link. Both are 0 in the slices of messages.
+    ``ack`` is a confirmation: the sender of this header has consumed the other rank's slices of the
+    channel with numbers below ``ack``. ``op`` is the number of the collective within the
+    communicator; ``signature`` is its packed `CallSignature`, which must be equal at both ends of
+    the link. Both are 0 in the slices of messages.
 
     Over verbs, a cleared slice travels without a header: its `Arrived` contains the frame that the
     receiver passed to ``irecv``, with ``ack`` set to 0.
@@ -73,10 +73,10 @@ class Arrived(msgspec.Struct, gc=False):
     """Event: a slice arrived.
 
     A cleared slice is in its landing place and ``payload`` is None. An eager slice is in
-    ``payload``, which is borrowed until the next ``poll``. ``began_s`` is the clock's time, in
-    seconds, when the transport read the header of a cleared slice over TCP, or noticed the complete
-    slice in all other cases. ``is_confirmed`` is True if the transport has already confirmed the
-    slice to the sender.
+    ``payload``, which is borrowed until the next ``poll``. ``began_s`` is a time of the clock in
+    seconds: when TCP read the first header of a cleared slice; in all other cases, when the
+    transport noticed the complete slice. ``is_confirmed`` is True if the transport has already
+    confirmed the slice to the sender.
     """
 
     path: PathKey
@@ -133,8 +133,8 @@ class Failed(msgspec.Struct, gc=False):
 class Joined(msgspec.Struct, gc=False):
     """Event: the connection test that `Endpoint.join` began with ``is_caller`` has ended.
 
-    ``endpoint`` is this rank's end. ``error`` tells why the test failed; empty if it succeeded. The
-    other end reports `Joined` only if it fails before it is opened; ``error`` then tells why.
+    ``endpoint`` is this rank's end. ``error`` tells why the test failed; empty if it succeeded. An
+    end of a path also reports `Joined` if it fails before it is opened; ``error`` then tells why.
     """
 
     key: PathKey | ProbeKey
@@ -211,7 +211,7 @@ class Endpoint(Protocol):
         ------
         TransportError
             If `info` cannot be decoded, the device refuses to connect, or the link-layer address of
-            the peer is not resolved yet (status ``NO_NEIGHBOUR``: call `join` again later).
+            the peer is not known (status ``NO_NEIGHBOUR``: a later call may succeed).
         """
         ...
 
@@ -237,7 +237,7 @@ class MemoryUse(NamedTuple):
     Attributes
     ----------
     ring_nbytes : int
-        Message rings of the open paths (verbs).
+        Message rings of the paths that were opened and not fenced since (verbs).
     staging_nbytes : int
         Registered buffers through which slices of unregistered memory are copied.
     registered_nbytes : int
@@ -340,14 +340,15 @@ class Transport(Protocol):
         Raises
         ------
         TransportError
-            If a rail cannot reach the memory; the message gives the reason.
+            If a rail cannot reach the memory, or R2CC_REGISTRATION_LIMIT_NBYTES would be exceeded;
+            the message gives the reason.
         InvalidArgument
             If the bytes are not part of one allocation.
         """
         ...
 
     def memory_use(self) -> MemoryUse:
-        """Return the memory that the transport uses now; any thread may call it."""
+        """Return the memory that the transport uses now."""
         ...
 
     def is_open(self, path: PathKey) -> bool:
@@ -370,8 +371,8 @@ class Transport(Protocol):
         token : object
             ``Cleared.token`` of the landing place; None sends the slice eagerly.
         is_replay : bool
-            True sends a cleared slice before the cleared slices that were queued earlier and are
-            not replays; it may overtake other replays too. Ignored for an eager slice.
+            True: a cleared slice overtakes the queued cleared slices that are not replays, and may
+            overtake other replays. Ignored for an eager slice.
         """
         ...
 
@@ -411,7 +412,7 @@ class Transport(Protocol):
         ...
 
     def wake(self) -> None:
-        """Make a waiting ``poll`` return; any thread may call this, even after `close`."""
+        """Make a waiting ``poll`` return; may also be called after `close`."""
         ...
 
     def fence(self, path: PathKey) -> None:
@@ -430,7 +431,7 @@ class Transport(Protocol):
         ...
 
     def probe(self, key: ProbeKey) -> None:
-        """Start a probe of a port; `Probed` follows within the probe timeout.
+        """Start a probe of a port; a later `poll` reports the outcome as `Probed`.
 
         A call has no effect while a probe of the same key is in flight.
 
@@ -450,7 +451,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Close every path and free all resources; `wake` may still be called afterwards."""
+        """Close every path and free all resources."""
         ...
 
 

@@ -1,8 +1,7 @@
 """Transport made of other transports, its parts: a communicator can have TCP and RDMA rails.
 
-A link can migrate between rails of different transports as it can between rails of one. The rails
-are numbered consecutively: the first part's rails come first, then the second part's. Every rail
-belongs to exactly one part, which gets the calls of its paths and reports their events. Bypasses
+The rails are numbered consecutively: the first part's rails, then the second part's, and so on. A
+rail belongs to one part, which gets the calls of its paths and reports their events. Bypasses
 belong to the first part.
 """
 
@@ -59,7 +58,7 @@ class MixedTransport:
     ----------
     parts : sequence of TransportPart
         Owned. Their rails are numbered consecutively in this order, and each part uses these
-        numbers in its path keys. The first part must use sockets: it also carries the bypasses.
+        numbers in its path keys. The first part must use sockets, because it carries the bypasses.
         Host memory is registered only with the last part, so no other part may need registration.
     """
 
@@ -141,7 +140,7 @@ class MixedTransport:
             part.flush()
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Poll all parts; if none has events, wait for any of them up to `timeout_s` seconds."""
+        """Poll all parts; if none has events, wait up to `timeout_s` seconds for one."""
         events = self._collect()
         if events or timeout_s <= 0:
             return events

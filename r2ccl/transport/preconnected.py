@@ -23,8 +23,8 @@ class Unregistered:
 class PreconnectedTransport:
     """Base class of transports whose connections the control plane makes.
 
-    Implements the methods of `Transport` that concern endpoints and registered memory, which these
-    transports do not need.
+    Implements the methods of `Transport` that make endpoints and register memory: these transports
+    need neither.
     """
 
     def joins(self, rail: int) -> bool:

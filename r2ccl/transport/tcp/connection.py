@@ -24,7 +24,7 @@ _WHOLE = 1 << 62
 
 
 class QueuedSlice:
-    """Cleared slice being sent; ``rest`` holds the bytes not yet queued as fragments."""
+    """Cleared slice in a send queue; ``rest`` holds the bytes not yet moved to a fragment."""
 
     __slots__ = ("frame", "rest")
 
@@ -45,10 +45,10 @@ class NamedPlace:
         self.rest = region
         #: Time of the transport's clock at which the first fragment began, in seconds; 0 before.
         self.began_s = 0.0
-        #: `ack` of `Transport.irecv`: the confirmation that may be sent before the slice is read;
-        #: 0 if none, or if it was sent.
+        #: `ack` of `Transport.irecv`: the confirmation that may be queued before the slice is read;
+        #: 0 if there is none or it was queued.
         self.ack = ack
-        #: True if that confirmation was sent.
+        #: True if that confirmation was queued.
         self.is_confirmed = False
 
 
@@ -103,7 +103,7 @@ class Connection:
         self.sent: Frame | None = None
         #: True while the socket is full and the transport waits until it accepts data.
         self.is_waiting = False
-        #: True if the next `flush` of the transport writes to the socket, unless it is full.
+        #: True while the transport's list of connections to flush contains this one.
         self.is_dirty = False
 
     def ask(self, frame: Frame, region: memoryview, ack: int) -> None:

@@ -126,8 +126,8 @@ class TcpProber:
         """Make the connects that are due and end probes that timed out; return the finished probes.
 
         Call it after `on_ready`, so that answers that already arrived count. However late this
-        method is called, each connect has at least a third of the timeout for its answer. So a
-        process that was stopped for a while does not conclude that its peers are silent.
+        method is called, the last connect has a third of the timeout for its answer. So a process
+        that was stopped for a while does not conclude that its peers are silent.
         """
         now = self._clock()
         for probe in list(self._probes.values()):
@@ -193,10 +193,7 @@ class TcpProber:
         return errno.EINPROGRESS, True
 
     def _not_made(self, probe: _Probe, code: int) -> None:
-        """Record that this machine could not make a connect (errno `code`), and log it once.
-
-        The probe goes on with its next connect.
-        """
+        """Record that this machine could not make a connect; log each errno `code` once."""
         probe.unmade = describe_errno(code)
         if code in self._unmade:
             return
@@ -255,7 +252,7 @@ def _connect(
     Returns
     -------
     code : int
-        The errno: EINPROGRESS while the connect is pending, 0 if it is established already.
+        The errno; EINPROGRESS if the connect is pending, 0 if it is established already.
     is_made : bool
         False if this machine lacked a resource for the connect, such as a free port.
     """

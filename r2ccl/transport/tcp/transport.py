@@ -1,17 +1,17 @@
-"""TCP transport: one non-blocking socket per path, one epoll per transport, no copy of bulk data.
+"""TCP transport: one non-blocking socket per path, one epoll per transport.
 
 Wire format: a stream of frames, each a fixed header (`HEADER`, 44 bytes, little endian) and, for
 DATA, its payload. A cleared slice travels as one or more fragments in order. It is written from the
-caller's view and read straight into the landing place, except the first bytes of a fragment, which
-may be read together with a header. An eager slice passes through the receiver's buffer. Small
-frames (clear-to-send, confirmations, eager slices) and replays overtake queued slices at fragment
-boundaries, so they do not wait behind bulk data.
+caller's view and read into the landing place; only the first bytes of a fragment, if they are read
+together with a header, are copied from the receiver's buffer. An eager slice stays in that buffer.
+Small frames (clear-to-send, confirmations, eager slices) are sent first, then replays, then other
+cleared slices; the order is decided again after each fragment.
 
-Sockets arrive connected and authenticated from `r2ccl.bootstrap` and carry only these frames. A
-malformed frame fails the path.
+The sockets are connected and authenticated before `TcpTransport.open`; from then on they carry only
+these frames. A malformed frame fails the path.
 
-Invariants: TCP_NOTSENT_LOWAT bounds the unsent bytes in the kernel, so only few bytes are sent
-before a replay. Only this process writes to a landing place, so closing the socket is a fence.
+Invariants: TCP_NOTSENT_LOWAT bounds the unsent bytes in the kernel, and so the bytes sent before a
+replay. Only this process writes to a landing place, so closing the socket is a fence.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ _LOOPBACK_CONGESTION, _CONGESTION = "reno", "cubic"
 #: Most bytes per send, and per read into a landing place of an open path: large enough to amortise
 #: the call, small enough that data which the peer wrote is still in the cache when it is read.
 _CALL_NBYTES = 256 << 10
-#: Most bytes to read when a header is expected and landing places are announced: payload that is
-#: read together with the header costs another copy into its landing place.
+#: Most bytes of one read into the buffer while landing places are announced: payload that is read
+#: together with a header is copied once more, into its landing place.
 _PEEK_NBYTES = 1024
 
 _IN = select.EPOLLIN
@@ -98,9 +98,8 @@ class TcpTransport(PreconnectedTransport):
     eager_nbytes : int
         Largest eager payload accepted from a peer, in bytes.
     congestion : str
-        TCP congestion control to set on each socket: ``auto`` for reno on loopback and cubic
-        elsewhere, empty for the system's default. The system's default is also used if the chosen
-        algorithm cannot be set.
+        TCP congestion control of the sockets: ``auto`` for reno on loopback and cubic elsewhere,
+        empty for the system's default, which is also used if the algorithm cannot be set.
     sources : mapping of int to Nic
         Local NIC of each rail, for probes.
     targets : mapping of PathKey to (str, int)
@@ -208,7 +207,7 @@ class TcpTransport(PreconnectedTransport):
         if self._unparsed:
             self._parse_rest()
             if self._events:
-                # Slices borrow the buffers, so handle the slices before reading into the buffers.
+                # The events borrow the buffers, so return them before reading into the buffers.
                 events, self._events = self._events, []
                 return events
         for fd, mask in self._epoll.poll(0 if self._events else timeout_s):
@@ -304,7 +303,7 @@ class TcpTransport(PreconnectedTransport):
         return self._prober.limit_s(timeout_s)
 
     def fileno(self) -> int:
-        """Return the descriptor of the epoll set: readable while any socket is ready."""
+        """Return the descriptor of epoll: readable while a socket is ready, and after `wake`."""
         return self._epoll.fileno()
 
     def arm(self) -> None:
@@ -413,7 +412,7 @@ class TcpTransport(PreconnectedTransport):
         self._waiting.discard(conn)
         self._unparsed.discard(conn)
         try:
-            # A call that Ctrl-C interrupted is repeated.
+            # The socket is closed already if Ctrl-C interrupted an earlier call.
             if conn.sock.fileno() >= 0:
                 self._unwatch(conn)
                 self._read_confirmed(conn)
@@ -477,7 +476,7 @@ class TcpTransport(PreconnectedTransport):
             self._fail_os(conn, exc)
 
     def _read_landing(self, conn: Connection) -> bool:
-        """Read into the landing place; return False if the socket is empty or the path failed."""
+        """Read into the landing place; return False if no data is left or the path failed."""
         target, place = conn.target, conn.place
         assert target is not None
         assert place is not None

@@ -1,9 +1,9 @@
 """One open port of an RDMA NIC: context, protection domain, completion queue, async events.
 
-pyverbs holds the GIL in every call, so this module makes no pyverbs call that could block: it polls
-descriptors before it reads events from them, and queue pairs are connected only to peers whose
-link-layer address the kernel already knows. Compiled code (`r2ccl.transport.verbs.fastpath`) takes
-the place of pyverbs in polling the completion queue and posting requests, if the parameter
+pyverbs holds the GIL in every call, so no call may wait for an event or for a peer: events are read
+only from descriptors that are readable, and on Ethernet queue pairs are connected only to peers
+whose link-layer address the kernel already knows. Compiled code (`r2ccl.transport.verbs.fastpath`)
+takes the place of pyverbs in polling the completion queue and posting requests, if the parameter
 `fastpath` allows it, Numba is installed, and libibverbs' structs are found and verified.
 
 Invariant: `RdmaDevice.close` closes the objects of the device in the order that verbs requires. All
@@ -372,7 +372,7 @@ class RdmaDevice:
         TransportError
             Status ``ENDPOINT_INFO``: `info` cannot be decoded. Status ``NO_NEIGHBOUR``: the kernel
             does not know the peer's link-layer address yet and now resolves it, so a later call
-            may succeed; or it refuses to look the address up.
+            may succeed; or the kernel refuses the lookup.
         """
         try:
             remote = msgspec.msgpack.decode(info, type=kind)

@@ -14,14 +14,14 @@ staging    data passes through pinned host memory instead (`r2ccl.gpu.staged`)
 `DeviceMemoryRoute` holds the method used and why each better method failed.
 
 *Whole allocations.* A framework's memory pool cuts an allocation into many pieces, and BAR space is
-scarce. So the whole allocation around a pointer is registered, once for all its pieces. Memory of
-the stream-ordered pool and managed memory can move while registered, so they are staged.
+scarce. So the whole allocation around a pointer is registered, once for all its pieces. Managed
+memory migrates, and memory of the stream-ordered pool cannot be registered, so both are staged.
 
 *Alignment and addresses.* CUDA exports only whole host pages, so the dma-buf covers the pages that
 the allocation touches; the region begins at the allocation's base. pyverbs registers a dma-buf with
 an I/O virtual address equal to the region's offset in the dma-buf. So the NIC's address of the byte
-at ``p`` is ``p`` minus the address of the first page, and ``iova_base`` is minus the address of the
-first page. The descriptor is closed as soon as the NICs have registered it.
+at ``p`` is ``p`` minus the address of the first page, and ``iova_base`` is the negative of that
+address. The descriptor is closed as soon as the NICs have registered it.
 
 *Reallocation.* No Python object owns an allocation, so nothing reports that it was freed. Each
 lookup therefore compares CUDA's buffer id, which is never reused (`RegistrationCache.find`). The
@@ -183,8 +183,8 @@ class DeviceMemory:
         InvalidArgument
             If the `nbytes` bytes do not lie in one allocation.
         TransportError
-            If the memory is managed or from the stream-ordered pool, so that it can move, or if the
-            driver does not know it.
+            If the memory is managed or from the stream-ordered pool, or if the driver does not know
+            it.
         """
         with self._driver.current(address):
             if self._driver.is_managed(address):
@@ -221,8 +221,9 @@ class DeviceMemory:
         ------
         TransportError
             If no method works (the message has the reason of each), the allocation is not
-            GPUDirect RDMA capable, or SYNC_MEMOPS cannot be set. Status ENOMEM if BAR space or
-            locked memory is used up: ending other registrations may help.
+            GPUDirect RDMA capable, or SYNC_MEMOPS cannot be set; later calls for the allocation
+            raise the same. Status ENOMEM if BAR space or locked memory is used up: ending other
+            registrations may help.
         """
         known = self._refused.get(allocation.base)
         if known is not None and known[0] == allocation.identity:

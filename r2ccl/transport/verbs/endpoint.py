@@ -1,8 +1,8 @@
 """One end of a path over verbs: its queue pair, its send queues, and what is in flight on it.
 
-This module only keeps the state; `r2ccl.transport.verbs.transport` posts the queued items and
-handles the completions. Invariant: memory of a request is released only when the request completed,
-or by `VerbsEndpoint.take_back` after the queue pair was reset or destroyed.
+`r2ccl.transport.verbs.transport` posts the queued items and handles the completions. Invariant: the
+memory of a request is released only when the request has completed, or the queue pair was reset or
+destroyed.
 """
 
 from __future__ import annotations

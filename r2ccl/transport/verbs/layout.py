@@ -158,7 +158,7 @@ class _OwnMemory:
     def read(self, address: int, layout: np.dtype[Any]) -> Fields | None:
         """Return the fields of the record at `address`.
 
-        Return None if `address` is not aligned to 8 bytes, or the record is not mapped completely.
+        Return None if `address` is not aligned to 8 bytes, or the record cannot be read completely.
         """
         data = self._bytes(address, layout.itemsize)
         if data is None:

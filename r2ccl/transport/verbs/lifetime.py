@@ -7,7 +7,7 @@ address that is freed and mapped again refers to other pages, but the old regist
 access the old pages. The address alone does not show that this happened. Two things do:
 
 * the *owner*, the object that keeps the memory alive. `allocation_of` follows a NumPy view to the
-  array or object at its root, so all views of an allocation have the same owner;
+  array or object at its root, so all views of one array have the same owner;
 * an *identity* that changes when an address is allocated again (CUDA's buffer id), for memory that
   no Python object owns (`r2ccl.transport.verbs.dmabuf`).
 
@@ -110,8 +110,8 @@ class Lifetime:
     owner : object
         Object that keeps the memory alive; None if there is none.
     on_death : callable
-        Called once when a watched owner dies, in any thread and possibly in the middle of other
-        code, so it must neither block nor take a lock.
+        Called once if a watched owner dies before `end`, in any thread and possibly in the middle
+        of other code, so it must neither block nor take a lock.
     """
 
     __slots__ = ("_finalizer", "_held")

@@ -5,8 +5,8 @@ open, as a descriptor does. In a child that outlives a killed parent, it would k
 queue pairs alive, and the peers' NICs would continue to write to memory that nobody reads. So, in
 each child, a fork handler replaces every such mapping by zeroed memory before ``os.fork`` returns.
 Mappings that other libraries made are replaced too: queue pairs do not work in a child anyway. The
-address range stays reserved: if the child later frees the provider's objects, the provider unmaps
-these addresses, so no other memory may have been mapped there.
+addresses stay mapped, because the provider unmaps them if the child frees the provider's objects:
+no other memory may be there then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _registered: list[bool] = []
 
 
 def keep_from_children() -> None:
-    """Remove device mappings from every child that this process forks from now on.
+    """Remove device mappings from the children of every later ``os.fork`` of this process.
 
     Applies to the whole process; a second call does nothing.
 

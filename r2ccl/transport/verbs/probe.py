@@ -1,9 +1,10 @@
 """Probes over verbs: RDMA writes of 0 bytes, on queue pairs used for nothing else.
 
-The peer's NIC acknowledges such a write whatever the peer's process does. Without acknowledgement
-the retries run out. A queue pair serves the probes of one key in one direction: the rank that
-probes is the requester, and the other end never enters the state RTS. A probe that is not answered
-breaks only its own queue pair, which is destroyed; `r2ccl.failover.connector` connects a new one.
+The peer's NIC acknowledges such a write even while the peer's process is stopped. Without
+acknowledgement the retries run out. A queue pair serves the probes of one key in one direction: the
+rank that probes is the requester, and the other end never enters the state RTS. A probe that is not
+answered breaks only its own queue pair, which is destroyed; `r2ccl.failover.connector` connects a
+new one.
 The queue pairs are in a protection domain without memory, so peers cannot write anything through
 them.
 
@@ -12,8 +13,7 @@ ports follow within seconds, before the connection is made again. For `_SILENCE_
 same outcome, "not answered". After that their outcome is None: no connection exists to probe with.
 
 An end makes its queue pair when `info` is first read, or in `join` once the peer's link-layer
-address is resolved. At the probed rank, where `join` comes first, an address that cannot be
-resolved therefore costs no queue pair.
+address is known. At the probed rank `join` comes first, so an unknown address costs no queue pair.
 
 Invariant: a probe that was started is reported once, unless the prober is closed first. A queue
 pair belongs to its end until the end is discarded.

@@ -5,7 +5,7 @@ completion at the peer:
 
 - *messages* (clear-to-send, confirmations, eager slices) go into the peer's ring, at an offset that
   the sender chooses (`r2ccl.transport.verbs.ring`);
-- *slices* go into the landing place that their receiver announced;
+- *cleared slices* go into the landing place that their receiver announced;
 - *credits* carry no payload.
 
 The 32 bits of immediate data are:
@@ -13,13 +13,13 @@ The 32 bits of immediate data are:
 - 2 bits for the kind (`Tag`);
 - 8 bits for the *mark*, a random number that the receiver chooses for each connection, so that data
   of an earlier connection is recognised;
-- 22 bits for the message's offset in the ring in units of `ALIGN`, the number of the landing place,
-  or the count of consumed messages (in a credit).
+- 22 bits for the offset of a message in the ring, in units of `ALIGN`; the number of a slice's
+  landing place; or the count of consumed messages, modulo 2^22, of a credit.
 
 Receive requests receive no data; they only produce completions. One is posted for every message,
 landing place and credit that can be in flight, so receiver-not-ready does not occur. The objects
-for work requests, both of pyverbs and of the compiled code, are made once and refilled for each
-post. Only this module and `r2ccl.transport.verbs.probe` make and change queue pairs of pyverbs.
+for work requests, both of pyverbs and of the compiled code, are made once per queue pair and
+refilled for each post.
 
 A queue pair is reused: `reset` ends a connection, `renew` prepares the next one. Each connection is
 a *life* of the queue pair, with its own packet sequence number, mark, and life number in the wr_id
@@ -53,7 +53,7 @@ from pyverbs.wr import SGE, RecvWR, SendWR  # isort: skip
 
 #: At least every 16th send request is signaled, that is, produces a completion.
 _SIGNAL_EVERY = 16
-#: Wait time after receiver-not-ready, in verbs' encoding (12: 0.64 ms); it should never occur.
+#: Wait time after receiver-not-ready, in verbs' encoding (12: 0.64 ms).
 _MIN_RNR_TIMER = 12
 _MAX_RD_ATOMIC = 1
 
@@ -104,10 +104,10 @@ class PathEndpointInfo(EndpointInfo, frozen=True, array_like=True):
 
 
 class QueuePair:
-    """Queue pair of one end of a path, with its message ring.
+    """Queue pair of one end of a path, with its message rings.
 
-    It serves one connection after another. Each connection is a *life*, which the constructor or
-    `renew` begins and `reset` ends.
+    It serves one connection after another. The constructor or `renew` begins the *life* of a
+    connection; `reset` ends it.
 
     Parameters
     ----------
@@ -186,8 +186,8 @@ class QueuePair:
         )
         self._receive = RecvWR(num_sge=1, sg=[nothing])
         self._marker = RecvWR(num_sge=1, sg=[nothing])
-        #: Compiled code that posts messages, slices and receives; pyverbs posts markers and hellos,
-        #: which are rare.
+        #: Compiled code that posts messages, slices, credits and receives; None if pyverbs posts
+        #: them. Markers and hellos are rare, so pyverbs posts them.
         self._poster = device.poster(
             self._qp, (self._memory.ctypes.data, 0, self._region.lkey), NRECEIVES
         )
@@ -229,8 +229,8 @@ class QueuePair:
         Raises
         ------
         TransportError
-            If the endpoint info cannot be decoded, the kernel does not know the peer's link-layer
-            address yet, or the device refuses.
+            If the endpoint info cannot be decoded, the peer's link-layer address is not known, or
+            the device refuses.
         """
         remote = self._device.read_endpoint_info(info, PathEndpointInfo)
         attr = self._init_attr()
@@ -427,7 +427,7 @@ class QueuePair:
     def reset(self) -> None:
         """Take the queue pair to state RESET and end its life; `renew` begins the next life.
 
-        Until then, no peer can write to this rank's memory through the queue pair.
+        Between the two calls, no peer can write to this rank's memory through the queue pair.
 
         Raises
         ------

@@ -1,15 +1,16 @@
-"""Registration cache: the allocations that are registered with all NICs of this process.
+"""Registration cache: the memory that is registered with all NICs of a transport.
 
 Theory of operation
 -------------------
 Registering memory pins its pages and fills the NIC's tables, which takes milliseconds for a large
-array. So the whole allocation is registered, with every NIC at once (a slice that migrates to
-another rail needs no new registration), and stays registered for the next collective on the array.
+array. So the whole allocation is registered if the limit permits, with every NIC at once (a slice
+that migrates to another rail needs no new registration), and stays registered for the next
+collective on the array.
 
-*Index.* Registrations are sorted by base address. No registration contains another: a new one
-replaces those that it contains or that contain it. So they are sorted by end as well: the last
-registration that begins at or before an address extends further than all before it, and `find`
-needs one bisection.
+*Index.* The registrations that `find` can return are sorted by base address. None of them contains
+another: a new one replaces those that it contains or that contain it. So they are sorted by end as
+well: the last registration that begins at or before an address extends further than all before it,
+and `find` needs one bisection.
 
 *End.* A registration ends in one of six ways, whichever comes first:
 
@@ -28,11 +29,12 @@ the cache is closed   the NICs have stopped; users and pins are ignored
 
 *Users and pins.* `RegistrationCache.register` adds a user and `Registration.close` removes one; a
 registration without users stays cached until it ends in one of these ways. A pin stands for work in
-flight: it keeps the registration and the owner alive, so that no work request writes to memory that
-was freed and allocated for something else.
+flight: it keeps the registration and the owner, if any, alive, so that no work request writes to
+memory that was freed and allocated for something else. While a registration is pinned, only closing
+the cache ends it.
 
-Only one thread at a time may use the cache, but owners may die in any thread. Invariants: a pinned
-registration is registered with every NIC until the cache is closed; `find` never returns freed
+Only one thread at a time may use the cache, but owners may die in any thread. Invariants: while the
+cache is open, a pinned registration is registered with every NIC; `find` never returns freed
 memory; `close` works after Ctrl-C interrupted any method, including `close`.
 """
 
@@ -85,11 +87,11 @@ class RegistrationStats(msgspec.Struct):
 
 
 class Registration:
-    """Allocation that is registered with every NIC; made by `RegistrationCache.register`.
+    """Memory that is registered with every NIC; made by `RegistrationCache.register`.
 
     Its *users* are the calls of `RegistrationCache.register` and `share` without a matching
-    `close`. Its *pins* stand for work requests in flight; a pinned registration does not end before
-    the cache is closed.
+    `close`. Its *pins* stand for work requests in flight; while it is pinned, only
+    `RegistrationCache.close` ends it.
     """
 
     __slots__ = (
@@ -120,7 +122,7 @@ class Registration:
 
     @property
     def nbytes(self) -> int:
-        """Size of the allocation in bytes."""
+        """Size of the memory in bytes."""
         return self.end - self.base
 
     @property
@@ -216,15 +218,15 @@ class Registration:
 
 
 class RegistrationCache:
-    """Cache of registrations of one kind of memory, each with every NIC of the process.
+    """Cache of registrations of one kind of memory, each with every NIC.
 
     Parameters
     ----------
     registrars : sequence of Registrar
         One per NIC, in the order of the indices of `Registration.keys`. Borrowed.
     limit_nbytes : int
-        Maximum of `RegistrationStats.nbytes`. The kernel counts each of these bytes against the
-        limit of locked memory once per NIC.
+        Maximum of `RegistrationStats.nbytes`. The kernel counts each byte of host memory against
+        the limit of locked memory once per NIC.
     memory : Memory, optional
         Kind of memory; host memory by default.
 

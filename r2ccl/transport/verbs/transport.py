@@ -1,7 +1,7 @@
 """Verbs transport: reliable queue pairs over RDMA NICs, one device per rail.
 
-Every device is a rail; a path is one queue pair (`r2ccl.transport.verbs.queuepair`). The NIC writes
-slices from registered memory to registered memory; memory that is not registered is copied through
+Each end of a path is one queue pair (`r2ccl.transport.verbs.queuepair`). The NIC writes cleared
+slices from registered memory to registered memory; slices in other memory are copied through
 registered buffers. Each device has one completion queue, which is polled while there is work. While
 there is none, ``poll`` waits in epoll for the completion channels and async events of all devices.
 
@@ -10,7 +10,7 @@ and of its receive queue: once both have completed, no late write can land any m
 does not complete them by a deadline, the queue pair is destroyed.
 
 Invariants: after `Fenced`, no event of the fenced connection is reported. A slice whose transfer
-completed before the fence, or during it, is still reported.
+completed before the fence, or during it, is still reported, unless the queue pair is destroyed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from r2ccl.types import PathKey, ProbeKey
 
 _log = logging.getLogger(__name__)
 
-#: Number of eager messages of the largest size that fit in a ring.
+#: Size of a ring, as a number of eager messages of the largest size.
 _RING_MESSAGES = 8
 #: A fence destroys the queue pair if its two markers have not completed after this time.
 _DRAIN_TIMEOUT_S = 1.0
@@ -200,7 +200,7 @@ class VerbsTransport:
         """Stop the queue pair of `path`; `poll` reports `Fenced` when all its requests completed.
 
         If that takes more than `_DRAIN_TIMEOUT_S`, or the device refuses, the queue pair is
-        destroyed, and `Fenced` is reported then.
+        destroyed, and `Fenced` is reported then. Does nothing if `path` was not opened.
         """
         endpoint = self._by_path.pop(path, None)
         if endpoint is None:
@@ -245,7 +245,7 @@ class VerbsTransport:
         """Destroy every queue pair, then close the devices. Idempotent.
 
         If one step raises, the others run all the same; if Ctrl-C interrupts the call, the next
-        call repeats all steps. So no device stays open after its communicator is closed.
+        call repeats all steps.
         """
         # First, so that nothing is posted to a destroyed queue pair.
         self._by_path.clear()
@@ -357,7 +357,7 @@ class VerbsTransport:
         """
         number = end.numbers.popleft()
         reach = self._staging.reach(region, end.nic)
-        # Frame of the slice when it arrives; ack is 0, as a slice carries no confirmation.
+        # Frame of the slice's `Arrived`; ack is 0, as a cleared slice carries no confirmation.
         expected = Frame(frame.channel, frame.seq, 0, frame.op, frame.signature)
         end.places[number] = LandingPlace(expected, region, reach)
         token = (number, reach.address, reach.rkey)
@@ -446,7 +446,7 @@ class VerbsTransport:
         return bool(ready)
 
     def _return_lent(self) -> None:
-        """Mark as consumed the messages whose memory was lent to the events of the last poll."""
+        """Count as consumed the messages whose memory the events of the last poll borrowed."""
         lending, self._lending = self._lending, []
         for end in lending:
             end.consume_lent()
@@ -494,7 +494,7 @@ class VerbsTransport:
         for number, status, opcode, vendor_err, imm_data, qp_num in batch:
             has_failed |= status != 0
             end = ends.get(qp_num)
-            if end is None:  # the request of a probe or of a destroyed queue pair
+            if end is None:  # of a probe, or of a queue pair that was reset or destroyed
                 self._prober.on_completion(nic, qp_num, number, status, vendor_err)
                 continue
             if not end.qp.owns(number):
