@@ -50,7 +50,7 @@ INTEROP_BIN := $(INTEROP_VENV)/bin
 ENTER = $(shell $(BIN)/r2ccl netlab --enter -- true >/dev/null 2>&1 && echo $(BIN)/r2ccl netlab --enter --)
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(VENV)/.demo ## train a small model over four rails per node and lose one rail during the training
 	@$(BIN)/python examples/train_digits.py
