@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,9 +35,9 @@ def stand_ins(tmp_path: Path) -> Iterator[StandIns]:
     made.close()
 
 
-def run(stand_ins: StandIns, *argv: str | Path) -> subprocess.CompletedProcess[str]:
+def run(stand_ins: StandIns, line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        list(map(str, argv)), cwd=stand_ins.folder.parent, stdin=subprocess.DEVNULL,
+        ["sh", "-c", line], cwd=stand_ins.folder.parent, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=WAIT_S, check=False,
         env={**os.environ, **stand_ins.variables},
     )  # fmt: skip
@@ -47,17 +48,8 @@ def test_the_script_for_slurm_starts_a_step_with_a_secret(
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     stand_ins.slurm(nnodes=1)
-    size = ("--nodes=1", "--ntasks-per-node=2")
-    done = run(
-        stand_ins,
-        "sh",
-        "-c",
-        'exec sbatch "$@"',
-        "sh",
-        *size,
-        DEPLOY / "slurm.sbatch",
-        "program.py",
-    )
+    script = shlex.quote(str(DEPLOY / "slurm.sbatch"))
+    done = run(stand_ins, f"sbatch --nodes=1 --ntasks-per-node=2 {script} program.py")
     job = done.stdout.removeprefix("Submitted batch job ").strip()
     assert stand_ins.wait(job, WAIT_S) == 0
     written = (tmp_path / f"slurm-{job}.out").read_text()
@@ -116,7 +108,7 @@ def test_a_recipe_that_is_wrong_is_refused(what: str, stand_ins: StandIns, tmp_p
     text = (DEPLOY / file).read_text(encoding="utf-8")
     assert replaced[0] in text
     (tmp_path / file).write_text(text.replace(*replaced))
-    done = run(stand_ins, "sh", "-c", f"{command} {file}")
+    done = run(stand_ins, f"{command} {file}")
     assert done.returncode != 0
     assert refusal in done.stdout
     assert not list((stand_ins.folder / "started").iterdir())
@@ -125,9 +117,8 @@ def test_a_recipe_that_is_wrong_is_refused(what: str, stand_ins: StandIns, tmp_p
 def test_pods_without_their_secret_do_not_start(stand_ins: StandIns, tmp_path: Path) -> None:
     pytest.importorskip("yaml", reason="pyyaml is not installed: pip install --group test")
     stand_ins.kubernetes({"r2ccl": tmp_path})
-    assert (
-        run(stand_ins, "sh", "-c", f"kubectl apply -f {DEPLOY}/kubernetes-job.yaml").returncode == 0
-    )
+    manifest = shlex.quote(str(DEPLOY / "kubernetes-job.yaml"))
+    assert run(stand_ins, f"kubectl apply -f {manifest}").returncode == 0
     assert stand_ins.wait("r2ccl", WAIT_S) != 0
     said = (stand_ins.folder / "control.r2ccl").read_text()
     assert said == "error: CreateContainerConfigError: no key secret in secret r2ccl\n"

@@ -1,12 +1,13 @@
 """Every command of the README is run as it stands there.
 
-Stand-ins on PATH replace programs that need other hosts. What takes long, or downloads packages, is
-run elsewhere: `ELSEWHERE` says where.
+Stand-ins on PATH replace programs that need other hosts. `make fresh` runs what installs packages;
+`ELSEWHERE` names the files that run the rest.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ FOUR = "4 ranks: every element is 10, the last rank is 3"
 
 
 class Reader(NamedTuple):
-    """Who runs the commands: in a folder with the files of the checkout, by stand-ins."""
+    """Runs commands in a folder with the files of the checkout, and with stand-ins on PATH."""
 
     folder: Path
     stand_ins: StandIns
@@ -159,8 +160,9 @@ def names_packages_of_debian(reader: Reader) -> None:
     )
     if known.returncode or not known.stdout:
         pytest.skip("apt-get has no list of packages here")
-    reader.stand_ins.add("apt-get", '#!/bin/sh\nexec /usr/bin/apt-get --simulate "$@"\n')
-    assert "newly installed" in reader.runs("apt-get")
+    real = shutil.which("apt-get")
+    reader.stand_ins.add("apt-get", f'#!/bin/sh\nexec {real} --simulate "$@"\n')
+    assert " newly installed" in reader.runs("apt-get", LC_ALL="C")
 
 
 def writes(words: str, pattern: str) -> Callable[[Reader], None]:
