@@ -221,6 +221,8 @@ def test_each_extra_is_explained() -> None:
     given = {name.strip("`") for name, _ in list(rows(section))[1:]}
     extras = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
     assert given == set(extras)
+    [named] = re.findall(r"the extras `([^`]+)`", text_of("README.md"))
+    assert set(re.findall(r"\w+", named)) == set(extras)
 
 
 def test_terms_of_our_own_are_few_and_each_has_a_relative() -> None:
