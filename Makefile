@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # The font cache of matplotlib is in .venv, so that no home directory is needed.
 export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/matplotlib
+# So is what torch compiles, which it would leave in /tmp.
+export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/torchinductor
 # The tests start hundreds of processes. Some images set this; each process would compile all of r2ccl.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests to run: a list of folders, files or file::test. By default, `make test` runs the tests of all
@@ -50,7 +52,7 @@ INTEROP_BIN := $(INTEROP_VENV)/bin
 ENTER = $(shell $(BIN)/r2ccl netlab --enter -- true >/dev/null 2>&1 && echo $(BIN)/r2ccl netlab --enter --)
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(VENV)/.demo ## train a small model over four rails per node and lose one rail during the training
 	@$(BIN)/python examples/train_digits.py

@@ -1,7 +1,7 @@
 """Tries the commands of the README as strangers would, on bare machines made from this one.
 
 Every environment is a mount namespace (and a network or user namespace where that is its point)
-with a user, a home and a /tmp of its own; the commands run there as they stand in the README, on
+with a user, a home and a /tmp of its own; the commands are read from the README and run there, on
 clones of this checkout. What fails, shows a traceback, is silent for long or leaves something
 behind is named. As an ordinary user only the environments that need no root are tried.
 
@@ -25,7 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.pages import ROOT, command_of_the_readme
+
 LOGS = ROOT / "out" / "fresh"
 
 #: Of Debian's /etc/profile for users; without the administrator's folders.
@@ -58,7 +61,10 @@ SETTLE_S = 5.0
 _EXIT_UNAVAILABLE = 69
 
 #: Variables of the caller that say where packages come from and whom to trust.
-_PASSED_PREFIXES = ("PIP_", "SSL_CERT", "REQUESTS_CA", "http_proxy", "https_proxy", "no_proxy")
+_PASSED_PREFIXES = (
+    *("PIP_", "TORCH_INDEX", "SSL_CERT", "REQUESTS_CA"),
+    *("http_proxy", "https_proxy", "no_proxy"),
+)
 
 #: Waits for a line: until then users are mapped.
 _WAIT = 'read -r _ && exec "$@" </dev/null'
@@ -157,33 +163,60 @@ ENVIRONMENTS = (
 
 
 class Step(NamedTuple):
-    """A command of the README and the exit statuses that are right for it."""
+    """A script of the shell, and the exit statuses that are right for it.
+
+    ``words`` are the first words of the README's command in it. ``environments`` names those in
+    which it is run; all if it is empty. A long step is only run with ``--long``.
+    """
 
     name: str
-    argv: tuple[str, ...]
+    script: str
+    words: str = ""
     allowed: tuple[int, ...] = (0,)
+    environments: tuple[str, ...] = ()
+    is_long: bool = False
+    timeout_s: float = TIMEOUT_S
 
+
+def _step(
+    name: str,
+    words: str,
+    *,
+    more: str = "",
+    before: str = "",
+    allowed: tuple[int, ...] = (0,),
+    environments: tuple[str, ...] = (),
+) -> Step:
+    """Return the step that runs the README's command that begins with `words`, as it stands there.
+
+    `before` is run before it in the same shell. With further arguments in `more`, `words` must be
+    all of the command.
+    """
+    command = command_of_the_readme(words)
+    script = f"set -e\n{before}\n{f'{words} {more}' if more else command}\n"
+    return Step(name, script, words, allowed, environments)
+
+
+def _long(name: str, words: str, timeout_s: float = TIMEOUT_S) -> Step:
+    step = _step(name, words, environments=("user",))
+    return step._replace(is_long=True, timeout_s=timeout_s)
+
+
+#: Makes and enters a virtual environment without r2ccl.
+_EMPTY_VENV = "python3 -m venv .venv/empty\n. .venv/empty/bin/activate"
 
 STEPS = (
-    Step("demo", ("make", "demo")),
-    Step("test", ("make", "test", f"TESTS={TESTS}")),
-    Step(
-        "netlab",
-        (
-            "r2ccl",
-            "netlab",
-            "--nodes",
-            "2",
-            "--rails",
-            "2",
-            "--",
-            "python",
-            "examples/01_allreduce.py",
-        ),
-        (0, _EXIT_UNAVAILABLE),
-    ),
-    Step("launch", ("r2ccl", "launch", "-n", "2", "--", "python", "examples/01_allreduce.py")),
-    Step("doctor", ("r2ccl", "doctor")),
+    _step("demo", "make demo"),
+    _step("test", "make test", more=f'TESTS="{TESTS}"'),
+    _step("netlab", "r2ccl netlab", allowed=(0, _EXIT_UNAVAILABLE)),
+    _step("launch", "r2ccl launch -n 4 examples/01_allreduce.py"),
+    _step("cut", "r2ccl demo"),
+    _step("doctor", "r2ccl doctor"),
+    _step("pip", "pip install", before=_EMPTY_VENV, environments=("user",)),
+    _long("docs", "make docs"),
+    _long("bench", "make bench"),
+    _long("demo-gpt", "make demo-gpt"),
+    _long("test-all", "make test-all", 4 * TIMEOUT_S),
 )
 
 
@@ -227,7 +260,11 @@ class Matrix:
         checkout = self._checkout(environment)
         home = self._folder(environment, "home")
         temporary = self._folder(environment, "tmp")
-        outcomes = [self._attempt(environment, step, checkout) for step in self._steps]
+        outcomes = [
+            self._attempt(environment, step, checkout)
+            for step in self._steps
+            if not step.environments or environment.name in step.environments
+        ]
         left = self._left_behind(environment, home, temporary)
         return [*outcomes, Outcome(environment.name, "left", 0, 0.0, 0.0, "", left)]
 
@@ -246,8 +283,7 @@ class Matrix:
                 )
         installer = next(each for each in ENVIRONMENTS if each.checkout == environment.checkout)
         if installer.name != environment.name and not (checkout / ".venv" / ".test").exists():
-            step = Step("install", ("make", ".venv/.test"))
-            outcome = self._attempt(installer, step, checkout)
+            outcome = self._attempt(installer, Step("install", "make .venv/.test"), checkout)
             if outcome.wrong:
                 raise SystemExit(f"cannot install for {environment.name}: {outcome}")
         return checkout
@@ -264,7 +300,7 @@ class Matrix:
     def _attempt(self, environment: Environment, step: Step, checkout: Path) -> Outcome:
         log = LOGS / f"{environment.name}-{step.name}.log"
         began_s = time.monotonic()
-        status, silence_s = self._execute(environment, step.argv, checkout, log)
+        status, silence_s = self._execute(environment, step, checkout, log)
         took_s = time.monotonic() - began_s
         text = log.read_text(errors="replace")
         lines = [line for line in text.splitlines() if line.strip()]
@@ -281,12 +317,12 @@ class Matrix:
         )
 
     def _execute(
-        self, environment: Environment, argv: Sequence[str], checkout: Path, log: Path
+        self, environment: Environment, step: Step, checkout: Path, log: Path
     ) -> tuple[int, float]:
-        """Run a command with its output in `log`; return its status and its longest silence."""
+        """Run a step with its output in `log`; return its status and its longest silence."""
         is_mapped = "--user" in environment.unshare
         popen = subprocess.Popen(
-            self._command(environment, argv, checkout),
+            self._command(environment, step.script),
             cwd=checkout,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -298,12 +334,12 @@ class Matrix:
             _map_all_ids(popen)
         popen.stdin.write(b"go\n")
         popen.stdin.close()
-        silence_s = _copy(popen, log)
+        silence_s = _copy(popen, log, step.timeout_s)
         return popen.wait(), silence_s
 
-    def _command(self, environment: Environment, argv: Sequence[str], checkout: Path) -> list[str]:
+    def _command(self, environment: Environment, script: str) -> list[str]:
         variables = [f"{name}={value}" for name, value in self._variables(environment).items()]
-        command = ["env", "-i", *variables, *environment.prefix, *argv]
+        command = ["env", "-i", *variables, *environment.prefix, "sh", "-c", script]
         if not self._is_root:
             return ["sh", "-c", _WAIT, "sh", *command]
         uid = str(USERS[environment.user])
@@ -312,7 +348,7 @@ class Matrix:
             kept = ",".join(f"+{name}" for name in environment.capabilities)
             drop += ["--inh-caps=-all", f"--bounding-set=-all,{kept}"]
         scratch = self._scratch / environment.name
-        script = (
+        enter = (
             "set -e\n"
             f"export SCRATCH='{scratch}' HOME='{scratch}/home'\n"
             'mount --bind "$SCRATCH/tmp" /tmp\n'
@@ -324,7 +360,7 @@ class Matrix:
             *("unshare", "--mount", *environment.unshare, "--", "sh", "-c", _WAIT, "sh"),
             # A second shell, for in a user namespace only an exec after the mapping gives the
             # capabilities.
-            *("sh", "-c", script, "sh"),
+            *("sh", "-c", enter, "sh"),
             *drop,
             *command,
         ]
@@ -376,7 +412,7 @@ def _map_all_ids(popen: subprocess.Popen[bytes]) -> None:
         Path(f"/proc/{popen.pid}/{kind}_map").write_text("0 0 4294967295\n")
 
 
-def _copy(popen: subprocess.Popen[bytes], log: Path) -> float:
+def _copy(popen: subprocess.Popen[bytes], log: Path, timeout_s: float) -> float:
     """Write what a process prints to `log` until it ends, or end it; return its longest silence."""
     assert popen.stdout is not None
     began_s = last_s = time.monotonic()
@@ -393,7 +429,7 @@ def _copy(popen: subprocess.Popen[bytes], log: Path) -> float:
                     return silence_s
                 out.write(data)
                 last_s = now_s
-            elif now_s - began_s > TIMEOUT_S:
+            elif now_s - began_s > timeout_s:
                 out.write(b"\nended by the matrix: the time was up\n")
                 os.killpg(popen.pid, signal.SIGKILL)
                 return silence_s
@@ -447,6 +483,11 @@ def main() -> int:
     parser.add_argument("environment", nargs="*", help=f"of {', '.join(names)}; default: all")
     parser.add_argument("--steps", default="", help="comma-separated; default: all")
     parser.add_argument("--whole", action="store_true", help="run all tests, not a hundred")
+    parser.add_argument(
+        "--long", action="store_true",
+        help="run the commands that take long in the environment `user`, too: "
+        + ", ".join(each.words for each in STEPS if each.is_long),
+    )  # fmt: skip
     args = parser.parse_args()
     unknown = sorted(set(args.environment) - set(names))
     if unknown:
@@ -456,11 +497,13 @@ def main() -> int:
         print(f"fresh: skipped: {lack}")
         return 0
     chosen = [each for each in ENVIRONMENTS if each.name in (args.environment or names)]
-    steps = [each for each in STEPS if not args.steps or each.name in args.steps.split(",")]
+    steps = [
+        each
+        for each in STEPS
+        if (each.name in args.steps.split(",") if args.steps else args.long or not each.is_long)
+    ]
     if args.whole:
-        steps = [
-            each._replace(argv=each.argv[:2]) if each.name == "test" else each for each in steps
-        ]
+        steps = [_step("test", "make test") if each.name == "test" else each for each in steps]
     LOGS.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="r2ccl-fresh-", dir="/var/tmp"))
     scratch.chmod(0o755)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.stand_ins import StandIns
 
 from r2ccl.testing.netlab import Lab, unavailable_reason
 
@@ -34,16 +35,13 @@ def lab() -> Iterator[Lab]:
 @pytest.fixture
 def command(lab: Lab, tmp_path: Path) -> list[str]:
     """Return the launcher's command line; what stands for ssh enters the namespace of a host."""
-    script = tmp_path / "ssh"
-    cases = "".join(f"10.0.0.{node + 1}) namespace={lab.namespace(node)};;\n" for node in range(2))
-    script.write_text(
-        f'#!/bin/sh\ncase "$1" in\n{cases}esac\nshift\nexec ip netns exec "$namespace" sh -c "$*"\n'
-    )
-    script.chmod(0o700)
+    (tmp_path / "stand-ins").mkdir()
+    enter = {f"10.0.0.{node + 1}": f"ip netns exec {lab.namespace(node)}" for node in range(2)}
+    ssh = StandIns(tmp_path / "stand-ins").ssh(enter)
     hosts = tmp_path / "hosts"
     hosts.write_text("10.0.0.1 slots=2\n10.0.0.2 slots=2\n")
     launch = [sys.executable, "-m", "r2ccl", "launch", "--hostfile", str(hosts)]
-    return [*launch, "--ssh", str(script), "--prefix"]
+    return [*launch, "--ssh", ssh, "--prefix"]
 
 
 def run(command: list[str], *program: str) -> subprocess.CompletedProcess[str]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from pytorch.jobs import ROOT, run
+from support.pages import command_of_the_readme
+from support.pages import run as run_command
 
 pytest.importorskip("torch.distributed", reason="torch is not installed: make test-torch")
 
@@ -18,6 +20,12 @@ def test_the_example_trains_on_without_a_nic() -> None:
     written = run([ROOT / "examples/ddp.py"], 2)[0]
     assert "2 ranks, 20 steps: the loss is " in written
     assert "rail 0 (lo): excluded, 1 repairs" in written
+
+
+def test_torchrun_starts_the_example_of_the_readme() -> None:
+    command = command_of_the_readme("torchrun")
+    written = run_command(["bash", "-c", command], ROOT, timeout_s=100)
+    assert written.strip() == "4 ranks: every element is 10, the last rank is 3"
 
 
 @pytest.mark.timeout(250)

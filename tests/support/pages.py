@@ -63,6 +63,29 @@ def blocks(text: str, language: str) -> list[str]:
     return [each.text for each in all_blocks(text) if (each.language, each.title) == (language, "")]
 
 
+def commands_of_the_readme() -> list[str]:
+    """Return the commands of the README as they stand there, with the comments behind them.
+
+    These are the lines in blocks of ``sh``, and all code of several words in the text that begins
+    like a command. Where another command begins with it, as with ``r2ccl launch``, it is left out.
+    """
+    text = text_of("README.md")
+    lines = r"(?:[^\n]*\\\n)*[^\n]+\n"
+    found = [line for block in blocks(text, "sh") for line in re.findall(lines, block)]
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for code in re.findall(r"`(\(?[\w-]+ [^`]+)`", prose):
+        if not any(each.startswith(f"{code} ") for each in found):
+            found.append(code)
+    return list(dict.fromkeys(found))
+
+
+def command_of_the_readme(words: str) -> str:
+    """Return the only command of the README that begins with `words`."""
+    found = [each for each in commands_of_the_readme() if f"{each} ".startswith(f"{words} ")]
+    assert len(found) == 1, f"the README has {len(found)} commands that begin with {words!r}"
+    return found[0]
+
+
 # Running them
 
 
@@ -78,11 +101,12 @@ def run(
     folder: Path,
     timeout_s: float = SNIPPET_TIMEOUT_S,
     checkout: Path | None = ROOT,
+    variables: Mapping[str, str] | None = None,
 ) -> str:
     """Run a command that must succeed, with this checkout; return its standard output.
 
     The processes that it started end with it, also after the timeout. Without a `checkout`, it runs
-    with the package that is installed.
+    with the package that is installed. `variables` replace those of this process.
     """
     paths = [str(checkout)] if checkout else []
     path = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
@@ -90,7 +114,12 @@ def run(
     process = subprocess.Popen(
         argv,
         cwd=folder,
-        env={**_without_settings(os.environ), "PYTHONPATH": path, "PATH": programs},
+        env={
+            **_without_settings(os.environ),
+            "PYTHONPATH": path,
+            "PATH": programs,
+            **(variables or {}),
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """Ranks on several hosts: they start by agents, and end together whatever ends first.
 
-A script takes the place of ssh. The hosts are addresses of the loopback interface.
+A stand-in takes the place of ssh. The hosts are addresses of the loopback interface.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from support.slow import slow_but
+from support.stand_ins import StandIns
 
 from r2ccl.cli import make_parser
 from r2ccl.errors import InvalidArgument, R2cclError
@@ -31,12 +32,15 @@ SUM = (
 
 
 @pytest.fixture
-def ssh(tmp_path: Path) -> str:
+def stand_ins(tmp_path: Path) -> StandIns:
+    (tmp_path / "stand-ins").mkdir()
+    return StandIns(tmp_path / "stand-ins")
+
+
+@pytest.fixture
+def ssh(stand_ins: StandIns) -> str:
     """Return a command that takes a host and a command line, as ssh does."""
-    script = tmp_path / "ssh"
-    script.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/hosts\nshift\nexec sh -c "$*"\n')
-    script.chmod(0o700)
-    return str(script)
+    return stand_ins.ssh()
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +58,12 @@ def run(*args: str) -> int:
 
 
 def test_ranks_of_several_hosts_are_one_job(
-    ssh: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stand_ins: StandIns,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    ssh = stand_ins.ssh()
     (tmp_path / "sum.py").write_text(SUM)
     monkeypatch.setenv("R2CC_INIT_TIMEOUT_S", "50")
     arguments = ("--hosts", HOSTS, "--ssh", ssh, "--prefix", "--chdir", str(tmp_path), "sum.py")
@@ -63,12 +71,16 @@ def test_ranks_of_several_hosts_are_one_job(
     out, err = capfd.readouterr()
     assert status == 0, err
     assert sorted(out.splitlines()) == ["[0] 3.0", "[1] 3.0"]
-    assert sorted((tmp_path / "hosts").read_text().split()) == ["127.0.0.2", "127.0.0.3"]
+    assert sorted(stand_ins.logins.read_text().split()) == ["127.0.0.2", "127.0.0.3"]
 
 
 def test_each_rank_has_its_place_and_the_secret_is_in_no_command(
-    ssh: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stand_ins: StandIns,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    ssh = stand_ins.ssh()
     monkeypatch.setenv("R2CC_RAILS", "3")
     monkeypatch.setenv("R2CC_SECRET_FILE", "/nowhere")
     monkeypatch.setenv("MINE", "m")
@@ -85,7 +97,7 @@ def test_each_rank_has_its_place_and_the_secret_is_in_no_command(
         "1 3 1 2 127.0.0.2 3 m y 64 0",
         "2 3 0 1 127.0.0.2 3 m y 64 0",
     ]
-    assert (tmp_path / "hosts").read_text() == "127.0.0.3\n"  # this host needs no ssh
+    assert stand_ins.logins.read_text() == "127.0.0.3\n"  # this host needs no ssh
 
 
 ENDS = {

@@ -4,76 +4,57 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
+import shlex
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.containers import copy_into, instructions
 from support.slow import slow_but
+from support.stand_ins import StandIns
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 WAIT_S = 110.0
 INSTALL_S = 600.0
 
-#: Stands for srun: runs the command as two tasks of a step on one host.
-SRUN = """#!/bin/sh
-while [ "${1#--}" != "$1" ]; do shift; done
-export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=node1
-SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@" & wait
-"""
-PROGRAMS = {
-    "environment": (
-        "import os; file = os.environ['R2CC_SECRET_FILE']\n"
-        "mode, text = oct(os.stat(file).st_mode), open(file).read()\n"
-        "os.write(1, f\"{os.environ['SLURM_PROCID']} {mode} {len(text)}\\n\".encode())",
-        ["0 0o100600 65", "1 0o100600 65"],
-    ),
-    "allreduce": (
-        "import os, numpy as np, r2ccl\n"
-        "with r2ccl.init() as comm: x = comm.allreduce(np.full(2, comm.rank + 1.0))\n"
-        "os.write(1, f'{x[0]}\\n'.encode())",
-        ["3.0", "3.0"],
-    ),
-}
+#: Prints the number of a task, and mode and length of the file with the secret.
+PROGRAM = (
+    "import os; file = os.environ['R2CC_SECRET_FILE']\n"
+    "mode, text = oct(os.stat(file).st_mode), open(file).read()\n"
+    "os.write(1, f\"{os.environ['SLURM_PROCID']} {mode} {len(text)}\\n\".encode())"
+)
 
 
-@pytest.mark.parametrize("what", slow_but(["environment"], PROGRAMS))
-def test_the_script_for_slurm_starts_a_step_with_a_secret(tmp_path: Path, what: str) -> None:
-    program, expected = PROGRAMS[what]
-    (tmp_path / "program.py").write_text(program)
-    (tmp_path / "srun").write_text(SRUN)
-    (tmp_path / "srun").chmod(0o700)
-    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
-    job = {"SLURM_JOB_ID": str(os.getpid()), "HOME": str(tmp_path), "SLURM_PROCID": "0"}
-    done = subprocess.run(
-        ["bash", str(DEPLOY / "slurm.sbatch"), str(tmp_path / "program.py")],
-        env={**os.environ, **job, "PATH": path}, cwd=tmp_path, stdin=subprocess.DEVNULL,
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> Iterator[StandIns]:
+    (tmp_path / "stand-ins").mkdir()
+    made = StandIns(tmp_path / "stand-ins")
+    yield made
+    made.close()
+
+
+def run(stand_ins: StandIns, line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", line], cwd=stand_ins.folder.parent, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=WAIT_S, check=False,
+        env={**os.environ, **stand_ins.variables},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert sorted(done.stdout.splitlines()) == expected
-    assert not list(tmp_path.glob(".r2ccl-secret*"))
 
 
-def instructions(name: str) -> list[str]:
-    """Return the arguments of an instruction of the Containerfile."""
-    text = (DEPLOY / "Containerfile").read_text(encoding="utf-8")
-    return re.findall(rf"^{name} (.*)$", text, re.MULTILINE)
-
-
-def copy_into(root: Path) -> None:
-    for line in instructions("COPY"):
-        *sources, target = line.split()
-        place = root / target.lstrip("/")
-        if target.endswith("/"):
-            place.mkdir(parents=True, exist_ok=True)
-        for source in sources:
-            if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, place, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(ROOT / source, place)
+def test_the_script_for_slurm_starts_a_step_with_a_secret(
+    stand_ins: StandIns, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    stand_ins.slurm(nnodes=1)
+    script = shlex.quote(str(DEPLOY / "slurm.sbatch"))
+    done = run(stand_ins, f"sbatch --nodes=1 --ntasks-per-node=2 {script} program.py")
+    job = done.stdout.removeprefix("Submitted batch job ").strip()
+    assert stand_ins.wait(job, WAIT_S) == 0
+    written = (tmp_path / f"slurm-{job}.out").read_text()
+    assert sorted(written.splitlines()) == ["0 0o100600 65", "1 0o100600 65"]
+    assert not list(stand_ins.folder.glob(".r2ccl-secret*"))
 
 
 @pytest.mark.timeout(2 * INSTALL_S)
@@ -102,28 +83,42 @@ def test_the_steps_of_the_container_run_on_a_clean_copy(tmp_path: Path, runs: bo
     assert "2 ranks: every element is 3" in done.stdout
 
 
-def value_of(key: str, text: str) -> str:
-    (value,) = re.findall(rf"^ +(?:- )?{key}: \"?([^\"\n]+)\"?$", text, re.MULTILINE)
-    return str(value)
+#: Wrong recipes: the program and its arguments, the file, what is replaced, and the refusal.
+WRONG = {
+    "option": ("sbatch", "slurm.sbatch", ("--ntasks-per-node", "--task-per-node"),
+               "unrecognized arguments: --task-per-node=4"),
+    "time": ("sbatch", "slurm.sbatch", ("01:00:00", "1h"), "invalid time limit '1h'"),
+    "nodes": ("sbatch", "slurm.sbatch", ("--nodes=2", "--nodes=9"), "not available"),
+    "field": ("kubectl apply -f", "kubernetes-job.yaml", ("completions: 4", "completion: 4"),
+              "Job.spec: unknown field 'completion'"),
+    "type": ("kubectl apply -f", "kubernetes-job.yaml", ('value: "4"', "value: 4"),
+             "Job.spec.template.spec.containers[0].env[0].value: 4 is no str"),
+    "name": ("kubectl apply -f", "kubernetes-job.yaml", ("name: r2ccl-ranks", "name: r2ccl_ranks"),
+             "'r2ccl_ranks' is no name for a service"),
+}  # fmt: skip
 
 
-def test_the_parts_of_the_kubernetes_job_fit_together() -> None:
-    text = (DEPLOY / "kubernetes-job.yaml").read_text(encoding="utf-8")
-    service, job = text.split("\n---\n")
-    env = dict(re.findall(r"- name: (\w+)\n +value: \"?([\w.-]+)\"?\n", job))
-    name, nranks = (
-        re.findall(r"^  name: (\S+)$", job, re.MULTILINE)[0],
-        value_of("completions", job),
-    )
-    assert value_of("completionMode", job) == "Indexed"
-    assert nranks == value_of("parallelism", job) == env["WORLD_SIZE"]
-    headless = value_of("name", service)
-    assert value_of("clusterIP", service) == "None"
-    assert value_of("publishNotReadyAddresses", service) == "true"
-    assert value_of("job-name", service) == name
-    assert value_of("subdomain", job) == headless
-    assert env["MASTER_ADDR"] == f"{name}-0.{headless}"
-    secret = job.split("secretKeyRef:\n")[1]
-    assert f"create secret generic {value_of('name', secret)} " in service
-    assert f"--from-file={value_of('key', secret)}=" in service
-    assert (ROOT / job.split('command: ["python", "')[1].partition('"')[0]).exists()
+@pytest.mark.parametrize("what", WRONG)
+def test_a_recipe_that_is_wrong_is_refused(what: str, stand_ins: StandIns, tmp_path: Path) -> None:
+    command, file, replaced, refusal = WRONG[what]
+    if command != "sbatch":
+        pytest.importorskip("yaml", reason="pyyaml is not installed: pip install --group test")
+    stand_ins.slurm(nnodes=2)
+    stand_ins.kubernetes({})
+    text = (DEPLOY / file).read_text(encoding="utf-8")
+    assert replaced[0] in text
+    (tmp_path / file).write_text(text.replace(*replaced))
+    done = run(stand_ins, f"{command} {file}")
+    assert done.returncode != 0
+    assert refusal in done.stdout
+    assert not list((stand_ins.folder / "started").iterdir())
+
+
+def test_pods_without_their_secret_do_not_start(stand_ins: StandIns, tmp_path: Path) -> None:
+    pytest.importorskip("yaml", reason="pyyaml is not installed: pip install --group test")
+    stand_ins.kubernetes({"r2ccl": tmp_path})
+    manifest = shlex.quote(str(DEPLOY / "kubernetes-job.yaml"))
+    assert run(stand_ins, f"kubectl apply -f {manifest}").returncode == 0
+    assert stand_ins.wait("r2ccl", WAIT_S) != 0
+    said = (stand_ins.folder / "control.r2ccl").read_text()
+    assert said == "error: CreateContainerConfigError: no key secret in secret r2ccl\n"
