@@ -145,10 +145,19 @@ def test_survivors_share_memory_again() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ncalls", slow_but([60], [60, 34_000]))
-def test_any_mixture_of_calls_is_exact_and_holds_nothing(ncalls: int) -> None:
-    mixed_programs.compile_kernels()
-    reports = launch(functools.partial(mixed_programs.mixed, ncalls, 0, 7), 4, timeout_s=840.0)
+@pytest.mark.parametrize(
+    ("ncalls", "dtypes"),
+    slow_but(
+        [(60, mixed_programs.QUICK)], [(60, mixed_programs.QUICK), (34_000, mixed_programs.DTYPES)]
+    ),
+    ids=lambda given: str(given) if isinstance(given, int) else f"{len(given)} types",
+)
+def test_any_mixture_of_calls_is_exact_and_holds_nothing(
+    ncalls: int, dtypes: tuple[str, ...]
+) -> None:
+    mixed_programs.compile_kernels(dtypes)
+    run = functools.partial(mixed_programs.mixed, dtypes, ncalls, 0, 7)
+    reports = launch(run, 4, timeout_s=840.0)
     assert [report.wrong for report in reports] == [[]] * 4
     for report in reports:
         assert report.late[:2] == report.early[:2]
