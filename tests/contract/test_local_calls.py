@@ -107,7 +107,8 @@ def test_auto_uses_the_network_for_a_chosen_schedule(monkeypatch: pytest.MonkeyP
 
 
 def test_an_error_says_why_memory_cannot_be_shared() -> None:
-    with pytest.raises(r2ccl.TransportError, match=r"no shared memory: rank 1: .*in a test"):
+    # A rank that hears of another one's error first raises CommunicatorRevoked, with this error.
+    with pytest.raises(r2ccl.R2cclError, match=r"no shared memory: rank 1: .*in a test"):
         run(programs.obstructed, 3, "memory", 1)
 
 
