@@ -70,7 +70,7 @@ LOGIC = ("LAND", "LOR", "LXOR")
 @case
 def logical_and_bitwise_reductions(MPI: Any, comm: Any) -> Any:
     found = {}
-    for dtype in ("i1", "u2", "i4", "u8"):
+    for dtype in ("u1", "i4"):  # all operations of another type take 3 s to compile
         for name in (*BITS, *LOGIC):
             x, out = np.array([comm.rank, 12, 0, 5 * comm.rank], dtype), np.zeros(4, dtype)
             comm.Allreduce(x, out, getattr(MPI, name))

@@ -16,10 +16,16 @@ MOST_GROWTH_MIB = 12
 
 @pytest.mark.rails
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("ncalls", "nfaults"), slow_but([(60, 3)], [(60, 3), (3400, 60)]))
-def test_any_mixture_of_calls_is_exact_and_holds_nothing(ncalls: int, nfaults: int) -> None:
-    programs.compile_kernels()
-    run = functools.partial(programs.mixed, ncalls, nfaults, 7)
+@pytest.mark.parametrize(
+    ("ncalls", "nfaults", "dtypes"),
+    slow_but([(60, 3, programs.QUICK)], [(60, 3, programs.QUICK), (3400, 60, programs.DTYPES)]),
+    ids=lambda given: str(given) if isinstance(given, int) else f"{len(given)} types",
+)
+def test_any_mixture_of_calls_is_exact_and_holds_nothing(
+    ncalls: int, nfaults: int, dtypes: tuple[str, ...]
+) -> None:
+    programs.compile_kernels(dtypes)
+    run = functools.partial(programs.mixed, dtypes, ncalls, nfaults, 7)
     reports = launch(run, 4, timeout_s=540.0)
     for rank, report in enumerate(reports):
         held = "; ".join(

@@ -15,6 +15,8 @@ import r2ccl
 
 RAIL, OWNER, OPS = 1, 1, 5
 GIVE_UP_S, UNPLUGGED_S = 30.0, 1.5
+#: Between two operations, so that ranks that wait for an event leave the cores to others.
+PAUSE_S = 0.03
 
 
 def main() -> None:
@@ -31,6 +33,7 @@ def main() -> None:
                 over[0] = is_over()
                 comm.allreduce(over, op=r2ccl.MIN)
                 nops += 1
+                time.sleep(PAUSE_S)
 
         def nslices() -> int:
             paths = comm.health().rails[RAIL].paths

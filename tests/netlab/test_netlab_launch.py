@@ -14,7 +14,6 @@ from support.stand_ins import StandIns
 from r2ccl.testing.netlab import Lab, unavailable_reason
 
 WAIT_S = 100.0
-HOSTS = "10.0.0.1:2,10.0.0.2:2"
 SUM = (
     "import os, numpy as np, r2ccl\n"
     "with r2ccl.init() as comm:\n"
@@ -32,14 +31,16 @@ def lab() -> Iterator[Lab]:
         yield lab
 
 
-@pytest.fixture
-def command(lab: Lab, tmp_path: Path) -> list[str]:
-    """Return the launcher's command line; what stands for ssh enters the namespace of a host."""
+def command_of(lab: Lab, nranks: int, tmp_path: Path) -> list[str]:
+    """Return the launcher's command line for `nranks` ranks per host.
+
+    What stands for ssh enters the namespace of a host.
+    """
     (tmp_path / "stand-ins").mkdir()
     enter = {f"10.0.0.{node + 1}": f"ip netns exec {lab.namespace(node)}" for node in range(2)}
     ssh = StandIns(tmp_path / "stand-ins").ssh(enter)
     hosts = tmp_path / "hosts"
-    hosts.write_text("10.0.0.1 slots=2\n10.0.0.2 slots=2\n")
+    hosts.write_text(f"10.0.0.1 slots={nranks}\n10.0.0.2 slots={nranks}\n")
     launch = [sys.executable, "-m", "r2ccl", "launch", "--hostfile", str(hosts)]
     return [*launch, "--ssh", ssh, "--prefix"]
 
@@ -51,8 +52,8 @@ def run(command: list[str], *program: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_hosts_of_a_list_run_one_job(command: list[str]) -> None:
-    done = run(command, sys.executable, "-c", SUM)
+def test_hosts_of_a_list_run_one_job(lab: Lab, tmp_path: Path) -> None:
+    done = run(command_of(lab, 2, tmp_path), sys.executable, "-c", SUM)
     assert done.returncode == 0, done.stderr
     ranks = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
     assert [ranks[f"[{rank}]"][:2] for rank in range(4)] == [
@@ -62,9 +63,9 @@ def test_hosts_of_a_list_run_one_job(command: list[str]) -> None:
     assert places[0] == places[1] != places[2] == places[3]
 
 
-def test_a_rank_that_dies_is_a_lost_peer_on_the_other_host(command: list[str]) -> None:
-    died = "    comm.rank == 3 and os.abort()\n    comm.barrier()\n"
-    done = run(command, sys.executable, "-c", SUM + died)
+def test_a_rank_that_dies_is_a_lost_peer_on_the_other_host(lab: Lab, tmp_path: Path) -> None:
+    died = "    comm.rank == 1 and os.abort()\n    comm.barrier()\n"
+    done = run(command_of(lab, 1, tmp_path), sys.executable, "-c", SUM + died)
     assert done.returncode == 128 + 6
-    assert "rank 3: signal SIGABRT" in done.stderr
+    assert "rank 1: signal SIGABRT" in done.stderr
     assert "PeerLost" in done.stdout

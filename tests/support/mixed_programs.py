@@ -9,17 +9,24 @@ import os
 import random
 import re
 import threading
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
-from support import matrix_programs
+from support import matrix_programs, values
 
 import r2ccl
 from r2ccl import Communicator, kernels
+from r2ccl.dtypes import dtype_name
 from r2ccl.kernels.fold import fold_kernel
 from r2ccl.testing import Action, Fault, FaultPlan
+from r2ccl.types import ReduceOp
 
 COUNTS = (0, 1, 7, 1000, 9000, 150_000)
+#: Element types of the calls, and those of the quick form, whose kernels take less time to compile.
+#: Small floats are left out, because they load their types and loops at their first reduction.
+DTYPES = tuple(name for name in values.DTYPES if not re.search("float(8|16)", name))
+QUICK = tuple(name for name in DTYPES if name in (*values.COMPILED, "float32_index"))
 
 
 class Report(NamedTuple):
@@ -35,12 +42,13 @@ class Report(NamedTuple):
     late: tuple[int, int, int]
 
 
-def compile_kernels() -> None:
+def compile_kernels(dtypes: Collection[str]) -> None:
     """Compile what this host has not compiled yet: ranks that compile hold 100 MiB more."""
     for code, ops in kernels.OPS.items():
         for op in ops:
-            kernels.reducer(code, op)
-            fold_kernel(code, op)
+            if dtype_name(code) in dtypes or op is ReduceOp.SUM:
+                kernels.reducer(code, op)
+                fold_kernel(code, op)
 
 
 def random_faults(nfaults: int, ncalls: int, seed: int) -> FaultPlan:
@@ -55,8 +63,11 @@ def random_faults(nfaults: int, ncalls: int, seed: int) -> FaultPlan:
     )  # fmt: skip
 
 
-def mixed(ncalls: int, nfaults: int, seed: int) -> Report:
-    """Make `ncalls` calls on each of three communicators, from one thread each."""
+def mixed(dtypes: Collection[str], ncalls: int, nfaults: int, seed: int) -> Report:
+    """Make `ncalls` calls on each of three communicators, from one thread each.
+
+    Calls of any collective and operation have arrays of `dtypes`.
+    """
     plan = random_faults(nfaults, ncalls, seed)
     wrong: list[str] = []
     with r2ccl.init(faults=plan) as comm:
@@ -68,7 +79,9 @@ def mixed(ncalls: int, nfaults: int, seed: int) -> Report:
         held = []
         for first, last in ((0, ncalls // 2), (ncalls // 2, ncalls)):
             threads = [
-                threading.Thread(target=_calls, args=(each, range(first, last), seed + at, wrong))
+                threading.Thread(
+                    target=_calls, args=(each, dtypes, range(first, last), seed + at, wrong)
+                )
                 for at, each in enumerate(group)
             ]
             for thread in threads:
@@ -79,18 +92,21 @@ def mixed(ncalls: int, nfaults: int, seed: int) -> Report:
         return Report(wrong, len(plan.fired), len(comm.repairs()), held[0], held[1])
 
 
-def _calls(comm: Communicator, numbers: range, seed: int, wrong: list[str]) -> None:
+def _calls(
+    comm: Communicator, dtypes: Collection[str], numbers: range, seed: int, wrong: list[str]
+) -> None:
     try:
-        _make_calls(comm, numbers, seed, wrong)
+        _make_calls(comm, dtypes, numbers, seed, wrong)
     except BaseException as exc:
         wrong.append(f"rank {comm.rank} of {comm.nranks} raised {exc!r}")
         comm.abort("a thread of the test failed")
 
 
-def _make_calls(comm: Communicator, numbers: range, seed: int, wrong: list[str]) -> None:
+def _make_calls(
+    comm: Communicator, dtypes: Collection[str], numbers: range, seed: int, wrong: list[str]
+) -> None:
     n, rank = comm.nranks, comm.rank
-    # Small floats load their types and loops at their first reduction.
-    matrix = [row for row in matrix_programs.rows(rank) if not re.search("float(8|16)", row[1])]
+    matrix = [row for row in matrix_programs.rows(rank) if row[1] in dtypes]
     for at in numbers:
         choice = random.Random(f"{seed} {at}")  # the same on all ranks
         count, kind = choice.choice(COUNTS), choice.randrange(9)

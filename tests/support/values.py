@@ -13,6 +13,9 @@ from r2ccl.kernels import OPS
 
 _CODES = {dtypes.dtype_name(code): code for code in dtypes.DTYPES}
 DTYPES = tuple(_CODES)
+#: The element types, one or two of each kind, for which `make test` compiles the kernels of all
+#: operations. Each kernel takes 0.4 s of CPU time.
+COMPILED = ("uint8", "int32", "bfloat16", "float16", "float32", "complex64", "bool")
 FUNCTIONS = {
     r2ccl.PROD: np.multiply,
     r2ccl.MIN: np.minimum,

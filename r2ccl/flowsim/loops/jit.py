@@ -8,6 +8,9 @@ Numba's disk cache checks only one file for changes: the file of the function ca
 By default Numba updates the reference count of every array of a `FlowState` at every call, which
 costs ten times as much as the called functions. The loops neither create nor keep arrays, so
 reference counting is disabled with ``_nrt=False``.
+
+Only the entry points are called from outside of compiled code. Without ``no_cfunc_wrapper=True``,
+Numba would compile a wrapper for C of every other function, a sixth of the time to compile all.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ def inlined(function: _F) -> _F:
     A call that is not inlined copies about a hundred machine words: the addresses and shapes of the
     arrays of a `FlowState`.
     """
-    made: _F = register_jitable(forceinline=True, _nrt=False)(function)
+    made: _F = register_jitable(forceinline=True, _nrt=False, no_cfunc_wrapper=True)(function)
     return made
 
 
@@ -53,7 +56,7 @@ def called(function: _F) -> _F:
 
     Use this decorator for long functions that handle many slices per call.
     """
-    made: _F = register_jitable(_nrt=False)(function)
+    made: _F = register_jitable(_nrt=False, no_cfunc_wrapper=True)(function)
     return made
 
 

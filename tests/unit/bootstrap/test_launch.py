@@ -81,6 +81,7 @@ def test_a_timeout_names_who_is_late() -> None:
 def writes_without_end() -> None:
     while True:
         print("x" * 50)
+        time.sleep(0.001)
 
 
 def test_output_without_end_does_not_extend_the_timeout(capsys: pytest.CaptureFixture[str]) -> None:

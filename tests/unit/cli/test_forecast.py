@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from support.slow import slow_but
 
 from r2ccl.cli import forecast, main, make_parser
 from r2ccl.cli.explain import COLLECTIVES
@@ -18,6 +20,8 @@ from r2ccl.cli.forecast_output import to_text
 from r2ccl.planning.cluster import ClusterShape
 from r2ccl.planning.cost_model import Rates
 
+#: Bytes of the calls whose times are predicted and simulated.
+SIZES = ("4K", "256K", "16M", "256M")
 SMALL = ("--nodes", "4", "--nics", "2", "--rate", "100gbit", "--nbytes", "16M")
 
 
@@ -99,8 +103,13 @@ def test_one_nic_per_node_is_no_shared_wire() -> None:
     assert found.why == "because each node has one rail, on which only the ring runs"
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 8, pytest.param(64, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("nbytes", ["4K", "256K", "16M", "256M"])
+@pytest.mark.parametrize(
+    ("nodes", "nbytes"),
+    slow_but(
+        [*product((2, 3), SIZES), (8, "256K")],
+        product((2, 3, 8, 64), SIZES),
+    ),
+)
 def test_predictions_are_within_a_third_of_simulations(nodes: int, nbytes: str) -> None:
     found = found_by("--nodes", str(nodes), "--nics", "4", "--nbytes", nbytes, "--lose", "1:1")
     ratios = {

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
+from support.slow import slow_but
 
 from r2ccl.cli import COMMANDS, main, make_parser
 from r2ccl.config import VERSION
@@ -113,8 +115,14 @@ def test_output_that_nobody_reads_ends_quietly(arguments: list[str]) -> None:
     assert [line for line in lines if b"the peer closed the connection" not in line] == []
 
 
-@pytest.mark.parametrize("buffering", ["", "1"])
-@pytest.mark.parametrize("arguments", [WRITING[0], WRITING[2]], ids=lambda each: each[0])
+@pytest.mark.parametrize(
+    ("arguments", "buffering"),
+    slow_but(
+        [(WRITING[0], ""), (WRITING[0], "1"), (WRITING[2], "1")],
+        product((WRITING[0], WRITING[2]), ("", "1")),
+    ),
+    ids=lambda each: each if isinstance(each, str) else each[0],
+)
 def test_output_on_a_full_disk_is_one_line(arguments: list[str], buffering: str) -> None:
     with open("/dev/full", "wb") as out:
         ran = subprocess.run(

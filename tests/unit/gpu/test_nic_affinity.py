@@ -599,7 +599,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(value[key], (*path, key))
 
 
-@given(30, 150, st.data())
+@given(10, 150, st.data())
 def test_whatever_a_rank_tells_all_ranks_agree(data: st.DataObject) -> None:
     """One part of a good description, or several, become something else."""
     report = good_card()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support import values
 from support.local_ranks import run_ranks
 from support.slow import slow_but
 
@@ -23,7 +24,7 @@ from r2ccl.shm.layout import WAITING
 from r2ccl.shm.symmetric import SymmetricMemory
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
-# The first test compiles the kernels of all dtypes and ops: 35 s of CPU time.
+# A slow case compiles the kernels of all dtypes and ops: 35 s of CPU time.
 pytestmark = pytest.mark.timeout(300)
 _PROGRAMS = "support.local_programs"
 #: Calls of the slow case of ranks that are stopped.
@@ -56,9 +57,16 @@ def test_results_written_past_the_caches_are_exact(dtypes):
     assert _run(3, "check_matrix", dtypes, 1 << 16) == [["value", []]] * 3
 
 
-@pytest.mark.parametrize("nranks", slow_but([3], [1, 2, 3]))
-def test_all_dtypes_and_ops_give_exact_results(nranks):
-    assert _run(nranks, "check_reductions") == [["value", []]] * nranks
+@pytest.mark.parametrize(
+    ("nranks", "dtypes"),
+    slow_but(
+        [(3, values.COMPILED)],
+        [(3, values.COMPILED), *((nranks, values.DTYPES) for nranks in (1, 2, 3))],
+    ),
+    ids=lambda given: str(given) if isinstance(given, int) else f"{len(given)} types",
+)
+def test_all_dtypes_and_ops_give_exact_results(nranks, dtypes):
+    assert _run(nranks, "check_reductions", dtypes) == [["value", []]] * nranks
 
 
 @pytest.mark.parametrize(
