@@ -139,13 +139,11 @@ def run(
 def _without_settings(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a reader of the page, without the settings of the tests.
 
-    Unbuffered, a line and its end are two writes, between which another process may write.
+    Unbuffered, a line and its end are two writes, between which another process may write. The
+    variables of make would tell a ``make`` that it is called by another one.
     """
-    return {
-        name: value
-        for name, value in env.items()
-        if not name.startswith("R2CC_") and name != "PYTHONUNBUFFERED"
-    }
+    left_out = ("R2CC_", "PYTHONUNBUFFERED", "MAKE", "MFLAGS")
+    return {name: value for name, value in env.items() if not name.startswith(left_out)}
 
 
 def follow(page: Path, folder: Path, checkout: Path | None = ROOT) -> list[str]:
