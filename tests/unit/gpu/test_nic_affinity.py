@@ -398,8 +398,8 @@ DEEP = "deep"
 
 
 def encoded(report: Any) -> bytes:
-    """Encode, with lists in lists in place of a word."""
-    return msgspec.msgpack.encode(report).replace(b"\xa4deep", b"\x91" * 5000 + b"\xc0")
+    """Encode, with lists in lists in place of a word: more than any version of Python decodes."""
+    return msgspec.msgpack.encode(report).replace(b"\xa4deep", b"\x91" * 20_000 + b"\xc0")
 
 
 @functools.cache
