@@ -58,9 +58,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the parsed command; return the exit status for the shell.
 
-    The status is that of the program, 124 after a timeout, 2 for a wrong command line, 69 if a
-    requirement is missing and cannot be installed, and 70 if the virtual machine could not be
-    started or failed. With ``--prepare`` it is 0 once all requirements are installed.
+    The status is that of the program, 124 if the timeout passes while the program runs, 2 for a
+    wrong command line, 69 if a requirement is missing and cannot be installed, and 70 if the
+    virtual machine could not be started in time, or failed. With ``--prepare`` it is 0 once all
+    requirements are installed.
     """
     try:
         command = _command(args)

@@ -149,10 +149,10 @@ def layout(
         )
     common = math.gcd(*nchunks)
     if nparts < 1 or common % nparts or (len(parts) != nparts if parts else count % nparts):
+        fits = f"be {len(parts)}, the number of parts" if parts else f"divide {count} elements"
         raise InvalidArgument(
-            f"nparts={nparts}: it must be 1 or more and divide every number of chunks "
-            f"{tuple(nchunks)}; it must also be the number of parts ({len(parts)} were given) or, "
-            f"without parts, divide the count of {count} elements"
+            f"nparts={nparts}: it must be 1 or more, divide the number of chunks of every channel "
+            f"{tuple(nchunks)}, and {fits}"
         )
     parts = parts or consecutive([count // nparts] * nparts)
     alone = [1] + [0] * (len(nchunks) - 1)

@@ -125,7 +125,7 @@ def _compiler() -> str:
     except importlib.metadata.PackageNotFoundError as exc:
         raise TransportError(
             "numba-cuda, which compiles GPU kernels that are not prebuilt, is not installed; "
-            "run `pip install 'numba-cuda[cu13]'`",
+            "run `pip install 'numba-cuda[cu13]'`, or 'numba-cuda[cu12]' with CUDA 12",
             status="NO_CUDA",
         ) from exc
 
@@ -169,7 +169,7 @@ def _compile(form: Form) -> bytes:
     except (ImportError, RuntimeError) as exc:  # a library of NVIDIA's compiler is not found
         raise TransportError(
             f"the GPU kernel {form.name} cannot be compiled ({exc}); install the compiler with "
-            "`pip install 'numba-cuda[cu13]'`",
+            "`pip install 'numba-cuda[cu13]'`, or 'numba-cuda[cu12]' with CUDA 12",
             status="NO_CUDA",
         ) from exc
 

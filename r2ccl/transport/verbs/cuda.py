@@ -3,7 +3,8 @@
 `r2ccl.transport.verbs.dmabuf` uses the interface `CudaDriver`; `BindingsDriver` implements it with
 the driver's Python bindings. Memory and streams for collectives are in `r2ccl.device`.
 
-Invariant: a failed call raises `TransportError` whose ``status`` is CUDA's name of the error.
+Invariant: a failed call raises `TransportError`. Its ``status`` is CUDA's name of the error, or
+``NO_CUDA`` if the driver lacks the function.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from r2ccl.device.bindings import Cuda
 
 
 class CudaDriver(Protocol):
-    """Interface of the CUDA driver; a failed call raises `TransportError` with CUDA's status."""
+    """Interface of the CUDA driver; a failed call raises `TransportError`."""
 
     def current(self, address: int) -> AbstractContextManager[None]:
         """Return a context manager that makes a CUDA context current on the calling thread.
