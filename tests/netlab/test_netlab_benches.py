@@ -64,6 +64,13 @@ def test_bench_says_what_a_fault_costs(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_first_call_connects_its_paths_and_a_second_does_not(tmp_path: Path) -> None:
+    run(ROOT / "bench/first_call.py", "--nodes", "8", "--json", "out.json", cwd=tmp_path)
+    (row,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert row["ncalls"] == 16
+    assert 0 < row["again_ms_median"] < row["first_ms_median"] <= row["first_ms_max"]
+
+
 def test_strangers_at_the_rail_ports_cost_no_rail_and_no_result(tmp_path: Path) -> None:
     written = run(
         ROOT / "bench/strangers.py", "--rates", "2000", "--rounds", "2", "--window-s", "1.5",
