@@ -96,7 +96,7 @@ class SendSignal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Input(msgspec.Struct, frozen=True, tag=True):
-    """Standard input for rank 0; empty data end it."""
+    """Standard input for rank 0; empty bytes end it."""
 
     data: bytes
 
@@ -106,7 +106,7 @@ class InputTaken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Output(msgspec.Struct, frozen=True, tag=True):
-    """Output of a rank to the stream ``out`` or ``err``; empty data end the stream."""
+    """Output of a rank to the stream ``out`` or ``err``; empty bytes end the stream."""
 
     rank: int
     stream: str

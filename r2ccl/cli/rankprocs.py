@@ -62,7 +62,7 @@ class Sink(Protocol):
     """Receiver of the output and the exit statuses of ranks."""
 
     async def output(self, rank: int, stream: str, data: bytes) -> None:
-        """Take output of a stream of `rank`; empty data end the stream."""
+        """Take output of a stream of `rank`; empty bytes end the stream."""
 
     async def ended(self, rank: int, status: int) -> None:
         """Take the exit status of `rank`; ``-n`` if signal n ended the rank."""
@@ -176,7 +176,7 @@ class HostRanks:
             await self._sink.output(rank, stream, b"")
 
     async def feed(self, data: bytes) -> None:
-        """Write to the standard input of rank 0, which must run on this host; empty data close it.
+        """Write to the standard input of rank 0, which must run on this host; empty `data` closes it.
 
         Data that the rank does not read before it ends is dropped.
         """

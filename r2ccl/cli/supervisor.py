@@ -122,7 +122,7 @@ class Supervisor:
         return False
 
     async def output(self, rank: int, stream: str, data: bytes) -> None:
-        """Print output of a rank; empty data end the stream."""
+        """Print output of a rank; empty bytes end the stream."""
         # A thread writes, because a slow reader of this output must not block the event loop.
         async with self._printing:
             if self._has_lost_output:

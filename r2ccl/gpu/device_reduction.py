@@ -1,4 +1,4 @@
-"""Reduces, divides and copies slices in GPU memory, asynchronously to the data loop.
+"""Reduces, averages and copies slices in GPU memory, asynchronously to the data loop.
 
 `ReductionStream` numbers the work it enqueues on one stream. After new work, `commit` records an
 event, by which the host learns how much of the work is done.

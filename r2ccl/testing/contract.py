@@ -300,7 +300,10 @@ def check_order(bench: Bench) -> None:
 
 
 def check_both_ways(bench: Bench) -> None:
-    """Check eager slices, a cleared slice and confirmations sent in both directions at once."""
+    """Check eager slices in both directions at once.
+
+    Meanwhile a cleared slice goes one way, and confirmations go the other way.
+    """
     pair = JoinedPair(bench)
     region = bytearray(200_000)
     token = pair.cleared(region)

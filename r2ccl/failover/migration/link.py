@@ -229,7 +229,7 @@ class SendLink:
         if ack > self.posted:
             raise InternalError(
                 f"rank {self.peer} confirmed slice {ack - 1} of channel {self.channel}, "
-                f"but the number of slices posted is {self.posted}"
+                f"but this rank has posted {self.posted} slices"
             )
         self.confirmed = ack
         return self._release()
@@ -262,7 +262,7 @@ class SendLink:
         if report.received > self.posted:
             raise InternalError(
                 f"rank {self.peer} resumes channel {self.channel} at slice {report.received}, "
-                f"but the number of slices posted is {self.posted}"
+                f"but this rank has posted {self.posted} slices"
             )
         # Confirmations on healthy paths may overtake the report, so `confirmed` may be newer than
         # the report. For slices of the fenced path the report is final.

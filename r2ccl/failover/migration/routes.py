@@ -1,4 +1,4 @@
-"""Routing: assigns a path to each channel to a peer, and sends the slices that waited for a path.
+"""Routing: assigns each channel a path to its peer, and sends slices that waited for a path.
 
 Each channel has a home rail. While the path to a peer on that rail is down, the channel uses
 another path. Such channels are spread over the remaining paths in proportion to the bandwidth of
