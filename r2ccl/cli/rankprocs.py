@@ -176,7 +176,7 @@ class HostRanks:
             await self._sink.output(rank, stream, b"")
 
     async def feed(self, data: bytes) -> None:
-        """Write `data` to standard input of rank 0, which must run on this host; empty data closes it.
+        """Write to standard input of rank 0, which must run on this host; empty `data` closes it.
 
         Data that the rank does not read before it ends is dropped.
         """
