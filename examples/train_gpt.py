@@ -64,7 +64,7 @@ def plan_of(healthy: Run, where: cluster.Where) -> FaultPlan:
 
 
 def marks_of(plan: FaultPlan, faulty: Run) -> list[Mark]:
-    """Return the faults that happened during an allreduce."""
+    """Return the faults that happened, each with its step."""
     found = []
     for fault in plan.faults:
         is_cut = fault.action is Action.NIC_DOWN
@@ -80,7 +80,7 @@ def judge(console: Console, healthy: Run, faulty: Run, plan: FaultPlan, marks: l
     """Compare the runs and print the results; return an error message, empty if all is right."""
     print_losses(console, healthy.losses(), faulty.losses(), "tenth")
     if len(marks) < len(plan.faults):
-        return "a planned fault did not happen during an allreduce"
+        return "a planned fault did not happen"
     for fault, mark in zip(plan.faults, marks, strict=True):
         console.print(f"\n[bold]step {mark.step}[/]: {mark.name}")
         if fault.rail is not None:

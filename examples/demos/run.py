@@ -84,9 +84,12 @@ class Run:
         }
 
     def step_at(self, time_s: float) -> Step | None:
-        """Return the step whose allreduces were running at `time_s`; None if there is none."""
-        inside = (step for step in self.steps if 0 <= time_s - step.begun_s <= step.took_s)
-        return next(inside, None)
+        """Return the first step whose allreduces ended after `time_s`; None if there is none.
+
+        If a fault occurs just before a rank sends a slice, this is the step of that slice: a rank
+        may send it before rank 0, whose times the steps have, begins the step.
+        """
+        return next((step for step in self.steps if time_s <= step.begun_s + step.took_s), None)
 
     def cut_time(self, plan: FaultPlan, fault: Fault) -> float | None:
         """Return the time of a NIC failure (CLOCK_MONOTONIC seconds); None if there was none."""
