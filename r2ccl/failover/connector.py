@@ -447,7 +447,7 @@ class Connector:
         _log.log(
             logging.DEBUG if is_probe else logging.INFO,
             "rank %d: could not connect rail %d to rank %d%s: %s; trying again",
-            self._rank, key.rail, key.peer, f", probed from rail {_via(key)}" * is_probe, why,
+            self._rank, key.rail, key.peer, f" (for a probe; own rail {_via(key)})" * is_probe, why,
         )  # fmt: skip
         attempt.drop()
         attempt.deadline = self._clock() + attempt.pause

@@ -81,7 +81,7 @@ class Routes:
     def proposal(self, peer: int) -> dict[int, int]:
         """Return the rail to propose to `peer` for each channel that has no route to it.
 
-        No route is assigned yet.
+        The result is empty if no path to `peer` is up. No route is assigned yet.
         """
         return {channel: key.rail for channel, key in self._choose(peer).items()}
 
@@ -170,7 +170,7 @@ class Routes:
 
 #: Weights of a bypass and of a last resort. They are so small that a channel goes to a bypass only
 #: if no home rail is up, and to the last resort only if no bypass is up either. While the last
-#: resort is up, only bypasses between NICs of different rails are dialed; these NICs are usually
+#: resort is up, only bypasses between NICs of different rails may be dialed; these NICs are usually
 #: faster than the network of the rendezvous.
 _BYPASS_WEIGHT, _LAST_RESORT_WEIGHT = 1e-6, 1e-12
 
