@@ -105,8 +105,9 @@ class LabJob:
     def wait(self, timeout_s: float) -> list[RankResult]:
         """Wait for all ranks; after `timeout_s` seconds, end those that still run.
 
-        Return the results of all ranks, in order of rank. Afterwards the job and its pipes are closed. If the ranks
-        have pipes, another thread must read them, because a rank blocks when its stdout is full.
+        Return the results of all ranks, in order of rank. Afterwards the job and its pipes are
+        closed. If the ranks have pipes, another thread must read them, because a rank blocks when
+        its stdout is full.
 
         Raises
         ------
