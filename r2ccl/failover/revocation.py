@@ -304,7 +304,7 @@ class Revocation:
 
     def _end_by(self, message: Revoke) -> None:
         error = CommunicatorRevoked(
-            f"rank {self._rank}: rank {message.rank} gave up: {message.text}"
+            f"rank {self._rank}: rank {message.rank} ended the communicator: {message.text}"
         )
         self.end(error, message)
 
