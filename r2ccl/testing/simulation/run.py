@@ -68,8 +68,8 @@ class SimOutcome(msgspec.Struct, frozen=True):
     repairs : int
         Number of records of path failures, counted at each end, whether repaired or not.
     interruption_s : float
-        Time from the first failure of a path to the first byte of a replayed slice, in seconds; 0
-        if no slice was replayed.
+        Time in seconds from the first failure of a path until the first slice that was missing at
+        a fence began to arrive; 0 if no such slice arrived.
     nbypasses : int
         Number of bypass connections made.
     verdicts : tuple of tuple of Verdict
