@@ -2,7 +2,7 @@
 
 ==============  ===================================================================================
 `migration`     moves the slices of a channel from a failed path to another path
-`diagnosis`     determines what failed: local NIC, remote NIC, link, rail or slow peer
+`diagnosis`     determines which part of a failed or silent path is at fault
 `health`        makes all ranks plan with the same state of the NICs from the same collective on
 `bandwidth`     measures the bandwidth of each rail from the traffic
 `failback`      decides when a failed path is probed and used again

@@ -34,9 +34,9 @@ class Declared(NamedTuple):
 
 
 def declared(peers: Sequence[PeerInfo]) -> Declared:
-    """Return the ports that are excluded at the start, from the announcements of all ranks.
+    """Return the ports that are excluded at the start, and the entries that name no NIC.
 
-    These are the ports of the NICs in ``R2CC_FAILED_NICS``, and those excluded before a shrink.
+    The ports are those of the NICs in ``R2CC_FAILED_NICS``, and those excluded before a shrink.
 
     Parameters
     ----------

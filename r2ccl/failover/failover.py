@@ -404,7 +404,7 @@ class Failover:
         now : float
             Time in seconds.
         peers : frozenset of int
-            Ranks that the running call exchanges data with. Ranks that this rank never had paths to
+            Ranks that the running calls exchange data with. Ranks that this rank never had paths to
             are ignored: a receive waits for them, and the sender connects them.
         """
         if self.is_over:

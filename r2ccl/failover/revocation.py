@@ -217,7 +217,7 @@ class Revocation:
             self._announce(self.reason)
 
     def spread(self) -> None:
-        """Tell each neighbor the ranks that this rank has learned are leaving since the last call.
+        """Tell each neighbor which ranks are leaving, as far as learned since the last call.
 
         The receiver and its neighbors are left out: the neighbors have told the receiver
         themselves. Called at every tick, so that one message names several ranks, and before this
@@ -304,7 +304,7 @@ class Revocation:
 
     def _end_by(self, message: Revoke) -> None:
         error = CommunicatorRevoked(
-            f"rank {self._rank}: rank {message.rank} gave up: {message.text}"
+            f"rank {self._rank}: rank {message.rank} ended the communicator: {message.text}"
         )
         self.end(error, message)
 

@@ -482,7 +482,8 @@ def test_an_uncaught_exception_ends_the_other_ranks() -> None:
     done = mpiexec(2, "-c", UNCAUGHT)
     assert done.returncode != 0
     assert (
-        "rank 1 gave up: the program ended with KeyError('a defect of the program')" in done.stderr
+        "rank 1 ended the communicator: the program ended with KeyError('a defect of the program')"
+        in done.stderr
     )
 
 

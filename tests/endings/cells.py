@@ -24,9 +24,9 @@ CLOSES = ["close_thread", "close_handler"]
 SIGNALS = ["interrupt", "twice", "term", "kill"]
 #: Expected text in the errors of the other ranks.
 CAUSES = {
-    "abort": "rank 1 gave up: abort() was called",
-    "revoke": "rank 1 gave up: revoke() was called",
-    "close": "rank 1 gave up: close() was called while",
+    "abort": "rank 1 ended the communicator: abort() was called",
+    "revoke": "rank 1 ended the communicator: revoke() was called",
+    "close": "rank 1 ended the communicator: close() was called while",
     "interrupt": "KeyboardInterrupt",
     "twice": "KeyboardInterrupt",
     "term": "SystemExit",

@@ -1,5 +1,6 @@
-"""Diagnosis: finds by probes which part of a path failed: a NIC, the link, the rail or the peer.
+"""Diagnosis: finds which part of a path is at fault, such as a NIC, the link or the peer.
 
-The probes are between the two ranks of the path, on its rail, on other rails and from one rail to
-another; between one of its ports and a port of a third rank; and between two third ranks.
+A port that reports itself down is at fault. Otherwise ports are probed: those of the two ranks of
+the path, on its rail, on other rails and from one rail to another; a port of the path and a port of
+a third rank; and ports of two third ranks.
 """

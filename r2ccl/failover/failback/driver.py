@@ -68,7 +68,7 @@ class Failback:
         self._quarantine(key).failed(self._clock())
 
     def withdrawn(self, key: PathKey) -> None:
-        """Put the path `key`, which was taken out of use without a failure, into quarantine."""
+        """Put the path `key`, which is out of use although it did not fail, into quarantine."""
         self._quarantine(key).withdrawn(self._clock())
 
     def _quarantine(self, key: PathKey) -> Quarantine:
@@ -96,7 +96,7 @@ class Failback:
             quarantine.carrier_up(self._clock())
 
     def hurry(self, key: PathKey) -> None:
-        """Make a probe of path `key` due, because the connection of its probe is ready again.
+        """Make a probe of path `key` due, because the connection for its probes is ready.
 
         If a probe is in flight, the next one is due as usual after its result. Do nothing if the
         path is not in quarantine.

@@ -48,7 +48,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     nprobes : int
         Number of good probes in a row that a return requires.
     spacing_s : float
-        Shortest pause between probes: after the path went out of use, after the first probe without
+        Pause before the next probe: after the path went out of use, after the first probe without
         an answer, and after each of the first ``nprobes - 1`` good probes in a row.
     cap_s : float
         Longest pause between probes, and the pause after each further good probe unless the hold

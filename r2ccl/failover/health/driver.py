@@ -7,8 +7,7 @@ end their exclusion (`exclude`). `enter` returns the health with which all ranks
 
 Only one thread may use a `HealthAgreement` at a time; any thread may read ``known``. A rail that
 this rank reported down stays down until this rank reports it up. An excluded rail of this rank
-counts as reported down: after the exclusion ends, the rail is up only once a path has shown that
-its port works.
+counts as reported down, so after the exclusion ends it is down until this rank reports it up.
 """
 
 from __future__ import annotations

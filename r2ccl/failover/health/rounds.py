@@ -87,8 +87,8 @@ class AgreementLimits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     window : int
-        Number of collectives that a rank may start between its promise and the commit, at least 1.
-        Must be equal on all ranks.
+        Maximum number of collectives that a rank starts between its promise and the commit; 1 or
+        more, and equal on all ranks.
     rest_s : float
         Shortest time from a commit to the next round, in seconds.
     late_s : float

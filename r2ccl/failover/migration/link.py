@@ -217,7 +217,7 @@ class SendLink:
         return found
 
     def confirm(self, ack: int) -> list[Slice]:
-        """Record that the peer consumed every slice below `ack`; return the slices released.
+        """Record that the peer confirmed every slice below `ack`; return the slices released.
 
         Raises
         ------

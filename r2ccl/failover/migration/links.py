@@ -52,7 +52,7 @@ class Consumer(Protocol):
         ...
 
     def on_retired(self, index: int) -> None:
-        """Handle that one more cleared slice of send op `index` is retired: not read any more."""
+        """Handle one more retired cleared slice of send op `index`: it is not read any more."""
         ...
 
     def advance(self) -> None:
@@ -77,7 +77,7 @@ class Links:
         self._has_bypasses = context.has_bypasses
         #: Ranks that this rank has, had or will have data paths to.
         self.peers: set[int] = set()
-        #: Those of `peers` whose paths were not closed because they were idle.
+        #: Those of `peers` whose paths are not closed as idle.
         self.connected: set[int] = set()
         #: Value of `ncalls` when the paths to each peer were last requested.
         self._wanted: dict[int, int] = {}
@@ -201,9 +201,11 @@ class Links:
         self.receivers.clear()
 
     def begin_replay(self, recorder: Any) -> Balance | None:
-        """Pass slices to `recorder` instead of the transport, and measure no bandwidth.
+        """Begin to handle events that compiled code has handled already (`Progress.replay`).
 
-        Return the bandwidth measurement, for `end_replay`; None if there is none.
+        Until `end_replay`, slices are passed to `recorder` instead of the transport, and no
+        bandwidth is measured. Return the bandwidth measurement, for `end_replay`; None if there is
+        none.
         """
         self._transport = recorder
         balance, self.balance = self.balance, None

@@ -21,7 +21,7 @@ under the number of the next epoch, which the handshake of the new connection in
     FENCED   ANNOUNCED -> DOWN     resume, redial   epoch + 1
     DOWN     OPENED    -> UP       use
     DOWN     ANNOUNCED -> DOWN     announce, resume, redial
-                                   this end of the epoch was not open
+                                   this end was not open in the epoch
     DOWN     CLOSED    -> FENCED   announce         idle; no connection of this epoch is used later
 
 An announcement that arrives while this end is FENCING is kept until the fence is done. The lower
@@ -119,8 +119,8 @@ class Path:
         self.announcement: Announcement | None = None
         #: Number of events on the path. A path with work whose count does not change is stalled.
         self.activity = 0
-        #: Time when the path was last taken into or out of use, or else first to be connected, in
-        #: seconds of its owner's clock.
+        #: Time when the path last came into or went out of use or, before its first use, when its
+        #: connection was begun, in seconds of its owner's clock.
         self.since_s = 0.0
         #: Slices and payload bytes sent and received on the path, with replays and duplicates.
         self.nslices_sent = 0

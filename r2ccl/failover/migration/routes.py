@@ -29,8 +29,8 @@ class Routes:
     links : Links
         Links and paths of this rank.
     homes : sequence of int
-        Home rails: channel c of a communicator has ``homes[c % len(homes)]``. Other rails are last
-        resorts.
+        Home rails: channel c of a communicator has ``homes[c % len(homes)]``. A channel uses any
+        other rail only while neither a home rail nor a bypass is up.
     share : callable
         ``share(path)``: relative bandwidth of a path, in the same unit for all paths; above 0.
     log : RepairLog
@@ -81,7 +81,7 @@ class Routes:
     def proposal(self, peer: int) -> dict[int, int]:
         """Return the rail to propose to `peer` for each channel that has no route to it.
 
-        No route is assigned yet.
+        The result is empty if no path to `peer` is up. No route is assigned yet.
         """
         return {channel: key.rail for channel, key in self._choose(peer).items()}
 
@@ -168,10 +168,10 @@ class Routes:
         return [channel for to, channel in self._links.senders if to == peer]
 
 
-#: Weights of a bypass and of a last resort. They are so small that a channel goes to a bypass only
-#: if no home rail is up, and to the last resort only if no bypass is up either. While the last
-#: resort is up, only bypasses between NICs of different rails are dialed; these NICs are usually
-#: faster than the network of the rendezvous.
+#: Weights of a bypass, and of a rail that is no home rail (a last resort). They are so small that a
+#: channel goes to a bypass only if no home rail is up, and to a last resort only if no bypass is up
+#: either. While a last resort is up, only bypasses between NICs of different rails may be dialed;
+#: these are usually faster than the last resort.
 _BYPASS_WEIGHT, _LAST_RESORT_WEIGHT = 1e-6, 1e-12
 
 __all__ = ["Routes"]

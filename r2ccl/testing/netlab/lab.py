@@ -169,7 +169,7 @@ class Lab:
     ) -> list[RankResult]:
         """Run a program as `ranks_per_node` ranks on every node and wait for all of them.
 
-        Faults without a `duration_s` stay in force after the run; `restore` undoes them.
+        NIC faults without a `duration_s` stay in force after the run; `restore` undoes them.
 
         Parameters
         ----------

@@ -63,8 +63,8 @@ class NamespaceSet:
     Raises
     ------
     LabError
-        If this process may not create namespaces, iproute2 is missing, or the remains of a set
-        whose owner has died are not removed in time.
+        If this process may not create namespaces, iproute2 or ``sh`` is missing, or the remains of
+        a set whose owner has died are not removed in time.
 
     Attributes
     ----------

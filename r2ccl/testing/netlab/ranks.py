@@ -1,6 +1,6 @@
 """Processes of one job in a lab: `spawn` starts them, `LabJob` reads their output and ends them.
 
-Unless `LabJob.close` raises an error, no rank runs afterwards. Background processes that a rank
+No rank runs after `LabJob.close`, unless `close` raises an error. Background processes that a rank
 left behind end with the lab.
 """
 
@@ -37,7 +37,8 @@ _PIPE_READS = 16
 _READ_NBYTES = 1 << 16
 
 
-#: Fixed port numbers cannot clash: each namespace has its own port space.
+#: Values of the ranks' variables of these names. Labs and jobs can all use the same ports, because
+#: each namespace has its own.
 MASTER_PORT = 29500
 R2CC_PORT = 29501
 
@@ -102,10 +103,11 @@ class LabJob:
         self.ranks[rank].popen.send_signal(number)
 
     def wait(self, timeout_s: float) -> list[RankResult]:
-        """Wait for all ranks, end them after `timeout_s` seconds, and return their results.
+        """Wait for all ranks; after `timeout_s` seconds, end those that still run.
 
-        The results are in order of rank. Afterwards the job and its pipes are closed. If the ranks
-        have pipes, another thread must read them, because a rank blocks when its stdout is full.
+        Return the results of all ranks, in order of rank. Afterwards the job and its pipes are
+        closed. If the ranks have pipes, another thread must read them, because a rank blocks when
+        its stdout is full.
 
         Raises
         ------
@@ -127,7 +129,7 @@ class LabJob:
         return self._watch(timeout_s, sink)
 
     def close(self) -> None:
-        """End the ranks that still run by SIGTERM, then SIGKILL, and close the pipes of all ranks.
+        """End by SIGTERM, then SIGKILL, the ranks that still run, and close the pipes of all ranks.
 
         A second call does nothing.
 

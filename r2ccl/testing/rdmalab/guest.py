@@ -40,8 +40,8 @@ def set_up(shape: MachineShape) -> None:
     Raises
     ------
     RdmaLabError
-        If a kernel module is missing, a tool or the kernel refuses a setting, or a port does not
-        become usable in time.
+        If a kernel module or a tool is missing, a tool or the kernel refuses a setting, or a port
+        does not become usable in time.
     """
     for module in ("veth", "bridge", "rdma_rxe"):
         _call(["modprobe", module])

@@ -152,7 +152,7 @@ class CheckedLinks(Links):
         self._checker.delivered(self._rank, peer, channel, landing, payload)
 
     def release(self, slices: list[Slice]) -> None:
-        """Report slices to the checker and release them."""
+        """Report released slices to the checker, and handle them as `Links` does."""
         for item in slices:
             self._checker.released[id(item.view)] = item.view
         super().release(slices)

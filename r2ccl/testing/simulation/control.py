@@ -28,7 +28,7 @@ _EARLY_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 _CONNECT_TIMEOUT_S = 2.0
-#: Seconds after which the next way of a bypass is tried, if one is not up.
+#: Seconds after which the next way of a bypass is tried if a way is not up.
 _STAGGER_S = 0.02
 #: Seconds before the kernel retransmits an unanswered connection request (SYN).
 _SYN_AGAIN_S = 1.0
@@ -42,7 +42,7 @@ class ControlHost(Protocol):
     is_dead: bool
 
     def on_message(self, peer: int, message: object) -> None:
-        """Handle a message from `peer`; messages arrive in the order sent."""
+        """Handle a message from `peer`; those sent over one session arrive in the order sent."""
         ...
 
     def on_path(self, peer: int, rail: int, epoch: int, endpoint: End) -> None:

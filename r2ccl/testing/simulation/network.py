@@ -298,7 +298,7 @@ class SimNetwork:
         self.fence(end, lambda: None)
 
     def fence(self, end: End, on_drained: Callable[[], None]) -> None:
-        """Fence `end`, and call `on_drained` once no write of the connection can reach its memory.
+        """Fence `end`; call `on_drained` once the connection cannot write to ``end.rank``'s memory.
 
         Cleared slices that `end` has in flight are copied, so that they no longer depend on the
         sender's memory. If `end` is being fenced or is fenced, do nothing, and never call

@@ -25,7 +25,7 @@ class CallSpec(msgspec.Struct, frozen=True):
         Name of the schedule in `r2ccl.testing.simulation.SCHEDULES`, which determines the
         collective. With `is_planned`, a name in `r2ccl.config.ALGOS`.
     channels : int
-        Number of channels, of which some algorithms use more or fewer; ignored with `is_planned`.
+        Number of channels; some algorithms use more or fewer. Ignored with `is_planned`.
     is_in_place : bool
         True if input and output are the same array, provided that the schedule allows this.
     dtype : str

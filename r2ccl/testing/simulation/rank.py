@@ -107,7 +107,7 @@ class SimRank:
     ----------
     phase : RankPhase
     error : R2cclError or None
-        Error that ended the rank's last call.
+        Error that ended the communicator at this rank; None if there was none.
     ncalls : int
         Number of calls that the rank has completed.
     """

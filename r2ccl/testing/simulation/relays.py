@@ -2,7 +2,7 @@
 
 A PXN relay copies slices between the user's memory and slots in the memory of a GPU near the NIC.
 Each rank relays on every second rail, so some paths are relayed at both ends, some at one end, and
-some at no end. There are few slots, so some slices bypass the relay. Free slots are poisoned to
+some at no end. There are few slots, so some slices are not relayed. Free slots are poisoned to
 detect writes into them. The copies run late, as work of the fake GPU.
 
 Use it with ``simulate(..., network_type=GpuNetwork, rank_type=RelayRank)``. Equal workloads, plans

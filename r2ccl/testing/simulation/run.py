@@ -44,8 +44,8 @@ from r2ccl.testing.simulation.rank import RankPhase, SimRank
 from r2ccl.testing.simulation.work import SimWork
 
 MAX_EVENTS = 200_000
-#: Seconds that a simulation with faults continues after the last rank is done, to detect late
-#: writes.
+#: Seconds, in addition to the longest `late_us` of the faults, that a simulation with faults
+#: continues after the last rank is done, to detect late writes.
 _AFTERMATH_S = 0.05
 
 
@@ -55,7 +55,8 @@ class SimOutcome(msgspec.Struct, frozen=True):
     Attributes
     ----------
     errors : tuple of R2cclError or None
-        Error that ended each rank's last call; None if the rank raised no error or was killed.
+        Error that ended the communicator at each rank; None if there was none, or the rank was
+        killed.
     ncalls : tuple of int
         Number of calls that each rank completed.
     nevents, nmessages : int
@@ -65,10 +66,10 @@ class SimOutcome(msgspec.Struct, frozen=True):
     trace : list of tuple
         Actions of the network and the ranks; each tuple begins with the virtual time in seconds.
     repairs : int
-        Number of repairs of failed paths, counted at each end.
+        Number of records of path failures, counted at each end, whether repaired or not.
     interruption_s : float
-        Time from the first failure of a path to the first byte of a replayed slice, in seconds; 0
-        if no slice was replayed.
+        Time in seconds from the first failure of a path until the first slice that was missing at
+        a fence began to arrive; 0 if no such slice arrived.
     nbypasses : int
         Number of bypass connections made.
     verdicts : tuple of tuple of Verdict

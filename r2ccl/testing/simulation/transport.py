@@ -58,7 +58,7 @@ class SimTransport(PreconnectedTransport):
     def open(self, path: PathKey, endpoint: End) -> None:
         """Open `path` on one end of a connection, and process the messages that already arrived."""
         if path in self._ends:
-            raise InternalError(f"rank {self._rank}: {path} opened before it was fenced")
+            raise InternalError(f"rank {self._rank}: {path} opened again before it was fenced")
         self._gone.discard(path)
         self._going.discard(path)
         self._ends[path] = endpoint

@@ -227,7 +227,7 @@ class End:
         self.other: End = self
         self.transport: EndOwner | None = None
         self.state = EndState.NEW
-        #: True if the connection has lost a message for good.
+        #: True once the connection is lost: messages sent later do not arrive.
         self.is_broken = False
         #: True if the connection failed before its transport took this end into use.
         self.is_dead = False

@@ -71,7 +71,7 @@ class SimWork:
         return make(spec, rank, tuple(homes), self._seen(health), self.config)
 
     def arithmetic(self, task: SimTask) -> tuple[kernels.Reducer, kernels.Divider | None]:
-        """Return the function that reduces slices, and for AVG the function that divides.
+        """Return the function that combines two slices, and for AVG the one that divides the sum.
 
         The second function is None for every other operation.
         """

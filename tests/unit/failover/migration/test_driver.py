@@ -853,7 +853,7 @@ def test_the_first_reason_wins() -> None:
     world.failover.on_message(1, Revoke("TransportTimeout", "too late", 1))
     world.failover.on_peer_lost(1, "silent", 5.0)
     assert isinstance(world.revocation.error, CommunicatorRevoked)
-    assert str(world.revocation.error) == "rank 0: rank 1 gave up: too late"
+    assert str(world.revocation.error) == "rank 0: rank 1 ended the communicator: too late"
 
 
 def test_a_lost_rank_heard_of_or_found_raises_the_same_error() -> None:
@@ -888,7 +888,7 @@ def test_a_peer_cut_off_before_it_connected_is_revoked() -> None:
     world.failover.on_message(1, Revoke("NoHealthyRail", "no healthy rail", stranger, peer=0))
     error = world.revocation.error
     assert isinstance(error, CommunicatorRevoked)
-    assert str(error) == "rank 0: rank 3 gave up: no healthy rail"
+    assert str(error) == "rank 0: rank 3 ended the communicator: no healthy rail"
 
 
 def test_the_baseline_does_not_migrate() -> None:
