@@ -99,7 +99,7 @@ def run(
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(known):
         raise InvalidArgument(
             f"workers={workers!r}: name different workers of the cluster, which has "
-            f"{', '.join(known) or 'none'}"
+            f"{', '.join(known) or 'no workers: start some'}"
         )
     group = f"r2ccl-{uuid.uuid4().hex}"
     futures = [
@@ -126,7 +126,7 @@ def run(
 
 
 class _Failure:
-    """Exception that a rank raised, as opposed to one that it returned."""
+    """Exception with which a rank ended, as opposed to one that `function` returned."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

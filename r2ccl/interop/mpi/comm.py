@@ -43,7 +43,7 @@ _PASSED = """
 """
 PASSED = frozenset(_PASSED.split())
 
-#: Advice in the error of each refused method, by its name.
+#: Advice in the errors of some refused methods, by name; the others name the method of `Comm.mpi`.
 _INSTEAD = {
     "Revoke": "call comm.communicator.revoke()",
     "Is_revoked": "catch MPI.Exception: its error class is MPI.ERR_REVOKED",
@@ -78,7 +78,7 @@ class Connections:
         atexit.register(self._leave)
 
     def keep(self, request: MessageRequest) -> None:
-        """Hold a reference to a buffered message at least until it is sent; any thread may call."""
+        """Hold a buffered message at least until it is sent; any thread may call this method."""
         with self._lock:
             self._kept = [each for each in self._kept if not each.is_done()]
             self._kept.append(request)

@@ -58,7 +58,8 @@ class ProbeEnd:
     Parameters
     ----------
     key : ProbeKey
-        The end is on this rank's port of rail ``via``, at the rank that probes and at the peer.
+        The end is on this rank's port of rail ``via``, both at the rank that probes and at the
+        rank that is probed.
     nic : int
         Index of that port's NIC within its transport.
     device : RdmaDevice
@@ -333,7 +334,7 @@ class VerbsProber:
 
     def _without_connection(self, key: ProbeKey) -> Probed:
         if key not in self._lost:
-            return Probed(key, None, "the connection for its probes was never established")
+            return Probed(key, None, "no connection for probes of this port is established")
         when_s, detail = self._lost[key]
         age_s = self._clock() - when_s
         said = f"a probe failed {age_s:.1f} s ago ({detail}); its connection is not restored yet"
