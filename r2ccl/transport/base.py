@@ -1,7 +1,7 @@
 """The transport interface: like NCCL's net plugin, but in Python and with a fence.
 
-A transport moves slices over paths. The calls of this interface hide the differences between a
-socket and a queue pair, for example:
+A transport moves slices over paths; docs/concepts.md defines these and other terms. The calls of
+this interface hide the differences between a socket and a queue pair, for example:
 
 ========================  ==============================  ====================================
 call                      over TCP                        over verbs

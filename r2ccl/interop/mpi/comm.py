@@ -341,6 +341,9 @@ class Comm(MPI.Intracomm):
     def Free(self) -> None:
         """Wait for all communication of this rank, then free the communicator in r2ccl and in MPI.
 
+        While communicators made from this one exist, a `Comm` that the constructor made stays open
+        in r2ccl, and `Free` waits only for buffered messages.
+
         *Collective*: all ranks. For ``MPI.COMM_WORLD`` and ``MPI.COMM_SELF`` it raises the error of
         MPI, and the communicator stays usable.
         """
@@ -362,7 +365,7 @@ class Comm(MPI.Intracomm):
         self.Free()
 
     def Disconnect(self) -> None:
-        """Call `Free`, which waits for all communication."""
+        """Call `Free`."""
         self.Free()
 
     def Abort(self, errorcode: int = 0) -> NoReturn:

@@ -317,7 +317,7 @@ class RdmaDevice:
         try:
             return self.is_active() != is_up
         except TransportError as exc:
-            _log.info("%s: an event may be of another port: %s", self.name, exc)
+            _log.info("%s: a port event may be of another port of this NIC: %s", self.name, exc)
             return False
 
     def refresh(self) -> None:

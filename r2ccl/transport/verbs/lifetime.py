@@ -14,9 +14,9 @@ access the old pages. The address alone does not show that this happened. Two th
 An owner is *watched* with a weak reference, which reports the owner's death before the memory is
 freed. An object that might free or move its memory during its life (``bytearray``, ``array.array``,
 ``mmap``, and all others with a buffer except NumPy arrays and memoryviews) is *held* instead: an
-export of its buffer keeps the object alive and stops it from freeing or moving the memory. One that
-accepts no weak reference is held too. NumPy refuses to resize an array that is watched. Callers
-must not resize the storage of a registered tensor, nor release a registered memoryview.
+export of its buffer keeps the object alive and stops it from freeing or moving the memory. An
+object that accepts no weak reference is held too. NumPy refuses to resize an array that is watched.
+Callers must not resize the storage of a registered tensor, nor release a registered memoryview.
 
 Invariant: watching never keeps an owner alive; holding always does.
 """

@@ -218,7 +218,7 @@ _HINTS = {
         "locking memory is not permitted (the limit is {memlock}): raise the limit (`ulimit -l "
         "unlimited`) or give the process CAP_IPC_LOCK"
     ),
-    "EFAULT": "the memory is not mapped for writing: copy a read-only array or file mapping first",
+    "EFAULT": "the memory is not mapped for writing: use a writable copy of read-only data",
     "EINVAL": "the NIC cannot register memory of this kind",
     "EOPNOTSUPP": "the NIC's driver cannot register memory of this kind",
 }
