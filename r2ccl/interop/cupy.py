@@ -66,9 +66,9 @@ def init_process_group(
     port : int, optional
         TCP port at which rank 0 listens. Default: see Notes.
     use_mpi : bool
-        Exchange the address of rank 0 and the secret of the job over MPI; the processes are those
-        of ``MPI.COMM_WORLD``. `rank` may differ from the rank in MPI; `host` and `port` are
-        ignored. Unlike CuPy, this raises an error if mpi4py is not installed.
+        Exchange the address of rank 0 over MPI; the processes are those of ``MPI.COMM_WORLD``.
+        `rank` may differ from the rank in MPI; `host` and `port` are ignored. Unlike CuPy, this
+        raises an error if mpi4py is not installed.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""`join`: ranks that are Ray actors exchange their addresses through another actor, and connect.
+"""`join`: ranks that are Ray actors learn the address of rank 0 from another actor, and connect.
 
 Rank 0 creates the other actor, an `ExchangeActor`, under a name that contains the name of the
 group, and ends it when `join` of rank 0 has connected all ranks or has failed. The name can then be
@@ -154,7 +154,7 @@ class RayRanks(RankExchange):
     group_name : str
     nranks, rank : int
     deadline_s : float
-        Time, as of `monotonic`, at which the exchanges end.
+        Time of the clock `monotonic`, in seconds, at which waits in exchanges end.
     """
 
     def __init__(

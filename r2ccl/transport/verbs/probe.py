@@ -65,7 +65,8 @@ class ProbeEnd:
     device : RdmaDevice
     pd : PD
     timeout : int
-        ``timeout`` attribute of the queue pair: 4.096 us times 2^timeout.
+        Attribute of the queue pair: an unacknowledged packet is sent again after 4.096 us times
+        2^timeout.
     on_made, discard : callable
         Called with this end: `on_made` when the end has made its queue pair, `discard` by `close`.
     """

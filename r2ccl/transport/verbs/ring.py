@@ -40,7 +40,7 @@ class SendRing:
     def take(self, nbytes: int) -> int | None:
         """Reserve space for a message of `nbytes` bytes; return its offset in the ring.
 
-        Return None if the ring has no room until the reader has consumed earlier messages.
+        Return None if the reader must first consume earlier messages.
 
         Raises
         ------
