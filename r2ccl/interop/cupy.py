@@ -66,7 +66,7 @@ def init_process_group(
     port : int, optional
         TCP port at which rank 0 listens. Default: see Notes.
     use_mpi : bool
-        Exchange the addresses of the ranks over MPI; the ranks are those of ``MPI.COMM_WORLD``.
+        Exchange the address of rank 0 over MPI; the processes are those of ``MPI.COMM_WORLD``.
         `rank` may differ from the rank in MPI; `host` and `port` are ignored. Unlike CuPy, this
         raises an error if mpi4py is not installed.
 
@@ -84,7 +84,7 @@ def init_process_group(
         If a rank does not connect within ``R2CC_INIT_TIMEOUT_S``.
     PeerLost
         If a rank exits during `init_process_group`.
-    TransportError
+    CommunicatorRevoked, NoHealthyRail, TransportError
         For the reasons given in `r2ccl.init`.
 
     Notes
@@ -95,15 +95,17 @@ def init_process_group(
     is set, or there is no launcher, a missing host is 127.0.0.1 and a missing port is 13333. All
     other settings come from the ``R2CC_*`` variables.
 
-    Every connection is authenticated with the secret of the job. On 127.0.0.1 and with MPI the
-    ranks share a secret automatically. With another `host` every rank needs the same
-    ``R2CC_SECRET``, or a ``R2CC_SECRET_FILE`` made with ``(umask 077; openssl rand -hex 32 >
-    FILE)``, because this function, like CuPy's, has no argument for the secret.
+    Every connection is authenticated with the secret of the job. With a loopback address as `host`,
+    with MPI, and with ``r2ccl launch``, the ranks share a secret automatically. With another
+    `host`, or with torchrun on several hosts, every rank needs the same ``R2CC_SECRET``, or a
+    ``R2CC_SECRET_FILE`` made with ``(umask 077; openssl rand -hex 32 > FILE)``, because this
+    function, like CuPy's, has no argument for the secret.
 
     If the ranks are connected neither over MPI nor by the addresses of a launcher, this function
-    temporarily sets the environment variables ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and, on
-    one host, ``LOCAL_WORLD_SIZE`` of the process, and removes ``R2CC_LISTEN_FD``. Until it returns,
-    no other thread may start a process or create a communicator.
+    temporarily sets the environment variables ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and, with a
+    loopback address as `host`, ``LOCAL_WORLD_SIZE`` of the process, and removes
+    ``R2CC_LISTEN_FD``. Until it returns, no other thread may start a process or create a
+    communicator.
     """
     if not 0 <= rank < n_devices:
         raise InvalidArgument(

@@ -9,8 +9,9 @@
 
     run(client, total, 1000)        # {address of a worker: its result, ...}
 
-The ranks exchange the address of rank 0 and the secret of the job through queues and variables of
-Dask's scheduler. They remove these queues and variables when they are connected, or have failed.
+The ranks exchange the address of rank 0 and, unless it is set on the workers, the secret of the job
+through queues and variables of Dask's scheduler. They remove these queues and variables when they
+are connected, or have failed.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def run(
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(known):
         raise InvalidArgument(
             f"workers={workers!r}: name different workers of the cluster, which has "
-            f"{', '.join(known) or 'none'}"
+            f"{', '.join(known) or 'no workers: start some'}"
         )
     group = f"r2ccl-{uuid.uuid4().hex}"
     futures = [
@@ -126,7 +127,7 @@ def run(
 
 
 class _Failure:
-    """Exception that a rank raised, as opposed to one that it returned."""
+    """Exception with which a rank ended, as opposed to one that `function` returned."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -224,7 +225,7 @@ class DaskRanks(RankExchange):
         Name that no other group has had.
     nranks, rank : int
     timeout_s : float
-        Seconds after the constructor at which the waits of all exchanges end.
+        Time limit of all exchanges together, in seconds, counted from the construction.
     """
 
     def __init__(self, group: str, nranks: int, rank: int, timeout_s: float) -> None:

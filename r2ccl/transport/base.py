@@ -1,7 +1,7 @@
 """The transport interface: like NCCL's net plugin, but in Python and with a fence.
 
-A transport moves slices over paths. The calls of this interface hide the differences between a
-socket and a queue pair, for example:
+A transport moves slices over paths; docs/concepts.md defines these and other terms. The calls of
+this interface hide the differences between a socket and a queue pair, for example:
 
 ========================  ==============================  ====================================
 call                      over TCP                        over verbs
@@ -134,7 +134,8 @@ class Joined(msgspec.Struct, gc=False):
     """Event: the connection test that `Endpoint.join` began with ``is_caller`` has ended.
 
     ``endpoint`` is this rank's end. ``error`` tells why the test failed; empty if it succeeded. An
-    end of a path also reports `Joined` if it fails before it is opened; ``error`` then tells why.
+    end of a path also reports `Joined` if a work request on it fails before the path is opened;
+    ``error`` then tells why.
     """
 
     key: PathKey | ProbeKey
@@ -226,7 +227,7 @@ class Registered(Protocol):
     def close(self) -> None:
         """End this use of the registration.
 
-        The transport may keep the memory registered, and does so while its slices are in flight.
+        The transport may keep the memory registered, and does so while slices in it are in flight.
         """
         ...
 
@@ -371,8 +372,8 @@ class Transport(Protocol):
         token : object
             ``Cleared.token`` of the landing place; None sends the slice eagerly.
         is_replay : bool
-            True: a cleared slice overtakes the queued cleared slices that are not replays, and may
-            overtake other replays. Ignored for an eager slice.
+            True: a cleared slice overtakes the cleared slices that are queued for the wire and are
+            not replays; it may overtake other replays. Ignored for an eager slice.
         """
         ...
 

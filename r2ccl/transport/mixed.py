@@ -102,7 +102,7 @@ class MixedTransport:
         Raises
         ------
         TransportError
-            If a part cannot reach the memory; the memory is then registered with no part.
+            If a part cannot register the memory; the call then adds no registration to any part.
         InvalidArgument
             If the bytes are not part of one allocation.
         """

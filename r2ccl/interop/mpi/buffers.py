@@ -6,10 +6,10 @@ count, displacement, datatype]``. A datatype is an ``MPI.Datatype`` or its chara
 default is the datatype of the elements of the array.
 
 Data of a predefined datatype without gaps is sent from, and received in, the memory of the array,
-unless r2ccl must write to this memory and it is read-only. All other data is packed into new memory
-by ``MPI_Pack`` before it is sent, and unpacked after it was received. MPICH and Open MPI pack the
-elements without gaps and in the byte order of the machine, so the ranks of a call may describe the
-same elements with different datatypes.
+unless this memory is read-only and r2ccl must write to it: the data is then copied. Data of any
+other datatype is packed into new memory by ``MPI_Pack`` before it is sent, and unpacked after it
+was received. MPICH and Open MPI pack the elements without gaps and in the byte order of the
+machine, so the ranks of a call may describe the same elements with different datatypes.
 
 Invariant: no byte outside the caller's array is read or written.
 """

@@ -43,7 +43,7 @@ _PASSED = """
 """
 PASSED = frozenset(_PASSED.split())
 
-#: Advice in the error of each refused method, by its name.
+#: Advice in the errors of some refused methods, by name; the others name the method of `Comm.mpi`.
 _INSTEAD = {
     "Revoke": "call comm.communicator.revoke()",
     "Is_revoked": "catch MPI.Exception: its error class is MPI.ERR_REVOKED",
@@ -78,7 +78,7 @@ class Connections:
         atexit.register(self._leave)
 
     def keep(self, request: MessageRequest) -> None:
-        """Hold a reference to a buffered message at least until it is sent; any thread may call."""
+        """Hold a buffered message at least until it is sent; any thread may call this method."""
         with self._lock:
             self._kept = [each for each in self._kept if not each.is_done()]
             self._kept.append(request)
@@ -341,6 +341,9 @@ class Comm(MPI.Intracomm):
     def Free(self) -> None:
         """Wait for all communication of this rank, then free the communicator in r2ccl and in MPI.
 
+        While communicators made from this one exist, a `Comm` that the constructor made stays open
+        in r2ccl, and `Free` waits only for buffered messages.
+
         *Collective*: all ranks. For ``MPI.COMM_WORLD`` and ``MPI.COMM_SELF`` it raises the error of
         MPI, and the communicator stays usable.
         """
@@ -362,7 +365,7 @@ class Comm(MPI.Intracomm):
         self.Free()
 
     def Disconnect(self) -> None:
-        """Call `Free`, which waits for all communication."""
+        """Call `Free`."""
         self.Free()
 
     def Abort(self, errorcode: int = 0) -> NoReturn:

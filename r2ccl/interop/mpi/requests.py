@@ -30,7 +30,7 @@ _PAUSE_S = 50e-6
 class MpiRequest:
     """Handle of a nonblocking collective or message, in place of ``MPI.Request``.
 
-    Once a method has completed the request, it is false and equal to ``MPI.REQUEST_NULL``. If the
+    Once the request is completed or freed, it is false and equal to ``MPI.REQUEST_NULL``. If the
     call failed, the method that completes the request raises `MpiError`.
 
     Parameters

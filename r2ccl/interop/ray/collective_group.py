@@ -48,9 +48,9 @@ class R2cclGroup(BaseGroup):  # type: ignore[misc]
 
     Notes
     -----
-    Tensors are C-contiguous NumPy arrays, or torch tensors in host memory. The constructor raises
-    the errors of `join`. The methods raise those of the `Communicator`, and `InvalidArgument` for
-    an operation that r2ccl lacks, or for several tensors.
+    Tensors are NumPy arrays, or torch tensors in host memory; both must be C-contiguous. The
+    constructor raises the errors of `join`. The methods raise those of the `Communicator`, and
+    `InvalidArgument` for an operation that r2ccl lacks, or for several tensors.
     """
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:

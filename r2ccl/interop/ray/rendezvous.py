@@ -1,10 +1,10 @@
-"""`join`: ranks that are Ray actors exchange their addresses through another actor, and connect.
+"""`join`: ranks that are Ray actors learn the address of rank 0 from another actor, and connect.
 
 Rank 0 creates the other actor, an `ExchangeActor`, under a name that contains the name of the
-group, and ends it when all ranks are connected or its `join` has failed. The name can then be used
-again, and a rank that Ray has restarted can join again. The `ExchangeActor` is not detached: Ray
-ends it if rank 0 ends. In Ray, the secret of the job appears only in arguments and results of the
-methods of `ExchangeActor`.
+group, and ends it when `join` of rank 0 has connected all ranks or has failed. The name can then be
+used again, and a rank that Ray has restarted can join again. The `ExchangeActor` is not detached:
+Ray ends it if rank 0 ends. In Ray, the secret of the job appears only in arguments and results of
+the methods of `ExchangeActor`.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def join(
         If rank 0 ends before all ranks are connected, or for the reasons given in `r2ccl.init`.
     PeerLost
         If a rank ends during `join`.
+    CommunicatorRevoked, NoHealthyRail
+        For the reasons given in `r2ccl.init`.
 
     Notes
     -----
@@ -152,7 +154,7 @@ class RayRanks(RankExchange):
     group_name : str
     nranks, rank : int
     deadline_s : float
-        Time, as of `monotonic`, at which the exchanges end.
+        Time of the clock `monotonic`, in seconds, at which waits in exchanges end.
     """
 
     def __init__(

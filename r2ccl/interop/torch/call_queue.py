@@ -8,7 +8,7 @@ the queue before it completes a future.
 torch has one current stream per thread. A call on GPU tensors therefore stores the stream of its
 caller, and the thread that runs the call makes it its current stream.
 
-Invariant: at most one thread runs a call, and every call that was added ends exactly once.
+Invariant: at most one thread runs a call at a time, and every call that was added ends once.
 """
 
 from __future__ import annotations

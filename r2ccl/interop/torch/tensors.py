@@ -133,8 +133,9 @@ def copy_back(tensor: Tensor, copy: Tensor) -> None:
 def joined(tensors: Sequence[Tensor], *, is_read: bool) -> Tensor:
     """Return one flat tensor with the elements of all `tensors`.
 
-    The result is a view if the tensors follow one another in memory, otherwise a new tensor: a copy
-    if `is_read`, else uninitialized. `divide` copies the result back to the tensors.
+    The result is a view if the tensors are in order and follow one another in one storage,
+    otherwise a new tensor: a copy if `is_read`, else uninitialized. `divide` copies the result back
+    to the tensors.
 
     Raises
     ------

@@ -16,9 +16,9 @@ HEADER = struct.Struct("<B3xIIQQQQ")
 HEADER_NBYTES = HEADER.size
 DATA, CLEAR, CONFIRM = 1, 2, 3
 
-#: Largest fragment of a cleared slice, in bytes: a replay waits for at most one fragment. On
-#: loopback a slice is one fragment (`_WHOLE`): no line rate delays a replay there, and each
-#: fragment costs a header.
+#: Largest fragment of a cleared slice, in bytes: a replay waits for one fragment of a slice that is
+#: being written, not for the whole slice. On loopback a slice is one fragment (`_WHOLE`): no line
+#: rate delays a replay there, and each fragment costs a header.
 _FRAGMENT_NBYTES = 64 << 10
 _WHOLE = 1 << 62
 

@@ -314,7 +314,7 @@ class TcpTransport(PreconnectedTransport):
         self._wakeup.wake()
 
     def fence(self, path: PathKey) -> None:
-        """Close the socket of `path`, if open; the next `poll` reports `Fenced` in any case.
+        """Close the socket of `path`; `poll` reports `Fenced` even if the path was not open.
 
         Raises
         ------

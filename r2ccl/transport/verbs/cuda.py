@@ -68,7 +68,8 @@ class BindingsDriver:
     Raises
     ------
     TransportError
-        If the bindings or the driver are missing, or there is no GPU; the message says which.
+        If the bindings, the driver or a GPU are missing, or the driver cannot be initialised; the
+        message gives the reason.
     """
 
     def __init__(self) -> None:

@@ -3,8 +3,8 @@
 pyverbs holds the GIL in every call, so no call may wait for an event or for a peer: events are read
 only from descriptors that are readable, and on Ethernet queue pairs are connected only to peers
 whose link-layer address the kernel already knows. Compiled code (`r2ccl.transport.verbs.fastpath`)
-takes the place of pyverbs in polling the completion queue and posting requests, if the parameter
-`fastpath` allows it, Numba is installed, and libibverbs' structs are found and verified.
+takes the place of pyverbs in polling the completion queue and posting most requests, if the
+parameter `fastpath` allows it, Numba is installed, and libibverbs' structs are found and verified.
 
 Invariant: `RdmaDevice.close` closes the objects of the device in the order that verbs requires. All
 queue pairs and memory regions must be closed before that call.
@@ -317,7 +317,7 @@ class RdmaDevice:
         try:
             return self.is_active() != is_up
         except TransportError as exc:
-            _log.info("%s: an event may be of another port: %s", self.name, exc)
+            _log.info("%s: a port event may be of another port of this NIC: %s", self.name, exc)
             return False
 
     def refresh(self) -> None:

@@ -11,7 +11,7 @@ peermem    the device pointer is registered like host memory; the module nvidia_
 staging    data passes through pinned host memory instead (`r2ccl.gpu.staged`)
 =========  =====================================================================================
 
-`DeviceMemoryRoute` holds the method used and why each better method failed.
+`DeviceMemoryRoute` holds the method used and why the methods above it in the table failed.
 
 *Whole allocations.* A framework's memory pool cuts an allocation into many pieces, and BAR space is
 scarce. So the whole allocation around a pointer is registered, once for all its pieces. Managed
@@ -84,7 +84,7 @@ class DeviceMemoryRoute(msgspec.Struct, frozen=True):
     method : str
         ``"dmabuf"`` or ``"peermem"``; ``"staging"`` if the NICs cannot access the allocation.
     reasons : tuple of str
-        Why each method that is tried before this one failed.
+        Why the methods that are tried before this one failed.
     """
 
     method: str

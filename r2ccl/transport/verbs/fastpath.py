@@ -43,8 +43,8 @@ _WRITE_WITH_IMM = 1
 # argument of a call costs 30 ns, an array 150 ns. Numba's cache notices changes of this file only,
 # not of `layout`; that is safe because the structs in `layout` are libibverbs' stable ABI.
 _QUEUE = np.dtype([(name, "u8") for name in ("function", "cq", "wcs", "capacity")])
-#: A send request, its scatter-gather entry, ``bad_wr``, and the function to call with its queue
-#: pair.
+#: A send request, its scatter-gather entry, ``bad_wr``, the function that posts the request, and
+#: the queue pair to post it to.
 _SEND = np.dtype(
     [("wr", SEND_WR), ("sge", SGE), ("bad_wr", "u8"), ("function", "u8"), ("qp", "u8")]
 )

@@ -13,10 +13,10 @@ access the old pages. The address alone does not show that this happened. Two th
 
 An owner is *watched* with a weak reference, which reports the owner's death before the memory is
 freed. An object that might free or move its memory during its life (``bytearray``, ``array.array``,
-``mmap``, and all others with a buffer except arrays and memoryviews) is *held* instead: an export
-of its buffer keeps the object alive and stops it from freeing or moving the memory. An object that
-accepts no weak reference is held too. NumPy refuses to resize an array that is watched. Callers
-must not resize the storage of a registered tensor, nor release a registered memoryview.
+``mmap``, and all others with a buffer except NumPy arrays and memoryviews) is *held* instead: an
+export of its buffer keeps the object alive and stops it from freeing or moving the memory. An
+object that accepts no weak reference is held too. NumPy refuses to resize an array that is watched.
+Callers must not resize the storage of a registered tensor, nor release a registered memoryview.
 
 Invariant: watching never keeps an owner alive; holding always does.
 """
@@ -162,7 +162,7 @@ class Lifetime:
 def _is_watchable(owner: Any) -> bool:
     """Return True if `owner` accepts weak references and certainly keeps its memory until it dies.
 
-    Of the objects with a buffer, only arrays and memoryviews do the latter.
+    Of the objects with a buffer, only NumPy arrays and memoryviews do the latter.
     """
     if not isinstance(owner, np.ndarray | memoryview) and _export(owner) is not None:
         return False

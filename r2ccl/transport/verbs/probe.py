@@ -58,13 +58,15 @@ class ProbeEnd:
     Parameters
     ----------
     key : ProbeKey
-        The end is on this rank's port of rail ``via``, at the rank that probes and at the peer.
+        The end is on this rank's port of rail ``via``, both at the rank that probes and at the
+        rank that is probed.
     nic : int
         Index of that port's NIC within its transport.
     device : RdmaDevice
     pd : PD
     timeout : int
-        ``timeout`` attribute of the queue pair: 4.096 us times 2^timeout.
+        Attribute of the queue pair: an unacknowledged packet is sent again after 4.096 us times
+        2^timeout.
     on_made, discard : callable
         Called with this end: `on_made` when the end has made its queue pair, `discard` by `close`.
     """
@@ -333,7 +335,7 @@ class VerbsProber:
 
     def _without_connection(self, key: ProbeKey) -> Probed:
         if key not in self._lost:
-            return Probed(key, None, "the connection for its probes was never established")
+            return Probed(key, None, "no connection for probes of this port is established")
         when_s, detail = self._lost[key]
         age_s = self._clock() - when_s
         said = f"a probe failed {age_s:.1f} s ago ({detail}); its connection is not restored yet"

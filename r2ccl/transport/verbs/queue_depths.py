@@ -20,12 +20,12 @@ _NCREDITS = 8
 #: Receive requests of a path's queue pair (without the marker of a fence), and send requests.
 NRECEIVES = NMESSAGES + NLANDINGS + _NCREDITS
 NSENDS = 192
-#: Probes in flight to one peer: from a port to its own rail and to the previous one, each on the
-#: connection in use and on one that is being connected to replace it.
+#: Probes in flight from a NIC's port to one peer: to the peer's ports on the same and the previous
+#: rail, each on the connection in use and on one that is being connected to replace it.
 _NPROBES = 4
 
 NCOMPLETIONS = NSENDS + NRECEIVES + 1 + _NPROBES
-"""Completion queue entries that a NIC needs per peer: the requests that can be in flight to it."""
+"""Completion queue entries that a NIC needs per peer: one per request that can be in flight."""
 
 
 def completions(npeers: int) -> int:

@@ -249,7 +249,7 @@ class QueuePair:
         self._remote = remote
 
     def hello(self) -> None:
-        """Post an RDMA write of 0 bytes; if it succeeds, the connection works in both directions.
+        """Post an RDMA write of 0 bytes; if it succeeds, packets pass in both directions.
 
         Raises
         ------

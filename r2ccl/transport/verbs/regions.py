@@ -126,8 +126,8 @@ def register_everywhere(
     Raises
     ------
     TransportError
-        If a NIC refuses; the message names the NIC and says what to do. ``status`` is the name of
-        the errno.
+        If a NIC refuses; the message names the NIC and the likely cause or remedy. ``status`` is
+        the name of the errno.
 
     Notes
     -----
@@ -207,7 +207,7 @@ def locked_memory_limit() -> str:
 _NAMES = {errno.EOPNOTSUPP: "EOPNOTSUPP"}
 
 #: Usual cause of each error of ibv_reg_mr (from its manual page and the kernel's
-#: drivers/infiniband/core/umem.c), and what to do.
+#: drivers/infiniband/core/umem.c), and what to do if there is a remedy.
 _HINTS = {
     "ENOMEM": (
         "the limit of locked memory is {memlock}, and memory counts once per NIC: raise the limit "
@@ -218,7 +218,7 @@ _HINTS = {
         "locking memory is not permitted (the limit is {memlock}): raise the limit (`ulimit -l "
         "unlimited`) or give the process CAP_IPC_LOCK"
     ),
-    "EFAULT": "the memory is not mapped for writing: read-only arrays and files cannot be targets",
+    "EFAULT": "the memory is not mapped for writing: use a writable copy of read-only data",
     "EINVAL": "the NIC cannot register memory of this kind",
     "EOPNOTSUPP": "the NIC's driver cannot register memory of this kind",
 }

@@ -24,7 +24,7 @@ class SendRing:
     nmessages : int
         Maximum number of unconsumed messages; less than half of `COUNT_MODULUS`.
     align : int
-        Every message begins at a multiple of this offset.
+        Every message begins at a multiple of this number of bytes.
     """
 
     def __init__(self, nbytes: int, nmessages: int, align: int) -> None:
@@ -40,7 +40,7 @@ class SendRing:
     def take(self, nbytes: int) -> int | None:
         """Reserve space for a message of `nbytes` bytes; return its offset in the ring.
 
-        Return None if the ring has no room until the reader has consumed earlier messages.
+        Return None if the reader must first consume earlier messages.
 
         Raises
         ------
@@ -91,7 +91,7 @@ class SendRing:
 
 #: Credits are counts modulo this: 22 of the 32 bits of immediate data.
 COUNT_MODULUS = 1 << 22
-#: Messages begin at multiples of this offset, so 22 bits can address a ring of 256 MiB.
+#: Messages begin at multiples of this many bytes, so 22 bits can address a ring of 256 MiB.
 ALIGN = 64
 
 __all__ = ["ALIGN", "COUNT_MODULUS", "SendRing"]

@@ -62,7 +62,7 @@ class Staging:
 
     @property
     def registered_nbytes(self) -> int:
-        """Size of all registered memory in bytes, on the host and on the device."""
+        """Sum of the sizes of the registrations in both caches, host and device, in bytes."""
         device = 0 if self._on_device is None else self._on_device.stats.nbytes
         return self._registrations.stats.nbytes + device
 

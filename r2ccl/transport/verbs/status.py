@@ -133,7 +133,7 @@ STATUSES: dict[int, CompletionStatus] = {
         "check that the peer's NIC is up and its process runs",
     ),
     21: CompletionStatus(
-        "GENERAL_ERR", "an error that no other status describes", f"{_DRIVER} (vendor code)"
+        "GENERAL_ERR", "an error that no other status describes", f"{_DRIVER} and vendor error"
     ),
     22: CompletionStatus("TM_ERR", "tag matching failed", _NOT_USED),
     23: CompletionStatus(

@@ -197,7 +197,7 @@ class VerbsTransport:
         return self._live(path) is not None
 
     def fence(self, path: PathKey) -> None:
-        """Stop the queue pair of `path`; `poll` reports `Fenced` when all its requests completed.
+        """Stop the queue pair of `path`; `poll` reports `Fenced` once its requests have completed.
 
         If that takes more than `_DRAIN_TIMEOUT_S`, or the device refuses, the queue pair is
         destroyed, and `Fenced` is reported then. Does nothing if `path` was not opened.
