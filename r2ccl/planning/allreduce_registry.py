@@ -89,7 +89,7 @@ class Terms(NamedTuple):
     def rooms(self, edges: int) -> list[int]:
         """Return for each node how many edges its ports can take together.
 
-        A port with usable share s takes ``edges * s // WHOLE`` edges.
+        A port with usable share s takes ``edges * s // WHOLE`` edges: `edges` if s is `WHOLE`.
         """
         return [sum(edges * share // WHOLE for share in row) for row in self.usable]
 

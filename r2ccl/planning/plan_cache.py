@@ -186,7 +186,10 @@ class GroupPlanCache:
 
 
 class CheckedSchedules:
-    """Schedules that the checker has accepted; several plan caches may share it. Thread-safe."""
+    """Record of the schedules that the checker has accepted, for one or more plan caches.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         #: Keys of the schedules, and whether their order was checked.
@@ -424,8 +427,8 @@ class PlanCache:
         are rare enough to cost at most `_BUDGET` of the predicted time, but not rarer than
         `_RAREST` allows. The result is equal on all ranks, because all plan with a new health from
         the same call on. It is False for calls that must keep the rank order, for scans and direct
-        exchanges, for a call whose fastest schedule is a sample anyway, if the network was not
-        measured, and with ``R2CC_BALANCE=0``.
+        exchanges, for a call without a schedule that is a sample, for a call whose fastest schedule
+        is a sample anyway, if the network was not measured, and with ``R2CC_BALANCE=0``.
         """
         if not self._measures or self.fabric.rates == UNMEASURED or call.op == ORDERED_OP:
             return False

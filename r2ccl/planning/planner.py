@@ -373,7 +373,7 @@ class Planner:
             why += f"; {_listed(unable)} cannot run, because some nodes have no common rail"
         if not terms.is_whole:
             left = [name for name in _FOR_WHOLE if name not in _FOR_DEGRADED]
-            why += f"; {_listed(left)} competes only while all NICs have their full bandwidth"
+            why += f"; {_listed(left)} competes only while all NICs work and nodes are equally fast"
         return why
 
     def _nchannels(self, nbytes: int, nranks: int) -> int:
@@ -495,9 +495,9 @@ _NOMINAL_NBYTES = 1 << 30
 _Key = tuple[int, str, int]
 
 #: Families tried on a whole and on a degraded network; if several are predicted to be equally good,
-#: the first one runs. Other families run only if R2CC_ALGO or R2CC_MODE selects them or they are in
-#: `_BRIDGED`, because measured on 4 nodes of 4 rails with lost NICs, none was more than 2 % faster
-#: than the best of these.
+#: the first one runs. For larger allreduces, other families run only if R2CC_ALGO or R2CC_MODE
+#: selects them or they are in `_BRIDGED`: measured on 4 nodes of 4 rails with lost NICs, none was
+#: more than 2 % faster than the best of these.
 _FOR_WHOLE = ("ring", "dissemination", "packed_trees", "tree")
 _FOR_DEGRADED = ("packed_trees", "ring", "bridged_ring", "tree")
 #: Families for networks in which some nodes have no common home rail, tried if no other family has
