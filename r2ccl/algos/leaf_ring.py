@@ -243,8 +243,8 @@ def _steps(size: int, leaves: Sequence[int], segments: Sequence[_Segment]) -> in
 
     The step of a message is its position in the longest chain that ends with it. All positions of
     the ring behave alike. The last step so far is therefore one number for all links of the ring,
-    and two numbers per leaf: for the links into the leaf, and for the links out of it. The next
-    message on a link has at least the last step of the link.
+    and two numbers per leaf: for the links into the leaf, and for the links out of it. The step
+    of the next message on a link is at least that of the link's last message.
     """
     ring, into, out = 0, dict.fromkeys(leaves, 0), dict.fromkeys(leaves, 0)
     reduced, given, completed, answered = [], [], [], []

@@ -250,7 +250,7 @@ class PlanCache:
         self._packs_channels = packs_channels
         self._measures = config.balance != "0"
         self._plans: dict[_Key, Plan] = {}
-        #: Plans made for the newest health.
+        #: Number and times of the plans made for the newest health.
         self.planning = Planning()
         #: Health version, number of the collective before the first one planned with it, and period
         #: of bandwidth samples soon after that collective.

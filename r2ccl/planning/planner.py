@@ -127,7 +127,7 @@ class Planner:
 
         With `is_bandwidth_sample`, choose a schedule whose traffic measures rail bandwidth (see
         `r2ccl.planning.plan_cache`), unless the data fits one eager slice, the settings fix another
-        schedule, or the collective has no such schedule.
+        schedule, or the call has no such schedule.
         """
         is_small = nbytes <= self._config.eager_nbytes
         carried = self._carried(health)
@@ -473,8 +473,8 @@ def _is_bridged(terms: Terms) -> bool:
 def full_channels(nhomes: int, nrails: int) -> int:
     """Return the number of channels that keeps all home rails busy, even if one rail is lost.
 
-    Each home rail has ``nrails - 1`` channels, so the channels of a lost rail spread evenly over
-    the other rails.
+    Each home rail has ``nrails - 1`` channels, but at least one. The channels of a lost rail then
+    spread evenly over the other rails.
     """
     return nhomes * max(1, nrails - 1)
 
@@ -500,8 +500,8 @@ _Key = tuple[int, str, int]
 #: more than 2 % faster than the best of these.
 _FOR_WHOLE = ("ring", "dissemination", "packed_trees", "tree")
 _FOR_DEGRADED = ("packed_trees", "ring", "bridged_ring", "tree")
-#: Families for networks in which some nodes have no common home rail, tried if no other family has
-#: a common home rail between all neighbours.
+#: Families for networks in which some nodes have no common home rail, tried if no candidate of the
+#: other families has a common home rail between all neighbours.
 _BRIDGED = ("bridged_ring", "packed_trees", "spanning_tree")
 #: Factor of the least predicted time up to which choices count as equally good: the error of
 #: predictions.
