@@ -89,8 +89,8 @@ REACHED_NBYTES, SHARE_NBYTES, ROOTED_NBYTES = 1 << 12, 1 << 11, 1 << 14
 #: overlap; there are fewer if chunks or pieces would have less than `_CHUNK_NBYTES`.
 _NCHUNKS = 4
 _CHUNK_NBYTES = 1 << 16
-#: File in which the kernel reports the size of the last-level cache, unless the hypervisor hides it;
-#: and the size in bytes that is assumed without this file.
+#: File in which the kernel reports the size of the last-level cache, unless the hypervisor hides
+#: it; and the size in bytes that is assumed without this file.
 _L3_FILE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _L3_NBYTES = 32 << 20
 #: Initial, smallest and largest number of pauses of a wait; True: more ranks than cores.
