@@ -421,7 +421,7 @@ def _even_out(flows: Sequence[Flow], chosen: Sequence[int], ports: _Ports) -> li
     """Return better rails for edges of equal load, by edge colouring; None if it does not apply.
 
     It applies if every edge has a rail that is up at both ends, and either all edges carry the same
-    load in both directions, or all carry the same load in one direction. In the second case, edges
+    load in both directions, or all carry it in one direction only. In the second case, edges
     out of a node and edges into it use different directions of its ports, so each direction of a
     node is a vertex.
     """

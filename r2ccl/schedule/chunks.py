@@ -16,8 +16,8 @@ The pieces cover the buffer without overlap. They are computed with integers fro
 only, so ranks with equal counts, weights and item sizes get the same layout without communication.
 
 A buffer may consist of parts (`Parts`), which can differ in size and lie anywhere in memory. The
-division of a part depends only on the size of this part, so the sender and the receiver of a part
-divide it in the same way.
+division of a part does not depend on other parts, or on its place in memory, so the sender and the
+receiver of a part divide it in the same way.
 """
 
 from __future__ import annotations

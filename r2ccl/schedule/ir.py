@@ -43,9 +43,8 @@ class OpKind(enum.IntEnum):
 
     #: Send ``src`` to ``peer``.
     SEND = 0
-    #: ``dst = received``. When the ops in ``after`` are done (earlier with ``is_proof``), the rank
-    #: announces ``dst`` to the peer as the landing place. The data lands there directly, unless the
-    #: peer sent it eagerly.
+    #: ``dst = received``. Unless the message is eager, it lands directly in ``dst``: the rank
+    #: announces ``dst`` to the peer when the ops in ``after`` are done, or earlier with `is_proof`.
     RECV = 1
     #: ``dst = reduce(src, received)``, or ``dst = reduce(received, src)`` if ``peer < rank``.
     RECV_REDUCE = 2
