@@ -55,8 +55,8 @@ class Terms(NamedTuple):
     Attributes
     ----------
     shares : tuple of tuple of int
-        Share of its bandwidth that each node's port on each home rail has left, 0 (down) to
-        `WHOLE`: one row per node.
+        Share of its bandwidth that each node's port on each home rail (`Fabric.homes`) has left, 0
+        (down) to `WHOLE`: one row per node.
     teams : tuple of tuple of int
         Ranks of each node.
     nchannels : int
