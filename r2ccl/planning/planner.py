@@ -281,9 +281,9 @@ class Planner:
         health : Health
         families : iterable of str, optional
             Names in `FAMILIES`, or ``spanning_tree``. Default: the families that the settings allow
-            and that can be the best for this health. If none of their candidates has a common home
-            rail between all neighbours, the ring is tried, then the families in `_BRIDGED`. If none
-            of these has one either, the result is the ring.
+            and that can be the best for this health. If no candidate of these families has a common
+            home rail between all neighbours, the ring is tried, then the families in `_BRIDGED`. If
+            none of these has one either, the result is the ring.
         """
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)

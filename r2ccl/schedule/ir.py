@@ -48,7 +48,7 @@ class OpKind(enum.IntEnum):
     RECV = 1
     #: ``dst = reduce(src, received)``, or ``dst = reduce(received, src)`` if ``peer < rank``.
     RECV_REDUCE = 2
-    #: ``dst = src``. Does nothing if both are the same memory.
+    #: ``dst = src``. Copies nothing if both are the same memory.
     COPY = 3
     #: ``dst = reduce(dst, src)``.
     REDUCE = 4

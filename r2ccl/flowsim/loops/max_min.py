@@ -90,7 +90,7 @@ def lift(s: FlowState, link: int) -> None:
 
 @called
 def _start(s: FlowState) -> None:
-    """Start the slices that are ready; remove links without a next slice from their ports."""
+    """Start the slices that are ready; remove links whose next slice is not from their ports."""
     now = s.clock[0]
     for i in range(s.counts[STARTING]):
         link = s.starting[i]
