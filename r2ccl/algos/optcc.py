@@ -166,8 +166,8 @@ def _overlapped(
 ) -> Iterator[tuple[_Segment | None, _Segment | None]]:
     """Yield pairs: a segment to reduce-scatter, and the segment to allgather after that.
 
-    The segment to allgather is `_LAG` segments behind. At the start and at the end, one of the two
-    is None.
+    The segment to allgather is `_LAG` segments behind. At the start and at the end, None stands for
+    a missing segment.
     """
     none = [None] * _LAG
     return zip([*segments, *none], [*none, *segments], strict=True)
