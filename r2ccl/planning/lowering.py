@@ -152,8 +152,8 @@ def lower(
         `announces_parts`.
     announces_parts : bool
         If True and `whole_nbytes` is above 0, the first channel sends an empty message for each
-        part that travels on other channels, so that a receiver that expects another size need not
-        wait for the part to learn this.
+        part that travels on other channels. A receiver that expects another size then learns this
+        without waiting for the part.
 
     Raises
     ------
