@@ -86,8 +86,8 @@ def make_exchange() -> Exchange:
         of a kernel of `r2ccl.kernels.fold`, not 0, the parts of all ranks are reduced to ``output``
         instead. If parts differ in size, `tables` is the address of four rows with one word per
         rank, otherwise 0. The first two rows have the first byte and the number of bytes of each
-        part that this rank sends, the last two those of each part that it receives. `nbytes` is
-        then the mean size of the received parts.
+        part that this rank sends, the last two those of each part that it receives. With
+        `tables`, `nbytes` is the mean size of the received parts.
     """
 
     def exchange(
