@@ -9,9 +9,10 @@ Steps: 1. Bytes on the wire: every part once, because no rank forwards parts of 
 
 Channel 0 carries the parts that are too small to be divided; larger parts are divided among the
 other channels. If part sizes can differ between pairs of ranks, channel 0 also carries an empty
-message for every divided part. A receiver thus gets one message early from every rank that it
-expects a part from, and detects a wrong size at once. `r2ccl.planning.lowering.lower` with
-``whole_nbytes`` and ``announces_parts`` divides parts in this way.
+message for every divided part. A receiver thus gets a message on channel 0 from every rank that it
+expects a part from, and detects a wrong size without waiting for the part.
+`r2ccl.planning.lowering.lower` with ``whole_nbytes`` and ``announces_parts`` divides parts in this
+way.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ positions p + 1 and p - 3, and so on.
 
 A core rank sends and receives (n + m - 2 - r)/m of the data, where r is the mean number of leaves
 that relay in a segment. A leaf sends and receives the data once, and twice in segments in which it
-relays. `r2ccl.algos.roles` chooses the leaves and how often they relay, so that all ranks finish
-together. With one straggler, and mostly with several, this takes the time
-`packed_trees.lower_bound`.
+relays. `r2ccl.algos.roles` chooses the leaves and how often they relay, for the least time. With
+one straggler, and mostly with several, this takes the time `packed_trees.lower_bound`.
 
 Segments overlap. On each link, the reduce-scatter of a segment comes before the remaining steps of
 earlier segments, so that the core has other work while it waits for a slow leaf. Two steps do not
@@ -244,8 +243,8 @@ def _steps(size: int, leaves: Sequence[int], segments: Sequence[_Segment]) -> in
 
     The step of a message is its position in the longest chain that ends with it. All positions of
     the ring behave alike. The last step so far is therefore one number for all links of the ring,
-    and two numbers per leaf: for the links into the leaf, and for the links out of it. The next
-    message on a link has at least the last step of the link.
+    and two numbers per leaf: for the links into the leaf, and for the links out of it. The step
+    of the next message on a link is at least that of the link's last message.
     """
     ring, into, out = 0, dict.fromkeys(leaves, 0), dict.fromkeys(leaves, 0)
     reduced, given, completed, answered = [], [], [], []

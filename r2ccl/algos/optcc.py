@@ -1,7 +1,7 @@
 """OptCC: one straggler is a leaf of the other ranks' ring, in segments of alternating order.
 
-One rank, the straggler, has lost the fraction X of its bandwidth B. The D bytes are divided into k
-segments, and each segment into m = n - 1 sections. Each segment takes four stages:
+One rank, the straggler, has lost the fraction X of its bandwidth B. The D bytes of data are divided
+into k segments, and each segment into m = n - 1 sections. Each segment takes four stages:
 
 - S1: the m healthy ranks reduce-scatter the segment in their ring; position p owns section p + 1.
 - S2: the owners send their sections to the straggler.
@@ -166,8 +166,8 @@ def _overlapped(
 ) -> Iterator[tuple[_Segment | None, _Segment | None]]:
     """Yield pairs: a segment to reduce-scatter, and the segment to allgather after that.
 
-    The segment to allgather is `_LAG` segments behind. At the start and at the end, one of the two
-    is None.
+    The segment to allgather is `_LAG` segments behind. At the start and at the end, None stands for
+    a missing segment.
     """
     none = [None] * _LAG
     return zip([*segments, *none], [*none, *segments], strict=True)

@@ -78,7 +78,7 @@ def lower_bound(bandwidths: Sequence[int]) -> Fraction:
 def degrees(bandwidths: Sequence[int]) -> tuple[Fraction, ...]:
     """Return the mean degree of each node: in proportion to bandwidth, between 1 and n - 1.
 
-    The mean degrees add up to 2(n - 1), as the degrees of a tree do.
+    A single node has degree 0. The mean degrees add up to 2(n - 1), as the degrees of a tree do.
 
     Raises
     ------
@@ -274,7 +274,7 @@ def _next(
 
 
 def _round(values: Sequence[Fraction]) -> list[int]:
-    """Round to integers with the same sum, rounding up the values with the largest fractions."""
+    """Round to integers with the same sum, rounding up those with the largest fractional parts."""
     floors = [int(each) for each in values]
     missing = int(sum(values)) - sum(floors)
     order = sorted(range(len(values)), key=lambda at: (floors[at] - values[at], at))
@@ -284,7 +284,7 @@ def _round(values: Sequence[Fraction]) -> list[int]:
 
 
 def _in_twos(values: Sequence[Fraction], rooms: Sequence[int]) -> list[int]:
-    """Round to integers with the same sum, where possible to even ones, none above its `rooms`."""
+    """Round to integers with the same sum, even where possible, none above its entry in `rooms`."""
     halves = _round([each / 2 for each in values])
     found = [min(2 * half, room - room % 2) for half, room in zip(halves, rooms, strict=True)]
     missing = int(sum(values)) - sum(found)

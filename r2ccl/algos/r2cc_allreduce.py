@@ -63,11 +63,11 @@ def allreduce(
         Share of the data for the ring of healthy ranks, Y in the module docstring, 0 to 1. Default:
         `split`. Ignored for one rank.
     nchannels : tuple of int
-        Number of channels of the ring of all ranks, and of the ring of healthy ranks. The times in
-        the module docstring assume that the first ring has the bandwidth (1 - X) B. If channels
-        share a port equally, the numbers must therefore be in the proportion (1 - X) to X. If
-        channels are tied to rails, those of the second ring must be on the rails that the straggler
-        has lost.
+        Number of channels of the ring of all ranks, and of the ring of healthy ranks; with one
+        rank, the second number is ignored. The times in the module docstring assume that the first
+        ring has the bandwidth (1 - X) B. If channels share a port equally, the numbers must
+        therefore be in the proportion (1 - X) to X. If channels are tied to rails, those of the
+        second ring must be on the rails that the straggler has lost.
 
     Raises
     ------

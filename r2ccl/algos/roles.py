@@ -63,8 +63,8 @@ def deal(roles: Roles, nsegments: int) -> list[tuple[int, ...]]:
     """Return, for each of `nsegments` segments, the leaves that relay in it.
 
     The share that a leaf relays is rounded to whole segments, which are spread evenly. In a
-    segment, fewer leaves relay than the core has ranks. A leaf that is left out for this reason
-    takes precedence in the next segment.
+    segment, fewer leaves relay than the core has ranks. A leaf that is left out for this reason can
+    relay in a later segment instead.
     """
     due = dict.fromkeys(roles.relaying, Fraction(1, 2))
     dealt = []

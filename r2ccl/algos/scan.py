@@ -146,7 +146,8 @@ def _exclusive_chain(nranks: int, rank: int) -> tuple[Op, ...]:
     return program.ops()
 
 
-#: Chunks of a channel in the chain of an exscan. A rank waits for 1/16 of the data before it sends.
+#: Chunks of a channel in the chain of an exscan: a rank waits only for a 16th of the channel's data
+#: before it sends.
 _NCHUNKS = 16
 
 __all__ = ["chain", "doubling"]

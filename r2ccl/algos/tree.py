@@ -2,8 +2,9 @@
 
 In the allreduce a leaf sends its data to its parent. An inner rank reduces its own data and that of
 its children, and sends the sum to its parent. The root gets the result, which is broadcast over the
-same edges. Slices are in flight up and down the tree at the same time. The child with the lowest
-subtree is reduced first, because its data arrives first.
+same edges. Slices are in flight up and down the tree at the same time. A rank reduces its
+children's data by ascending height of their subtrees, because the data of flat subtrees arrives
+first.
 
 In the allreduce, every edge carries the tree's share of the data once in each direction, so a rank
 of degree d sends and receives d times that share. A rank that is a leaf in many trees thus has a

@@ -97,7 +97,7 @@ def rails_of(choice: Choice, rows: Sequence[Sequence[int]]) -> Rails:
 
 
 #: Largest number of nodes for which max-min sharing is simulated. Fair queues are much faster, and
-#: their times differ by up to 3 %.
+#: their times usually differ by at most 3 %.
 _EXACT_NODES = 16
 
 __all__ = ["rails_of", "simulate_choice"]

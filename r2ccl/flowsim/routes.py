@@ -1,6 +1,7 @@
 """Egress and ingress port of every link, given the bandwidths of the ports.
 
-A link is never assigned to a port without bandwidth.
+A link between nodes has a *home rail* at each end, and uses both while they are alive. A link is
+never assigned to a port without bandwidth.
 
 Ports are numbered in this order: egress of every (node, rail), ingress of every (node, rail),
 egress of every rank to the other ranks of its node, ingress of every rank from the other ranks of

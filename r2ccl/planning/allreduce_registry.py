@@ -55,8 +55,8 @@ class Terms(NamedTuple):
     Attributes
     ----------
     shares : tuple of tuple of int
-        Share of its bandwidth that each node's port on each home rail has left, 0 (down) to
-        `WHOLE`: one row per node.
+        Share of its bandwidth that each node's port on each home rail (`Fabric.homes`) has left, 0
+        (down) to `WHOLE`: one row per node.
     teams : tuple of tuple of int
         Ranks of each node.
     nchannels : int
@@ -89,7 +89,7 @@ class Terms(NamedTuple):
     def rooms(self, edges: int) -> list[int]:
         """Return for each node how many edges its ports can take together.
 
-        A port with usable share s takes ``edges * s // WHOLE`` edges.
+        A port with usable share s takes ``edges * s // WHOLE`` edges: `edges` if s is `WHOLE`.
         """
         return [sum(edges * share // WHOLE for share in row) for row in self.usable]
 

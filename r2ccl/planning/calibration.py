@@ -21,9 +21,9 @@ def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -
     Parameters
     ----------
     time_ns : callable
-        ``time_ns(nbytes, n)`` runs ``max(2, n)`` consecutive allreduces of `nbytes` each and
-        returns the time of the fastest in ns, excluding the first one, in which TCP windows are
-        still small and token buckets full. It must return the same value on all ranks.
+        ``time_ns(nbytes, n)`` runs ``max(2, n)`` consecutive allreduces of `nbytes` each. It
+        returns the time of the fastest in ns, without the first one, in which TCP windows are still
+        small and token buckets full. It must return the same value on all ranks.
     of : callable
         ``of(nbytes)`` returns the `Choice` of an allreduce of `nbytes`.
 

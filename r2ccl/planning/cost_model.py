@@ -70,7 +70,7 @@ class Fabric(NamedTuple):
     Attributes
     ----------
     homes : sequence of int
-        Numbers of the home rails.
+        Numbers of the home rails, on which channels are placed: all rails except last resorts.
     nwires : int
         Number of rails whose bandwidths add up. Rails that share one wire, as on loopback, only
         back each other up and get one channel together (loopback, 2 and 4 ranks, 256 KiB to 64 MiB:

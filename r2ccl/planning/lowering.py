@@ -24,9 +24,10 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 
     ``cuts`` holds the slice boundaries, as indices of elements in the memory that the op writes;
     for a send, in the memory that it reads. For element i that an op writes, it reads element
-    ``i + shift``, if it reads memory. ``is_final`` is that of `r2ccl.schedule.ir.Op`. ``is_left``
-    is true if the received data is the left operand of the reduction. Each entry of ``after``
-    describes another op that this one waits for:
+    ``i + shift``, if it reads memory. ``is_eager`` is true if the message is sent eagerly.
+    ``is_final`` is that of `r2ccl.schedule.ir.Op`. For a RECV_REDUCE, ``is_left`` is true if the
+    received data is the left operand. Each entry of ``after`` describes another op that this one
+    waits for:
 
     1. Index of the other op.
     2. True if slice k waits only for slice k of the other op; False if it waits for all slices.
@@ -150,8 +151,9 @@ def lower(
         for, are then left out. On the first channel, they are kept if `count` is 0 or with
         `announces_parts`.
     announces_parts : bool
-        If True, the first channel sends an empty message for each part that travels on other
-        channels, so that a receiver that expects another size learns this at once.
+        If True and `whole_nbytes` is above 0, the first channel sends an empty message for each
+        part that travels on other channels. A receiver that expects another size then learns this
+        without waiting for the part.
 
     Raises
     ------

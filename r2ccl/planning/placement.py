@@ -8,7 +8,7 @@ Rings: all hops of a channel use the same rail. A ring is as slow as its slowest
 channel as slow as its slowest hop. Each channel therefore gets work in proportion to the worst port
 of its home rail, so that all channels end together. A port that is down does not reduce the share
 of its rail: the rail's channels detour only at the hops that use this port, and carry as much as
-any other channel.
+the channels of the best rail.
 
 Schedules for unequal nodes: each edge is placed on its own rail, so that the ports of a node are
 loaded in proportion to their shares, and ports that are down are avoided.
@@ -235,7 +235,10 @@ def port_time(
 def mean_time(
     flows: Flows, homes: Sequence[int], health: Health, nodes: Sequence[int] = ()
 ) -> Fraction:
-    """Return the average time that a port takes for its part of one buffer; see `port_time`."""
+    """Return the average time that a port takes for its part of one buffer; see `port_time`.
+
+    The result is 0 if all ports are down.
+    """
     ports = _Ports(homes, health, nodes)
     total = sum(flow.up + flow.down for flow in flows.flows if not ports.is_inside(flow))
     capacity = sum(map(sum, ports.shares.values()))
@@ -418,7 +421,7 @@ def _even_out(flows: Sequence[Flow], chosen: Sequence[int], ports: _Ports) -> li
     """Return better rails for edges of equal load, by edge colouring; None if it does not apply.
 
     It applies if every edge has a rail that is up at both ends, and either all edges carry the same
-    load in both directions, or all carry the same load in one direction. In the second case, edges
+    load in both directions, or all carry it in one direction only. In the second case, edges
     out of a node and edges into it use different directions of its ports, so each direction of a
     node is a vertex.
     """

@@ -186,7 +186,10 @@ class GroupPlanCache:
 
 
 class CheckedSchedules:
-    """Schedules that the checker has accepted; several plan caches may share it. Thread-safe."""
+    """Record of the schedules that the checker has accepted, for one or more plan caches.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         #: Keys of the schedules, and whether their order was checked.
@@ -247,7 +250,7 @@ class PlanCache:
         self._packs_channels = packs_channels
         self._measures = config.balance != "0"
         self._plans: dict[_Key, Plan] = {}
-        #: Plans made for the newest health.
+        #: Number and times of the plans made for the newest health.
         self.planning = Planning()
         #: Health version, number of the collective before the first one planned with it, and period
         #: of bandwidth samples soon after that collective.
@@ -423,9 +426,9 @@ class PlanCache:
         Samples are frequent soon after the health changed, because it may change back. Later they
         are rare enough to cost at most `_BUDGET` of the predicted time, but not rarer than
         `_RAREST` allows. The result is equal on all ranks, because all plan with a new health from
-        the same call on. It is False for calls that must keep the rank order, for scans and direct
-        exchanges, for a call whose fastest schedule is a sample anyway, if the network was not
-        measured, and with ``R2CC_BALANCE=0``.
+        the same call on. It is False for scans, for direct exchanges, and for calls that must
+        keep the rank order; if the fastest schedule of the call is a sample anyway, or if none is;
+        if the network was not measured; and with ``R2CC_BALANCE=0``.
         """
         if not self._measures or self.fabric.rates == UNMEASURED or call.op == ORDERED_OP:
             return False

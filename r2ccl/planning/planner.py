@@ -127,7 +127,7 @@ class Planner:
 
         With `is_bandwidth_sample`, choose a schedule whose traffic measures rail bandwidth (see
         `r2ccl.planning.plan_cache`), unless the data fits one eager slice, the settings fix another
-        schedule, or the collective has no such schedule.
+        schedule, or the call has no such schedule.
         """
         is_small = nbytes <= self._config.eager_nbytes
         carried = self._carried(health)
@@ -281,9 +281,9 @@ class Planner:
         health : Health
         families : iterable of str, optional
             Names in `FAMILIES`, or ``spanning_tree``. Default: the families that the settings allow
-            and that can be the best for this health. If none of their candidates has a common home
-            rail between all neighbours, the ring is tried, then the families in `_BRIDGED`. If none
-            of these has one either, the result is the ring.
+            and that can be the best for this health. If no candidate of these families has a common
+            home rail between all neighbours, the ring is tried, then the families in `_BRIDGED`. If
+            none of these has one either, the result is the ring.
         """
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)
@@ -373,7 +373,7 @@ class Planner:
             why += f"; {_listed(unable)} cannot run, because some nodes have no common rail"
         if not terms.is_whole:
             left = [name for name in _FOR_WHOLE if name not in _FOR_DEGRADED]
-            why += f"; {_listed(left)} competes only while all NICs have their full bandwidth"
+            why += f"; {_listed(left)} competes only while all NICs work and nodes are equally fast"
         return why
 
     def _nchannels(self, nbytes: int, nranks: int) -> int:
@@ -473,8 +473,8 @@ def _is_bridged(terms: Terms) -> bool:
 def full_channels(nhomes: int, nrails: int) -> int:
     """Return the number of channels that keeps all home rails busy, even if one rail is lost.
 
-    Each home rail has ``nrails - 1`` channels, so the channels of a lost rail spread evenly over
-    the other rails.
+    Each home rail has ``nrails - 1`` channels, but at least one. The channels of a lost rail then
+    spread evenly over the other rails.
     """
     return nhomes * max(1, nrails - 1)
 
@@ -495,13 +495,13 @@ _NOMINAL_NBYTES = 1 << 30
 _Key = tuple[int, str, int]
 
 #: Families tried on a whole and on a degraded network; if several are predicted to be equally good,
-#: the first one runs. Other families run only if R2CC_ALGO or R2CC_MODE selects them or they are in
-#: `_BRIDGED`, because measured on 4 nodes of 4 rails with lost NICs, none was more than 2 % faster
-#: than the best of these.
+#: the first one runs. For larger allreduces, other families run only if R2CC_ALGO or R2CC_MODE
+#: selects them or they are in `_BRIDGED`: measured on 4 nodes of 4 rails with lost NICs, none was
+#: more than 2 % faster than the best of these.
 _FOR_WHOLE = ("ring", "dissemination", "packed_trees", "tree")
 _FOR_DEGRADED = ("packed_trees", "ring", "bridged_ring", "tree")
-#: Families for networks in which some nodes have no common home rail, tried if no other family has
-#: a common home rail between all neighbours.
+#: Families for networks in which some nodes have no common home rail, tried if no candidate of the
+#: other families has a common home rail between all neighbours.
 _BRIDGED = ("bridged_ring", "packed_trees", "spanning_tree")
 #: Factor of the least predicted time up to which choices count as equally good: the error of
 #: predictions.

@@ -103,7 +103,7 @@ class TwoLevelPlans:
     ----------
     rank : int
     teams : sequence of sequence of int
-        Ranks of each node, in ascending order: two or more, equally many on all nodes.
+        Ranks of each node, in ascending order. All nodes have equally many ranks, two or more.
     plans : PlanCache
         Plans of the communicator for calls in one level.
     config : Config
@@ -116,7 +116,7 @@ class TwoLevelPlans:
         index = next(team for team in teams if rank in team).index(rank)
         self._teams = teams
         self._index = index
-        #: True if the parts of the ranks of each node are neighbours in a buffer of all parts.
+        #: True if ranks are numbered node by node: a node's parts are then adjacent in a buffer.
         self._is_in_order = list(chain(*teams)) == list(range(len(teams) * nlocal))
         self._plans = plans
         self._config = config
@@ -165,11 +165,11 @@ class TwoLevelPlans:
 
         Notes
         -----
-        A call runs in one level if its collective is not in `COLLECTIVES`, its operation is one of
-        the user, or its collective is in `PARTED` and the ranks are not numbered node by node. A
-        call of at most ``R2CC_EAGER_NBYTES`` runs in one level unless two levels need fewer steps.
-        In the modes r2cc and auto, a larger call runs in one level if that is predicted to take
-        less time by more than 2 %.
+        A call runs in one level if its collective is not in `COLLECTIVES`, its operation is
+        user-defined, or its collective is in `PARTED` and the ranks are not numbered node by node.
+        A call of at most ``R2CC_EAGER_NBYTES`` runs in one level unless two levels need fewer
+        steps. In the modes r2cc and auto, a larger call runs in one level if that is predicted to
+        take less time by more than 2 %.
         """
         key = (health.version, call, sizes)
         if key not in self._kept:

@@ -1,8 +1,8 @@
 """Checker of schedules: rejects an incorrect schedule before any byte moves.
 
 A schedule that `check` accepts computes its collective in place and out of place, for any slice
-size. The executor must follow the rules of `r2ccl.schedule.ir` and hold at least one unreduced
-slice per link. Collectives in `r2ccl.schedule.ir.APART` are computed out of place only.
+size. The executor must follow the rules of `r2ccl.schedule.ir` and have room for at least one
+unreduced slice per link. Collectives in `r2ccl.schedule.ir.APART` are computed out of place only.
 
 The checks, in this order:
 

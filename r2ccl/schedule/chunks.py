@@ -5,19 +5,19 @@ A buffer is divided into chunks first, then each chunk among the channels::
     chunk       |        0        |        1        |        2        |
     channel     |  0  |  1  |  2  |  0  |  1  |  2  |  0  |  1  |  2  |
 
-If all channels have the same number of chunks, the chunk of an element depends neither on the
-number of channels nor on their weights. Nor does the order in which a schedule reduces the
-contributions to the element. A plan that moves work from one rail to another then gives a
-bit-identical result. If channels differ in their number of chunks, the buffer is divided into as
-many chunks as the greatest common divisor of these numbers, and each channel divides its piece of a
-chunk further.
+If all channels have the same number of chunks, the chunk of an element does not depend on the
+number of channels or on their weights. If all channels also have the same ops, the order in which
+the contributions to an element are reduced does not depend on them either. A plan that moves work
+from one rail to another then gives a bit-identical result. If channels differ in their number of
+chunks, the buffer is divided into as many chunks as the greatest common divisor of these numbers,
+and each channel divides its piece of a chunk further.
 
 The pieces cover the buffer without overlap. They are computed with integers from the arguments
 only, so ranks with equal counts, weights and item sizes get the same layout without communication.
 
 A buffer may consist of parts (`Parts`), which can differ in size and lie anywhere in memory. The
-division of a part depends only on the size of this part, so the sender and the receiver of a part
-divide it in the same way.
+division of a part does not depend on other parts, or on its place in memory, so the sender and the
+receiver of a part divide it in the same way.
 """
 
 from __future__ import annotations

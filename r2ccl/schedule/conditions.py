@@ -1,14 +1,14 @@
 """Definitions of the collectives: the contributions each rank starts with and must end with.
 
-An algorithm is correct if and only if its ops lead from ``initial`` to ``wanted``;
-`r2ccl.schedule.check.check` verifies that.
+The ops of a correct algorithm lead from ``initial`` to ``wanted``; `r2ccl.schedule.check.check`
+verifies that.
 
 A contribution is the input data of one rank for one chunk. A set of contributions is an int used as
 a bit set: bit ``r`` stands for rank ``r``. All spaces have the same chunks. In an allgather or a
 gather, only some chunks of a rank's INPUT hold data. In a reduce_scatter or a scatter, only some
 chunks of a rank's OUTPUT are defined. In an in-place call, these chunks are at the positions that
-NCCL's in-place operations require. In an alltoall, the part of a chunk is the distance from its
-source to its destination, modulo the number of ranks.
+NCCL's in-place operations require. In an alltoall, the number of the part that a chunk belongs to
+is the distance from its source to its destination, modulo the number of ranks.
 
 The functions that return the conditions of a collective raise `InvalidArgument` if `root` is not a
 rank, or if the collective needs equally many chunks per rank and `nchunks` is not a multiple of

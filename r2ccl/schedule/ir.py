@@ -7,7 +7,7 @@ Execution model
 ---------------
 A channel owns a share of the buffer, divided into chunks (`r2ccl.schedule.chunks`).
 Channels can differ in their number of chunks. Every op works on one chunk index; the same index has
-the same size at both ends of a message. An op runs as soon as the ops in its ``after`` are
+the same size at both ends of a message. An op begins as soon as the ops in its ``after`` are
 done. The position in the program orders only the ops of one directed link (source rank, destination
 rank, channel): the n-th send matches the n-th receive.
 
@@ -43,12 +43,12 @@ class OpKind(enum.IntEnum):
 
     #: Send ``src`` to ``peer``.
     SEND = 0
-    #: ``dst = received``. The data lands directly in ``dst``, which the rank announces to the peer
-    #: as the landing place when the ops in ``after`` are done.
+    #: ``dst = received``. Unless the message is eager, it lands directly in ``dst``: the rank
+    #: announces ``dst`` to the peer when the ops in ``after`` are done, or earlier with `is_proof`.
     RECV = 1
     #: ``dst = reduce(src, received)``, or ``dst = reduce(received, src)`` if ``peer < rank``.
     RECV_REDUCE = 2
-    #: ``dst = src``. Does nothing if both are the same memory.
+    #: ``dst = src``. Copies nothing if both are the same memory.
     COPY = 3
     #: ``dst = reduce(dst, src)``.
     REDUCE = 4
@@ -173,8 +173,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     Raises
     ------
     InvalidArgument
-        If a size is below 1, there is no channel, the number of weights is not the number of
-        channels, a weight is negative, all weights are 0, or `root` is not a rank.
+        If `nranks` or a number of chunks is below 1, there is no channel, the number of weights is
+        not the number of channels, a weight is negative, all weights are 0, or `root` is not a
+        rank.
     """
 
     name: str

@@ -173,7 +173,11 @@ class _Lane:
             and not held.is_final
         )
         if final and not is_due:
-            why = "the chunk was marked before" if held.is_final else "the chunk is not complete"
+            why = (
+                "the chunk was marked before"
+                if held.is_final
+                else "the chunk is not complete, or the collective has no final op"
+            )
             raise error_at(self._arrays, op, f"is_final is wrong here: {why} ({self._mode})")
         if is_due and not final:
             raise error_at(

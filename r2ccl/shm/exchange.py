@@ -85,9 +85,9 @@ def make_exchange() -> Exchange:
         rank s, and is copied to ``output + s * target_step`` of rank d. If `kernel` is the address
         of a kernel of `r2ccl.kernels.fold`, not 0, the parts of all ranks are reduced to ``output``
         instead. If parts differ in size, `tables` is the address of four rows with one word per
-        rank, otherwise 0. The rows contain the first byte of each part that this rank sends, the
-        number of bytes of each of these parts, then the first byte and the number of bytes of each
-        part that this rank receives; `nbytes` is then the mean size of the received parts.
+        rank, otherwise 0. The first two rows have the first byte and the number of bytes of each
+        part that this rank sends, the last two those of each part that it receives. With
+        `tables`, `nbytes` is the mean size of the received parts.
     """
 
     def exchange(

@@ -89,7 +89,8 @@ REACHED_NBYTES, SHARE_NBYTES, ROOTED_NBYTES = 1 << 12, 1 << 11, 1 << 14
 #: overlap; there are fewer if chunks or pieces would have less than `_CHUNK_NBYTES`.
 _NCHUNKS = 4
 _CHUNK_NBYTES = 1 << 16
-#: Size of the last-level cache, which the kernel reports here unless the hypervisor hides it.
+#: File in which the kernel reports the size of the last-level cache, unless the hypervisor hides
+#: it; and the size in bytes that is assumed without this file.
 _L3_FILE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _L3_NBYTES = 32 << 20
 #: Initial, smallest and largest number of pauses of a wait; True: more ranks than cores.
@@ -132,8 +133,8 @@ class CallsDiffer(Exception):
 class LocalCall(NamedTuple):
     """Call that `LocalGroup.prepare` has prepared."""
 
-    #: Compiled loop; its arguments are the address of the state, the addresses of two pointers to
-    #: arrays, and `given`.
+    #: Compiled loop; its arguments are the address of the state, the addresses of the data pointers
+    #: of two arrays, and `given`.
     run: Callable[..., int]
     #: Further arguments: the first is the address of the form, or 0; the last two are the signature
     #: and the flags.
@@ -578,8 +579,8 @@ def _host_of_process() -> bytes:
 
 
 _HOST_NBYTES = 16
-#: With it, an `_Offer` has as many bytes as a result of `pass_segments`, so that the allgathers of
-#: both have the same plan.
+#: Size in bytes of the problem in an `_Offer`. The offer then has as many bytes as a result of
+#: `pass_segments`, so that the allgathers of both have the same plan.
 _PROBLEM_NBYTES = RESULT_NBYTES - _HOST_NBYTES - LISTENER_NAME_NBYTES
 
 

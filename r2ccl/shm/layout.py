@@ -27,7 +27,7 @@ SIGNATURES, NROUNDS = 16, 32
 #: `r2ccl.shm.places`; 0: no place.
 INPUTS, OUTPUTS = 48, 64
 #: Last round for which the owner has announced that it has read the stage slots and that its result
-#: slot is valid. It does not announce rounds that no rank waits for.
+#: slot is valid. Not all rounds are announced: a rank may skip those that no rank waits for.
 DONE = 2 * LINE_NBYTES
 #: Offset from POSTED, and from DONE, to the number of threads that sleep until this word changes.
 WAITERS = LINE_NBYTES
@@ -59,7 +59,7 @@ SAFE = 4
 #: Position in the call: index of the current round, from -1, and next step in it; see
 #: `r2ccl.shm.exchange`.
 ROUND, STEP = 5, 6
-#: Rounds of the call, agreed by all ranks.
+#: Number of rounds of the call; equal on all ranks once they have compared the headers.
 TOTAL = 7
 #: Peer that the call waits for, or with which it disagrees.
 AWAITED = 8

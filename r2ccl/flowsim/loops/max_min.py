@@ -90,7 +90,10 @@ def lift(s: FlowState, link: int) -> None:
 
 @called
 def _start(s: FlowState) -> None:
-    """Start the slices that are ready; remove links without a next slice from their ports."""
+    """Start the slices that are ready.
+
+    Then remove each link whose slice has ended, and whose next one has not started, from its ports.
+    """
     now = s.clock[0]
     for i in range(s.counts[STARTING]):
         link = s.starting[i]

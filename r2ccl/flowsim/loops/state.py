@@ -123,7 +123,8 @@ SEAT_DTYPE = np.dtype([("next", np.int32), ("previous", np.int32), ("mark", np.f
 #: A slice that is sent completely, and the time at which it lands.
 LANDING_DTYPE = np.dtype([("time", np.float64), ("link", np.int64)])
 
-#: States of a link: nothing to send; a slice on the wire; between two slices; no port to use.
+#: States of a link: no slice ready to send; a slice on the wire; between two slices; no port to
+#: use.
 IDLE, BUSY, RESTING, PARKED = range(4)
 
 #: Values in place of a port number: sending takes no time; no rail is alive at both ends.

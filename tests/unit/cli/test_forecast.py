@@ -85,7 +85,7 @@ def test_the_reason_names_the_two_fastest_and_their_times() -> None:
         for time_s, name in times[:2]:
             assert f"{1e3 * time_s:.3f} ms" in why
             assert name in (*re.findall("(?:before|to) ([a-z_]+)", why), *chosen_of(forecasts))
-    assert "dissemination competes only while all NICs have their full" in found.why_degraded
+    assert "dissemination competes only while all NICs work" in found.why_degraded
     assert "dissemination" not in found.why_degraded.partition(";")[2].partition(";")[0]
 
 
