@@ -55,7 +55,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     eager_nbytes: int = 64 << 10
     #: Maximum number of unconfirmed eager slices of a link.
     eager_slots: int = 16
-    #: Size of the slices that ops are cut into: the units of pipelining, confirmation and replay.
+    #: Maximum size of the slices that ops are cut into: the units of pipelining, confirmation and
+    #: replay.
     slice_nbytes: int = 1 << 20
     #: Maximum number of landing places that a receiver announces ahead of the data on one link.
     landing_depth: int = 2
@@ -64,7 +65,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Schedule of large allreduces in mode auto, one of `ALGOS`; a ring if it is not applicable.
     #: auto: the one with the least predicted time, or a ring if rails do not add bandwidth.
     algo: str = "auto"
-    #: Number of rails to use; 0: one per usable interface (two on loopback).
+    #: Number of TCP rails to use, besides a last resort; 0: one per usable interface (two on
+    #: loopback).
     rails: int = 0
     #: Interfaces to use, in NCCL's syntax: comma-separated prefixes, ``=`` exact, ``^`` exclude.
     socket_ifname: str = ""
@@ -124,8 +126,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Maximum time that a repeatedly failing path must stay good before it is used again; 0: only
     #: the probes decide.
     quarantine_cap_s: float = 300.0
-    #: Division of the work by the measured rates of the rails. 1: on; 0: off; auto: on if rails add
-    #: bandwidth to one another.
+    #: Division of the work by the measured rates of the rails, except in modes failstop and
+    #: migrate. 1: on; 0: off; auto: on if rails add bandwidth to one another.
     balance: str = "auto"
     #: A call fails with NoHealthyRail after this long without a path to a peer.
     no_rail_timeout_s: float = 10.0
@@ -139,13 +141,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: init() waits this long for all rails, then continues with those that are up.
     connect_timeout_s: float = 5.0
     #: Number of ranks with data paths above which a rank closes idle paths, the least recently used
-    #: first, but none that init() made. 0: no limit.
+    #: first, but none that init() made. 0, or in mode failstop: no limit.
     max_connections: int = 128
     #: Congestion control of TCP rails; auto: cubic, on loopback reno; empty: the system default.
     tcp_congestion: str = "auto"
     #: A waiting data loop calls sched_yield for this long before it sleeps.
     spin_s: float = 50e-6
-    #: TCP port of rank 0's rendezvous; 0: MASTER_PORT + 1, or chosen by the launcher.
+    #: TCP port of rank 0's rendezvous; 0: MASTER_PORT + 1, or a default: see docs/launching.md.
     port: int = 0
     #: Secret of the job, 64 hexadecimal digits.
     secret: str = ""

@@ -262,7 +262,8 @@ class Leader:
         if hello.nranks != self._identity.nranks or not 0 <= hello.rank < hello.nranks:
             self._fault(
                 f"rank {hello.rank} was started for {hello.nranks} ranks, "
-                f"rank 0 for {self._identity.nranks}: WORLD_SIZE must be equal everywhere"
+                f"rank 0 for {self._identity.nranks}: WORLD_SIZE must be equal everywhere, "
+                "and RANK below it"
             )
         elif hello.rank in self._hellos:
             first = self._hellos[hello.rank]

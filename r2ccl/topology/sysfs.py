@@ -2,8 +2,8 @@
 
 The roots of sysfs and proc are parameters, so recorded trees can be read like live ones. Facts
 about GPUs are parameters too, because sysfs does not have them. Invariant: a missing or garbled
-attribute is no error. Its value is empty or 0. If planning needs a value, one is assumed, and
-`Machine.remarks` states it.
+attribute is no error. Its value is empty or 0. If planning needs a value other than a NUMA
+distance, one is assumed, and `Machine.remarks` states it.
 
 References
 ----------
@@ -63,9 +63,9 @@ def read_machine(
     Returns
     -------
     Machine
-        Its ``remarks`` are the remarks of `gpus`, a remark for each value that planning needs and
-        that is missing, and a remark for each PCIe link that uses fewer lanes than both its ends
-        support.
+        Its ``remarks`` are the remarks of `gpus`, a remark for each missing value that planning
+        needs, except NUMA distances, and a remark for each PCIe link that uses fewer lanes than
+        both its ends support.
     """
     facts = gpus or GpuFacts()
     there = {gpu.bus_id: gpu for gpu in facts.gpus}  # partitions of a GPU have the same bus id
