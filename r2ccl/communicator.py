@@ -1068,9 +1068,9 @@ class Communicator:
             If an argument is not as described, or the ranks share memory and request different
             numbers of pages (then raised on all ranks). The communicator stays usable.
         TransportError
-            If memory or descriptors are exhausted on any rank, or 1024 of these arrays are in use;
-            raised on all ranks, and the communicator stays usable. Without shared memory, as for
-            `register`.
+            If memory or descriptors are exhausted on any rank, two ranks cannot map each other's
+            memory, or 1024 of these arrays are in use; raised on all ranks, and the communicator
+            stays usable. Without shared memory, as for `register`.
 
         Notes
         -----
