@@ -1486,7 +1486,7 @@ class Communicator:
 
 
 #: Function that creates a communicator, not yet connected, from a control plane and its `members`.
-#: The communicator owns the control plane, even if the function raises.
+#: The communicator owns the control plane; if the function raises, it has closed the control plane.
 Assemble: TypeAlias = Callable[[ControlPlane, tuple[int, ...]], Communicator]
 
 __all__ = ["ANY_SOURCE", "ANY_TAG", "Communicator"]

@@ -98,8 +98,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Maximum amount of host memory registered with NICs, and separately of GPU memory; of memory
     #: that is not in use, the least recently used is deregistered first.
     registration_limit_nbytes: int = 4 << 30
-    #: Staging memory of collectives on GPU memory: pinned host memory if the rails reach only host
-    #: memory (at least 64 bytes per rank are used), else GPU memory that slices land in.
+    #: Size of each staging memory of collectives on GPU memory: GPU memory that the node's GPUs
+    #: access directly; and GPU memory that slices land in or, if the rails reach only host memory,
+    #: pinned host memory. The first and the last have at least 64 bytes per rank.
     staging_nbytes: int = 64 << 20
     #: Access of a node's GPUs to each other's memory. 1: direct, or an error if it is not possible;
     #: 0: not direct; auto: direct if it is possible between all GPUs of the node.
