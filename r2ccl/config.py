@@ -65,8 +65,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Schedule of large allreduces in mode auto, one of `ALGOS`; a ring if it is not applicable.
     #: auto: the one with the least predicted time, or a ring if rails do not add bandwidth.
     algo: str = "auto"
-    #: Number of TCP rails to use, besides a last resort; 0: one per usable interface (two on
-    #: loopback).
+    #: Number of TCP rails to use, not counting that of `last_resort`; 0: one per usable interface
+    #: (two on loopback).
     rails: int = 0
     #: Interfaces to use, in NCCL's syntax: comma-separated prefixes, ``=`` exact, ``^`` exclude.
     socket_ifname: str = ""
@@ -490,7 +490,8 @@ _BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 def _number_like(field: msgspec.structs.FieldInfo, given: str) -> str:
     """Return the kind of number that a field allows, with an example.
 
-    The example is the value that `given` means if it is a number with a unit, else the default.
+    If `given` is a number of bytes or seconds, with or without a unit, the example is its value;
+    otherwise, the example is the default.
     """
     is_size = field.name.endswith("nbytes")
     example: Any = field.default

@@ -234,8 +234,8 @@ def _carries(interface: Interface, addresses: Collection[str]) -> bool:
 def _nothing_found(interfaces: Iterable[Interface], config: Config) -> InvalidArgument:
     asked = f"R2CC_SOCKET_IFNAME={config.socket_ifname!r}: " if config.socket_ifname else ""
     return InvalidArgument(
-        f"{asked}no interface qualifies as a rail (it must be up and have an address; loopback, "
-        "docker and virbr interfaces must be selected by name); "
+        f"{asked}no interface qualifies as a rail (it must be up and have an address; if the ranks "
+        "are on several hosts, loopback, docker and virbr interfaces must be selected by name); "
         f"interfaces of this machine: {_describe(interfaces)}; "
         "select some with R2CC_SOCKET_IFNAME, e.g. eth,ib or =eth0,eth1"
     )
