@@ -31,7 +31,8 @@ _BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _NODE = re.compile(r"node([0-9]{1,5})")
 _RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _SPEED = re.compile(r"([0-9]{1,3})(?:\.([0-9]))? GT/s")
-#: PCIe Base Specification, Link Capabilities register; some devices show other numbers.
+#: Valid numbers of lanes (PCIe Base Specification, Link Capabilities register); some devices show
+#: other numbers.
 _WIDTHS = frozenset((1, 2, 4, 8, 12, 16, 32))
 #: Maximum number of bytes read from a file: one page holds any attribute, and the first processor's
 #: entry in /proc/cpuinfo.
