@@ -63,12 +63,14 @@ class Communicator:
     ----------------------------
     x : array_like
         The input, of any shape, in host memory on all ranks or in device memory on all ranks.
+        A rank must pass arrays of only one GPU to a communicator.
         The dtype must be equal on all ranks, and so must the number of elements, unless parts may
         have unequal sizes. Must be C-contiguous in device memory, or if it receives the result; in
         all other cases, an array that is not C-contiguous is copied first. Borrowed until the
         collective has finished.
     out : array_like, optional
-        Receives the result: a C-contiguous array of the dtype of `x`, in the same kind of memory.
+        Receives the result: a C-contiguous array of the dtype of `x`, in host memory or on the same
+        GPU, like `x`.
         Disjoint from `x`, except for the overlap that the method allows. Not an array of JAX, which
         is immutable.
     op : ReduceOp, ConvertedOp or UserOp
@@ -91,11 +93,11 @@ class Communicator:
 
     Results of all collectives
     --------------------------
-    `out` or, without it, its default; None on a rank that receives nothing. If `x` is an array of
-    JAX, the default is always a new array of JAX, on the device of `x`. With ``async_op``, a
-    `Work` whose `wait` returns the same. A call on device memory returns before the result is
-    ready, and work enqueued on `stream` afterwards sees the result; with ``async_op``, only after
-    `Work.order`.
+    `out` or, without it, its default; None for a `reduce`, `gather` or `gatherv` on ranks other
+    than `root`. If `x` is an array of JAX, the default is always a new array of JAX, on the device
+    of `x`. With ``async_op``, a `Work` whose `wait` returns the same. A call on device memory
+    returns before the result is ready, and work enqueued on `stream` afterwards sees the result;
+    with ``async_op``, only after `Work.order`.
 
     Errors of all collectives and messages
     --------------------------------------
@@ -354,8 +356,8 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        each rank sends (n - 1)/n of `x`, in a ring, and needs memory of the size of `x` for partial
-        sums, which is reused across calls.
+        each rank sends (n - 1)/n of `x`, in a ring. Over the network, it needs memory of the size
+        of `x` for partial sums, which is reused across calls.
         """
         make = arguments.reduce_scatter
         return self._collectives.start(stream, async_op, make, x, out, op, self.rank, self.nranks)
@@ -551,8 +553,8 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            Also if, on any rank, `x` has another number of elements than `root` expects; this
-            revokes the communicator on every rank.
+            Also if a rank other than `root` passes another number of elements than `root` expects
+            from it; this revokes the communicator on every rank.
 
         Notes
         -----
@@ -640,8 +642,8 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            Also if, on any rank, `out` has another size than `root` sends; this revokes the
-            communicator on every rank.
+            Also if a rank other than `root` passes an `out` of another size than `root` sends to
+            it; this revokes the communicator on every rank.
 
         Notes
         -----
@@ -730,8 +732,8 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            Also if a rank sends another number of elements than the receiver expects; this revokes
-            the communicator on every rank.
+            Also if the number of elements that a rank sends to another rank differs from the number
+            expected there; this revokes the communicator on every rank.
 
         Notes
         -----
@@ -861,7 +863,9 @@ class Communicator:
         return self._collectives.start(stream, async_op, arguments.run_schedule, *given)
 
     def barrier(self) -> None:
-        """Wait until all ranks have called `barrier`, and earlier asynchronous calls have ended.
+        """Wait until all ranks have called `barrier`.
+
+        Earlier asynchronous collectives on host memory have then ended on all ranks.
 
         Notes
         -----
@@ -871,20 +875,21 @@ class Communicator:
         self._collectives.barrier()
 
     def group(self) -> AbstractContextManager[Group]:
-        """Collect the calls of a ``with`` block, and run them together at its end.
+        """Collect the collectives and messages of a ``with`` block; run them together at its end.
 
         All ranks must open groups with the same collectives, in the same order. Small allreduces of
-        one dtype and operation are joined, up to 4 MiB, and need the exchanges of one. Messages
-        begin before the collectives, so that no order of `send` and `recv` in the block can
-        deadlock. The arrays of the calls must not be modified within the block, results are
-        complete after it, and no call may use the result of another.
+        one dtype and operation in host memory are joined, up to 4 MiB, and need the exchanges of
+        one. Messages begin before the collectives, so that no order of `send` and `recv` in the
+        block can deadlock. The arrays of the calls must not be modified within the block, and no
+        call may use the result of another. After the block, results in host memory are complete;
+        work that is then enqueued on the ``stream`` of a call on device memory sees its result.
 
         Returns
         -------
         context manager
-            Its value is a `Group`, whose ``messages`` has the messages that the `recv` calls took.
-            The end of the block raises the error of a failed call. If the block itself raises, no
-            call runs.
+            Its value is a `Group`, whose ``messages`` has the messages that the `recv` and
+            `sendrecv` calls took. The end of the block raises the error of a failed call. If the
+            block itself raises, no call runs.
 
         Raises
         ------
@@ -1063,16 +1068,17 @@ class Communicator:
             If an argument is not as described, or the ranks share memory and request different
             numbers of pages (then raised on all ranks). The communicator stays usable.
         TransportError
-            If memory or descriptors are exhausted on any rank, or 1024 of these arrays are in use;
-            raised on all ranks, and the communicator stays usable. Without shared memory, as for
-            `register`.
+            If memory or descriptors are exhausted on any rank, two ranks cannot map each other's
+            memory, or 1024 of these arrays are in use; raised on all ranks, and the communicator
+            stays usable. Without shared memory, as for `register`.
 
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other errors. *Cost*: about 1 ms, and
         whole pages of memory on every rank, so allocate few large arrays and use parts of them. The
-        memory is freed by the first `empty` after all ranks have dropped their arrays in it, or
-        when the communicator has ended. A forked child shares the contents of this memory. If the
+        memory is freed by the first `empty` after all ranks have dropped their arrays in it; after
+        the end of the communicator, a rank's memory is freed when it drops its array. A forked
+        child shares the contents of this memory. If the
         ranks do not all share memory, as on several hosts, the array has ordinary memory instead,
         registered as by `register`.
         *After failure*: an output in this memory may contain zeros after a failed `allreduce`.
@@ -1131,13 +1137,16 @@ class Communicator:
         Communicator or None
             None if `color` is None. ``members`` of the new communicator has the rank of each of its
             ranks in this one. It is closed by its ``close()``, or with the communicator that `init`
-            returned.
+            or `shrink` returned.
 
         Raises
         ------
         InvalidArgument
             If `color` or `key` is not an integer of 64 bits, or a rank has too many communicators
             open.
+        TransportTimeout
+            Also if, for ``R2CC_TIMEOUT_S``, other threads were making communicators, or all context
+            ids of a rank were in use; the communicator stays usable.
 
         Notes
         -----
@@ -1278,7 +1287,7 @@ class Communicator:
         return self._engine.repairs()
 
     def health(self) -> status.HealthReport:
-        """Return the state of this rank's rails and of their paths to other ranks.
+        """Return the state of this rank's rails and their paths to other ranks, and its memory use.
 
         Ranks with which this rank has exchanged no data may be missing. ``str()`` of the report is
         a text for people.
@@ -1339,7 +1348,8 @@ class Communicator:
         Notes
         -----
         *Local*. A second call replaces the handler of the first. In a communicator made by `split`
-        and the like, the status written is that of the communicator that `init` returned.
+        and the like, the status written is that of the communicator that `init` or `shrink`
+        returned.
         """
         self._job.dump_on_signal(signum)
 
@@ -1413,7 +1423,7 @@ class Communicator:
 
         Call it after `PeerLost`, or after a `CommunicatorRevoked` that a `PeerLost` on another rank
         caused. A communicator that still works is revoked first. This communicator is closed, also
-        if `shrink` raises, unless it raises `InvalidArgument`.
+        if `shrink` raises, except in the cases stated below.
 
         Parameters
         ----------
@@ -1433,8 +1443,9 @@ class Communicator:
         ------
         InvalidArgument
             If `quorum` is unknown, this communicator was made by `split` and the like, or
-            ``R2CC_DUMP_SIGNAL`` is set and this is not the main thread. The communicator stays as
-            it is.
+            ``R2CC_DUMP_SIGNAL`` is set and this is not the main thread; in these cases, this
+            communicator stays as it is. Also if the excluded NICs leave a surviving rank no rail,
+            or two of them no common rail.
         NoQuorum
             If too few ranks survive.
         TransportTimeout
@@ -1475,7 +1486,7 @@ class Communicator:
 
 
 #: Function that creates a communicator, not yet connected, from a control plane and its `members`.
-#: The communicator owns the control plane, even if the function raises.
+#: The communicator owns the control plane; if the function raises, it has closed the control plane.
 Assemble: TypeAlias = Callable[[ControlPlane, tuple[int, ...]], Communicator]
 
 __all__ = ["ANY_SOURCE", "ANY_TAG", "Communicator"]

@@ -55,7 +55,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     eager_nbytes: int = 64 << 10
     #: Maximum number of unconfirmed eager slices of a link.
     eager_slots: int = 16
-    #: Size of the slices that ops are cut into: the units of pipelining, confirmation and replay.
+    #: Maximum size of the slices that ops are cut into: the units of pipelining, confirmation and
+    #: replay.
     slice_nbytes: int = 1 << 20
     #: Maximum number of landing places that a receiver announces ahead of the data on one link.
     landing_depth: int = 2
@@ -64,7 +65,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Schedule of large allreduces in mode auto, one of `ALGOS`; a ring if it is not applicable.
     #: auto: the one with the least predicted time, or a ring if rails do not add bandwidth.
     algo: str = "auto"
-    #: Number of rails to use; 0: one per usable interface (two on loopback).
+    #: Number of TCP rails to use, not counting that of `last_resort`; 0: one per usable interface
+    #: (two on loopback).
     rails: int = 0
     #: Interfaces to use, in NCCL's syntax: comma-separated prefixes, ``=`` exact, ``^`` exclude.
     socket_ifname: str = ""
@@ -96,8 +98,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Maximum amount of host memory registered with NICs, and separately of GPU memory; of memory
     #: that is not in use, the least recently used is deregistered first.
     registration_limit_nbytes: int = 4 << 30
-    #: Staging memory of collectives on GPU memory: pinned host memory if the rails reach only host
-    #: memory (at least 64 bytes per rank are used), else GPU memory that slices land in.
+    #: Size of each staging memory of collectives on GPU memory: GPU memory that the node's GPUs
+    #: access directly; and GPU memory that slices land in or, if the rails reach only host memory,
+    #: pinned host memory. The first and the last have at least 64 bytes per rank.
     staging_nbytes: int = 64 << 20
     #: Access of a node's GPUs to each other's memory. 1: direct, or an error if it is not possible;
     #: 0: not direct; auto: direct if it is possible between all GPUs of the node.
@@ -124,8 +127,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Maximum time that a repeatedly failing path must stay good before it is used again; 0: only
     #: the probes decide.
     quarantine_cap_s: float = 300.0
-    #: Division of the work by the measured rates of the rails. 1: on; 0: off; auto: on if rails add
-    #: bandwidth to one another.
+    #: Division of the work by the measured rates of the rails, except in modes failstop and
+    #: migrate. 1: on; 0: off; auto: on if rails add bandwidth to one another.
     balance: str = "auto"
     #: A call fails with NoHealthyRail after this long without a path to a peer.
     no_rail_timeout_s: float = 10.0
@@ -139,13 +142,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: init() waits this long for all rails, then continues with those that are up.
     connect_timeout_s: float = 5.0
     #: Number of ranks with data paths above which a rank closes idle paths, the least recently used
-    #: first, but none that init() made. 0: no limit.
+    #: first, but none that init() made. 0, or in mode failstop: no limit.
     max_connections: int = 128
     #: Congestion control of TCP rails; auto: cubic, on loopback reno; empty: the system default.
     tcp_congestion: str = "auto"
     #: A waiting data loop calls sched_yield for this long before it sleeps.
     spin_s: float = 50e-6
-    #: TCP port of rank 0's rendezvous; 0: MASTER_PORT + 1, or chosen by the launcher.
+    #: TCP port of rank 0's rendezvous; 0: MASTER_PORT + 1, or a default: see docs/launching.md.
     port: int = 0
     #: Secret of the job, 64 hexadecimal digits.
     secret: str = ""
@@ -419,6 +422,8 @@ def parse_failures(text: str) -> tuple[tuple[str, str], ...]:
 def _published_failures(env: Mapping[str, str]) -> dict[str, Any]:
     """Return ``failed_nics`` from R2CC_FAILED_HCA and R2CC_FAILED_NODE of the published R2CCL.
 
+    The result is a dict with this setting; it is empty if the variables name no NIC.
+
     Raises
     ------
     InvalidArgument
@@ -485,7 +490,8 @@ _BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 def _number_like(field: msgspec.structs.FieldInfo, given: str) -> str:
     """Return the kind of number that a field allows, with an example.
 
-    The example is the value that `given` means if it is a number with a unit, else the default.
+    If `given` is a number of bytes or seconds, with or without a unit, the example is its value;
+    otherwise, the example is the default.
     """
     is_size = field.name.endswith("nbytes")
     example: Any = field.default

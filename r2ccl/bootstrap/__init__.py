@@ -6,8 +6,9 @@ Users call `r2ccl.launch` and `r2ccl.launch_pool`.
 Main modules, in the order a job uses them: ``launch`` and ``pool`` start ranks; ``identity`` and
 ``secretfile`` determine this process's rank and secret; ``startup``, ``rendezvous``, ``leader`` and
 ``branch`` find the other ranks; ``dialing`` and ``listener`` open authenticated connections;
-``overlay`` chooses the ranks that have sessions; ``session``, ``peer``, ``paths`` and ``control``
-make the control plane; ``succession`` makes the control plane of the survivors for a shrink.
+``overlay`` chooses the pairs of ranks that have sessions from the start; ``session``, ``peer``,
+``paths`` and ``control`` make the control plane; ``succession`` makes the control plane of the
+survivors for a shrink.
 
 Names are imported on first use, because asyncio would add tens of milliseconds to ``import
 r2ccl``.

@@ -152,10 +152,10 @@ class Claim(NamedTuple):
     """Dialer's description of its connection, which can be trusted after `Acceptor.verify`.
 
     ``src`` and ``dst`` are the ranks of dialer and acceptor; for SEGMENT, their indices among the
-    ranks of the host. ``rail`` and ``epoch`` identify the path of a DATA connection, and are 0 for
-    other purposes. ``beyond`` is the rank to which a FORWARD connection is forwarded, else 0.
-    ``communicator`` is the communicator's id of 16 bytes; all bytes are zero until the rendezvous
-    has chosen the id.
+    ranks that share the memory. ``rail`` and ``epoch`` identify the path of a DATA connection, and
+    are 0 for other purposes. ``beyond`` is the rank to which a FORWARD connection is forwarded,
+    else 0. ``communicator`` is the communicator's id of 16 bytes; all bytes are zero until the
+    rendezvous has chosen the id.
     """
 
     purpose: Purpose

@@ -139,7 +139,10 @@ class _Dialing:
             self._has_proved, self._wanted = True, ANSWER_NBYTES
 
     def _expect_connected(self, until_s: float) -> None:
-        """Fail unless the socket is connected; else limit the handshake to loop time `until_s`."""
+        """Fail if the socket is not connected; otherwise let the handshake expire at `until_s`.
+
+        `until_s` is a time of the event loop, in seconds.
+        """
         try:
             self._sock.getpeername()
         except OSError:

@@ -33,7 +33,7 @@ from r2ccl.bootstrap.secretfile import (
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument, is_exhaustion
 
-#: Descriptor of a listening socket that rank 0 inherits from its launcher.
+#: Variable with the descriptor of the listening socket that rank 0 inherits from its launcher.
 LISTEN_FD_VARIABLE = "R2CC_LISTEN_FD"
 
 _ENV_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")

@@ -69,7 +69,8 @@ LAUNCHERS = (
 class RankPlace(msgspec.Struct, frozen=True):
     """Rank, number of ranks and address of rank 0, from the variables of a launcher.
 
-    ``port`` is the port of the rendezvous unless a setting gives one; 0: a setting must give it.
+    ``port`` is the port of the rendezvous unless ``R2CC_PORT`` or ``MASTER_PORT`` is set; 0: one of
+    these must be set.
     """
 
     rank: int

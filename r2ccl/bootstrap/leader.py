@@ -70,7 +70,7 @@ _MANY_MISSING = 16
 #: Time between two batches, as a share of the time since the rendezvous began, and its maximum in
 #: seconds. Up to the maximum, the number of batches grows with the logarithm of that time.
 _PAUSE_SHARE, _MAX_PAUSE_S = 0.1, 0.25
-#: Maximum of this time, in seconds, while dialers have not proved the secret yet.
+#: Maximum time between two batches, in seconds, while dialers have not proved the secret yet.
 _PROOF_PAUSE_S = 0.05
 
 
@@ -262,7 +262,8 @@ class Leader:
         if hello.nranks != self._identity.nranks or not 0 <= hello.rank < hello.nranks:
             self._fault(
                 f"rank {hello.rank} was started for {hello.nranks} ranks, "
-                f"rank 0 for {self._identity.nranks}: WORLD_SIZE must be equal everywhere"
+                f"rank 0 for {self._identity.nranks}: WORLD_SIZE must be equal everywhere, "
+                "and RANK below it"
             )
         elif hello.rank in self._hellos:
             first = self._hellos[hello.rank]

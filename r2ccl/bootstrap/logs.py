@@ -46,7 +46,8 @@ class RankFormatter(logging.Formatter):
 class FallbackHandler(logging.Handler):
     """Writes to ``sys.stderr`` the records that no other handler receives.
 
-    A handler that the program configures later thus replaces this one, as `logging.lastResort`.
+    A handler that the program configures later thus replaces this one, just as such a handler
+    replaces `logging.lastResort`.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -77,7 +77,10 @@ class ControlLoop:
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(deadline_s)
         if self._thread.is_alive():
-            logger.warning("%s did not end within %.1f s", self._thread.name, deadline_s)
+            logger.warning(
+                "the thread %s did not end within %.1f s: please report it",
+                self._thread.name, deadline_s,
+            )  # fmt: skip
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

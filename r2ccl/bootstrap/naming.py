@@ -31,8 +31,7 @@ class LeaderName:
     rank : int
         This rank.
     name : str
-        ``MASTER_ADDR`` or, if a launcher gives it otherwise, the first host: a name or a numeric
-        address.
+        `Identity.address`: a host name or a numeric address.
     port : int
     """
 

@@ -34,7 +34,8 @@ from r2ccl.errors import ConcurrentCalls, R2cclError, TransportTimeout, format_r
 
 _Result = TypeVar("_Result")
 
-#: Function that makes the communicator of a rank; a string, because its layer is a higher one.
+#: Name of the function that makes the communicator of a rank; not imported here, because its layer
+#: is a higher one.
 _INIT = "r2ccl.factory:init"
 #: Seconds that the other ranks have to return or raise after one rank raised or died, or after
 #: Ctrl-C. Ranks that wait in a collective for the one that raised would wait forever.
@@ -290,7 +291,7 @@ class LaunchPool:
     def _failure(
         self, outcomes: Mapping[int, RankOutcome], timeout_s: float | None = None
     ) -> BaseException | None:
-        """Return the error of a call: the exit of a rank, else the first exception, else lateness.
+        """Return the error of a call: the exit of a rank, else the first exception, else a timeout.
 
         Return None if all ranks returned. `outcomes` are in the order of their arrival.
         """

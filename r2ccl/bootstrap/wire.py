@@ -260,7 +260,7 @@ def limit_silence(sock: socket.socket, timeout_s: float) -> None:
 
     On an idle connection the kernel sends a keepalive every second, which the remote kernel answers
     even if its process is stopped. If the remote process does not read for `timeout_s` while its
-    receive window is full, the connection is closed, too.
+    receive buffer is full, the connection is closed, too.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)

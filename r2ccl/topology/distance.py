@@ -57,7 +57,8 @@ class TopologyPath(msgspec.Struct, frozen=True):
         return _hops(self.vertices)
 
 
-#: Kinds of vertices that a path may pass through. GPUs and ports can only be ends.
+#: Kinds of vertices that the paths of `PathFinder._shortest` pass through. GPUs and ports can only
+#: be their ends.
 _TRANSIT = frozenset((VertexKind.CPU, VertexKind.PCI, VertexKind.NVS, VertexKind.NIC))
 
 

@@ -85,6 +85,8 @@ def discover(
         names no usable interface; the message lists the interfaces found. Also if
         ``config.socket_ifname`` does not parse, or ``config.rails`` exceeds `MAX_LOOPBACK_RAILS` on
         loopback.
+    OSError
+        If the interfaces cannot be read.
     """
     return select(
         list_interfaces(),
@@ -105,7 +107,7 @@ def select(
 ) -> tuple[Nic, ...]:
     """Choose rails among `interfaces`.
 
-    The other parameters, the result and the errors are those of `discover`.
+    The other parameters, the result and the InvalidArgument are those of `discover`.
     """
     names = NameFilter(config.socket_ifname, variable="R2CC_SOCKET_IFNAME")
     usable = sorted(
@@ -174,7 +176,13 @@ def _last_resort(
 
 
 def list_interfaces() -> tuple[Interface, ...]:
-    """Read the interfaces of this process's network namespace, in no particular order."""
+    """Read the interfaces of this process's network namespace, in no particular order.
+
+    Raises
+    ------
+    OSError
+        If the kernel refuses a query, for example because no file descriptor is left.
+    """
     import psutil  # a tenth of the time to import r2ccl
 
     indexes = {name: index for index, name in socket.if_nameindex()}
@@ -226,8 +234,8 @@ def _carries(interface: Interface, addresses: Collection[str]) -> bool:
 def _nothing_found(interfaces: Iterable[Interface], config: Config) -> InvalidArgument:
     asked = f"R2CC_SOCKET_IFNAME={config.socket_ifname!r}: " if config.socket_ifname else ""
     return InvalidArgument(
-        f"{asked}no interface qualifies as a rail (it must be up and have an address; loopback, "
-        "docker and virbr interfaces must be selected by name); "
+        f"{asked}no interface qualifies as a rail (it must be up and have an address; if the ranks "
+        "are on several hosts, loopback, docker and virbr interfaces must be selected by name); "
         f"interfaces of this machine: {_describe(interfaces)}; "
         "select some with R2CC_SOCKET_IFNAME, e.g. eth,ib or =eth0,eth1"
     )

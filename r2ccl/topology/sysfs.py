@@ -2,8 +2,8 @@
 
 The roots of sysfs and proc are parameters, so recorded trees can be read like live ones. Facts
 about GPUs are parameters too, because sysfs does not have them. Invariant: a missing or garbled
-attribute is no error. Its value is empty or 0. If planning needs a value, one is assumed, and
-`Machine.remarks` states it.
+attribute is no error. Its value is empty or 0. If planning needs a value other than a NUMA
+distance, one is assumed, and `Machine.remarks` states it.
 
 References
 ----------
@@ -31,7 +31,8 @@ _BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _NODE = re.compile(r"node([0-9]{1,5})")
 _RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _SPEED = re.compile(r"([0-9]{1,3})(?:\.([0-9]))? GT/s")
-#: PCIe Base Specification, Link Capabilities register; some devices show other numbers.
+#: Valid numbers of lanes (PCIe Base Specification, Link Capabilities register); some devices show
+#: other numbers.
 _WIDTHS = frozenset((1, 2, 4, 8, 12, 16, 32))
 #: Maximum number of bytes read from a file: one page holds any attribute, and the first processor's
 #: entry in /proc/cpuinfo.
@@ -63,9 +64,9 @@ def read_machine(
     Returns
     -------
     Machine
-        Its ``remarks`` are the remarks of `gpus`, a remark for each value that planning needs and
-        that is missing, and a remark for each PCIe link that uses fewer lanes than both its ends
-        support.
+        Its ``remarks`` are the remarks of `gpus`, a remark for each missing value that planning
+        needs, except NUMA distances, and a remark for each PCIe link that uses fewer lanes than
+        both its ends support.
     """
     facts = gpus or GpuFacts()
     there = {gpu.bus_id: gpu for gpu in facts.gpus}  # partitions of a GPU have the same bus id
