@@ -120,8 +120,8 @@ def _jax_reason(x: Any) -> str:
         return ""
     if isinstance(x, jax.core.Tracer):
         return (
-            "a function that JAX traces (jit, grad, vmap) has no values; make the call outside of "
-            "the function, or within jax.experimental.io_callback(..., ordered=True)"
+            "arrays in a function that JAX traces (jit, grad, vmap) have no values; make the call "
+            "outside of the function, or within jax.experimental.io_callback(..., ordered=True)"
         )
     if x.is_deleted():
         return (

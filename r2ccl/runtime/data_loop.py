@@ -58,12 +58,12 @@ _REST_S = 0.002
 _SETTLE_S = 2.0
 #: Number of times that Ctrl-C may interrupt the cleanup of a failed call.
 _MOST_INTERRUPTS = 1_000
-#: Longest time in seconds in which running calls must end after the communicator was closed.
+#: Time in seconds within which running calls must end after the communicator was closed.
 _LAST_CALL_S = 10.0
 #: Interval in seconds of timer checks while a call waits; the default suspicion timeout is 25 times
 #: as long.
 _TICK_S = 0.02
-#: Least time in seconds from the begin of a wait to its first check of timers.
+#: Least time in seconds from the start of a wait to its first check of timers.
 _FIRST_TICK_S = 0.005
 #: Longest duration of `DataLoop.poll`, and its longest wait for one more event, in seconds.
 _POLL_S, _EVENT_S = 0.004, 0.0005
@@ -400,7 +400,7 @@ class DataLoop:
         is_done : callable
         patience : Patience
         spins : bool
-            True: look for events for ``R2CC_SPIN_S`` before each sleep. False: sleep at once,
+            True: look for events for ``R2CC_SPIN_S`` before sleeping. False: sleep at once,
             because the wait is for work of the control thread, which needs the GIL and the core.
 
         Raises

@@ -93,7 +93,7 @@ class Pending(msgspec.Struct, frozen=True):
         parts = []
         if self.absent:
             seen = [
-                f"rank {peer} was last seen in call {op}" if op else f"rank {peer} in no call yet"
+                f"rank {peer} was last seen in call {op}" if op else f"rank {peer} was in no call"
                 for peer, op in self.absent.items()
             ]
             parts.append(f"ranks {sorted(self.absent)} have not called it ({_listed(seen)})")
@@ -306,9 +306,9 @@ class AgreedHealth(msgspec.Struct, frozen=True):
 
 
 class HeldPath(msgspec.Struct, frozen=True):
-    """Failed path that is used again only after it has answered probes for ``hold_s`` seconds.
+    """Failed path that is used again after it has answered probes for ``hold_s`` seconds.
 
-    If no other path to the peer is up, it is used earlier.
+    If no other path to the peer is up, the path is used earlier.
     """
 
     peer: int

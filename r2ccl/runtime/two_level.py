@@ -401,7 +401,7 @@ class _TeamExchange:
         self._team = team
 
     def __call__(self, mine: bytes) -> list[bytes]:
-        """Return the argument `mine` of each rank of the node; its maximum size is `_NBYTES`."""
+        """Return the argument `mine` of each rank of the node, at most `_NBYTES` bytes each."""
         rows = self._allgather(_pack(_MORE, mine))
         return [_unpack(rows[rank]) for rank in self._team]
 

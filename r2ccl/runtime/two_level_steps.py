@@ -56,9 +56,10 @@ class LocalStep(msgspec.Struct, frozen=True, eq=False):
 
 
 class NetworkStep(msgspec.Struct, frozen=True, eq=False):
-    """The collective itself, of the ranks of a group: `count` elements of `array`, in place.
+    """Collective among the ranks of this rank's group: `count` elements of `array`, in place.
 
-    ``parts`` are the places of the members' parts in `array`; None if the call has no such parts.
+    A group has one rank of each node (`r2ccl.planning.two_level`). ``parts`` has the places of the
+    group's parts in `array`; None if the collective has no such parts.
     """
 
     count: int
@@ -82,8 +83,8 @@ class CallMemory(NamedTuple):
     source : ndarray
         Input of the call; not read on ranks that have none.
     work : ndarray
-        Memory with the size of the whole buffer, which the network reads and writes: the output or,
-        if the rank has none with the layout of this buffer, other memory.
+        Memory with the size and layout of the call's whole buffer, which the network reads and
+        writes: the output or, if the rank has no output with this layout, other memory.
     output : ndarray
         Output of a reduce-scatter; not used by other collectives.
     """

@@ -76,7 +76,8 @@ class CompiledCalls:
         self._running: tuple[CompiledProgram, Calls[Consumer]] | None = None
         #: Number of events after which a call leaves compiled code; 0: no limit. For tests.
         self.limit = 0
-        #: Number of calls that ended in compiled code; number of calls that the data loop finished.
+        #: Number of calls that ended in compiled code; number of calls that left compiled code, so
+        #: that the data loop finished them.
         self.nfinished = 0
         self.nleft = 0
 
