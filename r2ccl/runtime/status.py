@@ -93,7 +93,7 @@ class Pending(msgspec.Struct, frozen=True):
         parts = []
         if self.absent:
             seen = [
-                f"rank {peer} was last seen in call {op}" if op else f"rank {peer} was in no call"
+                f"rank {peer} was last seen in call {op}" if op else f"rank {peer} in no call yet"
                 for peer, op in self.absent.items()
             ]
             parts.append(f"ranks {sorted(self.absent)} have not called it ({_listed(seen)})")
@@ -233,10 +233,11 @@ class RailHealth(msgspec.Struct, frozen=True):
 
 
 class MemoryReport(msgspec.Struct, frozen=True):
-    """Memory of one rank in bytes, without the caller's arrays, shared memory and Python itself.
+    """Memory of one rank in bytes, without shared memory and Python itself.
 
-    The first three attributes grow with the number of paths and links that are in use, not with the
-    number of ranks: docs/scale.md has the bounds.
+    Arrays of the caller count only in ``registered_nbytes``, if they are registered. The first
+    three attributes grow with the number of paths and links that are in use, not with the number of
+    ranks: docs/scale.md has the bounds.
 
     Attributes
     ----------
@@ -296,7 +297,7 @@ class AgreedHealth(msgspec.Struct, frozen=True):
         Remaining bandwidth by rank (of the communicator) and rail, in sixteenths of the whole; 0:
         the rail is down.
     excluded : tuple of (int, int)
-        Rank and rail of each excluded rail.
+        Rank (of the communicator) and rail of each excluded rail.
     """
 
     version: int

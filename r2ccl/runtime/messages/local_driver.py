@@ -112,9 +112,10 @@ class LocalDriver(MessageProtocol):
     # Progress
 
     def advance(self, is_waiting: bool) -> bool:
-        """Move frames as far as possible, and handle envelopes; return whether any moved.
+        """Move frames, and handle envelopes; return whether any moved.
 
-        If `is_waiting` and nothing can move, wait some milliseconds for a frame.
+        The call may return while more frames can move. If `is_waiting` and nothing can move, wait
+        some milliseconds for a frame.
         """
         has_moved = False
         for _ in range(_MOST_EVENTS):

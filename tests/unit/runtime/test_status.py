@@ -217,7 +217,7 @@ def test_a_timed_out_call_names_missing_ranks_and_waiting_links() -> None:
         world.call()
     message = str(caught.value)
     assert message.startswith(f"rank 0: call 1, allreduce(count={COUNT}, dtype=float32, op=SUM)")
-    assert "ranks [1] have not called it (rank 1 was in no call)" in message
+    assert "ranks [1] have not called it (rank 1 in no call yet)" in message
     assert "landing place 0 of channel 0 from rank 1" in message
     assert "of channel 0 from rank 2 over rail 0" in message
     assert "after 3 s" in message
