@@ -483,6 +483,8 @@ class Collectives:
         ------
         InvalidArgument, TransportError
             As `Communicator.empty`; the communicator stays usable.
+        ConcurrentCalls
+            As `require_free`.
         R2cclError
             If the communicator has ended, or ends meanwhile.
         """

@@ -420,7 +420,7 @@ class Job:
         self.control.disable()
 
     def _watch_carriers(self) -> LinkMonitor:
-        """Pass carrier events of the rails' NICs to the engine, in the control thread."""
+        """Return a monitor whose carrier events the control thread passes to the engine."""
         monitor = LinkMonitor()
 
         def read() -> None:

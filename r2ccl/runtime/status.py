@@ -486,7 +486,7 @@ def _listed(items: list[str]) -> str:
     return ", ".join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-#: Maximum number of list entries in a text; the attributes of `Pending` hold all entries.
+#: Maximum number of items that `_listed` names; the attributes of `Pending` hold all items.
 _SHOWN = 8
 #: State of a path that this rank or the peer has closed because it was idle.
 _CLOSED = "closed"

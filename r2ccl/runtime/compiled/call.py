@@ -199,7 +199,7 @@ class CompiledCalls:
 
         Return None if compiled code cannot run the call: a pair of links has no common route,
         slices of earlier calls are in progress, frames of this call that have arrived do not fit
-        its tables, or a connection is in use.
+        its tables, or the transport does not lend the connections (see `TcpTransport.lend`).
         """
         for end in program.ends:
             route = end.route
