@@ -1,13 +1,13 @@
 """Ownership of the data loop by one thread at a time, and waits with a deadline.
 
-All communicators of a job share one data loop (`Progress`). A blocking call owns it while it waits.
-If another thread begins a call or message meanwhile, the owner stands aside: the new call takes the
-loop over, advances the calls of all threads, and the former owner sleeps until its own call is done
-or the loop is free. At other times the control thread runs the loop, so that a rank that is busy in
-user code still handles failures, replays slices and confirms them. Events of the control thread are
-functions in an inbox. The control thread runs them at once if no thread owns the loop; otherwise it
-wakes the owner, which runs them. Only the owner checks whether the calls of other threads are done,
-because the checks read state that the loop changes.
+All communicators of a job share one data loop (`Progress`). A blocking call over the network owns
+it while it waits. If another thread begins a call or message meanwhile, the owner stands aside: the
+new call takes the loop over, advances the calls of all threads, and the former owner sleeps until
+its own call is done or the loop is free. At other times the control thread runs the loop, so that a
+rank that is busy in user code still handles failures, replays slices and confirms them. Events of
+the control thread are functions in an inbox. The control thread runs them at once if no thread owns
+the loop; otherwise it wakes the owner, which runs them. Only the owner checks whether the calls of
+other threads are done, because the checks read state that the loop changes.
 
 Invariants: every wait has a deadline. No blocking call ends, by result, error or Ctrl-C, while a
 peer could still write into its memory. If a call could not end properly, which a second Ctrl-C can

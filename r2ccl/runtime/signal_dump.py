@@ -52,7 +52,7 @@ class SignalDump:
     def close(self) -> None:
         """Stop writing, and restore the previous handler. Idempotent.
 
-        A previous handler that was not installed from Python is replaced by the default one. If
+        A previous handler that was not installed from Python is replaced by the default action. If
         this is not the main thread, or another handler has replaced this one, nothing is restored,
         and this handler only calls the previous one.
         """

@@ -153,7 +153,7 @@ class LinkEntry(msgspec.Struct, frozen=True):
         Number of slices to the peer: posted; confirmed by the peer as consumed.
     wanted, received, delivered, consumed : int
         Number of slices from the peer: with a posted receive; received without a gap; delivered in
-        order to the collective; consumed.
+        order to the collective or message; consumed.
     duplicates : int
         Number of slices from the peer that arrived a second time and were dropped.
     """

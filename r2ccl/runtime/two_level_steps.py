@@ -10,8 +10,9 @@ nodes, it exchanges or reduces these parts with the ranks i of the other nodes. 
     allgather       allgather of the node's piece      allgather of every other node's piece
     reduce_scatter  reduce-scatter of every piece      exchange of parts of the node's piece
 
-In an allgather and a reduce-scatter, the piece of a node is cut from the parts of its ranks, one
-after the other, so a part of a piece may hold elements of several ranks, or some of one rank.
+In an allgather and a reduce-scatter, a node's piece is cut from the node's block: the data of its
+ranks, one after the other. A part of a piece may therefore hold elements of several ranks, or only
+some elements of one rank.
 
 Invariant: the steps before, between and after of different chunks use different memory, so the
 steps of several chunks may run at the same time.

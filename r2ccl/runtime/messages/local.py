@@ -116,7 +116,7 @@ class LocalMessages:
     loop : DataLoop
         Data loop of the job.
     driver : LocalDriver
-        Exchange of the messages; no other object calls it.
+        Exchange of the messages; other objects call it only within `own` or `wait`.
     engine : LocalEngine
         Engine of the same communicator; told of the errors that end the communicator.
     """

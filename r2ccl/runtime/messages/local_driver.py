@@ -51,7 +51,7 @@ class LocalDriver(MessageProtocol):
     Parameters
     ----------
     rings : Rings
-        Rings of this rank, used by this object only.
+        Rings of this rank; no other driver uses them.
     rank : int
         This rank in the communicator.
     members : sequence of int
