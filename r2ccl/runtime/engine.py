@@ -737,7 +737,7 @@ class Engine:
         if agreement is None:
             raise InvalidArgument(
                 "with R2CC_MODE=failstop no NIC can be excluded or included while the job runs: "
-                "set R2CC_FAILED_NICS when it starts, or use another mode"
+                "set R2CC_FAILED_NICS before the job starts, or use another mode"
             )
         self.submit(partial(agreement.exclude, ports, answers.put, is_excluded=is_excluded))
         deadline = self._clock() + self.config.timeout_s

@@ -118,7 +118,7 @@ class TwoLevelCalls:
         self._worker = Worker(f"r2ccl-node-{engine.rank}", nullcontext(), self._on_error)
         #: True if there is a kernel for shared memory, by dtype and op.
         self._taken: dict[tuple[int, int], bool] = {}
-        #: Identifier of the thread of the current call; True once the call's first steps have ended.
+        #: Identifier of the thread of the current call; True once the call's first steps ended.
         self._caller = 0
         self._has_begun = False
         engine.attach(self)

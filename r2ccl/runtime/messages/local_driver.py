@@ -67,7 +67,7 @@ class LocalDriver(MessageProtocol):
         self.rings = rings
         self._most_short = eager_nbytes - _HEADER_NBYTES
         self._queues: dict[int, deque[_Waiting]] = {}
-        #: Granted messages whose data has not moved completely, by peer, in the order of the grants.
+        #: Granted messages whose data has not all moved, by peer, in the order of the grants.
         self._outgoing: dict[int, deque[SendRequest]] = {}
         self._incoming: dict[int, deque[ReceiveRequest]] = {}
         self._nmoving = 0
