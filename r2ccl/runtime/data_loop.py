@@ -652,7 +652,7 @@ def timed_out(patience: Patience) -> TransportTimeout:
     """Return the error of a wait that has exceeded its timeout."""
     pending = patience.pending()
     awaited = {*pending.absent, *(wait.peer for wait in pending.waits)}
-    advice = f"raise {patience.variable} if this rank only needs more time"
+    advice = f"raise {patience.variable} if the call only needs more time"
     if awaited:
         advice = f"check these ranks, or raise {patience.variable} if they are only slow"
     return TransportTimeout(

@@ -103,7 +103,7 @@ class Pending(msgspec.Struct, frozen=True):
             ranks = _listed([str(rank) for rank in self.slow])
             parts.append(f"the network is not at fault: the ports of ranks {ranks} answer")
         age_s = self.now_s - self.since_s
-        said = "; ".join(parts) or "it waits for no other rank"
+        said = "; ".join(parts) or "it waits for no particular rank"
         return f"rank {self.rank}: {self.doing}, begun {age_s:.3g} s ago: {said}"
 
 
