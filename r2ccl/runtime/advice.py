@@ -126,7 +126,7 @@ def _jax_reason(x: Any) -> str:
     if x.is_deleted():
         return (
             "the array was deleted, or donated to a jitted function; make the call before that, "
-            "or pass a copy that was made earlier, such as x.copy()"
+            "or pass a copy that was made before, by x.copy()"
         )
     if len(x.sharding.device_set) > 1 or not x.is_fully_addressable:
         whole = ", or np.asarray(x), which copies all shards" if x.is_fully_addressable else ""
