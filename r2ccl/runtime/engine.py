@@ -655,7 +655,7 @@ class Engine:
             return self._clock() >= enough_s and all(map(self._migration.up, peers))
 
         def pending() -> Pending:
-            doing = f"call {self._calls.op + 1}, before its first slice"
+            doing = f"call {self._calls.op + 1} or a message, before its first slice"
             return self.waits.for_paths(doing, peers)
 
         patience = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending)
