@@ -139,14 +139,14 @@ class Collectives:
 
     @property
     def is_blocking(self) -> bool:
-        """True if a blocking call runs, in any thread, and no asynchronous call is in progress."""
+        """True if a blocking collective runs, in any thread, and no asynchronous one is in progress."""
         return self._worker.is_idle and self._turn.locked()
 
     @property
     def is_below(self) -> bool:
-        """True if the caller is a signal handler that interrupted a blocking call of its thread.
+        """True if the caller is a signal handler that interrupted a collective of its thread.
 
-        False if the interrupted call waits for the worker, which runs it.
+        False if that collective waits for the worker, which runs it.
         """
         return self._caller == get_ident()
 
@@ -156,7 +156,7 @@ class Collectives:
         Raises
         ------
         ConcurrentCalls
-            If the caller is a signal handler that interrupted a blocking call of its thread.
+            If the caller is a signal handler that interrupted a collective of its thread.
         R2cclError
             If calls are refused.
         """

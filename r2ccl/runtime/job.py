@@ -284,7 +284,7 @@ class Job:
         is_first = participant is self._participants[0]
         is_blocking = self.is_blocking if is_first else participant.is_blocking
         if (is_blocking or self.is_below) and not self.is_forked:
-            self.abort("close() was called while a collective was in progress")
+            self.abort("close() was called while another call was in progress")
         elif is_first:
             self._close_all()
         elif not participant.is_closed:
