@@ -139,7 +139,7 @@ class Collectives:
 
     @property
     def is_blocking(self) -> bool:
-        """True if a blocking collective runs in any thread, and no asynchronous one is in progress."""
+        """True if a blocking collective runs in any thread, and no asynchronous one is pending."""
         return self._worker.is_idle and self._turn.locked()
 
     @property

@@ -267,7 +267,7 @@ class Participant:
 
     @property
     def is_blocking(self) -> bool:
-        """True if a blocking collective runs in any thread, and no asynchronous one is in progress."""
+        """True if a blocking collective runs in any thread, and no asynchronous one is pending."""
         return self.collectives.is_blocking
 
     @property
