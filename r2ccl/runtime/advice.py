@@ -120,13 +120,13 @@ def _jax_reason(x: Any) -> str:
         return ""
     if isinstance(x, jax.core.Tracer):
         return (
-            "a function that JAX traces (jit, grad, vmap) has no values; make the call outside of "
-            "the function, or within jax.experimental.io_callback(..., ordered=True)"
+            "arrays in a function that JAX traces (jit, grad, vmap) have no values; make the call "
+            "outside of the function, or within jax.experimental.io_callback(..., ordered=True)"
         )
     if x.is_deleted():
         return (
             "the array was deleted, or donated to a jitted function; make the call before that, "
-            "or pass x.copy() made before"
+            "or pass a copy that was made before, by x.copy()"
         )
     if len(x.sharding.device_set) > 1 or not x.is_fully_addressable:
         whole = ", or np.asarray(x), which copies all shards" if x.is_fully_addressable else ""

@@ -104,9 +104,10 @@ class Collectives:
         self._caller = 0
         #: Creates the error that refused calls raise; None while calls are accepted.
         self._refusal: Callable[[], R2cclError] | None = None
-        #: Memory for partial sums that are not this rank's result.
+        #: Memory that calls need besides the caller's arrays, for example for partial sums.
         self._scratch = np.empty(0, np.uint8)
-        #: Memory for converted inputs, and for results that are converted back.
+        #: Memory for converted inputs, for results that are converted back, and for the joint copy
+        #: of a group's arrays; by purpose.
         self._converted: dict[str, Array] = {}
         #: Runs the engine in a context in which NumPy does not warn of overflow and the like.
         run_quietly: Callable[..., None] = kernels.quiet_context().run
@@ -138,14 +139,14 @@ class Collectives:
 
     @property
     def is_blocking(self) -> bool:
-        """True if a blocking call runs, in any thread, and no asynchronous call is in progress."""
+        """True if a blocking collective runs in any thread, and no asynchronous one is pending."""
         return self._worker.is_idle and self._turn.locked()
 
     @property
     def is_below(self) -> bool:
-        """True if the caller is a signal handler that interrupted a blocking call of its thread.
+        """True if the caller is a signal handler that interrupted a collective of its thread.
 
-        False if the interrupted call waits for the worker, which runs it.
+        False if that collective waits for the worker, which runs it.
         """
         return self._caller == get_ident()
 
@@ -155,7 +156,7 @@ class Collectives:
         Raises
         ------
         ConcurrentCalls
-            If the caller is a signal handler that interrupted a blocking call of its thread.
+            If the caller is a signal handler that interrupted a collective of its thread.
         R2cclError
             If calls are refused.
         """
@@ -482,6 +483,8 @@ class Collectives:
         ------
         InvalidArgument, TransportError
             As `Communicator.empty`; the communicator stays usable.
+        ConcurrentCalls
+            As `require_free`.
         R2cclError
             If the communicator has ended, or ends meanwhile.
         """
@@ -810,7 +813,7 @@ def collectives_class() -> type[Collectives]:
 def _converter(request: Request) -> Callable[[Array], Any] | None:
     """Return the function that converts ``request.result`` to JAX, or None if none is needed.
 
-    The caller passed no output.
+    `request` must be one for which the caller passed no output.
     """
     if isinstance(request.source, JaxBuffer) and request.result is not None:
         return jax_converter(request.source.owner)

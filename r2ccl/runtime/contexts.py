@@ -255,7 +255,7 @@ class Contexts:
             member.on_message(peer, message)
 
     def adopt(self, health: Health) -> None:
-        """Pass a new health of the job to all communicators made from the job's first one."""
+        """Pass a new health of the job to all communicators except the job's first one."""
         for member in self._members.values():
             member.adopt(health)
 

@@ -1,13 +1,13 @@
 """Ownership of the data loop by one thread at a time, and waits with a deadline.
 
-All communicators of a job share one data loop (`Progress`). A blocking call owns it while it waits.
-If another thread begins a call or message meanwhile, the owner stands aside: the new call takes the
-loop over, advances the calls of all threads, and the former owner sleeps until its own call is done
-or the loop is free. At other times the control thread runs the loop, so that a rank that is busy in
-user code still handles failures, replays slices and confirms them. Events of the control thread are
-functions in an inbox. The control thread runs them at once if no thread owns the loop; otherwise it
-wakes the owner, which runs them. Only the owner checks whether the calls of other threads are done,
-because the checks read state that the loop changes.
+All communicators of a job share one data loop (`Progress`). A blocking call over the network owns
+it while it waits. If another thread begins a call or message meanwhile, the owner stands aside: the
+new call takes the loop over, advances the calls of all threads, and the former owner sleeps until
+its own call is done or the loop is free. At other times the control thread runs the loop, so that a
+rank that is busy in user code still handles failures, replays slices and confirms them. Events of
+the control thread are functions in an inbox. The control thread runs them at once if no thread owns
+the loop; otherwise it wakes the owner, which runs them. Only the owner checks whether the calls of
+other threads are done, because the checks read state that the loop changes.
 
 Invariants: every wait has a deadline. No blocking call ends, by result, error or Ctrl-C, while a
 peer could still write into its memory. If a call could not end properly, which a second Ctrl-C can
@@ -58,12 +58,12 @@ _REST_S = 0.002
 _SETTLE_S = 2.0
 #: Number of times that Ctrl-C may interrupt the cleanup of a failed call.
 _MOST_INTERRUPTS = 1_000
-#: Longest time in seconds in which running calls must end after the communicator was closed.
+#: Time in seconds within which running calls must end after the communicator was closed.
 _LAST_CALL_S = 10.0
 #: Interval in seconds of timer checks while a call waits; the default suspicion timeout is 25 times
 #: as long.
 _TICK_S = 0.02
-#: Least time in seconds from the begin of a wait to its first check of timers.
+#: Least time in seconds from the start of a wait to its first check of timers.
 _FIRST_TICK_S = 0.005
 #: Longest duration of `DataLoop.poll`, and its longest wait for one more event, in seconds.
 _POLL_S, _EVENT_S = 0.004, 0.0005
@@ -400,7 +400,7 @@ class DataLoop:
         is_done : callable
         patience : Patience
         spins : bool
-            True: look for events for ``R2CC_SPIN_S`` before each sleep. False: sleep at once,
+            True: look for events for ``R2CC_SPIN_S`` before sleeping. False: sleep at once,
             because the wait is for work of the control thread, which needs the GIL and the core.
 
         Raises
@@ -652,7 +652,7 @@ def timed_out(patience: Patience) -> TransportTimeout:
     """Return the error of a wait that has exceeded its timeout."""
     pending = patience.pending()
     awaited = {*pending.absent, *(wait.peer for wait in pending.waits)}
-    advice = f"raise {patience.variable} if this rank only needs more time"
+    advice = f"raise {patience.variable} if the call only needs more time"
     if awaited:
         advice = f"check these ranks, or raise {patience.variable} if they are only slow"
     return TransportTimeout(

@@ -2,11 +2,11 @@
 
 The engine numbers the calls, enters each into the health agreement, connects the ranks of its plan
 and runs its lanes (one per channel) until all have ended. Each communicator of a job has an engine.
-They share the data loop, the paths and the control plane, and an error ends all of them.
+They share the data loop, the paths and the control plane, and a failure of one ends all of them.
 
 ``rank``, ``nranks``, and the ranks in a health and in the communicator's control messages are
-numbered as in the communicator. The senders of control messages, and the ranks in errors and, apart
-from its health, in the status, are numbered as in the job. In the job's first communicator, a rank
+numbered as in the communicator. The senders of control messages, the ranks in errors, and those in
+the status outside of its health are numbered as in the job. In the job's first communicator, a rank
 has the same number in both.
 """
 
@@ -463,6 +463,8 @@ class Engine:
         ------
         TransportTimeout
             If the ranks do not agree within ``R2CC_TIMEOUT_S``.
+        ConcurrentCalls
+            As `DataLoop.acquire`.
         R2cclError
             If this method had to wait and the communicator has ended. Without a wait, only `run`
             raises this error.
@@ -517,8 +519,11 @@ class Engine:
 
         Raises
         ------
+        ConcurrentCalls
+            As `DataLoop.acquire`.
         R2cclError
-            If the collective failed; afterwards no peer can write into its memory.
+            If the communicator has ended, or the collective failed; afterwards no peer can write
+            into the collective's memory.
         """
         loop, links, progress, calls = self._loop, self._links, self._progress, self._calls
         try:
@@ -650,7 +655,7 @@ class Engine:
             return self._clock() >= enough_s and all(map(self._migration.up, peers))
 
         def pending() -> Pending:
-            doing = f"call {self._calls.op + 1}, before its first slice"
+            doing = f"call {self._calls.op + 1} or a message, before its first slice"
             return self.waits.for_paths(doing, peers)
 
         patience = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending)
@@ -732,7 +737,7 @@ class Engine:
         if agreement is None:
             raise InvalidArgument(
                 "with R2CC_MODE=failstop no NIC can be excluded or included while the job runs: "
-                "set R2CC_FAILED_NICS when it starts, or use another mode"
+                "set R2CC_FAILED_NICS before the job starts, or use another mode"
             )
         self.submit(partial(agreement.exclude, ports, answers.put, is_excluded=is_excluded))
         deadline = self._clock() + self.config.timeout_s
@@ -879,7 +884,7 @@ class Engine:
         """Describe the wait of the blocked call; any thread may call this method without waiting.
 
         If no collective is blocked, describe a blocked message or, in the job's first communicator,
-        a blocked call on another communicator.
+        a blocked call on another communicator. If nothing is blocked, ``doing`` is empty.
         """
         callers: Iterable[Caller] = (self, self.messenger)
         if not self.context.context_id:

@@ -236,7 +236,7 @@ class _Inbound(_Cursor):
         self.k = 0
         #: No landing place is announced while this many posted receives are under way.
         self.depth = depth
-        #: Number of posted receives whose slices are not used yet.
+        #: Number of posted receives whose slices are not done yet.
         self.under_way = 0
         self.places: deque[Place] = deque()
         self.held: deque[tuple[int, Any]] = deque()
@@ -354,7 +354,7 @@ class LaneRun:
     def stalled(self) -> list[tuple[SendLink, bool]]:
         """Return (link, is_eager) of each link to a peer whose next slice is ready but must wait.
 
-        It waits for the peer: for a landing place or, if ``is_eager``, for a free slot.
+        The slice waits for the peer: for a landing place or, if ``is_eager``, for a free slot.
         """
         found = []
         for cursor in self._outbound:

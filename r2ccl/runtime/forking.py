@@ -6,7 +6,7 @@ its sockets from the epoll instance that both processes share. Therefore, before
 in the child, every descriptor of every communicator is replaced by one of /dev/null and the
 communicators are disabled. The parent's descriptors and communicators are not changed.
 
-A child made by fork and exec (`subprocess`) inherits nothing, because all descriptors are
+A child made by fork and exec (`subprocess`) inherits no descriptors, because all of them are
 close-on-exec. ``ibv_fork_init`` is not called: since Linux 5.12, a fork gives the child copies of
 the pages that NICs use, and verbs reports ``IBV_FORK_UNNEEDED`` (docs/rdma.md).
 `r2ccl.transport.verbs.mappings` removes mapped queues and doorbells of NICs from children.

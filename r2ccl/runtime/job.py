@@ -1,7 +1,7 @@
 """Job: the resources that the communicators of one job share at a rank, and their cleanup.
 
 The communicator that `r2ccl.init` returns and all communicators made from it share the control
-plane, the transport, the data loop and the monitor of the NICs' carriers. An error in one of these
+plane, the transport, the data loop and the monitor of the NICs' carriers. A failure of one of these
 communicators ends all of them.
 """
 
@@ -276,15 +276,15 @@ class Job:
     def close(self, participant: Participant) -> None:
         """Close a communicator, or all if it is the first one; see `Communicator.close`.
 
-        Abort instead, unless this process was forked, if a blocking collective is in progress on a
-        communicator to close (`Participant.is_blocking`), or the caller is a signal handler that
-        interrupted a call (`is_below`). A blocking call that waits behind asynchronous calls counts
-        as one of them: it is waited for.
+        Abort instead if a blocking collective is in progress on a communicator to close
+        (`Participant.is_blocking`), or if the caller is a signal handler that interrupted a call
+        (`is_below`). A forked process never aborts here. A blocking call that waits behind
+        asynchronous calls counts as one of them: it is waited for.
         """
         is_first = participant is self._participants[0]
         is_blocking = self.is_blocking if is_first else participant.is_blocking
         if (is_blocking or self.is_below) and not self.is_forked:
-            self.abort("close() was called while a collective was in progress")
+            self.abort("close() was called while another call was in progress")
         elif is_first:
             self._close_all()
         elif not participant.is_closed:
@@ -307,7 +307,7 @@ class Job:
         first.require_seen()
 
     def _close_one(self, participant: Participant) -> None:
-        """Close a communicator made from the first one; the job's other communicators stay open."""
+        """Close a communicator other than the first one; the job's others stay open."""
         participant.refuse(self.closed)
         try:
             participant.drain()
@@ -420,7 +420,7 @@ class Job:
         self.control.disable()
 
     def _watch_carriers(self) -> LinkMonitor:
-        """Pass carrier events of the rails' NICs to the engine, in the control thread."""
+        """Return a monitor whose carrier events the control thread passes to the engine."""
         monitor = LinkMonitor()
 
         def read() -> None:

@@ -162,7 +162,7 @@ class LocalCalls:
         return call
 
     def collect(self, call: CallSignature, source: Array, output: Array) -> bool:
-        """Run a barrier, an allgather in place, or an allreduce of the arrays of a group.
+        """Run a barrier, an allgather in place, or an allreduce.
 
         Return False, and do nothing, if the call does not run in shared memory. Errors: as `run`.
         """

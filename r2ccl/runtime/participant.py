@@ -267,7 +267,7 @@ class Participant:
 
     @property
     def is_blocking(self) -> bool:
-        """True if a blocking call runs, in any thread, and no asynchronous call is in progress."""
+        """True if a blocking collective runs in any thread, and no asynchronous one is pending."""
         return self.collectives.is_blocking
 
     @property
@@ -298,8 +298,8 @@ class Participant:
         if not self.worker.drain(self._config.init_timeout_s):
             raise TransportTimeout(
                 f"rank {self._control.rank}: close() waited {self._config.init_timeout_s:g} s for "
-                f"asynchronous calls: {self.engine.pending()}; wait for them before close(), or "
-                "raise R2CC_INIT_TIMEOUT_S",
+                f"asynchronous calls: {self.engine.pending()}; wait for the calls before "
+                "close(), or raise R2CC_INIT_TIMEOUT_S",
                 rank=self._control.rank,
                 status="TIMEOUT",
             )
@@ -312,8 +312,8 @@ class Participant:
         """Free shared memory; log an error if it stays in use, see `Collectives.free_memory`."""
         if not self.collectives.free_memory(timeout_s):
             _log.error(
-                "rank %d: a call still runs %g s after the communicator was closed: its shared "
-                "memory stays in use; end the process to free it",
+                "rank %d: after a wait of %g s, a call or message still uses the shared memory of "
+                "the closed communicator, so this memory is not freed; end the process to free it",
                 self._control.rank, timeout_s,
             )  # fmt: skip
 

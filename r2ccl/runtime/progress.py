@@ -396,7 +396,7 @@ def describe(signature: int) -> str:
     if call.collective in ROOTED:
         parts.append(f"root={call.root}")
     elif call.root:
-        what = "counts" if call.collective in PARTED else "schedule"
+        what = "counts" if call.collective in PARTED else "counts or schedule"
         parts.append(f"{what}={call.root:03x}")
     return f"{name}({', '.join(parts)})"
 

@@ -1,9 +1,9 @@
 """Status dump on a signal, to find out what a hanging job waits for.
 
-The handler is installed only on request. It calls the previous handler at its end, and
-`SignalDump.close` restores that one, so the program keeps its own use of the signal. The handler
-writes to file descriptors directly: it may have interrupted logging or buffered I/O, which cannot
-be re-entered.
+The handler is installed only on request. At its end, it calls the previous handler if that is a
+Python function, and `SignalDump.close` restores the previous handler, so a Python program keeps its
+own use of the signal. The handler writes to file descriptors directly: it may have interrupted
+logging or buffered I/O, which cannot be re-entered.
 
 Invariant: after `SignalDump.close`, a handler that could not be removed only calls the previous
 handler.
@@ -24,7 +24,7 @@ _STDERR = 2
 
 
 class SignalDump:
-    """Signal handler that calls `write` and then the previous handler of the signal.
+    """Signal handler that calls `write` and then the previous handler, if that is a function.
 
     Parameters
     ----------
@@ -52,8 +52,9 @@ class SignalDump:
     def close(self) -> None:
         """Stop writing, and restore the previous handler. Idempotent.
 
-        If this is not the main thread, or another handler has replaced this one, this handler stays
-        and only calls the previous one.
+        A previous handler that was not installed from Python is replaced by the default action. If
+        this is not the main thread, or another handler has replaced this one, nothing is restored,
+        and this handler only calls the previous one.
         """
         if self._write is None:
             return

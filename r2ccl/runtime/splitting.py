@@ -20,7 +20,7 @@ from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.participant import Participant
 from r2ccl.types import AllgatherBytes
 
-#: Entry of a rank: whether it takes part, its color, and its key.
+#: Entry of a rank: whether it gets a communicator, whether its time is up, its color, and its key.
 _ENTRY = struct.Struct("<??qq")
 _INT64 = range(-(1 << 63), 1 << 63)
 #: Maximum pause in seconds before another attempt, while another thread makes a communicator.

@@ -103,7 +103,7 @@ class Pending(msgspec.Struct, frozen=True):
             ranks = _listed([str(rank) for rank in self.slow])
             parts.append(f"the network is not at fault: the ports of ranks {ranks} answer")
         age_s = self.now_s - self.since_s
-        said = "; ".join(parts) or "it waits for no other rank"
+        said = "; ".join(parts) or "it waits for no particular rank"
         return f"rank {self.rank}: {self.doing}, begun {age_s:.3g} s ago: {said}"
 
 
@@ -153,7 +153,7 @@ class LinkEntry(msgspec.Struct, frozen=True):
         Number of slices to the peer: posted; confirmed by the peer as consumed.
     wanted, received, delivered, consumed : int
         Number of slices from the peer: with a posted receive; received without a gap; delivered in
-        order to the collective; consumed.
+        order to the collective or message; consumed.
     duplicates : int
         Number of slices from the peer that arrived a second time and were dropped.
     """
@@ -233,10 +233,11 @@ class RailHealth(msgspec.Struct, frozen=True):
 
 
 class MemoryReport(msgspec.Struct, frozen=True):
-    """Memory of one rank in bytes, without the caller's arrays, shared memory and Python itself.
+    """Memory of one rank in bytes, without shared memory and Python itself.
 
-    The first three attributes grow with the number of paths and links that are in use, not with the
-    number of ranks: docs/scale.md has the bounds.
+    Arrays of the caller count only in ``registered_nbytes``, if they are registered. The first
+    three attributes grow with the number of paths and links that are in use, not with the number of
+    ranks: docs/scale.md has the bounds.
 
     Attributes
     ----------
@@ -296,7 +297,7 @@ class AgreedHealth(msgspec.Struct, frozen=True):
         Remaining bandwidth by rank (of the communicator) and rail, in sixteenths of the whole; 0:
         the rail is down.
     excluded : tuple of (int, int)
-        Rank and rail of each excluded rail.
+        Rank (of the communicator) and rail of each excluded rail.
     """
 
     version: int
@@ -306,9 +307,9 @@ class AgreedHealth(msgspec.Struct, frozen=True):
 
 
 class HeldPath(msgspec.Struct, frozen=True):
-    """Failed path that is used again only after it has answered probes for ``hold_s`` seconds.
+    """Failed path that is used again after it has answered probes for ``hold_s`` seconds.
 
-    If no other path to the peer is up, it is used earlier.
+    If no other path to the peer is up, the path is used earlier.
     """
 
     peer: int
@@ -485,7 +486,7 @@ def _listed(items: list[str]) -> str:
     return ", ".join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-#: Maximum number of list entries in a text; the attributes of `Pending` hold all entries.
+#: Maximum number of items that `_listed` names; the attributes of `Pending` hold all items.
 _SHOWN = 8
 #: State of a path that this rank or the peer has closed because it was idle.
 _CLOSED = "closed"

@@ -118,7 +118,7 @@ class TwoLevelCalls:
         self._worker = Worker(f"r2ccl-node-{engine.rank}", nullcontext(), self._on_error)
         #: True if there is a kernel for shared memory, by dtype and op.
         self._taken: dict[tuple[int, int], bool] = {}
-        #: Identifier of the thread of the current call; True once the call's first step has ended.
+        #: Identifier of the thread of the current call; True once the call's first steps ended.
         self._caller = 0
         self._has_begun = False
         engine.attach(self)
@@ -401,7 +401,7 @@ class _TeamExchange:
         self._team = team
 
     def __call__(self, mine: bytes) -> list[bytes]:
-        """Return the argument `mine` of each rank of the node; its maximum size is `_NBYTES`."""
+        """Return the argument `mine` of each rank of the node, at most `_NBYTES` bytes each."""
         rows = self._allgather(_pack(_MORE, mine))
         return [_unpack(rows[rank]) for rank in self._team]
 

@@ -10,8 +10,9 @@ nodes, it exchanges or reduces these parts with the ranks i of the other nodes. 
     allgather       allgather of the node's piece      allgather of every other node's piece
     reduce_scatter  reduce-scatter of every piece      exchange of parts of the node's piece
 
-In an allgather and a reduce-scatter, the piece of a node is cut from the parts of its ranks, one
-after the other, so a part of a piece may hold elements of several ranks, or some of one rank.
+In an allgather and a reduce-scatter, a node's piece is cut from the node's block: the data of its
+ranks, one after the other. A part of a piece may therefore hold elements of several ranks, or only
+some elements of one rank.
 
 Invariant: the steps before, between and after of different chunks use different memory, so the
 steps of several chunks may run at the same time.
@@ -56,9 +57,10 @@ class LocalStep(msgspec.Struct, frozen=True, eq=False):
 
 
 class NetworkStep(msgspec.Struct, frozen=True, eq=False):
-    """The collective itself, of the ranks of a group: `count` elements of `array`, in place.
+    """Collective among the ranks of this rank's group: `count` elements of `array`, in place.
 
-    ``parts`` are the places of the members' parts in `array`; None if the call has no such parts.
+    A group has one rank of each node (`r2ccl.planning.two_level`). ``parts`` has the places of the
+    group's parts in `array`; None if the collective has no such parts.
     """
 
     count: int
@@ -82,8 +84,8 @@ class CallMemory(NamedTuple):
     source : ndarray
         Input of the call; not read on ranks that have none.
     work : ndarray
-        Memory with the size of the whole buffer, which the network reads and writes: the output or,
-        if the rank has none with the layout of this buffer, other memory.
+        Memory with the size and layout of the call's whole buffer, which the network reads and
+        writes: the output or, if the rank has no output with this layout, other memory.
     output : ndarray
         Output of a reduce-scatter; not used by other collectives.
     """

@@ -67,7 +67,7 @@ class Waits:
         self._late = SlowRecords()
 
     def last_ops(self) -> dict[int, int]:
-        """Return the number of the last collective that each other rank was seen in; 0: none.
+        """Return the last collective that each other rank was seen in, by rank in the job; 0: none.
 
         A rank is seen in a collective by a frame of the collective that arrived from it, or by its
         answer to the desync check.

@@ -1,8 +1,8 @@
 """Flat views of the caller's arrays in host memory.
 
 NumPy arrays, objects with the buffer protocol, and host tensors with DLPack become a `Buffer`. For
-any other object, the error names its type and lists the allowed types. The functions for
-parts, overlaps and outputs also serve GPU memory, which `r2ccl.runtime.arrays.cuda` views.
+any other object, the error says what is allowed or what to pass instead. The functions for parts,
+overlaps and outputs also serve GPU memory, which `r2ccl.runtime.arrays.cuda` views.
 
 Invariant: a `Buffer` is C-contiguous, aligned, in native byte order, in host memory and of a
 supported element type. It shares memory with its owner, unless the owner is an input that is not

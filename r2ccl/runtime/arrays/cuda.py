@@ -2,8 +2,8 @@
 
 The properties of a torch tensor are read from the tensor; the properties of other arrays are read
 from ``__cuda_array_interface__`` or, if an array lacks it, from DLPack (by `cuda.core`). The result
-is a `DeviceBuffer`, or an error that names the type of the object. The CUDA driver is queried only
-for the GPU of an address, if neither the array nor its library reports the GPU reliably.
+is a `DeviceBuffer`, or an error that says why there is none. The CUDA driver is queried only for
+the GPU of an address, if neither the array nor its library reports the GPU reliably.
 
 Invariant: a `DeviceBuffer` is C-contiguous, aligned, in native byte order, in memory that a GPU can
 address and of a supported element type, and keeps that memory alive.

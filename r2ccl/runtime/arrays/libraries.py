@@ -117,7 +117,7 @@ def jax_converter(x: Any) -> Callable[[np.ndarray[Any, Any]], Any]:
 
 
 def shares_memory(x: Any, host: np.ndarray[Any, Any]) -> bool:
-    """Return whether `x`, an array of JAX made of `host`, is in the memory of `host`."""
+    """Return whether `x`, an array of JAX made of `host`, is in the memory of `host` or empty."""
     return not host.nbytes or x.unsafe_buffer_pointer() == host.__array_interface__["data"][0]
 
 
@@ -127,8 +127,8 @@ def dlpack_device_type(x: Any) -> int:
     Raises
     ------
     InvalidArgument
-        If `x` does not report one. Tensors of torch's device ``meta`` and arrays within
-        ``jax.jit``, which have no memory, raise an error of their library.
+        If `x` does not report one, such as a tensor of torch's device ``meta`` or an array within
+        ``jax.jit``, which have no memory.
     """
     try:
         return int(x.__dlpack_device__()[0])

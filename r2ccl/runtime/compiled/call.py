@@ -76,7 +76,8 @@ class CompiledCalls:
         self._running: tuple[CompiledProgram, Calls[Consumer]] | None = None
         #: Number of events after which a call leaves compiled code; 0: no limit. For tests.
         self.limit = 0
-        #: Number of calls that ended in compiled code; number of calls that the data loop finished.
+        #: Number of calls that ended in compiled code; number of calls that left compiled code, so
+        #: that the data loop finished them.
         self.nfinished = 0
         self.nleft = 0
 
@@ -198,7 +199,7 @@ class CompiledCalls:
 
         Return None if compiled code cannot run the call: a pair of links has no common route,
         slices of earlier calls are in progress, frames of this call that have arrived do not fit
-        its tables, or a connection is in use.
+        its tables, or the transport does not lend the connections (see `TcpTransport.lend`).
         """
         for end in program.ends:
             route = end.route

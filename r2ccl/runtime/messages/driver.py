@@ -38,7 +38,8 @@ from r2ccl.types import MOST_UNTAKEN, EnvelopeKind
 _HEADER = struct.Struct("<BBxxIqQQ")
 _FIRST_OP_MASK = (1 << 32) - 1
 _LENGTH = struct.Struct("<Q")
-#: Number of bytes of a sender's short messages that a rank takes between two reports to the sender.
+#: Least number of bytes of a sender's short messages that a rank takes between two reports to the
+#: sender.
 _REPORT_EVERY = 1 << 18
 #: The data of a message is divided among the channels at multiples of this number of bytes.
 _ALIGN = 64
@@ -155,7 +156,7 @@ class MessageDriver(MessageProtocol):
         self._links = links
         self._first_op = first_op & _FIRST_OP_MASK
         self._rank_of = {peer: at for at, peer in enumerate(members)}
-        #: Home rail of each data channel.
+        #: Home rails of the data channels in use.
         self._rails = tuple(homes) if nwires > 1 else tuple(homes[:1])
         self._eager_nbytes = eager_nbytes
         self._slice_nbytes = slice_nbytes

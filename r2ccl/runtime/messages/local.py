@@ -6,8 +6,8 @@ loop moves messages: at each tick, and more often while frames of this rank wait
 data of long messages moves.
 
 A *direct call* is a blocking send, receive or both that runs in one call of a compiled function
-(`r2ccl.shm.one_message`). It is possible if, at this rank, no other message of the communicator is
-unfinished or waits to be received.
+(`r2ccl.shm.one_message`). It is possible only if, at this rank, no other message of the
+communicator is unfinished or waits to be received.
 
 Invariant: after an error, no message is moved any more.
 """
@@ -116,7 +116,7 @@ class LocalMessages:
     loop : DataLoop
         Data loop of the job.
     driver : LocalDriver
-        Exchange of the messages; no other object calls it.
+        Exchange of the messages; other objects call it only within `own` or `wait`.
     engine : LocalEngine
         Engine of the same communicator; told of the errors that end the communicator.
     """
@@ -216,6 +216,8 @@ class LocalMessages:
         TransportTimeout
             If ``is_done()`` is not true within ``patience.timeout_s``; all communicators of the job
             have ended.
+        ConcurrentCalls
+            If the caller is a signal handler that interrupted this thread's turn.
         R2cclError
             If the communicators have ended.
         """
@@ -308,6 +310,8 @@ class LocalMessages:
 
         Raises
         ------
+        ConcurrentCalls
+            If the caller is a signal handler that interrupted this thread's turn.
         R2cclError
             If the communicator has ended, or ends meanwhile.
         """

@@ -51,7 +51,7 @@ class LocalDriver(MessageProtocol):
     Parameters
     ----------
     rings : Rings
-        Rings of this rank, used by this object only.
+        Rings of this rank; no other driver uses them.
     rank : int
         This rank in the communicator.
     members : sequence of int
@@ -67,7 +67,7 @@ class LocalDriver(MessageProtocol):
         self.rings = rings
         self._most_short = eager_nbytes - _HEADER_NBYTES
         self._queues: dict[int, deque[_Waiting]] = {}
-        #: Granted messages whose data moves, by peer, in the order of the grants.
+        #: Granted messages whose data has not all moved, by peer, in the order of the grants.
         self._outgoing: dict[int, deque[SendRequest]] = {}
         self._incoming: dict[int, deque[ReceiveRequest]] = {}
         self._nmoving = 0
@@ -112,9 +112,10 @@ class LocalDriver(MessageProtocol):
     # Progress
 
     def advance(self, is_waiting: bool) -> bool:
-        """Move frames as far as possible, and handle envelopes; return whether any moved.
+        """Move frames, and handle envelopes; return whether any moved.
 
-        If `is_waiting` and nothing can move, wait some milliseconds for a frame.
+        The call may return while more frames can move. If `is_waiting` and nothing can move, wait
+        some milliseconds for a frame.
         """
         has_moved = False
         for _ in range(_MOST_EVENTS):

@@ -67,8 +67,8 @@ class MessageRequest:
             continues: call `wait` again. Otherwise, the communicator has ended.
         InvalidArgument
             If the message has more elements than the array of its receive, or another dtype. The
-            send raises this error too, except for a message to the own rank, or a short message
-            that is sent already; such a message stays at the receiver for another receive.
+            send raises this error too, except for a message that a rank sends to itself, or a short
+            message that is sent already; such a message stays at the receiver for another receive.
         R2cclError
             If the communicator has ended.
         """
@@ -290,7 +290,8 @@ class Messenger:
     def probe(self, source: int, tag: int, *, is_blocking: bool) -> Message | None:
         """Return the message that a receive from `source` with `tag` would take, or None.
 
-        If `is_blocking`, wait for a message, at most ``R2CC_TIMEOUT_S``.
+        If `is_blocking`, wait for a message. After ``R2CC_TIMEOUT_S``, raise TransportTimeout; the
+        communicator has then ended.
         """
         find = partial(self._way.driver.probe, source, tag)
         found: Message | None = self._own(find, is_step=True)
@@ -381,10 +382,10 @@ class Messenger:
     def _wait(
         self, is_done: Callable[[], bool], peer: int, doing: str, what: str, timeout_s: float
     ) -> None:
-        """Advance messages until ``is_done()``.
+        """Advance messages until ``is_done()``, at most `timeout_s` seconds.
 
-        `peer`, a rank of the job or `ANY`, and the texts `doing` and `what`, which `peer` must
-        provide, describe the wait.
+        Three arguments describe the wait: `peer` (a rank of the job, or `ANY`), `doing` (the call)
+        and `what` (the object that `peer` must provide).
         """
         patience = Patience(timeout_s, "R2CC_TIMEOUT_S", partial(self._pending, peer, doing, what))
         self._waiter = get_ident()
