@@ -88,7 +88,8 @@ class Secret:
         if len(key) != SECRET_NBYTES:
             raise InvalidArgument(
                 f"a secret of {len(key)} bytes was given, {SECRET_NBYTES} are needed: "
-                "make one with `openssl rand -hex 32`"
+                f"pass {SECRET_NBYTES} random bytes, or {2 * SECRET_NBYTES} hexadecimal digits to "
+                "from_hex()"
             )
         self._key = key
         # The hash states after the key's blocks. `hmac.digest` takes 2 to 10 times as long, because

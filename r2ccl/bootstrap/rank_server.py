@@ -217,7 +217,7 @@ def _run_rank(rank: int, request: RankRequest, server: int) -> None:
 
 
 def _redirect_output(rank: int, outputs: Sequence[Sequence[int]]) -> None:
-    """Make the rank's descriptors its standard output and standard error; close all others."""
+    """Make ``outputs[rank]`` the standard output and error; close all descriptors of `outputs`."""
     for number, held in enumerate(outputs[rank], start=1):
         os.dup2(held, number)
     for held in chain(*outputs):

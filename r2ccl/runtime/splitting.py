@@ -141,8 +141,9 @@ def agree(
     *Collective*: all ranks, or the ranks in `among`.
     """
     ranks = range(len(engine.context.members)) if among is None else among
-    for name, value in (("color", color), ("key", key)):
-        if value is not None and (not isinstance(value, SupportsIndex) or value not in _INT64):
+    given = {"key": key} if color is None else {"color": color, "key": key}
+    for name, value in given.items():
+        if not isinstance(value, SupportsIndex) or value not in _INT64:
             raise InvalidArgument(f"{name}={value!r}; allowed are integers of 64 bits")
     give_up_s = monotonic() + timeout_s
     contexts = engine.contexts

@@ -267,8 +267,9 @@ class Transport(Protocol):
         False means that the control plane connects sockets and passes them to `open`.
 
         If True, the probes of the rail use separate connections, which are made in the same way.
-        The rank that probes passes ``is_caller=True`` to `Endpoint.join`; `probe` uses its end once
-        `Joined` has reported success. The end of the probed rank answers once its ``join`` returns.
+        The rank that probes passes ``is_caller=True`` to `Endpoint.join`, and may call `probe` once
+        `Joined` has reported success. The `Endpoint` of the other rank answers probes as soon as
+        its ``join`` has returned.
         """
         ...
 

@@ -69,11 +69,13 @@ def test_control_c_leaves_no_offer() -> None:
     assert in_another_thread(lambda: contexts.offer(7)) != NO_OFFER
 
 
-def test_colors_are_integers() -> None:
-    for wrong in (1.0, 1.5, "1", 1 << 63):
-        given: Any = wrong
-        with pytest.raises(InvalidArgument, match="integers of 64 bits"):
-            agree(engine_of(Contexts()), lambda mine: [mine], given, 0, 30.0)
+@pytest.mark.parametrize(
+    ("color", "key"),
+    [(1.0, 0), (1.5, 0), ("1", 0), (1 << 63, 0), (0, None), (None, None), (0, 1.0), (None, "1")],
+)
+def test_colors_and_keys_are_integers(color: Any, key: Any) -> None:
+    with pytest.raises(InvalidArgument, match="integers of 64 bits"):
+        agree(engine_of(Contexts()), lambda mine: [mine], color, key, 30.0)
 
 
 class Member:
