@@ -4,7 +4,8 @@ No other module imports ``cuda.bindings.driver``. The import happens when a `Cud
 created, so this library can be imported on a machine without the package or a GPU.
 
 Invariant: a call that fails raises `TransportError`. Its ``status`` is ``NO_CUDA`` if the bindings,
-the driver or a GPU are missing, otherwise the driver's name of the error.
+the driver or a GPU are missing, or if the driver lacks the function; otherwise it is the driver's
+name of the error.
 """
 
 from __future__ import annotations

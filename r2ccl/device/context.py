@@ -24,9 +24,8 @@ from r2ccl.clock import Clock
 from r2ccl.device.bindings import Cuda
 from r2ccl.errors import InternalError, TransportError, TransportTimeout
 
-#: First and longest pause between two polls, in seconds. A pause is as long as the wait has lasted
-#: so far, up to the longest pause. So a wait takes at most twice as long as necessary, and ends at
-#: most one longest pause too late.
+#: Shortest and longest pause between two polls, in seconds, unless the timeout ends a pause sooner.
+#: Between these limits, a pause is as long as the wait has lasted so far.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 #: Number of polls before the first pause. After each of them, the wait only yields the processor.
 #: Short copies are done by then.

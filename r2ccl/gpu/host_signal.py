@@ -36,7 +36,8 @@ WORD = 0xFFFFFFFF
 
 #: Interval at which a wait for the device checks whether the communicator has ended, in seconds.
 _LOOK_S = 0.05
-#: Number of callers' streams whose events are kept; more are kept only while they wait.
+#: Number of callers' streams whose events are kept. Beyond it, `hold` recycles the oldest event if
+#: this event is done.
 _MOST_STREAMS = 64
 
 
@@ -283,7 +284,7 @@ class HostMemoryBackend(SignalledStream, Generic[_Job]):
         TransportError
             If the device failed.
         R2cclError
-            If the collective failed.
+            If the collective failed or the communicator ended.
         """
         try:
             self._carry_out(job)

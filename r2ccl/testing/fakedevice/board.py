@@ -230,8 +230,8 @@ class Board:
     def _see_words(self) -> None:
         """Record the words that hosts have written since the last call.
 
-        The board does not know which host wrote a word. It therefore orders the write after
-        everything that the hosts that can write the word know.
+        The board does not know which host wrote a word. It therefore orders the write after all
+        steps known to any host that can write the word.
         """
         for word in self._words.values():
             if word.has_changed and word.piece.span.is_host:

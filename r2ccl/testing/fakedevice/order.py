@@ -1,10 +1,10 @@
 """Ordering of memory accesses on the fake GPU by vector clocks, and the errors for violations.
 
-An actor is a stream, a host (the CPU code of a process), or the NICs of a host. A clock (a vector
-clock) holds for each actor the number of its last known step; a stamp identifies one step. If two
-accesses touch the same byte and at least one of them is a write, the clock of the later access must
-cover the stamp of the earlier one; otherwise `Race` is raised. The order in which the fake ran the
-two accesses does not matter.
+An actor is a stream, a host (the CPU code of one process or of all), or a host's NICs on one card.
+A clock (a vector clock) holds for each actor the number of its last known step; a stamp identifies
+one step. If two accesses touch the same byte and at least one of them is a write, the clock of the
+later access must cover the stamp of the earlier one; otherwise `Race` is raised. The order in which
+the fake ran the two accesses does not matter.
 
 References
 ----------
