@@ -281,7 +281,7 @@ class Comm(MPI.Intracomm):
     def Split(self, color: int = 0, key: int = 0) -> Any:
         """Return the communicator of the ranks with this `color`, ordered by `key` and rank.
 
-        Returns MPI.COMM_NULL if `color` is MPI.UNDEFINED.
+        Returns MPI.COMM_NULL if `color` is MPI.UNDEFINED. *Collective*: all ranks.
         """
         return self._child(self.mpi.Split(color, key))
 

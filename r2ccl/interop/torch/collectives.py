@@ -259,7 +259,7 @@ def _list(lists: Any) -> list[Tensor]:
 
 @contextmanager
 def _outputs_in_order(comm: Communicator, outputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield a tensor in order for each of `outputs`: the output itself, or new memory.
+    """Yield a list of tensors that are in order: each of `outputs`, or new memory for it.
 
     At the end of the block, new memory is copied to its output. If there are several outputs, the
     calls in the block run as a group.
