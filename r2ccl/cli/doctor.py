@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     Raises
     ------
     InvalidArgument
-        If a setting is wrong, or the file cannot be written.
+        If `r2ccl.config.Config.from_env` refuses a setting, or the file of ``--topology-xml``
+        cannot be written.
     """
     from r2ccl.cli import doctor_report  # imports NumPy
 

@@ -177,7 +177,7 @@ def _summary(count: int, hcas: Sequence[Hca]) -> tuple[DoctorFinding, ...]:
             DoctorFinding(
                 "rails",
                 "warning",
-                "fewer than two usable rails: the job cannot survive a failure",
+                "fewer than two usable rails: a job cannot survive the loss of a rail",
                 "add another interface with an address, or remove NICs that work from "
                 "R2CC_FAILED_NICS",
             ),
