@@ -21,8 +21,8 @@ from r2ccl.cli.values import parse_size
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``r2ccl bench`` to `parser`; `run` takes the parsed arguments."""
     parser.description = (
-        "Measure collectives as nccl-tests does: time, algorithm and bus bandwidth. Every result "
-        "is verified, unless -c is 0. Sizes above 0 but below one element, or one element per "
+        "Measure collectives as nccl-tests does: time, algorithm and bus bandwidth. The results "
+        "are verified, unless -c is 0. Sizes above 0 but below one element, or one element per "
         "part, are rounded up to that. Without a launcher, the command starts --nranks ranks. The "
         "exit status is 1 if any element is wrong."
     )
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("-i", "--step", "--stepbytes", type=parse_size, default="1M",
         help="bytes between sizes; default: %(default)s")  # fmt: skip
     add("-f", "--factor", "--stepfactor", type=float, default=1.0,
-        help="if above 1: growth factor of the sizes, without -i; default: %(default)s")  # fmt: skip
+        help="if above 1: factor between sizes, replaces -i; default: %(default)s")  # fmt: skip
     add("-n", "--iters", type=int, default=20,
         help="calls, or groups of calls, per timed loop; default: %(default)s")  # fmt: skip
     add("-w", "--warmup-iters", "--warmup_iters", type=int, default=5,

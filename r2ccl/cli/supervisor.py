@@ -33,7 +33,7 @@ class RankGroup(Protocol):
         """Return when all ranks have ended and their output was passed on, or the host is lost."""
 
     async def feed(self, data: bytes) -> None:
-        """Write to the standard input of rank 0; wait if rank 0 reads slowly. Empty data end it."""
+        """Write to standard input of rank 0; wait if rank 0 is slow. Empty data end the input."""
 
     def signal(self, number: int) -> None:
         """Send a signal to all ranks of the group that have not ended."""
@@ -79,7 +79,7 @@ class Supervisor:
     ) -> int:
         """Start the ranks, wait until all have ended, and return the exit status of the job.
 
-        An interrupt during the start ends the ranks that were started.
+        An interrupt (SIGINT or SIGTERM) during the start ends the ranks that were started.
 
         Parameters
         ----------
