@@ -192,7 +192,7 @@ class AgentLink(Generic[_T]):
             await asyncio.sleep(_ALIVE_S)
 
     async def close(self) -> None:
-        """Send the buffered data, then close this end; the other end then raises `LinkEnded`.
+        """Send buffered data, then close this end; `receive` at the other end raises `LinkEnded`.
 
         Data that the other end does not read within `_FLUSH_S` may be lost.
         """

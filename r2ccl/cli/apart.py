@@ -28,15 +28,15 @@ class Ended(NamedTuple):
 
 
 def run(code: str, *, timeout_s: float, is_inner: bool = False) -> Ended:
-    """Run Python code in a new process, with the module path of this process.
+    """Run Python code in a new process, with the module search path of this process.
 
     Parameters
     ----------
     code : str
         Source of the code.
     timeout_s : float
-        Time in seconds after which the process is killed; unless `is_inner`, its children are
-        killed too.
+        Time in seconds after which the process is killed; unless `is_inner`, the children in its
+        process group are killed too.
     is_inner : bool
         True if the caller itself runs in a process started by `run`. The new process then stays in
         the caller's process group and is killed with it.

@@ -21,10 +21,10 @@ from r2ccl.cli.values import parse_size
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``r2ccl bench`` to `parser`; `run` takes the parsed arguments."""
     parser.description = (
-        "Measure collectives as nccl-tests does: time, algorithm and bus bandwidth. Every result "
-        "is verified, unless -c is 0. Sizes below one element, or one per part, are rounded up to "
-        "it. Without a launcher, the command starts --nranks ranks. The exit status is 1 if any "
-        "element is wrong."
+        "Measure collectives as nccl-tests does: time, algorithm and bus bandwidth. The results "
+        "are verified, unless -c is 0. Sizes above 0 but below one element, or one element per "
+        "part, are rounded up to that. Without a launcher, the command starts --nranks ranks. The "
+        "exit status is 1 if any element is wrong."
     )
     add = parser.add_argument
     names = [*FORMS, "all"]
@@ -35,15 +35,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("-i", "--step", "--stepbytes", type=parse_size, default="1M",
         help="bytes between sizes; default: %(default)s")  # fmt: skip
     add("-f", "--factor", "--stepfactor", type=float, default=1.0,
-        help="if above 1, replaces -i; default: %(default)s")  # fmt: skip
+        help="if above 1: factor between sizes, replaces -i; default: %(default)s")  # fmt: skip
     add("-n", "--iters", type=int, default=20,
         help="calls, or groups of calls, per timed loop; default: %(default)s")  # fmt: skip
     add("-w", "--warmup-iters", "--warmup_iters", type=int, default=5,
-        help="calls before the timed loop; default: %(default)s")  # fmt: skip
+        help="calls, or groups, before the timed loop; default: %(default)s")  # fmt: skip
     add("-c", "--check", type=int, default=1,
         help="verifications per result; 0: none; default: %(default)s")  # fmt: skip
     add("-d", "--datatype", default="float", metavar="TYPE",
-        help="of NumPy or nccl-tests; or all; default: %(default)s")  # fmt: skip
+        help="element type of NumPy or nccl-tests, or all; default: %(default)s")  # fmt: skip
     add("-o", "--op", choices=[*OPS, "all"], help="operation of reductions; default: sum")
     add("-r", "--root", type=int, help="root; -1: every root in turn; default: 0")
     add("-t", "--nthreads", type=int, default=1,
@@ -61,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("-a", "--average", type=int, choices=range(4), default=1,
         help="reported time: 0: rank 0, 1: mean, 2: min, 3: max; default: %(default)s")  # fmt: skip
     add("--nranks", type=int, default=2,
-        help="processes without a launcher; default: %(default)s")  # fmt: skip
+        help="ranks that are started without a launcher; default: %(default)s")  # fmt: skip
     add(
         "--json",
         type=Path,

@@ -94,11 +94,11 @@ def missing_of(
     """Return an error, with a fix, for each name in `required` that cannot be used."""
     has = {"rdma": found.rdma, "gpu": found.gpus, "shm": found.shm}
     reasons = {
-        "rdma": (findings.verbs, "unset R2CC_HCA=none and R2CC_FAILED_NICS"),
+        "rdma": (findings.verbs, "unset R2CC_HCA and R2CC_FAILED_NICS"),
         "gpu": (findings.gpus, "install a GPU with NVIDIA's driver, and pip install 'r2ccl[gpu]'"),
         "shm": (
             (findings.sharing, *(each for each in findings.rails if each.level == "error")),
-            "unset R2CC_SHM=0",
+            "unset R2CC_SHM",
         ),
     }
     return tuple(

@@ -26,8 +26,8 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     that of ``kernel_error`` loads a kernel, that of ``ipc_error`` maps the allocation in another
     process, and that of ``dmabuf_error`` exports the allocation as a dma-buf. ``nics`` has, for
     each RDMA port tried, its label and the method by which the port registered the allocation.
-    ``route`` is the method by which all ports together registered the allocation; ``staging`` if
-    they could not, None if no port was tried.
+    ``route`` is the method by which all ports together registered the allocation; None if no port
+    was tried. A method is ``staging`` if the allocation could not be registered.
     """
 
     ordinal: int

@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     Raises
     ------
     InvalidArgument
-        If there are fewer than 2 ranks, rails or calls, or a call has less than 1 MiB.
+        If there are fewer than 2 ranks, rails or calls, a call has less than 1 MiB, or the file of
+        ``--json`` cannot be written.
     Exception
         If a rank fails, or the ranks do not end within `_TIMEOUT_S`; see
         `r2ccl.cli.lines.launch_printing`.

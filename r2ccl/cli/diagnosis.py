@@ -79,7 +79,7 @@ class DoctorFinding(msgspec.Struct, frozen=True):
 
 
 def check_pyverbs(facts: Facts) -> DoctorFinding:
-    """Check that pyverbs can be imported; if not, name the cause."""
+    """Check that pyverbs can be imported, and does not crash or hang; if not, name the cause."""
     error = facts.pyverbs_error
     if not _is_import_failure(error):
         return DoctorFinding("pyverbs", "ok", f"imports in {facts.python}")
@@ -110,7 +110,7 @@ def check_pyverbs(facts: Facts) -> DoctorFinding:
     return DoctorFinding(
         "pyverbs",
         "error",
-        f"cannot be imported: {error}",
+        f"cannot be imported, or crashes: {error}",
         "reinstall the distribution's: apt-get install --reinstall python3-pyverbs",
     )
 
@@ -253,7 +253,7 @@ def check_memlock(facts: Facts) -> DoctorFinding:
     return DoctorFinding(
         "memlock",
         "error",
-        f"only {size}: registering buffers will fail (ENOMEM)",
+        f"only {size}: registering larger buffers will fail (ENOMEM)",
         "ulimit -l unlimited; permanently: '* - memlock unlimited' in /etc/security/limits.conf; "
         "in a container: --ulimit memlock=-1",
     )

@@ -25,8 +25,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="LIST",
-        help=f"exit with 1 if one of these cannot be used here: {', '.join(REQUIREMENTS)}; "
-        "repeatable",
+        help="exit with 1 if something in LIST cannot be used here; allowed are "
+        f"{', '.join(REQUIREMENTS)}, separated by commas; repeatable",
     )
     parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
     parser.add_argument(
@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     Raises
     ------
     InvalidArgument
-        If a setting is wrong, or the file cannot be written.
+        If `r2ccl.config.Config.from_env` refuses a setting, or the file of ``--topology-xml``
+        cannot be written.
     """
     from r2ccl.cli import doctor_report  # imports NumPy
 

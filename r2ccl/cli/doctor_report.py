@@ -82,7 +82,7 @@ def report(required: Sequence[str], *, is_json: bool) -> int:
     Raises
     ------
     InvalidArgument
-        If a setting is wrong.
+        If `Config.from_env` refuses a setting.
     """
     config = Config.from_env(os.environ)
     facts = gather()

@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--slow", type=_slow_ports, action="extend", default=[], metavar="NODE:NIC:FRACTION,...",
-        help="NICs with this fraction of their bandwidth, in sixteenths; repeatable",
+        help="NICs with this fraction of their bandwidth, rounded to sixteenths; repeatable",
     )  # fmt: skip
     add("--no-simulate", action="store_true", help="only predict, which needs no Numba")
     add("--png", metavar="FILE", help="draw the times; needs pip install 'r2ccl[demo]'")

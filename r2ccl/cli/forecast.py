@@ -102,6 +102,8 @@ Simulate = Callable[[ClusterShape, Choice], float | None]
 def scenario_of(args: argparse.Namespace) -> Scenario:
     """Return the scenario in the parsed arguments of ``r2ccl explain``.
 
+    The size is rounded down to a multiple of `_UNIT_NBYTES` bytes per rank.
+
     Raises
     ------
     InvalidArgument
@@ -171,7 +173,7 @@ def compare(scenario: Scenario, *, is_simulated: bool = True) -> Comparison:
     Raises
     ------
     InvalidArgument
-        If Numba, which the simulator needs, is not installed.
+        If `is_simulated`, and Numba, which the simulator needs, is not installed.
     """
     notes: list[str] = []
     simulate = _simulator(scenario, notes) if is_simulated else None

@@ -225,7 +225,8 @@ def try_registering(
     """Register an allocation of every GPU with each NIC, then with all NICs together.
 
     `nics` has the registrar of each RDMA port by label, or the reason why it could not be opened.
-    If one could not, the second registration is not tried, and its method is ``staging``.
+    If one could not be opened, the registration with all NICs together is not tried, and its method
+    is ``staging``.
     """
     able = {label: nic for label, nic in nics.items() if not isinstance(nic, str)}
     refusals = {label: nic for label, nic in nics.items() if isinstance(nic, str)}

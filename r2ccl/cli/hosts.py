@@ -121,7 +121,7 @@ def place(hosts: Sequence[JobHost], nranks: int | None) -> list[tuple[JobHost, i
     Raises
     ------
     InvalidArgument
-        If `nranks` is below 1, or the hosts have fewer slots.
+        If `nranks` is below 1 or above the number of slots.
     """
     total = sum(host.slots for host in hosts)
     left = total if nranks is None else nranks

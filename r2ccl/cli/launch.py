@@ -112,7 +112,7 @@ def _add_hosts(group: Any) -> None:
     )
     ways.add_argument(
         "--node-rank", type=int, metavar="K",
-        help="start only the ranks of the host at place K of the list, which must be this one",
+        help="start only the ranks of host K of the list, counted from 0; it must be this host",
     )  # fmt: skip
 
 

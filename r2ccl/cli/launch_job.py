@@ -74,7 +74,7 @@ def _program(args: argparse.Namespace) -> JobCommand:
         raise InvalidArgument(f"no command given: {_HINT}")
     env = dict(_parse_assignment(text) for text in args.env)
     if not args.by_hand:
-        # Also if empty: this launcher may itself run under another one.
+        # Set even if empty, because this launcher may itself run under another one.
         env = {TERMINAL_VARIABLE: "1" if sys.stdout.isatty() else "", **env}
     folder = os.path.abspath(os.path.expanduser(args.chdir)) if args.chdir else os.getcwd()
     return JobCommand(tuple(words), is_module, env, folder, args.stdin)

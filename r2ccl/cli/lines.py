@@ -99,7 +99,7 @@ def has_lost_reader(out: TextIO) -> bool:
 def is_full(exc: OSError) -> bool:
     """Return True if a write failed because no space is left for it, as with a full disk.
 
-    An error with the name of a file is not that of a write to an open file.
+    An error that names a file does not count: a write to an open file names none.
     """
     return exc.errno in (errno.ENOSPC, errno.EDQUOT) and exc.filename is None
 

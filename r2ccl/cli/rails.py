@@ -25,8 +25,9 @@ from r2ccl.types import Nic
 class LocalRail(NamedTuple):
     """Interface or RDMA port that is a rail.
 
-    ``is_failed`` is True if R2CC_FAILED_NICS declares its NIC failed, ``is_last_resort`` if it
-    carries data only between ranks that have no other rail left.
+    ``is_failed`` is True if R2CC_FAILED_NICS declares its NIC failed; entries that give the host by
+    its number do not count. ``is_last_resort`` is True if the rail carries data only between ranks
+    that have no other rail left.
     """
 
     name: str
@@ -177,7 +178,7 @@ def _summary(count: int, hcas: Sequence[Hca]) -> tuple[DoctorFinding, ...]:
             DoctorFinding(
                 "rails",
                 "warning",
-                "fewer than two usable rails: the job cannot survive a failure",
+                "fewer than two usable rails: a job cannot survive the loss of a rail",
                 "add another interface with an address, or remove NICs that work from "
                 "R2CC_FAILED_NICS",
             ),

@@ -26,9 +26,9 @@ from r2ccl.errors import InvalidArgument
 #: rank, because its child processes may hold its pipes open forever.
 TERMINATION_GRACE_S = 5.0
 _CHUNK_NBYTES = 64 << 10
-#: Maximum output of each stream of a rank, in bytes, that is passed on after the rank has ended, up
-#: to one piece more. The rank's pipe and the reader's buffer hold less, so any further output comes
-#: from its child processes.
+#: Limit in bytes of the output of a stream that is passed on after its rank has ended; the last
+#: piece may exceed the limit. The rank's pipe and the reader's buffer hold less, so any further
+#: output comes from child processes of the rank.
 _MOST_LEFT_NBYTES = 2 << 20
 #: Interval between checks whether a rank has ended, in seconds.
 _POLL_S = 0.02
@@ -190,7 +190,7 @@ class HostRanks:
                 stdin.close()
 
     def signal(self, number: int) -> None:
-        """Send a signal to all ranks that have not ended, and to their children."""
+        """Send a signal to the process groups of all ranks that have not ended."""
         self._is_signalled = True
         for process in self._ranks.values():
             if process.returncode is None:

@@ -33,7 +33,7 @@ class RankGroup(Protocol):
         """Return when all ranks have ended and their output was passed on, or the host is lost."""
 
     async def feed(self, data: bytes) -> None:
-        """Write to the standard input of rank 0; wait if it reads slowly. Empty data end it."""
+        """Write to standard input of rank 0; wait if rank 0 is slow. Empty data end the input."""
 
     def signal(self, number: int) -> None:
         """Send a signal to all ranks of the group that have not ended."""
@@ -79,7 +79,7 @@ class Supervisor:
     ) -> int:
         """Start the ranks, wait until all have ended, and return the exit status of the job.
 
-        An interrupt during the start ends the ranks that were started.
+        An interrupt (SIGINT or SIGTERM) during the start ends the ranks that were started.
 
         Parameters
         ----------
@@ -136,7 +136,7 @@ class Supervisor:
                 self._lose_output(exc)
 
     def _lose_output(self, exc: OSError) -> None:
-        """End the ranks, because their output cannot be written; ``head`` may have ended."""
+        """End the ranks, because their output cannot be written, as after the end of ``head``."""
         self._has_lost_output = True
         discard_output()
         is_pipe = isinstance(exc, BrokenPipeError)

@@ -36,7 +36,7 @@ def draw(
     numbers: int = 0,
     styles: Sequence[str] = (),
 ) -> None:
-    """Draw a table; cells that are too long for the terminal continue on the next line.
+    """Draw a table; text that is too long for the terminal continues on the next line.
 
     Parameters
     ----------

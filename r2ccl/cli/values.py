@@ -20,7 +20,7 @@ def seconds(text: str) -> float:
 
     Raises
     ------
-    ArgumentTypeError
+    argparse.ArgumentTypeError
         If `text` is not a number above 0 and below 1e6; argparse reports it with status 2.
     """
     try:
@@ -93,12 +93,24 @@ def parse_duration(text: str) -> float:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Parse a comma-separated list of sizes."""
+    """Parse a comma-separated list of sizes.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        If `parse_size` refuses one of them.
+    """
     return [parse_size(part) for part in text.split(",")]
 
 
 def parse_counts(text: str) -> list[int]:
-    """Parse a comma-separated list of numbers above 0."""
+    """Parse a comma-separated list of integers above 0.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        If `text` is not such a list.
+    """
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:

@@ -1,8 +1,8 @@
 """Transport contract: the promises of `r2ccl.transport.base` as checks for any implementation.
 
 Call each function of `CHECKS` and of `r2ccl.testing.probecontract.PROBE_CHECKS` with a fresh
-`Bench` of your transport. A check raises AssertionError if the transport breaks its promise. The
-checks use only the `Transport` interface, and each wait ends after at most ``Bench.patience_s``.
+`Bench` of your transport. A check raises AssertionError if the transport breaks its promise, or a
+wait takes longer than ``Bench.patience_s``. The checks use only the `Transport` interface.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Bench(Protocol):
     patience_s : float
         Longest time in seconds that an expected event may take. Allow several probe timeouts.
     cross : bool or None
-        Expected `Probed.is_answered` when rank 0 probes rail 0 of rank 1 from its own rail 1: True,
-        or None if the network does not connect different rails.
+        Expected `Probed.is_answered` when rank 0 probes, from its port on rail 1, the port of rank
+        1 on rail 0: True, or None if the network does not connect different rails.
     """
 
     transports: Sequence[Transport]

@@ -209,7 +209,7 @@ def run_in_netlab(
         results = lab.run(argv, env=env, plan=plan if plan.faults else None, timeout_s=timeout_s)
     failed = [
         f"rank {each.rank}: "
-        + (f"longer than {timeout_s:g} s" if each.is_timed_out else f"status {each.returncode}")
+        + (f"ran longer than {timeout_s:g} s" if each.is_timed_out else f"status {each.returncode}")
         for each in results
         if each.is_timed_out or each.returncode
     ]

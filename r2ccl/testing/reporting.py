@@ -69,8 +69,8 @@ class ReportingTransport:
     ) -> None:
         """Report a slice, so that the faults due before it are applied, and send the slice.
 
-        Slices of ``init``, and replays for collectives before the newest one, are not reported. A
-        slice on a path that a fault has cut is not sent.
+        Slices of ``init``, and of collectives before the newest one, are not reported. A slice on a
+        path that a fault has cut is not sent.
 
         Raises
         ------
@@ -80,7 +80,7 @@ class ReportingTransport:
         if self._reporter is not None and self._first_op is not None:
             if frame.op > self._op:
                 self._op, self._step = frame.op, 0
-            # Replays of older collectives do not count: their faults can no longer fire.
+            # Slices of older collectives do not count: their faults can no longer fire.
             if frame.op == self._op:
                 self._reporter.at(frame.op - self._first_op, self._step)
                 self._step += 1

@@ -72,7 +72,7 @@ class PerfMemory:
             self._cuda = cuda
 
     def use(self) -> None:
-        """Choose the GPU of this rank for the calling thread."""
+        """Choose the GPU of this rank for the calling thread; for host memory, do nothing."""
         if self._cuda is not None:
             number = int(os.environ.get("LOCAL_RANK", 0)) % len(self._cuda.gpus)
             self._cuda.select_device(number)

@@ -27,7 +27,7 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "min": np.minimum,
     "max": np.maximum,
 }
-#: Value of all elements of result memory before a call.
+#: Value, before a call, of all elements of result memory that do not hold its input.
 UNTOUCHED = 77
 
 
@@ -104,7 +104,7 @@ class Case:
         return self._extent(self.form.sends, rank)
 
     def receives(self, rank: int) -> int | None:
-        """Return the number of elements that `rank` receives; None if it passes no array."""
+        """Return the number of elements of the result array of `rank`; None if it passes none."""
         return self._extent(self.form.receives, rank)
 
     def _extent(self, extent: DataExtent, rank: int) -> int | None:

@@ -50,7 +50,10 @@ _LATE_S = 0.005
 
 
 class Measured(NamedTuple):
-    """Time per call in seconds, and number of wrong elements (None: not checked)."""
+    """Time per call in seconds, and number of wrong elements, None if they were not counted.
+
+    For a barrier, ``wrong`` counts the ranks that left it before the last rank entered it.
+    """
 
     seconds: float
     wrong: int | None
@@ -205,7 +208,10 @@ class PerfJob:
 
 
 def cases(form: CollectiveForm, nranks: int, options: PerfOptions) -> list[Case]:
-    """Return the cases to run: every size, for every supported type, operation and root."""
+    """Return the cases to run: every size, for every supported type, operation and root.
+
+    A barrier has a single case.
+    """
     if form.name == "barrier":
         return [Case(form, nranks, 0, np.dtype(np.float32))]
     roots = range(nranks) if options.root == -1 else [options.root]
@@ -246,6 +252,11 @@ def run(options: PerfOptions) -> int:
     """Measure every case on this rank; rank 0 prints.
 
     Return the exit status: 0, 1 if an element is wrong, or 2 if an option is refused.
+
+    Raises
+    ------
+    InvalidArgument
+        In rank 0, if the results cannot be written to the file of ``--json``.
     """
     rows: list[dict[str, Any]] = []
     with init() as comm, ExitStack() as stack:

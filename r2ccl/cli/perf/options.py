@@ -108,7 +108,7 @@ def _problem(args: argparse.Namespace) -> str | None:
     if not (math.isfinite(args.factor) and args.factor >= 0):
         return f"--factor {args.factor:g}: allowed is a finite number from 0 on; 2 doubles the size"
     if args.maxbytes is not None and args.maxbytes < args.minbytes:
-        return f"--maxbytes {args.maxbytes} is below --minbytes {args.minbytes}"
+        return f"--maxbytes {args.maxbytes} is below --minbytes {args.minbytes}: change one of them"
     if args.factor <= 1 and args.step < 1:
         return "--step must be above 0 unless --factor is above 1"
     if min(args.iters, args.nranks, args.nthreads, args.agg_iters) < 1:
@@ -120,7 +120,7 @@ def _problem(args: argparse.Namespace) -> str | None:
     if args.cudagraph:
         return f"-G {args.cudagraph}: CUDA graphs cannot capture calls of r2ccl"
     if not args.blocking and args.agg_iters > 1:
-        return "-z 0 with -m: the calls of a group run at its end, which blocks"
+        return "-z 0 with -m: the calls of a group run at its end, which blocks; give only one"
     return _problem_of_collective(args) or _problem_of_gpus(args)
 
 

@@ -118,7 +118,10 @@ def save_results(
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the number of wrong elements in all `rows` and a verdict, such as ``0 OK``."""
+    """Return the number of wrong elements in all `rows` and a verdict, such as ``0 OK``.
+
+    If no row has a number of wrong elements, return ``not checked``.
+    """
     checked = [each["wrong"] for each in rows if each["wrong"] is not None]
     if not checked:
         return "not checked"
