@@ -30,12 +30,20 @@ from r2ccl.bootstrap import pickling
 from r2ccl.bootstrap.auth import SECRET_NBYTES
 from r2ccl.bootstrap.output import RankOutput, is_forwarded
 from r2ccl.bootstrap.rank_server import RankOutcome, RankRequest, command
-from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout, format_ranks
+from r2ccl.errors import (
+    CommunicatorRevoked,
+    InvalidArgument,
+    R2cclError,
+    TransportTimeout,
+    format_ranks,
+)
 
 _Result = TypeVar("_Result")
 
 #: Seconds that the ranks have to exit by themselves after `launch` has the results or an error.
 _FAILURE_GRACE_S = 5.0
+#: Seconds in which another exception of a rank is preferred to a `CommunicatorRevoked`.
+_CAUSE_GRACE_S = 1.0
 #: Seconds that a process has to exit after it was signalled or its pipe was closed.
 _TERMINATION_GRACE_S = 2.0
 
@@ -158,7 +166,9 @@ def launch(
     Raises
     ------
     Exception
-        If ranks raise: the first exception that arrives, with the remote traceback as its cause.
+        If ranks raise: the first exception that arrives, with the remote traceback as its cause. A
+        `CommunicatorRevoked`, which another rank may have caused, gives way to any other exception
+        that arrives within 1 s.
     R2cclError
         If a rank exits without a result or an exception, raises an exception that cannot be
         pickled, or the process that forks the ranks exits early.
@@ -436,8 +446,11 @@ class _RemoteTraceback(Exception):
 def _collect(started: RankProcesses, deadline: float, timeout_s: float | None) -> list[Any]:
     values: dict[int, Any] = {}
     waiting = {each.results: rank for rank, each in enumerate(started.ranks)}
+    revoked: CommunicatorRevoked | None = None
     while waiting:
         ready = started.wait(waiting, deadline)
+        if not ready and revoked is not None:
+            break
         if not ready:
             raise TransportTimeout(
                 f"launch: ranks {format_ranks(waiting.values())} did not return within "
@@ -446,9 +459,16 @@ def _collect(started: RankProcesses, deadline: float, timeout_s: float | None) -
         for results in ready:
             rank = waiting.pop(results)
             outcome = started.outcome(rank)
-            if outcome.error is not None:
+            if isinstance(outcome.error, CommunicatorRevoked):
+                # The rank that ended the communicator may still raise the exception that made it.
+                revoked = revoked or outcome.error
+                deadline = min(deadline, time.monotonic() + _CAUSE_GRACE_S)
+            elif outcome.error is not None:
                 raise outcome.error
-            values[rank] = outcome.value
+            else:
+                values[rank] = outcome.value
+    if revoked is not None:
+        raise revoked
     return [values[rank] for rank in range(len(started.ranks))]
 
 

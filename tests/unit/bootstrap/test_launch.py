@@ -22,7 +22,7 @@ from r2ccl.bootstrap.launch import JobShare, LocalJob, describe_exit, launch
 from r2ccl.bootstrap.logs import TERMINAL_VARIABLE
 from r2ccl.cli import make_parser
 from r2ccl.cli.rankprocs import HostRanks, JobCommand
-from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
+from r2ccl.errors import CommunicatorRevoked, InvalidArgument, R2cclError, TransportTimeout
 
 WAIT_S = 20.0
 
@@ -58,6 +58,25 @@ def test_the_first_exception_comes_back_with_its_traceback() -> None:
         launch(by_rank("1 // (rank - 1)"), 2, timeout_s=WAIT_S)
     assert "rank 1" in str(caught.value.__cause__)
     assert "Traceback" in str(caught.value.__cause__)
+
+
+def end_late(pause_s: float) -> None:
+    """Raise in rank 0, after a pause, what has revoked the communicator of the others."""
+    if os.environ["RANK"] == "0":
+        time.sleep(pause_s)
+        raise OSError("the disk is full")
+    raise CommunicatorRevoked("rank 0 ended the communicator")
+
+
+def test_the_exception_that_ended_the_others_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="the disk is full"):
+        launch(partial(end_late, 0.3), 3, timeout_s=WAIT_S)
+    monkeypatch.setattr("r2ccl.bootstrap.launch._CAUSE_GRACE_S", 0.2)
+    monkeypatch.setattr("r2ccl.bootstrap.launch._FAILURE_GRACE_S", 0.2)
+    started = time.monotonic()
+    with pytest.raises(CommunicatorRevoked, match="rank 0 ended"):
+        launch(partial(end_late, 60.0), 3, timeout_s=WAIT_S)
+    assert time.monotonic() - started < WAIT_S / 2
 
 
 def test_a_rank_that_dies_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
