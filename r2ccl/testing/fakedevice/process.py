@@ -38,7 +38,7 @@ class FakeProcess:
         self._board = gpu.board
         self._card = gpu.number
         self._host = self._board.admit(name, self._card)
-        #: Cards whose memory work of this device can use.
+        #: Cards whose memory can be used by work of this device.
         self._reached = {self._card}
         self._streams: dict[int, FakeStream] = {}
         #: Default stream of each thread, by thread id.
@@ -182,6 +182,8 @@ class FakeProcess:
 
         Raises
         ------
+        Misuse
+            If `address` is not the start of memory from `caller_memory` of this device.
         StillInUse
             If work on the memory, of this or another process, has not run, or the host does not
             know that the work of this process is over.
