@@ -122,7 +122,7 @@ class FakeOperation:
         return True
 
     def is_due(self) -> bool:
-        """Return True if it is certain that no action of the host must come before the run."""
+        """Return True if it is certain that the operation can run without a further host action."""
         return self.is_ready()
 
     def learn(self, clock: Clock) -> None:
