@@ -95,8 +95,8 @@ class FakeOperation:
         Words that the operation sets or waits for.
     """
 
-    #: True if its accesses are known only when it runs. Until then later operations of the stream
-    #: are not guarded.
+    #: True if its accesses are known only when it runs. Until it has run, later operations of its
+    #: stream are not exposed.
     is_undeclared = False
 
     def __init__(
