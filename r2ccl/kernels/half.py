@@ -201,7 +201,8 @@ def make_reducer(dtype_name: str, op: int) -> Callable[..., int]:
 def make_divider(dtype_name: str) -> Callable[..., int]:
     """Return the loop that divides in place, for `r2ccl.kernels.native`.
 
-    ``divide(out, count, nranks)`` takes the address of an array of `count` elements.
+    ``divide(out, count, nranks)`` divides each of the `count` elements at address `out` by
+    `nranks`.
     """
     quotient = _DIVIDE[dtype_name]
 

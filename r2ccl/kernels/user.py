@@ -2,8 +2,8 @@
 
 The call signature contains a digest of the operation: its name, whether it is commutative, the code
 of its function, and the default arguments, the closure and, for a method, the object of the
-function. So a call to which the ranks pass different operations is refused. The digest is also the
-key of the operation in this process.
+function. So a call to which the ranks pass operations with different digests is refused. The digest
+is also the key of the operation in this process.
 """
 
 from __future__ import annotations
@@ -120,9 +120,10 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
     Raises
     ------
     InvalidArgument
-        If `function` has another form; or if one of its default arguments, a variable of an
-        enclosing function that it uses, or an attribute of the object of a method is not None, a
-        number, string, array or function, or a tuple of these.
+        If `function` has another form; if one of its default arguments, a variable of an enclosing
+        function that it uses, or an attribute of the object of a method is not None, a number,
+        string, array or function, or a tuple of these; if such a variable has no value yet; or if
+        the object of a method has no ``__dict__``.
 
     Notes
     -----
@@ -146,7 +147,7 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
     if not is_binary:
         raise InvalidArgument(
             f"user_op({name}): the function must have two parameters, or three of which the last "
-            "is the output"
+            "is the output; a NumPy ufunc must have two inputs and one output"
         )
     op = UserOp(function, name, is_commutative=is_commutative)
     _MADE[op.digest] = op
@@ -286,7 +287,7 @@ def _facts_of_code(code: CodeType) -> Iterator[object]:
             yield sorted(map(repr, value)) if isinstance(value, frozenset) else value
 
 
-#: Operations made in this process, by digest. Operations with equal digests compute the same.
+#: Operations made in this process, by digest; of those with equal digests, the newest.
 _MADE: dict[int, UserOp] = {}
 
 __all__ = ["UserOp", "user_op", "user_reducer"]

@@ -131,7 +131,8 @@ class Relay:
     def give(self, slot: Slot) -> None:
         """Return `slot` to the relay.
 
-        The slot becomes free when its copy is done. It never becomes free if the copy failed.
+        The slot becomes free at once or, if it has a copy in progress, when `collect` returns it.
+        It never becomes free if its last copy failed.
         """
         slot.is_given = True
         self._release(slot)

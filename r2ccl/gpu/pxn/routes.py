@@ -1,13 +1,13 @@
 """Opens and closes the PXN routes of one rank: routes to distant NICs through other GPUs' memory.
 
-`r2ccl.gpu.nic_affinity` finds the rails that this GPU reaches best through another GPU. A route is
-opened when a home rail is down or slow, at this rank or at a rank that it communicates with over
-that rail. To open a route, the rank opens the other GPU, if this process sees it, allocates slots
-in that GPU's memory, and lets `r2ccl.gpu.pxn.transport` use the slots for the rail. Without a
-route, slices travel to the NIC directly, which is correct but slower.
+`r2ccl.gpu.nic_affinity` finds the rails that this GPU reaches best through another GPU. The routes
+are opened when a rail that this rank's group uses is down or slow at any rank of the group. To open
+a route, the rank opens the other GPU, if this process sees it, allocates slots in that GPU's
+memory, and lets `r2ccl.gpu.pxn.transport` use the slots for the rail. Without a route, slices
+travel to the NIC directly, which is correct but slower.
 
-Invariant: a route is opened while no stream waits for the host, because opening may wait for the
-device. Only one attempt is made to open each route.
+Invariant: a route is opened only while no stream waits for the host, because opening may wait for
+the device. Only one attempt is made to open each route.
 """
 
 from __future__ import annotations

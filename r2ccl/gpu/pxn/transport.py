@@ -17,9 +17,9 @@ If no slot is free or large enough, a slice travels directly. Each end of a path
 independently, for each slice.
 
 *Confirmations.* A copy may fail, so the inner transport must not confirm by itself a slice that
-lands in a slot, nor a direct slice after it; therefore `irecv` does not pass on ``ack`` for such
-slices. So every slice that the inner transport confirmed has arrived, and its arrival is always
-reported.
+lands in a slot, or a direct slice that is announced before that slice is in its landing place.
+Therefore `irecv` does not pass on ``ack`` for such slices. So every slice that the inner transport
+confirmed has arrived, and its arrival is always reported.
 
 *A failed copy* is reported as the path's `Failed`, with the device's status. Nothing is lost: the
 slice was not sent, or its arrival was not reported, and it is replayed as after any failure of a
@@ -94,7 +94,7 @@ class _PathState:
 
     def __init__(self, path: PathKey) -> None:
         self.path = path
-        #: Sends that wait, in order; the copy of the first is in progress.
+        #: Sends that wait for a copy or for earlier sends, in order.
         self.waiting: deque[_Send] = deque()
         #: Slots that the NIC reads; slots that the NIC writes, with the regions to copy to.
         self.sending: dict[_Name, Slot] = {}
@@ -138,7 +138,7 @@ class PxnTransport:
 
     Notes
     -----
-    While no rail has a relay and no relayed slice is in flight, all calls are only forwarded.
+    Until the first rail has a relay, all calls are only forwarded.
     """
 
     def __init__(self, inner: TransportPart) -> None:
@@ -179,7 +179,7 @@ class PxnTransport:
         """Implement `Transport.isend`; relay a slice in device memory if a slot is free.
 
         A replayed slice overtakes slices that the inner transport has queued, but not sends that
-        wait for a copy.
+        wait for a copy. Nothing is sent on a path that has failed.
         """
         state = self._states.get(path)
         slot = None
@@ -196,7 +196,10 @@ class PxnTransport:
             state.waiting.append(_Send(frame, view, token, is_replay, slot))
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
-        """Implement `Transport.irecv`; relay a slice for device memory if a slot is free."""
+        """Implement `Transport.irecv`; relay a slice for device memory if a slot is free.
+
+        The slice is not announced on a path that has failed.
+        """
         state = self._states.get(path)
         slot = None
         if path.rail in self._relays and self.is_open(path):
@@ -342,7 +345,8 @@ class PxnTransport:
     def _hold(self, state: _PathState, event: Any) -> None:
         """Append an event of the inner transport to the held events of its path.
 
-        Begin the copy of a slice that arrived in a slot, and free the slots of slices sent.
+        Begin the copy of a slice that arrived in a slot, and free the slots of slices sent. Drop a
+        `Failed` event if the path has failed already.
         """
         self._touched[state] = None
         kind = type(event)

@@ -71,7 +71,7 @@ def _place_of_partial(targets: Sequence[int], scratch: int | None, later: Sequen
             return each
     raise InvalidArgument(
         f"no place for partial results: the {len(later)} inputs of later kernels include all "
-        f"outputs ({len(targets)}); pass scratch memory"
+        f"outputs ({len(targets)}); pass scratch memory that is not an input"
     )
 
 

@@ -71,7 +71,7 @@ def arguments(
     Raises
     ------
     InvalidArgument
-        If `nranks` is out of range.
+        If `nranks` is not in 1 to 2**31 - 1.
     """
     if not 1 <= nranks < 1 << 31:
         raise InvalidArgument(f"nranks={nranks}: allowed is 1 to {(1 << 31) - 1}")

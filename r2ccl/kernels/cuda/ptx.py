@@ -89,9 +89,9 @@ def ptx_of(form: Form, capability: tuple[int, int], directory: Path | None) -> P
     InvalidArgument
         If the GPU is too old; see `check_capability`.
     TransportError
-        If the prebuilt kernels cannot be read (status ``NO_KERNELS``); if the kernel is not
-        prebuilt and numba-cuda is missing; or if the kernel must be compiled and numba-cuda does
-        not find NVIDIA's compiler (``NO_CUDA``).
+        If the prebuilt kernels cannot be read (status ``NO_KERNELS``). With status ``NO_CUDA``: if
+        the kernel is not prebuilt and numba-cuda is missing, or if the kernel must be compiled and
+        numba-cuda does not find NVIDIA's compiler.
 
     Notes
     -----

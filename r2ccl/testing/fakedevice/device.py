@@ -359,7 +359,7 @@ class FakeDevice(FakeProcess):
         if not self.waits_on_memory:
             raise refusal("access of a stream to a word", "CUDA_ERROR_NOT_SUPPORTED")
         if address % _WORD_NBYTES:
-            raise Misuse.of(f"a word at {address:#x} is not aligned")
+            raise Misuse.of(f"a word at {address:#x} is not aligned to {_WORD_NBYTES} bytes")
         place = self._find(address, _WORD_NBYTES)
         if place.span.kind is MemoryKind.MANAGED:
             raise Misuse.of(f"a stream cannot set or wait for a word in {place.span}")

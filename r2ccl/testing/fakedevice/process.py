@@ -38,7 +38,7 @@ class FakeProcess:
         self._board = gpu.board
         self._card = gpu.number
         self._host = self._board.admit(name, self._card)
-        #: Cards whose memory work of this device can use.
+        #: Cards whose memory can be used by work of this device.
         self._reached = {self._card}
         self._streams: dict[int, FakeStream] = {}
         #: Default stream of each thread, by thread id.
@@ -182,6 +182,8 @@ class FakeProcess:
 
         Raises
         ------
+        Misuse
+            If `address` is not the start of memory from `caller_memory` of this device.
         StillInUse
             If work on the memory, of this or another process, has not run, or the host does not
             know that the work of this process is over.
@@ -244,8 +246,9 @@ class FakeProcess:
     def nic_write(self, address: int, data: npt.NDArray[Any]) -> None:
         """Write the contiguous array `data` as a NIC, and poll the completion of the write.
 
-        On a card that reorders NIC writes, work enqueued before `flush_remote_writes` may miss the
-        write; the host and NICs see it at once.
+        The bytes change at once. On a card that reorders NIC writes, a write to the card's memory
+        is ordered before an operation of a stream only if `flush_remote_writes` is called before
+        the operation is enqueued. Later accesses of the host and of NICs need no flush.
 
         Raises
         ------

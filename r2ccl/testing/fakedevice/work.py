@@ -95,8 +95,8 @@ class FakeOperation:
         Words that the operation sets or waits for.
     """
 
-    #: True if its accesses are known only when it runs. Until then later operations of the stream
-    #: are not guarded.
+    #: True if its accesses are known only when it runs. Until it has run, later operations of its
+    #: stream are not exposed.
     is_undeclared = False
 
     def __init__(
@@ -122,7 +122,7 @@ class FakeOperation:
         return True
 
     def is_due(self) -> bool:
-        """Return True if it is certain that no action of the host must come before the run."""
+        """Return True if it is certain that the operation can run without a further host action."""
         return self.is_ready()
 
     def learn(self, clock: Clock) -> None:
