@@ -270,7 +270,11 @@ class Planner:
     def compare(
         self, nbytes: int, health: Health, families: Iterable[str] | None = None
     ) -> list[Choice]:
-        """Return the predictions of all candidates for an allreduce of `nbytes`, by family.
+        """Return the predictions of the candidates for an allreduce of `nbytes`, by family.
+
+        Candidates in which two neighbours share no home rail are left out. If this leaves none, the
+        ring is tried, then the families in `_BRIDGED`; if this leaves none either, the result is
+        the ring.
 
         If nodes have several ranks, a schedule can be over nodes (`Choice.is_among_nodes`); `plan`
         expands the one that it chooses.
@@ -280,10 +284,8 @@ class Planner:
         nbytes : int
         health : Health
         families : iterable of str, optional
-            Names in `FAMILIES`, or ``spanning_tree``. Default: the families that the settings allow
-            and that can be the best for this health. If no candidate of these families has a common
-            home rail between all neighbours, the ring is tried, then the families in `_BRIDGED`. If
-            none of these has one either, the result is the ring.
+            Names in `FAMILIES`, or ``spanning_tree``, to try first. Default: the families that the
+            settings allow and that can be the best for this health.
         """
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)

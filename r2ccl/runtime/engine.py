@@ -79,7 +79,7 @@ class LocalPath(Protocol):
 
     @property
     def ncalls(self) -> int:
-        """Number of calls begun in shared memory, which the data loop does not count."""
+        """Number of calls begun that only use shared memory: the data loop does not count these."""
         ...
 
     def end(self) -> None:

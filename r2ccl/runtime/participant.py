@@ -42,12 +42,14 @@ class DeviceCalls(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` seconds for each backend of the device, then free the device.
+        """Wait until no call uses the device any more, then free it and the memory of its calls.
+
+        `timeout_s` limits the wait for each backend (`r2ccl.gpu.backends`).
 
         Raises
         ------
         TransportError
-            If the device could not be freed.
+            If the wait took too long, or not everything could be freed.
         """
         ...
 
