@@ -39,7 +39,7 @@ from degraded_cases import (
     straggler,
     straggler_bound,
 )
-from degraded_job import DEGRADED, HEALTHY, Failure, Task, run_job
+from degraded_job import DEGRADED, HEALTHY, Task, run_job
 from degraded_report import (
     Point,
     points_of,
@@ -49,10 +49,11 @@ from degraded_report import (
     schedule_rows,
     verdict_of,
 )
+from labs import ready_for_labs
 from rich.console import Console
 
 from r2ccl.cli.values import parse_size, parse_sizes
-from r2ccl.testing.netlab import Lab, LabError, LabShape, ensure_privileged
+from r2ccl.testing.netlab import Lab, LabShape
 
 WHATS = ("cloudlab", "straggler", "planner", "collectives", "levels")
 
@@ -78,7 +79,6 @@ _SIZES = "2M,4M,8M,16M,32M,64M"
 
 #: Columns of the table: more than the 80 that rich assumes for a pipe.
 _WIDTH = 140
-_EXIT_UNAVAILABLE = 69
 
 
 def run_cloudlab(args: argparse.Namespace, out: Console) -> list[dict[str, Any]]:
@@ -302,15 +302,8 @@ def main() -> int:
         "rounds": args.rounds,
     }
     out.print("  ".join(f"{name}={value}" for name, value in setting.items()))
-    try:
-        ensure_privileged()
+    with ready_for_labs("degraded"):
         rows = _RUNS[args.what](args, out)
-    except LabError as exc:
-        print(f"degraded: {exc}", file=sys.stderr)
-        return _EXIT_UNAVAILABLE
-    except Failure as exc:
-        print(f"degraded: {exc}", file=sys.stderr)
-        return 1
     if args.json:
         write_json(args.json, [{**setting, **row} for row in rows])
     return 0

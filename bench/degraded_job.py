@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 from degraded_cases import Nic
+from labs import last_lines
 
 from r2ccl.testing import Action, Fault, FaultPlan
 from r2ccl.testing.netlab import Lab
@@ -24,12 +25,6 @@ AUTO, AGAIN = "auto", "auto again"
 HEALTHY, DEGRADED = "healthy", "degraded"
 
 _JOB_TIMEOUT_S = 600.0
-#: Characters of a failed rank's output to report.
-_LAST_WORDS = 2000
-
-
-class Failure(Exception):
-    """Raised when a rank ends with an error."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,12 +162,10 @@ def run_job(lab: Lab, task: Task, env: dict[str, str] | None = None) -> Outcome:
         sink=lines.append,
     )
     lab.restore()
-    failed = [each for each in results if each.returncode]
-    if failed:
-        raise Failure(f"rank {failed[0].rank} failed: {failed[0].output[-_LAST_WORDS:]}")
+    lines_said = last_lines(results)
     if plan is not None:
         plan.assert_all_fired()
-    said = [msgspec.json.decode(each.output.splitlines()[-1], type=Said) for each in results]
+    said = [msgspec.json.decode(line, type=Said) for line in lines_said]
     return Outcome(put_together(task, said), said[0].predictions, said[0].shares)
 
 
@@ -193,7 +186,6 @@ __all__ = [
     "AUTO",
     "DEGRADED",
     "HEALTHY",
-    "Failure",
     "Outcome",
     "Prediction",
     "Reading",

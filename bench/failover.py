@@ -36,15 +36,16 @@ from failover_goodput import (
     goodput_mbps,
     state_rows,
 )
-from failover_job import Cluster, Failure, Operation
+from failover_job import Cluster, Operation
 from failover_report import plot, print_incident, print_summary
+from labs import ready_for_labs
 from rich.console import Console
 
 from r2ccl.cli.values import parse_size
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.testing import Action, Fault, Firing
-from r2ccl.testing.netlab import Lab, LabError, LabShape, ensure_privileged
+from r2ccl.testing.netlab import Lab, LabShape
 
 KINDS = tuple(action for action in Action if action not in (Action.RESTORE, Action.KILL))
 
@@ -62,7 +63,6 @@ _FLAP_MEAN_S = 0.1
 _LEAST_DURING = 12
 #: Columns of the table: more than the 80 that rich assumes for a pipe.
 _WIDTH = 120
-_EXIT_UNAVAILABLE = 69
 
 
 def draw_fault(kind: Action, rng: random.Random, rate_mbps: float) -> Fault:
@@ -278,21 +278,13 @@ def main() -> int:
     """Build the lab, run the faults, print and save the results."""
     args = parse_arguments()
     console = Console(highlight=False, width=_WIDTH)
-    try:
-        ensure_privileged()
-        with Lab(
-            nodes=NODES, rails=RAILS, rate=f"{args.rate}mbit", burst=f"{BURST_NBYTES >> 10}kb",
-            latency=args.queue,
-        ) as lab:  # fmt: skip
-            setting = parameters(lab, args)
-            console.print("  ".join(f"{name}={value}" for name, value in setting.items()))
-            rows = run(lab, args, console)
-    except LabError as exc:
-        print(f"failover: {exc}", file=sys.stderr)
-        return _EXIT_UNAVAILABLE
-    except Failure as exc:
-        print(f"failover: {exc}", file=sys.stderr)
-        return 1
+    with ready_for_labs("failover"), Lab(
+        nodes=NODES, rails=RAILS, rate=f"{args.rate}mbit", burst=f"{BURST_NBYTES >> 10}kb",
+        latency=args.queue,
+    ) as lab:  # fmt: skip
+        setting = parameters(lab, args)
+        console.print("  ".join(f"{name}={value}" for name, value in setting.items()))
+        rows = run(lab, args, console)
     line_mbps = RAILS * args.rate
     states = state_rows(rows, line_mbps)
     print_summary(console, [row for row in rows if row["measure"] == "fault"], states)

@@ -9,15 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from labs import Failure
+
 from r2ccl.testing.netlab import Lab, LabJob
 
 #: Seconds that any awaited event, and the whole job, may take.
 _PATIENCE_S = 60.0
 _JOB_TIMEOUT_S = 7200.0
-
-
-class Failure(Exception):
-    """Raised when the job ends, or an awaited event does not occur in time."""
 
 
 class Operation(NamedTuple):
@@ -106,4 +104,4 @@ class Cluster:
             self._news.notify_all()
 
 
-__all__ = ["Cluster", "Failure", "Operation"]
+__all__ = ["Cluster", "Operation"]

@@ -14,18 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from common import add_json_argument, write_json
+from labs import Failure, last_lines, ready_for_labs
 
 from r2ccl.cli.values import parse_counts
-from r2ccl.testing.netlab import Lab, LabError, ensure_privileged
+from r2ccl.testing.netlab import Lab
 
 _RANK = Path(__file__).with_name("first_call_rank.py")
 _RAILS = 2
 _TIMEOUT_S = 300.0
-_EXIT_UNAVAILABLE = 69
-
-
-class Failure(Exception):
-    """A rank failed."""
 
 
 def measure(nodes: int) -> dict[str, Any]:
@@ -35,10 +31,7 @@ def measure(nodes: int) -> dict[str, Any]:
         ranks = lab.run(
             [sys.executable, str(_RANK)], env=env, timeout_s=_TIMEOUT_S, sink=lambda line: None
         )
-    for rank, run in enumerate(ranks):
-        if run.returncode != 0:
-            raise Failure(f"rank {rank} ended with {run.returncode}: {run.output[-2000:]}")
-    found = [json.loads(run.output.splitlines()[-1]) for run in ranks]
+    found = list(map(json.loads, last_lines(ranks)))
     # At most one end does not wait: the one that calls after the other has connected both.
     nconnects = sum(each["nconnects"] for each in found)
     if not nodes <= nconnects <= 2 * nodes:
@@ -75,15 +68,8 @@ def main() -> int:
     args = parser.parse_args()
     if any(nodes < 8 or nodes.bit_count() != 1 for nodes in args.nodes):
         parser.error("--nodes: in jobs of 8, 16, 32, ... no paths join the ranks that are measured")
-    try:
-        ensure_privileged()
+    with ready_for_labs("first_call"):
         rows = [report(measure(nodes)) for nodes in args.nodes]
-    except LabError as exc:
-        print(f"first_call: {exc}", file=sys.stderr)
-        return _EXIT_UNAVAILABLE
-    except Failure as exc:
-        print(f"first_call: {exc}", file=sys.stderr)
-        return 1
     if args.json:
         write_json(args.json, rows)
     return 0

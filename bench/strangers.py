@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from common import Stats, add_json_argument, write_json
-from failover_job import Cluster, Failure
+from failover_job import Cluster
+from labs import Failure, ready_for_labs
 from rich.console import Console
 from rich.table import Table
 
 from r2ccl.cli.values import parse_counts, parse_size
 from r2ccl.clock import monotonic
-from r2ccl.testing.netlab import Lab, LabError, ensure_privileged
+from r2ccl.testing.netlab import Lab
 
 NODES, RAILS = 3, 2
 #: Node that is flooded, and node that the flood comes from.
@@ -40,7 +41,6 @@ _SETTLE_S = 0.5
 _WARMUP = 20
 #: State of a listening socket in net/tcp: proc(5).
 _LISTENS = "0A"
-_EXIT_UNAVAILABLE = 69
 
 
 def rail_ports(lab: Lab) -> list[str]:
@@ -180,16 +180,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Build the lab, run the floods, print and save the results."""
     args = parse_arguments()
-    try:
-        ensure_privileged()
-        with Lab(nodes=NODES, rails=RAILS, rate="200mbit") as lab:
-            rows = run(lab, args)
-    except LabError as exc:
-        print(f"strangers: {exc}", file=sys.stderr)
-        return _EXIT_UNAVAILABLE
-    except Failure as exc:
-        print(f"strangers: {exc}", file=sys.stderr)
-        return 1
+    with ready_for_labs("strangers"), Lab(nodes=NODES, rails=RAILS, rate="200mbit") as lab:
+        rows = run(lab, args)
     print_rows(rows, args.nbytes)
     if args.json:
         write_json(args.json, rows)

@@ -1,0 +1,52 @@
+"""What the benches that run jobs in a netlab share: output of the ranks, errors, exit statuses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from r2ccl.testing.netlab import LabError, RankResult, ensure_privileged
+
+_EXIT_UNAVAILABLE = 69
+#: Characters of a failed rank's output to report.
+_LAST_WORDS = 2000
+
+
+class Failure(Exception):
+    """Raised when a job ends with an error, or does not do in time what is waited for."""
+
+
+def last_lines(ranks: Sequence[RankResult]) -> list[str]:
+    """Return the last line of the output of each rank.
+
+    Raises
+    ------
+    Failure
+        If a rank ended with an error.
+    """
+    for each in ranks:
+        if each.returncode:
+            raise Failure(f"rank {each.rank} failed: {each.output[-_LAST_WORDS:]}")
+    return [each.output.splitlines()[-1] for each in ranks]
+
+
+@contextmanager
+def ready_for_labs(bench: str) -> Iterator[None]:
+    """Run a block that builds labs; restart `bench` in a user namespace first, if it needs that.
+
+    End the process with 69 if no lab can be built here, and with 1 after a `Failure`; the message
+    begins with the name of the bench.
+    """
+    try:
+        ensure_privileged()
+        yield
+    except LabError as exc:
+        print(f"{bench}: {exc}", file=sys.stderr)
+        sys.exit(_EXIT_UNAVAILABLE)
+    except Failure as exc:
+        print(f"{bench}: {exc}", file=sys.stderr)
+        sys.exit(1)
+
+
+__all__ = ["Failure", "last_lines", "ready_for_labs"]
