@@ -143,7 +143,7 @@ def accumulate_float32(op: ReduceOp | ConvertedOp = ReduceOp.SUM) -> ConvertedOp
     ----------
     op : ReduceOp or ConvertedOp
         SUM, PROD, MIN, MAX, AVG or a `premul_sum`. The inputs are 16-bit or 8-bit floats. With
-        another ReduceOp or dtype, the call raises InvalidArgument.
+        another ReduceOp or dtype, the collective that is given the result raises InvalidArgument.
 
     Returns
     -------

@@ -7,8 +7,11 @@ A contribution is the input data of one rank for one chunk. A set of contributio
 a bit set: bit ``r`` stands for rank ``r``. All spaces have the same chunks. In an allgather or a
 gather, only some chunks of a rank's INPUT hold data. In a reduce_scatter or a scatter, only some
 chunks of a rank's OUTPUT are defined. In an in-place call, these chunks are at the positions that
-NCCL's in-place operations require. In an alltoall, the number of the part that a chunk belongs to
-is the distance from its source to its destination, modulo the number of ranks.
+NCCL's in-place operations require.
+
+In an alltoall, a rank's chunks form ``nranks`` equal parts, numbered by distance and not by rank:
+part k of rank r's INPUT goes to rank r + k, and part k of its OUTPUT comes from rank r - k, both
+modulo ``nranks``.
 
 The functions that return the conditions of a collective raise `InvalidArgument` if `root` is not a
 rank, or if the collective needs equally many chunks per rank and `nchunks` is not a multiple of

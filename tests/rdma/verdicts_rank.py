@@ -22,6 +22,7 @@ import numpy as np
 import r2ccl
 from r2ccl.failover.diagnosis.verdict import VerdictKind
 
+NRANKS = 3
 NICS = int(os.environ["R2CC_RDMALAB_NICS"])
 COUNT = 200_000
 #: The machine is emulated: a rank may be away for a second.
@@ -36,7 +37,7 @@ SETTINGS = {
     "quarantine_cap_s": 0.0,
 }
 PATIENCE_S = 40.0
-#: Two rounds of an path_diagnosis, at one end and then at the other.
+#: Two rounds of a diagnosis, at one end and then at the other.
 REVISION_S = 10.0
 
 Undo = Callable[[], object]
@@ -115,6 +116,7 @@ class Run:
                     os.kill(int(self.pids[node]), signal.SIGKILL)
 
         since_s, before = time.monotonic(), len(self.comm.repairs())
+        self.comm.barrier()  # no rank begins the round after the fault
         timer = threading.Timer(chance.uniform(0.02, 0.3), strike)
         if self.comm.rank == 0:
             timer.start()
@@ -127,6 +129,8 @@ class Run:
             assert time.monotonic() < give_up, "nothing came of the fault"
             self.allreduce(1)
         self.await_verdicts(since_s)
+        if kind != "stop":
+            self.await_other_ends(since_s)
         found = {
             f"{each.path.peer} {each.path.rail - self.first}": each.kind.value
             for each in self.comm.verdicts()
@@ -170,6 +174,24 @@ class Run:
         while any(v.kind is VerdictKind.PATH and v.when_s > since_s for v in self.comm.verdicts()):
             if time.monotonic() > give_up:
                 return
+            time.sleep(0.02)
+
+    def await_other_ends(self, since_s: float) -> None:
+        """Wait until both ends of each path have a verdict on it.
+
+        An end that lost nothing on the path hears from the other, which may be later.
+        """
+        give_up = time.monotonic() + PATIENCE_S
+        while True:
+            judged = np.zeros((NRANKS, NRANKS, NICS), np.int64)
+            for each in self.comm.verdicts():
+                if each.when_s > since_s and each.path.rail >= self.first:
+                    judged[self.comm.rank, each.path.peer, each.path.rail - self.first] = 1
+            self.comm.allreduce(judged)
+            if (judged == judged.transpose(1, 0, 2)).all():
+                return
+            late = time.monotonic() > give_up
+            assert not late, f"only one end has a verdict: {np.argwhere(judged).tolist()}"
             time.sleep(0.02)
 
     def until(self, is_so: Callable[[], bool]) -> None:
