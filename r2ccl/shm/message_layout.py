@@ -31,8 +31,9 @@ RING_HEAD = 0
 RING_TAIL = LINE_NBYTES
 RING_TAKEN = LINE_NBYTES + 8
 
-#: Maximum size of all rings of a rank together, and of one ring, in bytes.
-_RINGS_NBYTES, _RING_NBYTES = 32 << 20, 1 << 19
+#: Maximum size of all rings of a rank together, and of one ring, in bytes. Measured with 4 ranks
+#: on 2 cores, sendrecv of 16 MiB, for rings of 512 KiB and of 1 MiB: 7.6 and 5.8 ms.
+_RINGS_NBYTES, _RING_NBYTES = 32 << 20, 1 << 20
 FRAME_NBYTES = 64
 
 

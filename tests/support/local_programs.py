@@ -21,15 +21,17 @@ from r2ccl import kernels
 from r2ccl.dtypes import CODES, DTYPES, dtype_name
 from r2ccl.shm import group as group_module
 from r2ccl.shm.group import LocalGroup
-from r2ccl.shm.layout import SLOT_NBYTES
+from r2ccl.shm.layout import NSLOTS, SLOT_NBYTES
 from r2ccl.types import PREFIXES, CallSignature, Collective, ReduceOp
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _F32 = CODES[np.dtype(np.float32)]
 _U8 = CODES[np.dtype(np.uint8)]
 _NOTHING = np.empty(0, np.uint8)
-#: Elements: none, one, odd numbers, around the limits of one step and of one slot, several slots.
-SIZES = (0, 1, 3, 17, 1000, 4099, SLOT_NBYTES // 4, SLOT_NBYTES // 4 + 1, 150_001)
+_SLOT = SLOT_NBYTES // 4
+#: Elements: none, one, odd numbers, around the limits of one step and of one slot, more than all
+#: slots, so that slots are used again within one call.
+SIZES = (0, 1, 3, 17, 1000, 4099, _SLOT, _SLOT + 1, NSLOTS * _SLOT + 1001)
 
 
 def values(rank: int, size: int, code: int) -> Array:

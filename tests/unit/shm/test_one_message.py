@@ -85,10 +85,11 @@ def test_a_send_that_no_rank_takes_stays_announced():
 
 def test_short_sends_are_done_until_the_ring_is_full():
     with joined(2) as (rings, _):
-        x = np.ones(8000)
+        x = np.ones(120)
+        nframes = rings.ring_nbytes // (layout.FRAME_NBYTES + x.nbytes)
         call = _prepare(rings, 1, x)
-        results = [_run(rings, call, x) for _ in range(9)]
-        assert results == [FINISHED] * 8 + [OPEN]
+        results = [_run(rings, call, x) for _ in range(nframes + 1)]
+        assert results == [FINISHED] * nframes + [OPEN]
         assert _step(call) == (TO_PUT, DONE)
 
 
