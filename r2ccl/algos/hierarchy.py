@@ -12,8 +12,8 @@ because accepted schedules are correct in place. The operand order of RECV_REDUC
 rank numbers, so the ranks of a channel's leaders must ascend from node to node; otherwise ranks
 could end with different sums.
 
-Data is reduced in a fixed order, independent of timing: within a node in the order of its members,
-beginning with the leader.
+Data is reduced in a fixed order, independent of timing: within a node, the leader's data first,
+then that of the other members in their order.
 
 Steps: those of the inner schedule, plus one message up and one down. Bytes on the wire between
 nodes: those of the inner schedule. Within a node of L ranks that lead equal shares, each rank sends

@@ -236,7 +236,7 @@ class DaskRanks(RankExchange):
         self._used: list[tuple[Queue, Variable]] = []
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order; tuples become lists.
+        """Return the values of all ranks, in rank order; lists in the values become tuples.
 
         Raises
         ------

@@ -13,6 +13,7 @@ import array
 import functools
 import json
 import sys
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -216,6 +217,17 @@ def bcast_of_read_only_memory(MPI: Any, comm: Any) -> Any:
     text: Any = b"four" if comm.rank == 0 else bytearray(4)
     comm.Bcast(text)
     return list(text)
+
+
+@case
+def bcast_copies_no_writable_memory(MPI: Any, comm: Any) -> Any:
+    x = np.zeros(1 << 20, np.uint8)
+    comm.Bcast(x)
+    tracemalloc.start()
+    comm.Bcast(x)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return most < x.nbytes // 2
 
 
 @case

@@ -40,7 +40,8 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
     ----------
     memory : ndarray of uint8, shape (nbytes,)
         Memory of the caller from the first element on; may be longer than the elements if the
-        caller passed a count. Read-only if the caller's array is read-only.
+        caller passed a count. Read-only unless the specification was read with
+        ``writable=True``.
     count : int
         Number of elements of one block.
     nblocks : int

@@ -38,7 +38,7 @@ class VectorSpec(msgspec.Struct, frozen=True, eq=False):
     Parameters
     ----------
     memory : ndarray of uint8, shape (nbytes,)
-        Memory of the caller. Read-only if the caller's array is read-only.
+        Memory of the caller. Read-only unless the specification was read with ``writable=True``.
     blocks : tuple of BufferSpec
         Elements of each rank's block, in rank order.
     offsets : tuple of int
