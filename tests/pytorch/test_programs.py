@@ -13,6 +13,8 @@ from pytorch.jobs import ROOT, run
 from support.pages import command_of_the_readme
 from support.pages import run as run_command
 
+from r2ccl.testing.netlab import unavailable_reason
+
 pytest.importorskip("torch.distributed", reason="torch is not installed: make test-torch")
 
 
@@ -78,3 +80,13 @@ def test_the_bench_compares_both_backends(tmp_path: Path) -> None:
         "FSDP2 step, width 512",
     ]
     assert all(each["r2ccl"] > 0 and each["gloo"] > 0 for each in results)
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason="no netlab here")
+def test_the_bench_of_a_netlab_compares_both_backends(tmp_path: Path) -> None:
+    file = tmp_path / "lab.json"
+    argv = [ROOT / "bench/torch_lab.py", "--what", "backends", "--json", file]
+    subprocess.run([sys.executable, *map(str, argv)], check=True, timeout=180)
+    (row,) = json.loads(file.read_text())["results"]
+    assert row["ratio"] == row["r2ccl"] / row["gloo"]
+    assert row["ratio"] > 0
