@@ -48,7 +48,7 @@ Make = Callable[..., Request]
 #: Prepared call, input, output and result of a call that is to be repeated.
 Found: TypeAlias = tuple["LocalCall", Array, Array, Array | None]
 
-#: Maximum number of communicators of a rank that share memory; each takes 4 MiB per rank, and up
+#: Maximum number of communicators of a rank that share memory; each takes 3 MiB per rank, and up
 #: to 32 MiB for messages. Further communicators use the network.
 MOST_GROUPS = 32
 

@@ -27,6 +27,7 @@ from r2ccl.shm.layout import (
     LAST,
     MODE,
     NRANKS,
+    NRESULTS,
     NSLOTS,
     POSTED,
     RANK,
@@ -160,8 +161,8 @@ def make_allreduce() -> Allreduce:
                         kernel_sources[peer] = state[BASES + peer] + SLOTS + place + before
                     kernel_sources[rank] = source + index * chunk + before
                     # The result slot is free: all ranks have posted `this`, so they have collected
-                    # the results of round `this - NSLOTS`.
-                    result = base + RESULTS + place + before
+                    # the results of round `this - 3`; there are at least 3 result slots.
+                    result = base + RESULTS + (this % NRESULTS) * SLOT_NBYTES + before
                     call_kernel(kernel, sources, nranks, result, after - before)
                     publish(base + DONE, this)
                 state[STEP] = _COLLECT
@@ -172,7 +173,7 @@ def make_allreduce() -> Allreduce:
                 at = (index - 1) * chunk
                 length = max(0, min(chunk, nbytes - at))
                 share = ((length + nranks - 1) // nranks + 63) & -64
-                place = RESULTS + ((this - 1) % NSLOTS) * SLOT_NBYTES
+                place = RESULTS + ((this - 1) % NRESULTS) * SLOT_NBYTES
                 for peer in range(nranks):
                     before = min(length, peer * share)
                     after = min(length, before + share)

@@ -250,7 +250,7 @@ class LocalGroup:
 
         Notes
         -----
-        *Collective*: all ranks of `ranks`. *Cost*: 4 MiB of memory per rank, and up to 32 MiB for
+        *Collective*: all ranks of `ranks`. *Cost*: 3 MiB of memory per rank, and up to 32 MiB for
         messages, allocated per peer when messages with it begin; a thread that sleeps; a few
         descriptors until the method returns. The first group on a host takes some seconds to
         compile code.

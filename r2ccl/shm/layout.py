@@ -40,15 +40,16 @@ MUTEX = 11 * LINE_NBYTES
 #: collectives whose parts differ in size.
 LENGTHS = 16 * LINE_NBYTES
 MAX_NRANKS = 256
-#: Slots of data: `NSLOTS` stage slots, then as many result slots. The stage slots together exceed
-#: the second-level cache of a core: reading a line that another core has just written is slow while
-#: both have it in that cache. Measured with caches of 1 MiB and 2 ranks, for 3 slots of 128 KiB and
-#: for 8 of 256 KiB: broadcast of 4 MiB 550 and 190 us, allreduce 550 and 350 us.
+#: Slots of data: `NSLOTS` stage slots, then `NRESULTS` result slots, at least 3. The stage slots
+#: together exceed the second-level cache of a core: reading a line that another core has just
+#: written is slow while both have it in that cache. Measured with caches of 1 MiB and 2 ranks, for
+#: 3 stage slots of 128 KiB and for 8 of 256 KiB: broadcast of 4 MiB 550 and 190 us, allreduce 550
+#: and 350 us.
 SLOTS = 64 * LINE_NBYTES
 SLOT_NBYTES = 1 << 18
-NSLOTS = 8
+NSLOTS, NRESULTS = 8, 4
 RESULTS = SLOTS + NSLOTS * SLOT_NBYTES
-SEGMENT_NBYTES = SLOTS + 2 * NSLOTS * SLOT_NBYTES
+SEGMENT_NBYTES = RESULTS + NRESULTS * SLOT_NBYTES
 
 assert LENGTHS + 2 * 8 * MAX_NRANKS <= SLOTS
 
@@ -148,6 +149,7 @@ __all__ = [
     "NCALLS",
     "NRANKS",
     "NREPEATED",
+    "NRESULTS",
     "NROUNDS",
     "NSLOTS",
     "NSYMMETRIC",
