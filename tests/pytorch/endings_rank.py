@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -248,19 +249,24 @@ def what_is_refused_leaves_the_group_usable() -> None:
     dist.destroy_process_group()
 
 
-def initialized_twenty_times() -> None:
+def initialized_a_hundred_times() -> None:
     def usage() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    found, options = [], options_of_one_store()
-    for _ in range(20):
+    def resident_pages() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    found, npages, options = [], [], options_of_one_store()
+    for _ in range(100):
         init(**options)
         x = torch.ones(100)
         dist.all_reduce(x)
         dist.all_reduce(x, async_op=True).get_future().wait()
         dist.destroy_process_group()
         found.append(usage())
-    assert max(found[10:]) <= max(found[:5]), found
+        npages.append(resident_pages())
+    assert max(found[50:]) <= max(found[:5]), found
+    assert npages[-1] - npages[20] < 2000, npages
 
 
 def ends_without_destroy() -> None:

@@ -41,10 +41,26 @@ def start(
 
 
 def finish(ranks: Sequence[subprocess.Popen[str]], timeout_s: float = 100) -> list[tuple[str, str]]:
-    """Wait for all ranks; return their standard output and standard error."""
+    """Wait for all ranks; return their standard output and standard error.
+
+    If a rank does not end, kill all and fail, with what each had written and its exit status.
+    """
     try:
         with ThreadPoolExecutor(len(ranks)) as pool:
             return list(pool.map(lambda rank: rank.communicate(timeout=timeout_s), ranks))
+    except subprocess.TimeoutExpired as exc:
+        statuses = [rank.poll() for rank in ranks]
+        for rank in ranks:
+            rank.kill()
+        written = [rank.communicate() for rank in ranks]
+        said = zip(statuses, written, strict=True)
+        raise AssertionError(
+            f"after {timeout_s} s: "
+            + "; ".join(
+                f"rank {number}: status {status}, {texts}"
+                for number, (status, texts) in enumerate(said)
+            )
+        ) from exc
     finally:
         for rank in ranks:
             if rank.poll() is None:
