@@ -317,7 +317,11 @@ class TwoLevelPlans:
     def _of_nodes(
         self, planner: Planner, call: CallSignature, nbytes: int, health: Health
     ) -> Choice:
-        """Return the choice for `nbytes` of a call whose ranks are the nodes."""
+        """Return the choice of `planner` for `call` among the nodes, as if each were one rank.
+
+        The buffer has `nbytes` bytes; `health` is the health of the nodes. The root of `call` is
+        replaced by its node.
+        """
         root = self.place_of(call.root).node if call.collective in ROOTED else call.root
         return planner.plan(msgspec.structs.replace(call, root=root), nbytes, health)
 

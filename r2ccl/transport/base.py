@@ -276,8 +276,9 @@ class Transport(Protocol):
     def offer(self, key: PathKey | ProbeKey) -> Endpoint:
         """Make this rank's end of a new connection, for a path or for probes.
 
-        The end for a `ProbeKey` is on this rank's port of rail ``key.via``, both at the rank that
-        probes and at the rank that is probed.
+        A `ProbeKey` is as seen from this rank: ``via`` is the rail of this rank's port, which the
+        end is on, and ``rail`` that of the peer's port. At the rank that is probed, the two rails
+        are therefore exchanged.
 
         Raises
         ------

@@ -58,8 +58,9 @@ class ProbeEnd:
     Parameters
     ----------
     key : ProbeKey
-        The end is on this rank's port of rail ``via``, both at the rank that probes and at the
-        rank that is probed.
+        As seen from this rank: ``via`` is the rail of this rank's port, which the end is on, and
+        ``rail`` that of the peer's port. At the rank that is probed, the two rails are therefore
+        exchanged.
     nic : int
         Index of that port's NIC within its transport.
     device : RdmaDevice
