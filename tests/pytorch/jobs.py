@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+
+
+#: Ports that the kernel does not give to other sockets, which could take the port of a store before
+#: rank 0, which imports torch first, listens on it.
+_PORTS = range(20_000, 32_000)
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens now."""
+    while True:
+        port = random.choice(_PORTS)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def start(
     argv: Sequence[str | Path], nranks: int = 2, **variables: str
 ) -> list[subprocess.Popen[str]]:
     """Start a Python program on every rank, with the variables that torchrun sets."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     shared = {
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(nranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         **variables,
     }
     return [

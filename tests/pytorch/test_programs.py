@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from pytorch.jobs import ROOT, run
+from pytorch.jobs import ROOT, free_port, run
 from support.pages import command_of_the_readme
 from support.pages import run as run_command
 
@@ -47,6 +48,25 @@ def test_torchrun_restarts_a_training_whose_rank_died(tmp_path: Path) -> None:
     restarted, continued = last_lines("10"), last_lines("20")
     assert re.fullmatch(r"step 10 ended \d+\.\d s after step 9", restarted[-2])
     assert continued == restarted[-1:]
+
+
+@pytest.mark.timeout(250)
+def test_survivors_train_on_without_a_rank_that_died() -> None:
+    lines = [
+        subprocess.run(
+            [
+                sys.executable, "-m", "r2ccl", "launch", "--keep-going", "-n", "3", "--",
+                sys.executable, ROOT / "examples/ddp_survivors.py",
+            ],
+            env={**os.environ, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=100, check=False,
+        ).stdout.splitlines()
+        for _ in range(2)
+    ]  # fmt: skip
+    for step, loss in lines:
+        assert re.fullmatch(r"2 ranks: step 10 ended \d+\.\d s after 9", step)
+        assert loss.startswith("20 steps: the loss of the last one is ")
+    assert lines[0][1] == lines[1][1], "the weights are those of step 9, whoever was ahead"
 
 
 @pytest.mark.timeout(400)

@@ -171,11 +171,30 @@ def checkpoint() -> None:
     assert found["w"][0] in (1.0, 2.0)
 
 
+def pipeline() -> None:
+    """Each rank has one stage; activations and their gradients go by send and recv."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, nranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(nranks)])
+    x, y = torch.randn(8, 16), torch.randn(8, 16)
+    alone = copy.deepcopy(whole)
+    torch.nn.functional.mse_loss(alone(x), y).backward()
+
+    stage = PipelineStage(whole[rank], rank, nranks, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=torch.nn.functional.mse_loss)
+    schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank == nranks - 1 else {}))
+    for own, expected in zip(whole[rank].parameters(), alone[rank].parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad)
+
+
 PROGRAMS = {
     each.__name__: each
     for each in (
         ddp, ddp_with_buckets_as_views, ddp_with_hook_in_float16, ddp_with_power_sgd,
         ddp_with_uneven_inputs, fsdp2, zero_redundancy_optimizer, tensor_parallel, checkpoint,
+        pipeline,
     )
 }  # fmt: skip
 
