@@ -44,7 +44,7 @@ _OPERATIONS = {
     _KINDS.BAND: ReduceOp.BAND,
     _KINDS.BOR: ReduceOp.BOR,
     _KINDS.BXOR: ReduceOp.BXOR,
-}
+}  # all but PREMUL_SUM
 #: A sum of bools is true if any of them is, as with NCCL; a product, if all of them are.
 _ON_BOOL = {_KINDS.SUM: ReduceOp.LOR, _KINDS.PRODUCT: ReduceOp.LAND}
 
@@ -52,11 +52,10 @@ _ON_BOOL = {_KINDS.SUM: ReduceOp.LOR, _KINDS.PRODUCT: ReduceOp.LAND}
 def operation(op: Any, tensor: Tensor) -> Any:
     """Return the operation of r2ccl for torch's `op` on `tensor`."""
     kind = op.op
-    if kind == _KINDS.PREMUL_SUM:
-        return premul_sum(float(op.factor))
     if tensor.dtype is torch.bool and kind in _ON_BOOL:
         return _ON_BOOL[kind]
-    return _OPERATIONS[kind]
+    found = _OPERATIONS.get(kind)
+    return premul_sum(float(op.factor)) if found is None else found
 
 
 def allreduce(comm: Communicator, tensors: Any, opts: Any) -> None:
