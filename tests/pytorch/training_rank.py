@@ -189,12 +189,60 @@ def pipeline() -> None:
         torch.testing.assert_close(own.grad, expected.grad)
 
 
+def accelerate() -> None:
+    """On CPUs, accelerate knows only gloo and mpi by name, but uses a group that exists."""
+    from accelerate import Accelerator
+
+    accelerator, net = Accelerator(cpu=True), model()
+    wrapped, optimizer = accelerator.prepare(net, sgd(net))
+    assert isinstance(wrapped, DistributedDataParallel)
+    for x, y in batches():
+        optimizer.zero_grad()
+        accelerator.backward(torch.nn.functional.mse_loss(wrapped(mine(x)), mine(y)))
+        optimizer.step()
+    require_equal(net.state_dict())
+
+
+class _Regression(torch.nn.Module):
+    """Model in the form that transformers trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": torch.nn.functional.mse_loss(self.net(x), labels)}
+
+
+def trainer() -> None:
+    """The trainer of transformers leaves equal weights on all ranks, other than before."""
+    import tempfile
+
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"x": x, "labels": y} for xs, ys in batches() for x, y in zip(xs, ys, strict=True)]
+    regression = _Regression()
+    before = [each.detach().clone() for each in regression.parameters()]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, use_cpu=True, num_train_epochs=2, save_strategy="no", logging_strategy="no",
+            report_to=[], disable_tqdm=True, learning_rate=0.01,
+        )  # fmt: skip
+        found = Trainer(regression, arguments, train_dataset=rows).train()
+    assert found.global_step > 0
+    for weights, untrained in zip(regression.parameters(), before, strict=True):
+        copies = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+        dist.all_gather(copies, weights.detach())
+        assert all(torch.equal(each, copies[0]) for each in copies)
+        assert not torch.equal(weights, untrained)
+
+
 PROGRAMS = {
     each.__name__: each
     for each in (
         ddp, ddp_with_buckets_as_views, ddp_with_hook_in_float16, ddp_with_power_sgd,
         ddp_with_uneven_inputs, fsdp2, zero_redundancy_optimizer, tensor_parallel, checkpoint,
-        pipeline,
+        pipeline, accelerate, trainer,
     )
 }  # fmt: skip
 
