@@ -7,7 +7,6 @@ calls back to back it is the time of all, divided by their number.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -151,21 +150,12 @@ def run_job(lab: Lab, task: Task, env: dict[str, str] | None = None) -> Outcome:
     Failure
         If a rank ended with an error.
     """
-    program = str(Path(__file__).with_name("degraded_rank.py"))
-    lines: list[str] = []
-    plan = task.plan()
-    results = lab.run(
-        [sys.executable, program, msgspec.json.encode(task).decode()],
-        env=env,
-        plan=plan,
-        timeout_s=_JOB_TIMEOUT_S,
-        sink=lines.append,
-    )
-    lab.restore()
-    lines_said = last_lines(results)
-    if plan is not None:
-        plan.assert_all_fired()
-    said = [msgspec.json.decode(line, type=Said) for line in lines_said]
+    program = Path(__file__).with_name("degraded_rank.py")
+    lines = last_lines(
+        lab, program, msgspec.json.encode(task).decode(),
+        env=env, plan=task.plan(), timeout_s=_JOB_TIMEOUT_S,
+    )  # fmt: skip
+    said = [msgspec.json.decode(line, type=Said) for line in lines]
     return Outcome(put_together(task, said), said[0].predictions, said[0].shares)
 
 

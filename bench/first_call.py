@@ -28,10 +28,8 @@ def measure(nodes: int) -> dict[str, Any]:
     """Return the times in milliseconds of the calls of one job."""
     env = {"PYTHONPATH": str(_RANK.parents[1])}
     with Lab(nodes=nodes, rails=_RAILS) as lab:
-        ranks = lab.run(
-            [sys.executable, str(_RANK)], env=env, timeout_s=_TIMEOUT_S, sink=lambda line: None
-        )
-    found = list(map(json.loads, last_lines(ranks)))
+        said = last_lines(lab, _RANK, env=env, timeout_s=_TIMEOUT_S)
+    found = list(map(json.loads, said))
     # At most one end does not wait: the one that calls after the other has connected both.
     nconnects = sum(each["nconnects"] for each in found)
     if not nodes <= nconnects <= 2 * nodes:

@@ -9,8 +9,8 @@ without computation, then steps whose computation takes as long as the first, an
 long. ``overlap`` is the second of these times with all NICs, divided by the time of the computation
 or by the first, whichever is longer.
 
-``backends``: DistributedDataParallel on nodes of two NICs, on r2ccl and on gloo, whose groups take
-turns in one job. gloo uses one NIC.
+``backends``: DistributedDataParallel on nodes of two NICs, first on r2ccl, then on gloo, in
+one job. gloo uses one NIC.
 """
 
 from __future__ import annotations
@@ -50,15 +50,7 @@ def run(
 ) -> dict[str, list[Step]]:
     """Run the program on every node; return what rank 0 measured, by backend."""
     task = json.dumps({"backends": backends, "computations": computations})
-    ranks = lab.run(
-        [sys.executable, str(_RANK), task],
-        env=_ENV, plan=plan, timeout_s=_TIMEOUT_S, sink=lambda line: None,
-    )  # fmt: skip
-    if plan is not None:
-        lab.restore()
-    said = json.loads(last_lines(ranks)[0])
-    if plan is not None:
-        plan.assert_all_fired()
+    said = json.loads(last_lines(lab, _RANK, task, env=_ENV, plan=plan, timeout_s=_TIMEOUT_S)[0])
     return {backend: [Step(*times) for times in steps] for backend, steps in said.items()}
 
 

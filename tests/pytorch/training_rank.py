@@ -40,10 +40,11 @@ def train(
     net: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     part: Callable[[torch.Tensor], torch.Tensor],
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
 ) -> None:
     for x, y in batches():
         optimizer.zero_grad()
-        torch.nn.functional.mse_loss(net(part(x)), part(y)).backward()
+        backward(torch.nn.functional.mse_loss(net(part(x)), part(y)))
         optimizer.step()
 
 
@@ -60,6 +61,13 @@ def reference() -> dict[str, torch.Tensor]:
 def require_equal(got: dict[str, torch.Tensor]) -> None:
     for name, wanted in reference().items():
         torch.testing.assert_close(got[name.removeprefix("module.")], wanted)
+
+
+def require_equal_on_all_ranks(net: torch.nn.Module) -> None:
+    for weights in net.parameters():
+        copies = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+        dist.all_gather(copies, weights.detach())
+        assert all(torch.equal(each, copies[0]) for each in copies)
 
 
 def ddp() -> None:
@@ -99,10 +107,7 @@ def ddp_with_power_sgd() -> None:
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     train(wrapped, sgd(wrapped), mine)
-    for weights in net.parameters():
-        copies = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-        dist.all_gather(copies, weights.detach())
-        assert all(torch.equal(each, copies[0]) for each in copies)
+    require_equal_on_all_ranks(net)
 
 
 def ddp_with_uneven_inputs() -> None:
@@ -196,10 +201,7 @@ def accelerate() -> None:
     accelerator, net = Accelerator(cpu=True), model()
     wrapped, optimizer = accelerator.prepare(net, sgd(net))
     assert isinstance(wrapped, DistributedDataParallel)
-    for x, y in batches():
-        optimizer.zero_grad()
-        accelerator.backward(torch.nn.functional.mse_loss(wrapped(mine(x)), mine(y)))
-        optimizer.step()
+    train(wrapped, optimizer, mine, accelerator.backward)
     require_equal(net.state_dict())
 
 
@@ -230,10 +232,8 @@ def trainer() -> None:
         )  # fmt: skip
         found = Trainer(regression, arguments, train_dataset=rows).train()
     assert found.global_step > 0
+    require_equal_on_all_ranks(regression)
     for weights, untrained in zip(regression.parameters(), before, strict=True):
-        copies = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-        dist.all_gather(copies, weights.detach())
-        assert all(torch.equal(each, copies[0]) for each in copies)
         assert not torch.equal(weights, untrained)
 
 
