@@ -96,7 +96,6 @@ class _Stored(msgspec.Struct, frozen=True):
     code: MachineCode
 
 
-@functools.cache
 def address_of(maker: str, *given: Any) -> int:
     """Return the address of the C function of a maker; compile it if no file has it.
 
@@ -117,8 +116,7 @@ def address_of(maker: str, *given: Any) -> int:
     TransportError
         If this process lacks a symbol that the function may need.
     """
-    code = _code_of(maker, given)
-    return _Linker.shared().load(code).get_function_address(code.entry)  # type: ignore[no-any-return]
+    return _addresses_of(maker, given)[0]
 
 
 @functools.cache
@@ -128,9 +126,37 @@ def callable_of(maker: str, *given: Any) -> Callable[..., int]:
     Its arguments and its result are 64-bit integers. Parameters and errors are those of
     `address_of`.
     """
+    return _as_builtin(_addresses_of(maker, given)[1], maker)
+
+
+def method_of(maker: str, owner: Any, *given: Any) -> Callable[..., Any]:
+    """Return a Python function that calls the C function of `maker` with the GIL.
+
+    The C function takes the address of the object `owner`, the address of a table with the
+    addresses of the arguments, which are positional, and their number. It returns the address of
+    a new reference to the result, or 0 if it has set an exception.
+
+    Parameters
+    ----------
+    maker, *given
+        As for `address_of`.
+    owner : object
+        The returned function keeps it alive.
+
+    Raises
+    ------
+    ImportError, TransportError
+        As `address_of`.
+    """
+    return _as_builtin(_addresses_of(maker, given)[0], maker, owner)
+
+
+@functools.cache
+def _addresses_of(maker: str, given: tuple[Any, ...]) -> tuple[int, int]:
+    """Return the addresses of the C function of `maker` and of its wrapper for Python."""
     code = _code_of(maker, given)
     engine = _Linker.shared().load(code)
-    return _as_builtin(engine.get_function_address(code.wrapper), maker)
+    return engine.get_function_address(code.entry), engine.get_function_address(code.wrapper)
 
 
 class _Linker:
@@ -214,21 +240,23 @@ class _MethodDef(ctypes.Structure):
 
 
 _METH_FASTCALL = 0x80
-#: Definitions of all functions made, which must stay in memory, because Python does not copy them.
-_DEFINITIONS: list[_MethodDef] = []
 
 
-def _as_builtin(address: int, maker: str) -> Callable[..., int]:
-    """Return the C function at `address` as a Python function with the name `maker`.
+@functools.cache
+def _definition(address: int, name: str) -> _MethodDef:
+    """Return the definition of a function, which stays in memory: Python does not copy it."""
+    return _MethodDef(name.encode(), address, _METH_FASTCALL, None)
 
-    The function must have the calling convention METH_FASTCALL.
+
+def _as_builtin(address: int, name: str, owner: Any = None) -> Callable[..., Any]:
+    """Return the C function at `address` as a Python function with the name `name`.
+
+    The function must have the calling convention METH_FASTCALL; `owner` is its ``self``.
     """
-    definition = _MethodDef(maker.encode(), address, _METH_FASTCALL, None)
-    _DEFINITIONS.append(definition)
     make = ctypes.pythonapi.PyCFunction_NewEx
-    make.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    make.argtypes = (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
     make.restype = ctypes.py_object
-    made: Callable[..., int] = make(ctypes.addressof(definition), None, None)
+    made: Callable[..., Any] = make(ctypes.addressof(_definition(address, name)), owner, None)
     return made
 
 
@@ -393,6 +421,7 @@ __all__ = [
     "address_of",
     "callable_of",
     "compile_lock",
+    "method_of",
     "target_machine",
     "why_not_compiled",
 ]

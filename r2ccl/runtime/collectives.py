@@ -46,7 +46,7 @@ from r2ccl.runtime.async_work import Task, Work, Worker
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import HostLanes, LandingPool
 from r2ccl.runtime.grouping import Group, batches, joined
-from r2ccl.runtime.local import LocalCalls, Make, connect
+from r2ccl.runtime.local import BARRIER, LocalCalls, Make, connect
 from r2ccl.runtime.messages.messenger import MessageRequest
 from r2ccl.runtime.two_level import TwoLevelCalls
 from r2ccl.runtime.two_level import connect as connect_nodes
@@ -64,7 +64,6 @@ _NOTHING = np.empty(0, np.uint8)
 _FLOAT32 = CODES[np.dtype(np.float32)]
 _INT64 = CODES[np.dtype(np.int64)]
 _UINT8 = CODES[np.dtype(np.uint8)]
-_BARRIER = CallSignature(Collective.BARRIER, _UINT8, ReduceOp.SUM, 0)
 
 
 class Collectives:
@@ -217,18 +216,17 @@ class Collectives:
         try:
             local = self._local
             is_plain = stream is None and not is_async
-            if local is not None and is_plain and worker.is_idle:
-                found = local.find(make, x, out, rest)
-                if found is not None:
-                    if not self._turn.acquire(False):
-                        raise self._concurrent()
-                    try:
-                        self._caller = get_ident()
-                        if local.repeat(found):
-                            return found[-1]
-                    finally:
-                        self._caller = 0
-                        self._turn.release()
+            if local is not None and is_plain and worker.is_idle and make in local.repeats:
+                if not self._turn.acquire(False):
+                    raise self._concurrent()
+                try:
+                    # Only with the turn: the memory that the function uses may be freed before.
+                    repeat = local.repeats.get(make, _miss)
+                    result = repeat(x, out, rest)
+                finally:
+                    self._turn.release()
+                if result is not NotImplemented:
+                    return result
             request = make(x, out, *rest)
             if is_plain and type(request.source) is Buffer:
                 if not worker.is_idle:
@@ -413,12 +411,18 @@ class Collectives:
             raise self._refusal()
         self.require_seen()
         try:
-            self.in_turn(partial(self._collect, _BARRIER, _NOTHING, _NOTHING))
+            self.in_turn(self._run_barrier)
         except ConcurrentCalls:
             raise
         except BaseException as exc:
             self._engine.fail_call(exc)
             raise
+
+    def _run_barrier(self) -> None:
+        if self._local is None:
+            self._collect(BARRIER, _NOTHING, _NOTHING)
+        else:
+            self._local.barrier()
 
     def in_turn(self, fn: Callable[[], None]) -> None:
         """Run `fn` after all asynchronous calls issued so far; return when it has run.
@@ -436,10 +440,8 @@ class Collectives:
             if not self._turn.acquire(blocking=False):
                 raise self._concurrent()
             try:
-                self._caller = get_ident()
-                fn()
+                self._as_caller(fn)
             finally:
-                self._caller = 0
                 self._turn.release()
             return
         task = Task(fn)
@@ -454,6 +456,14 @@ class Collectives:
         if task.error is not None:
             self._worker.unseen()  # an earlier task failed for the reason that is raised here
         task.succeed()
+
+    def _as_caller(self, fn: Callable[[], None]) -> None:
+        """Call ``fn()``, a blocking call or a part of it that waits; the caller holds the turn."""
+        self._caller = get_ident()
+        try:
+            fn()
+        finally:
+            self._caller = 0
 
     def run_plan(self, plan: Plan, source: Array, output: Array) -> None:
         """Run `plan` on host memory; `Engine.enter` has been called for the collective."""
@@ -524,7 +534,7 @@ class Collectives:
         -----
         *Collective*: all ranks.
         """
-        local = connect(self._engine, control, self.allgather_bytes, obstacle)
+        local = connect(self._engine, control, self.allgather_bytes, obstacle, self._as_caller)
         self._engine.messenger.share_memory(local.rings, self._engine)
         self._local = local
 
@@ -808,6 +818,11 @@ class LoggedCollectives(Collectives):
 def collectives_class() -> type[Collectives]:
     """Return the class for the collectives of a new communicator, by the level of the logger."""
     return LoggedCollectives if _log.isEnabledFor(logging.DEBUG) else Collectives
+
+
+def _miss(x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
+    """Return NotImplemented: no call is remembered that could be repeated."""
+    return NotImplemented
 
 
 def _converter(request: Request) -> Callable[[Array], Any] | None:

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from r2ccl import kernels
 from r2ccl.bootstrap.control import ControlPlane
-from r2ccl.dtypes import dtype_of
+from r2ccl.dtypes import CODES, dtype_of
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument
 from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.buffers import Buffer
@@ -27,6 +28,8 @@ from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.progress import describe, difference
 from r2ccl.runtime.waits import Missing
 from r2ccl.schedule.chunks import Range
+from r2ccl.shm.local_call import LocalCall
+from r2ccl.shm.repeat import Repeat, Role
 from r2ccl.types import (
     REDUCTIONS,
     USER_OP,
@@ -37,7 +40,7 @@ from r2ccl.types import (
 )
 
 if TYPE_CHECKING:
-    from r2ccl.shm.group import LocalCall, LocalGroup
+    from r2ccl.shm.group import LocalGroup
     from r2ccl.shm.rings import Rings
 
 _log = logging.getLogger(__name__)
@@ -45,39 +48,11 @@ _log = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
 #: Function of `r2ccl.runtime.arguments` that makes a request.
 Make = Callable[..., Request]
-#: Prepared call, input, output and result of a call that is to be repeated.
-Found: TypeAlias = tuple["LocalCall", Array, Array, Array | None]
-
+#: Signature of a barrier.
+BARRIER = CallSignature(Collective.BARRIER, CODES[np.dtype(np.uint8)], ReduceOp.SUM, 0)
 #: Maximum number of communicators of a rank that share memory; each takes 3 MiB per rank, and up
 #: to 32 MiB for messages. Further communicators use the network.
 MOST_GROUPS = 32
-
-
-class Repeatable(NamedTuple):
-    """Call that was checked and run. A call with arguments of the same form needs no checks.
-
-    Attributes
-    ----------
-    call : LocalCall
-        Prepared call, for arrays of the same form.
-    rest : tuple
-        Arguments after the input and the output, all immutable: numbers, tuples, or None. The first
-        has the type ``kind``.
-    uses_input, uses_output, has_output : bool
-        True if this rank uses the input; if it uses the output; if the caller passed an output.
-    shape, new_shape
-        Shapes of the input and of the output; the latter is None unless the output was allocated
-        for the call.
-    """
-
-    call: LocalCall
-    rest: tuple[Any, ...]
-    kind: type
-    uses_input: bool
-    uses_output: bool
-    has_output: bool
-    shape: tuple[int, ...]
-    new_shape: tuple[int, ...] | None
 
 
 class LocalCalls:
@@ -88,17 +63,26 @@ class LocalCalls:
     engine : Engine
     group : LocalGroup
         All ranks of the communicator.
+    as_caller : callable
+        ``as_caller(fn)`` calls ``fn()``, which waits for peers in the calling thread.
     """
 
-    def __init__(self, engine: Engine, group: LocalGroup) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        group: LocalGroup,
+        as_caller: Callable[[Callable[[], None]], None],
+    ) -> None:
         self._engine = engine
         self._group = group
         self._has_ended = False
         #: True if calls run in shared memory, by collective, dtype and op.
         self._taken: dict[tuple[int, int, int], bool] = {}
-        #: The last call that can be repeated, by the function that makes its request.
-        self._last: dict[Make, Repeatable] = {}
-        self._run = group.run
+        self._as_caller = as_caller
+        #: Functions that run the last calls again, by the function that makes the request. They
+        #: need the turn. Empty once the communicator has ended.
+        self.repeats: dict[Make, Repeat] = {}
+        self._repeat_barrier: Repeat | None = None
         engine.attach(self)
 
     @property
@@ -158,11 +142,13 @@ class LocalCalls:
         x = source.array
         if _is_copied(request):
             x = x.copy()
-        self._guarded(self._run, call, x, output.array if isinstance(output, Buffer) else x[:0])
+        self._guarded(
+            self._group.run, call, x, output.array if isinstance(output, Buffer) else x[:0]
+        )
         return call
 
     def collect(self, call: CallSignature, source: Array, output: Array) -> bool:
-        """Run a barrier, an allgather in place, or an allreduce.
+        """Run an allgather in place or an allreduce.
 
         Return False, and do nothing, if the call does not run in shared memory. Errors: as `run`.
         """
@@ -171,8 +157,25 @@ class LocalCalls:
         if call.collective == Collective.ALLGATHER:
             count = output.size // self._engine.nranks
             source = output[self._engine.rank * count :][:count]
-        self._guarded(self._run, self._group.prepare(call), source, output)
+        self._guarded(self._group.run, self._group.prepare(call), source, output)
         return True
+
+    def barrier(self) -> None:
+        """Run a barrier. Errors: as `run`."""
+        if self._has_ended:
+            self._refuse()
+        if self._repeat_barrier is None:
+            call = self._group.prepare(BARRIER)
+            self._repeat_barrier = self._group.repeat_of(
+                call,
+                _NOTHING,
+                _NOTHING,
+                (),
+                uses_input=False,
+                role=Role.NONE,
+                proceed=self._proceed,
+            )
+        self._repeat_barrier(None, None, ())
 
     def allocate(
         self, nbytes: int, exchange: AllgatherBytes, in_turn: Callable[[Callable[[], None]], None]
@@ -196,6 +199,7 @@ class LocalCalls:
         if isinstance(error, CallsDiffer):
             error = self._difference(error)
         self._has_ended = True
+        self.repeats.clear()
         self._engine.fail_local(error)
         return error
 
@@ -211,75 +215,34 @@ class LocalCalls:
     def remember(
         self, make: Make, x: Any, out: Any, rest: tuple[Any, ...], request: Request, call: LocalCall
     ) -> None:
-        """Remember a call that `run` has run, so that `repeat` can run it again.
+        """Remember a call that `run` has run, so that ``repeats[make]`` can run it again.
 
         ``make(x, out, *rest)`` made `request`. The call is remembered only if it used the arrays
         themselves (C-contiguous NumPy arrays, no copies) and the first of `rest` has a type in
         `_FIXED`. Otherwise the last call of `make` is forgotten.
         """
         source, output = request.source, request.output
-        uses_input, uses_output, has_output = source.owner is x, output is not None, out is not None
+        uses_input, uses_output = source.owner is x, output is not None
         x = x if uses_input else _NOTHING
-        out = request.result if uses_output else _NOTHING
-        is_plain = type(x) is type(out) is np.ndarray and x.flags.c_contiguous
+        target = request.result if uses_output else _NOTHING
+        is_plain = type(x) is type(target) is np.ndarray and x.flags.c_contiguous
         if not is_plain or type(rest[0]) not in _FIXED or _is_copied(request):
-            self._last.pop(make, None)
+            self.repeats.pop(make, None)
             return
-        is_new = uses_output and not has_output and out is not x
-        self._last[make] = Repeatable(
-            call.of_form(x, out),
-            rest,
-            type(rest[0]),
-            uses_input,
-            uses_output,
-            has_output,
-            x.shape,
-            out.shape if is_new else None,
+        is_new = uses_output and out is None and target is not x
+        role = Role.NONE
+        if uses_output:
+            role = Role.ARRAY if is_new or out is not None else Role.INPUT
+        repeat = self._group.repeat_of(
+            call, x, target, rest, uses_input=uses_input, role=role, proceed=self._proceed
         )
-
-    def find(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Found | None:
-        """Return the last call of `make`, but with the arrays `x` and `out`, for `repeat`.
-
-        Return None if no call is remembered, or if it cannot be repeated with these arguments. An
-        array that this rank does not use is replaced by an empty one.
-        """
-        last = self._last.get(make)
-        if last is None:
-            return None
-        # One unpacking takes less time than reading the fields one by one.
-        call, given, kind, uses_input, uses_output, has_output, shape, new_shape = last
-        if type(rest[0]) is not kind or rest != given:
-            return None
-        if not uses_input:
-            x = _NOTHING
-        if type(x) is not np.ndarray:
-            return None
-        if not uses_output:
-            # `make` checks that any other output is an array.
-            return (call, x, _NOTHING, None) if out is None or type(out) is np.ndarray else None
-        if has_output:
-            return (call, x, out, out) if type(out) is np.ndarray else None
-        if out is not None:
-            return None
-        if new_shape is None:
-            return call, x, x, x
-        if x.shape != shape:
-            return None
-        out = np.empty(new_shape, x.dtype)
-        return call, x, out, out
-
-    def repeat(self, found: Found) -> bool:
-        """Run the call that `find` returned, unless the form of an array differs.
-
-        Return whether the call ran; the last value in `found` is then its result. Errors: as `run`.
-        """
+        self.repeats[make] = _with_new_output(repeat, x, target) if is_new else repeat
         if self._has_ended:
-            self._refuse()
-        call, x, out, _ = found
-        try:
-            return self._run(call, x, out)
-        except BaseException as exc:
-            raise self._failed(exc) from None
+            self.repeats.clear()
+
+    def _proceed(self, call: LocalCall, x: Array, out: Array, result: int) -> None:
+        """Continue a repeated call, which waits for a peer or differs from the call of a peer."""
+        self._as_caller(partial(self._guarded, self._group.proceed, call, x, out, result))
 
     # Waits and ends
 
@@ -295,11 +258,13 @@ class LocalCalls:
     def end(self) -> None:
         """Wake the running call; it and later calls then raise the communicator's error."""
         self._has_ended = True
+        self.repeats.clear()
         self._group.wake()
 
     def close(self) -> None:
         """Free the memory; no call may run or follow."""
         self._has_ended = True
+        self.repeats.clear()
         self._engine.detach(self)
         self._group.close()
 
@@ -317,7 +282,11 @@ class LocalCalls:
 
 
 def connect(
-    engine: Engine, control: ControlPlane, exchange: AllgatherBytes, obstacle: str
+    engine: Engine,
+    control: ControlPlane,
+    exchange: AllgatherBytes,
+    obstacle: str,
+    as_caller: Callable[[Callable[[], None]], None],
 ) -> LocalCalls:
     """Share memory between all ranks of a communicator, which are on one host.
 
@@ -330,6 +299,8 @@ def connect(
         Allgathers bytes between the ranks of the communicator.
     obstacle : str
         Reason why this rank cannot share memory; empty if it can.
+    as_caller : callable
+        See `LocalCalls`.
 
     Raises
     ------
@@ -353,8 +324,23 @@ def connect(
         obstacle=obstacle,
         communicator=control.communicator_id,
     )
-    calls.append(LocalCalls(engine, group))
+    calls.append(LocalCalls(engine, group, as_caller))
     return calls[0]
+
+
+def _with_new_output(repeat: Repeat, x: Array, out: Array) -> Repeat:
+    """Return `repeat` for calls without ``out``, whose output is a new array like `out`.
+
+    The input must have the shape of `x`.
+    """
+    shape, new_shape = x.shape, out.shape
+
+    def repeat_with_new_output(x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
+        if out is not None or type(x) is not np.ndarray or x.shape != shape:
+            return NotImplemented
+        return repeat(x, np.empty(new_shape, x.dtype), rest)
+
+    return repeat_with_new_output
 
 
 def _is_copied(request: Request) -> bool:
@@ -393,4 +379,4 @@ _NOTHING = np.empty(0, np.uint8)
 #: Types of the first argument after the arrays, for calls that can be repeated.
 _FIXED = (int, tuple, ReduceOp)
 
-__all__ = ["MOST_GROUPS", "LocalCalls", "Make", "connect"]
+__all__ = ["BARRIER", "MOST_GROUPS", "LocalCalls", "Make", "connect"]

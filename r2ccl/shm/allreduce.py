@@ -13,13 +13,17 @@ one byte and writes one, for any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from r2ccl.kernels.compiling import copy_bytes
 from r2ccl.shm.atomics import call_kernel, stream_fence, words_at
 from r2ccl.shm.layout import (
     BASES,
+    CALL_FORM,
+    CALL_KERNEL,
+    CALL_MOST,
+    CALL_NBYTES,
+    CALL_SIGNATURE,
     CHANGED,
     DIRECT,
     DONE,
@@ -32,7 +36,6 @@ from r2ccl.shm.layout import (
     POSTED,
     RANK,
     RESULTS,
-    RESUME,
     ROUND,
     SAFE,
     SLOT_NBYTES,
@@ -41,6 +44,7 @@ from r2ccl.shm.layout import (
     STREAM_NBYTES,
     UNDECIDED,
     WAITING,
+    Loop,
 )
 from r2ccl.shm.places import begin_anew, has_input, place_of, publish_places
 from r2ccl.shm.rounds import begin, compare_headers, copy, fits, wait_for_all, write_header
@@ -50,32 +54,24 @@ from r2ccl.shm.waiting import publish
 #: Steps of a round.
 _DEPOSIT, _REDUCE, _COLLECT = 0, 1, 2
 
-#: Compiled ``allreduce``, see `make_allreduce`.
-Allreduce = Callable[[int, int, int, int, int, int, int, int, int], int]
 
-
-def make_allreduce() -> Allreduce:
+def make_allreduce() -> Loop:
     """Return the function ``allreduce``, which `r2ccl.kernels.native` compiles.
 
     Returns
     -------
     callable
-        ``allreduce(state, source_at, target_at, form, nbytes, most, kernel, signature, flags)``;
-        returns one of the results in `r2ccl.shm.layout`. `state` is the address of the state.
-        `source_at` and `target_at` are addresses of pointers to the input and the output, which
-        have `nbytes` bytes each and may be the same array. `form` is the address of the form of the
-        two arrays, or 0, see `r2ccl.shm.rounds.fits`. Chunks have at most `most` bytes, a multiple
-        of 64 and at most `SLOT_NBYTES`. `kernel` is the address of a kernel of
-        `r2ccl.kernels.fold`. `signature` is the packed signature of the call, which must be equal
-        on all ranks. `flags` is 0 or `RESUME`.
+        ``allreduce(state, source_at, target_at, call, is_resumed)``, a `r2ccl.shm.layout.Loop`.
+        The input and the output, which have `CALL_NBYTES` bytes each, may be the same array. Chunks
+        have at most `CALL_MOST` bytes, a multiple of 64 and at most `SLOT_NBYTES`.
     """
 
-    def allreduce(
-        address: Any, source_at: Any, target_at: Any, form: Any, nbytes: Any, most: Any,
-        kernel: Any, signature: Any, flags: Any,
-    ) -> Any:  # fmt: skip
-        if (flags & RESUME) == 0 and not fits(form, source_at, target_at):
+    def allreduce(address: Any, source_at: Any, target_at: Any, call: Any, is_resumed: Any) -> Any:
+        given = words_at(call)
+        if is_resumed == 0 and not fits(given[CALL_FORM], source_at, target_at):
             return CHANGED
+        nbytes, most = given[CALL_NBYTES], given[CALL_MOST]
+        kernel, signature = given[CALL_KERNEL], given[CALL_SIGNATURE]
         state = words_at(address)
         source, target = words_at(source_at)[0], words_at(target_at)[0]
         rank, nranks = state[RANK], state[NRANKS]
@@ -87,7 +83,7 @@ def make_allreduce() -> Allreduce:
         chunk = ((nbytes + total - 1) // total + 63) & -64
 
         first = state[LAST] + 1
-        if (flags & RESUME) == 0:
+        if is_resumed == 0:
             begin(state, total)
             state[MODE] = UNDECIDED
         # Before round 0, the round with index -1 deposits the first chunk and compares the calls.
@@ -188,4 +184,4 @@ def make_allreduce() -> Allreduce:
     return allreduce
 
 
-__all__ = ["Allreduce", "make_allreduce"]
+__all__ = ["make_allreduce"]

@@ -243,6 +243,20 @@ def call_kernel(
     return types.void(*[types.int64] * 5), generate
 
 
+@intrinsic
+def call_loop(
+    typing_context: Any, loop: Any, state: Any, source_at: Any, target_at: Any, call: Any
+) -> Any:
+    """Call the loop at address `loop`, from its beginning; see `r2ccl.shm.layout.Loop`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I64, [_I64] * 5)
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        return builder.call(function, [*args[1:], _I64(0)])
+
+    return types.int64(*[types.int64] * 5), generate
+
+
 def _pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _I64.as_pointer())
 
@@ -261,6 +275,7 @@ def _call_system(builder: Any, number: int, arguments: Any) -> Any:
 __all__ = [
     "add",
     "call_kernel",
+    "call_loop",
     "current_cpu",
     "fence",
     "futex_wait",

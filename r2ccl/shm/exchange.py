@@ -18,7 +18,6 @@ whose input and output overlap always uses the slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from r2ccl.kernels.compiling import copy_bytes
@@ -26,6 +25,15 @@ from r2ccl.shm.atomics import call_kernel, load_acquire, store_release, stream_f
 from r2ccl.shm.layout import (
     AWAITED,
     BASES,
+    CALL_FLAGS,
+    CALL_FORM,
+    CALL_KERNEL,
+    CALL_NBYTES,
+    CALL_ROOT,
+    CALL_SIGNATURE,
+    CALL_SOURCE_STEP,
+    CALL_TABLES,
+    CALL_TARGET_STEP,
     CHANGED,
     DIFFERS_IN_SIZE,
     DIRECT,
@@ -42,7 +50,6 @@ from r2ccl.shm.layout import (
     POSTED,
     RANK,
     REACHING,
-    RESUME,
     ROUND,
     SAFE,
     SHARED,
@@ -54,6 +61,7 @@ from r2ccl.shm.layout import (
     TOTAL,
     UNDECIDED,
     WAITING,
+    Loop,
 )
 from r2ccl.shm.places import begin_anew, has_input, place_of, publish_places
 from r2ccl.shm.rounds import begin, compare_headers, copy, fits, write_header
@@ -63,39 +71,33 @@ from r2ccl.shm.waiting import publish, wait
 #: Steps of a round.
 _DEPOSIT, _TAKE, _LINGER = 0, 1, 2
 
-#: Compiled ``exchange``, see `make_exchange`.
-Exchange = Callable[[int, int, int, int, int, int, int, int, int, int, int, int], int]
 
-
-def make_exchange() -> Exchange:
+def make_exchange() -> Loop:
     """Return the function ``exchange``, which `r2ccl.kernels.native` compiles.
 
     Returns
     -------
     callable
-        ``exchange(state, source_at, target_at, form, source_step, target_step, nbytes, tables,
-        root, kernel, signature, flags)``; returns one of the results in `r2ccl.shm.layout`. `state`
-        is the address of the state. `source_at` and `target_at` are addresses of pointers to the
-        input and the output. `form` is the address of the form of the two arrays, or 0, see
-        `r2ccl.shm.rounds.fits`. `root` is the index of the root; it is ignored if `flags` has
-        neither `FROM_ROOT` nor `TO_ROOT`. `signature` is the packed signature of the call, which
-        must be equal on all ranks. `flags` combines flags of `r2ccl.shm.layout`.
+        ``exchange(state, source_at, target_at, call, is_resumed)``, a `r2ccl.shm.layout.Loop`.
+        `CALL_ROOT` is the index of the root; it is ignored without the flags `FROM_ROOT` and
+        `TO_ROOT`.
 
-        The part that rank s sends to rank d has `nbytes` bytes at ``input + d * source_step`` of
-        rank s, and is copied to ``output + s * target_step`` of rank d. If `kernel` is the address
-        of a kernel of `r2ccl.kernels.fold`, not 0, the parts of all ranks are reduced to ``output``
-        instead. If parts differ in size, `tables` is the address of four rows with one word per
-        rank, otherwise 0. The first two rows have the first byte and the number of bytes of each
-        part that this rank sends, the last two those of each part that it receives. With
-        `tables`, `nbytes` is the mean size of the received parts.
+        The part that rank s sends to rank d has `CALL_NBYTES` bytes at
+        ``input + d * CALL_SOURCE_STEP`` of rank s, and is copied to
+        ``output + s * CALL_TARGET_STEP`` of rank d. If the call has a kernel, the parts of all
+        ranks are reduced to ``output`` instead. If parts differ in size, `CALL_TABLES` is the
+        address of four rows with one word per rank, otherwise 0. The first two rows have the first
+        byte and the number of bytes of each part that this rank sends, the last two those of each
+        part that it receives. With tables, `CALL_NBYTES` is the mean size of the received parts.
     """
 
-    def exchange(
-        address: Any, source_at: Any, target_at: Any, form: Any, source_step: Any, target_step: Any,
-        nbytes: Any, tables: Any, root: Any, kernel: Any, signature: Any, flags: Any,
-    ) -> Any:  # fmt: skip
-        if (flags & RESUME) == 0 and not fits(form, source_at, target_at):
+    def exchange(address: Any, source_at: Any, target_at: Any, call: Any, is_resumed: Any) -> Any:
+        given = words_at(call)
+        if is_resumed == 0 and not fits(given[CALL_FORM], source_at, target_at):
             return CHANGED
+        source_step, target_step = given[CALL_SOURCE_STEP], given[CALL_TARGET_STEP]
+        nbytes, tables, root = given[CALL_NBYTES], given[CALL_TABLES], given[CALL_ROOT]
+        kernel, signature, flags = given[CALL_KERNEL], given[CALL_SIGNATURE], given[CALL_FLAGS]
         state = words_at(address)
         source, target = words_at(source_at)[0], words_at(target_at)[0]
         rank, nranks = state[RANK], state[NRANKS]
@@ -118,7 +120,7 @@ def make_exchange() -> Exchange:
         is_reaching, is_allreduce = (flags & REACHING) != 0, is_shared and kernel != 0
 
         first = state[LAST] + 1
-        if (flags & RESUME) == 0:
+        if is_resumed == 0:
             most = nbytes
             if has_tables:
                 most = 0
@@ -259,4 +261,4 @@ def make_exchange() -> Exchange:
     return exchange
 
 
-__all__ = ["Exchange", "make_exchange"]
+__all__ = ["make_exchange"]

@@ -17,24 +17,24 @@ import numpy.typing as npt
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Secret
 from r2ccl.dtypes import dtype_name, dtype_of
 from r2ccl.errors import InvalidArgument, TransportError, describe_os_error
-from r2ccl.kernels.arrays import DATA
+from r2ccl.kernels.arrays import DATA, data_of
 from r2ccl.kernels.fold import fold_kernel
 from r2ccl.kernels.native import callable_of
 from r2ccl.shm import layout
-from r2ccl.shm.arrays import form_of
 from r2ccl.shm.layout import (
     AWAITED,
     CHANGED,
     DIFFERS_IN_SIZE,
+    EXCLUSIVE,
     FROM_ROOT,
     MAX_NRANKS,
     REACHING,
-    RESUME,
     SHARED,
     SLOT_NBYTES,
     TO_ROOT,
     WAITING,
 )
+from r2ccl.shm.local_call import LocalCall
 from r2ccl.shm.machine import UNSUPPORTED
 from r2ccl.shm.passing import (
     LISTENER_NAME_NBYTES,
@@ -43,6 +43,7 @@ from r2ccl.shm.passing import (
     SegmentListener,
     pass_segments,
 )
+from r2ccl.shm.repeat import Repeat, Role, preload_repeat, repeat_of
 from r2ccl.shm.rings import Rings, preload_rings
 from r2ccl.shm.robust_mutex import ExitWatch
 from r2ccl.shm.segment import Segment
@@ -130,38 +131,6 @@ class CallsDiffer(Exception):
         self.wanted_nbytes = wanted_nbytes
 
 
-class LocalCall(NamedTuple):
-    """Call that `LocalGroup.prepare` has prepared."""
-
-    #: Compiled loop; its arguments are the address of the state, the addresses of the data pointers
-    #: of two arrays, and `given`.
-    run: Callable[..., int]
-    #: Further arguments: the first is the address of the form, or 0; the last two are the signature
-    #: and the flags.
-    given: tuple[int, ...]
-    #: First byte and number of bytes of each part of the input, and of the output, if the parts
-    #: differ in size; otherwise None.
-    tables: npt.NDArray[np.int64] | None = None
-    #: Form that the arrays must have (None: any), and the dtypes of these arrays.
-    form: npt.NDArray[np.int64] | None = None
-    dtypes: tuple[np.dtype[Any], ...] = ()
-
-    def of_form(self, source: Array, output: Array) -> LocalCall:
-        """Return the call for arrays of the same form as `source` and `output`.
-
-        The form is the result of `r2ccl.shm.arrays.form_of`. For arrays of another form,
-        `LocalGroup.run` does nothing and returns False.
-        """
-        form = form_of(source, output)
-        given = (int(form.ctypes.data), *self.given[1:])
-        return self._replace(given=given, form=form, dtypes=(source.dtype, output.dtype))
-
-    def signed(self, signature: int) -> LocalCall:
-        """Return the call with another packed signature, which all ranks compare."""
-        *given, _, flags = self.given
-        return self._replace(given=(*given, signed_word(signature), flags))
-
-
 class LocalGroup:
     """Group of ranks of one host that share memory; made by `connect`.
 
@@ -198,8 +167,6 @@ class LocalGroup:
         #: Memory for arrays that all ranks map.
         self.symmetric = make_symmetric(self._memory)
         self._state = int(self._memory.ctypes.data)
-        self._run_exchange = callable_of(_EXCHANGE)
-        self._run_allreduce = callable_of(_PIPELINE)
         self._wake_all = callable_of(_WAKE_ALL)
         #: Rings of the messages between the ranks.
         self.rings = Rings(self.rank, own, peers, self._memory.copy(), self._exits)
@@ -346,16 +313,20 @@ class LocalGroup:
         """
         n, itemsize = self._nranks, dtype_of(call.dtype).itemsize
         kernel = self._kernel(call) if call.collective in REDUCTIONS else 0
-        signature, nbytes = signed_word(call.pack()), call.count * itemsize
+        nbytes = call.count * itemsize
+        words = {
+            layout.CALL_SIGNATURE: signed_word(call.pack()),
+            layout.CALL_KERNEL: kernel,
+            layout.CALL_NBYTES: nbytes,
+        }
         if call.collective in PREFIXES:
-            most = min(SLOT_NBYTES, max(_CHUNK_NBYTES, (nbytes // (_NCHUNKS * n) + 63) & -64))
-            is_exclusive = int(call.collective == Collective.EXSCAN)
-            return LocalCall(
-                callable_of(_SCAN), (0, nbytes, most, is_exclusive, kernel, signature, 0)
-            )
+            is_exclusive = call.collective == Collective.EXSCAN
+            words[layout.CALL_FLAGS] = EXCLUSIVE if is_exclusive else 0
+            words[layout.CALL_MOST] = _most(nbytes, _NCHUNKS * n)
+            return LocalCall.make(_SCAN, words)
         if call.collective == Collective.ALLREDUCE and nbytes * n > FLAT_NBYTES:
-            most = min(SLOT_NBYTES, max(_CHUNK_NBYTES, (nbytes // _NCHUNKS + 63) & -64))
-            return LocalCall(self._run_allreduce, (0, nbytes, most, kernel, signature, 0))
+            words[layout.CALL_MOST] = _most(nbytes, _NCHUNKS)
+            return LocalCall.make(_PIPELINE, words)
         flags, source_parts, target_parts = _FORMS[call.collective]
         tables = None
         if parts is not None:
@@ -363,22 +334,19 @@ class LocalGroup:
             rows[:, 1] -= rows[:, 0]
             tables = np.ascontiguousarray(rows)
             nbytes = int(rows[1, 1].sum()) // n
+            words[layout.CALL_TABLES] = data_of(tables)
         elif source_parts or target_parts:
             nbytes //= n
         if parts is None and nbytes >= _least_reached(call.collective, n):
             flags |= REACHING
-        given = (
-            0,
-            source_parts * nbytes,
-            target_parts * nbytes,
-            nbytes,
-            0 if tables is None else int(tables.ctypes.data),
-            call.root,
-            kernel,
-            signature,
-            flags,
-        )
-        return LocalCall(self._run_exchange, given, tables)
+        words |= {
+            layout.CALL_FLAGS: flags,
+            layout.CALL_NBYTES: nbytes,
+            layout.CALL_SOURCE_STEP: source_parts * nbytes,
+            layout.CALL_TARGET_STEP: target_parts * nbytes,
+            layout.CALL_ROOT: call.root,
+        }
+        return LocalCall.make(_EXCHANGE, words, tables)
 
     def run(self, call: LocalCall, source: Array, output: Array) -> bool:
         """Run a call on the input `source` and the array `output`, and wait until it has finished.
@@ -400,12 +368,62 @@ class LocalGroup:
         Exception
             Any error that `attend` raises.
         """
-        result = call[0](self._state, id(source) + DATA, id(output) + DATA, *call[1])
+        result = call.run(self._state, id(source) + DATA, id(output) + DATA, call.at, 0)
+        if result == CHANGED:
+            return False
         if result:
-            if result == CHANGED:
-                return False
-            self._continue(call, source, output, result)
+            self.proceed(call, source, output, result)
         return True
+
+    def proceed(self, call: LocalCall, source: Array, output: Array, result: int) -> None:
+        """Continue a call whose loop returned `result`, until it has finished.
+
+        `result` is neither FINISHED nor CHANGED. Errors: as `run`.
+        """
+        signature = int(call.words[layout.CALL_SIGNATURE]) % _WORD
+
+        def resume() -> bool:
+            nonlocal result
+            result = call.run(self._state, id(source) + DATA, id(output) + DATA, call.at, 1)
+            if result == WAITING:
+                self._exits.look(self._memory)
+            return result != WAITING
+
+        if result == WAITING:
+            try:
+                self._attend(resume, signature)
+            except BaseException:
+                if CallSignature.unpack(signature).collective == Collective.ALLREDUCE:
+                    self._withdraw(output)  # peers write to the output only in an allreduce
+                raise
+        if result:
+            raise self._differs(call, result, signature)
+
+    def repeat_of(
+        self,
+        call: LocalCall,
+        source: Array,
+        output: Array,
+        rest: tuple[Any, ...],
+        *,
+        uses_input: bool,
+        role: Role,
+        proceed: Callable[[LocalCall, Array, Array, int], None],
+    ) -> Repeat:
+        """Return a function that runs a call again on arrays of the form of `source` and `output`.
+
+        For the other parameters, and errors, see `r2ccl.shm.repeat.repeat_of`. `proceed` must call
+        the method `proceed` with its arguments.
+        """
+        formed = call.of_form(source, output)
+        return repeat_of(
+            formed,
+            self._state,
+            rest,
+            uses_input=uses_input,
+            output=role,
+            proceed=functools.partial(proceed, formed),
+        )
 
     def has_kernel(self, code: int, op: int) -> bool:
         """Return whether shared memory supports reductions with `op` of the dtype number `code`.
@@ -432,31 +450,6 @@ class LocalGroup:
         for peer in self._peers.values():
             peer.close()
         self._own.close()
-
-    def _continue(self, call: LocalCall, source: Array, output: Array, result: int) -> None:
-        """Continue a call whose loop returned `result`, not 0, until it has finished.
-
-        Raise an error if the call cannot finish.
-        """
-        *given, signature, flags = call.given
-
-        def resume() -> bool:
-            nonlocal result
-            arrays = id(source) + DATA, id(output) + DATA
-            result = call.run(self._state, *arrays, *given, signature, flags | RESUME)
-            if result == WAITING:
-                self._exits.look(self._memory)
-            return result != WAITING
-
-        if result == WAITING:
-            try:
-                self._attend(resume, signature % _WORD)
-            except BaseException:
-                if CallSignature.unpack(signature % _WORD).collective == Collective.ALLREDUCE:
-                    self._withdraw(output)  # peers write to the output only in an allreduce
-                raise
-        if result:
-            raise self._differs(call, result, signature % _WORD)
 
     def _withdraw(self, output: Array) -> None:
         try:
@@ -502,7 +495,7 @@ class LocalGroup:
         words = (self._own if index == self.rank else self._peers[index]).words
         if result == DIFFERS_IN_SIZE:
             assert call.tables is not None
-            is_shared = call.given[-1] & SHARED
+            is_shared = call.words[layout.CALL_FLAGS] & SHARED
             at = layout.LENGTHS // 8 + layout.MAX_NRANKS * row
             sent = int(words[at + (index if is_shared else self.rank)])
             wanted = int(call.tables[1, 1, index])
@@ -517,6 +510,11 @@ def _cache_nbytes() -> int:
     with suppress(OSError, ValueError):
         return int(_L3_FILE.read_text().strip().removesuffix("K")) << 10
     return _L3_NBYTES
+
+
+def _most(nbytes: int, npieces: int) -> int:
+    """Return the maximum size in bytes of one of about `npieces` pieces of `nbytes` bytes."""
+    return min(SLOT_NBYTES, max(_CHUNK_NBYTES, (nbytes // npieces + 63) & -64))
 
 
 def _least_reached(collective: int, nranks: int) -> int:
@@ -542,6 +540,7 @@ def preload() -> None:
     if not UNSUPPORTED:
         for maker in (_EXCHANGE, _PIPELINE, _WAKE_ALL):
             callable_of(maker)
+        preload_repeat()
         preload_rings()
 
 
@@ -622,4 +621,4 @@ def _check(offers: Sequence[_Offer], ranks: Sequence[int], host: bytes) -> None:
         )
 
 
-__all__ = ["Attend", "CallsDiffer", "LocalCall", "LocalGroup", "preload"]
+__all__ = ["Attend", "CallsDiffer", "LocalGroup", "preload"]

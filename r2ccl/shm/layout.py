@@ -8,6 +8,9 @@ process: an array of 64-bit words, most of which are indexed by the names below.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 #: Bytes between words that different ranks write. Two lines of 64 bytes, because Intel's processors
 #: fetch lines in pairs; lines of some arm64 processors have 128 bytes.
 LINE_NBYTES = 128
@@ -104,20 +107,39 @@ def state_size(nranks: int) -> int:
 
 UNDECIDED, STAGED, DIRECT = 0, 1, 2
 
-# Results of a compiled call.
+#: Compiled loop of a collective: ``loop(state, source_at, target_at, call, is_resumed)``. The
+#: arguments are the address of the state, the addresses of pointers to the input and the output,
+#: the address of the words of a prepared call, and 1 to continue a call that returned WAITING, with
+#: the same arguments, otherwise 0. Returns one of the results below.
+Loop: TypeAlias = Callable[[int, int, int, int, int], int]
+
+# Results of a loop.
 
 FINISHED = 0
-#: The call waits for AWAITED; call it again with RESUME.
+#: The call waits for AWAITED; run the loop again to continue it.
 WAITING = 1
 #: AWAITED made another call, or sends a part of another size than this rank expects.
 DIFFERS, DIFFERS_IN_SIZE = 2, 3
 #: The arrays do not have the form of the call, which has not begun.
 CHANGED = 4
 
-# Flags of a compiled call.
+# Indices of the words of a prepared call. Only `exchange` uses the steps, the tables and the root.
 
-#: Continue the call that returned WAITING; all other arguments must be the same.
-RESUME = 1
+#: Address of the form of input and output, or 0; see `r2ccl.shm.rounds.fits`.
+CALL_FORM = 0
+#: Packed signature of the call, which must be equal on all ranks; flags, see below.
+CALL_SIGNATURE, CALL_FLAGS = 1, 2
+#: Address of a kernel of `r2ccl.kernels.fold`, or 0.
+CALL_KERNEL = 3
+#: Size of the data in bytes, and maximum size of a chunk or piece; see the loops.
+CALL_NBYTES, CALL_MOST = 4, 5
+CALL_SOURCE_STEP, CALL_TARGET_STEP, CALL_TABLES, CALL_ROOT = 6, 7, 8, 9
+CALL_NWORDS = 10
+
+# Flags of a prepared call.
+
+#: The call is an exscan, not a scan.
+EXCLUSIVE = 1
 #: All receivers get the same data.
 SHARED = 2
 #: Only the root sends; only the root receives.
@@ -128,6 +150,17 @@ REACHING = 16
 __all__ = [
     "AWAITED",
     "BASES",
+    "CALL_FLAGS",
+    "CALL_FORM",
+    "CALL_KERNEL",
+    "CALL_MOST",
+    "CALL_NBYTES",
+    "CALL_NWORDS",
+    "CALL_ROOT",
+    "CALL_SIGNATURE",
+    "CALL_SOURCE_STEP",
+    "CALL_TABLES",
+    "CALL_TARGET_STEP",
     "CHANGED",
     "CPU",
     "CPU_SET_NBYTES",
@@ -135,6 +168,7 @@ __all__ = [
     "DIFFERS_IN_SIZE",
     "DIRECT",
     "DONE",
+    "EXCLUSIVE",
     "FINISHED",
     "FROM_ROOT",
     "HOME",
@@ -160,7 +194,6 @@ __all__ = [
     "RANK",
     "REACHING",
     "RESULTS",
-    "RESUME",
     "ROUND",
     "ROW_NWORDS",
     "SAFE",
@@ -184,5 +217,6 @@ __all__ = [
     "WAITERS",
     "WAITING",
     "YIELDS",
+    "Loop",
     "state_size",
 ]

@@ -9,7 +9,6 @@ number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from r2ccl.kernels.compiling import copy_bytes
@@ -17,15 +16,21 @@ from r2ccl.shm.atomics import call_kernel, stream_fence, words_at
 from r2ccl.shm.layout import (
     AWAITED,
     BASES,
+    CALL_FLAGS,
+    CALL_FORM,
+    CALL_KERNEL,
+    CALL_MOST,
+    CALL_NBYTES,
+    CALL_SIGNATURE,
     CHANGED,
     DONE,
+    EXCLUSIVE,
     FINISHED,
     LAST,
     NRANKS,
     NSLOTS,
     POSTED,
     RANK,
-    RESUME,
     ROUND,
     SLOT_NBYTES,
     SLOTS,
@@ -33,6 +38,7 @@ from r2ccl.shm.layout import (
     STREAM_NBYTES,
     TOTAL,
     WAITING,
+    Loop,
 )
 from r2ccl.shm.rounds import begin, compare_headers, copy, fits, write_header
 from r2ccl.shm.waiting import publish, wait
@@ -40,33 +46,27 @@ from r2ccl.shm.waiting import publish, wait
 #: Steps of a round.
 _DEPOSIT, _TAKE = 0, 1
 
-#: Compiled ``scan``, see `make_scan`.
-Scan = Callable[[int, int, int, int, int, int, int, int, int, int], int]
 
-
-def make_scan() -> Scan:
+def make_scan() -> Loop:
     """Return the function ``scan``, which `r2ccl.kernels.native` compiles.
 
     Returns
     -------
     callable
-        ``scan(state, source_at, target_at, form, nbytes, piece, is_exclusive, kernel, signature,
-        flags)``; returns one of the results in `r2ccl.shm.layout`. `state` is the address of the
-        state. `source_at` and `target_at` are addresses of pointers to the input and the output,
-        which have `nbytes` bytes each and may be the same array. `form` is the address of the form
-        of the two arrays, or 0, see `r2ccl.shm.rounds.fits`. Pieces have at most `piece` bytes, a
-        multiple of 64 and at most `SLOT_NBYTES`. With `is_exclusive`, the call is an exscan: a
-        rank's input is not part of its output, and the output of rank 0 keeps its values. `kernel`
-        is the address of a kernel of `r2ccl.kernels.fold`. `signature` is the packed signature of
-        the call, which must be equal on all ranks. `flags` is 0 or `RESUME`.
+        ``scan(state, source_at, target_at, call, is_resumed)``, a `r2ccl.shm.layout.Loop`. The
+        input and the output, which have `CALL_NBYTES` bytes each, may be the same array. Pieces
+        have at most `CALL_MOST` bytes, a multiple of 64 and at most `SLOT_NBYTES`. With the flag
+        `EXCLUSIVE`, the call is an exscan: a rank's input is not part of its output, and the output
+        of rank 0 keeps its values.
     """
 
-    def scan(
-        address: Any, source_at: Any, target_at: Any, form: Any, nbytes: Any, piece: Any,
-        is_exclusive: Any, kernel: Any, signature: Any, flags: Any,
-    ) -> Any:  # fmt: skip
-        if (flags & RESUME) == 0 and not fits(form, source_at, target_at):
+    def scan(address: Any, source_at: Any, target_at: Any, call: Any, is_resumed: Any) -> Any:
+        given = words_at(call)
+        if is_resumed == 0 and not fits(given[CALL_FORM], source_at, target_at):
             return CHANGED
+        nbytes, piece = given[CALL_NBYTES], given[CALL_MOST]
+        kernel, signature = given[CALL_KERNEL], given[CALL_SIGNATURE]
+        is_exclusive = (given[CALL_FLAGS] & EXCLUSIVE) != 0
         state = words_at(address)
         source, target = words_at(source_at)[0], words_at(target_at)[0]
         rank, nranks = state[RANK], state[NRANKS]
@@ -78,7 +78,7 @@ def make_scan() -> Scan:
         is_streamed = nbytes >= state[STREAM_NBYTES]
 
         first = state[LAST] + 1
-        if (flags & RESUME) == 0:
+        if is_resumed == 0:
             begin(state, 1 + (nbytes + piece - 1) // piece)
         # The first round of the call only compares the calls: a rank can post no piece before the
         # rank below has called. In step index, from -1, round first + 1 + index is deposited.
@@ -140,4 +140,4 @@ def make_scan() -> Scan:
     return scan
 
 
-__all__ = ["Scan", "make_scan"]
+__all__ = ["make_scan"]

@@ -160,7 +160,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     """Make this process look for the directory and the kernels again."""
-    for each in (native._directory, native.address_of, native.callable_of, reducer, divider):
+    for each in (native._directory, native._addresses_of, native.callable_of, reducer, divider):
         each.cache_clear()
 
 

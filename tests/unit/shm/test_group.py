@@ -218,5 +218,5 @@ def test_an_output_that_stays_shared_is_logged_beside_the_error(caplog):
     group._place, group.rank = SimpleNamespace(ranks=(3, 7)), 1
     caplog.set_level(logging.WARNING)
     with pytest.raises(TimeoutError, match="a peer is late"):
-        group._continue(SimpleNamespace(given=(call.pack(), 0)), x, x, WAITING)
+        group.proceed(SimpleNamespace(words=[0, call.pack()]), x, x, WAITING)
     assert "rank 7: other ranks may still write to the output" in caplog.text

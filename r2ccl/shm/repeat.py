@@ -1,0 +1,132 @@
+"""Repetition of a call of a collective by one compiled function, which Python calls.
+
+The function compares its arguments with those of an earlier call, runs the loop of the collective
+and returns the result. In Python, these steps would take longer than a small collective itself.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.kernels.native import method_of
+from r2ccl.shm.local_call import LocalCall
+
+_REPEAT = "r2ccl.shm.repeat_loop:make_repeat"
+
+Array: TypeAlias = npt.NDArray[Any]
+#: ``repeat(x, out, rest)`` runs a call again with an input, an output or None, and a tuple of all
+#: other arguments. It returns the result of the call, or NotImplemented if these arguments do not
+#: fit, in which case nothing was done.
+Repeat: TypeAlias = Callable[[Any, Any, tuple[Any, ...]], Any]
+
+# Indices of the words that describe a call to be repeated.
+
+#: Address of the loop, of the state, and of the words of the prepared call.
+LOOP, STATE, CALL = 0, 1, 2
+#: A `Role` of the output; 1 if this rank uses the input, otherwise 0.
+OUTPUT, USES_INPUT = 3, 4
+#: Addresses of objects: other arguments of the call, type of the first of them (0: none), function
+#: that continues a call, array without elements, type of arrays, NotImplemented, None.
+REST, KIND, PROCEED, NOTHING, ARRAY_TYPE, MISSED, NONE = 5, 6, 7, 8, 9, 10, 11
+#: Result of the loop, if it is not FINISHED; then input and output, the arguments of PROCEED.
+RESULT, ARGUMENTS = 12, 13
+_NWORDS = 15
+
+_EMPTY = np.empty(0, np.uint8)
+
+
+class Role(enum.IntEnum):
+    """Output of a call: this rank has none, or it is the input, or another array."""
+
+    NONE = 0
+    INPUT = 1
+    ARRAY = 2
+
+
+def repeat_of(
+    call: LocalCall,
+    state: int,
+    rest: tuple[Any, ...],
+    *,
+    uses_input: bool,
+    output: Role,
+    proceed: Callable[[Array, Array, int], None],
+) -> Repeat:
+    """Return a function that runs `call` again, with arrays of the same form.
+
+    Parameters
+    ----------
+    call : LocalCall
+        Prepared call with a form.
+    state : int
+        Address of the state.
+    rest : tuple
+        Arguments of the call besides the arrays: numbers, tuples or None. The types of the first
+        arguments must be the same; all others only need to be equal.
+    uses_input : bool
+        False: the input of this rank is ignored, whatever it is.
+    output : Role
+        NONE: the output must be an array or None, and is ignored. INPUT: it must be None.
+    proceed : callable
+        ``proceed(source, target, result)`` continues a call whose loop returned `result`, neither
+        FINISHED nor CHANGED, until it has finished; it raises an error if the call cannot finish.
+
+    Returns
+    -------
+    Repeat
+        It needs the turn: no other call of the group may run meanwhile.
+
+    Raises
+    ------
+    ImportError, TransportError
+        As `r2ccl.kernels.native.callable_of`.
+    """
+    words = np.zeros(_NWORDS, np.int64)
+
+    def proceed_with(source: Array, target: Array) -> None:
+        proceed(source, target, int(words[RESULT]))
+
+    words[[LOOP, STATE, CALL]] = call.loop, state, call.at
+    words[[OUTPUT, USES_INPUT]] = output, uses_input
+    words[[REST, KIND]] = id(rest), id(type(rest[0])) if rest else 0
+    words[[PROCEED, NOTHING]] = id(proceed_with), id(_EMPTY)
+    words[[ARRAY_TYPE, MISSED, NONE]] = id(np.ndarray), id(NotImplemented), id(None)
+    return method_of(_REPEAT, (words, call, rest, proceed_with))
+
+
+def preload_repeat() -> None:
+    """Load the compiled function; compile it if this host has none yet.
+
+    Raises
+    ------
+    ImportError, TransportError
+        As `r2ccl.kernels.native.callable_of`.
+    """
+    method_of(_REPEAT, ())
+
+
+__all__ = [
+    "ARGUMENTS",
+    "ARRAY_TYPE",
+    "CALL",
+    "KIND",
+    "LOOP",
+    "MISSED",
+    "NONE",
+    "NOTHING",
+    "OUTPUT",
+    "PROCEED",
+    "REST",
+    "RESULT",
+    "STATE",
+    "USES_INPUT",
+    "Repeat",
+    "Role",
+    "preload_repeat",
+    "repeat_of",
+]
