@@ -242,6 +242,12 @@ class _MethodDef(ctypes.Structure):
 _METH_FASTCALL = 0x80
 
 
+#: Python's C function that makes a function from its definition, its ``self`` and its module.
+_make_function = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p
+)(("PyCFunction_NewEx", ctypes.pythonapi))
+
+
 @functools.cache
 def _definition(address: int, name: str) -> _MethodDef:
     """Return the definition of a function, which stays in memory: Python does not copy it."""
@@ -253,10 +259,9 @@ def _as_builtin(address: int, name: str, owner: Any = None) -> Callable[..., Any
 
     The function must have the calling convention METH_FASTCALL; `owner` is its ``self``.
     """
-    make = ctypes.pythonapi.PyCFunction_NewEx
-    make.argtypes = (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
-    make.restype = ctypes.py_object
-    made: Callable[..., Any] = make(ctypes.addressof(_definition(address, name)), owner, None)
+    made: Callable[..., Any] = _make_function(
+        ctypes.addressof(_definition(address, name)), owner, None
+    )
     return made
 
 

@@ -221,8 +221,9 @@ class Collectives:
                     raise self._concurrent()
                 try:
                     # Only with the turn: the memory that the function uses may be freed before.
-                    repeat = local.repeats.get(make, _miss)
-                    result = repeat(x, out, rest)
+                    result = local.repeats.get(make, _miss)(x, out, rest)
+                    if result is NotImplemented:
+                        result = local.repeat_other(make, x, out, rest)
                 finally:
                     self._turn.release()
                 if result is not NotImplemented:

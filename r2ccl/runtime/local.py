@@ -82,6 +82,8 @@ class LocalCalls:
         #: Functions that run the last calls again, by the function that makes the request. They
         #: need the turn. Empty once the communicator has ended.
         self.repeats: dict[Make, Repeat] = {}
+        #: Such functions by the number of bytes of their input, too.
+        self._repeats_by_size: dict[tuple[Make, int | None], Repeat] = {}
         self._repeat_barrier: Repeat | None = None
         engine.attach(self)
 
@@ -199,7 +201,7 @@ class LocalCalls:
         if isinstance(error, CallsDiffer):
             error = self._difference(error)
         self._has_ended = True
-        self.repeats.clear()
+        self._forget()
         self._engine.fail_local(error)
         return error
 
@@ -219,15 +221,15 @@ class LocalCalls:
 
         ``make(x, out, *rest)`` made `request`. The call is remembered only if it used the arrays
         themselves (C-contiguous NumPy arrays, no copies) and the first of `rest` has a type in
-        `_FIXED`. Otherwise the last call of `make` is forgotten.
+        `_FIXED`.
         """
+        key = _key(make, x)
         source, output = request.source, request.output
         uses_input, uses_output = source.owner is x, output is not None
         x = x if uses_input else _NOTHING
         target = request.result if uses_output else _NOTHING
         is_plain = type(x) is type(target) is np.ndarray and x.flags.c_contiguous
         if not is_plain or type(rest[0]) not in _FIXED or _is_copied(request):
-            self.repeats.pop(make, None)
             return
         is_new = uses_output and out is None and target is not x
         role = Role.NONE
@@ -236,9 +238,30 @@ class LocalCalls:
         repeat = self._group.repeat_of(
             call, x, target, rest, uses_input=uses_input, role=role, proceed=self._proceed
         )
-        self.repeats[make] = _with_new_output(repeat, x, target) if is_new else repeat
-        if self._has_ended:
-            self.repeats.clear()
+        if is_new:
+            repeat = _with_new_output(repeat, x, target)
+        if len(self._repeats_by_size) >= _NREPEATS:
+            self._repeats_by_size.clear()
+        self.repeats[make] = self._repeats_by_size[key] = repeat
+        if self._has_ended:  # in another thread meanwhile
+            self._forget()
+
+    def repeat_other(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
+        """Run again the latest call of `make` with as many bytes as `x`.
+
+        Return its result, or NotImplemented if there is none that fits. Errors: as `run`.
+        """
+        repeat = self._repeats_by_size.get(_key(make, x))
+        if repeat is None or repeat is self.repeats.get(make):
+            return NotImplemented
+        result = repeat(x, out, rest)
+        if result is not NotImplemented:
+            self.repeats[make] = repeat
+        return result
+
+    def _forget(self) -> None:
+        self.repeats.clear()
+        self._repeats_by_size.clear()
 
     def _proceed(self, call: LocalCall, x: Array, out: Array, result: int) -> None:
         """Continue a repeated call, which waits for a peer or differs from the call of a peer."""
@@ -258,13 +281,13 @@ class LocalCalls:
     def end(self) -> None:
         """Wake the running call; it and later calls then raise the communicator's error."""
         self._has_ended = True
-        self.repeats.clear()
+        self._forget()
         self._group.wake()
 
     def close(self) -> None:
         """Free the memory; no call may run or follow."""
         self._has_ended = True
-        self.repeats.clear()
+        self._forget()
         self._engine.detach(self)
         self._group.close()
 
@@ -328,6 +351,10 @@ def connect(
     return calls[0]
 
 
+def _key(make: Make, x: Any) -> tuple[Make, int | None]:
+    return make, x.nbytes if type(x) is np.ndarray else None
+
+
 def _with_new_output(repeat: Repeat, x: Array, out: Array) -> Repeat:
     """Return `repeat` for calls without ``out``, whose output is a new array like `out`.
 
@@ -376,6 +403,8 @@ def _only(rank: int, part: Range, n: int) -> tuple[Range, ...]:
 #: Collectives whose parts have equal sizes, which follow from the signature.
 _EQUAL = (Collective.GATHER, Collective.SCATTER, Collective.ALLTOALL)
 _NOTHING = np.empty(0, np.uint8)
+#: Maximum number of calls of different sizes that are remembered.
+_NREPEATS = 512
 #: Types of the first argument after the arrays, for calls that can be repeated.
 _FIXED = (int, tuple, ReduceOp)
 

@@ -30,8 +30,9 @@ Repeat: TypeAlias = Callable[[Any, Any, tuple[Any, ...]], Any]
 LOOP, STATE, CALL = 0, 1, 2
 #: A `Role` of the output; 1 if this rank uses the input, otherwise 0.
 OUTPUT, USES_INPUT = 3, 4
-#: Addresses of objects: other arguments of the call, type of the first of them (0: none), function
-#: that continues a call, array without elements, type of arrays, NotImplemented, None.
+#: Addresses of objects: the other arguments of the call, the type of the first of them (None: there
+#: are none), the function that continues a call, an array without elements, the type of arrays,
+#: NotImplemented, None.
 REST, KIND, PROCEED, NOTHING, ARRAY_TYPE, MISSED, NONE = 5, 6, 7, 8, 9, 10, 11
 #: Result of the loop, if it is not FINISHED; then input and output, the arguments of PROCEED.
 RESULT, ARGUMENTS = 12, 13
@@ -86,16 +87,28 @@ def repeat_of(
     ImportError, TransportError
         As `r2ccl.kernels.native.callable_of`.
     """
-    words = np.zeros(_NWORDS, np.int64)
 
     def proceed_with(source: Array, target: Array) -> None:
         proceed(source, target, int(words[RESULT]))
 
-    words[[LOOP, STATE, CALL]] = call.loop, state, call.at
-    words[[OUTPUT, USES_INPUT]] = output, uses_input
-    words[[REST, KIND]] = id(rest), id(type(rest[0])) if rest else 0
-    words[[PROCEED, NOTHING]] = id(proceed_with), id(_EMPTY)
-    words[[ARRAY_TYPE, MISSED, NONE]] = id(np.ndarray), id(NotImplemented), id(None)
+    objects = {
+        REST: rest,
+        KIND: type(rest[0]) if rest else None,
+        PROCEED: proceed_with,
+        NOTHING: _EMPTY,
+        ARRAY_TYPE: np.ndarray,
+        MISSED: NotImplemented,
+        NONE: None,
+    }
+    numbers = {
+        LOOP: call.loop,
+        STATE: state,
+        CALL: call.at,
+        OUTPUT: int(output),
+        USES_INPUT: int(uses_input),
+    }
+    at = {index: id(each) for index, each in objects.items()} | numbers
+    words = np.array([at.get(index, 0) for index in range(_NWORDS)], np.int64)
     return method_of(_REPEAT, (words, call, rest, proceed_with))
 
 

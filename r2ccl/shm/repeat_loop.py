@@ -57,7 +57,7 @@ def make_repeat() -> Callable[[int, int, int], int]:
         if nargs != 3:
             return new_reference(missed)
         source, target, rest = given[0], given[1], given[2]
-        if words[KIND] != 0 and type_of(tuple_item(rest, 0)) != words[KIND]:
+        if words[KIND] != words[NONE] and type_of(tuple_item(rest, 0)) != words[KIND]:
             return new_reference(missed)
         if not are_equal(rest, words[REST]):
             return new_reference(missed)
