@@ -489,7 +489,7 @@ def layout_of(counts: Any, displs: Any, nranks: int, prefix: str = "") -> Layout
     Raises
     ------
     InvalidArgument
-        If `counts` is not `nranks` integers of 0 or more, or `displs` is neither such nor None.
+        If `counts` or `displs` is not `nranks` integers of 0 or more; `displs` may also be None.
     """
     sizes = _numbers(prefix + "counts", counts, nranks)
     return sizes, None if displs is None else _numbers(prefix + "displs", displs, nranks)

@@ -157,7 +157,7 @@ class Waits:
             ``missing()`` returns the ranks that have not made the call, and the rank that the call
             waits for.
         has_begun : bool
-            True in a later step of a call: all ranks are known to have made the same call.
+            True in a later step of a call: all ranks of the wait are known to have made this call.
         is_part : bool
             True if ranks of other hosts take part in the call, but not in this wait.
 
