@@ -115,7 +115,7 @@ def misplaced(out: object) -> InvalidArgument | None:
 
 
 def _jax_reason(x: Any) -> str:
-    """Return why `x`, if it is an array of JAX, has no memory to view, and what to do; or ""."""
+    """Return why `x`, if it is an array of JAX, cannot be viewed, and what to do; or ""."""
     jax = sys.modules.get("jax")
     if jax is None or not isinstance(x, jax.Array):
         return ""

@@ -378,7 +378,6 @@ def _scatter(
 
 
 def _places(given: Layout) -> tuple[Range, ...]:
-    """Return the range of each part."""
     counts, firsts = given
     if firsts is None:
         return consecutive(counts)

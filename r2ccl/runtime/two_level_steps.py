@@ -249,7 +249,6 @@ class StepMaker:
 
 
 def _common(one: Range, other: Range) -> Range:
-    """Return the common elements of two ranges."""
     first = max(one[0], other[0])
     return first, max(first, min(one[1], other[1]))
 
