@@ -198,8 +198,8 @@ class Participant:
                     self._control, obstacle, tuple(teams.values())
                 )
         except TransportError as exc:
-            # With R2CC_SHM=1, a rank that cannot share memory ends the communicator for it.
-            # The error of a fault is of a subclass.
+            # With R2CC_SHM=1, a rank that cannot share memory ends the communicator, and the error
+            # below says why. The error of a fault is of a subclass.
             if self._config.shm != "1" or type(exc) is not TransportError:
                 self.engine.check()
             if self._config.shm == "1":
