@@ -1,6 +1,7 @@
 """Advice in error messages about invalid arguments, in terms of the library of the caller's object.
 
-In a call whose arguments are valid, at most `misplaced` runs, on a rank that does not use `out`.
+If all arguments of a call are valid, no function here is called, except `misplaced` on a rank that
+does not use `out`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _OP_NAMES = {
     "AND_": "BAND", "OR_": "BOR", "XOR": "BXOR",
 }  # fmt: skip
 
-#: By the caller's library: what to pass instead of ``x``.
+#: By the library of ``x``: what to pass instead.
 _CONTIGUOUS = {"torch": "x.contiguous()", "cupy": "cupy.ascontiguousarray(x)"}
 _COPY = {
     "torch": "x.clone()", "jax": "np.array(x)", "jaxlib": "np.array(x)", "builtins": "bytearray(x)",
@@ -114,7 +115,7 @@ def misplaced(out: object) -> InvalidArgument | None:
 
 
 def _jax_reason(x: Any) -> str:
-    """Return why `x`, if it is an array of JAX, has no memory to view, and what to do; or ""."""
+    """Return why `x`, if it is an array of JAX, cannot be viewed, and what to do; or ""."""
     jax = sys.modules.get("jax")
     if jax is None or not isinstance(x, jax.Array):
         return ""

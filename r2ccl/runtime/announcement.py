@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 def announce(
     control: ControlPlane, config: Config, rails: Sequence[Nic], *, is_local: bool, is_shared: bool
 ) -> None:
-    """Log one INFO line about the connected job: version, rails, transport, schedules and mode.
+    """Log one INFO line about the job: version, rails, transport, schedules and mode.
 
     If compiled code cannot be used although a setting allows it, rank 0 also logs a warning that
     names the consequences.

@@ -378,7 +378,6 @@ def _scatter(
 
 
 def _places(given: Layout) -> tuple[Range, ...]:
-    """Return the range of each part."""
     counts, firsts = given
     if firsts is None:
         return consecutive(counts)
@@ -489,7 +488,7 @@ def layout_of(counts: Any, displs: Any, nranks: int, prefix: str = "") -> Layout
     Raises
     ------
     InvalidArgument
-        If `counts` is not `nranks` integers of 0 or more, or `displs` is neither such nor None.
+        If `counts` or `displs` is not `nranks` integers of 0 or more; `displs` may also be None.
     """
     sizes = _numbers(prefix + "counts", counts, nranks)
     return sizes, None if displs is None else _numbers(prefix + "displs", displs, nranks)

@@ -1,10 +1,13 @@
 """Types of the arguments and results of the collectives, for the overloads of `Communicator`.
 
-A collective has three overloads. A blocking call returns an array of the type of `x` and `out`; a
-reduce or gather may also return None. For an array of JAX without `out`, the result is a new array
-of JAX. An asynchronous call returns a `Work` of this type. The third overload returns Any. It
-accepts all other calls: an `async_op` whose value is not known to the type checker, and arrays of
-different types, such as a read-only input with a NumPy array as output.
+A collective has three overloads:
+
+1. A blocking call with `x` and `out` of one type returns an array of this type; a reduce or gather
+   may also return None. If `x` is an array of JAX and there is no `out`, the result is a new array
+   of JAX.
+2. An asynchronous call returns a `Work` whose result has the type that a blocking call returns.
+3. All other calls return Any: those with an `async_op` whose value the type checker does not know,
+   and those with arrays of different types, such as a read-only input and a NumPy array as output.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Context(NamedTuple):
 
 
 class ContextPost:
-    """Sender of the control messages of one communicator; its methods take ranks of it.
+    """Sender of the control messages of one communicator, to ranks numbered as in it.
 
     Parameters
     ----------
@@ -124,8 +124,8 @@ class Contexts:
     """Context ids in use at this rank, and the communicators that they stand for.
 
     Any thread may call `offer`, `withdraw`, `choose` and `give_up`; only the thread that owns the
-    data loop may call the other methods. Invariant: messages for unknown communicators are kept
-    only while this rank makes a communicator, which may be theirs.
+    data loop may call the other methods. Invariant: a message for an unknown communicator is kept
+    only if it arrives while this rank makes a communicator, because it may be for that one.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Contexts:
         #: Messages for communicators that this rank has not made yet, with senders, by context id
         #: and number of the first call.
         self._early: dict[tuple[int, int], list[tuple[int, ContextMessage]]] = {}
-        #: Context id and number of the first call of communicators that are chosen and not added.
+        #: Results of `choose` for which neither `add` nor `give_up` was called yet.
         self._chosen: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         #: Number of communicators that this rank has closed and some other rank has not.
@@ -141,7 +141,7 @@ class Contexts:
         self._free = (1 << _NIDS) - 2
         #: Lowest number that the first call of the next communicator may have.
         self._next_op = 1
-        #: Thread that is making a communicator from the last offer; None if there is none.
+        #: Thread whose offer is not withdrawn yet; None if there is none.
         self._offerer: int | None = None
         #: Context id of the parent communicator, by thread that makes a communicator.
         self._parents: dict[int, int] = {}
@@ -243,7 +243,7 @@ class Contexts:
             self._pass(member, peer, message)
             return
         key = (context_id, first_op)
-        # `choose` comes before the end of the exchange of offers, so `_parents` is read first.
+        # `choose` comes before the last `withdraw`, so `_parents` is read before `_chosen`.
         if not self._parents:
             self._early = {each: kept for each, kept in self._early.items() if each in self._chosen}
         if self._parents or key in self._chosen:

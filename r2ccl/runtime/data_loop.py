@@ -2,12 +2,13 @@
 
 All communicators of a job share one data loop (`Progress`). A blocking call over the network owns
 it while it waits. If another thread begins a call or message meanwhile, the owner stands aside: the
-new call takes the loop over, advances the calls of all threads, and the former owner sleeps until
-its own call is done or the loop is free. At other times the control thread runs the loop, so that a
-rank that is busy in user code still handles failures, replays slices and confirms them. Events of
-the control thread are functions in an inbox. The control thread runs them at once if no thread owns
-the loop; otherwise it wakes the owner, which runs them. Only the owner checks whether the calls of
-other threads are done, because the checks read state that the loop changes.
+new call takes the loop over and advances the calls of all threads. The former owner sleeps until
+its own call is done or the loop is free. While no call owns the loop, the control thread runs it at
+every tick, so that a rank that is busy in user code still handles failures, replays slices and
+confirms them. Events of the control thread are functions in an inbox. The control thread runs them
+at once if no thread owns the loop; otherwise it wakes the owner, which runs them. Only the owner
+checks whether the calls of other threads are done, because the checks read state that the loop
+changes.
 
 Invariants: every wait has a deadline. No blocking call ends, by result, error or Ctrl-C, while a
 peer could still write into its memory. If a call could not end properly, which a second Ctrl-C can
@@ -236,7 +237,7 @@ class DataLoop:
     def _stand_aside(self, caller: Caller, is_done: Callable[[], bool], deadline: float) -> None:
         """Let another thread own the loop until the loop is free, or this thread's wait is over.
 
-        The thread then owns the loop again. After Ctrl-C, `give_up` takes the loop back.
+        This thread then owns the loop again. After Ctrl-C, `give_up` takes the loop back.
         """
         follower = _Follower(is_done)
         was_calling = caller.is_calling
@@ -352,8 +353,8 @@ class DataLoop:
     def poll(self, caller: Caller) -> None:
         """Run the loop until it has no events, for some milliseconds at most.
 
-        A call of `caller` that waits outside of the loop calls this method, so that messages
-        advance. If another thread owns the loop, return at once.
+        A call of `caller` that waits outside of the loop calls this method, so that the loop runs
+        meanwhile. If another thread owns the loop, return at once.
 
         Raises
         ------
@@ -630,12 +631,12 @@ def _compiled_calls(context: RankContext, links: Links, progress: Progress) -> C
         if context.config.compiled == "1":
             raise TransportError(
                 f"rank {context.rank}: calls over TCP cannot run in compiled code: {exc}; "
-                "R2CC_COMPILED=1 requires it: remove this cause (numba must be installed), or set "
-                "R2CC_COMPILED=auto"
+                "R2CC_COMPILED=1 requires compiled code: remove this cause (numba must be "
+                "installed), or set R2CC_COMPILED=auto"
             ) from exc
         _log.info(
-            "rank %d: calls over TCP run in Python, which is slower: compiled code cannot be used: "
-            "%s", context.rank, exc,
+            "rank %d: calls over TCP run in Python, which is slower, because compiled code cannot "
+            "be used: %s", context.rank, exc,
         )  # fmt: skip
         return None
 

@@ -5,7 +5,8 @@ ranks. The first rank whose call makes no progress therefore asks all ranks: it 
 its collective to its neighbors in the overlay network, which pass the number on. Each rank answers
 its neighbors with the number of the last collective that it has called, and answers again after
 each call until it has called the collective asked for. Answers are passed on to all ranks, several
-in one message. While calls make progress and are not late, no messages are sent.
+in one message. No messages are sent while calls make progress, unless half of a call's timeout has
+passed.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class DesyncCheck:
             self._ask(message.op, op)
 
     def called(self, op: int) -> None:
-        """Record that this rank has called `op`, at most `asked_op`; `spread` will report it."""
+        """Record that this rank has called `op` (at most `asked_op`); `spread` will report it."""
         self._own = op
         self._unspread.add(self._rank)
 
@@ -108,9 +109,10 @@ class DesyncCheck:
             self._ask(op, op)
 
     def spread(self) -> None:
-        """Send the new reports to the neighbors that do not receive them from the reporting rank.
+        """Send this rank's new report to all neighbors, and pass on new reports of other ranks.
 
-        Call this method at intervals, so that one message carries several reports.
+        A report is not passed on to a neighbor that has a session with the reporting rank. Call
+        this method at intervals, so that one message carries several reports.
         """
         news, self._unspread = self._unspread, set()
         if not news:

@@ -46,7 +46,7 @@ class Ending:
         self._thread.start()
 
     def begin(self, timeout_s: float) -> None:
-        """Start the steps, and pass them `timeout_s`, above 0; do nothing if they were started."""
+        """Start the steps, passing them `timeout_s` (above 0); do nothing if they were started."""
         if not self._timeout_s:
             self._timeout_s = timeout_s
         with contextlib.suppress(RuntimeError):  # the steps were started before

@@ -1,13 +1,14 @@
-"""Engine: runs the calls of one communicator in the data loop that its job shares.
+"""Engine: runs the calls of one communicator in the data loop of its job.
 
 The engine numbers the calls, enters each into the health agreement, connects the ranks of its plan
 and runs its lanes (one per channel) until all have ended. Each communicator of a job has an engine.
-They share the data loop, the paths and the control plane, and a failure of one ends all of them.
+The communicators share the data loop, the paths and the control plane, and a failure of one ends
+all of them.
 
-``rank``, ``nranks``, and the ranks in a health and in the communicator's control messages are
-numbered as in the communicator. The senders of control messages, the ranks in errors, and those in
-the status outside of its health are numbered as in the job. In the job's first communicator, a rank
-has the same number in both.
+``rank``, and the ranks in a health and in the communicator's control messages, are numbered as in
+the communicator. The senders of control messages, the ranks in errors, and those in the status
+outside of its health are numbered as in the job. In the job's first communicator, a rank has the
+same number in both.
 """
 
 from __future__ import annotations
@@ -707,7 +708,7 @@ class Engine:
         InvalidArgument
             If the bytes are not part of one allocation.
         TransportError
-            If a rail cannot reach the memory.
+            If a rail cannot reach the memory, or the limit of registered memory would be exceeded.
         """
         return self._transport.register_device(address, nbytes)
 

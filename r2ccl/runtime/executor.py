@@ -2,7 +2,7 @@
 
 The steps of one channel of a call are a *lane*. One `LaneRun` per lane runs these steps slice by
 slice. It posts a send when the data to send is complete, announces a landing place when the memory
-to overwrite is free, and reduces a slice that has arrived once the steps before it allow that.
+to overwrite is free, and reduces a slice that has arrived once the step's dependencies allow that.
 Nothing here waits: `LaneRun.advance` posts every send and receive that is possible now and returns.
 
 A slice to be reduced lands in separate memory and is reduced only when it is complete. A slice that
@@ -16,10 +16,10 @@ writes must wait until that work is done.
 
 Invariant: memory is overwritten only after every step that reads it is done. A send is done when
 all its slices are: an eager slice when it is copied, a cleared slice when it is released. The link
-releases a cleared slice when the transport no longer reads its memory and, if
-`Config.is_resilient`, the peer has confirmed it. A receive with `Op.is_proof` may overwrite the
-memory of slices that the transport no longer reads but the peer has not confirmed, because the
-received message implies their confirmation.
+(`r2ccl.failover.migration.link`) releases a cleared slice when the transport no longer reads its
+memory and, if `Config.is_resilient`, the peer has confirmed it. A receive with `Op.is_proof` may
+overwrite the memory of slices that the transport no longer reads but the peer has not confirmed,
+because the received message implies their confirmation.
 """
 
 from __future__ import annotations

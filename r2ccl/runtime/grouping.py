@@ -1,4 +1,4 @@
-"""Groups of calls: collected in a ``with`` block, then joined and run together."""
+"""Groups of calls: collected in a ``with`` block and run at its end, small allreduces as one."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def batches(requests: Sequence[Request]) -> list[list[Request]]:
     """Divide requests into batches, each for one call, in the order of their first requests.
 
     Small allreduces of one dtype and operation share batches of at most `_MOST_NBYTES`; for the
-    conditions, see `_can_join`. All ranks must have equal groups, and then make equal batches.
+    conditions, see `_can_join`. Equal groups on all ranks give equal batches.
     """
     found: list[list[Request]] = []
     open_lists: dict[CallSignature, list[Request]] = {}

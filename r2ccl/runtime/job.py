@@ -327,7 +327,7 @@ class Job:
         quorum: str,
         make: Callable[[ControlPlane, tuple[int, ...]], _S],
     ) -> _S:
-        """End the job; return the communicator of the surviving ranks that `make` makes.
+        """End the job, and return the communicator that `make` makes of the surviving ranks.
 
         See `Communicator.shrink` for `quorum` and the errors, and `regroup` for `make`.
         """

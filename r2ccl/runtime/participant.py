@@ -42,7 +42,7 @@ class DeviceCalls(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Wait until no call uses the device any more, then free it and the memory of its calls.
+        """Wait until no call uses the device any more, then close it and free all its resources.
 
         `timeout_s` limits the wait for each backend (`r2ccl.gpu.backends`).
 
@@ -68,7 +68,7 @@ class Participant:
         Landing places of all communicators of the job.
     fabric : Fabric
     checked : CheckedSchedules
-        Schedules of all communicators of the job that need no check.
+        Schedules that were checked, for all communicators of the job.
     make_device_calls : callable
         A `MakeDeviceCalls`.
 
@@ -198,8 +198,8 @@ class Participant:
                     self._control, obstacle, tuple(teams.values())
                 )
         except TransportError as exc:
-            # With R2CC_SHM=1, a rank that cannot share memory ends the communicator for it.
-            # The error of a fault is of a subclass.
+            # With R2CC_SHM=1, a rank that cannot share memory ends the communicator, and the error
+            # below says why. The error of a fault is of a subclass.
             if self._config.shm != "1" or type(exc) is not TransportError:
                 self.engine.check()
             if self._config.shm == "1":
@@ -320,7 +320,7 @@ class Participant:
             )  # fmt: skip
 
     def end_calls(self, deadline_s: float) -> None:
-        """End the asynchronous calls and free the device.
+        """End the asynchronous calls, and close the collectives on device memory.
 
         If asynchronous calls are queued or running, revoke the communicator to end them. If a call
         does not end within `deadline_s` seconds, log an error and free nothing.
@@ -328,7 +328,7 @@ class Participant:
         Raises
         ------
         TransportError
-            If the device could not be freed.
+            As `DeviceCalls.close`.
         """
         if not self.worker.is_idle and self.engine.error is None:
             self.engine.revoke("the communicator was closed while asynchronous calls were running")

@@ -149,7 +149,7 @@ class Progress:
         """Prepare the data loop for the call that `Links.begin` started.
 
         If a peer has started a different call with this number, revoke the communicator. The caller
-        may omit this method if there is no `computer` and ``calls.ahead`` is empty.
+        need not call this method if there is no `computer` and ``calls.ahead`` is empty.
 
         Parameters
         ----------
@@ -189,7 +189,7 @@ class Progress:
         return bool(events) or has_computed
 
     def advance(self) -> None:
-        """Advance the calls with news, send due confirmations, and flush the transport."""
+        """Advance the consumers in `Links.touched`, send due confirmations, flush the transport."""
         links = self._links
         while links.touched:
             touched, links.touched = links.touched, []

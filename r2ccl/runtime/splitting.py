@@ -20,7 +20,7 @@ from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.participant import Participant
 from r2ccl.types import AllgatherBytes
 
-#: Entry of a rank: whether it gets a communicator, whether its time is up, its color, and its key.
+#: Entry of a rank: whether it gets a communicator, whether it has timed out, its color, its key.
 _ENTRY = struct.Struct("<??qq")
 _INT64 = range(-(1 << 63), 1 << 63)
 #: Maximum pause in seconds before another attempt, while another thread makes a communicator.
@@ -115,8 +115,8 @@ def agree(
     key : int
         The ranks of a new communicator are ordered by key, then as in the allgather.
     timeout_s : float
-        Longest wait, in seconds, for other threads that are making communicators, and for the
-        return of a context id if all are in use.
+        Longest wait, in seconds, for other threads that are making communicators and, if all
+        context ids are in use, for one to become free.
     among : sequence of int, optional
         Ranks that take part, in the order of the allgather. Default: all.
 
@@ -163,9 +163,9 @@ def agree(
             contexts.withdraw(is_last=False)
             if any(is_late for _, is_late, _, _ in entries.values()):
                 raise TransportTimeout(
-                    f"rank {engine.rank_in_job}: other threads were making communicators, or all "
-                    f"context ids were in use, for {timeout_s:g} s, so none was made here: try "
-                    "again, or close communicators",
+                    f"rank {engine.rank_in_job}: no communicator was made within {timeout_s:g} s, "
+                    "because other threads were making communicators, or all context ids were in "
+                    "use: try again, or close communicators",
                     rank=engine.rank_in_job,
                 )
             if not is_first:

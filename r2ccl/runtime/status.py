@@ -297,7 +297,7 @@ class AgreedHealth(msgspec.Struct, frozen=True):
         Remaining bandwidth by rank (of the communicator) and rail, in sixteenths of the whole; 0:
         the rail is down.
     excluded : tuple of (int, int)
-        Rank (of the communicator) and rail of each excluded rail.
+        Rank (of the communicator) and rail of each excluded NIC.
     """
 
     version: int

@@ -7,14 +7,14 @@ engine, with a plan of this rank's group (`r2ccl.planning.plan_cache.GroupPlanCa
 makes one such call per chunk, so the calls have the same numbers on all ranks, are planned with the
 same agreed health, and handle a lost NIC as any other call does.
 
-While the network works on a chunk, a second thread runs the steps within the node that come before
-the network for the next chunk, and those that come after it for the previous chunk. The first and
-the last of all these steps run in the calling thread. All ranks of a node run its steps in the same
-order: those before the network for chunk 0, then, for each chunk, those before the network for the
-next chunk and those after it for the chunk itself.
+Within a node, the *first steps* of a chunk come before its step between the nodes, the *last steps*
+after it. While the step between the nodes of one chunk runs, a second thread runs the first steps
+of the next chunk and the last steps of the previous chunk. The first steps of the first chunk and
+the last steps of the last chunk run in the calling thread. All ranks of a node run its steps in the
+same order: the first steps of chunk 0; then, for each chunk, the first steps of the next chunk and
+the last steps of the chunk itself.
 
-All steps carry the signature of the whole call, so a call that differs on another rank is found in
-the first step, within the node or between the nodes.
+All steps carry the signature of the whole call, so a step between ranks whose calls differ fails.
 
 Invariant: when a call ends, by result, error or Ctrl-C, no thread uses its arrays any more.
 """
@@ -118,7 +118,7 @@ class TwoLevelCalls:
         self._worker = Worker(f"r2ccl-node-{engine.rank}", nullcontext(), self._on_error)
         #: True if there is a kernel for shared memory, by dtype and op.
         self._taken: dict[tuple[int, int], bool] = {}
-        #: Identifier of the thread of the current call; True once the call's first steps ended.
+        #: Identifier of the thread of the current call; and whether the call's first steps ended.
         self._caller = 0
         self._has_begun = False
         engine.attach(self)

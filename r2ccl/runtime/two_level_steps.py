@@ -14,8 +14,7 @@ In an allgather and a reduce-scatter, a node's piece is cut from the node's bloc
 ranks, one after the other. A part of a piece may therefore hold elements of several ranks, or only
 some elements of one rank.
 
-Invariant: the steps before, between and after of different chunks use different memory, so the
-steps of several chunks may run at the same time.
+Invariant: the steps of different chunks use different memory, so they may run at the same time.
 """
 
 from __future__ import annotations
@@ -250,7 +249,6 @@ class StepMaker:
 
 
 def _common(one: Range, other: Range) -> Range:
-    """Return the common elements of two ranges."""
     first = max(one[0], other[0])
     return first, max(first, min(one[1], other[1]))
 

@@ -157,7 +157,7 @@ class Waits:
             ``missing()`` returns the ranks that have not made the call, and the rank that the call
             waits for.
         has_begun : bool
-            True in a later step of a call: all ranks are known to have made the same call.
+            True in a later step of a call: all ranks of the wait are known to have made this call.
         is_part : bool
             True if ranks of other hosts take part in the call, but not in this wait.
 
@@ -252,8 +252,8 @@ class Waits:
                 raise difference(op, rank, peer, signature, theirs)
         if self._desync.asked_op < op:
             return
-        # The reports are read before the absent ranks: when a rank reports this call, it is not
-        # absent from it any more.
+        # The reports are read before the absent ranks: a rank that has reported this call is absent
+        # only if it has made another call.
         called = [members[peer] for peer, last in self._desync.said.copy().items() if last >= op]
         for absent in missing()[0] if called else ():
             if absent in called:

@@ -122,11 +122,11 @@ class Buffer(msgspec.Struct, frozen=True, eq=False):
 
 
 class JaxBuffer(Buffer, frozen=True, eq=False):
-    """Flat view of an array of JAX, an input; without an output, the result is an array of JAX."""
+    """Flat view of an array of JAX that is an input; without ``out``, the result is also of JAX."""
 
 
 def like(x: Any, times: int = 0) -> Any:
-    """Allocate an output with the shape and dtype of `x`, C-contiguous and uninitialised.
+    """Allocate an output with the shape and dtype of `x`, C-contiguous and uninitialized.
 
     For an array of torch, CuPy or Numba, the output is an array of the same library on the same
     device. For any other object in host memory, it is a NumPy array; for an array of JAX, one that

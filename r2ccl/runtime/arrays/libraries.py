@@ -49,7 +49,7 @@ class Library(Protocol):
         ...
 
     def empty(self, x: Any, shape: tuple[int, ...]) -> Any:
-        """Allocate an uninitialised C-contiguous array on the device of `x`, with its dtype."""
+        """Allocate an uninitialized C-contiguous array on the device of `x`, with its dtype."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Conversion of CUDA streams, as callers and arrays specify them, to handles of the driver.
 
 Callers pass streams as ``stream=``; arrays name the stream of their producer. The legacy default
-stream is always returned as 1, never as 0: the meaning of handle 0 depends on how the code that
-receives it was built, whereas 1 always means the legacy default stream and 2 always the per-thread
+stream is always returned as 1, never as 0, because the meaning of handle 0 depends on how the code
+that receives it was built. Handle 1 always means the legacy default stream, and 2 the per-thread
 default stream of the calling thread (CUDA driver API, stream synchronization behavior).
 
 Invariant: this module does not create, wait for or keep a stream. The caller keeps a stream alive

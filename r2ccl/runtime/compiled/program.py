@@ -32,7 +32,7 @@ _ALIGNMENT = 64
 _SLEEP_NS = 10_000_000
 _BUSY_NS = 5_000_000
 #: Spare rows of the log per pair, for confirmations of earlier slices. When these rows are used up,
-#: the call leaves compiled code; the log has the same number of rows again for events until then.
+#: the call leaves compiled code. As many rows again are for events that are logged meanwhile.
 _SPARE_ROWS = 64
 
 

@@ -151,9 +151,9 @@ def run_locals(state: Any) -> Any:
 
 @inlined
 def retire(state: Any, pair: Any, below: Any) -> None:
-    """Retire posted slices in order, but no cleared slice from ordinal `below` on; call `release`.
+    """Retire posted slices in order, and stop before a cleared one with ordinal `below` or more.
 
-    The transport no longer reads the memory of a retired slice.
+    Then release slices (`release`). The transport no longer reads the memory of a retired slice.
     """
     sends = words_at(pair[SENDS])
     while pair[RETIRED] < pair[POSTED]:

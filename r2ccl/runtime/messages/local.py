@@ -134,7 +134,8 @@ class LocalMessages:
         self._lock = RLock()
         #: One entry per thread that waits for its turn.
         self._newcomers: deque[None] = deque()
-        #: True if no message is unfinished, and no other thread has tried to move messages.
+        #: True if no message was unfinished or unreceived after the last turn, and no other thread
+        #: has tried to move messages since.
         self._is_quiet = True
         self._has_ended = False
         #: True if the control thread is scheduled to move messages.

@@ -47,7 +47,7 @@ class MessageRequest:
         return self._messenger.test(self._request)
 
     def wait(self, timeout_s: float | None = None) -> Message | None:
-        """Block until the message is received or sent; its array may change afterwards.
+        """Block until the message is received or sent; its array may be used again afterwards.
 
         Parameters
         ----------
@@ -237,7 +237,7 @@ class Messenger:
             driver.withdraw()
             return not driver.nmoving
 
-        doing = "close(), until all data has arrived"
+        doing = "close(), before the data of all messages has arrived"
         self._wait(is_done, ANY, doing, "message", self._timeout_s)
 
     def close(self) -> None:

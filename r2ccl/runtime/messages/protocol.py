@@ -1,4 +1,4 @@
-"""Exchange of messages over any carrier: envelopes, matching, refusals.
+"""Exchange of messages over links or in shared memory: envelopes, matching, refusals.
 
 Each message has an envelope: a frame with its tag, dtype and size. A short message travels in its
 envelope; the peer buffers it until a receive takes it. A long message is announced first::
