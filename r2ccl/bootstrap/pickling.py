@@ -46,8 +46,8 @@ def dumps(value: Any, *, is_by_value: bool = False) -> bytes:
     ----------
     value : object
     is_by_value : bool
-        Use cloudpickle even if plain pickle would work, as in a notebook, whose functions plain
-        pickle would send as references to a module that the receiver cannot import.
+        Use cloudpickle even if plain pickle would work. In a notebook, plain pickle would send
+        functions as references to a module that the receiver cannot import.
 
     Raises
     ------
