@@ -140,7 +140,6 @@ class _Allowance:
         self._counted_s = clock()
 
     def spend(self) -> None:
-        """Take a token for a connection that did not authenticate or was rejected."""
         now = self._clock()
         earned = (now - self._counted_s) * _UNPROVED_PER_S
         self._left = min(_UNPROVED_BURST, self._left + earned) - 1.0

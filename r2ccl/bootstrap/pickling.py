@@ -91,7 +91,7 @@ def dumps_call(
 
 
 class ByValue:
-    """Callable that sends a function of `module` by value when it is pickled.
+    """Callable that wraps a function; pickling it sends the function by value.
 
     For a module that the receiver cannot or need not import, such as a test module.
 

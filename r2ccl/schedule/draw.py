@@ -57,7 +57,6 @@ class _Move(NamedTuple):
 
     @property
     def is_sum(self) -> bool:
-        """True if the item is a reduction."""
         return self.kind in (OpKind.RECV_REDUCE, OpKind.REDUCE)
 
 
