@@ -2,8 +2,8 @@
 
 `LAUNCHERS` lists them. Under an MPI launcher, mpi4py normally provides the ranks. If launcher and
 mpi4py belong to different MPI libraries, ``COMM_WORLD`` has a single rank: n processes would run n
-jobs of one rank, each with a wrong result. `require_company` refuses this. If mpi4py does
-not provide the ranks, `find_place` takes rank, number of ranks and address of rank 0 from the
+jobs of one rank, each with a wrong result. `require_company` refuses this. If mpi4py does not
+provide the ranks, `find_place` takes rank, number of ranks and address of rank 0 from the
 variables.
 
 This module must not import mpi4py, since that can initialise MPI.

@@ -98,7 +98,7 @@ class PeerDown(msgspec.Struct, frozen=True, tag="boot.peer_down"):
 
 
 class Flooded(msgspec.Struct, frozen=True, tag="boot.flooded"):
-    """Broadcast of ``source``, passed on by each rank that receives it for the first time.
+    """Broadcast of ``source``; each rank passes on the first copy that it receives.
 
     ``number`` counts the broadcasts of ``source``, from 1; ``body`` is the encoded message.
     """

@@ -1,9 +1,9 @@
 """Connection of data sockets, one per (peer, rail, epoch).
 
-The lower of two ranks dials a rail until it succeeds, since a rail may come back after hours. For a
-bypass, it tries each way once, and uses the first that works (`r2ccl.bootstrap.bypass`). The higher
-rank accepts exactly the (peer, rail, epoch) that it expects. The data plane decides when a path
-gets a new socket. The code runs in the control thread.
+The lower of two ranks dials a rail until it succeeds, since a failed rail may work again hours
+later. For a bypass, it tries each way once, and uses the first that works
+(`r2ccl.bootstrap.bypass`). The higher rank accepts exactly the (peer, rail, epoch) that it expects.
+The data plane decides when a path gets a new socket. The code runs in the control thread.
 """
 
 from __future__ import annotations
