@@ -19,8 +19,8 @@ the acceptor reads them only after verifying the proof.
 The handshake authenticates the two ends of the connection. Later bytes are neither encrypted nor
 authenticated: an attacker who can rewrite packets on the path is outside the fault model.
 
-This module does no I/O; nonces are arguments. Invariant: a `Secret` shows its key neither in a
-repr, nor in an error message, nor in a pickle.
+This module does no I/O; nonces are arguments. Invariant: no repr, error message or pickle of a
+`Secret` contains its key.
 """
 
 from __future__ import annotations

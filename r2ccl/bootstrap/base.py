@@ -1,7 +1,8 @@
 """Interfaces of the control plane that the data plane uses; no method blocks.
 
 `r2ccl.bootstrap.control.ControlPlane` and the simulator in `r2ccl.testing.simulation` implement
-both. `r2ccl.runtime.contexts.ContextPost` implements `Post` for the ranks of one communicator.
+`ControlPort`. `r2ccl.runtime.contexts.ContextPost` implements only `Post`, for the ranks of one
+communicator.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ rank 0 stays open until one of the two has finished: rank 0 reports errors over 
 its end that the rank has exited.
 
 Runs in the control thread. Invariant: bytes of a child are decoded only after both ends have proved
-that they know the secret, and the claim names this communicator, this rank and a child of it.
+that they know the secret. The child's claim must name this communicator, this rank as the acceptor
+and an awaited child as the dialer.
 """
 
 from __future__ import annotations
@@ -99,9 +100,10 @@ class Branch:
     async def exchange(
         self, own: PeerInfo, secret: Secret, leader: socket.socket, welcome: Welcome
     ) -> tuple[PeerInfo, ...]:
-        """Send `own` and the children's addresses to the parent; return the addresses of all ranks.
+        """Send the addresses of this subtree to the parent; return the addresses of all ranks.
 
-        `leader` is the connection to rank 0, on which `welcome` arrived. Borrowed.
+        `own` has the addresses of this rank. `leader` is the connection to rank 0, on which
+        `welcome` arrived. Borrowed.
 
         Raises
         ------
@@ -211,8 +213,8 @@ class Branch:
         """Wait for the children's addresses; send the addresses of this subtree to the parent.
 
         A parent other than rank 0 answers with the addresses of all ranks, or with an error: wait
-        for this answer. If a child sends anything but addresses, send the parent nothing, and rank
-        0 the error.
+        for this answer. If a child sends anything but addresses, send the error to rank 0, and
+        nothing to the parent.
         """
         if self._awaited:
             await self._is_collected.wait()

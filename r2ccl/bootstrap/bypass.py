@@ -43,7 +43,7 @@ STAGGER_S = 0.02
 _CONNECT_TIMEOUT_S = 2.0
 _COPY_NBYTES = 256 << 10
 
-#: Maximum number of attempts of a rank to connect bypasses at a time, to all its peers together.
+#: Maximum number of attempts that a rank makes at a time, for all its bypasses together.
 MAX_ATTEMPTS = 64
 
 Attempt = Callable[[], Coroutine[Any, Any, socket.socket]]

@@ -146,7 +146,7 @@ class ControlPlane:
     is_on_one_host : bool
         True if all ranks share one network stack (`PeerInfo.host`).
     nwires : int
-        Number of rails that add bandwidth to one another: the RDMA ports if there are any; else 1
+        Number of rails whose bandwidths add up: the RDMA ports if there are any; else 1
         if all rails are loopback, which share the memory bandwidth; else the rails that are no last
         resort, or all rails if all are last resorts. Equal on all ranks.
     last_resorts : frozenset of int
@@ -201,7 +201,7 @@ class ControlPlane:
         self._paths = Paths(peers, setting, self._on_path)
         self._forwarder = Forwarder(peers, setting)
         self._probe_sockets = tuple(probe_sockets)
-        # All neighbors may come at once, on every rail and for a session.
+        # All neighbors may connect at once, on every rail and for a session.
         most = max(MAX_PENDING, len(self._sessions) * (len(nics) + 2))
         self._listener = Listener(
             listeners, secret, self._admit, self._rejections, max_pending=most

@@ -1,8 +1,9 @@
 """Dialing side of `r2ccl.bootstrap.auth`: connects TCP sockets and authenticates them.
 
 Callbacks of the event loop make and authenticate a connection, and a coroutine only waits for the
-result. This saves time in the first call to a rank, which waits for these connections: to wake a
-task costs as much as a step of the handshake. `r2ccl.bootstrap.listener` runs the accepting side.
+result. To wake a task for each step would cost as much as the handshake itself, and the first call
+that exchanges data with a rank waits for the connections to that rank. `r2ccl.bootstrap.listener`
+runs the accepting side.
 
 Invariant: the far end of a socket that `dial` returns has proved that it knows the secret.
 """
@@ -216,8 +217,8 @@ async def prove(
     HandshakeTimeout
         If it takes longer than `limit_s` seconds.
     HandshakeRejected
-        If the other side does not know the secret or speaks another protocol or version, or if it
-        closes or resets the connection, because it does not accept it now or its process has ended.
+        If the other side does not know the secret, or speaks another protocol or version. Also if
+        it closes or resets the connection: it refuses the dialer, or its process has ended.
     """
     dialing = _Dialing(sock, Dialer(secret, claim, os.urandom(NONCE_NBYTES)), limit_s)
     dialing.shake_hands()

@@ -301,7 +301,6 @@ def _secret_source(config: Config, env: Mapping[str, str], place: RankPlace) -> 
 
 
 def _given_secret(config: Config) -> GivenSecret | None:
-    """Return the secret that the settings give; None if they give none."""
     if config.secret:
         return GivenSecret(Secret.from_hex(config.secret))
     if config.secret_file:

@@ -118,11 +118,9 @@ class LocalJob:
         self.share = JobShare(self.nranks, 0, self.nranks, "127.0.0.1", port, secret)
 
     def __enter__(self) -> LocalJob:
-        """Return the job itself."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Call `close`."""
         self.close()
 
     def close(self) -> None:
@@ -187,8 +185,8 @@ def launch(
     -----
     Ranks write to the standard output and standard error of this process. In a notebook, and
     wherever else ``sys.stdout`` or ``sys.stderr`` is another stream, the lines of the ranks appear
-    in ``sys.stdout`` and ``sys.stderr`` while `launch` waits, each after ``[rank]`` if there are
-    several ranks. No rank outlives this process.
+    in ``sys.stdout`` and ``sys.stderr`` while `launch` waits. If there are several ranks, each line
+    follows ``[rank]``. No rank outlives this process.
     """
     limit_s = parse_timeout(timeout_s, "launch")  # raises before any rank runs
     with LocalJob(nranks) as job:
@@ -242,9 +240,8 @@ class RankProcesses:
     ------
     InvalidArgument
         If `function` is not callable or cannot be pickled, or `env` has a name or a value that no
-        variable can have. Also in a child process that is importing the main script, so that a
-        script that starts ranks outside of ``if __name__ == "__main__"`` does not do so
-        recursively.
+        variable can have. Also in a child process that is importing the main script: a script
+        without ``if __name__ == "__main__"`` would start ranks recursively.
     R2cclError
         If the server exits early.
     OSError
@@ -369,7 +366,7 @@ class RankProcesses:
             self.join(_TERMINATION_GRACE_S, rank)
             why = describe_exit(process.exit_status)
             error = R2cclError(
-                f"{self._who}: rank {rank} (pid {process.pid}) exited without a result: {why}; "
+                f"{self._who}: rank {rank} (pid {process.pid}) sent no result: {why}; "
                 "look at its output"
             )
             return RankOutcome(error=error, is_exit=True)

@@ -2,8 +2,9 @@
 
 `LAUNCHERS` lists them. Under an MPI launcher, mpi4py normally provides the ranks. If launcher and
 mpi4py belong to different MPI libraries, ``COMM_WORLD`` has a single rank: n processes would run n
-jobs of one rank, each with a wrong result. `require_company` refuses this. Without mpi4py,
-`find_place` takes rank, number of ranks and address of rank 0 from the variables.
+jobs of one rank, each with a wrong result. `require_company` refuses this. If mpi4py does not
+provide the ranks, `find_place` takes rank, number of ranks and address of rank 0 from the
+variables.
 
 This module must not import mpi4py, since that can initialise MPI.
 """
@@ -83,9 +84,9 @@ class RankPlace(msgspec.Struct, frozen=True):
 def find_launcher(env: Mapping[str, str]) -> LauncherVariables | None:
     """Return the launcher that started this process, as its variables say; None if none did.
 
-    If an MPI launcher and Slurm give the same rank and size, the ranks are tasks of a job step, and
-    Slurm's variables, which also have the hosts, are preferred. But if the number of ranks on this
-    host is also set, mpiexec runs within the step, and the MPI launcher is preferred.
+    If an MPI launcher and Slurm give the same rank and size, the ranks are tasks of a job step.
+    Slurm is then preferred, because its variables also name the hosts. But if the number of ranks
+    on this host is also set, mpiexec runs within the step, and the MPI launcher is preferred.
     """
     found = [each for each in LAUNCHERS if each.rank in env]
     slurm = [each for each in found if each.hosts and each.hosts in env]

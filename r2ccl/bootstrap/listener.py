@@ -41,7 +41,7 @@ MAX_PENDING = 64
 #: accepting pauses. Each takes about 0.2 ms of the control thread. A full backlog is accepted
 #: within a second, before dialers time out.
 _UNPROVED_PER_S, _UNPROVED_BURST = 1000.0, 1024.0
-#: Pause after a failed accept; if no descriptor was free, closing connections free some meanwhile.
+#: Pause after a failed accept. If no descriptor was free, other connections may close meanwhile.
 _ACCEPT_RETRY_S = 0.1
 #: Maximum number of connections that are accepted before the event loop runs other callbacks.
 _MAX_ACCEPTED = 16
@@ -75,7 +75,8 @@ class Rejections:
         reason : str
             Short, fixed text.
         who : object
-            Address of the rejected peer, or the error; appears in the log.
+            Appears in the log: the address of the peer, a text such as ``a message of rank 3``, the
+            error or, if accepting failed, the listening address.
         """
         self.counts[reason] += 1
         now = self._clock()
@@ -139,7 +140,6 @@ class _Allowance:
         self._counted_s = clock()
 
     def spend(self) -> None:
-        """Take a token for a connection that did not authenticate or was rejected."""
         now = self._clock()
         earned = (now - self._counted_s) * _UNPROVED_PER_S
         self._left = min(_UNPROVED_BURST, self._left + earned) - 1.0
@@ -255,8 +255,8 @@ class Listener:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # Callbacks, not coroutines: all ranks connect to rank 0, and waking a task costs as much as
-    # reading a message. `add_reader` gets descriptors, because its lookup of a socket that it does
-    # not watch yet formats the socket into the text of an error, which costs two system calls.
+    # reading a message. `add_reader` gets descriptors: it would format a socket that it does not
+    # watch yet into the text of an error, which costs two system calls.
 
     def _resume(self, index: int) -> None:
         sock = self._sockets[index]
@@ -285,7 +285,6 @@ class Listener:
             self._begin(sock, address, index)
 
     def _begin(self, sock: socket.socket, address: Address, index: int) -> None:
-        """Begin the handshake of a new connection."""
         sock.setblocking(False)
         if len(self._pending) >= self._max_pending:
             oldest = next(iter(self._pending.values()))

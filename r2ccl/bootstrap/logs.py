@@ -71,7 +71,7 @@ class FallbackHandler(logging.Handler):
 
 
 def set_level(config: Config) -> None:
-    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; if no handler serves it, add one for stderr.
+    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; if it has no handler, add one for stderr.
 
     Without ``R2CC_DEBUG``, the level stays, and that handler writes warnings and errors.
     """

@@ -1,7 +1,7 @@
 """`PeerInfo`, the message types that bootstrap sends on control sessions, and their codec.
 
-Invariant: the tags of the types that bootstrap adds to the registered ones begin with ``boot.``, so
-that no registered type collides.
+Invariant: the tags of these message types begin with ``boot.``, so that they differ from the tags
+of the types that the data plane registers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class PeerInfo(msgspec.Struct, frozen=True):
     rails : tuple of (str, int)
         Address and port of rail i's listener. All ranks have the same number of rails.
     probe_ports : tuple of int
-        Port i, at rail i's address, is bound but not listened on: a working rail refuses a
-        connection to it.
+        Port i, at rail i's address, is bound but not listened on: if the rail works, the kernel
+        refuses a connection to it.
     nlast_resorts : int
         Number of rails at the end of ``rails`` that are last resorts; equal on all ranks.
     hcas : tuple of str
@@ -76,10 +76,10 @@ class PeerInfo(msgspec.Struct, frozen=True):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="boot.goodbye"):
-    """Message of a rank that closes normally, so that the end of its connections is no loss.
+    """Message of a rank that closes normally, so that its peers do not report it as lost.
 
-    It is also passed to `ControlHandler.on_message`, so that a call that still waits for this peer
-    can end.
+    The message is also passed to `ControlHandler.on_message`, so that a call that still waits for
+    this peer can end.
     """
 
 
@@ -87,8 +87,8 @@ class PeerDown(msgspec.Struct, frozen=True, tag="boot.peer_down"):
     """Message that rank ``witness`` found ``rank`` lost; a rank to which this is new passes it on.
 
     ``why`` is the evidence. ``last_heard_s`` is the time in seconds between the last sign of life
-    that ``witness`` received and its finding. A rank that receives this message about itself has
-    been given up by the sender, which has measured ``last_heard_s`` itself.
+    of ``rank`` at ``witness`` and the finding of the loss. A rank that receives this message about
+    itself has been given up by the sender, which has measured ``last_heard_s`` itself.
     """
 
     rank: int
@@ -98,7 +98,7 @@ class PeerDown(msgspec.Struct, frozen=True, tag="boot.peer_down"):
 
 
 class Flooded(msgspec.Struct, frozen=True, tag="boot.flooded"):
-    """Broadcast of ``source``, passed on by each rank that receives it for the first time.
+    """Broadcast of ``source``; each rank passes on the first copy that it receives.
 
     ``number`` counts the broadcasts of ``source``, from 1; ``body`` is the encoded message.
     """
@@ -144,7 +144,8 @@ class Codec:
         ------
         InvalidArgument
             If the type of `message` was not registered, or its encoded form is longer than
-            `MAX_MESSAGE_NBYTES` (not checked for `Flooded` and `Routed`, which contain one).
+            `MAX_MESSAGE_NBYTES` (not checked for `Flooded` and `Routed`, whose ``body`` was checked
+            before).
         """
         if not isinstance(message, self._types):
             names = ", ".join(t.__name__ for t in self._types)

@@ -1,10 +1,10 @@
 """Output of ranks that must pass through the launcher: in a notebook, or if output is captured.
 
-Ranks inherit the standard output and standard error of the launcher. If ``sys.stdout`` or
-``sys.stderr`` of the launcher is another object, as in a notebook, a test that captures output or
-``contextlib.redirect_stdout``, output written to the descriptors would not appear where the
-launcher's own output does. `RankOutput` then reads it from pipes and writes it to ``sys.stdout``
-and ``sys.stderr``.
+Ranks inherit the standard output and standard error of the launcher. In a notebook, a test that
+captures output or ``contextlib.redirect_stdout``, ``sys.stdout`` or ``sys.stderr`` of the launcher
+is another object. What ranks write to the descriptors would then not appear where the launcher's
+own output does. `RankOutput` therefore reads it from pipes and writes it to ``sys.stdout`` and
+``sys.stderr``.
 
 Invariant: only the thread that waits for the ranks writes, so output appears in the cell whose call
 waits.
@@ -129,7 +129,7 @@ class RankOutput:
         self._unfinished.clear()
 
     def close_theirs(self) -> None:
-        """Close the copies in this process of the ends that the ranks use."""
+        """Close this process's copies of the descriptors that the ranks use."""
         for descriptors in self.theirs:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -1,8 +1,8 @@
 """Overlay network of the control plane: the sessions of a rank, and routes to the other ranks.
 
-If every two ranks had a session, the connections of a rank would grow with the number of ranks. In
-the overlay, a rank has sessions with its *neighbors* only, the ranks at distances 1, 2, 4, ... in
-both directions around the ring of ranks: about 2 log2(n) of them. A message to any other rank
+If every two ranks had a session, each rank would need as many connections as there are other ranks.
+In the overlay, a rank has sessions with its *neighbors* only, the ranks at distances 1, 2, 4, ...
+in both directions around the ring of ranks: about 2 log2(n) of them. A message to any other rank
 passes through at most log2(n) sessions while no rank is lost or has left. A message for all ranks
 is passed on by every rank to its neighbors, so it arrives as long as the ranks that are alive are
 connected: the failure of some ranks delays no such message and needs no repair. A binomial tree

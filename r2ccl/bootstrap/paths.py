@@ -1,9 +1,9 @@
 """Connection of data sockets, one per (peer, rail, epoch).
 
-The lower of two ranks dials a rail until it succeeds, since a rail may come back after hours. For a
-bypass, it tries each way once, and uses the first that works (`r2ccl.bootstrap.bypass`). The higher
-rank accepts exactly the (peer, rail, epoch) that it expects. The data plane decides when a path
-gets a new socket. The code runs in the control thread.
+The lower of two ranks dials a rail until it succeeds, since a failed rail may work again hours
+later. For a bypass, it tries each way once, and uses the first that works
+(`r2ccl.bootstrap.bypass`). The higher rank accepts exactly the (peer, rail, epoch) that it expects.
+The data plane decides when a path gets a new socket. The code runs in the control thread.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 #: Long enough for one retransmission of a SYN, which Linux sends after 1 s.
 _CONNECT_TIMEOUT_S = 2.0
-#: If other paths to its peer are being dialed, a last-resort path is dialed `_QUIET_S` after they
-#: are connected or, if they are not by then, `_GIVE_WAY_S` after it was requested: so calls get the
-#: other paths first.
+#: A last-resort path waits while other paths to its peer are being dialed, at most `_GIVE_WAY_S`.
+#: If these are all connected sooner, it is dialed `_QUIET_S` later. Calls thus get these first.
 _QUIET_S, _GIVE_WAY_S = 0.005, 0.02
 #: Maximum number of connections of one rail that a rank dials and authenticates at a time. If ranks
 #: of one machine started all handshakes at once, handshakes would not end in time.

@@ -1,9 +1,9 @@
 """Control session with one other rank: its connections, and detection that the rank is lost.
 
 A *carrier* is a TCP connection of the session. The lower of the two ranks dials one carrier to the
-peer's control address and, if rails have other addresses, one over a rail, so that the loss of
-either network delays no message by more than the session's resend timer. A carrier that ends or is
-silent for too long is replaced; the addresses are tried in turn.
+peer's control address and, if rails have other addresses, a second one over a rail. The loss of
+either network then delays no message by more than the session's resend timer. A carrier that ends
+or is silent for too long is replaced; the addresses are tried in turn.
 
 A peer is *lost* when a connection to one of its listening addresses is refused (ECONNREFUSED: its
 process is gone) while all carriers are silent; when shared memory shows that its process has ended

@@ -46,8 +46,8 @@ def dumps(value: Any, *, is_by_value: bool = False) -> bytes:
     ----------
     value : object
     is_by_value : bool
-        Use cloudpickle even if plain pickle would work, as in a notebook, whose functions plain
-        pickle would send as references to a module that the receiver cannot import.
+        Use cloudpickle even if plain pickle would work. In a notebook, plain pickle would send
+        functions as references to a module that the receiver cannot import.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def dumps_call(
 
 
 class ByValue:
-    """Callable that sends a function of `module` by value when it is pickled.
+    """Callable that wraps a function; pickling it sends the function by value.
 
     For a module that the receiver cannot or need not import, such as a test module.
 

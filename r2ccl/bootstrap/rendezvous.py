@@ -1,6 +1,6 @@
-"""Rendezvous: all ranks connect to rank 0 once and receive the addresses of all ranks.
+"""Rendezvous: the other ranks connect to rank 0, and all ranks receive the addresses of all ranks.
 
-Each rank has one authenticated connection to rank 0. The exchange has two rounds, because the
+Each other rank has one authenticated connection to rank 0. The exchange has two rounds, because the
 choice of rails depends on whether all ranks share a host::
 
     rank r                                         rank 0

@@ -47,7 +47,7 @@ _HEADER = struct.Struct("!IBBxxQQ")
 _DATA = 1
 _HEARTBEAT = 2
 
-#: Longest encoded message in bytes.
+#: Maximum size in bytes of a frame's body, which is one encoded message.
 MAX_BODY_NBYTES = MAX_FRAME_NBYTES - _HEADER.size
 
 

@@ -4,8 +4,8 @@ There is no rendezvous and no leader that could fail. Each rank opens the listen
 communicator and sends their addresses, as a `PeerInfo`, over the old control plane. After the
 survivors have agreed on the members, each makes the same table of addresses from these messages.
 Each derives the new secret and communicator id from the old ones, the members and the number of the
-attempt. A rank that is no member but still has the old secret therefore does not authenticate by
-mistake, nor does a rank that is still at an earlier attempt. MPI is not used.
+attempt. Ranks with the old secret that are no members, or are still at an earlier attempt,
+therefore do not authenticate by mistake. MPI is not used.
 
 If this host has lost the address of a rail, the `PeerInfo` lists the rail with port 0. The members
 use the rails that all of them can open. Invariant: every socket opened here is handed over or

@@ -143,7 +143,7 @@ class PrimaryContext:
     def reach(self, peer: PrimaryContext) -> None:
         """Let work in this context access the memory of `peer`, the context of another GPU.
 
-        The call does nothing if the access is already enabled, also by another library of the
+        The call does nothing if the access is enabled already, by this or another library of the
         process. The access is never disabled, because other libraries may use it too.
 
         Raises

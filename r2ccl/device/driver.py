@@ -48,7 +48,7 @@ _WORD_MASK = 0xFFFFFFFF
 _LOG_NBYTES = 8192
 
 
-#: Maximum number of prepared lists of operations on words that are kept.
+#: Maximum number of `_Batch` objects that a device keeps for reuse.
 _MOST_BATCHES = 64
 
 

@@ -2,10 +2,10 @@
 
 Every op waits for the earlier op of the same rank and channel that last wrote its memory; an op
 that writes also waits for the ops that have read the memory since. INPUT and OUTPUT count as the
-same memory, as in an in-place call, so the program is correct in place and out of place. For
-collectives in `r2ccl.schedule.ir.APART`, which are never in place, they can be different memory.
-The builder knows only one rank, so it ignores the order that messages between ranks guarantee; the
-checker (`r2ccl.schedule.check`) takes this order into account.
+same memory, as in an in-place call, so the program is correct in place and out of place.
+Collectives in `r2ccl.schedule.ir.APART` are never in place: for them, INPUT and OUTPUT can be
+different memory. The builder knows only one rank, so it ignores the order that messages between
+ranks guarantee; the checker (`r2ccl.schedule.check`) takes this order into account.
 """
 
 from __future__ import annotations

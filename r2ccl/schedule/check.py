@@ -136,7 +136,7 @@ def check_fields(schedule: Schedule, arrays: ScheduleArrays) -> None:
         (ops["proof"] & (ops["kind"] != OpKind.RECV), "only a RECV can have is_proof"),
         (
             _any(owner, _outside(arrays.after, ops["index"][owner]), ops.size),
-            "after must name earlier ops of the same program",
+            "after must name earlier ops of the same rank and channel",
         ),
         (_any(owner, repeats, ops.size), "after must be strictly ascending"),
     ]

@@ -31,9 +31,9 @@ DEFAULT_PANELS = 6
 #: Maximum number of per-rank loads in a heading; more make it wider than the picture.
 _LISTED = 8
 
-# Pixels. Marks of one rank and step lie side by side, one pitch apart, and each widens the step.
-# The steps of a single panel are wide enough for its heading, up to a limit: flat arrows would
-# overlap the marks beside their target.
+# Pixels. Marks of one rank and step lie side by side, one pitch apart, and each further one widens
+# the step. The steps of a single panel are wide enough for its heading, up to a limit, because
+# nearly horizontal arrows would overlap the marks beside their target.
 _MARGIN, _LABELS, _TAIL, _PITCH, _ROW, _LINE = 20, 52, 16, 16, 58, 21
 _STEP, _NUMBERED_STEP, _WIDEST_STEP, _LONE_PANEL, _WIDEST_ROW = 52, 76, 120, 520, 1000
 _LEAVING, _NUMBER_AT, _NUMBER_HEIGHT, _CHARACTER = 9, 27, 15, 7.5
@@ -57,7 +57,6 @@ class _Move(NamedTuple):
 
     @property
     def is_sum(self) -> bool:
-        """True if the item is a reduction."""
         return self.kind in (OpKind.RECV_REDUCE, OpKind.REDUCE)
 
 

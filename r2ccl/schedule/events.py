@@ -23,11 +23,11 @@ the same chunk index holds slice by slice; an edge between different indices lea
 slice of one op to the first slice of the other (a *whole* edge); and a slice lands only after the
 previous slice has left the link's room for unreduced data.
 
-Consider a cycle through the slices. An edge within a chunk index never leads to an earlier slice,
-so the cycle contains a whole edge. Conversely, a path within a chunk index can lead to any later
-slice. Therefore, with LAND and END of each receive merged into one node, a deadlock for some number
-of slices exists if and only if a strongly connected component contains a whole edge, or the graph
-for one slice has a cycle.
+Consider a cycle through several slices. An edge within a chunk index never leads to an earlier
+slice, so the cycle contains a whole edge. Conversely, a path within a chunk index can lead to any
+later slice. Therefore, with LAND and END of each receive merged into one node, a deadlock for some
+number of slices exists if and only if a strongly connected component contains a whole edge, or the
+graph for one slice has a cycle.
 """
 
 from __future__ import annotations
