@@ -100,8 +100,8 @@ class Fault(
     Raises
     ------
     InvalidArgument
-        If the action is unknown, a field is missing, does not belong to the action or is out of
-        range, or the trigger is both `at_s` and `at_op`, or `at_step` without `at_op`.
+        If the action is unknown; if a field is missing, malformed, out of range or does not belong
+        to the action; or if the trigger is both `at_s` and `at_op`, or `at_step` without `at_op`.
     """
 
     action: Action

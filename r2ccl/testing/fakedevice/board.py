@@ -55,7 +55,7 @@ class Host:
 
     @property
     def seen(self) -> Clock:
-        """Clock of all steps that the host knows, including all NIC writes; do not modify it."""
+        """Clock of all steps that the host knows, with unflushed NIC writes; do not modify it."""
         if not self.unflushed:
             return self.clock
         known = dict(self.clock)
@@ -114,7 +114,7 @@ class Board:
         self._random = random.Random(seed)
         self._time = clock
         self._changed = threading.Condition(threading.RLock())
-        #: Pairs of card and process name that are open.
+        #: (card, process name) for each card that a process has open.
         self._names: set[tuple[int, str]] = set()
         self._hosts: dict[str, Host] = {}
         self._streams: list[FakeStream] = []
