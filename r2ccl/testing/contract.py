@@ -71,7 +71,7 @@ class Bench(Protocol):
 
 
 class Side:
-    """One rank's end of a path, and the events that `poll` collected, also of other paths."""
+    """One rank's end of a path, and all events of its transport that `poll` collected."""
 
     def __init__(self, bench: Bench, rank: int, rail: int) -> None:
         self.transport = bench.transports[rank]
