@@ -33,7 +33,7 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class ReportingTransport:
-    """Transport that reports slices of the user's collectives to a `FaultReporter` before sending.
+    """Transport that reports slices of the user's collectives to a `FaultReporter`, and sends them.
 
     Parameters
     ----------
