@@ -30,7 +30,7 @@ _HERE = str(Path(__file__).parent)
 
 
 class WrongOrder(AssertionError):
-    """Error in the code under test: it assumes an order that is not guaranteed, or misuses a call."""
+    """Error in the code under test: no GPU guarantees the assumed order, or a call is invalid."""
 
 
 class Race(WrongOrder):
