@@ -37,8 +37,8 @@ class Bench(Protocol):
     patience_s : float
         Longest time in seconds that an expected event may take. Allow several probe timeouts.
     cross : bool or None
-        Expected `Probed.is_answered` when rank 0 probes, from its port on rail 1, the port of rank
-        1 on rail 0: True, or None if the network does not connect different rails.
+        Expected `Probed.is_answered` of a probe from rank 0's port on rail 1 to rank 1's port on
+        rail 0: True, or None if the network does not connect different rails.
     """
 
     transports: Sequence[Transport]
@@ -71,7 +71,7 @@ class Bench(Protocol):
 
 
 class Side:
-    """One rank's end of a path, and the events that `poll` collected, also of other paths."""
+    """One rank's end of a path, and all events of its transport that `poll` collected."""
 
     def __init__(self, bench: Bench, rank: int, rail: int) -> None:
         self.transport = bench.transports[rank]
@@ -94,7 +94,7 @@ class Side:
         """Queue slice `seq` of channel 3, with the bytes of `data`, without flushing.
 
         `token` is the token of a `Cleared` event; None sends the slice eagerly. `more` may contain
-        ``ack`` (default 0) and ``is_replay``, with their meaning in `Transport.isend`.
+        ``ack`` of the frame (default 0), and ``is_replay`` of `Transport.isend`.
         """
         frame = Frame(3, seq, more.pop("ack", 0), 5, 77)
         self.transport.isend(self.path, frame, memoryview(data), token, **more)
@@ -167,7 +167,7 @@ class JoinedPair:
         return side.of(kind)
 
     def cleared(self, region: bytearray, seq: int = 0) -> object:
-        """Announce `region` for slice `seq` from side `b`; return the token that side `a` gets."""
+        """Let side `b` announce `region` for slice `seq`; return the token that side `a` gets."""
         before = len(self.a.of(Cleared))
         self.b.want(seq, region)
         return self.until_count(self.a, Cleared, before + 1)[-1].token

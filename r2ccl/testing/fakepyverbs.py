@@ -7,10 +7,10 @@ reliable queue pairs, RDMA writes with and without immediate data, flushed reque
 completion queue per device.
 
 A write is carried out when it is posted. If the port of either NIC is mute or one of the two queue
-pairs is not ready, the write stays in flight, and a later post carries it out. A queue pair that
-goes to ERR completes every request in flight, including unsignaled requests. A completion that does
-not fit into the completion queue is lost, and the device reports CQ_ERR (InfiniBand specification,
-volume 1, 10.8.2 and 11.6.3).
+pairs is not ready, the write stays in flight. The next post on its queue pair tries it again. A
+queue pair that goes to ERR completes every request in flight, including unsignaled requests. A
+completion that does not fit into the completion queue is lost, and the device reports CQ_ERR
+(InfiniBand specification, volume 1, 10.8.2 and 11.6.3).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 #: Values of ``ibv_wc_status``, ``ibv_wc_opcode``, ``ibv_qp_state``, ``ibv_event_type``,
-#: ``ibv_port_state`` and ``ibv_mtu``, ``ibv_wr_opcode`` and ``ibv_send_flags``.
+#: ``ibv_port_state``, ``ibv_mtu``, ``ibv_wr_opcode`` and ``ibv_send_flags``, in this order.
 _SUCCESS, _FLUSHED = 0, 5
 _SENT, _RECEIVED = 1, 129
 _RESET, _INIT, _RTR, _RTS, _ERR = 0, 1, 2, 3, 6
@@ -247,8 +247,8 @@ class FakeRequest:
     ) -> None:
         self.opcode, self.num_sge, self.send_flags = opcode, num_sge, send_flags
         self.wr_id = self.imm_data = self.rkey = self.remote = 0
-        #: The entry itself. pyverbs copies the entry here, but r2ccl patches its requests so that
-        #: they read the original.
+        #: The caller's scatter-gather entry. pyverbs copies the entry, but r2ccl patches its
+        #: requests so that they read the original.
         self.sg_list: FakeScatter = sg[0]
 
     def set_wr_rdma(self, rkey: int, addr: int) -> None:

@@ -5,7 +5,7 @@ the addresses of the functions. `r2ccl.transport.verbs.fastpath` (the compiled p
 structs and calls the functions of the table directly. With the fake, the compiled path can be
 tested without a device and without pyverbs; `rates` measures the cost of the compiled path.
 
-The memory of the structs is freed together with their `FakeNic`.
+Keep a `FakeNic` for as long as the addresses of its structs are used.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class FakeNic:
         return _holder(self.records["qp"], qp_num=number, qp_state=_IN_INIT, qp_type=_RC)
 
     def located(self) -> ProviderNic:
-        """Return the `ProviderNic` that the library must locate; its ``provider`` is empty."""
+        """Return the `ProviderNic` that ``layout.locate_nic`` must find; ``provider`` is empty."""
         table = self.records["context"][0]
         return ProviderNic(
             context=self.address("context"), pd=self.address("pd"), cq=self.address("cq"),

@@ -108,7 +108,7 @@ class FaultPlan:
                 )
 
     def resolved(self, ranks_per_node: int) -> FaultPlan:
-        """Return a fresh plan in which each fault with `at_op` has its `rank`; see `Fault`."""
+        """Return a fresh plan in which each fault with `at_op` names the rank that triggers it."""
         return FaultPlan(
             fault
             if fault.at_op is None

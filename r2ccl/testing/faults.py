@@ -79,8 +79,8 @@ class Fault(
     peer : int, optional
         The other node of an ``isolate``.
     rank : int, optional
-        The rank whose progress triggers `at_op`; for ``stop`` and ``kill`` it is also the target.
-        Default, for other actions: the first rank of `node`, or rank 0 if there is no `node`.
+        The rank whose progress triggers a fault with `at_op`; for ``stop`` and ``kill`` also the
+        target. Default, for other actions: the first rank of `node`, or rank 0 without a `node`.
     at_s : float, optional
         Trigger: seconds after the start of the ranks.
     at_op, at_step : int, optional
@@ -100,8 +100,8 @@ class Fault(
     Raises
     ------
     InvalidArgument
-        If the action is unknown, a field is missing, does not belong to the action or is out of
-        range, or the trigger is both `at_s` and `at_op`, or `at_step` without `at_op`.
+        If the action is unknown; if a field is missing, malformed, out of range or does not belong
+        to the action; or if the trigger is both `at_s` and `at_op`, or `at_step` without `at_op`.
     """
 
     action: Action

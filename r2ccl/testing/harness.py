@@ -45,8 +45,7 @@ class FaultInjection:
     def __call__(self, rank: int, rail: int, op: int, step: int = 0) -> None:
         """Let `rank` lose `rail` just before slice `step` of collective `op`; see `fail_at`.
 
-        If the job has no such rail, the call of the rank that reaches this slice raises
-        InvalidArgument.
+        If the job has no such rail, this collective raises InvalidArgument in `rank`.
         """
         self._faults.extend(fail_at(rank, rail, op, step).faults)
 
@@ -175,7 +174,7 @@ def run_in_netlab(
     timeout_s: float = 120.0,
     **shape: Any,
 ) -> list[RankResult]:
-    """Build a lab, run a program on all its ranks under `faults`, and require that each succeeds.
+    """Build a lab, run a program on its ranks under `faults`, and require that every rank succeeds.
 
     Parameters
     ----------
@@ -200,7 +199,7 @@ def run_in_netlab(
     InvalidArgument
         If `argv` is a text, or a fault or the shape is wrong.
     LabError
-        If the lab cannot be built, or a fault could not be applied.
+        As for `Lab` and `Lab.run`.
     """
     if isinstance(argv, str):
         raise InvalidArgument(f"argv={argv!r}: pass a list, [sys.executable, {argv!r}]")

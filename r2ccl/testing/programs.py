@@ -24,7 +24,7 @@ _PACKAGES = {
 
 
 def search_path() -> str:
-    """Return PATH, or the system's default if it is empty, followed by the sbin folders."""
+    """Return PATH (`os.defpath` if it is empty or not set), followed by the sbin folders."""
     return os.pathsep.join([os.environ.get("PATH") or os.defpath, *_ADMINISTRATOR_FOLDERS])
 
 

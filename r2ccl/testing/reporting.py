@@ -1,10 +1,9 @@
 """Transport wrapper that applies the faults of a plan at given slices.
 
 Tests inject faults by wrapping the transport, so the rest of the library contains no test code. In
-a netlab the lab applies each fault to the emulated NIC. Without a netlab the only fault is
-``nic_down``, and its node must be the number of the rank that triggers it: the wrapper stops
-sending on this rank's connections of the rail and reports them as failed; the library then
-reconnects them.
+a netlab the lab applies each fault. Without a netlab the only fault is ``nic_down``, and its node
+must be the number of the rank that triggers it: the wrapper stops sending on this rank's
+connections of the rail and reports them as failed; the library then reconnects them.
 
 The wrapper adds one method call to each call of the transport, and a few comparisons to each slice
 sent.
@@ -34,7 +33,7 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class ReportingTransport:
-    """Transport that reports slices of the user's collectives to a `FaultReporter` before sending.
+    """Transport that reports slices of the user's collectives to a `FaultReporter`, and sends them.
 
     Parameters
     ----------
@@ -69,8 +68,8 @@ class ReportingTransport:
     ) -> None:
         """Report a slice, so that the faults due before it are applied, and send the slice.
 
-        Slices of ``init``, and of collectives before the newest one, are not reported. A slice on a
-        path that a fault has cut is not sent.
+        Only slices of the user's newest collective are reported. A slice on a path that a fault has
+        cut is not sent.
 
         Raises
         ------
@@ -190,8 +189,8 @@ class ReportingTransport:
         Raises
         ------
         InvalidArgument
-            If the fault is not ``nic_down``, the only fault that works without a netlab, its node
-            is not this rank, or its rail does not exist.
+            If the fault is not ``nic_down`` (no other works without a netlab), its node is not this
+            rank, or its rail does not exist.
         """
         fault = due.fault
         if fault.action is not Action.NIC_DOWN:

@@ -15,21 +15,21 @@ drawn from a seed, and accesses to memory are checked::
 
 **Always detected**, in every run:
 
-- Races: two accesses to the same bytes, at least one of them a write, that no stream, event or word
-  orders, independent of the order in which they ran. This covers copies, kernels, words,
+- Races: two accesses to the same bytes that no stream, event or word orders, if at least one of
+  them is a write. The order in which they ran does not matter. This covers copies, kernels, words,
   `FakeDevice.read` and `write`, and accesses of the host that it declares by `host_reads` and
   `host_writes`.
 - Work that uses memory written by a NIC (`nic_write`) and was enqueued before the host flushed the
   write, on a card that reorders such writes.
-- Freeing, unmapping or unpinning memory, and destroying streams or events, while the host does not
-  know that the work that uses them is over (on a device with ``is_strict``, the default).
+- Freeing, unmapping or unpinning memory, and destroying streams or events, before the host knows
+  that all work that uses them is over (on a device with ``is_strict``, the default).
 - Calls that would never return (`WouldHang`), because they wait for work that needs a later action
   of the waiting thread. Such calls enqueue work to a full launch queue or on a GPU with
   ``is_blocking``, or manage memory or load kernels on a GPU with ``is_serial``.
 - Work enqueued on a stream that captures a graph.
 - Addresses that are unknown, freed, of another process or of a GPU not made reachable; accesses
   beyond the end of an allocation; handles of another process.
-- The host's address of memory from `FakeDevice.pin`, if it is passed to the GPU.
+- The host's address of memory that `FakeDevice.pin` pinned, if it is passed to the GPU.
 
 **Detected in some runs**, if the host does not declare the access, but makes it before the work
 runs:
@@ -38,15 +38,16 @@ runs:
 - The host reads a pinned target of such work: it finds poison there, so its result is wrong.
 
 If the host writes to a word for which a stream waits, the fake detects the write at the next call
-of any process, and assumes that the write came after everything the host did before that call.
+of any process. It then assumes that the write came after everything the host did before that call.
 
 **Not detected:**
 
 - An undeclared read of a target by the host after the work ran, but before the host could know that
   the work had run.
-- A race of an access that the host makes after its write to a word and before its next call,
-  because the fake orders this access before the write to the word.
-- A flush that the host makes before it knows of a NIC's write, if the data was already there.
+- A race of an access that the host makes between its write to a word and its next call: the fake
+  orders this access before the write.
+- A flush that comes after `nic_write`, but before the code under test polls the completion of that
+  write.
 - Code that relies on the ordering of the legacy default stream, which is like any other stream
   here.
 - Processes that rely on steps of other processes without a notification, unless

@@ -49,13 +49,13 @@ class Host:
     def __init__(self, actor: int) -> None:
         self.actor = actor
         self.clock: Clock = {actor: 1}
-        #: NIC writes to cards that reorder them, as far as the host has seen them. Work enqueued by
-        #: the host sees only those that `clock` covers too.
+        #: Number of the last NIC write that the host has seen, by actor, on cards that reorder NIC
+        #: writes. Work enqueued by the host sees only the writes that `clock` covers too.
         self.unflushed: Clock = {}
 
     @property
     def seen(self) -> Clock:
-        """Clock of all steps that the host knows, including all NIC writes; do not modify it."""
+        """Clock of all steps that the host knows, with unflushed NIC writes; do not modify it."""
         if not self.unflushed:
             return self.clock
         known = dict(self.clock)
@@ -102,7 +102,7 @@ class Board:
         Seed of the order in which operations run.
     are_hosts_one : bool
         True if all processes share one `Host`; see `FakeGpu`.
-    clock : Clock
+    clock : callable
         Returns the time in seconds, for the deadlines of waits.
     """
 
@@ -114,7 +114,7 @@ class Board:
         self._random = random.Random(seed)
         self._time = clock
         self._changed = threading.Condition(threading.RLock())
-        #: Pairs of card and process name that are open.
+        #: (card, process name) for each card that a process has open.
         self._names: set[tuple[int, str]] = set()
         self._hosts: dict[str, Host] = {}
         self._streams: list[FakeStream] = []
@@ -406,7 +406,7 @@ class Board:
                 )
 
     def learn_all(self, host: Host, owner: str, card: int) -> None:
-        """Let `host` know all work of process `owner` that has run on a card."""
+        """Let `host` know of all work of process `owner` that has run on a card."""
         for stream in self._streams:
             if stream.owner == owner and stream.card == card:
                 join(host.clock, stream.clock)

@@ -71,10 +71,11 @@ class FakeDevice(FakeProcess):
     Misuse
         For an invalid argument, and by every driver call after `close` except a second `close`.
     Race
-        By every method that accesses memory, or runs work that accesses memory, if this access and
-        another access to the same bytes are not ordered.
+        By every method that accesses memory or runs work, if two accesses to the same bytes are not
+        ordered and at least one of them is a write.
     StillInUse
-        By every method that frees a resource, if work that uses it may be in progress.
+        By every method that frees a resource, if work that uses it may be in progress, or if it
+        is memory that another process maps.
     WouldHang
         By every method that enqueues work, if it waits longer than ``FakeGpu.patience_s``. With
         ``FakeGpu.is_serial``, also by every method that manages memory or loads kernels.

@@ -53,7 +53,7 @@ class FakeGpu:
     patience_s : float
         Longest time in seconds of a wait caused by `queue_limit`, `is_blocking` or `is_serial`; the
         call then raises `WouldHang`.
-    clock : Clock, optional
+    clock : callable, optional
         Returns the time in seconds, for the deadlines of waits.
     board : Board, optional
         Board of another card, to be shared; see `beside`. By default the card makes its own board

@@ -97,7 +97,7 @@ class Grid:
 
     @contextmanager
     def running(self, stamp: Stamp, clock: Clock) -> Iterator[None]:
-        """Allow accesses in the body of the ``with``, and record them with `stamp` and `clock`."""
+        """Allow accesses in the body of the ``with``, as step `stamp` of a stream with `clock`."""
         self._now = (stamp, clock)
         try:
             yield

@@ -30,7 +30,7 @@ _HERE = str(Path(__file__).parent)
 
 
 class WrongOrder(AssertionError):
-    """Error in the code under test: an order that no GPU guarantees, or an invalid call."""
+    """Error in the code under test: no GPU guarantees the assumed order, or a call is invalid."""
 
 
 class Race(WrongOrder):

@@ -246,9 +246,9 @@ class FakeProcess:
     def nic_write(self, address: int, data: npt.NDArray[Any]) -> None:
         """Write the contiguous array `data` as a NIC, and poll the completion of the write.
 
-        The bytes change at once. On a card that reorders NIC writes, a write to the card's memory
-        is ordered before an operation of a stream only if `flush_remote_writes` is called before
-        the operation is enqueued. Later accesses of the host and of NICs need no flush.
+        The bytes change at once. On a card that reorders NIC writes, only operations enqueued after
+        a later `flush_remote_writes` are ordered after a write to the card's memory. Later accesses
+        of the host and of NICs need no flush.
 
         Raises
         ------

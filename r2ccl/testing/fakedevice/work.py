@@ -171,7 +171,7 @@ class Record(FakeOperation):
 
 
 class WaitForRecord(FakeOperation):
-    """Wait for the newest record of an event at the time when the wait was enqueued."""
+    """Wait for the newest record that an event had when the wait was enqueued."""
 
     def __init__(self, what: str, clock: Clock, record: Record) -> None:
         super().__init__(what, clock)

@@ -36,7 +36,7 @@ _REPORT_TIMEOUT_S = 1.0
 #: Longest error in an answer, in characters of up to 4 bytes: the answer fits MESSAGE_NBYTES.
 _ERROR_LENGTH = 1000
 
-#: Ranks that may report at the same time.
+#: Number of ranks that may report at the same time.
 _BACKLOG = 1024
 
 

@@ -184,8 +184,8 @@ class Lab:
         timeout_s : float
             Seconds after which ranks that still run are ended; their results have `is_timed_out`.
         sink : callable, optional
-            Called with each line of output, prefixed with its node and, if nodes have several
-            ranks, its rank. By default lines are printed on standard output.
+            Called with each line of output, prefixed with the node and, if nodes have several
+            ranks, the rank. By default lines are printed on standard output.
 
         Returns
         -------

@@ -129,7 +129,7 @@ class LabJob:
         return self._watch(timeout_s, sink)
 
     def close(self) -> None:
-        """End by SIGTERM, then SIGKILL, the ranks that still run, and close the pipes of all ranks.
+        """Send SIGTERM, then SIGKILL, to ranks that still run, and close the pipes of all ranks.
 
         A second call does nothing.
 

@@ -372,7 +372,7 @@ class SimControl:
     def _try_dial(
         self, key: PathKey, number: int, pause_s: float, wire: Wire, patience: float
     ) -> None:
-        """Deliver the handshake; repeat it until the peer accepts its epoch or time `patience`."""
+        """Repeat the handshake until the peer accepts the epoch, or until time `patience`."""
         if not self._is_current(key, number):
             return
         epoch = self._dials[key][1]

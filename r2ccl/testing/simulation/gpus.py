@@ -2,8 +2,8 @@
 
 A `GpuNetwork` moves slices between the `FakeDevice`s of the ranks. The fake device treats an access
 of a NIC like an access of the host, and raises an error for unordered accesses: for example if a
-slice is sent before the host knows that the kernel that computes it is done, or a landing place is
-announced while a kernel reads it. Kernels run late, in any order that streams and events allow.
+slice is sent while the kernel that computes it may still run, or a landing place is announced while
+a kernel may still read it. Kernels run late, in any order that streams and events allow.
 
 Use it with ``simulate(..., network_type=GpuNetwork, rank_type=GpuRank)``. Equal workloads, plans
 and seeds give equal runs.
@@ -82,7 +82,10 @@ class GpuPool(LandingPool):
         self._device.write(_address_of(place), np.full(place.nbytes, _POISON, np.uint8))
 
     def take(self, nbytes: int) -> Place:
-        """Return a free place; raise Violation if the place was written while it was free."""
+        """Return a free place.
+
+        Raise Violation if its first `nbytes` bytes were written while it was free.
+        """
         place = super().take(nbytes)
         if (self._device.read(_address_of(place), nbytes) != _POISON).any():
             raise Violation("a free landing place in device memory was written")

@@ -47,7 +47,7 @@ class SimNetwork:
     overhead_s : float
         Seconds for which each message occupies the wire, in addition to its transfer time.
     bandwidth : float
-        Bytes per second.
+        Bytes per second that each end of a path sends.
     jitter : float
         Largest random increase of the latency, as a fraction of `latency_s`.
     fence_s : float
@@ -233,7 +233,7 @@ class SimNetwork:
             self.timeline.after(self.retry_s, self.fail, end, "RETRY_EXC_ERR", detail)
 
     def _reset(self, end: End) -> None:
-        """Process at `end` that the other end was closed.
+        """Let `end` notice that the other end was closed.
 
         If the network `is_loud` and the wire is up, `end` fails after one latency. Otherwise it
         fails after the retry time, but only if a message that it sent is unacknowledged now.
@@ -259,14 +259,14 @@ class SimNetwork:
     # Probes
 
     def has_way(self, rank: int, key: ProbeKey) -> bool:
-        """Return True if the network connects the ports of a probe of `rank` along `key`."""
+        """Return True if the network connects the two ports of probe `key` of `rank`."""
         if key.rail != key.via and not self.is_full:
             return False
         is_peer = 0 <= key.peer < self.nranks and key.peer != rank
         return is_peer and 0 <= key.rail < self.nrails and 0 <= key.via < self.nrails
 
     def is_way_up(self, rank: int, key: ProbeKey) -> bool:
-        """Return True if a probe of `rank` along `key` would arrive now."""
+        """Return True if probe `key` of `rank` would arrive now."""
         if {(rank, key.via), (key.peer, key.rail)} & self._down:
             return False
         return key.rail != key.via or self.wire(rank, key.peer, key.rail).is_up
@@ -301,8 +301,8 @@ class SimNetwork:
         """Fence `end`; call `on_drained` once the connection cannot write to ``end.rank``'s memory.
 
         Cleared slices that `end` has in flight are copied, so that they no longer depend on the
-        sender's memory. If `end` is being fenced or is fenced, do nothing, and never call
-        `on_drained`.
+        sender's memory. If `end` is being fenced or is fenced, do nothing: this `on_drained` is
+        never called.
         """
         if end.state >= EndState.DRAINING:
             return
@@ -385,7 +385,7 @@ class SimNetwork:
             self.take(other, piece)
 
     def refuse(self, end: End, piece: WirePiece) -> None:
-        """Discard a piece that arrived at a closed end; the sender's end fails as by `_reset`."""
+        """Discard a piece that arrived at a closed end; let the sender's end notice the closing."""
         self._reset(end.other)
 
     def take(self, end: End, piece: WirePiece) -> None:

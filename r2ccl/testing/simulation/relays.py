@@ -68,7 +68,7 @@ class CheckedRelay(Relay):
         return slot
 
     def collect(self) -> list[Slot]:
-        """Return finished slots as `Relay.collect` does in every `nth_look`-th call, else none."""
+        """In every `nth_look`-th call, return finished slots as `Relay.collect` does; else none."""
         self._nlooks += 1
         return [] if self._nlooks % self._nth_look else super().collect()
 

@@ -44,8 +44,8 @@ from r2ccl.testing.simulation.rank import RankPhase, SimRank
 from r2ccl.testing.simulation.work import SimWork
 
 MAX_EVENTS = 200_000
-#: Seconds, in addition to the longest `late_us` of the faults, that a simulation with faults
-#: continues after the last rank is done, to detect late writes.
+#: To detect late writes, a simulation with faults continues after the last rank is done: for this
+#: time in seconds, plus the longest `late_us` of the faults.
 _AFTERMATH_S = 0.05
 
 

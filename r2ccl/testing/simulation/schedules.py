@@ -101,8 +101,8 @@ def _trees_of_nodes(nranks: int, nchannels: int) -> Schedule:
     return hierarchy.wrap(packed_trees.allreduce(_uneven(len(teams)), nchannels), teams)
 
 
-#: Schedules whose channels have equal shares of the buffer; `r2ccl.planning.placement.place`
-#: chooses their rails and weights.
+#: Schedules in which `r2ccl.planning.placement.place` chooses the rail of each channel and the
+#: channel's share of the buffer.
 RINGS: dict[str, Maker] = {
     "ring": ring.allreduce,
     "ring/allgather": ring.allgather,

@@ -229,7 +229,7 @@ class End:
         self.state = EndState.NEW
         #: True once the connection is lost: messages sent later do not arrive.
         self.is_broken = False
-        #: True if the connection failed before its transport took this end into use.
+        #: True if the connection failed before a transport opened this end.
         self.is_dead = False
         #: True once it is scheduled that this end fails after the retry time.
         self.is_starving = False
