@@ -101,8 +101,8 @@ class EndpointReady(msgspec.Struct, frozen=True, tag="ready"):
 def probe_keys(peers: Sequence[int], rails: Sequence[int]) -> list[ProbeKey]:
     """Return the probes that a rank connects: two per RDMA port of each peer.
 
-    One starts from this rank's port on the same rail, the other from its port on the next rail; if
-    there is only one RDMA rail, the second is left out.
+    One starts from the rank's own port on the same rail, the other from its port on the next rail;
+    if there is only one RDMA rail, the second is left out.
 
     Parameters
     ----------

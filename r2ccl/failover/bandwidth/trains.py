@@ -57,7 +57,7 @@ class Train(NamedTuple):
 
 
 class Meter:
-    """Meter of the rate of one rail, which turns confirmations of slices into trains.
+    """Meter of the rate of one rail: turns confirmations of slices into trains.
 
     All slices confirmed in one poll must be recorded with the same clock reading.
     """

@@ -2,13 +2,14 @@
 
 Theory of operation
 -------------------
-Every rank that calls ``shrink()`` keeps a set of ranks that are *gone*: dead, silent or closed. The
-set only grows. Building (connecting) the new communicator may fail although no rank is gone; all
-survivors then make another attempt. `attempt` counts these repetitions and only grows. Each rank
-sends its set and attempt to all other ranks in a `View`, with its addresses for the new
-communicator (`info`). It merges the Views that it receives, and sends a new View whenever its set
-or attempt has grown. When every rank outside the set has sent the same set and attempt, both are
-*agreed*. Another loss or a failure to build can interrupt the remaining steps::
+Every rank that calls ``shrink()`` keeps a set of ranks that are *gone*: they have died, do not
+answer or have closed the communicator. The set only grows. Building (connecting) the new
+communicator may fail although no rank is gone; all survivors then make another attempt. `attempt`
+counts these repetitions and only grows. Each rank sends its set and attempt to all other ranks in a
+`View`, with its addresses for the new communicator (`info`). It merges the Views that it receives,
+and sends a new View whenever its set or attempt has grown. When every rank outside the set has sent
+the same set and attempt, both are *agreed*. Another loss or a failure to build can interrupt the
+remaining steps::
 
     event                                   action
     ---------------------------------------------------------------------------------------------
