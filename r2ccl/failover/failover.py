@@ -192,10 +192,10 @@ class Failover:
         The caller then waits for the paths, and calls `joined` with the same ranks when it waits no
         longer. Until then, paths that a peer closes as idle are connected again.
 
-        If more than ``R2CC_MAX_CONNECTIONS`` (0: no limit) peers would be connected, close the
-        paths to as many other ranks as exceed the limit, least recently used first. Only idle paths
-        are closed, and none that `start` made or that a running call uses or waits for. In the
-        fail-stop baseline, no path is closed.
+        If more than ``R2CC_MAX_CONNECTIONS`` (0: no limit) peers would be connected, first close
+        the paths to the ranks in excess, least recently used first. Only idle paths are closed, and
+        none that `start` made or that a running call uses or waits for. In the fail-stop baseline,
+        no path is closed.
         """
         self._joining.update(peers)
         self._make_room(peers)

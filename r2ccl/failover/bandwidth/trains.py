@@ -65,7 +65,7 @@ class Meter:
     __slots__ = ("_began_s", "_last_s", "_nbytes", "_nslices", "under_way")
 
     def __init__(self) -> None:
-        #: Number of slices posted to the rail and not yet confirmed.
+        #: Number of slices in flight on the rail.
         self.under_way = 0
         #: Current train, if any: the times of its first and last confirmation, and the slices and
         #: bytes confirmed after the first.

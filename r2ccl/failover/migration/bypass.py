@@ -97,7 +97,7 @@ class Bypasses:
     def connecting(self, peer: int) -> None:
         """Let the next round begin in `PATIENCE_S`: the paths on rails to `peer` begin to connect.
 
-        Do nothing if every home rail is known to be down at one of the two ranks.
+        Do nothing if no home rail can be up at both ranks, as far as known.
         """
         if any(self._share(self._rank, at) and self._share(peer, at) for at in self._homes):
             self._due_s[peer] = self._clock() + PATIENCE_S

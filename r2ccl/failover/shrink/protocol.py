@@ -24,10 +24,10 @@ remaining steps::
 A rank that uses the new communicator sends no further View, and a larger set that counts this rank
 as alive cannot be agreed without its View. Therefore either all ranks alive use the communicator
 that was agreed on, or none does: a rank that has built the communicator receives ``Done`` from
-every rank that used it earlier, unless it counts that rank as gone. If a rank dies too late to be
-excluded, its loss is the first failure of the new communicator, which can be shrunk again. No rank
-uses the new communicator before all members have built it, so a rank that failed to build is not
-left behind.
+every rank that used it earlier, unless the receiver counts the sender as gone. If a rank dies too
+late to be excluded, its loss is the first failure of the new communicator, which can be shrunk
+again. No rank uses the new communicator before all members have built it, so a rank that failed to
+build is not left behind.
 
 A rank that receives a View in which it is listed as gone counts the sender as gone too, whether or
 not the sender was right. A stopped process that resumes, and the smaller side of a partition,
