@@ -312,7 +312,6 @@ class Failover:
                 self._end_port_down(rail)
 
     def _end_port_down(self, rail: int) -> None:
-        """Fail the remaining paths of the port; report it to the diagnosis and the agreement."""
         cause, _ = self._ports_down.pop(rail)
         for peer in self._links.peers:
             self.migration.fail(PathKey(peer, rail), cause)
@@ -405,7 +404,7 @@ class Failover:
             Time in seconds.
         peers : frozenset of int
             Ranks that the running calls exchange data with. Ranks that this rank never had paths to
-            are ignored: a receive waits for such a rank, which as the sender connects the paths.
+            are ignored: this rank only receives from them, and the sender connects the paths.
         """
         if self.is_over:
             return

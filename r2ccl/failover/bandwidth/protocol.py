@@ -62,8 +62,8 @@ _COMPARED_S = 0.3
 _MEMORY_S = 10.0
 #: Active time for which another weight must be proposed before it replaces the one in use.
 _SETTLE_S = 0.5
-#: A level is the quantile `_LEVEL_QUANTILE` over `_LEVEL_NSPELLS` spells. A level of at least
-#: `_WHOLE_LEVEL` counts as the full rate.
+#: A level is the quantile `_LEVEL_QUANTILE` of the references of `_LEVEL_NSPELLS` spells, divided
+#: by the nominal rate. A level of at least `_WHOLE_LEVEL` counts as the full rate.
 _LEVEL_NSPELLS = 16
 _LEVEL_QUANTILE = 0.75
 _WHOLE_LEVEL = 0.7
