@@ -189,10 +189,10 @@ class Balance:
     def estimates(self, now: float) -> dict[int, float | None]:
         """Return the rate of each rail relative to the median rate of the rails of highest weight.
 
-        None means that the rate is not known. If a rail was not compared in the last `_MEMORY_S` of
-        active time, its last estimate is returned, once its last train is more than `_FRESH_S` of
-        active time ago. This estimate doubles with every further `_FRESH_S`, up to the estimate of
-        the best rail. So the rail gets work, without which it cannot be measured.
+        None means that the rate is not known. For a rail that was not compared in the last
+        `_MEMORY_S` of active time, and whose last train is more than `_FRESH_S` of active time ago,
+        the last estimate is returned. This estimate doubles with every further `_FRESH_S`, up to
+        the estimate of the best rail. So the rail gets work, without which it cannot be measured.
         """
         active_s = self.active_s(now)
         self._forget(active_s)

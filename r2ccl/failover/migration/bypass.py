@@ -124,10 +124,10 @@ class Bypasses:
     def seek(self, peer: int) -> bool:
         """Begin a round of the search for a way to `peer` if one is due.
 
-        No round is due at the higher rank of the pair, while a path on a home rail is up or the
-        bypass is not down, or before the time that `connecting`, `lost` or the previous round has
-        set. While a path on another TCP rail is up, at most one round is due; none if the home
-        rails are RDMA rails.
+        No round is due at the higher rank of the pair. At the lower rank, none is due while a path
+        on a home rail is up, while the bypass is not down, or before the time that `connecting`,
+        `lost` or the previous round has set. While a path on another TCP rail is up, at most one
+        round is due; none if the home rails are RDMA rails.
 
         Returns
         -------
