@@ -102,7 +102,7 @@ def lower_bound(sizes: Sequence[Sequence[int]], ports: Sequence[Sequence[int]]) 
         if load and not rate:
             raise InvalidArgument(
                 f"ports={ports}: rank {rank} exchanges data, but has no rail in common with any "
-                "other rank; give it one"
+                "other rank; give the rank a rail that another rank has"
             )
         least = max(least, Fraction(load, rate or 1))
         for peer in peers:

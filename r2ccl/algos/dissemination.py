@@ -11,7 +11,7 @@ as in a ring.
 
 Dissemination beats a ring if the latency of n - 1 steps exceeds the time to transfer the data. Each
 rank exchanges about half of its data with one distant rank, so dissemination suits networks whose
-rails are equal.
+rails have equal bandwidths.
 
 References
 ----------

@@ -164,8 +164,9 @@ def _moved(
     """Return `op` of `inner` as an op of a leader.
 
     The peer of the returned op is a leader, and the indices in its ``after`` are larger by `by`. If
-    `ready` is not empty, the op reads OUTPUT instead of INPUT; and if it waits for no op on its
-    chunk, it waits for the op in `ready` that completes the node's sum of this chunk.
+    `ready` is not empty, the returned op reads OUTPUT instead of INPUT. If, in addition, `op` waits
+    for no op on its chunk, the returned op waits for the op in `ready` that completes the node's
+    sum of this chunk.
     """
     after = tuple(by + index for index in op.after)
     source = op.src_space

@@ -30,7 +30,7 @@ node with bandwidth b.
 
 The published algorithm uses the same recursion over subsets of faster nodes, but adds the slow
 nodes' data afterwards. Nested rings reach the lower bound in cases in which `leaf_ring` does not,
-such as all-different bandwidths. If flows share ports equally, `leaf_ring` and `packed_trees` are
+such as bandwidths that all differ. If flows share ports equally, `leaf_ring` and `packed_trees` are
 faster.
 
 References

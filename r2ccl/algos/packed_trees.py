@@ -284,7 +284,7 @@ def _round(values: Sequence[Fraction]) -> list[int]:
 
 
 def _in_twos(values: Sequence[Fraction], rooms: Sequence[int]) -> list[int]:
-    """Round to integers with the same sum, even where possible, none above its entry in `rooms`."""
+    """Round to integers with the same sum: even ones, where possible, within the limits `rooms`."""
     halves = _round([each / 2 for each in values])
     found = [min(2 * half, room - room % 2) for half, room in zip(halves, rooms, strict=True)]
     missing = int(sum(values)) - sum(found)

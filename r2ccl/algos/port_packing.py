@@ -114,7 +114,9 @@ def _cheapest(prices: Sequence[Sequence[int]]) -> tuple[PortEdge, ...]:
             if costs:
                 nearest[node] = min(*costs, nearest.get(node, costs[0]))
         if not nearest:
-            raise InvalidArgument(f"rails do not connect node {min(outside)} to node 0")
+            raise InvalidArgument(
+                f"rails do not connect node {min(outside)} to node 0: repair a rail between them"
+            )
         (_, parent, rail), newest = min((way, node) for node, way in nearest.items())
         del nearest[newest]
         outside.remove(newest)

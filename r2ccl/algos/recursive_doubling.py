@@ -32,7 +32,8 @@ def allreduce(nranks: int, nchannels: int = 1) -> Schedule:
     Parameters
     ----------
     nranks : int
-        Number of ranks, not only powers of two. With one rank the schedule copies input to output.
+        Number of ranks, which need not be a power of two. With one rank the schedule copies input
+        to output.
     nchannels : int
         Number of independent copies of the pattern, each on its own share of the buffer.
 

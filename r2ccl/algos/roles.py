@@ -96,7 +96,8 @@ def _roles(bandwidths: Sequence[int], core: Sequence[int]) -> Roles:
 def _even_time(nranks: int, of_core: int, leaves: list[int]) -> Fraction:
     """Return the time at which all ranks finish together, for one unit of data.
 
-    A leaf transfers each byte at most twice; a leaf with bandwidth for more finishes earlier.
+    Exception: a leaf transfers each byte at most twice, and finishes earlier if it has bandwidth
+    for more.
     `of_core` is the bandwidth of the core, and `leaves` are the bandwidths of the leaves.
     """
     ntransfers = 2 * (nranks - 1)

@@ -25,8 +25,8 @@ The probed end is kept until the next offer of the same probe arrives: the probe
 its end. Probes have low priority: per tick, at most one offer of a probe is sent, and none while
 paths are being repaired. If a probe cannot be connected (for example because the fabric does not
 connect its two rails), the pauses between the attempts grow to one minute. A pause ends early when
-the prober's port, or a path to the probed rank on one of the two rails, comes up, and when the
-probed rank reports that its port came up.
+the prober's port comes up, when a path to the probed rank on one of the two rails comes up, and
+when the probed rank reports that its port came up.
 
 Invariant: of the endpoints that are not in use yet, this rank has at most one per path, and at most
 one per probe and role (prober, probed). An endpoint that does not come into use is closed.
@@ -101,8 +101,8 @@ class EndpointReady(msgspec.Struct, frozen=True, tag="ready"):
 def probe_keys(peers: Sequence[int], rails: Sequence[int]) -> list[ProbeKey]:
     """Return the probes that a rank connects: two per RDMA port of each peer.
 
-    One starts from this rank's port on the same rail, the other from its port on the next rail; if
-    there is only one RDMA rail, the second is left out.
+    One starts from the rank's own port on the same rail, the other from its port on the next rail;
+    if there is only one RDMA rail, the second is left out.
 
     Parameters
     ----------

@@ -56,12 +56,12 @@ class RankContext(NamedTuple):
 
     @property
     def peers(self) -> list[int]:
-        """All other ranks, in rising order."""
+        """All other ranks, in ascending order."""
         return [peer for peer in range(self.nranks) if peer != self.rank]
 
     @property
     def first_peers(self) -> Sequence[int]:
-        """Ranks that data paths are connected to at the start, in rising order."""
+        """Ranks that data paths are connected to at the start, in ascending order."""
         return self.peers if self.neighbors is None else sorted(self.neighbors)
 
     @property

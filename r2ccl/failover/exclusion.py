@@ -117,10 +117,10 @@ def _number(given: SupportsIndex) -> int:
 
 
 def is_declared(text: str, hostname: str, rail: int, name: str) -> bool:
-    """Return whether ``R2CC_FAILED_NICS=text`` names a NIC of the host `hostname`.
+    """Return whether ``R2CC_FAILED_NICS=text`` names the NIC `name` of the host `hostname`.
 
-    The NIC may be given by its `name` or by the number of its `rail`. Entries that give the host by
-    its number do not count.
+    An entry may give the NIC by its name or by the number of its `rail`. Entries that give the host
+    by its number do not count.
     """
     return any(
         _is_host(hostname, host) and (nic == str(rail) or _is_nic(name, nic))

@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 class PortUp(msgspec.Struct, frozen=True, tag="port_up"):
-    """Control message: the sender's port of `rail` is up again; the receiver probes the path."""
+    """Control message: the sender's port of `rail` is up again; the receiver probes that port."""
 
     rail: int
 
@@ -192,10 +192,10 @@ class Failover:
         The caller then waits for the paths, and calls `joined` with the same ranks when it waits no
         longer. Until then, paths that a peer closes as idle are connected again.
 
-        If more than ``R2CC_MAX_CONNECTIONS`` (0: no limit) peers would be connected, close the
-        paths to as many other ranks as exceed the limit, least recently used first. Only idle paths
-        are closed, and none that `start` made or that a running call uses or waits for. In the
-        fail-stop baseline, no path is closed.
+        If more than ``R2CC_MAX_CONNECTIONS`` (0: no limit) peers would be connected, first close
+        the paths to the ranks in excess, least recently used first. Only idle paths are closed, and
+        none that `start` made or that a running call uses or waits for. In the fail-stop baseline,
+        no path is closed.
         """
         self._joining.update(peers)
         self._make_room(peers)
@@ -225,8 +225,8 @@ class Failover:
         peer : int
         is_own : bool
             True if this rank needs the paths, so that `peer` must be told to connect them too;
-            False if `peer` has asked for them. Then idle paths to other ranks may be closed first,
-            as in `connect_peers`.
+            False if `peer` has asked for them. In that case, idle paths to other ranks may be
+            closed first, as in `connect_peers`.
         """
         if peer in self._links.connected:
             return
@@ -306,13 +306,12 @@ class Failover:
         self._end_ports_down(now)
 
     def _end_ports_down(self, now: float) -> None:
-        """Fail the remaining paths of ports that are down, at the time that `_port_down` states."""
+        """Fail the remaining paths of ports that are down, if they are due: see `_port_down`."""
         for rail, (_, since_s) in list(self._ports_down.items()):
             if not self.migration.repairing or now >= since_s + _GIVE_WAY_S:
                 self._end_port_down(rail)
 
     def _end_port_down(self, rail: int) -> None:
-        """Fail the remaining paths of the port; report it to the diagnosis and the agreement."""
         cause, _ = self._ports_down.pop(rail)
         for peer in self._links.peers:
             self.migration.fail(PathKey(peer, rail), cause)
@@ -321,7 +320,7 @@ class Failover:
         self._report_down(self._rank, rail)
 
     def _port_up(self, rail: int) -> None:
-        """Let the lower rank of each path on `rail` that is not up probe the path soon.
+        """Have each path on `rail` that is not up probed soon, by the lower rank of the path.
 
         To be called when this rank's port of `rail` came up.
         """
@@ -405,7 +404,7 @@ class Failover:
             Time in seconds.
         peers : frozenset of int
             Ranks that the running calls exchange data with. Ranks that this rank never had paths to
-            are ignored: a receive waits for them, and the sender connects them.
+            are ignored: this rank only receives from them, and the sender connects the paths.
         """
         if self.is_over:
             return
@@ -501,7 +500,7 @@ class Failover:
         elif self._transport.is_stuck(path.key):
             self.migration.fail(
                 path.key,
-                "FLOW_STUCK: the rail answers a probe, but this connection only retransmits",
+                "FLOW_STUCK: the peer's port answers a probe, but this connection only retransmits",
             )
 
     # Excluded rails

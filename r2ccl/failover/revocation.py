@@ -1,8 +1,8 @@
 """Revocation: ends a communicator on all ranks, and tracks the ranks that leave.
 
-As in ULFM, an error at one rank that cannot be repaired revokes the communicator: all ranks raise
-an error, and the communicator cannot be used again. A rank that calls `close()` sends `Leaving`
-first, so that its disconnection is not an error.
+An error at one rank that cannot be repaired revokes the communicator (compare ``MPIX_Comm_revoke``
+of ULFM): all ranks raise an error, and the communicator cannot be used again. A rank that calls
+`close()` sends `Leaving` first, so that its disconnection is not an error.
 
 Each rank passes what it learns from these messages on to its neighbors in the overlay of the
 control plane (`r2ccl.bootstrap.overlay`), so all ranks learn it.
@@ -203,7 +203,7 @@ class Revocation:
     # Leaving
 
     def leave(self) -> None:
-        """Tell all ranks that this rank is leaving; call it once all its slices are confirmed."""
+        """Tell all ranks that this rank is leaving; to be called once its slices are confirmed."""
         self.is_leaving = True
         self._announce(Leaving.of([self._rank]))
 
@@ -219,7 +219,7 @@ class Revocation:
     def spread(self) -> None:
         """Tell each neighbor which ranks are leaving, as far as learned since the last call.
 
-        The receiver and its neighbors are left out: the neighbors have told the receiver
+        A message leaves out its receiver and the receiver's neighbors: these have told the receiver
         themselves. Called at every tick, so that one message names several ranks, and before this
         rank closes its control sessions.
         """

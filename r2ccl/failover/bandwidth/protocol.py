@@ -38,7 +38,7 @@ are slow, the comparison cannot show it. For this case the nominal rate can be s
 (`Balance.set_nominal_rate`): the best rails keep weight 16 only if their *level* is at least
 `_WHOLE_LEVEL`. The level is the upper quartile, over the last `_LEVEL_NSPELLS` spells with a
 reference, of the reference divided by the nominal rate. It is not the median, because a process
-that stalls lowers the rate in more spells than it raises it in.
+that stalls lowers the rate in many spells and raises it, when it catches up, in few.
 
 Times are passed in as clock readings. Invariants: the estimate of a rail does not change while all
 rails are idle; a weight is at least 1, because share 0 means down; equal arguments of `shares` give
@@ -62,12 +62,12 @@ _COMPARED_S = 0.3
 _MEMORY_S = 10.0
 #: Active time for which another weight must be proposed before it replaces the one in use.
 _SETTLE_S = 0.5
-#: Number of spells that a level is taken from, the quantile of their rates that is the level, and
-#: the part of the nominal rate from which a level counts as the full rate.
+#: A level is the quantile `_LEVEL_QUANTILE` of the references of `_LEVEL_NSPELLS` spells, divided
+#: by the nominal rate. A level of at least `_WHOLE_LEVEL` counts as the full rate.
 _LEVEL_NSPELLS = 16
 _LEVEL_QUANTILE = 0.75
 _WHOLE_LEVEL = 0.7
-#: Active time without a train that does not raise the estimate of a rail. The estimate doubles with
+#: Active time without a train after which the estimate of a rail may rise. It then doubles with
 #: each further period of this length; see `Balance.estimates`.
 _FRESH_S = 2.0
 
@@ -147,7 +147,7 @@ class Balance:
         self._under_way += 1
 
     def confirmed(self, rail: int, now: float, nbytes: int) -> None:
-        """Record that a slice of `nbytes`, counted by `posted`, was confirmed on `rail`."""
+        """Record that a slice of `nbytes`, which `posted` has recorded, was confirmed on `rail`."""
         if rail not in self._meters:
             return
         train = self._meters[rail].confirmed(now, nbytes)
@@ -189,11 +189,10 @@ class Balance:
     def estimates(self, now: float) -> dict[int, float | None]:
         """Return the rate of each rail relative to the median rate of the rails of highest weight.
 
-        None means that the rate is not known. For a rail that no spell of the last `_MEMORY_S` of
-        active time compares, the last estimate is returned, once the last train of the rail is more
-        than `_FRESH_S` of active time ago. This estimate doubles with every further `_FRESH_S`, up
-        to the estimate of the best rail. So the rail gets work, without which it cannot be
-        measured.
+        None means that the rate is not known. For a rail that was not compared in the last
+        `_MEMORY_S` of active time, and whose last train is more than `_FRESH_S` of active time ago,
+        the last estimate is returned. This estimate doubles with every further `_FRESH_S`, up to
+        the estimate of the best rail. So the rail gets work, without which it cannot be measured.
         """
         active_s = self.active_s(now)
         self._forget(active_s)
@@ -313,14 +312,15 @@ def shares(
     previous: Mapping[int, int] | None = None,
     nominal: float | None = None,
 ) -> dict[int, int]:
-    """Round rates to weights, in sixteenths of the best rate or of `nominal`.
+    """Round rates to weights, in sixteenths of a reference.
+
+    The reference is `nominal` or, by default, the best rate.
 
     A new weight is 1 to 14, or 16. A previous weight is kept while the rate differs from it by at
     most 3/16 of the weight or one sixteenth of the reference, whichever is more, so that noise does
     not change weights. A rail whose rate is at least 31/32 of the reference always gets weight 16.
     A rail of unknown rate keeps its previous weight. Without a previous weight it gets weight 16,
-    so that it gets work and can be measured. The reference is `nominal` or, by default, the best
-    rate.
+    so that it gets work and can be measured.
 
     Parameters
     ----------

@@ -57,7 +57,7 @@ class Train(NamedTuple):
 
 
 class Meter:
-    """Meter of the rate of one rail, which turns confirmations of slices into trains.
+    """Meter of the rate of one rail: turns confirmations of slices into trains.
 
     All slices confirmed in one poll must be recorded with the same clock reading.
     """
@@ -65,7 +65,7 @@ class Meter:
     __slots__ = ("_began_s", "_last_s", "_nbytes", "_nslices", "under_way")
 
     def __init__(self) -> None:
-        #: Number of slices posted to the rail and not yet confirmed.
+        #: Number of slices in flight on the rail.
         self.under_way = 0
         #: Current train, if any: the times of its first and last confirmation, and the slices and
         #: bytes confirmed after the first.

@@ -84,7 +84,7 @@ class _Asked(NamedTuple):
 
 
 class SlowRecords:
-    """Levels of records about slow or late peers: for each peer, INFO once in `SAY_AGAIN_S`."""
+    """Levels of log records about slow or late peers: INFO once in `SAY_AGAIN_S` for each peer."""
 
     def __init__(self) -> None:
         #: Time of the last INFO record, by peer.
@@ -172,7 +172,7 @@ class Diagnosis:
         return tuple(self._verdicts.copy().values())
 
     def slow_since(self, when_s: float) -> tuple[int, ...]:
-        """Return the peers whose last verdict, on some path, is PEER_SLOW, in rising order.
+        """Return the peers whose last verdict, on some path, is PEER_SLOW, in ascending order.
 
         Verdicts made before `when_s`, a clock reading, are left out. Any thread may call this.
         """

@@ -4,10 +4,10 @@ Theory of operation
 -------------------
 A path out of use is probed until it returns. A probe that is answered is *good*. The pause after a
 probe without an answer doubles with each such probe, up to a cap. The pause is reset by an answer,
-and when a path in use goes out of use. When a port of the path comes up, the pause is also reset
-and does not grow for a while; the count of good probes is reset too, because the path had been
-down. The path may return after `Policy.nprobes` good probes in a row, once all probes have been
-answered for the time of its *hold*.
+and when the path goes out of use. When a port of the path comes up, the pause is also reset and
+does not grow for a while; the count of good probes is reset too, because the path had been down.
+The path may return after `Policy.nprobes` good probes in a row, once all probes have been answered
+for the time of its *hold*.
 
 The hold grows with the number of *strikes*. Each failure while in use adds one strike; time in use
 without failure halves the number every `Policy.half_life_s`::
@@ -193,7 +193,7 @@ class Quarantine:
         self._put_off(now)
 
     def may_return(self, now: float) -> bool:
-        """Return whether the path may carry traffic again; call `returned` once it does."""
+        """Return whether the path may carry traffic again; call `returned` once it is in use."""
         policy = self._policy
         # After a time without probes, because the loop was busy, an old answer proves nothing.
         is_fresh = now - self._last_good_s <= 2 * policy.cap_s

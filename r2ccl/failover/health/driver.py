@@ -100,7 +100,7 @@ class HealthAgreement:
         #: Health of all following collectives until the next round begins; None: `enter` must be
         #: called. While it is set, a caller may skip `enter`: the caller plans with it and sets
         #: `last_started` to the number of the collective. The agreement reads `last_started` before
-        #: its next event. The check then costs one comparison.
+        #: its next event. A collective then costs one comparison instead of a call of `enter`.
         self.steady = self._agreement.steady
         self.last_started = 0
 
@@ -120,7 +120,8 @@ class HealthAgreement:
     def enter(self, op: int) -> Health | None:
         """Count collective `op` as started.
 
-        It must be the next one, or again the last one if that failed before it sent any byte.
+        `op` must be the next collective, or again the last one if it failed before it sent any
+        byte.
 
         Returns
         -------

@@ -15,13 +15,13 @@ last collective that a rank has started, ``W`` the window::
                                             one ended less than `rest_s` ago, or nothing changes
     Prepare(health)   parent -> children    passes it on, holds the health, promises to start
                                             nothing beyond reached + W until the Commit
-    Promise(v, r)     child -> parent       with its own promise and those of all children: sends
+    Promise(v, r)     child -> parent       once its own and those of all children are here: sends
                                             Promise(v, max(r)) to its parent; the coordinator
                                             sends Commit(v, max(r) + W + 1)
     Commit(v, first)  parent -> children    passes it on, plans with version v from collective
                                             `first` on
     ExcludeRails      any -> coordinator    refuses it, or begins a round as for a Report
-    RailsExcluded     coordinator -> asker  the request is refused, or in force from version v on
+    RailsExcluded     coordinator -> asker  tells the caller: refused, or in force from version v on
 
 The coordinator takes part as a rank too: it handles its own messages immediately, without sending
 them. A health is *held* after its Prepare: the user may read it. The rank *plans with* the health

@@ -97,7 +97,7 @@ class Bypasses:
     def connecting(self, peer: int) -> None:
         """Let the next round begin in `PATIENCE_S`: the paths on rails to `peer` begin to connect.
 
-        Do nothing if every home rail is known to be down at one of the two ranks.
+        Do nothing if no home rail can be up at both ranks, as far as known.
         """
         if any(self._share(self._rank, at) and self._share(peer, at) for at in self._homes):
             self._due_s[peer] = self._clock() + PATIENCE_S
@@ -124,10 +124,10 @@ class Bypasses:
     def seek(self, peer: int) -> bool:
         """Begin a round of the search for a way to `peer` if one is due.
 
-        No round is due at the higher rank of the pair, while a path on a home rail is up or the
-        bypass is not down, or before the time that `connecting`, `lost` or the previous round has
-        set. While a path on another TCP rail is up, at most one round is due; none if the home
-        rails are RDMA rails.
+        No round is due at the higher rank of the pair. At the lower rank, none is due while a path
+        on a home rail is up, while the bypass is not down, or before the time that `connecting`,
+        `lost` or the previous round has set. While a path on another TCP rail is up, at most one
+        round is due; none if the home rails are RDMA rails.
 
         Returns
         -------

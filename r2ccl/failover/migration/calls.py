@@ -29,8 +29,8 @@ class Calls(Generic[_C]):
     signature : int
         Packed signature of call ``op``.
     signatures : dict of int to int
-        Packed signatures of those of the last `HISTORY` calls that used the links, by number of
-        the call.
+        Packed signatures of the last `HISTORY` calls, by number of the call. Calls that did not use
+        the links are left out.
     pairs : mapping of (int, bool) to int, or None
         Packed signatures, if each pair of ranks has its own: key (peer, False) for the slices from
         a peer, (peer, True) for those to a peer. None: ``signature`` is that of all slices.

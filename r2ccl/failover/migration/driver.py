@@ -227,8 +227,8 @@ class Migration:
     def is_connected(self, peer: int, apart: Collection[int] = ()) -> bool:
         """Return whether the connection to `peer` is complete.
 
-        It is complete if at least one path to `peer` is up (a bypass counts), and every path on a
-        rail is up except those with a port that is known to be down and those on the rails `apart`.
+        At least one path to `peer` must be up; a bypass counts. Every path on a rail must be up,
+        except those on the rails `apart` and those with a port that is known to be down.
         """
         if peer in self.cut_off:
             return False

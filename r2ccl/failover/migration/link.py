@@ -133,7 +133,7 @@ class SendLink:
         self.retired_below = 0
         #: Slices not yet released, contiguous in ``seq``, oldest first.
         self.outstanding: deque[Slice] = deque()
-        #: Landing places named for slices not posted yet: seq -> (path, bytes, token).
+        #: Landing places announced for slices not posted yet: seq -> (path, bytes, token).
         self.clears: dict[int, tuple[PathKey, int, object]] = {}
 
     def can_post(self, is_eager: bool) -> bool:
@@ -183,8 +183,8 @@ class SendLink:
         item = self._find(seq)
         if item is None or item.is_eager or item.state == SliceState.HELD:
             raise InternalError(
-                f"link to rank {self.peer}, channel {self.channel}: the peer named a landing place "
-                f"on rail {path.rail} for slice {seq}, which needs none "
+                f"link to rank {self.peer}, channel {self.channel}: the peer announced a landing "
+                f"place on rail {path.rail} for slice {seq}, which needs none "
                 f"(confirmed {self.confirmed}, posted {self.posted})"
             )
         item.path = path
@@ -351,7 +351,7 @@ class RecvLink:
     def __init__(self, peer: int, channel: int) -> None:
         self.peer = peer
         self.channel = channel
-        #: Path on which landing places are named; None while no path to the peer is up.
+        #: Path on which landing places are announced; None while no path to the peer is up.
         self.route: PathKey | None = None
         #: Number of receives posted, and the counts of slices that the module describes.
         self.posted = 0

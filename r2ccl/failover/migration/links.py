@@ -311,7 +311,7 @@ class Links:
             _, nbytes, _ = link.clears[link.posted]
             if nbytes != len(view):
                 raise InternalError(
-                    f"rank {link.peer} named a landing place of {nbytes} bytes for slice "
+                    f"rank {link.peer} announced a landing place of {nbytes} bytes for slice "
                     f"{link.posted} of channel {link.channel}, but this rank sends "
                     f"{len(view)} bytes"
                 )
@@ -433,7 +433,7 @@ class Links:
         self._transport.isend(key, frame, item.view, token, is_replay=is_replay)
 
     def name(self, link: RecvLink, landing: Landing) -> None:
-        """Post a landing place with the transport, which announces it to the peer on its path."""
+        """Post a landing place with the transport, which announces it to the peer."""
         assert landing.path is not None
         assert landing.region is not None
         link.acked = link.consumed

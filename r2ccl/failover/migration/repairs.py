@@ -29,9 +29,10 @@ class Repair(msgspec.Struct):
     resumed_s : float
         Time when both ends were fenced and this end began to use other paths. 0: not yet.
     first_byte_s : float
-        Time when the first byte of a slice that this end lacked at its fence arrived, over any
-        path. 0: not yet, no slice was missing, or the slice arrived before this end resumed. Only
-        the first missing slice of each channel counts.
+        Arrival time, over any path, of a slice that this end lacked at its fence: of its first
+        byte, or of the whole slice over RDMA and if the slice is eager. 0: not yet, no slice was
+        missing, or the slice arrived before this end resumed. Only the first missing slice of each
+        channel counts.
     moved : dict of int to int
         New rail of each channel that got a new route (`r2ccl.types.BYPASS` for a bypass); empty if
         none did, or no path was left.
@@ -113,8 +114,8 @@ class RepairLog:
     def replayed(self, lost_on: tuple[PathKey, int] | None, nbytes: int) -> None:
         """Count `nbytes` of a slice that was lost on a path in an epoch, `lost_on`, as replayed.
 
-        Do nothing if `lost_on` is None: the slice is sent for the first time. Do nothing either if
-        the newest record of the path is not of this epoch: the path was closed as idle.
+        Do nothing if `lost_on` is None (the slice is sent for the first time), or if the newest
+        record of the path is not of this epoch.
         """
         if lost_on is not None:
             for repair in self._last(*lost_on):
@@ -123,7 +124,7 @@ class RepairLog:
     def arrived(self, path: PathKey, channel: int, seq: int, began_s: float) -> None:
         """Set the first-byte time of the open repairs that wait for slice `seq` of `channel`.
 
-        `path` is the path that the slice arrived on, `began_s` the time of its first byte.
+        `path` is the path that the slice arrived on, `began_s` is `Arrived.began_s` of its event.
         """
         for each in list(self.open):
             repair, awaited = each

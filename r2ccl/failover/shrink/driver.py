@@ -66,7 +66,7 @@ class Successor(Protocol):
         ...
 
     def abort(self, why: str) -> None:
-        """Close this rank's end in bounded time; `why` is the reason for messages."""
+        """Close this rank's end in bounded time; `why` is the reason that messages state."""
         ...
 
 
@@ -137,7 +137,10 @@ class EventQueue:
     # Called by the control thread
 
     def on_message(self, peer: int, message: object) -> None:
-        """Queue a message of shrink; pass any other message to the handler."""
+        """Queue a message of shrink; pass any other message to the handler.
+
+        `Goodbye` is passed on and also queued, as the loss of `peer`.
+        """
         if isinstance(message, View | Built | Done):
             self._put((peer, message))
             return

@@ -2,13 +2,14 @@
 
 Theory of operation
 -------------------
-Every rank that calls ``shrink()`` keeps a set of ranks that are *gone*: dead, silent or closed. The
-set only grows. Building (connecting) the new communicator may fail although no rank is gone; all
-survivors then make another attempt. `attempt` counts these repetitions and only grows. Each rank
-sends its set and attempt to all other ranks in a `View`, with its addresses for the new
-communicator (`info`). It merges the Views that it receives, and sends a new View whenever its set
-or attempt has grown. When every rank outside the set has sent the same set and attempt, both are
-*agreed*. Another loss or a failure to build can interrupt the remaining steps::
+Every rank that calls ``shrink()`` keeps a set of ranks that are *gone*: they have died, do not
+answer or have closed the communicator. The set only grows. Building (connecting) the new
+communicator may fail although no rank is gone; all survivors then make another attempt. `attempt`
+counts these repetitions and only grows. Each rank sends its set and attempt to all other ranks in a
+`View`, with its addresses for the new communicator (`info`). It merges the Views that it receives,
+and sends a new View whenever its set or attempt has grown. When every rank outside the set has sent
+the same set and attempt, both are *agreed*. Another loss or a failure to build can interrupt the
+remaining steps::
 
     event                                   action
     ---------------------------------------------------------------------------------------------
@@ -23,10 +24,10 @@ or attempt has grown. When every rank outside the set has sent the same set and 
 A rank that uses the new communicator sends no further View, and a larger set that counts this rank
 as alive cannot be agreed without its View. Therefore either all ranks alive use the communicator
 that was agreed on, or none does: a rank that has built the communicator receives ``Done`` from
-every rank that used it earlier, unless it counts that rank as gone. If a rank dies too late to be
-excluded, its loss is the first failure of the new communicator, which can be shrunk again. No rank
-uses the new communicator before all members have built it, so a rank that failed to build is not
-left behind.
+every rank that used it earlier, unless the receiver counts the sender as gone. If a rank dies too
+late to be excluded, its loss is the first failure of the new communicator, which can be shrunk
+again. No rank uses the new communicator before all members have built it, so a rank that failed to
+build is not left behind.
 
 A rank that receives a View in which it is listed as gone counts the sender as gone too, whether or
 not the sender was right. A stopped process that resumes, and the smaller side of a partition,
