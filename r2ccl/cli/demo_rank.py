@@ -1,4 +1,4 @@
-"""Program of each rank of ``r2ccl demo``: allreduces, of which one loses a rail in mid-call."""
+"""Program of each rank of ``r2ccl demo``: allreduces, during one of which rank 0 loses a rail."""
 
 from __future__ import annotations
 

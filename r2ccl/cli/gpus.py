@@ -239,7 +239,9 @@ def check_one_host(cards: Sequence[Card], config: Config) -> DoctorFinding:
         says = f"2 to {MOST_RANKS} ranks access each other's device memory"
         return DoctorFinding("one host", "ok", says)
     if config.ipc == "1":
-        return DoctorFinding("one host", "skipped", "none: R2CC_IPC=1 requires ipc, see above")
+        return DoctorFinding(
+            "one host", "skipped", "no collectives: R2CC_IPC=1 requires ipc, see above"
+        )
     return DoctorFinding("one host", "ok", f"{staged}: no ipc, see above")
 
 

@@ -9,8 +9,8 @@
 
     run(client, total, 1000)        # {address of a worker: its result, ...}
 
-The ranks exchange the address of rank 0 and, unless it is set on the workers, the secret of the job
-through queues and variables of Dask's scheduler. They remove these queues and variables when they
+Through queues and variables of Dask's scheduler, the ranks exchange the address of rank 0, and the
+secret of the job unless it is set on the workers. They remove these queues and variables when they
 are connected, or have failed.
 """
 

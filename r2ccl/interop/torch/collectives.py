@@ -59,7 +59,7 @@ def operation(op: Any, tensor: Tensor) -> Any:
 
 
 def allreduce(comm: Communicator, tensors: Any, opts: Any) -> None:
-    """Reduce each of `tensors` over all ranks, in place; several run as one group."""
+    """Reduce each of `tensors` over all ranks, in place; several tensors are reduced as a group."""
     tensors = tensors_of(tensors)
     if len(tensors) == 1:
         if tensors[0].is_sparse:
