@@ -114,7 +114,7 @@ def report(required: Sequence[str], *, is_json: bool) -> int:
 
 
 def _print(sections: Mapping[str, Sequence[DoctorFinding]]) -> None:
-    """Print the findings: tables on a terminal, else lines."""
+    """Print the findings as tables, or as lines if `tables.terminal` returns None."""
     console = tables.terminal()
     if console is None:
         print("\n\n".join("\n".join([name, *map(show, each)]) for name, each in sections.items()))

@@ -54,7 +54,7 @@ class Journal:
         self.facts = facts
 
     def begin(self, doing: str) -> None:
-        """Print the facts known so far and the next step, `doing`; empty after the last step."""
+        """Print the facts known so far and the next step, `doing`, empty after the last step."""
         self.learn(doing=doing)
         print(msgspec.json.encode(self.facts).decode(), flush=True)
 

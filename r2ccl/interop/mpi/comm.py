@@ -137,8 +137,8 @@ class Comm(MPI.Intracomm):
     *Collective*: all ranks of `comm`. Communicators made from this one, by `Split`, `Dup` and the
     like, share its connections. `Free` of this communicator closes the connections if the
     communicators made from it were freed before; otherwise the connections stay open until the
-    process ends.
-    If the process ends with an exception, the calls of the other ranks end with an error.
+    process ends. If the process ends with an exception, the calls of the other ranks end with an
+    error.
     """
 
     def __new__(cls, comm: Any, **options: Any) -> Comm:  # noqa: D102  # see the class
