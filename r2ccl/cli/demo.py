@@ -30,7 +30,7 @@ _SETTINGS = {
 }
 #: Below this size, a call may be too short for a failure in mid-call.
 _LEAST_NBYTES = 1 << 20
-#: Slice of rank 0 before which it loses the rail; earlier in calls with few slices.
+#: Number of the slice before which rank 0 loses the rail; less in calls with few slices.
 _STEP = 5
 
 

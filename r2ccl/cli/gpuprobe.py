@@ -35,7 +35,7 @@ from r2ccl.transport.verbs.dmabuf import DeviceMemoryRoute
 from r2ccl.transport.verbs.regions import Registrar
 from r2ccl.types import ReduceOp
 
-#: Size of the test allocation: one GPU page, which begins and ends at a host page.
+#: Size of the test allocation: one GPU page, which begins and ends at boundaries of host pages.
 _NBYTES = 2 << 20
 _NAME_NBYTES = 256
 #: Longest time to map the memory of all GPUs in another process, one after another.
