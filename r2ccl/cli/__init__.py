@@ -3,8 +3,8 @@
 A module is imported only if its subcommand is given, or a completion script is printed. It has a
 function ``configure(parser)`` that adds the description and the arguments to the subcommand's
 parser, and sets the parser's default ``run`` to a callable that takes the parsed arguments and
-returns the exit status. NumPy and the engine are imported only when this callable runs, so that
-``--help`` is fast.
+returns the exit status. NumPy and `r2ccl.runtime` are imported only when this callable runs, so
+that ``--help`` is fast.
 """
 
 from __future__ import annotations

@@ -46,9 +46,9 @@ def run(code: str, *, timeout_s: float, is_inner: bool = False) -> Ended:
     Ended
         Output and error. The output is the text that the process wrote to standard output before
         it ended, crashed or was killed. The error is empty if the exit status is 0. After a
-        timeout, it says that the process did not answer in time. Otherwise it is the last line of
-        standard error or, if there is none or a signal ended the process, says how the process
-        ended.
+        timeout, the error says that the process did not answer in time. If a signal ended the
+        process, or standard error is empty, the error says how the process ended. Otherwise the
+        error is the last line of standard error.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", code],

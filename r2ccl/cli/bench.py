@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("-R", "--local-register", "--local_register", type=int, default=0,
         help="1: register the buffers; default: %(default)s")  # fmt: skip
     add("-G", "--cudagraph", type=int, default=0,
-        help="only 0: there are no graphs of calls; default: %(default)s")  # fmt: skip
+        help="only 0: CUDA graphs cannot capture calls; default: %(default)s")  # fmt: skip
     add("-a", "--average", type=int, choices=range(4), default=1,
         help="reported time: 0: rank 0, 1: mean, 2: min, 3: max; default: %(default)s")  # fmt: skip
     add("--nranks", type=int, default=2,
@@ -77,11 +77,11 @@ def run(args: argparse.Namespace) -> int:
     Raises
     ------
     InvalidArgument
-        If an option is refused.
+        If an option is refused, or the file of ``--json`` cannot be written.
     Exception
         If a rank that this process starts fails; see `r2ccl.cli.lines.launch_printing`.
     """
-    from r2ccl.cli.perf import measure  # these import NumPy and the engine
+    from r2ccl.cli.perf import measure  # these import NumPy and r2ccl.runtime
     from r2ccl.cli.perf.options import options_of
 
     options = options_of(args)

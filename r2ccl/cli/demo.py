@@ -30,7 +30,7 @@ _SETTINGS = {
 }
 #: Below this size, a call may be too short for a failure in mid-call.
 _LEAST_NBYTES = 1 << 20
-#: Slice of rank 0 before which it loses the rail; earlier in calls with few slices.
+#: Number of the slice before which rank 0 loses the rail; less in calls with few slices.
 _STEP = 5
 
 
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``r2ccl demo`` to `parser`; `run` takes the parsed arguments."""
     parser.description = (
         "Run allreduces on ranks of this machine, connected by several rails over loopback, and "
-        "cut a rail in the middle of one. Every result is verified. The exit status is 1 if a "
+        "cut a rail in the middle of one call. Every result is verified. The exit status is 1 if a "
         "result is wrong. The demo needs no privileges and no other machine."
     )
     add = parser.add_argument
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidArgument(f"r2ccl demo {option} {value}: allowed is {least} or more")
     if args.json is not None:
         check_file(args.json)
-    from r2ccl.cli.demo_rank import run_rank  # imports NumPy and the engine
+    from r2ccl.cli.demo_rank import run_rank  # imports NumPy and r2ccl.runtime
 
     rails = str(args.rails)
     env = {**_SETTINGS, "R2CC_RAILS": rails, "R2CC_CHANNELS": rails}

@@ -1,4 +1,4 @@
-"""Program of each rank of ``r2ccl demo``: allreduces, of which one loses a rail in mid-call."""
+"""Program of each rank of ``r2ccl demo``: allreduces, during one of which rank 0 loses a rail."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def run_rank(calls: int, nbytes: int, step: int) -> DemoResult:
     """Run `calls` allreduces of `nbytes` and return what this rank saw.
 
     In the middle call, rank 0 loses a rail before it sends slice `step`. Rank 0 prints a line about
-    the job, one per call, one each when the traffic of the lost rail has moved and when the rail is
-    connected again, and the result.
+    the job, each call and the result. Up to two more lines say that the traffic of the lost rail
+    has moved, and that the rail is connected again.
 
     Raises
     ------

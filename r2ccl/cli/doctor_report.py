@@ -2,9 +2,8 @@
 
 `gather` and `r2ccl.cli.gpufacts` collect facts about the machine. `r2ccl.cli.rails`,
 `r2ccl.cli.gpus`, `r2ccl.cli.machine` (which NIC each GPU uses) and `r2ccl.cli.diagnosis` (verbs)
-interpret the facts. pyverbs and CUDA are tried in separate processes, because a pyverbs that does
-not match its library, or a broken driver, may crash the process, and because importing pyverbs
-configures logging.
+interpret the facts. pyverbs and CUDA are tried in separate processes: a pyverbs that does not match
+its library, or a broken driver, may crash its process. Importing pyverbs also configures logging.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def report(required: Sequence[str], *, is_json: bool) -> int:
 
 
 def _print(sections: Mapping[str, Sequence[DoctorFinding]]) -> None:
-    """Print the findings: tables on a terminal, else lines."""
+    """Print the findings as tables, or as lines if `tables.terminal` returns None."""
     console = tables.terminal()
     if console is None:
         print("\n\n".join("\n".join([name, *map(show, each)]) for name, each in sections.items()))

@@ -10,8 +10,8 @@ import sys
 
 from r2ccl.cli.values import parse_duration, parse_rate, parse_size
 
-#: Collectives that can be compared. Those with unequal parts cannot, because their traffic depends
-#: on the sizes of the parts.
+#: Collectives whose schedules can be compared. Those with unequal parts are left out, because their
+#: traffic depends on the sizes of the parts.
 COLLECTIVES = (
     "allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter",
     "alltoall", "scan", "exscan",

@@ -157,7 +157,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
 
 
 def _sixteenths(fraction: float) -> int:
-    """Round the fraction of a slow NIC to sixteenths: neither none nor all."""
+    """Round the fraction of a slow NIC to sixteenths; return at least 1 and at most 15."""
     return min(max(1, round(fraction * WHOLE)), WHOLE - 1)
 
 
@@ -167,8 +167,9 @@ def compare(scenario: Scenario, *, is_simulated: bool = True) -> Comparison:
     Notes
     -----
     *Cost*: planning takes 0.3 s for 64 nodes with 8 NICs. Simulations of more than `_MOST_SLICES`
-    slices, and of direct exchanges among more than `_DIRECT_NODES` nodes, are left out and named in
-    the notes. The first simulation on a machine compiles the simulator, which takes up to 30 s.
+    slices, and of gather, scatter and alltoall on more than `_DIRECT_NODES` nodes, are left out and
+    named in the notes. The first simulation on a machine compiles the simulator, which takes up to
+    30 s.
 
     Raises
     ------
@@ -199,7 +200,7 @@ def _forecasts(
     for each in planner.options(call, scenario.nbytes, health):
         forms.setdefault(each.name, []).append(each)
     variants = {name: best(found) for name, found in forms.items()}
-    variants.setdefault(chosen.name, chosen)  # a spanning tree is in no family
+    variants.setdefault(chosen.name, chosen)  # options() returns no spanning tree
     ordered = sorted(variants.items(), key=lambda item: item[1].predicted_ns or math.inf)
     found = {
         name: Forecast(
@@ -239,7 +240,9 @@ def _simulator(scenario: Scenario, notes: list[str]) -> Simulate:
 
     def simulate(cluster: ClusterShape, choice: Choice) -> float | None:
         if Collective[scenario.collective.upper()] in DIRECT and scenario.nnodes > _DIRECT_NODES:
-            notes.append(f"direct exchanges of more than {_DIRECT_NODES} nodes are not simulated")
+            notes.append(
+                f"gather, scatter and alltoall are not simulated on more than {_DIRECT_NODES} nodes"
+            )
             return None
         nslices = _count_slices(choice, scenario.nbytes)
         if nslices > _MOST_SLICES:
@@ -267,8 +270,8 @@ _UNIT_NBYTES = 64
 _MOST_RANKS, _MOST_NICS = 1024, 32
 #: Largest number of slices of a simulation, which then takes about 3 s.
 _MOST_SLICES = 2_000_000
-#: Largest number of nodes for which direct exchanges are simulated. The number of links grows with
-#: its square.
+#: Largest number of nodes on which gather, scatter and alltoall are simulated. The number of links
+#: of an alltoall grows with the square of the number of nodes.
 _DIRECT_NODES = 16
 
 __all__ = ["Comparison", "Forecast", "Scenario", "compare", "scenario_of"]

@@ -26,7 +26,7 @@ def to_json(found: Comparison) -> str:
 
 
 def show(found: Comparison) -> None:
-    """Print the comparison: tables on a terminal, else lines."""
+    """Print the comparison as tables, or as lines if `tables.terminal` returns None."""
     console = tables.terminal()
     if console is None:
         print(to_text(found))

@@ -35,7 +35,7 @@ from r2ccl.transport.verbs.dmabuf import DeviceMemoryRoute
 from r2ccl.transport.verbs.regions import Registrar
 from r2ccl.types import ReduceOp
 
-#: Size of the test allocation: one GPU page, which begins and ends at a host page.
+#: Size of the test allocation: one GPU page, which begins and ends at boundaries of host pages.
 _NBYTES = 2 << 20
 _NAME_NBYTES = 256
 #: Longest time to map the memory of all GPUs in another process, one after another.
@@ -54,7 +54,7 @@ class Journal:
         self.facts = facts
 
     def begin(self, doing: str) -> None:
-        """Print the facts known so far and the next step, `doing`; empty after the last step."""
+        """Print the facts known so far and the next step, `doing`, empty after the last step."""
         self.learn(doing=doing)
         print(msgspec.json.encode(self.facts).decode(), flush=True)
 

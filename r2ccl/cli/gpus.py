@@ -85,8 +85,8 @@ def _check_end(facts: CudaFacts) -> DoctorFinding:
 def _absence(facts: CudaFacts) -> DoctorFinding:
     """Explain why no GPU can be used.
 
-    The finding is a warning if a GPU seems to exist, unless the only reason is that
-    CUDA_VISIBLE_DEVICES hides all GPUs intentionally; otherwise it is ``skipped``.
+    The finding is ``skipped`` if no GPU seems to exist, or if the only reason is that
+    CUDA_VISIBLE_DEVICES hides all GPUs intentionally. Otherwise it is a warning.
     """
     is_broken = facts.status.startswith("CUDA_ERROR")
     is_installed = bool(facts.module or (facts.driver and not facts.bindings))
@@ -239,7 +239,9 @@ def check_one_host(cards: Sequence[Card], config: Config) -> DoctorFinding:
         says = f"2 to {MOST_RANKS} ranks access each other's device memory"
         return DoctorFinding("one host", "ok", says)
     if config.ipc == "1":
-        return DoctorFinding("one host", "skipped", "none: R2CC_IPC=1 requires ipc, see above")
+        return DoctorFinding(
+            "one host", "skipped", "no collectives: R2CC_IPC=1 requires ipc, see above"
+        )
     return DoctorFinding("one host", "ok", f"{staged}: no ipc, see above")
 
 

@@ -7,8 +7,8 @@ error line by line on its own standard output.
 The exit status is that of the first rank that failed; if a signal ended this rank, the status is
 128 + the signal number; if a host was lost with its ranks, it is 1. If the launcher gets SIGINT or
 SIGTERM before any failure, the status is 128 + the number of that signal. If the output cannot be
-written, the launcher ends the ranks, and the status is 141 if its reader has closed it, else 1.
-Otherwise the status is 0.
+written, the launcher ends the ranks; the status is then 141 if the reader of the output has closed
+it, else 1. Otherwise the status is 0.
 
 After a failure the other ranks have some time to exit by themselves and are then terminated; with
 ``--keep-going`` they run on and can continue without the failed rank (``comm.shrink()``). SIGINT

@@ -19,7 +19,7 @@ from r2ccl.topology.nccl_xml import format_xml
 
 #: Last words of a remark of `r2ccl.topology.sysfs` about a problem that can be fixed.
 _RESEAT = "reseat the card"
-#: Most backup NICs shown per GPU.
+#: Largest number of backup NICs that are shown per GPU.
 _MOST_BACKUPS = 3
 
 
@@ -28,9 +28,9 @@ def examine_machine(
 ) -> tuple[DoctorFinding, ...]:
     """Return findings about a machine's parts, its routes from GPUs to NICs, and its problems.
 
-    The first finding counts the parts. Then there is one finding per GPU that reaches a NIC, with
-    the NICs that it prefers, best first (without GPUs: one finding per NIC, fastest first, then
-    nearest), and one per remark in `machine`.
+    The first finding counts the parts. One finding per GPU that reaches a NIC follows, with the
+    NICs in the order in which the GPU prefers them. Without GPUs, one finding per NIC port follows,
+    ordered by speed, then by distance. The last findings are the remarks in `machine`.
 
     Parameters
     ----------

@@ -145,7 +145,7 @@ def _why_not(each: Interface, config: Config, rdma_names: Sequence[str]) -> tupl
         return "warning", "has no address that can be bound", fix
     if each.name in rdma_names:
         return "skipped", "its RDMA port is the rail", ""
-    return "skipped", f"exceeds R2CC_RAILS={config.rails}", ""
+    return "skipped", f"is not among the first R2CC_RAILS={config.rails} interfaces", ""
 
 
 def _port(

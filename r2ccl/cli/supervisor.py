@@ -33,7 +33,7 @@ class RankGroup(Protocol):
         """Return when all ranks have ended and their output was passed on, or the host is lost."""
 
     async def feed(self, data: bytes) -> None:
-        """Write to standard input of rank 0; wait if rank 0 is slow. Empty data end the input."""
+        """Write to standard input of rank 0, waiting if rank 0 is slow; empty `data` closes it."""
 
     def signal(self, number: int) -> None:
         """Send a signal to all ranks of the group that have not ended."""

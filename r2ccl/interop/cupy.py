@@ -101,11 +101,10 @@ def init_process_group(
     ``R2CC_SECRET_FILE`` made with ``(umask 077; openssl rand -hex 32 > FILE)``, because this
     function, like CuPy's, has no argument for the secret.
 
-    If the ranks are connected neither over MPI nor by the addresses of a launcher, this function
-    temporarily sets the environment variables ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and, with a
-    loopback address as `host`, ``LOCAL_WORLD_SIZE`` of the process, and removes
-    ``R2CC_LISTEN_FD``. Until it returns, no other thread may start a process or create a
-    communicator.
+    Unless it uses MPI or the addresses of a launcher, this function temporarily changes environment
+    variables of the process: it sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and, with a loopback
+    address as `host`, ``LOCAL_WORLD_SIZE``, and removes ``R2CC_LISTEN_FD``. Until it returns, no
+    other thread may start a process or create a communicator.
     """
     if not 0 <= rank < n_devices:
         raise InvalidArgument(

@@ -9,8 +9,8 @@
 
     run(client, total, 1000)        # {address of a worker: its result, ...}
 
-The ranks exchange the address of rank 0 and, unless it is set on the workers, the secret of the job
-through queues and variables of Dask's scheduler. They remove these queues and variables when they
+Through queues and variables of Dask's scheduler, the ranks exchange the address of rank 0, and the
+secret of the job unless it is set on the workers. They remove these queues and variables when they
 are connected, or have failed.
 """
 
@@ -67,8 +67,9 @@ def run(
         Addresses of workers, in rank order. Each needs a free thread, in which `function` runs as a
         task. Default: all workers, sorted by address.
     on_error : {"raise", "return"}
-        Handling of exceptions after all ranks have ended. "raise": raise one of them, preferably
-        the cause of the others. "return": return each in place of the result of its rank.
+        What `run` does with exceptions once all ranks have ended. "raise": raise one of them,
+        preferably the cause of the others. "return": return each in place of the result of its
+        rank.
     **settings
         Fields of `Config`; they take precedence over the ``R2CC_*`` variables of the workers.
 

@@ -1,7 +1,8 @@
 """`RankExchange`: base of the objects through which ranks meet, for `r2ccl.init`.
 
-`r2ccl.init` accepts any object with these methods, such as a communicator of mpi4py. Through it the
-ranks exchange the address of rank 0 and, unless it is set on every rank, the secret of the job.
+`r2ccl.init` accepts any object with the methods of this class, such as a communicator of mpi4py.
+Through the object, the ranks exchange the address of rank 0, and the secret of the job unless every
+rank has it already.
 """
 
 from __future__ import annotations

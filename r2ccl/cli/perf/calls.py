@@ -1,4 +1,4 @@
-"""Calls of r2ccl that a case of `r2ccl.cli.perf.cases` measures, their memory, and repetitions."""
+"""Calls of r2ccl that are measured for a case, their memory, and their repetition."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "min": np.minimum,
     "max": np.maximum,
 }
-#: Value, before a call, of all elements of result memory that do not hold its input.
+#: Value, before a call, of the elements of result memory that do not hold the call's input.
 UNTOUCHED = 77
 
 

@@ -1,6 +1,6 @@
 """Collectives as they are measured, and the bandwidths of nccl-tests.
 
-The module imports neither NumPy nor the engine, so that ``r2ccl bench --help``, which lists the
+The module does not import NumPy or `r2ccl.runtime`, so that ``r2ccl bench --help``, which lists the
 collectives, is fast.
 """
 

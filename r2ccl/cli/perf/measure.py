@@ -186,7 +186,7 @@ class PerfJob:
         self._measurements = [Measurement(each, options, memory, meeting) for each in [comm, *more]]
 
     def measure(self, case: Case, *, in_place: bool) -> Measured | None:
-        """Measure a case with every thread; return None if it cannot be `in_place`."""
+        """Measure a case with every thread; if `in_place` is true but impossible, return None."""
         if in_place and not case.form.can_be_in_place:
             return None
         first, *more = self._measurements

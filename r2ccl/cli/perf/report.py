@@ -1,4 +1,4 @@
-"""Table and JSON document of measurements, in the columns of nccl-tests."""
+"""Table of measurements, in the columns of nccl-tests, and their JSON document."""
 
 from __future__ import annotations
 

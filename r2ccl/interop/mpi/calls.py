@@ -1,4 +1,4 @@
-"""`Call`, a collective with checked arguments that can be started and finished, and its outcome."""
+"""`Call`: a collective that is ready to run; `CallOutcome`: the outcome of a call."""
 
 from __future__ import annotations
 

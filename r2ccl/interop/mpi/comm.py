@@ -43,7 +43,7 @@ _PASSED = """
 """
 PASSED = frozenset(_PASSED.split())
 
-#: Advice in the errors of some refused methods, by name; the others name the method of `Comm.mpi`.
+#: Advice in the errors of some refused methods. For all others it is to call the method of `mpi`.
 _INSTEAD = {
     "Revoke": "call comm.communicator.revoke()",
     "Is_revoked": "catch MPI.Exception: its error class is MPI.ERR_REVOKED",
@@ -136,8 +136,9 @@ class Comm(MPI.Intracomm):
     -----
     *Collective*: all ranks of `comm`. Communicators made from this one, by `Split`, `Dup` and the
     like, share its connections. `Free` of this communicator closes the connections if the
-    communicators made from it were freed before; otherwise they are closed when the process ends.
-    If the process ends with an exception, the calls of the other ranks end with an error.
+    communicators made from it were freed before; otherwise the connections stay open until the
+    process ends. If the process ends with an exception, the calls of the other ranks end with an
+    error.
     """
 
     def __new__(cls, comm: Any, **options: Any) -> Comm:  # noqa: D102  # see the class

@@ -69,8 +69,8 @@ def loaded(data: Any) -> Any:
 class MpiMessage:
     """Message that `Comm.Mprobe` and `Comm.Improbe` return, in place of ``MPI.Message``.
 
-    Once one of its methods has received the message, the object is false and equal to
-    ``MPI.MESSAGE_NULL``. The constructor takes the message, so that no other receive can take it.
+    The constructor takes the message, so that no other receive can take it. Once `Recv`, `Irecv`,
+    `recv` or `irecv` has begun, the object is false and equal to ``MPI.MESSAGE_NULL``.
 
     Parameters
     ----------

@@ -202,10 +202,9 @@ class MpiRequest:
 
     @classmethod
     def Testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool]:
-        """Complete one request that has finished; return its index and True.
+        """Complete one active request that has finished; return its index and True.
 
-        If no active request has finished, return MPI.UNDEFINED and False. If no request is active,
-        return MPI.UNDEFINED and True.
+        If none has finished, return MPI.UNDEFINED, and True only if no request is active.
         """
         return _first(requests, lambda request: request.Test(status))
 

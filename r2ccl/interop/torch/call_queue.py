@@ -2,11 +2,11 @@
 
 `CallQueue.run` runs a call in the caller's thread if no other call is queued or running. All other
 calls run in threads of the queue. Completing a future runs the callbacks of the program, which may
-wait for a later call of the same group (PowerSGD does). A thread therefore lets another thread run
-the queue before it completes a future.
+wait for a later call of the same group (PowerSGD does). Before a thread completes a future, it
+therefore lets another thread run the queue.
 
 torch has one current stream per thread. A call on GPU tensors therefore stores the stream of its
-caller, and the thread that runs the call makes it its current stream.
+caller, and the thread that runs the call makes this stream current.
 
 Invariant: at most one thread runs a call at a time, and every call that was added ends once.
 """

@@ -2,9 +2,9 @@
 
 Each collective takes the communicator, and the arguments and options of the ``ProcessGroup`` method
 of the same name. With tensors in host memory, it blocks until they hold the result. With tensors on
-a GPU, it does not wait for the GPU; work that its thread later enqueues on its current stream sees
-the result. Some callers in torch pass a tensor where others pass a list of one tensor; the
-functions accept both.
+a GPU, it does not wait for the GPU; work that the calling thread later enqueues on its current
+stream sees the result. Some callers in torch pass a tensor where others pass a list of one tensor;
+the functions accept both.
 
 The functions raise `InvalidArgument` if the sizes or dtypes of the tensors do not fit each other or
 a tensor cannot be viewed as an array, and the errors of the communicator's call.
@@ -59,7 +59,7 @@ def operation(op: Any, tensor: Tensor) -> Any:
 
 
 def allreduce(comm: Communicator, tensors: Any, opts: Any) -> None:
-    """Reduce each of `tensors` over all ranks, in place; several run as one group."""
+    """Reduce each of `tensors` over all ranks, in place; several tensors are reduced as a group."""
     tensors = tensors_of(tensors)
     if len(tensors) == 1:
         if tensors[0].is_sparse:

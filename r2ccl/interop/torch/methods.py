@@ -46,7 +46,7 @@ def _method(function: Callable[..., None], options: Any, nargs: int, *fields: st
     nargs : int
         Number of arguments before the options.
     *fields : str
-        Fields of the options that are arguments, before the timeout, in the form without options.
+        Fields of the options that are arguments in the form without options, before the timeout.
     """
 
     def method(self: GroupMethods, *args: Any, **named: Any) -> CollectiveWork:
