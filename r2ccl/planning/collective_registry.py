@@ -46,9 +46,9 @@ def collective_candidates(
         Root rank of broadcast and reduce.
     terms : Terms
     keeps_order : bool
-        If True, yield only rings and chains, in rank order if all neighbours in that order share a
-        node or have a common home rail: the result then has the same bits whichever ports have
-        failed. If no ring is found, yield only spanning trees.
+        If True, yield only rings and chains, in rank order if every two neighbours in that order
+        share a node or have a common home rail: the result then has the same bits whichever ports
+        have failed. If no ring is found, yield only spanning trees.
     """
     if collective in PREFIXES:
         is_exclusive = collective == Collective.EXSCAN
@@ -75,8 +75,8 @@ def parted(collective: Collective, terms: Terms, nchannels: int) -> Schedule:
     """Return an allgather or a reduce-scatter with `nchannels` equal channels.
 
     It is the ring in rank order if every two nodes have a common home rail, or if home rails do not
-    connect all nodes even over other nodes. Otherwise it is a ring whose neighbours have a common
-    home rail, or a spanning tree if no such ring is found.
+    connect all nodes even over other nodes. Otherwise it is a ring in which every two neighbours
+    share a node or have a common home rail, or a spanning tree if no such ring is found.
     """
     nranks = sum(map(len, terms.teams))
     if terms.is_connected or not terms.is_joined:
@@ -107,15 +107,15 @@ def _disseminations(collective: Collective, terms: Terms) -> Iterator[Candidate]
 def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
     """Return the order of ranks in rings and chains; () if no ring is found.
 
-    The result is () if home rails connect all nodes, but no order was found in which all neighbours
-    have a common home rail. If home rails do not connect all nodes, neighbours in the result may
-    have no common home rail.
+    The result is () if home rails connect all nodes, but no order was found in which every two
+    neighbouring nodes have a common home rail. If home rails do not connect all nodes, neighbours
+    in the result may have no common home rail.
 
     Nodes keep their order if every two neighbours share the whole usable bandwidth of the poorer
     one. Otherwise degraded nodes are spread among healthy ones, and among few nodes pairs are
     swapped, if that raises the least bandwidth that two neighbours share. With `keeps_order`, the
-    result is the rank order if all neighbours in it share a node or have a common home rail, or if
-    home rails do not connect all nodes.
+    result is the rank order if every two neighbours in it share a node or have a common home rail,
+    or if home rails do not connect all nodes.
     """
     if keeps_order:
         reach, nranks = terms.rank_meets(), sum(map(len, terms.teams))

@@ -196,7 +196,7 @@ class CheckedSchedules:
         self._keys: set[tuple[Hashable, bool]] = set()
 
     def check(self, schedule: Schedule, key: Hashable, *, is_ordered: bool) -> None:
-        """Check `schedule`, unless a schedule with this `key` was accepted before.
+        """Check `schedule`, unless one with the same `key` and `is_ordered` was accepted before.
 
         Raises
         ------
@@ -426,9 +426,10 @@ class PlanCache:
         Samples are frequent soon after the health changed, because it may change back. Later they
         are rare enough to cost at most `_BUDGET` of the predicted time, but not rarer than
         `_RAREST` allows. The result is equal on all ranks, because all plan with a new health from
-        the same call on. It is False for scans, for direct exchanges, and for calls that must
-        keep the rank order; if the fastest schedule of the call is a sample anyway, or if none is;
-        if the network was not measured; and with ``R2CC_BALANCE=0``.
+        the same call on. It is False for scans, direct exchanges and operations that are not
+        commutative, and with ``R2CC_BALANCE=0``. It is also False if the network was not measured,
+        the predicted time of the call is unknown, its fastest schedule is a sample anyway, or it
+        has no schedule that is a sample.
         """
         if not self._measures or self.fabric.rates == UNMEASURED or call.op == ORDERED_OP:
             return False
