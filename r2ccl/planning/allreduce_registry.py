@@ -74,7 +74,7 @@ class Terms(NamedTuple):
 
     @property
     def bandwidths(self) -> list[int]:
-        """Usable bandwidth of each node, in shares; 1 if no home rail reaches the node."""
+        """Sum of the usable shares of each node's ports; 1 if no home rail reaches the node."""
         return [max(1, sum(row)) for row in self.usable]
 
     @property

@@ -4,9 +4,8 @@ Allgather and reduce-scatter run as rings or disseminations; broadcast and reduc
 packed trees. If no ring of all ranks is found, all four run as spanning trees. Scan and exscan run
 as chains in rank order or by doubling. As a rule, each channel of a ring or a dissemination is
 placed on one home rail in a healthy network. In a degraded one, and for all other candidates, each
-edge is placed separately. A ring has one edge into a node and one out of it per channel. On a
-degraded network, its number of channels is chosen to fill the ports of the node with the least
-bandwidth.
+edge is placed separately. On a degraded network, the number of channels of a ring is chosen to fill
+the ports of the node with the least bandwidth.
 
 Invariant: equal terms give equal candidates in the same order, on every rank.
 """

@@ -302,7 +302,7 @@ class _Ports:
         return self._node_of[flow.low] == self._node_of[flow.high]
 
     def fewest(self, flow: Flow) -> int:
-        """Return the number of ports that are up at that node of `flow` which has fewer of them."""
+        """Return the lesser of the two numbers of ports that are up at the nodes of `flow`."""
         return min(self._nup[self._node_of[flow.low]], self._nup[self._node_of[flow.high]])
 
     def common(self, flow: Flow) -> list[int]:

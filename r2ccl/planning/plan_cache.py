@@ -1,10 +1,10 @@
 """Plan cache: the plan of each call shape, made on first use and kept.
 
-`planner` chooses the schedule and its placement on the rails, the checker refuses a wrong schedule,
-`lowering` cuts the schedule into slices, and `kernels` has the arithmetic. Apart from the rank, and
-the places of parts in its memory, a plan depends only on values that are equal on all ranks: the
-call's signature, its number and the user's schedule, the settings, the fabric with its agreed
-rates, and the agreed health. The plans of all ranks therefore match.
+`planner` chooses the schedule and its placement on the rails, the checker verifies it if it is
+small or the user's, `lowering` cuts it into slices, and `kernels` has the arithmetic. Apart from
+the rank, and the places of parts in its memory, a plan depends only on values that are equal on all
+ranks: the call's signature, its number and the user's schedule, the settings, the fabric with its
+agreed rates, and the agreed health. The plans of all ranks therefore match.
 
 Invariant: a cache holds at most `_KEPT` plans and evicts the oldest first.
 """

@@ -441,8 +441,8 @@ class Transport(Protocol):
         ``Probed.is_answered`` is None if the probe could not be made and so proves nothing, for
         example because the rail does not exist. It is also None if a probe between different rails
         is not answered and no probe of the same key was ever answered: some fabrics do not connect
-        ports of different rails at all. Otherwise it is False if there was no answer within the
-        probe timeout, if the local NIC could not send, or if the connection of the probe was lost.
+        ports of different rails at all. In all other cases without an answer it is False, for
+        example after the probe timeout, or if the local NIC could not send.
         """
         ...
 
