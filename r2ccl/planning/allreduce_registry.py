@@ -2,9 +2,9 @@
 
 Each schedule family has one function, which yields one candidate per variant, for example per
 number of trees, or none if the family does not apply. Candidates are schedules over nodes, except
-some rings and spanning trees over ranks. If several ranks share a node, `expand` turns a chosen
-schedule over nodes into one over ranks (`r2ccl.algos.hierarchy`), in which a node's ports carry
-each byte once for all ranks of the node.
+spanning trees and some rings, which are over ranks. If several ranks share a node, `expand` turns a
+chosen schedule over nodes into one over ranks (`r2ccl.algos.hierarchy`), in which a node's ports
+carry each byte once for all ranks of the node.
 
 Invariant: equal terms give equal candidates in the same order, on every rank.
 """
@@ -74,7 +74,7 @@ class Terms(NamedTuple):
 
     @property
     def bandwidths(self) -> list[int]:
-        """Usable bandwidth of each node, in shares; 1 if no home rail reaches the node."""
+        """Sum of the usable shares of each node's ports; 1 if no home rail reaches the node."""
         return [max(1, sum(row)) for row in self.usable]
 
     @property
@@ -370,7 +370,7 @@ def _bridged_rings(terms: Terms) -> Iterator[Candidate]:
         return  # the family "ring" covers this case
     try:
         order = bridged_ring.bridge(range(n), terms.meets())
-    except InvalidArgument:  # no ring was found in which all neighbours have a common rail
+    except InvalidArgument:  # no ring was found in which every two neighbours have a common rail
         return
     schedule = ring.allreduce(n, terms.nchannels, [order] * terms.nchannels)
     schedule = msgspec.structs.replace(schedule, name="bridged_ring")

@@ -4,9 +4,8 @@ Allgather and reduce-scatter run as rings or disseminations; broadcast and reduc
 packed trees. If no ring of all ranks is found, all four run as spanning trees. Scan and exscan run
 as chains in rank order or by doubling. As a rule, each channel of a ring or a dissemination is
 placed on one home rail in a healthy network. In a degraded one, and for all other candidates, each
-edge is placed separately. A ring has one edge into a node and one out of it per channel. On a
-degraded network, its number of channels is chosen to fill the ports of the node with the least
-bandwidth.
+edge is placed separately. On a degraded network, the number of channels of a ring is chosen to fill
+the ports of the node with the least bandwidth.
 
 Invariant: equal terms give equal candidates in the same order, on every rank.
 """
@@ -46,9 +45,9 @@ def collective_candidates(
         Root rank of broadcast and reduce.
     terms : Terms
     keeps_order : bool
-        If True, yield only rings and chains, in rank order if all neighbours in that order share a
-        node or have a common home rail: the result then has the same bits whichever ports have
-        failed. If no ring is found, yield only spanning trees.
+        If True, yield only rings and chains, in rank order if every two neighbours in that order
+        share a node or have a common home rail: the result then has the same bits whichever ports
+        have failed. If no ring is found, yield only spanning trees.
     """
     if collective in PREFIXES:
         is_exclusive = collective == Collective.EXSCAN
@@ -75,8 +74,8 @@ def parted(collective: Collective, terms: Terms, nchannels: int) -> Schedule:
     """Return an allgather or a reduce-scatter with `nchannels` equal channels.
 
     It is the ring in rank order if every two nodes have a common home rail, or if home rails do not
-    connect all nodes even over other nodes. Otherwise it is a ring whose neighbours have a common
-    home rail, or a spanning tree if no such ring is found.
+    connect all nodes even over other nodes. Otherwise it is a ring in which every two neighbours
+    share a node or have a common home rail, or a spanning tree if no such ring is found.
     """
     nranks = sum(map(len, terms.teams))
     if terms.is_connected or not terms.is_joined:
@@ -107,15 +106,15 @@ def _disseminations(collective: Collective, terms: Terms) -> Iterator[Candidate]
 def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
     """Return the order of ranks in rings and chains; () if no ring is found.
 
-    The result is () if home rails connect all nodes, but no order was found in which all neighbours
-    have a common home rail. If home rails do not connect all nodes, neighbours in the result may
-    have no common home rail.
+    The result is () if home rails connect all nodes, but no order was found in which every two
+    neighbouring nodes have a common home rail. If home rails do not connect all nodes, neighbours
+    in the result may have no common home rail.
 
     Nodes keep their order if every two neighbours share the whole usable bandwidth of the poorer
     one. Otherwise degraded nodes are spread among healthy ones, and among few nodes pairs are
     swapped, if that raises the least bandwidth that two neighbours share. With `keeps_order`, the
-    result is the rank order if all neighbours in it share a node or have a common home rail, or if
-    home rails do not connect all nodes.
+    result is the rank order if every two neighbours in it share a node or have a common home rail,
+    or if home rails do not connect all nodes.
     """
     if keeps_order:
         reach, nranks = terms.rank_meets(), sum(map(len, terms.teams))

@@ -151,8 +151,8 @@ class Placed(NamedTuple):
         Largest number of links that one rank, or node, has on one rail; 0 if it does not limit the
         slice size.
     has_way : bool
-        True if all neighbours have a common home rail. Otherwise some use the last-resort rail,
-        whose bandwidth is unknown, or cannot exchange data.
+        True if every two neighbours on different nodes have a common home rail. Otherwise some use
+        the last-resort rail, whose bandwidth is unknown, or cannot exchange data.
     """
 
     candidate: Candidate

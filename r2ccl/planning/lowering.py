@@ -270,7 +270,7 @@ def _uses_scratch(program: RankProgram) -> bool:
 
 
 def _without_empty(ops: Sequence[Op], pieces: _Pieces, channel: int) -> tuple[Op, ...]:
-    """Return the ops, without ops of empty chunks that neither wait nor are waited for."""
+    """Return `ops` without those of empty chunks that wait for no op and that no op waits for."""
     awaited = {index for op in ops for index in op.after}
     kept = []
     for index, op in enumerate(ops):

@@ -4,14 +4,14 @@ A channel's slices travel on its *home rail* while that rail is up (see
 `r2ccl.failover.migration.routes`). A *link channel* is the channel number that links use. The home
 rail of link channel c is ``homes[c % len(homes)]``, so choosing a link channel chooses a rail.
 
-Rings: all hops of a channel use the same rail. A ring is as slow as its slowest channel, and a
-channel as slow as its slowest hop. Each channel therefore gets work in proportion to the worst port
-of its home rail, so that all channels end together. A port that is down does not reduce the share
-of its rail: the rail's channels detour only at the hops that use this port, and carry as much as
-the channels of the best rail.
+`place` serves rings: all hops of a channel use the same rail. A ring is as slow as its slowest
+channel, and a channel as slow as its slowest hop. Each channel therefore gets work in proportion to
+the worst port of its home rail, so that all channels end together. A port that is down does not
+reduce the share of its rail: the rail's channels detour only at the hops that use this port, and
+carry as much as the channels of the best rail.
 
-Schedules for unequal nodes: each edge is placed on its own rail, so that the ports of a node are
-loaded in proportion to their shares, and ports that are down are avoided.
+`place_edges` serves any schedule: each edge is placed on its own rail, so that the ports of a node
+are loaded in proportion to their shares, and ports that are down are avoided.
 
 Invariant: equal arguments give equal placements, on every rank.
 """
@@ -76,8 +76,8 @@ class Placement(NamedTuple):
 
         On every rail, the channels of the schedule that have an edge there are numbered from 0.
         Schedules with equally many channels per rail then use the same link channels, and detours
-        of the channels of a lost rail are spread evenly. All edges must be in `edges`: no node may
-        have several ranks.
+        of the channels of a lost rail are spread evenly. `edges` must have all edges of the
+        schedule, so no node may have several ranks, or none: the placement is then unchanged.
         """
         users = [
             sorted({e.channel for e in self.edges if e.number % width == at}) for at in range(width)
@@ -133,7 +133,7 @@ def place_edges(
     nodes: Sequence[int] = (),
     flows: Flows | None = None,
 ) -> Placement:
-    """Place the edges of any schedule between nodes on the home rails, one by one.
+    """Place each edge between two nodes on a home rail, for any schedule.
 
     Edges of nodes with few rails are placed first, and among these the edges with the highest load.
     Each edge gets the rail on which the busier of its two ports ends earliest. Then edges are
@@ -302,7 +302,7 @@ class _Ports:
         return self._node_of[flow.low] == self._node_of[flow.high]
 
     def fewest(self, flow: Flow) -> int:
-        """Return the number of ports that are up at that node of `flow` which has fewer of them."""
+        """Return the lesser of the two numbers of ports that are up at the nodes of `flow`."""
         return min(self._nup[self._node_of[flow.low]], self._nup[self._node_of[flow.high]])
 
     def common(self, flow: Flow) -> list[int]:

@@ -1,10 +1,10 @@
 """Plan cache: the plan of each call shape, made on first use and kept.
 
-`planner` chooses the schedule and its placement on the rails, the checker refuses a wrong schedule,
-`lowering` cuts the schedule into slices, and `kernels` has the arithmetic. Apart from the rank, and
-the places of parts in its memory, a plan depends only on values that are equal on all ranks: the
-call's signature, its number and the user's schedule, the settings, the fabric with its agreed
-rates, and the agreed health. The plans of all ranks therefore match.
+`planner` chooses the schedule and its placement on the rails, the checker verifies it if it is
+small or the user's, `lowering` cuts it into slices, and `kernels` has the arithmetic. Apart from
+the rank, and the places of parts in its memory, a plan depends only on values that are equal on all
+ranks: the call's signature, its number and the user's schedule, the settings, the fabric with its
+agreed rates, and the agreed health. The plans of all ranks therefore match.
 
 Invariant: a cache holds at most `_KEPT` plans and evicts the oldest first.
 """
@@ -196,7 +196,7 @@ class CheckedSchedules:
         self._keys: set[tuple[Hashable, bool]] = set()
 
     def check(self, schedule: Schedule, key: Hashable, *, is_ordered: bool) -> None:
-        """Check `schedule`, unless a schedule with this `key` was accepted before.
+        """Check `schedule`, unless one with the same `key` and `is_ordered` was accepted before.
 
         Raises
         ------
@@ -426,9 +426,10 @@ class PlanCache:
         Samples are frequent soon after the health changed, because it may change back. Later they
         are rare enough to cost at most `_BUDGET` of the predicted time, but not rarer than
         `_RAREST` allows. The result is equal on all ranks, because all plan with a new health from
-        the same call on. It is False for scans, for direct exchanges, and for calls that must
-        keep the rank order; if the fastest schedule of the call is a sample anyway, or if none is;
-        if the network was not measured; and with ``R2CC_BALANCE=0``.
+        the same call on. It is False for scans, direct exchanges and operations that are not
+        commutative, and with ``R2CC_BALANCE=0``. It is also False if the network was not measured,
+        the predicted time of the call is unknown, its fastest schedule is a sample anyway, or it
+        has no schedule that is a sample.
         """
         if not self._measures or self.fabric.rates == UNMEASURED or call.op == ORDERED_OP:
             return False

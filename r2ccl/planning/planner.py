@@ -13,8 +13,8 @@ direct exchanges (`r2ccl.planning.exchange_placement`). A reduction by an operat
 commutative runs recursive doubling, or chains in rank order. ``R2CC_MODE`` restricts the schedule
 families; in mode auto, ``R2CC_ALGO`` can fix the family of larger allreduces.
 
-If some nodes have no common home rail, a schedule runs whose neighbours all have one, if such a
-schedule is found. Scans, alltoalls, exchanges of unequal parts and operations that are not
+If some nodes have no common home rail, a schedule runs in which every two neighbours have one, if
+such a schedule is found. Scans, alltoalls, exchanges of unequal parts and operations that are not
 commutative are exceptions.
 """
 
@@ -247,8 +247,8 @@ class Planner:
     def _placed_for(self, call: CallSignature, terms: Terms, health: Health) -> list[Placed]:
         """Return the placed candidates of a collective other than allreduce.
 
-        They are kept per health. Those whose neighbours all have common home rails replace all
-        others.
+        They are kept per health. If in some of them every two neighbours have a common home rail,
+        only those are returned.
         """
         collective = Collective(call.collective)
         key = (health.version, f"{collective.name} {call.root}", terms.nchannels)
@@ -502,8 +502,8 @@ _Key = tuple[int, str, int]
 #: more than 2 % faster than the best of these.
 _FOR_WHOLE = ("ring", "dissemination", "packed_trees", "tree")
 _FOR_DEGRADED = ("packed_trees", "ring", "bridged_ring", "tree")
-#: Families for networks in which some nodes have no common home rail, tried if no candidate of the
-#: other families has a common home rail between all neighbours.
+#: Families for networks in which some nodes have no common home rail, tried if in every candidate
+#: of the families tried before, two neighbours have no common home rail.
 _BRIDGED = ("bridged_ring", "packed_trees", "spanning_tree")
 #: Factor of the least predicted time up to which choices count as equally good: the error of
 #: predictions.

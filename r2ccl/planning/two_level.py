@@ -142,8 +142,8 @@ class TwoLevelPlans:
         self._everywhere = Planner(among_nodes, config)
         self._whole = Health.whole(len(teams), max(fabric.homes) + 1)
         shares = self._shares([1] * len(fabric.homes))
-        #: Without failures: share of the buffer that the first group reduces, and number of groups
-        #: that use its rails.
+        #: Without failures: share of the buffer that the first group's parts have together, and
+        #: number of groups that use the first group's rails.
         self._first_share = Fraction(shares[0], sum(shares))
         self._nsharers = sum(self._divided[0][0] in homes for homes in self._divided)
         self._kept: dict[tuple[int, CallSignature, tuple[int, ...]], Division | None] = {}
@@ -207,7 +207,7 @@ class TwoLevelPlans:
         call : CallSignature
             Signature of the whole call.
         count : int
-            Number of elements of the group's parts.
+            Number of elements of the group's parts of the chunk, together.
         health : Health
         is_at_home : bool
         parts : Parts, optional
@@ -336,7 +336,7 @@ class TwoLevelPlans:
     ) -> Fraction | None:
         """Return the predicted time of groups at home, in ns.
 
-        Return None if two neighbors in the ring of nodes have no common home rail.
+        Return None if two neighbours in the ring of nodes have no common home rail.
         """
         if self._plans.fabric.nwires == 1:  # losing one of these rails costs no bandwidth
             slowdown = slowdown_of([[max(row)] for row in rows], [1])
@@ -402,8 +402,8 @@ def slowdown_of(rows: Sequence[Sequence[int]], weights: Sequence[int]) -> Fracti
     """Return the time for which the busiest port is busy, relative to a network without failures.
 
     `rows` has the shares of each node's ports, in the order of a ring. Rail r carries
-    ``weights[r]``. Between two neighbors, the load of a rail that is down spreads over those that
-    are up, in proportion to their shares. Returns None if two neighbors have no common rail.
+    ``weights[r]``. Between two neighbours, the load of a rail that is down spreads over those that
+    are up, in proportion to their shares. Returns None if two neighbours have no common rail.
     """
     busiest = Fraction(0)
     for one, other in pairwise((*rows, rows[0])):
@@ -435,7 +435,7 @@ def count_chunks(nbytes: int, npieces: int = 1) -> int:
 
 
 #: Rate of one step within a node, in bytes of the chunk per second, and idle time of the network
-#: while one call ends and the next one fills its pipeline.
+#: while one chunk ends and the next one fills the pipeline, in ns.
 _LOCAL_BYTES_PER_S = 4 * 10**9
 _GAP_NS = 1_000_000
 _MOST_CHUNKS = 32

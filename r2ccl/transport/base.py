@@ -56,7 +56,7 @@ class Frame(msgspec.Struct, gc=False):
     ``ack`` is a confirmation: the sender of this header has consumed the other rank's slices of the
     channel with numbers below ``ack``. ``op`` is the number of the collective within the
     communicator; ``signature`` is its packed `CallSignature`, which must be equal at both ends of
-    the link. Both are 0 in the slices of messages.
+    the link. Both are 0 in the slices of point-to-point messages.
 
     Over verbs, a cleared slice travels without a header: its `Arrived` contains the frame that the
     receiver passed to ``irecv``, with ``ack`` set to 0.
@@ -327,10 +327,10 @@ class Transport(Protocol):
     def register_device(self, address: int, nbytes: int) -> Registered:
         """Register device memory so that its slices travel on every rail, until `Registered.close`.
 
-        While it is registered, ``isend`` and ``irecv`` accept views of it (`r2ccl.device.views`),
-        and only NICs read and write the bytes. Before the caller sends a slice, the device must
-        have finished writing it. A slice that arrived is visible to device work that is enqueued
-        after ``poll`` returned its `Arrived`; on a device that reorders NIC writes, only after
+        While it is registered, ``isend`` and ``irecv`` accept views of it (`r2ccl.device.views`);
+        the CPU does not access the bytes. Before the caller sends a slice, the device must have
+        finished writing it. A slice that arrived is visible to device work that is enqueued after
+        ``poll`` returned its `Arrived`; on a device that reorders NIC writes, only after
         `Device.flush_remote_writes`.
 
         Parameters
@@ -374,8 +374,8 @@ class Transport(Protocol):
         token : object
             ``Cleared.token`` of the landing place; None sends the slice eagerly.
         is_replay : bool
-            True: a cleared slice overtakes the cleared slices that are queued for the wire and are
-            not replays; it may overtake other replays. Ignored for an eager slice.
+            True: a cleared slice overtakes the queued cleared slices that are not replays. Ignored
+            for an eager slice.
         """
         ...
 
@@ -441,8 +441,8 @@ class Transport(Protocol):
         ``Probed.is_answered`` is None if the probe could not be made and so proves nothing, for
         example because the rail does not exist. It is also None if a probe between different rails
         is not answered and no probe of the same key was ever answered: some fabrics do not connect
-        ports of different rails at all. Otherwise it is False if there was no answer within the
-        probe timeout, if the local NIC could not send, or if the connection of the probe was lost.
+        ports of different rails at all. In all other cases without an answer it is False, for
+        example after the probe timeout, or if the local NIC could not send.
         """
         ...
 

@@ -102,7 +102,7 @@ class MixedTransport:
         Raises
         ------
         TransportError
-            If a part cannot register the memory; the call then adds no registration to any part.
+            If a part cannot register the memory.
         InvalidArgument
             If the bytes are not part of one allocation.
         """

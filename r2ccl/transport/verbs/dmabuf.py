@@ -202,7 +202,13 @@ class DeviceMemory:
         return allocation
 
     def identity(self, address: int) -> int:
-        """Return the buffer id of the current allocation at `address`; -1 if there is none."""
+        """Return the buffer id of the current allocation at `address`; -1 if there is none.
+
+        Raises
+        ------
+        TransportError
+            If the driver fails for another reason.
+        """
         try:
             return self._driver.buffer_id(address)
         except TransportError as exc:

@@ -25,7 +25,7 @@ EAGER, CLEAR, CONFIRM = 1, 2, 3
 _KINDS = frozenset((EAGER, CLEAR, CONFIRM))
 _CREDIT_MASK = 0xFFFFFFFF
 
-#: Landing place that the peer announced: number, I/O address and rkey.
+#: Landing place in a clear-to-send: number, I/O address and rkey.
 Token = tuple[int, int, int]
 
 

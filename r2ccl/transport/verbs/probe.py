@@ -4,9 +4,8 @@ The peer's NIC acknowledges such a write even while the peer's process is stoppe
 acknowledgement the retries run out. A queue pair serves the probes of one key in one direction: the
 rank that probes is the requester, and the other end never enters the state RTS. A probe that is not
 answered breaks only its own queue pair, which is destroyed; `r2ccl.failover.connector` connects a
-new one.
-The queue pairs are in a protection domain without memory, so peers cannot write anything through
-them.
+new one. The queue pairs are in a protection domain without memory, so peers cannot write anything
+through them.
 
 A failure that breaks the connection of a probe breaks paths as well, so more probes of the same two
 ports follow within seconds, before the connection is made again. For `_SILENCE_S` they have the

@@ -269,6 +269,11 @@ class RegistrationCache:
     def find(self, address: int, nbytes: int) -> Registration | None:
         """Return the registration that covers ``[address, address + nbytes)``, or None.
 
+        Raises
+        ------
+        TransportError
+            If the CUDA driver cannot identify device memory at `address`.
+
         Notes
         -----
         *Cost*: one bisection, under 1 us for host memory. Device memory adds one driver call.

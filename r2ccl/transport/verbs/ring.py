@@ -31,7 +31,7 @@ class SendRing:
         self._nbytes = nbytes
         self._nmessages = nmessages
         self._align = align
-        #: Cumulative bytes taken and freed, including space skipped at the end of the ring.
+        #: Bytes taken and freed since the ring was last empty, including space skipped at its end.
         self._head = 0
         self._tail = 0
         self._consumed = 0

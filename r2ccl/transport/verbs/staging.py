@@ -96,7 +96,7 @@ class Staging:
         InternalError
             If `view` is device memory that is not registered.
         TransportError
-            If a new buffer cannot be registered.
+            If a new buffer cannot be registered, or the CUDA driver cannot identify device memory.
         """
         if is_device_view(view):
             return self._reach_device(view, nic)
