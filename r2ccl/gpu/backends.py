@@ -52,8 +52,8 @@ from r2ccl.types import AllgatherBytes
 
 _log = logging.getLogger(__name__)
 
-#: Number of slots of a PXN route. Each slice in flight, sent or received, uses one. When all are in
-#: use, further slices travel directly between the GPU and the distant NIC.
+#: Number of slots of a PXN route: of slices that can be in flight on it, sent or received. Further
+#: slices travel directly between the GPU and the distant NIC.
 _NSLOTS = 16
 
 
@@ -103,7 +103,8 @@ class GpuBackend(Protocol):
     def finish(self, job: Any) -> None:
         """Execute the call of `job`; runs in the communicator's worker thread.
 
-        The device may still work on the call afterwards. If the call fails, raise its error.
+        The device may still work on the call afterwards. If the call has failed so far, raise its
+        error; `examine` raises a later error.
         """
         ...
 
@@ -202,8 +203,8 @@ class BackendSelector:
         Raises
         ------
         InvalidArgument
-            On all ranks, if there are several nodes, CUDA IPC works within them, and the ranks have
-            different numbers of RDMA rails or more than 64 of them.
+            With several nodes and CUDA IPC: on all ranks, if they have different numbers of RDMA
+            rails, or more than 64.
         TransportError
             If streams of the GPU cannot wait for the host, if R2CC_IPC=1 is set and the GPUs cannot
             access each other's memory, or if the device failed or its memory is full.

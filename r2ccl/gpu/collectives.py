@@ -41,8 +41,9 @@ OpenDevice: TypeAlias = "Callable[[int], tuple[Device, GpuKernels]]"
 SelectBackends: TypeAlias = "Callable[[Device, GpuKernels], Sequence[GpuBackend]]"
 
 
-#: Largest number of calls in progress. Each enqueues some operations on the caller's stream, and
-#: the launch queue of a stream that waits has room for about 1,024 operations.
+#: Largest number of calls in progress: those that the worker has not finished. Each enqueues some
+#: operations on the caller's stream, and the launch queue of a stream that waits has room for about
+#: 1,024 operations.
 _MOST_CALLS = 64
 
 

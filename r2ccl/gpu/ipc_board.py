@@ -208,7 +208,7 @@ class IpcBoard:
         _FENCE()
 
     def has_kept(self, peer: int, number: int) -> bool:
-        """Return whether `peer`, which must have failed, had finished round `number` before."""
+        """Return whether `peer` had finished round `number` when it failed; it must have failed."""
         return _is_reached(int(self._words[peer, _KEPT // 4]), number)
 
     def release(self, number: int) -> None:

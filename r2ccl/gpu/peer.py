@@ -648,7 +648,6 @@ class PeerBackend(SignalledStream):
                 self._device.exchange_words(self._stream, number + _AHEAD, written, ())
 
     def _drop_done(self) -> None:
-        """Forget finished calls."""
         while self._jobs and self._board.is_complete(self._jobs[0].last):
             del self._jobs[0]
 
