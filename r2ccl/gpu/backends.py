@@ -104,7 +104,7 @@ class GpuBackend(Protocol):
         """Execute the call of `job`; runs in the communicator's worker thread.
 
         The device may still work on the call afterwards. If the call has failed so far, raise its
-        error; `examine` raises a later error.
+        error; for later errors see `examine`.
         """
         ...
 
@@ -259,7 +259,7 @@ class BackendSelector:
         )
 
     def _why_no_ipc(self) -> str:
-        """Return why no rank tries CUDA IPC; an empty string, on all ranks, if all ranks try it."""
+        """Return why the ranks do not try CUDA IPC; empty if they try it. Equal on all ranks."""
         sizes = {len(node) for node in self._nodes}
         if self._config.ipc == "0":
             return "R2CC_IPC=0"

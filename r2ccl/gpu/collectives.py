@@ -318,7 +318,7 @@ class DeviceCollectives:
     def _make(self, ordinal: int, streams: Sequence[Stream]) -> _ActiveDevice:
         device, kernels = self._open_device(ordinal)
         try:
-            for stream in streams:  # selecting backends allocates memory, which ends a capture
+            for stream in streams:  # selecting backends allocates, which invalidates a capture
                 require_no_capture(device, stream)
             copies = CopiedBackend(
                 device, self._rank, run=self._run, check=self._check, clock=monotonic,

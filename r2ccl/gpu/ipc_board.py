@@ -301,7 +301,7 @@ class SharedFile:
         """
         if len(name) != _NAME_NBYTES:
             raise InvalidArgument(
-                f"a name of {len(name)} bytes was given; it must have {_NAME_NBYTES}"
+                f"a name of {len(name)} bytes was given: pass the {_NAME_NBYTES} bytes of create()"
             )
         try:
             descriptor = os.open(_path(name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

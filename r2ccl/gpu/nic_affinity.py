@@ -278,7 +278,7 @@ def _excess(machine: Machine) -> str:
         ("rates of links", len(links) + len(speeds), _MOST_RATES),
     ):
         if count > most:
-            return f"its ranks report more than {most} {what}"
+            return f"the ranks of this host report more than {most} {what}"
     return ""
 
 

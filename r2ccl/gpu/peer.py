@@ -386,7 +386,7 @@ class PeerBackend(SignalledStream):
     def _error_of_others(self, number: int) -> TransportError | None:
         """Return an error if a rank of the node failed before it finished round `number`.
 
-        Raises the error that ended the communicator instead, if it is known.
+        If this rank knows the error that ended the communicator, raise that error instead.
         """
         for at in self._board.have_done(self._nrounds + _AHEAD // 2):
             if not self._board.has_kept(at, number):
