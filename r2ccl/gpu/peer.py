@@ -23,7 +23,8 @@ not mapped copies each window to its area, or from there, or both.
 
 If a rank dies, the CPU of each surviving rank writes the words for which its own stream waits, so
 that no stream hangs, and the communicator ends. Kernels that have not run yet then do nothing: a
-kernel reads the addresses of its operands from a table in pinned memory, which the CPU clears.
+kernel reads the addresses of its operands from a table in pinned memory, and the CPU sets the first
+of these addresses to 0.
 
 Invariants: a stream waits only for earlier work of its own rank, or for a word that another rank's
 stream writes without waiting for later work; a peer's memory is accessed only between the peer's
