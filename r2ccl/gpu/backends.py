@@ -52,8 +52,8 @@ from r2ccl.types import AllgatherBytes
 
 _log = logging.getLogger(__name__)
 
-#: Number of slots of a PXN route. Each slice in flight, sent or received, uses one. When all are in
-#: use, further slices travel directly between the GPU and the distant NIC.
+#: Number of slots of a PXN route: of slices that can be in flight on it, sent or received. Further
+#: slices travel directly between the GPU and the distant NIC.
 _NSLOTS = 16
 
 
@@ -103,7 +103,8 @@ class GpuBackend(Protocol):
     def finish(self, job: Any) -> None:
         """Execute the call of `job`; runs in the communicator's worker thread.
 
-        The device may still work on the call afterwards. If the call fails, raise its error.
+        The device may still work on the call afterwards. If the call has failed so far, raise its
+        error; for later errors see `examine`.
         """
         ...
 
@@ -202,8 +203,8 @@ class BackendSelector:
         Raises
         ------
         InvalidArgument
-            On all ranks, if there are several nodes, CUDA IPC works within them, and the ranks have
-            different numbers of RDMA rails or more than 64 of them.
+            With several nodes and CUDA IPC: on all ranks, if they have different numbers of RDMA
+            rails, or more than 64.
         TransportError
             If streams of the GPU cannot wait for the host, if R2CC_IPC=1 is set and the GPUs cannot
             access each other's memory, or if the device failed or its memory is full.
@@ -258,7 +259,7 @@ class BackendSelector:
         )
 
     def _why_no_ipc(self) -> str:
-        """Return why no rank tries CUDA IPC; an empty string, on all ranks, if all ranks try it."""
+        """Return why the ranks do not try CUDA IPC; empty if they try it. Equal on all ranks."""
         sizes = {len(node) for node in self._nodes}
         if self._config.ipc == "0":
             return "R2CC_IPC=0"

@@ -41,8 +41,9 @@ OpenDevice: TypeAlias = "Callable[[int], tuple[Device, GpuKernels]]"
 SelectBackends: TypeAlias = "Callable[[Device, GpuKernels], Sequence[GpuBackend]]"
 
 
-#: Largest number of calls in progress. Each enqueues some operations on the caller's stream, and
-#: the launch queue of a stream that waits has room for about 1,024 operations.
+#: Largest number of calls in progress: those that the worker has not finished. Each enqueues some
+#: operations on the caller's stream, and the launch queue of a stream that waits has room for about
+#: 1,024 operations.
 _MOST_CALLS = 64
 
 
@@ -317,7 +318,7 @@ class DeviceCollectives:
     def _make(self, ordinal: int, streams: Sequence[Stream]) -> _ActiveDevice:
         device, kernels = self._open_device(ordinal)
         try:
-            for stream in streams:  # selecting backends allocates memory, which ends a capture
+            for stream in streams:  # selecting backends allocates, which invalidates a capture
                 require_no_capture(device, stream)
             copies = CopiedBackend(
                 device, self._rank, run=self._run, check=self._check, clock=monotonic,

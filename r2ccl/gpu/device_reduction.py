@@ -98,7 +98,8 @@ class ReductionStream:
         self._device = device
         self._kernels = kernels
         self._stream = device.make_stream()
-        #: Numbers of the newest work that was enqueued, covered by an event, and completed.
+        #: Numbers of the newest work enqueued, the newest covered by an event, and the newest known
+        #: to be done.
         self._begun = 0
         self._committed = 0
         self._computed = 0

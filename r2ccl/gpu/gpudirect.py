@@ -109,8 +109,9 @@ class GpuDirectBackend(SignalledStream):
     def supports(self, call: DeviceCall, nranks: int = 0) -> bool:
         """Return whether `call` is large enough for this backend, and there are kernels for it.
 
-        A call is large enough if it has more than R2CC_EAGER_NBYTES per rank. For smaller calls,
-        two copies through pinned memory (`StagedBackend`) cost less than one kernel per step.
+        A call is large enough if its input or its output is larger than R2CC_EAGER_NBYTES times the
+        number of ranks. For smaller calls, two copies through pinned memory (`StagedBackend`) cost
+        less than one kernel per step.
 
         Parameters
         ----------

@@ -60,8 +60,8 @@ class DeviceJob(msgspec.Struct, eq=False, weakref=True, kw_only=True):
     """A call that a backend has begun with `begin`, and that the backend executes with `finish`.
 
     The event ``before`` is done when earlier work on the arrays is done. ``number`` counts the
-    calls of the backend from 1, for `hold`. It is 0 for a part of another call, whose streams wait
-    for the event ``done`` instead. When the worker ends the call, ``is_over`` becomes True and
+    calls of the backend from 1, for `hold`. It is 0 for a part of another call; streams wait for a
+    part by its event ``done``. When the worker ends the call, ``is_over`` becomes True and
     ``done`` is recorded behind the work of the call, which the device may still be executing.
     ``error`` is the error of the call; None unless it failed.
     """

@@ -208,7 +208,7 @@ class IpcBoard:
         _FENCE()
 
     def has_kept(self, peer: int, number: int) -> bool:
-        """Return whether `peer`, which must have failed, had finished round `number` before."""
+        """Return whether `peer` had finished round `number` when it failed; it must have failed."""
         return _is_reached(int(self._words[peer, _KEPT // 4]), number)
 
     def release(self, number: int) -> None:
@@ -301,7 +301,7 @@ class SharedFile:
         """
         if len(name) != _NAME_NBYTES:
             raise InvalidArgument(
-                f"a name of {len(name)} bytes was given; it must have {_NAME_NBYTES}"
+                f"a name of {len(name)} bytes was given: pass the {_NAME_NBYTES} bytes of create()"
             )
         try:
             descriptor = os.open(_path(name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

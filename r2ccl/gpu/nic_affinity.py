@@ -41,10 +41,10 @@ _MOST_RAILS = 8 * _HOMES.size
 #: Size limit of a report in bytes. Every rank receives all reports. A NIC and the two switches
 #: above it take 700 bytes.
 _MOST_NBYTES = 64 << 10
-#: Limits per host: PCI devices above its GPUs and NICs, devices on one PCI path, NUMA nodes, and
-#: different link rates. Real machines have some tens of devices, 5 on a path, 8 nodes and 5
-#: rates. At the limits the assignment takes seconds; its time grows with the product of the four
-#: numbers.
+#: Limits per host: PCI devices (GPUs, NICs and the devices above them), devices on one PCI path,
+#: NUMA nodes, and different link rates. Real machines have some tens of devices, 5 on a path, 8
+#: nodes and 5 rates. At the limits the assignment takes seconds; its time grows with the product of
+#: the four numbers.
 _MOST_DEVICES, _MOST_DEPTH, _MOST_NODES, _MOST_RATES = 256, 16, 32, 16
 
 
@@ -278,7 +278,7 @@ def _excess(machine: Machine) -> str:
         ("rates of links", len(links) + len(speeds), _MOST_RATES),
     ):
         if count > most:
-            return f"its ranks report more than {most} {what}"
+            return f"the ranks of this host report more than {most} {what}"
     return ""
 
 
@@ -313,7 +313,7 @@ def _homes(affinity: Affinity, share: int) -> dict[str, list[str]]:
     A GPU gets max(1, `share`) ports, or fewer if it cannot use as many. `Affinity.assign` places
     one more flow per GPU than that; the additional flows show which GPUs can use a spare port. A
     spare port goes to the first GPU for which it is no more distant than this GPU's other ports;
-    over a longer path it could delay other flows.
+    a flow on a longer path could delay other flows.
     """
     nflows = max(1, share)
     routes = affinity.assign(nflows + 1)

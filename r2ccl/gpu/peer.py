@@ -23,7 +23,8 @@ not mapped copies each window to its area, or from there, or both.
 
 If a rank dies, the CPU of each surviving rank writes the words for which its own stream waits, so
 that no stream hangs, and the communicator ends. Kernels that have not run yet then do nothing: a
-kernel reads the addresses of its operands from a table in pinned memory, which the CPU clears.
+kernel reads the addresses of its operands from a table in pinned memory, and the CPU sets the first
+of these addresses to 0.
 
 Invariants: a stream waits only for earlier work of its own rank, or for a word that another rank's
 stream writes without waiting for later work; a peer's memory is accessed only between the peer's
@@ -386,7 +387,7 @@ class PeerBackend(SignalledStream):
     def _error_of_others(self, number: int) -> TransportError | None:
         """Return an error if a rank of the node failed before it finished round `number`.
 
-        Raises the error that ended the communicator instead, if it is known.
+        If this rank knows the error that ended the communicator, raise that error instead.
         """
         for at in self._board.have_done(self._nrounds + _AHEAD // 2):
             if not self._board.has_kept(at, number):
@@ -648,7 +649,6 @@ class PeerBackend(SignalledStream):
                 self._device.exchange_words(self._stream, number + _AHEAD, written, ())
 
     def _drop_done(self) -> None:
-        """Forget finished calls."""
         while self._jobs and self._board.is_complete(self._jobs[0].last):
             del self._jobs[0]
 

@@ -156,7 +156,7 @@ def _agree(
 ) -> tuple[str, SharedFile | None]:
     """Map the areas of the node's ranks, and verify that data arrives in them.
 
-    Return an empty string and the file, or on all ranks a reason and None.
+    Return an empty string and the file. If a rank failed, return a reason and None on all ranks.
     """
     members, at = attempt.members, attempt.at
     offers = [_OFFER.unpack(each) for each in attempt.allgather(offer)]

@@ -20,8 +20,8 @@ from r2ccl.device.base import Device
 from r2ccl.device.views import view_of
 from r2ccl.transport.base import Registered
 
-#: Function that registers device memory, given its address and its size in bytes, with every NIC,
-#: or raises TransportError; `Transport.register_device`, called in the data loop.
+#: ``register(address, nbytes)`` registers device memory with every NIC, as
+#: `Transport.register_device` does; call it in the data loop.
 Register = Callable[[int, int], Registered]
 #: Function that runs another function in the thread that owns the data loop and the transport, and
 #: returns its result.
@@ -97,6 +97,8 @@ class RegisteredDeviceMemory:
 
         Raises
         ------
+        InvalidArgument
+            If the bytes are not part of one allocation.
         TransportError
             If a NIC cannot access the memory, or has no resources left.
         """

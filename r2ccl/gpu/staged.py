@@ -1,4 +1,4 @@
-"""Collectives on GPU memory through pinned host memory, for rails that access only host memory.
+"""Collectives on GPU memory that pass through pinned host memory in windows.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""Reductions of slices: one table of operations and element types, one module per device.
+"""Reductions of slices on the host and on GPUs.
 
 `table` lists the supported operations, `host` implements them with NumPy, `half` and `float8` have
 the compiled loops for 16-bit and 8-bit floats, `fold` and `fold_loop` reduce the arrays of several

@@ -111,9 +111,9 @@ def premul_sum(factor: complex) -> ConvertedOp:
     ----------
     factor : int, float or complex
         May differ between ranks; a rank that passes SUM has factor 1. Integer dtypes need an
-        integer that they can hold, and only complex dtypes accept a complex factor. For 16-bit and
-        8-bit floats, the factor is rounded to float32, and the product once to the dtype. With any
-        other factor, the call raises InvalidArgument.
+        integer, and only complex dtypes accept a complex factor. Otherwise, or if the factor is out
+        of range, the collective raises InvalidArgument. For 16-bit and 8-bit floats, the factor is
+        rounded to float32, and the product once to the dtype.
 
     Returns
     -------

@@ -37,7 +37,7 @@ def reducer_of(dtype: np.dtype[Any], op: ReduceOp) -> Callable[[Bits, Bits, Bits
         with np.errstate(invalid="ignore"):  # operands may be NaN or infinite
             table = _bits(left + right if op is ReduceOp.SUM else left * right, dtype)
     else:
-        # Integers in the order of the values: the bits, or below zero if there is a sign.
+        # Integers in the order of the values: the bits, or below zero if the sign bit is set.
         order = np.where(_ALL < 128, _ALL.astype(np.int16), 127 - _ALL.astype(np.int16))
         is_left = order[:, None] <= order if op is ReduceOp.MIN else order[:, None] >= order
         table = _bits(np.where(is_left, left, right), dtype)

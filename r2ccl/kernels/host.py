@@ -80,7 +80,7 @@ _FUNCTIONS: dict[ReduceOp, Reducer] = {
 
 #: Names of the 16-bit floats, which `half` reduces.
 HALVES = ("float16", "bfloat16")
-#: Types that are computed in float32.
+#: Names of the types that are computed in float32.
 SMALL = frozenset(("float16", *EXTENSIONS.values()))
 #: Elements per block if a temporary is needed. A block has at most 512 KiB, so it stays in cache.
 _BLOCK = 1 << 15

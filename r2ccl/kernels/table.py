@@ -60,7 +60,7 @@ def check_op(dtype_code: int, op: ReduceOp | int) -> ReduceOp:
     ------
     InvalidArgument
         If the dtype number or the operation is unknown, or the dtype does not support the
-        operation (MIN of complex numbers, SUM of bool).
+        operation, for example MIN of complex numbers.
     """
     dtype = dtype_of(dtype_code)
     supported = OPS[dtype_code]

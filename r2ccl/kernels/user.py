@@ -1,9 +1,9 @@
 """Operations defined by the user: a compiled loop over elements, or calls with whole slices.
 
-The call signature contains a digest of the operation: its name, whether it is commutative, the code
-of its function, and the default arguments, the closure and, for a method, the object of the
-function. So a call to which the ranks pass operations with different digests is refused. The digest
-is also the key of the operation in this process.
+The call signature contains a digest of the operation. The digest covers its name, whether it is
+commutative, and its function: code, default arguments, closure and, for a method, the object. So a
+call to which the ranks pass operations with different digests is refused. The digest is also the
+key of the operation in this process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UserOp:
     number : int
         `r2ccl.types.USER_OP`, or `ORDERED_OP` if the ranks' data must be combined in rank order.
     digest : int
-        Digest of the operation, equal on all ranks; 1 to 2**32 - 1.
+        Digest of the operation, 1 to 2**32 - 1; must be equal on all ranks of a call.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, *, is_commutative: bool) -> None:
@@ -120,18 +120,19 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
     Raises
     ------
     InvalidArgument
-        If `function` has another form; if one of its default arguments, a variable of an enclosing
-        function that it uses, or an attribute of the object of a method is not None, a number,
-        string, array or function, or a tuple of these; if such a variable has no value yet; or if
-        the object of a method has no ``__dict__``.
+        If `function` has another form, uses a variable of an enclosing function that has no value
+        yet, or is a method of an object without ``__dict__``. Also if it depends on a value that
+        ranks cannot compare. Values that they can compare are None, numbers, strings, bytes,
+        arrays, functions and tuples of these. A function depends on its default arguments, the
+        variables of enclosing functions that it uses, and the attributes of a method's object.
 
     Notes
     -----
-    All ranks must pass operations with the same name, the same `is_commutative`, and functions with
-    the same code, compiled by the same Python version, and equal default arguments, closures and
-    attributes; otherwise the call raises `InvalidArgument` on every rank. Values of global
-    variables are not compared, nor later changes of an object. An exception that the function
-    raises during a call ends the communicator.
+    All ranks must pass operations with the same name and `is_commutative`. The functions must have
+    the same code, compiled by the same Python version, and must depend on equal values.
+    Otherwise the collective raises `InvalidArgument` on every rank. Values of global variables are
+    not compared, nor later changes of an object. An exception that the function raises during a
+    call ends the communicator.
     """
     name = name or str(getattr(function, "__name__", ""))
     is_ufunc = isinstance(function, np.ufunc)

@@ -5,10 +5,10 @@ stream, on which copies finish in the order in which they were begun. Invariants
 free only after it was given back with `Relay.give` and no copy uses it; a copy counts as done after
 the host has seen that its event is done, or after the device failed.
 
-*The GPU that copies.* A NIC may have written the source of a copy: always if the source is a slot,
-and also if a slice that arrived directly is sent on from the GPU's own memory. NIC writes are
-ordered, or flushed, for the GPU that owns the memory, but perhaps not for other GPUs. Therefore the
-GPU that owns the source executes the copy.
+*The GPU that copies.* A NIC has written the source of a copy if the source is a slot, or if a slice
+that arrived directly is sent on from the GPU's own memory. NIC writes are ordered, or flushed, for
+the GPU that owns the memory, but perhaps not for other GPUs. Therefore the GPU that owns the source
+executes the copy.
 
 *Device failure.* After a driver call has failed, the relay provides no more slots. A copy that
 could not be begun has failed. If the state of a copy cannot be queried, all copies in progress in

@@ -2,7 +2,7 @@
 
 `r2ccl.gpu.nic_affinity` finds the rails that this GPU reaches best through another GPU. The routes
 are opened when a rail that this rank's group uses is down or slow at any rank of the group. To open
-a route, the rank opens the other GPU, if this process sees it, allocates slots in that GPU's
+a route, the rank opens the other GPU, which this process must see, allocates slots in that GPU's
 memory, and lets `r2ccl.gpu.pxn.transport` use the slots for the rail. Without a route, slices
 travel to the NIC directly, which is correct but slower.
 

@@ -16,10 +16,10 @@ held until no copy of the path is in progress, including copies of slices that w
 If no slot is free or large enough, a slice travels directly. Each end of a path decides this
 independently, for each slice.
 
-*Confirmations.* A copy may fail, so the inner transport must not confirm by itself a slice that
-lands in a slot, or a direct slice that is announced before that slice is in its landing place.
-Therefore `irecv` does not pass on ``ack`` for such slices. So every slice that the inner transport
-confirmed has arrived, and its arrival is always reported.
+*Confirmations.* A copy from a slot may fail. So the inner transport must not confirm by itself a
+slice that lands in a slot, or a direct slice that is announced while an earlier slice is still to
+be copied from its slot. Therefore `irecv` does not pass on ``ack`` for such slices. So every slice
+that the inner transport confirmed has arrived, and its arrival is always reported.
 
 *A failed copy* is reported as the path's `Failed`, with the device's status. Nothing is lost: the
 slice was not sent, or its arrival was not reported, and it is replayed as after any failure of a
@@ -274,7 +274,7 @@ class PxnTransport:
         self._inner.fence(path)
 
     def _fail(self, state: _PathState, error: TransportError) -> None:
-        """Report a failed copy if the path is still open; drop the sends that wait in any case."""
+        """Report a failed copy if the path is still open; in any case, drop the waiting sends."""
         if self.is_open(state.path):
             state.has_failed = True
             detail = (

@@ -3,8 +3,8 @@
 Collectives therefore do not need Numba; only kernels of other forms, which benches and tests
 launch, are compiled on the machine. ``make ptx`` compiles the kernels of the file again.
 
-The file is a zip archive. It has a member for each element size, which holds the kernels of all
-types of that size one after another, each after a line with its name; with a member for each
+The file is a zip archive with a member for each element size. The member holds the kernels of all
+types of that size one after another, each after a line with its name. With a member for each
 kernel, the file would be four times as large. Another member has the digest of the sources and the
 versions of the compilers that made the kernels.
 

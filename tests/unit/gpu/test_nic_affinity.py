@@ -559,7 +559,7 @@ def test_a_host_larger_than_any_is_not_judged(
     seats[1] = seats[1]._replace(read=lambda: large)
     found = explored([(0, 1)], seats)
     told = [each.getMessage() for each in caplog.records]
-    reason = f"every NIC: its ranks report more than {what}"
+    reason = f"every NIC: the ranks of this host report more than {what}"
     assert [told[0].endswith(reason), told[1].endswith(reason)] == [bool(what)] * 2, told
     if what:
         assert found == [NicAffinity((tuple(range(nnics)),) * 2, ())] * 2
