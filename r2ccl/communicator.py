@@ -939,8 +939,8 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If an argument is invalid, or another rank refuses the message that waits for its
-            `recv`, because of another dtype or too few elements.
+            If an argument is invalid, or the message waits for its `recv` and that `recv` refuses
+            it, because of another dtype or an ``out`` with too few elements.
 
         Notes
         -----
@@ -1028,8 +1028,8 @@ class Communicator:
     ) -> Message | None:
         """Return the message that `recv` with these arguments would take, without taking it.
 
-        See `recv` for arguments and errors. If there is no such message yet, wait for one or,
-        unless `is_blocking`, return None.
+        See `recv` for arguments and errors. If there is no such message yet, wait for one if
+        `is_blocking`, otherwise return None.
         """
         return self._messages.probe(source, tag, is_blocking=is_blocking)
 
@@ -1042,10 +1042,10 @@ class Communicator:
     ) -> npt.NDArray[Any]:
         """Allocate an array in memory that all ranks share, if they can share memory.
 
-        Collectives on more than some KiB copy less data if their input, or the output of an
-        `allreduce`, is this array or a part of it. The array is an ordinary NumPy array;
-        ``torch.from_numpy`` and DLPack can share its memory. Collectives of other communicators
-        treat it as any other array.
+        Most collectives on more than some KiB copy less data if, on every rank, their input is such
+        an array or a part of one; in an `allreduce`, also the output. The array is an ordinary
+        NumPy array; ``torch.from_numpy`` and DLPack can share its memory. Collectives of other
+        communicators treat it as any other array.
 
         Parameters
         ----------
@@ -1122,8 +1122,8 @@ class Communicator:
         """Return a new communicator of the ranks that pass the same `color`.
 
         The new communicator shares this one's connections, control plane and knowledge of failed
-        NICs, and may be used from another thread at the same time. An error in one communicator of
-        a job ends all of them.
+        NICs, and may be used from another thread at the same time. An error that revokes one
+        communicator of a job revokes all of them.
 
         Parameters
         ----------
@@ -1135,9 +1135,9 @@ class Communicator:
         Returns
         -------
         Communicator or None
-            None if `color` is None. ``members`` of the new communicator has the rank of each of its
-            ranks in this one. It is closed by its ``close()``, or with the communicator that `init`
-            or `shrink` returned.
+            None if `color` is None. ``members`` of the new communicator has, for each of its ranks,
+            the rank in this one. The new communicator is closed by its ``close()``, or with the
+            communicator that `init` or `shrink` returned.
 
         Raises
         ------
@@ -1376,7 +1376,8 @@ class Communicator:
         NoHealthyRail, PeerLost, CommunicatorRevoked
             If the communicator failed during `close`.
         TransportError
-            If a GPU could not be freed, for a communicator made by `split` and the like.
+            If resources of a GPU could not be freed, for a communicator made by `split` and the
+            like.
         CommunicatorRevoked
             If an asynchronous call failed and no call has raised its error yet.
 

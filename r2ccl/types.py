@@ -189,7 +189,7 @@ class ProbeKey(NamedTuple):
     """Key of a probe of `peer`'s port on rail `rail`, sent from this rank's port on rail `via`.
 
     With ``via == rail`` the two ports are the ends of a path. Otherwise this rank's port on rail
-    `via` is an auxiliary port.
+    `via` is an auxiliary port: see `r2ccl.failover.diagnosis.verdict`.
     """
 
     peer: int

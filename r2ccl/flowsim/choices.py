@@ -60,8 +60,9 @@ def simulate_choice(
 def rails_of(choice: Choice, rows: Sequence[Sequence[int]]) -> Rails:
     """Return the function that gives the rails of a choice's links, as the engine chooses them.
 
-    `rows` has, for every rank, the share of its bandwidth that each rail still has, in parts of
-    `WHOLE`. A link whose home rail is down uses a rail that is up at both ends, if there is one.
+    For every rank, `rows` has the bandwidth left of each rail, as a share of its full bandwidth in
+    parts of `WHOLE`. A link whose home rail is down uses a rail that is up at both ends, if there
+    is one.
     """
     placement, nrails = choice.placement, len(rows[0])
     home = {(c, low, high): number % nrails for c, low, high, number in placement.edges}
