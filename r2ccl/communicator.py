@@ -43,11 +43,11 @@ Counts: TypeAlias = Sequence[int]
 class Communicator:
     """Group of ranks that run collectives together; created by `r2ccl.init`.
 
-    Every method marked *collective* must be called by all ranks in the same order. The sections
-    below apply to all collectives, that is, to `allreduce`, `allgather`, `reduce_scatter`,
-    `broadcast`, `reduce`, `gather`, `scatter`, `alltoall`, `scan`, `exscan`, their forms with ``v``
-    for parts of unequal size, and `run_schedule`. The docstring of a method has only additions and
-    differences.
+    Every method marked *collective* must be called by all ranks that its docstring names, in the
+    same order. The sections below apply to all collectives, that is, to `allreduce`, `allgather`,
+    `reduce_scatter`, `broadcast`, `reduce`, `gather`, `scatter`, `alltoall`, `scan`, `exscan`,
+    their forms with ``v`` for parts of unequal size, and `run_schedule`. The docstring of a method
+    has only additions and differences.
 
     Attributes
     ----------

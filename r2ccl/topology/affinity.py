@@ -8,9 +8,9 @@ nearest, then the one with the fewest flows, then the first in the order of name
 share a NIC only if no free NIC gives more bandwidth.
 
 A flow may pass through the memory of another GPU (NCCL's PXN): over NVLink to a GPU near the NIC,
-and from there over PCI switches, or over NVLink-C2C and PCI. A flow takes this route if it has more
-bandwidth than the direct route, or if it has equal bandwidth and the direct route passes processors
-(`Distance.PHB` or `Distance.SYS`).
+and from there over PCI switches, or over NVLink-C2C and PCI. A flow takes this route if it gets
+more bandwidth there than on the direct route, or if it gets equal bandwidth and the direct route
+passes processors (`Distance.PHB` or `Distance.SYS`).
 
 Invariant: processes of a host that pass the same machine, GPUs and ports get the same results,
 because every choice depends only on integers and a fixed order.

@@ -153,7 +153,7 @@ class Neighbours:
         return bool(state & NUD_VALID)
 
 
-#: Errors if there is no route, the interface is down or was removed, or the source address was.
+#: Errors if there is no route, the interface is down or removed, or the source address is removed.
 _NO_WAY = frozenset(
     (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENODEV, errno.EADDRNOTAVAIL,
      errno.EINVAL)
