@@ -946,10 +946,10 @@ class Communicator:
         -----
         See `Communicator` for the other errors. A message of at most ``R2CC_EAGER_NBYTES``, less a
         header of 32 bytes, is short: the call copies it and does not wait for its `recv`. A longer
-        message to another rank waits for its `recv`. A short one waits, too, if together with it
-        more than 1 MiB of this rank's short messages to `to` would wait for a `recv`. *After
-        failure*: the failure of a path neither loses nor doubles a message. Messages and
-        collectives do not wait for each other.
+        message to another rank waits for its `recv`. A short one waits, too, if the short messages
+        from this rank to `to` without a `recv` would otherwise exceed 1 MiB. *After failure*: the
+        failure of a path neither loses nor doubles a message. Messages and collectives do not wait
+        for each other.
         """
         return self._messages.send(x, to, tag, is_synchronous=is_synchronous, is_async=async_op)
 
@@ -1316,11 +1316,10 @@ class Communicator:
     def pending(self) -> status.Pending:
         """Return the ranks, slices and other objects that the blocked call of this rank waits for.
 
-        ``str()`` of the result is a text for people. This rank learns that a peer has called the
-        collective from the peer's slices, or from its answer to the desync check, which asks all
-        ranks for their last call. A collective starts the desync check after
-        ``R2CC_SUSPICION_TIMEOUT_S`` without progress and, even if it makes progress, after half of
-        ``R2CC_TIMEOUT_S``.
+        ``str()`` of the result is a text for people. A peer's slices, or its answer to the desync
+        check, tell this rank that the peer has called the collective. The desync check asks all
+        ranks for their last call. A collective starts it after ``R2CC_SUSPICION_TIMEOUT_S`` without
+        progress and, in any case, after half of ``R2CC_TIMEOUT_S``.
         """
         return self._engine.pending()
 
