@@ -80,10 +80,10 @@ class Affinity:
     def preferences(self) -> dict[str, tuple[NicRoute, ...]]:
         """Return each GPU's routes: to its home port first, then to the backup ports, best first.
 
-        The home port of a GPU is the port that `assign` chooses for its channel 0. The bandwidth of
-        a backup assumes that all other GPUs use their home ports. GPUs with the same home port have
-        equally good backups in rotated orders, so that they spread over the backups if they lose
-        the port.
+        The home port of a GPU is the port that `assign` chooses for its channel 0. ``share_mbps``
+        of a backup assumes that all other GPUs use their home ports. GPUs with the same home port
+        have equally good backups in rotated orders, so that they spread over the backups if they
+        lose the port.
 
         Returns
         -------
