@@ -1,6 +1,6 @@
 """Type of the clocks that components receive as arguments, and the real clock.
 
-The simulator passes a clock of its own.
+`r2ccl.testing.simulation` passes a clock of its own.
 """
 
 from __future__ import annotations

@@ -43,11 +43,11 @@ Counts: TypeAlias = Sequence[int]
 class Communicator:
     """Group of ranks that run collectives together; created by `r2ccl.init`.
 
-    Every method marked *collective* must be called by all ranks in the same order. The sections
-    below apply to all collectives, that is, to `allreduce`, `allgather`, `reduce_scatter`,
-    `broadcast`, `reduce`, `gather`, `scatter`, `alltoall`, `scan`, `exscan`, their forms with ``v``
-    for parts of unequal size, and `run_schedule`. The docstring of a method has only additions and
-    differences.
+    Every method marked *collective* must be called by all ranks that its docstring names, in the
+    same order. The sections below apply to all collectives, that is, to `allreduce`, `allgather`,
+    `reduce_scatter`, `broadcast`, `reduce`, `gather`, `scatter`, `alltoall`, `scan`, `exscan`,
+    their forms with ``v`` for parts of unequal size, and `run_schedule`. The docstring of a method
+    has only additions and differences.
 
     Attributes
     ----------
@@ -939,17 +939,17 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If an argument is invalid, or another rank refuses the message that waits for its
-            `recv`, because of another dtype or too few elements.
+            If an argument is invalid, or the message waits for its `recv` and that `recv` refuses
+            it, because of another dtype or an ``out`` with too few elements.
 
         Notes
         -----
         See `Communicator` for the other errors. A message of at most ``R2CC_EAGER_NBYTES``, less a
         header of 32 bytes, is short: the call copies it and does not wait for its `recv`. A longer
-        message to another rank waits for its `recv`. A short one waits, too, if together with it
-        more than 1 MiB of this rank's short messages to `to` would wait for a `recv`. *After
-        failure*: the failure of a path neither loses nor doubles a message. Messages and
-        collectives do not wait for each other.
+        message to another rank waits for its `recv`. A short one waits, too, if the short messages
+        from this rank to `to` without a `recv` would otherwise exceed 1 MiB. *After failure*: the
+        failure of a path neither loses nor doubles a message. Messages and collectives do not wait
+        for each other.
         """
         return self._messages.send(x, to, tag, is_synchronous=is_synchronous, is_async=async_op)
 
@@ -1028,8 +1028,8 @@ class Communicator:
     ) -> Message | None:
         """Return the message that `recv` with these arguments would take, without taking it.
 
-        See `recv` for arguments and errors. If there is no such message yet, wait for one or,
-        unless `is_blocking`, return None.
+        See `recv` for arguments and errors. If there is no such message yet, wait for one if
+        `is_blocking`, otherwise return None.
         """
         return self._messages.probe(source, tag, is_blocking=is_blocking)
 
@@ -1042,10 +1042,10 @@ class Communicator:
     ) -> npt.NDArray[Any]:
         """Allocate an array in memory that all ranks share, if they can share memory.
 
-        Collectives on more than some KiB copy less data if their input, or the output of an
-        `allreduce`, is this array or a part of it. The array is an ordinary NumPy array;
-        ``torch.from_numpy`` and DLPack can share its memory. Collectives of other communicators
-        treat it as any other array.
+        Most collectives on more than some KiB copy less data if, on every rank, their input is such
+        an array or a part of one; in an `allreduce`, also the output. The array is an ordinary
+        NumPy array; ``torch.from_numpy`` and DLPack can share its memory. Collectives of other
+        communicators treat it as any other array.
 
         Parameters
         ----------
@@ -1122,8 +1122,8 @@ class Communicator:
         """Return a new communicator of the ranks that pass the same `color`.
 
         The new communicator shares this one's connections, control plane and knowledge of failed
-        NICs, and may be used from another thread at the same time. An error in one communicator of
-        a job ends all of them.
+        NICs, and may be used from another thread at the same time. An error that revokes one
+        communicator of a job revokes all of them.
 
         Parameters
         ----------
@@ -1135,9 +1135,9 @@ class Communicator:
         Returns
         -------
         Communicator or None
-            None if `color` is None. ``members`` of the new communicator has the rank of each of its
-            ranks in this one. It is closed by its ``close()``, or with the communicator that `init`
-            or `shrink` returned.
+            None if `color` is None. ``members`` of the new communicator has, for each of its ranks,
+            the rank in this one. The new communicator is closed by its ``close()``, or with the
+            communicator that `init` or `shrink` returned.
 
         Raises
         ------
@@ -1316,11 +1316,10 @@ class Communicator:
     def pending(self) -> status.Pending:
         """Return the ranks, slices and other objects that the blocked call of this rank waits for.
 
-        ``str()`` of the result is a text for people. This rank learns that a peer has called the
-        collective from the peer's slices, or from its answer to the desync check, which asks all
-        ranks for their last call. A collective starts the desync check after
-        ``R2CC_SUSPICION_TIMEOUT_S`` without progress and, even if it makes progress, after half of
-        ``R2CC_TIMEOUT_S``.
+        ``str()`` of the result is a text for people. A peer's slices, or its answer to the desync
+        check, tell this rank that the peer has called the collective. The desync check asks all
+        ranks for their last call. A collective starts it after ``R2CC_SUSPICION_TIMEOUT_S`` without
+        progress and, in any case, after half of ``R2CC_TIMEOUT_S``.
         """
         return self._engine.pending()
 
@@ -1376,7 +1375,8 @@ class Communicator:
         NoHealthyRail, PeerLost, CommunicatorRevoked
             If the communicator failed during `close`.
         TransportError
-            If a GPU could not be freed, for a communicator made by `split` and the like.
+            If resources of a GPU could not be freed, for a communicator made by `split` and the
+            like.
         CommunicatorRevoked
             If an asynchronous call failed and no call has raised its error yet.
 

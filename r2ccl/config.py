@@ -47,8 +47,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     #: Reaction to failures. failstop: a broken path ends the call. migrate: its slices move to
-    #: other paths. balance: also, the work is divided by the bandwidth the rails have left. r2cc:
-    #: also, R2CC-AllReduce may run. auto: any schedule may run. The numbers 0 to 3, as in the
+    #: other paths. balance: also, each rail gets work in proportion to the bandwidth it has left.
+    #: r2cc: also, R2CC-AllReduce may run. auto: any schedule may run. The numbers 0 to 3, as in the
     #: published R2CCL, are aliases of the first four.
     mode: str = "auto"
     #: Maximum slice size of an op whose slices are eager: sent as copies, without clear-to-send.
@@ -98,9 +98,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Maximum amount of host memory registered with NICs, and separately of GPU memory; of memory
     #: that is not in use, the least recently used is deregistered first.
     registration_limit_nbytes: int = 4 << 30
-    #: Size of each staging memory of collectives on GPU memory: GPU memory that the node's GPUs
-    #: access directly; and GPU memory that slices land in or, if the rails reach only host memory,
-    #: pinned host memory. The first and the last have at least 64 bytes per rank.
+    #: Size of each of a rank's two staging memories for collectives on GPU memory. One is GPU
+    #: memory that the node's GPUs access directly. The other is GPU memory that slices land in or,
+    #: if the rails reach only host memory, pinned host memory. The first memory and pinned host
+    #: memory have at least 64 bytes per rank.
     staging_nbytes: int = 64 << 20
     #: Access of a node's GPUs to each other's memory. 1: direct, or an error if it is not possible;
     #: 0: not direct; auto: direct if it is possible between all GPUs of the node.
@@ -127,8 +128,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Maximum time that a repeatedly failing path must stay good before it is used again; 0: only
     #: the probes decide.
     quarantine_cap_s: float = 300.0
-    #: Division of the work by the measured rates of the rails, except in modes failstop and
-    #: migrate. 1: on; 0: off; auto: on if rails add bandwidth to one another.
+    #: Division of the work in proportion to the measured rates of the rails, except in modes
+    #: failstop and migrate. 1: on; 0: off; auto: on if rails add bandwidth to one another.
     balance: str = "auto"
     #: A call fails with NoHealthyRail after this long without a path to a peer.
     no_rail_timeout_s: float = 10.0
@@ -141,7 +142,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     init_timeout_s: float = 60.0
     #: init() waits this long for all rails, then continues with those that are up.
     connect_timeout_s: float = 5.0
-    #: Number of ranks with data paths above which a rank closes idle paths, the least recently used
+    #: A rank with data paths to more ranks than this closes idle paths, the least recently used
     #: first, but none that init() made. 0, or in mode failstop: no limit.
     max_connections: int = 128
     #: Congestion control of TCP rails; auto: cubic, on loopback reno; empty: the system default.
@@ -223,8 +224,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def inbox_nbytes(self) -> int:
         """Size of the largest eager payload that can arrive, in bytes.
 
-        It is at least 1024: the frame that announces a message (`r2ccl.Communicator.send`) is eager
-        even if `eager_nbytes` is less than its size.
+        It is at least 1024: the frame that announces a message (`r2ccl.Communicator.send`) is
+        always eager, even if it is larger than `eager_nbytes`.
         """
         return max(self.eager_nbytes, 1024)
 
@@ -235,7 +236,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_balanced(self) -> bool:
-        """True if plans divide work by rail health; False if they treat all rails as healthy."""
+        """True if plans depend on the health of rails; False if they treat all as healthy."""
         return self.mode not in ("failstop", "migrate")
 
     @property
@@ -406,7 +407,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "debug": ("NCCL_DEBUG",),
 }
 
-#: Keywords of other libraries that give a process its rank, and the variable that does so here.
+#: Keywords by which other libraries place a process in its job, and the variables used here.
 _PLACES = {
     "rank": "RANK", "world_size": "WORLD_SIZE", "nranks": "WORLD_SIZE", "size": "WORLD_SIZE",
     "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT",

@@ -69,7 +69,8 @@ _MESSAGES: Any = (
 )  # fmt: skip
 #: Methods of the argument ``comm`` of `init`.
 _EXCHANGE = ("Get_rank", "Get_size", "allgather", "bcast")
-#: Making it takes 5 ms, which a rank server spends before it forks, when it imports this module.
+#: Codec of the control sessions. Making it takes 5 ms, which a rank server
+#: (`r2ccl.bootstrap.rank_server`) spends before it forks, when it imports this module.
 _CODEC = Codec(_MESSAGES)
 
 

@@ -189,7 +189,7 @@ class ProbeKey(NamedTuple):
     """Key of a probe of `peer`'s port on rail `rail`, sent from this rank's port on rail `via`.
 
     With ``via == rail`` the two ports are the ends of a path. Otherwise this rank's port on rail
-    `via` is an auxiliary port.
+    `via` is an auxiliary port: see `r2ccl.failover.diagnosis.verdict`.
     """
 
     peer: int
@@ -208,10 +208,10 @@ class CallSignature(msgspec.Struct, frozen=True):
     ``count`` is the number of elements of the whole buffer, all ranks' parts together; for a
     collective in `PAIRWISE` it is 0 or, in a slice, the number of elements that the sender of the
     slice sends to its receiver in the call. Collectives that do not reduce have ``op`` SUM, those
-    without a root have ``root`` 0. For an allreduce that runs a schedule of the caller, one that
-    joins several allreduces of a group, and a collective in `PARTED` whose parts differ in size,
-    ``root`` is derived from a digest: see `with_digest`. ``user`` is the digest of an operation of
-    the user, else 0.
+    without a root have ``root`` 0. ``root`` is made from a digest, see `with_digest`, in three
+    cases: an allreduce runs a schedule of the caller, an allreduce joins several allreduces of a
+    group, or the parts of a collective in `PARTED` differ in size. ``user`` is the digest of an
+    operation of the user, else 0.
     """
 
     collective: int

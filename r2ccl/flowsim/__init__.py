@@ -12,7 +12,7 @@ It scales to 1,024 nodes.
 `loops`      compiled event loops
 `simulation` `simulate`: the whole run
 `outcome`    result of a simulation
-`choices`    the planner's choices on a cluster with lost and slow NICs
+`choices`    schedules that the planner chooses on a cluster with lost and slow NICs
 `training`   time of a training step, given the times of its allreduces
 `serving`    time of a prefill and of a decode step, given the time of an allreduce
 ============ =====================================================================================

@@ -1,4 +1,4 @@
-"""Simulation of the planner's choices on a cluster with lost and slow NICs."""
+"""Simulation of the schedules that the planner chooses on a cluster with lost and slow NICs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from r2ccl.types import PathKey
 def simulate_choice(
     cluster: ClusterShape, choice: Choice, nbytes: int, counts: Sequence[int] = ()
 ) -> float:
-    """Return the simulated time of a choice in seconds.
+    """Return the simulated time in seconds of a schedule that the planner chose.
 
-    Traffic within a node takes no time. A choice over nodes (`Choice.is_among_nodes`) is simulated
-    with one rank per node.
+    Traffic within a node takes no time. A schedule whose ranks stand for nodes
+    (`Choice.is_among_nodes`) is simulated with one rank per node.
 
     Parameters
     ----------
@@ -58,10 +58,11 @@ def simulate_choice(
 
 
 def rails_of(choice: Choice, rows: Sequence[Sequence[int]]) -> Rails:
-    """Return the function that gives the rails of a choice's links, as the engine chooses them.
+    """Return a function that gives the rails of the links of `choice`, as the engine chooses them.
 
-    `rows` has, for every rank, the share of its bandwidth that each rail still has, in parts of
-    `WHOLE`. A link whose home rail is down uses a rail that is up at both ends, if there is one.
+    For every rank, `rows` has the bandwidth left on each rail, 0 to `WHOLE`, see
+    `r2ccl.failover.health.table`. A link whose home rail is down uses a rail that is up at both
+    ends, if there is one.
     """
     placement, nrails = choice.placement, len(rows[0])
     home = {(c, low, high): number % nrails for c, low, high, number in placement.edges}

@@ -105,7 +105,7 @@ class PortRoutes(NamedTuple):
         return np.stack([egress, ingress])
 
     def _alive(self, table: Floats, source: Ints, target: Ints) -> tuple[Ints, Ints]:
-        """Return the rail of every link at its source and at its destination; -1 if none is alive.
+        """Return each link's rail at its source and at its destination; -1 if it can use none.
 
         If all rails of a node are modelled as one port, the rail is 0.
         """

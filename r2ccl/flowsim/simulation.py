@@ -76,8 +76,8 @@ def simulate(
         another rail.
     node_ports : bool
         If True, each node has one port per direction with the summed bandwidth of its rails. This
-        models schedules whose links spread their channels over the rails in proportion to the
-        bandwidths of the rails. The result of `rails` is then checked, but not used.
+        models schedules that spread the channels between two nodes over the rails in proportion
+        to the bandwidths of the rails. The result of `rails` is then checked, but not used.
     sharing : {"max_min", "fair_queue"}
         Model of port sharing. Max-min is exact except for `tolerance`. The times of fair queues
         differ by up to 3 % from max-min on rings and trees with 16 slices per chunk, and by more

@@ -27,8 +27,8 @@ other ranks map; segments for arrays of the user are made on request. Modules:
 - `machine` tells whether ranks can share memory on this kind of machine.
 
 All collectives consist of *rounds*, whose numbers never restart: in round j a rank copies data into
-stage slot ``j % NSLOTS`` of its segment and stores j in its word ``posted``; peers wait for this
-value, read the slot and, if a rank may wait for them in this call, store j in their word ``done``.
+stage slot ``j % NSLOTS`` of its segment and stores j in its word ``POSTED``; peers wait for this
+value, read the slot and, if a rank may wait for them in this call, store j in their word ``DONE``.
 In the first round of a call, each rank posts a header with the call's signature, and every rank
 waits for the headers of all others. Calls that differ are therefore found before any output is
 written. If the headers say that the ranks can access each other's arrays directly, the call has no

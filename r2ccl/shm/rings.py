@@ -169,8 +169,8 @@ class Rings:
     def admits(self, peer: int, nbytes: int) -> bool:
         """Return whether a short message of `nbytes` bytes may be sent to `peer` now.
 
-        If so, count the message as sent. It must fit (`fits`), and the short messages that receives
-        of the peer have not taken may have at most `MOST_UNTAKEN` bytes.
+        If so, count the message as sent. It must fit (`fits`), and together with it, the short
+        messages that receives of the peer have not taken may have at most `MOST_UNTAKEN` bytes.
         """
         words = self._words[peer]
         untaken = int(words[layout.SENT]) - int(self._taken_by[peer][0])

@@ -118,7 +118,7 @@ class ExitWatch:
     def look(self, state: npt.NDArray[np.int64]) -> None:
         """Report each peer whose process has ended since the last call.
 
-        After the first such peer, waits with the state `state` sleep only briefly, because the
+        After the first such peer, shorten the sleeps of waits that use `state`, because the
         communicator is about to end.
 
         Raises

@@ -1,9 +1,9 @@
 """Hardware of this machine: the NICs that become rails, their link events, and GPU-NIC affinity.
 
-This package enumerates interfaces and RDMA devices, and contains the library's netlink client. Its
-functions return values (`Nic`, `Hca`, `LinkEvent`). The modules for GPU topology are not imported
-here, because most ranks do not need them: `gpus` reads the GPUs, `sysfs` reads the whole machine as
-a `Machine`, `affinity` assigns NICs to GPUs, and `nccl_xml` writes an NCCL topology file.
+This package enumerates interfaces and RDMA devices, and contains the library's netlink client. The
+modules for GPU topology are not imported here, because most ranks do not need them: `gpus` reads
+the GPUs, `sysfs` reads the whole machine as a `Machine`, `affinity` assigns NICs to GPUs, and
+`nccl_xml` writes an NCCL topology file.
 
 Invariant: the same machine state and settings give the same rails in the same order.
 """

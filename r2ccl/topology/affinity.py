@@ -8,9 +8,9 @@ nearest, then the one with the fewest flows, then the first in the order of name
 share a NIC only if no free NIC gives more bandwidth.
 
 A flow may pass through the memory of another GPU (NCCL's PXN): over NVLink to a GPU near the NIC,
-and from there over PCI switches, or over NVLink-C2C and PCI. A flow takes this route if it has more
-bandwidth than the direct route, or if it has equal bandwidth and the direct route passes processors
-(`Distance.PHB` or `Distance.SYS`).
+and from there over PCI switches, or over NVLink-C2C and PCI. A flow takes this route if it gets
+more bandwidth there than on the direct route, or if it gets equal bandwidth and the direct route
+passes processors (`Distance.PHB` or `Distance.SYS`).
 
 Invariant: processes of a host that pass the same machine, GPUs and ports get the same results,
 because every choice depends only on integers and a fixed order.
@@ -80,10 +80,10 @@ class Affinity:
     def preferences(self) -> dict[str, tuple[NicRoute, ...]]:
         """Return each GPU's routes: to its home port first, then to the backup ports, best first.
 
-        The home port of a GPU is the port that `assign` chooses for its channel 0. The bandwidth of
-        a backup assumes that all other GPUs use their home ports. GPUs with the same home port have
-        equally good backups in rotated orders, so that they spread over the backups if they lose
-        the port.
+        The home port of a GPU is the port that `assign` chooses for its channel 0. ``share_mbps``
+        of a backup assumes that all other GPUs use their home ports. GPUs with the same home port
+        have equally good backups in rotated orders, so that they spread over the backups if they
+        lose the port.
 
         Returns
         -------

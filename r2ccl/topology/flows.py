@@ -51,7 +51,7 @@ class NicRoute(msgspec.Struct, frozen=True):
 class Option(NamedTuple):
     """Possible route from a GPU to a port.
 
-    The fields are as in `NicRoute`. ``hops`` counts how often the route passes each link.
+    ``hops`` counts how often the route passes each link. The other fields are as in `NicRoute`.
     """
 
     gpu: str
@@ -71,7 +71,7 @@ class Options:
     gpus, ports : sequence of str
         Bus ids of the GPUs in use, and labels of the ports in use.
     speeds : mapping of str to int
-        Rates of ports that differ from the nominal ones, by label, in Mbit/s; 0: lost.
+        Rates in Mbit/s that replace the nominal rates of ports, by label; 0: the port is lost.
 
     Attributes
     ----------

@@ -70,7 +70,7 @@ class Graph:
     ----------
     machine : Machine
     speeds : mapping of str to int, optional
-        Rates of ports that differ from the nominal ones, by label, in Mbit/s; 0: lost.
+        Rates in Mbit/s that replace the nominal rates of ports, by label; 0: the port is lost.
 
     Raises
     ------

@@ -36,7 +36,7 @@ ROCE_V2 = "RoCE v2"
 NO_HCA = "none"
 
 # Errors of reading an attribute that has no value: EINVAL for an empty slot of the GID table and
-# for an entry of another network namespace, the others after a device was removed.
+# for an entry of another network namespace, the others if there is no such attribute or device.
 _ABSENT = frozenset((errno.EINVAL, errno.ENOENT, errno.ENODEV))
 
 #: The kernel limits an attribute to one page and returns all of it in one read.
@@ -50,8 +50,8 @@ class Gid(msgspec.Struct, frozen=True):
 
     ``index`` is the slot of the entry in the table. ``kind`` is sysfs's value, ``RoCE v2`` or
     ``IB/RoCE v1`` (also on InfiniBand). ``address`` is an IPv6 address as text; an IPv4 address is
-    mapped (``::ffff:10.0.0.1``). ``netdev`` is the interface that owns the GID, which may be a
-    VLAN; empty on InfiniBand.
+    mapped (``::ffff:10.0.0.1``). ``netdev`` is the interface that owns the GID, possibly a VLAN;
+    empty on InfiniBand.
     """
 
     index: int

@@ -1,7 +1,7 @@
 """Description of the parts of a machine that move data: NUMA nodes, PCI tree, GPUs and NICs.
 
 `sysfs` and `gpus` read these values from the machine, `distance` finds paths between the parts. A
-GPU is named by its PCI bus id, because CUDA's ordinals depend on ``CUDA_VISIBLE_DEVICES`` and
+GPU is named by its PCI bus id, because CUDA's ordinals depend on ``CUDA_VISIBLE_DEVICES`` and may
 differ between the processes of a host.
 
 Invariant: a `Machine` made by `Machine.of` is in canonical order and contains every part it refers

@@ -70,8 +70,6 @@ def _device_attributes(device: PciDevice) -> dict[str, str]:
 
 
 class _Writer:
-    """Writer that adds the parts of a machine to an XML element."""
-
     def __init__(self, machine: Machine, ranks: Mapping[str, int]) -> None:
         self._machine = machine
         self._ranks = ranks

@@ -86,9 +86,9 @@ class Neighbours:
             True if the link-layer address is known, if none has to be resolved (`destination` is an
             address of this machine or an IPv6 link-local address), or if the kernel does not
             support the query (before Linux 5.0). False if the link-layer address is not known yet,
-            or if the lookup failed for a reason that may pass: no route exists, the interface or
-            the source address is down or was removed, or no file descriptor or kernel memory is
-            free.
+            or if the lookup failed for a reason that may pass: no route exists, the interface is
+            down or was removed, the source address was removed, or no file descriptor or kernel
+            memory is free.
 
         Raises
         ------
@@ -153,7 +153,7 @@ class Neighbours:
         return bool(state & NUD_VALID)
 
 
-#: Errors if there is no route, or the interface or the source address is down or was removed.
+#: Errors if there is no route, the interface is down or removed, or the source address is removed.
 _NO_WAY = frozenset(
     (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENODEV, errno.EADDRNOTAVAIL,
      errno.EINVAL)

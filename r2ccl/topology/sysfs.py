@@ -2,8 +2,8 @@
 
 The roots of sysfs and proc are parameters, so recorded trees can be read like live ones. Facts
 about GPUs are parameters too, because sysfs does not have them. Invariant: a missing or garbled
-attribute is no error. Its value is empty or 0. If planning needs a value other than a NUMA
-distance, one is assumed, and `Machine.remarks` states it.
+attribute is no error. Its value is then empty or 0 or, if planning needs one, an assumed value;
+`Machine.remarks` states assumed values, except NUMA distances.
 
 References
 ----------

@@ -105,8 +105,9 @@ def _entry(stamp: int) -> Callable[..., Any]:
     return reroute
 
 
-#: ``reroute(state, time, bandwidths, ports, is_fair)`` sets, from `time` on, the bandwidth of every
-#: port in bytes/s and the egress and ingress port of every link, shape (2, nlinks).
+#: ``reroute(state, time, bandwidths, ports, is_fair)`` sets, from `time` on (in seconds), the
+#: bandwidth of every port in bytes/s, and the egress and ingress port of every link: `ports`, of
+#: shape (2, nlinks). `is_fair` is True for port sharing by fair queues, False for max-min.
 reroute: Callable[[FlowState, float, Rates, Ports, bool], None] = compiled(_entry(STAMP))
 
 __all__ = ["reroute"]

@@ -10,7 +10,7 @@ costs ten times as much as the called functions. The loops neither create nor ke
 reference counting is disabled with ``_nrt=False``.
 
 Only the entry points are called from outside of compiled code. Without ``no_cfunc_wrapper=True``,
-Numba would compile a wrapper for C of every other function, a sixth of the time to compile all.
+Numba would compile a C wrapper of every other function, which takes a sixth of the compile time.
 """
 
 from __future__ import annotations
