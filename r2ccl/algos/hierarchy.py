@@ -102,7 +102,11 @@ def wrap(
 
 
 def _cost(inner: Schedule, teams: Sequence[tuple[int, ...]], carried: Carried) -> Cost:
-    """Return the same cost as `measure`, for two or more nodes with equal numbers of ranks."""
+    """Return the same cost as `measure`, without generating the ops.
+
+    There are at least two nodes, all with equally many ranks, and all channels have equally many
+    chunks.
+    """
     size, total = len(teams[0]), sum(inner.weights)
     # A leader exchanges the data of its channels with all other members, a member with its leader.
     inside = [Fraction(0)] * size

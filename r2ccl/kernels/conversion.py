@@ -113,7 +113,7 @@ def premul_sum(factor: complex) -> ConvertedOp:
         May differ between ranks; a rank that passes SUM has factor 1. Integer dtypes need an
         integer, and only complex dtypes accept a complex factor. Otherwise, or if the factor is out
         of range, the collective raises InvalidArgument. For 16-bit and 8-bit floats, the factor is
-        rounded to float32, and the product once to the dtype.
+        rounded to float32, and the product to float32 and then to the dtype.
 
     Returns
     -------

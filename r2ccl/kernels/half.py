@@ -216,7 +216,9 @@ def make_divider(dtype_name: str) -> Callable[..., int]:
 
 
 def make_scaler(dtype_name: str) -> Callable[..., int]:
-    """Return the loop that multiplies each element and rounds once, for `r2ccl.kernels.native`.
+    """Return the loop that multiplies each element by a factor, for `r2ccl.kernels.native`.
+
+    Each product is rounded to float32 and then to the dtype.
 
     ``scale(source, out, count, factor)`` takes the addresses of two arrays of `count` elements, and
     the bits of the factor as a float32.

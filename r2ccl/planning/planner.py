@@ -385,7 +385,7 @@ class Planner:
         return min(most, max(1, nbytes // (nranks * _MIN_CHUNK_NBYTES)))
 
     def _carried(self, health: Health) -> Health:
-        """Return the health to plan with; without failures if the mode ignores the health."""
+        """Return `health`, or a health with all rails whole if the mode ignores failures."""
         if self._config.is_balanced:
             return health
         return Health.whole(health.nranks, health.nrails)

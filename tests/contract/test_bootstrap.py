@@ -499,13 +499,15 @@ def test_the_end_of_a_process_follows_its_messages(start_job: Callable[..., Job]
 
     def stay_busy() -> None:
         """Report the end of rank 2 while this thread keeps its messages waiting in the kernel."""
-        job.planes[2].gossip(Text("last words"))
+        for words in ("first words", "last words"):
+            job.planes[2].gossip(Text(words))
+        # Rank 2 sends each message to both ranks before it sends the next one.
         job.seen[1].wait_for(lambda: (2, Text("last words")) in job.seen[1].messages)
         first.report_exit(2)
 
     first.call_soon(stay_busy)
     seen.wait_for(lambda: 2 in seen.lost)
-    assert (2, Text("last words")) in seen.messages
+    assert (2, Text("first words")) in seen.messages
     assert seen.lost[2].startswith("its process is gone: the kernel has released its mutex")
     job.seen[1].wait_for(lambda: 2 in job.seen[1].lost)
     assert job.seen[1].lost[2].endswith("says rank 0")

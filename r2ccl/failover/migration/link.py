@@ -228,8 +228,8 @@ class SendLink:
             return []
         if ack > self.posted:
             raise InternalError(
-                f"rank {self.peer} confirmed slice {ack - 1} of channel {self.channel}, "
-                f"but this rank has posted {self.posted} slices"
+                f"rank {self.peer} confirmed {ack} slices of channel {self.channel}, "
+                f"but this rank has posted only {self.posted}"
             )
         self.confirmed = ack
         return self._release()

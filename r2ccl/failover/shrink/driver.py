@@ -270,11 +270,11 @@ def regroup(
     R2cclError
         Any other error of `make` or `Successor.connect`.
     """
-    attempt = _Regrouping(table, event_queue, control, make, excluded)
+    regrouping = _Regrouping(table, event_queue, control, make, excluded)
     try:
-        return attempt.run()
+        return regrouping.run()
     finally:
-        attempt.close()
+        regrouping.close()
 
 
 class _Regrouping(Generic[_S]):
@@ -327,7 +327,7 @@ class _Regrouping(Generic[_S]):
                 self._wait()
 
     def close(self) -> None:
-        """Close everything that this attempt opened and did not return, in bounded time."""
+        """Close everything that `run` opened and did not return, in bounded time."""
         self._drop()
         if self._succession is not None:
             self._succession.close()

@@ -46,7 +46,8 @@ def _method(function: Callable[..., None], options: Any, nargs: int, *fields: st
     nargs : int
         Number of arguments before the options.
     *fields : str
-        Fields of the options that are arguments in the form without options, before the timeout.
+        Names of the arguments that a call without options takes in their place, in order, except
+        for the last one, ``timeout``.
     """
 
     def method(self: GroupMethods, *args: Any, **named: Any) -> CollectiveWork:

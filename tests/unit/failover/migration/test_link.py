@@ -96,7 +96,7 @@ def test_an_old_confirmation_and_one_from_the_future() -> None:
     link.confirm(1)
     assert link.confirm(0) == []
     assert link.confirm(1) == []
-    with pytest.raises(InternalError, match=r"confirmed slice 1 .* this rank has posted 1 slices"):
+    with pytest.raises(InternalError, match=r"confirmed 2 slices .* this rank has posted only 1"):
         link.confirm(2)
 
 
