@@ -64,10 +64,8 @@ def _method(function: Callable[..., None], options: Any, nargs: int, *fields: st
 
 
 def _run(fn: Callable[[], None]) -> None:
-    try:  # as `translated`, whose context manager takes 1 us
+    with translated:
         fn()
-    except R2cclError as exc:
-        raise dist.DistBackendError(str(exc)) from exc
 
 
 def _options(
@@ -276,14 +274,14 @@ class GroupMethods:
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> MessageWork:
         """Begin to send the only tensor in `tensors` to rank `to`; borrow it until it is sent."""
-        with translated():
+        with translated:
             copy = in_order(one(tensors))
             request: Any = self.communicator.send(array_of(copy), to, tag, async_op=True)
         return MessageWork(request, tensors, self._state.timeout_s, self._revoke)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> MessageWork:
         """Begin to receive from rank `source` into the only tensor in `tensors`."""
-        with translated():
+        with translated:
             if tag < 0:
                 raise InvalidArgument(f"tag={tag}: allowed are 0 and more")
             tensor = one(tensors)
@@ -296,7 +294,7 @@ class GroupMethods:
         """Begin to receive from any rank into the only tensor in `tensors`."""
         return self.recv(tensors, ANY_SOURCE, tag)
 
-    @translated()
+    @translated
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
@@ -351,7 +349,7 @@ class GroupMethods:
 
     # Life cycle
 
-    @translated()
+    @translated
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later calls: above 0, and at most that of the communicator.
 

@@ -88,7 +88,7 @@ class R2cclProcessGroup(GroupMethods, dist.ProcessGroup):  # type: ignore[misc]
         DistBackendError
             If the ranks do not meet in time, or cannot be connected.
         """
-        with translated():
+        with translated:
             made = _connections.communicator(opts)
         return cls(made, opts.store, timeout_of(made, opts))
 
@@ -109,7 +109,7 @@ class R2cclProcessGroup(GroupMethods, dist.ProcessGroup):  # type: ignore[misc]
         """
         rank = self.communicator.rank
         is_in = rank in ranks
-        with translated():
+        with translated:
             made = self.communicator.split(
                 min(ranks) if is_in else None, ranks.index(rank) if is_in else 0
             )
@@ -154,7 +154,7 @@ class R2cclProcessGroup(GroupMethods, dist.ProcessGroup):  # type: ignore[misc]
     def _device_types(self) -> list[Any]:
         return [torch.device(each) for each in dist.Backend.backend_capability["r2ccl"]]
 
-    @translated()
+    @translated
     def _get_backend(self, device: Any) -> R2cclProcessGroup | R2cclBackend:
         kinds = dist.Backend.backend_capability["r2ccl"]
         if torch.device(device).type not in kinds:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ContextDecorator
 from datetime import timedelta
 from typing import Any
 
@@ -16,16 +16,23 @@ from r2ccl import MessageRequest, R2cclError
 from r2ccl.interop.torch.call_queue import QueuedCall
 
 
-@contextmanager
-def translated() -> Iterator[None]:
-    """Translate errors of r2ccl in the block to ``torch.distributed.DistBackendError``.
+class _Translation(ContextDecorator):
+    """Context manager and decorator: errors of r2ccl become ``torch.distributed.DistBackendError``.
 
-    Like the errors of gloo, it is a RuntimeError. Its ``__cause__`` is the error of r2ccl.
+    Like the errors of gloo, it is a RuntimeError. Its ``__cause__`` is the error of r2ccl. A class
+    takes less time than a generator.
     """
-    try:
-        yield
-    except R2cclError as exc:
-        raise dist.DistBackendError(str(exc)) from exc
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, R2cclError):
+            raise dist.DistBackendError(str(error)) from error
+
+
+#: Translates the errors of a block or a function.
+translated = _Translation()
 
 
 def seconds(timeout: timedelta | None, default_s: float) -> float:
@@ -233,7 +240,7 @@ class MessageWork(_AnyWork):
             return True
 
     def _receive(self, timeout_s: float) -> None:
-        with translated():
+        with translated:
             found = self._request.wait(timeout_s)
         self._source = -1 if found is None else found.source
         if self._finish is not None:
@@ -247,7 +254,7 @@ class MessageWork(_AnyWork):
         communicator ends.
         """
         try:
-            with translated():
+            with translated:
                 is_withdrawn = self._request.cancel()
             if not is_withdrawn:
                 if not self._request.is_done():
