@@ -11,7 +11,8 @@ has passed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -82,8 +83,8 @@ class LocalCalls:
         #: Functions that run the last calls again, by the function that makes the request. They
         #: need the turn. Empty once the communicator has ended.
         self.repeats: dict[Make, Repeat] = {}
-        #: Such functions by the number of bytes of their input, too.
-        self._repeats_by_size: dict[tuple[Make, int | None], Repeat] = {}
+        #: The same functions, and those of earlier calls, by the result of `_key`.
+        self._repeats_by_key: dict[Hashable, Repeat] = {}
         self._repeat_barrier: Repeat | None = None
         engine.attach(self)
 
@@ -220,48 +221,56 @@ class LocalCalls:
         """Remember a call that `run` has run, so that ``repeats[make]`` can run it again.
 
         ``make(x, out, *rest)`` made `request`. The call is remembered only if it used the arrays
-        themselves (C-contiguous NumPy arrays, no copies) and the first of `rest` has a type in
-        `_FIXED`.
+        themselves (C-contiguous arrays of NumPy or torch, no copies), if a new output is an array
+        of NumPy, and if the first of `rest` has a type in `_FIXED`.
         """
-        key = _key(make, x)
-        source, output = request.source, request.output
+        source, output, result = request.source, request.output, request.result
         uses_input, uses_output = source.owner is x, output is not None
-        x = x if uses_input else _NOTHING
-        target = request.result if uses_output else _NOTHING
-        is_plain = type(x) is type(target) is np.ndarray and x.flags.c_contiguous
+        array = _array_of(x) if uses_input else _NOTHING
+        target = _array_of(result) if uses_output else _NOTHING
+        is_plain = type(array) is type(target) is np.ndarray and array.flags.c_contiguous
+        is_new = uses_output and out is None and result is not x
         if not is_plain or type(rest[0]) not in _FIXED or _is_copied(request):
             return
-        is_new = uses_output and out is None and target is not x
+        if is_new and result is not target:
+            return
+        key = _key(make, x, array if uses_input else x, out, rest[0])
         role = Role.NONE
         if uses_output:
             role = Role.ARRAY if is_new or out is not None else Role.INPUT
         repeat = self._group.repeat_of(
-            call, x, target, rest, uses_input=uses_input, role=role, proceed=self._proceed
+            call, array, target, rest, uses_input=uses_input, role=role, proceed=self._proceed
         )
         if is_new:
-            repeat = _with_new_output(repeat, x, target)
-        if len(self._repeats_by_size) >= _NREPEATS:
-            self._repeats_by_size.clear()
-        self.repeats[make] = self._repeats_by_size[key] = repeat
+            repeat = _with_new_output(repeat, array, target)
+        if len(self._repeats_by_key) >= _NREPEATS:
+            self._repeats_by_key.clear()
+        self.repeats[make] = self._repeats_by_key[key] = repeat
         if self._has_ended:  # in another thread meanwhile
             self._forget()
 
     def repeat_other(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
-        """Run again the latest call of `make` with as many bytes as `x`.
+        """Run again an earlier call of `make` with these arguments, not the last one.
 
-        Return its result, or NotImplemented if there is none that fits. Errors: as `run`.
+        Return its result, or NotImplemented if none is remembered. Errors: as `run`.
         """
-        repeat = self._repeats_by_size.get(_key(make, x))
-        if repeat is None or repeat is self.repeats.get(make):
+        array, target = _array_of(x), _array_of(out)
+        repeat = self._repeats_by_key.get(_key(make, x, array, out, rest[0]))
+        if repeat is None:
             return NotImplemented
-        result = repeat(x, out, rest)
-        if result is not NotImplemented:
-            self.repeats[make] = repeat
-        return result
+        if repeat is self.repeats.get(make) and array is x and target is out:
+            return NotImplemented
+        result = repeat(array, target, rest)
+        if result is NotImplemented:
+            return NotImplemented
+        self.repeats[make] = repeat
+        if result is array:
+            return x
+        return out if result is target else result
 
     def _forget(self) -> None:
         self.repeats.clear()
-        self._repeats_by_size.clear()
+        self._repeats_by_key.clear()
 
     def _proceed(self, call: LocalCall, x: Array, out: Array, result: int) -> None:
         """Continue a repeated call, which waits for a peer or differs from the call of a peer."""
@@ -351,8 +360,27 @@ def connect(
     return calls[0]
 
 
-def _key(make: Make, x: Any) -> tuple[Make, int | None]:
-    return make, x.nbytes if type(x) is np.ndarray else None
+def _key(make: Make, x: Any, array: Any, out: Any, first: Any) -> Hashable:
+    """Return the key of a call, which calls of the same form have, and few others.
+
+    `array` is a view of the input `x`, and `first` the first argument after the output.
+    """
+    form = (array.shape, array.dtype.num) if type(array) is np.ndarray else None
+    return make, type(x), form, out is None, first if type(first) in (int, ReduceOp) else None
+
+
+def _array_of(x: Any) -> Any:
+    """Return a view of `x` as an array of NumPy if `x` is a tensor of torch; otherwise `x` itself.
+
+    A tensor that NumPy cannot view, such as one on a GPU, is returned itself.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or type(x) is not torch.Tensor:
+        return x
+    try:
+        return x.numpy()
+    except (TypeError, RuntimeError):
+        return x
 
 
 def _with_new_output(repeat: Repeat, x: Array, out: Array) -> Repeat:
@@ -403,7 +431,7 @@ def _only(rank: int, part: Range, n: int) -> tuple[Range, ...]:
 #: Collectives whose parts have equal sizes, which follow from the signature.
 _EQUAL = (Collective.GATHER, Collective.SCATTER, Collective.ALLTOALL)
 _NOTHING = np.empty(0, np.uint8)
-#: Maximum number of calls of different sizes that are remembered.
+#: Maximum number of calls that are remembered.
 _NREPEATS = 512
 #: Types of the first argument after the arrays, for calls that can be repeated.
 _FIXED = (int, tuple, ReduceOp)

@@ -68,6 +68,15 @@ def test_a_repeated_call_sees_changed_arrays() -> None:
     run(programs.repeated, 2)
 
 
+def test_calls_of_several_forms_are_all_repeated() -> None:
+    run(programs.alternated, 2)
+
+
+def test_a_communicator_may_close_as_a_thread_repeats_a_call() -> None:
+    for name in run(programs.closed_in_a_repetition, 2):
+        assert name in ("CommunicatorRevoked", "ConcurrentCalls", "PeerLost")
+
+
 @pytest.mark.parametrize(
     ("what", "why"),
     [

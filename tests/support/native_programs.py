@@ -37,6 +37,20 @@ def make_shuffle() -> Callable[..., int]:
     return shuffle
 
 
+def make_method() -> Callable[..., int]:
+    """Return a method of a pair: for equal arguments its first item, else a call of the second."""
+    from r2ccl.kernels.python_api import are_equal, call_with, new_reference, tuple_item
+    from r2ccl.shm.atomics import words_at
+
+    def method(owner: Any, args: Any, nargs: Any) -> Any:
+        given = words_at(args)
+        if nargs == 2 and are_equal(given[0], given[1]):
+            return new_reference(tuple_item(owner, 0))
+        return call_with(tuple_item(owner, 1), args, nargs)
+
+    return method
+
+
 if __name__ == "__main__":
     found = callable_of(MAKER, 3)(10, 5, 4)
     print(found, "numba" in sys.modules)

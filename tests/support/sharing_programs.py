@@ -152,6 +152,58 @@ def repeated() -> None:
             comm.reduce(x, 0)  # also on ranks that do not use their output
 
 
+def alternated() -> None:
+    """Alternate between calls of several sizes, dtypes and shapes: each is repeated, exactly."""
+    with r2ccl.init() as comm:
+        n, local = comm.nranks, comm._collectives._local
+        assert local is not None
+        dtypes = (np.float32, np.float64, np.int32)
+        arrays = [np.ones(size, dtype) for size in (3, 16, 9000) for dtype in dtypes]
+        grid = np.ones((2, 3), np.int16)
+
+        def call_all() -> None:
+            for x in arrays:
+                out = comm.allreduce(x, np.empty_like(x))
+                assert (out == n).all()
+                assert comm.allgather(x).shape == (n, *x.shape)
+                assert comm.allreduce(out, op=r2ccl.ReduceOp.MAX) is out
+                assert (out == n).all()
+                for root in range(n):
+                    assert (comm.broadcast(x, root=root) == 1).all()
+            assert comm.allgather(grid).shape == (n, 2, 3)
+            assert comm.allgather(grid.reshape(6)).shape == (n, 6)
+
+        call_all()
+        local.run = _refuse  # type: ignore[method-assign]
+        for _ in range(3):
+            call_all()
+
+
+def _refuse(request: object) -> None:
+    raise AssertionError(f"{request} was not repeated")
+
+
+def closed_in_a_repetition() -> str:
+    """Close the communicator while a thread repeats calls; return what the thread raises."""
+    comm = r2ccl.init()
+    x, raised = np.ones(64), []
+
+    def repeat() -> None:
+        try:
+            while True:
+                comm.allreduce(x)
+        except r2ccl.R2cclError as exc:
+            raised.append(type(exc).__name__)
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    time.sleep(0.1)
+    comm.revoke()
+    comm.close()
+    thread.join(10.0)
+    return raised[0]
+
+
 def shares(what: str) -> bool:
     """Return whether ranks share memory if they inject faults or choose the ring."""
     faults = FaultPlan([]) if what == "faults" else None

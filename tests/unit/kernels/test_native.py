@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -90,6 +91,37 @@ def test_other_arguments_are_refused(given: tuple[object, ...]) -> None:
 def test_too_large_an_argument_is_refused() -> None:
     with pytest.raises(OverflowError):
         native.callable_of(MAKER, 3)(2**63, 0, 0)
+
+
+class Unequal:
+    """An object that cannot be compared."""
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("no comparison")
+
+
+def test_a_method_returns_objects_and_keeps_its_owner_alive() -> None:
+    first, calls = object(), []
+    method = native.method_of("support.native_programs:make_method", (first, calls.append))
+    nreferences = sys.getrefcount(first)
+    assert method((1, "x"), (1, "x")) is first
+    assert method(7) is None
+    assert calls == [7]
+    assert sys.getrefcount(first) == nreferences
+    found = weakref.ref(owned := Unequal())
+    method = native.method_of("support.native_programs:make_method", (owned, calls.append))
+    del owned
+    assert found() is not None
+    del method
+    assert found() is None
+
+
+def test_errors_of_a_method_are_raised() -> None:
+    method = native.method_of("support.native_programs:make_method", (None, int))
+    with pytest.raises(ValueError, match="invalid literal"):
+        method("x")
+    with pytest.raises(TypeError):  # raised by the call: a comparison that fails counts as unequal
+        method(Unequal(), Unequal())
 
 
 def test_other_threads_run_meanwhile() -> None:
