@@ -179,6 +179,35 @@ def alternated() -> None:
             call_all()
 
 
+def repeated_with_tensors() -> None:
+    """Repeat calls with tensors of torch on the CPU."""
+    import torch
+
+    with r2ccl.init() as comm:
+        n, local = comm.nranks, comm._collectives._local
+        assert local is not None
+        x, out, gathered = torch.ones(2, 3), torch.empty(2, 3), np.empty((2 * n, 3), np.float32)
+        graph = torch.ones(2, 3, requires_grad=True)
+
+        def call_all() -> None:
+            assert comm.allreduce(x, out) is out
+            assert (out == n).all()
+            assert comm.allreduce(out, op=r2ccl.ReduceOp.MAX) is out
+            assert comm.allgather(x, gathered) is gathered
+            assert (gathered == 1).all()
+            assert comm.broadcast(x, root=n - 1) is x
+
+        call_all()
+        # These are not repeated; those of the same form before them still are.
+        assert type(comm.allgather(x)) is torch.Tensor
+        with raises(r2ccl.InvalidArgument, match="require gradient"):
+            comm.allreduce(graph)
+        assert (comm.allreduce(x.bfloat16()) == n).all()
+        local.run = _refuse  # type: ignore[method-assign]
+        for _ in range(3):
+            call_all()
+
+
 def _refuse(request: object) -> None:
     raise AssertionError(f"{request} was not repeated")
 
