@@ -589,7 +589,7 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
         or not flags.aligned
         or (writable and not flags.writeable)
     ):
-        raise refusal(x, array, writable)
+        raise refusal(x, array)
     if array.ndim != 1:
         array = array.reshape(-1)
     if dtype.names is not None:
