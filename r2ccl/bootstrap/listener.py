@@ -75,21 +75,38 @@ class Rejections:
         reason : str
             Short, fixed text.
         who : object
-            Appears in the log: the address of the peer, a text such as ``a message of rank 3``, the
-            error or, if accepting failed, the listening address.
+            Appears in the log: the address of the peer, a text such as ``a message of rank 3``, or
+            the error.
         """
+        if self._count(reason):
+            logger.warning(
+                "rank %d: rejected %s: %s (%d so far)",
+                self._rank,
+                who,
+                reason,
+                self.counts[reason],
+            )
+
+    def add_failed_accept(self, why: str, address: Address) -> None:
+        """Count a connection that could not be accepted at `address`; log it as `add` does."""
+        reason = f"accept failed: {why}"
+        if self._count(reason):
+            logger.warning(
+                "rank %d: cannot accept a connection at %s:%d: %s (%d so far)",
+                self._rank,
+                *address[:2],
+                why,
+                self.counts[reason],
+            )
+
+    def _count(self, reason: str) -> bool:
+        """Count a rejection; return whether to log it."""
         self.counts[reason] += 1
         now = self._clock()
         if now - self._logged_at.get(reason, float("-inf")) < _LOG_INTERVAL_S:
-            return
+            return False
         self._logged_at[reason] = now
-        logger.warning(
-            "rank %d: rejected %s: %s (%d so far)",
-            self._rank,
-            who,
-            reason,
-            self.counts[reason],
-        )
+        return True
 
     def summary(self) -> str:
         """Return the reasons and their counts as text; empty if there are none.
@@ -278,8 +295,8 @@ class Listener:
             except (BlockingIOError, InterruptedError):
                 return  # no more
             except OSError as exc:
-                why = f"accept failed: {describe_os_error(exc)}"
-                self._rejections.add(why, listener.getsockname())
+                why = describe_os_error(exc)
+                self._rejections.add_failed_accept(why, listener.getsockname())
                 self._pause(index, _ACCEPT_RETRY_S)
                 return
             self._begin(sock, address, index)

@@ -52,7 +52,7 @@ def parent(rank: int) -> int:
 
 
 def children(rank: int, nranks: int) -> tuple[int, ...]:
-    """Return the children of `rank` in the binomial tree of `nranks` ranks, in rising order."""
+    """Return the children of `rank` in the binomial tree of `nranks` ranks, in ascending order."""
     most = rank & -rank or nranks
     distances = (1 << power for power in range(nranks.bit_length()))
     return tuple(rank + each for each in distances if each < most and rank + each < nranks)

@@ -169,7 +169,8 @@ def _read_secret(path: str, folder: int | None, flags: int) -> Secret:
         is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
         if not stat.S_ISREG(status.st_mode) or not is_private:
             raise InvalidArgument(
-                f"{path}: a secret must be in a regular file of this user with mode 0600; "
+                f"{path}: a secret must be in a regular file of this user, with no permissions for "
+                "others, as with mode 0600 or 0400; "
                 f"this one has owner {status.st_uid}, mode {stat.filemode(status.st_mode)}: "
                 f"`chmod 600 {path}`, or use a regular file that this user owns"
             )

@@ -56,7 +56,8 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
     ``driver`` is the CUDA version of libcuda, such as 12040 for 12.4; 0 if there is no libcuda. If
     CUDA could not be initialised, ``error`` is the message, and ``status`` the driver's name of the
     error, or NO_CUDA if cuda.bindings, the driver or a GPU is missing; otherwise both are empty.
-    ``visible`` is CUDA_VISIBLE_DEVICES, None if it is not set.
+    ``visible`` is CUDA_VISIBLE_DEVICES, None if it is not set. ``rails`` has the labels of the RDMA
+    ports that are rails.
 
     ``gpus`` are the GPUs that CUDA lists. ``kernel_origin`` is the ``origin`` of the last kernel
     that was loaded (`r2ccl.kernels.cuda.Ptx`), empty if none was. ``topology`` has the facts that
@@ -73,6 +74,7 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     status: str = ""
     visible: str | None = None
+    rails: tuple[str, ...] = ()
     gpus: tuple[Card, ...] = ()
     kernel_origin: str = ""
     topology: GpuFacts = GpuFacts()

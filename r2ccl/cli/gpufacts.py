@@ -33,8 +33,8 @@ def read_cuda(
     Parameters
     ----------
     nics : sequence of str
-        Labels of the RDMA ports with which to register device memory, such as ``mlx5_0:1``. If
-        there are any, pyverbs must work. Ignored unless `is_tried`.
+        Labels of the RDMA ports that are rails, such as ``mlx5_0:1``, with which to register device
+        memory if `is_tried`. If there are any, pyverbs must work.
     is_tried : bool
         If True, run tests on the GPUs; if False, only read their properties.
     sysfs, proc : Path
@@ -48,6 +48,7 @@ def read_cuda(
         last_told(run(code, timeout_s=_PROBE_TIMEOUT_S)),
         pci=_controllers(sysfs),
         module=_module(proc),
+        rails=tuple(nics),
         has_peermem=any((sysfs / "module" / name).is_dir() for name in _PEERMEM),
     )
 

@@ -73,7 +73,7 @@ def examine_gpus(facts: CudaFacts, config: Config) -> tuple[DoctorFinding, ...]:
         check_peermem(facts),
         check_nics(opened),
         check_one_host(opened, config),
-        check_hosts(opened, config),
+        check_hosts(facts, opened, config),
     )
 
 
@@ -236,6 +236,8 @@ def check_one_host(cards: Sequence[Card], config: Config) -> DoctorFinding:
     if config.ipc == "0":
         return DoctorFinding("one host", "ok", f"{staged}: R2CC_IPC=0")
     if not any(card.ipc_error for card in cards):
+        if any(card.ipc_error is None for card in cards):
+            return DoctorFinding("one host", "skipped", "ipc was not tried, see above")
         says = f"2 to {MOST_RANKS} ranks access each other's device memory"
         return DoctorFinding("one host", "ok", says)
     if config.ipc == "1":
@@ -245,12 +247,14 @@ def check_one_host(cards: Sequence[Card], config: Config) -> DoctorFinding:
     return DoctorFinding("one host", "ok", f"{staged}: no ipc, see above")
 
 
-def check_hosts(cards: Sequence[Card], config: Config) -> DoctorFinding:
+def check_hosts(facts: CudaFacts, cards: Sequence[Card], config: Config) -> DoctorFinding:
     """Report how data moves between GPUs of different hosts, and why if through host memory."""
     if not all(card.waits_on_memory for card in cards):
         return DoctorFinding("hosts", "skipped", "see one host")
     staged = f"through pinned host memory ({_staging_size(config)})"
     routes = [(card, card.route) for card in cards if card.route is not None]
+    if not routes and facts.rails:
+        return DoctorFinding("hosts", "skipped", "registration with RDMA NICs was not tried")
     if not routes:
         return DoctorFinding("hosts", "ok", f"{staged}: no RDMA port is a rail")
     if any(route.method == "staging" for _, route in routes):

@@ -2,10 +2,10 @@
 
 NICs normally use the caller's arrays, which are registered with every NIC during the call. An array
 that NICs cannot access, such as managed memory or memory of the stream-ordered pool, is copied to
-and from an area of `r2ccl.gpu.registered_memory`. So is an array that is not aligned to its
-elements. The call cannot use another backend instead, because all ranks must use the same backend,
-and only this rank knows that its array needs a copy. Partial sums for which the output is missing
-or too small are kept in such an area too.
+and from an area of `r2ccl.gpu.registered_memory`. So is an array that spans several allocations or
+is not aligned to its elements. The call cannot use another backend instead, because all ranks must
+use the same backend, and only this rank knows that its array needs a copy. Partial sums for which
+the output is missing or too small are kept in such an area too.
 
 Invariant: the first attempt to register an allocation is made while no stream waits for the host,
 because the attempt may wait for the device.
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from r2ccl.device.base import Device
 from r2ccl.dtypes import dtype_of
-from r2ccl.errors import TransportError
+from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.gpu.device_reduction import ReductionStream
 from r2ccl.gpu.host_signal import DeviceCall
 from r2ccl.gpu.registered_memory import AreaPurpose, RegisteredDeviceMemory
@@ -68,13 +68,15 @@ class StagingBuffers:
         self._memory = memory
         self._rank = rank
         self._nranks = nranks
-        #: True for allocations that NICs can access, False for others, by allocation number.
-        self._reached: dict[int, bool] = {}
+        #: Whether NICs can access an array, by the numbers of the allocations of its first and its
+        #: last byte.
+        self._reached: dict[tuple[int, int], bool] = {}
 
     def are_ready(self, call: DeviceCall) -> bool:
         """Return whether `hold` can be called for `call` without calling `make_ready` first."""
-        return not any(map(self._is_unknown, _arrays(call))) and all(
-            self._memory.has(purpose, nbytes_of(call.signature)) for purpose in self._areas(call)
+        nbytes = nbytes_of(call.signature)
+        return not any(self._is_unknown(each, nbytes) for each in _arrays(call)) and all(
+            self._memory.has(purpose, nbytes) for purpose in self._areas(call)
         )
 
     def make_ready(self, call: DeviceCall) -> None:
@@ -88,8 +90,9 @@ class StagingBuffers:
         nbytes, arrays = nbytes_of(call.signature), _arrays(call)
         if len(self._reached) + len(arrays) > _MOST_ALLOCATIONS:
             self._reached.clear()
-        for each in filter(self._is_unknown, arrays):
-            self._try(each.address, nbytes)
+        for each in arrays:
+            if self._is_unknown(each, nbytes):
+                self._try(each.address, nbytes)
         for purpose in self._areas(call):
             self._memory.area(purpose, nbytes)
 
@@ -157,8 +160,8 @@ class StagingBuffers:
         if self._is_registrable(array, call):
             try:
                 held.append(self._memory.register(array.address, nbytes))
-            except TransportError as exc:  # out of NIC resources
-                self._copy_from_now_on(array.address, exc)
+            except (InvalidArgument, TransportError) as exc:  # out of NIC resources, for example
+                self._copy_from_now_on(array.address, nbytes, exc)
             else:
                 return array.address
         place = self._memory.area(array.purpose, nbytes)
@@ -168,40 +171,45 @@ class StagingBuffers:
 
     def _is_registrable(self, array: _CallerArray, call: CallSignature) -> bool:
         is_aligned = array.address % dtype_of(call.dtype).itemsize == 0
-        return is_aligned and self._reached.get(self._device.buffer_id(array.address), False)
+        return is_aligned and self._reached.get(self._key(array.address, nbytes_of(call)), False)
 
     def _areas(self, call: DeviceCall) -> list[AreaPurpose]:
         """List the areas that a call needs, as far as known.
 
         An array whose registration was not attempted yet is assumed to need none.
         """
+        nbytes = nbytes_of(call.signature)
         found = [
             each.purpose
             for each in _arrays(call)
-            if not self._is_unknown(each) and not self._is_registrable(each, call.signature)
+            if not self._is_unknown(each, nbytes) and not self._is_registrable(each, call.signature)
         ]
         if _sums_apart(call):
             found.append(AreaPurpose.OUTPUT)
         return found
 
-    def _is_unknown(self, array: _CallerArray) -> bool:
-        return self._device.buffer_id(array.address) not in self._reached
+    def _is_unknown(self, array: _CallerArray, nbytes: int) -> bool:
+        return self._key(array.address, nbytes) not in self._reached
+
+    def _key(self, address: int, nbytes: int) -> tuple[int, int]:
+        """Return the key of an array in `_reached`."""
+        return self._device.buffer_id(address), self._device.buffer_id(address + nbytes - 1)
 
     def _try(self, address: int, nbytes: int) -> None:
         try:
             self._memory.release(self._memory.register(address, nbytes))
-        except TransportError as exc:
-            self._copy_from_now_on(address, exc)
+        except (InvalidArgument, TransportError) as exc:  # InvalidArgument: several allocations
+            self._copy_from_now_on(address, nbytes, exc)
         else:
-            self._reached[self._device.buffer_id(address)] = True
+            self._reached[self._key(address, nbytes)] = True
 
-    def _copy_from_now_on(self, address: int, why: TransportError) -> None:
-        """Mark the allocation around `address` as one that NICs cannot access."""
+    def _copy_from_now_on(self, address: int, nbytes: int, why: Exception) -> None:
+        """Mark an array, and all others in the same allocations, as one that NICs cannot access."""
         _log.info(
             "rank %d: NICs cannot access an array on the GPU, so each collective copies it: %s",
             self._rank, why,
         )  # fmt: skip
-        self._reached[self._device.buffer_id(address)] = False
+        self._reached[self._key(address, nbytes)] = False
 
 
 def nbytes_of(call: CallSignature) -> int:

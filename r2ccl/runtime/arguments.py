@@ -303,9 +303,10 @@ def scan(x: Any, out: Any, op: Operation, is_exclusive: bool) -> Request:
         assert isinstance(output, Buffer)
         output.array[:] = source.array  # the result on rank 0
     if op is ReduceOp.AVG or getattr(op, "op", None) is ReduceOp.AVG:
+        divisor = "rank, but not on rank 0, which gets no result" if is_exclusive else "rank + 1"
         raise InvalidArgument(
             f"{name} with op=AVG: every rank reduces the inputs of a different number of ranks; "
-            f"pass op=SUM and divide by {'rank' if is_exclusive else 'rank + 1'}"
+            f"pass op=SUM and divide by {divisor}"
         )
     number = op if type(op) is ReduceOp else ReduceOp.SUM
     call = CallSignature(collective, source.dtype_code, number, source.count)
@@ -589,7 +590,7 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
         or not flags.aligned
         or (writable and not flags.writeable)
     ):
-        raise refusal(x, array, writable)
+        raise refusal(x, array)
     if array.ndim != 1:
         array = array.reshape(-1)
     if dtype.names is not None:

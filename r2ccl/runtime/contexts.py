@@ -208,7 +208,11 @@ class Contexts:
         return context_id, first_op
 
     def give_up(self, context: Context) -> None:
-        """Keep no more messages for a chosen communicator, because this rank failed to make it."""
+        """Keep no more messages for a chosen communicator, because this rank failed to make it.
+
+        The id stays in use: ranks that made the communicator may send data with this id, which a
+        later communicator with the same id would take for its own.
+        """
         self._chosen.discard((context.context_id, context.first_op))
 
     # Called by the owner of the data loop

@@ -364,7 +364,8 @@ class _Run:
         engine, calls = self._engine, self._calls
         if isinstance(error, CallsDiffer):
             rank, peer = calls._team[self._group.rank], calls._team[error.index]
-            error = difference(engine.op + 1, rank, peer, error.own, error.call)
+            op = engine.op if calls._has_begun else engine.op + 1
+            error = difference(op, rank, peer, error.own, error.call)
         has_ended = engine.error is not None
         while not has_ended:
             with suppress(KeyboardInterrupt):  # a further Ctrl-C must not interrupt the end

@@ -88,10 +88,11 @@ def interpret(
     while waiting:
         left = [task for task in waiting if not machine.advance(task)]
         if len(left) == len(waiting):
-            first = left[0]
+            first, nothers = left[0], len(left) - 1
+            others = f", as do {nothers} other ops" if nothers > 1 else ", as does 1 other op"
             raise ScheduleError(
-                f"{first.op!r} waits forever, as do {len(left) - 1} other ops; run check() to find "
-                "the cause",
+                f"{first.op!r} waits forever{others if nothers else ''}; run check() to find the "
+                "cause",
                 rank=first.rank,
                 channel=first.channel,
                 op=first.number,

@@ -170,3 +170,13 @@ def test_none_that_succeeds_is_an_error_that_says_why(attempts: Attempts) -> Non
         asyncio.run(bypass.first_of(works))
     with pytest.raises(OSError, match="none of 0 ways works"):
         asyncio.run(bypass.first_of([]))
+
+
+def test_a_way_that_times_out_is_named_by_its_error() -> None:
+    async def attempt() -> socket.socket:
+        async with asyncio.timeout(0.0):
+            await asyncio.sleep(5.0)
+        raise AssertionError
+
+    with pytest.raises(OSError, match=r"last error: TimeoutError$"):
+        asyncio.run(bypass.first_of([attempt]))

@@ -81,10 +81,11 @@ def test_a_single_rank_needs_no_secret() -> None:
     assert identify(config(env), None, env).secret.current() is not None
 
 
-def test_a_secret_file_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [0o600, 0o400])
+def test_a_secret_file_is_read(tmp_path: Path, mode: int) -> None:
     file = tmp_path / "secret"
-    file.touch(0o600)
     file.write_text(SECRET + "\n")
+    file.chmod(mode)
     env = {**TORCHRUN, "R2CC_SECRET_FILE": str(file)}
     found = identify(config(env), None, env).secret.current()
     assert found is not None
@@ -99,6 +100,7 @@ def test_a_secret_file_others_may_read_is_refused(tmp_path: Path, mode: int) -> 
     env = {**TORCHRUN, "R2CC_SECRET_FILE": str(file)}
     with pytest.raises(InvalidArgument, match="chmod 600") as caught:
         identify(config(env), None, env)
+    assert "no permissions for others, as with mode 0600 or 0400" in str(caught.value)
     assert SECRET not in str(caught.value)
 
 

@@ -310,7 +310,7 @@ def _on_device(x: Any, where: str) -> InvalidArgument:
     )
 
 
-def refusal(x: Any, array: Array, writable: bool) -> InvalidArgument:
+def refusal(x: Any, array: Array) -> InvalidArgument:
     """Return the error that explains why `array`, the view of `x`, cannot be a buffer."""
     given = f"{type_name(x)} of dtype {array.dtype} and shape {array.shape}"
     if not array.dtype.isnative:

@@ -114,8 +114,8 @@ def test_a_process_that_leaves_before_the_end_has_not_told_all(said: str, doing:
 
 
 def test_this_machine_can_be_asked(capfd: pytest.CaptureFixture[str]) -> None:
-    facts = read_cuda(is_tried=False)
-    assert (facts.doing, facts.died) == ("", "")
+    facts = read_cuda(["mlx5_0:1"], is_tried=False)
+    assert (facts.doing, facts.died, facts.rails) == ("", "", ("mlx5_0:1",))
     assert bool(facts.error) == (not facts.gpus)
     assert len(facts.gpus) == len(facts.topology.gpus)
     assert capfd.readouterr() == ("", "")

@@ -342,6 +342,16 @@ def test_a_crash_is_an_error_that_says_while_doing_what() -> None:
     assert "while exporting a dma-buf of GPU 0: signal SIGSEGV" in found["probe"].says
     assert found["kernels"].level == "ok"
     assert {found[check].says for check in ("ipc", "dmabuf")} == {"was not tried"}
+    assert found["one host"].level == "skipped"
+    assert found["one host"].says == "ipc was not tried, see above"
+    assert found["hosts"].says.endswith("no RDMA port is a rail")
+
+
+def test_rails_that_a_crash_left_untried_are_not_denied() -> None:
+    untried = with_cards(nics=(), route=None)
+    found = examine(msgspec.structs.replace(untried, rails=("mlx5_0:1",), died="signal SIGSEGV"))
+    assert found["hosts"].level == "skipped"
+    assert found["hosts"].says == "registration with RDMA NICs was not tried"
 
 
 def test_a_crash_before_any_gpu_was_seen_is_the_only_line() -> None:

@@ -16,7 +16,7 @@ from support.engines import Group
 from support.ranks import KINDS, TIMEOUT_S, meant, together
 
 from r2ccl.dtypes import CODES
-from r2ccl.errors import CommunicatorRevoked, TransportError, TransportTimeout
+from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportError, TransportTimeout
 from r2ccl.failover.migration.path import PathState
 from r2ccl.gpu.host_signal import DeviceCall
 from r2ccl.gpu.registered_memory import AreaPurpose
@@ -83,6 +83,43 @@ def test_arrays_that_nics_do_not_reach_are_copied(
 
     for rank, result in enumerate(together(nranks, body)):
         np.testing.assert_array_equal(result, meant(kind, xs, ReduceOp.SUM, root, rank))
+    group.close()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_array_of_two_allocations_is_copied_but_no_other(is_told: bool) -> None:
+    """Of 200 elements of rank 0, the first 80 are in one allocation, the others in another one.
+
+    If the driver gives both the same number, all arrays in them may be copied.
+    """
+    group = Group(2)
+    group.open()
+    xs = [data_of(rank, 200, "int64") for rank in range(2)]
+    places = [mine.put(x) for mine, x in zip(group.ranks, xs, strict=True)]
+    odd, border = group.ranks[0], places[0] + 8 * 80
+    number, register, taken = odd.device.buffer_id, odd.transport.register_device, []
+
+    def register_device(address: int, nbytes: int) -> Any:
+        if address < border < address + nbytes:
+            raise InvalidArgument("they reach beyond their allocation")
+        taken.append((address, nbytes))
+        return register(address, nbytes)
+
+    if is_told:
+        odd.device.buffer_id = lambda address: number(address) + 10**6 * (address >= border)
+    odd.transport.register_device = register_device
+    for first, end in ((0, 80), (0, 200), (80, 200), (20, 60)):
+        call = CallSignature(Collective.ALLREDUCE, CODES[xs[0].dtype], ReduceOp.MAX, end - first)
+
+        def body(rank: int, call: Any = call, first: int = first) -> Any:
+            mine, at = group.ranks[rank], places[rank] + 8 * first
+            mine.direct.finish(mine.begin(call, at, at))
+            return mine.get(at, xs[rank][first : first + call.count])
+
+        for result in together(2, body):
+            np.testing.assert_array_equal(result, np.maximum(*xs)[first:end])
+        if is_told:
+            assert ((places[0] + 8 * first, 8 * (end - first)) in taken) == (end - first < 200)
     group.close()
 
 

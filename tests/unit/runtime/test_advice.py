@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import operator
+import re
 import sys
 from types import ModuleType
 from typing import Any
@@ -62,6 +63,15 @@ class RedOpType:
 def test_an_op_of_another_library_is_told_by_our_name(call: str, op: Any, name: str) -> None:
     with pytest.raises(InvalidArgument, match=rf"^op=.*: pass r2ccl\.{name}\b"):
         CALLS[call](op)
+
+
+@pytest.mark.parametrize(
+    ("is_exclusive", "divisor"),
+    [(False, "rank + 1"), (True, "rank, but not on rank 0, which gets no result")],
+)
+def test_a_mean_of_a_scan_is_told_by_what_to_divide(is_exclusive: bool, divisor: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(f"op=SUM and divide by {divisor}") + "$"):
+        arguments.scan(X, None, ReduceOp.AVG, is_exclusive)
 
 
 @pytest.mark.parametrize("op", [None, 2.5, object(), "add all", lambda a, b: a])

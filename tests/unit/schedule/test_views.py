@@ -140,6 +140,15 @@ def test_the_reference_run_names_who_waits_for_ever():
 
 
 @pytest.mark.parametrize(
+    ("nops", "others"), [(1, ""), (2, ", as does 1 other op"), (3, ", as do 2 other ops")]
+)
+def test_the_reference_run_counts_who_waits_for_ever(nops, others):
+    deaf = local_only(*[Op(OpKind.RECV, 1, Space.INPUT, 0, Space.OUTPUT, 0)] * nops)
+    with pytest.raises(ScheduleError, match=rf"\) waits forever{others}; run check"):
+        interpret(deaf, [np.zeros(3)], np.add)
+
+
+@pytest.mark.parametrize(
     "inputs",
     [
         [np.zeros(3)] * 2,
