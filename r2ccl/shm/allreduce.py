@@ -48,7 +48,7 @@ from r2ccl.shm.layout import (
 )
 from r2ccl.shm.places import begin_anew, has_input, place_of, publish_places
 from r2ccl.shm.rounds import begin, compare_headers, copy, fits, wait_for_all, write_header
-from r2ccl.shm.single_copy import reduce_share
+from r2ccl.shm.single_copy import BLOCK_NBYTES, reduce_share
 from r2ccl.shm.waiting import publish
 
 #: Steps of a round.
@@ -153,13 +153,17 @@ def make_allreduce() -> Loop:
                     before = min(length, rank * share)
                     after = min(length, before + share)
                     place = (this % NSLOTS) * SLOT_NBYTES
-                    for peer in range(nranks):
-                        kernel_sources[peer] = state[BASES + peer] + SLOTS + place + before
-                    kernel_sources[rank] = source + index * chunk + before
                     # The result slot is free: all ranks have posted `this`, so they have collected
                     # the results of round `this - 3`; there are at least 3 result slots.
-                    result = base + RESULTS + (this % NRESULTS) * SLOT_NBYTES + before
-                    call_kernel(kernel, sources, nranks, result, after - before)
+                    result = base + RESULTS + (this % NRESULTS) * SLOT_NBYTES
+                    for at in range(before, after, BLOCK_NBYTES):
+                        length = min(BLOCK_NBYTES, after - at)
+                        for peer in range(nranks):
+                            kernel_sources[peer] = state[BASES + peer] + SLOTS + place + at
+                        kernel_sources[rank] = source + index * chunk + at
+                        call_kernel(kernel, sources, nranks, result + at, length)
+                        # The block is still in the first-level cache.
+                        copy(target + index * chunk + at, result + at, length, is_streamed)
                     publish(base + DONE, this)
                 state[STEP] = _COLLECT
             if index >= 1:
@@ -171,10 +175,11 @@ def make_allreduce() -> Loop:
                 share = ((length + nranks - 1) // nranks + 63) & -64
                 place = RESULTS + ((this - 1) % NRESULTS) * SLOT_NBYTES
                 for peer in range(nranks):
-                    before = min(length, peer * share)
-                    after = min(length, before + share)
-                    found = state[BASES + peer] + place + before
-                    copy(target + at + before, found, after - before, is_streamed)
+                    if peer != rank:
+                        before = min(length, peer * share)
+                        after = min(length, before + share)
+                        found = state[BASES + peer] + place + before
+                        copy(target + at + before, found, after - before, is_streamed)
             state[STEP] = _DEPOSIT
             state[ROUND] = index + 1
         stream_fence()
