@@ -78,7 +78,9 @@ def make_allreduce() -> Loop:
         base = state[BASES + rank]
         sources = address + 8 * (BASES + nranks)
         kernel_sources = words_at(sources)
-        is_streamed = nbytes >= state[STREAM_NBYTES]
+        # In place, the output is in the caches already, as long as it fits in.
+        least = 2 * state[STREAM_NBYTES] + 1 if source == target else state[STREAM_NBYTES]
+        is_streamed = nbytes >= least
         total = max(1, (nbytes + most - 1) // most)
         chunk = ((nbytes + total - 1) // total + 63) & -64
 
@@ -93,7 +95,7 @@ def make_allreduce() -> Loop:
             if state[MODE] == DIRECT:
                 if state[STEP] == _REDUCE:
                     scratch = base + SLOTS + (first % NSLOTS) * SLOT_NBYTES
-                    reduce_share(state, sources, nbytes, kernel, scratch, is_streamed)
+                    reduce_share(state, sources, nbytes, kernel, scratch)
                     stream_fence()
                     publish(base + DONE, first)
                     state[STEP] = _COLLECT

@@ -139,7 +139,7 @@ def make_exchange() -> Loop:
                     offset = 0 if is_shared else rank * source_step
                     if is_allreduce:
                         scratch = base + SLOTS + (first % NSLOTS) * SLOT_NBYTES
-                        reduce_share(state, sources, nbytes, kernel, scratch, is_streamed)
+                        reduce_share(state, sources, nbytes, kernel, scratch)
                     elif is_receiver and kernel != 0:
                         reduce_inputs(state, sources, offset, kernel, target, nbytes)
                     elif is_receiver:

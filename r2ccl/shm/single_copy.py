@@ -10,7 +10,7 @@ from typing import Any
 
 from r2ccl.kernels.compiling import inlined
 from r2ccl.shm.atomics import call_kernel, words_at
-from r2ccl.shm.layout import NRANKS, RANK
+from r2ccl.shm.layout import NRANKS, RANK, STREAM_NBYTES
 from r2ccl.shm.places import input_of, output_of
 from r2ccl.shm.rounds import copy
 
@@ -20,9 +20,7 @@ BLOCK_NBYTES = 8192
 
 
 @inlined
-def reduce_share(
-    state: Any, sources: Any, nbytes: Any, kernel: Any, scratch: Any, is_streamed: Any
-) -> None:
+def reduce_share(state: Any, sources: Any, nbytes: Any, kernel: Any, scratch: Any) -> None:
     """Reduce this rank's share of an allreduce, from the inputs to the outputs of all ranks.
 
     Parameters
@@ -36,14 +34,18 @@ def reduce_share(
         Address of a kernel of `r2ccl.kernels.fold`.
     scratch : int64
         Address of `BLOCK_NBYTES` bytes that no other rank reads.
-    is_streamed : bool
-        Write the outputs without storing them in the caches.
+
+    Notes
+    -----
+    Large outputs are written without storing them in the caches, except those that are the input of
+    their rank, which has just been read.
     """
     rank, nranks = state[RANK], state[NRANKS]
     kernel_sources = words_at(sources)
     share = ((nbytes + nranks - 1) // nranks + 63) & -64
     before = min(nbytes, rank * share)
     after = min(nbytes, before + share)
+    is_large = nbytes >= state[STREAM_NBYTES]
     for at in range(before, after, BLOCK_NBYTES):
         length = min(BLOCK_NBYTES, after - at)
         for peer in range(nranks):
@@ -51,7 +53,8 @@ def reduce_share(
         call_kernel(kernel, sources, nranks, scratch, length)
         for step in range(nranks):
             peer = (rank + step) % nranks
-            copy(output_of(state, peer) + at, scratch, length, is_streamed)
+            target = output_of(state, peer) + at
+            copy(target, scratch, length, is_large and target != kernel_sources[peer])
 
 
 @inlined
