@@ -8,7 +8,8 @@ other ranks map; segments for arrays of the user are made on request. Modules:
 - `atomics` has the loads, stores and system calls that compiled code makes on shared memory;
 - `waiting` waits in compiled code until a peer has advanced;
 - `arrays` describes the arrays of a prepared call by numbers, which compiled code compares;
-- `rounds` has the compiled steps that all collectives share;
+- `rounds` has the compiled steps that all collectives share, `storing` the choice whether slots are
+  written to the caches;
 - `places` has the compiled steps that find arrays in memory which all ranks map, and `single_copy`
   the steps that move data between such arrays;
 - `allreduce` is the compiled pipeline of large allreduces, `scan` the pipeline of scans, and

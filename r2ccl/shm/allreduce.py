@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from r2ccl.kernels.compiling import copy_bytes
 from r2ccl.shm.atomics import call_kernel, stream_fence, words_at
 from r2ccl.shm.layout import (
     BASES,
@@ -28,6 +27,7 @@ from r2ccl.shm.layout import (
     DIRECT,
     DONE,
     FINISHED,
+    IS_PAST_CACHES,
     LAST,
     MODE,
     NRANKS,
@@ -38,6 +38,8 @@ from r2ccl.shm.layout import (
     RESULTS,
     ROUND,
     SAFE,
+    SCRATCH,
+    SCRATCH_NBYTES,
     SLOT_NBYTES,
     SLOTS,
     STEP,
@@ -48,7 +50,8 @@ from r2ccl.shm.layout import (
 )
 from r2ccl.shm.places import begin_anew, has_input, place_of, publish_places
 from r2ccl.shm.rounds import begin, compare_headers, copy, fits, wait_for_all, write_header
-from r2ccl.shm.single_copy import BLOCK_NBYTES, reduce_share
+from r2ccl.shm.single_copy import reduce_share
+from r2ccl.shm.storing import choose, note_begin, note_end
 from r2ccl.shm.waiting import publish
 
 #: Steps of a round.
@@ -87,6 +90,7 @@ def make_allreduce() -> Loop:
         first = state[LAST] + 1
         if is_resumed == 0:
             begin(state, total)
+            choose(state, given, nbytes)
             state[MODE] = UNDECIDED
         # Before round 0, the round with index -1 deposits the first chunk and compares the calls.
         while state[ROUND] <= total:
@@ -94,8 +98,7 @@ def make_allreduce() -> Loop:
             this = first + index
             if state[MODE] == DIRECT:
                 if state[STEP] == _REDUCE:
-                    scratch = base + SLOTS + (first % NSLOTS) * SLOT_NBYTES
-                    reduce_share(state, sources, nbytes, kernel, scratch)
+                    reduce_share(state, sources, nbytes, kernel)
                     stream_fence()
                     publish(base + DONE, first)
                     state[STEP] = _COLLECT
@@ -128,8 +131,9 @@ def make_allreduce() -> Loop:
                     before = min(length, rank * share)
                     after = min(length, before + share)
                     if not is_reachable:
-                        copy_bytes(slot, at, before)
-                        copy_bytes(slot + after, at + after, length - after)
+                        copy(slot, at, before, state[IS_PAST_CACHES])
+                        copy(slot + after, at + after, length - after, state[IS_PAST_CACHES])
+                        stream_fence()
                     publish(base + POSTED, first + ahead)
                 state[STEP] = _REDUCE
             if state[STEP] == _REDUCE:
@@ -147,6 +151,7 @@ def make_allreduce() -> Loop:
                         begin_anew(state, total)
                         first += 1
                         continue
+                    note_begin(state, address, given)
                 elif index < total:
                     if not wait_for_all(state, address, POSTED, this):
                         return WAITING
@@ -158,14 +163,18 @@ def make_allreduce() -> Loop:
                     # The result slot is free: all ranks have posted `this`, so they have collected
                     # the results of round `this - 3`; there are at least 3 result slots.
                     result = base + RESULTS + (this % NRESULTS) * SLOT_NBYTES
-                    for at in range(before, after, BLOCK_NBYTES):
-                        length = min(BLOCK_NBYTES, after - at)
+                    for at in range(before, after, SCRATCH_NBYTES):
+                        length = min(SCRATCH_NBYTES, after - at)
                         for peer in range(nranks):
                             kernel_sources[peer] = state[BASES + peer] + SLOTS + place + at
                         kernel_sources[rank] = source + index * chunk + at
-                        call_kernel(kernel, sources, nranks, result + at, length)
-                        # The block is still in the first-level cache.
-                        copy(target + index * chunk + at, result + at, length, is_streamed)
+                        # Both copies find the block in the first-level cache.
+                        block = base + SCRATCH if state[IS_PAST_CACHES] else result + at
+                        call_kernel(kernel, sources, nranks, block, length)
+                        copy(target + index * chunk + at, block, length, is_streamed)
+                        if state[IS_PAST_CACHES]:
+                            copy(result + at, block, length, True)
+                    stream_fence()
                     publish(base + DONE, this)
                 state[STEP] = _COLLECT
             if index >= 1:
@@ -185,6 +194,7 @@ def make_allreduce() -> Loop:
             state[STEP] = _DEPOSIT
             state[ROUND] = index + 1
         stream_fence()
+        note_end(state, address, given)
         state[LAST] = first + total - 1
         return FINISHED
 

@@ -21,6 +21,7 @@ from r2ccl.kernels.compiling import intrinsic
 from r2ccl.shm.machine import MACHINE, SYSTEM_CALLS
 
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_CLOCK_MONOTONIC = 1
 _EVERYONE = 2**31 - 1
 
 _FUTEX, _SET_AFFINITY, _GET_AFFINITY = SYSTEM_CALLS
@@ -195,6 +196,21 @@ def futex_wake(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
+def clock_ns(typing_context: Any, time: Any) -> Any:
+    """Return the monotonic time in nanoseconds; `time` is space for a ``struct timespec``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I32, [_I32, _I64])
+        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        builder.call(function, [_I32(_CLOCK_MONOTONIC), args[0]])
+        words = _pointer(builder, args[0])
+        seconds, rest = (builder.load(builder.gep(words, [_I32(at)])) for at in (0, 1))
+        return builder.add(builder.mul(seconds, _I64(1_000_000_000)), rest)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
 def stream(typing_context: Any, target: Any, source: Any) -> Any:
     """Copy 64 bytes from `source` to `target` without storing them in the caches.
 
@@ -276,6 +292,7 @@ __all__ = [
     "add",
     "call_kernel",
     "call_loop",
+    "clock_ns",
     "current_cpu",
     "fence",
     "futex_wait",

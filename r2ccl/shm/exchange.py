@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from r2ccl.kernels.compiling import copy_bytes
 from r2ccl.shm.atomics import call_kernel, load_acquire, store_release, stream_fence, words_at
 from r2ccl.shm.layout import (
     AWAITED,
@@ -40,6 +39,7 @@ from r2ccl.shm.layout import (
     DONE,
     FINISHED,
     FROM_ROOT,
+    IS_PAST_CACHES,
     LAST,
     LENGTHS,
     MAX_NRANKS,
@@ -66,6 +66,7 @@ from r2ccl.shm.layout import (
 from r2ccl.shm.places import begin_anew, has_input, place_of, publish_places
 from r2ccl.shm.rounds import begin, compare_headers, copy, fits, write_header
 from r2ccl.shm.single_copy import copy_inputs, reduce_inputs, reduce_share
+from r2ccl.shm.storing import choose, note_begin, note_end
 from r2ccl.shm.waiting import publish, wait
 
 #: Steps of a round.
@@ -127,6 +128,7 @@ def make_exchange() -> Loop:
                 for peer in range(nranks):
                     most = max(most, sent_nbytes[peer], put_nbytes[peer])
             begin(state, (most + piece - 1) // piece)
+            choose(state, given, nbytes)
             state[MODE] = UNDECIDED
         row = LENGTHS + 8 * MAX_NRANKS * (state[NCALLS] & 1)
 
@@ -138,8 +140,7 @@ def make_exchange() -> Loop:
                 if state[STEP] == _TAKE:
                     offset = 0 if is_shared else rank * source_step
                     if is_allreduce:
-                        scratch = base + SLOTS + (first % NSLOTS) * SLOT_NBYTES
-                        reduce_share(state, sources, nbytes, kernel, scratch)
+                        reduce_share(state, sources, nbytes, kernel)
                     elif is_receiver and kernel != 0:
                         reduce_inputs(state, sources, offset, kernel, target, nbytes)
                     elif is_receiver:
@@ -195,7 +196,8 @@ def make_exchange() -> Loop:
                             first_byte = sent_from[peer] if has_tables else first_byte
                             place = slot + (peer - rank - 1) % nranks * portion
                             at = source + first_byte + done
-                            copy_bytes(place, at, min(length - done, piece))
+                            copy(place, at, min(length - done, piece), state[IS_PAST_CACHES])
+                    stream_fence()
                 if ahead == 0 or (is_sender and ahead < state[TOTAL]):
                     publish(base + POSTED, first + ahead)
                 state[STEP] = _TAKE
@@ -223,6 +225,7 @@ def make_exchange() -> Loop:
                         first += 1
                         row = LENGTHS + 8 * MAX_NRANKS * (state[NCALLS] & 1)
                         continue
+                note_begin(state, address, given)
             elif is_receiver:
                 for peer in senders:
                     word = state[BASES + peer] + POSTED
@@ -255,6 +258,7 @@ def make_exchange() -> Loop:
             state[STEP] = _DEPOSIT
             state[ROUND] = index + 1
         stream_fence()
+        note_end(state, address, given)
         state[LAST] = first + state[TOTAL] - 1
         return FINISHED
 

@@ -52,7 +52,10 @@ SLOTS = 64 * LINE_NBYTES
 SLOT_NBYTES = 1 << 18
 NSLOTS, NRESULTS = 8, 4
 RESULTS = SLOTS + NSLOTS * SLOT_NBYTES
-SEGMENT_NBYTES = RESULTS + NRESULTS * SLOT_NBYTES
+#: Bytes that only the owner uses: a block of a result.
+SCRATCH = RESULTS + NRESULTS * SLOT_NBYTES
+SCRATCH_NBYTES = 1 << 13
+SEGMENT_NBYTES = SCRATCH + SCRATCH_NBYTES
 
 assert LENGTHS + 2 * 8 * MAX_NRANKS <= SLOTS
 
@@ -92,8 +95,12 @@ ROW_NWORDS = 3
 #: Mode of the data transfer of the call, see the values below; number of calls that began again,
 #: which `NCALLS` counts twice.
 MODE, NREPEATED = 21, 22
+#: 1 if this rank writes its slots past the caches in this call; time at which all ranks had begun
+#: the call, in nanoseconds, or 0: do not measure; space for a ``struct timespec``. See
+#: `r2ccl.shm.storing`.
+IS_PAST_CACHES, BEGUN_NS, TIME = 23, 24, 25
 #: Addresses of the segments of all ranks, then space for the sources of a kernel.
-BASES = 23
+BASES = 27
 #: Bytes of a set of 1,024 CPUs; two such sets follow the space for the sources.
 CPU_SET_NBYTES = 128
 
@@ -134,7 +141,12 @@ CALL_KERNEL = 3
 #: Size of the data in bytes, and maximum size of a chunk or piece; see the loops.
 CALL_NBYTES, CALL_MOST = 4, 5
 CALL_SOURCE_STEP, CALL_TARGET_STEP, CALL_TABLES, CALL_ROOT = 6, 7, 8, 9
-CALL_NWORDS = 10
+#: Shortest recent durations of the call with slots written to the caches, and past them, in
+#: nanoseconds; 0: not measured yet.
+CALL_CACHED_NS, CALL_PAST_NS = 10, 11
+#: Number of calls that chose between these two ways.
+CALL_NCALLS = 12
+CALL_NWORDS = 13
 
 # Flags of a prepared call.
 
@@ -150,12 +162,16 @@ REACHING = 16
 __all__ = [
     "AWAITED",
     "BASES",
+    "BEGUN_NS",
+    "CALL_CACHED_NS",
     "CALL_FLAGS",
     "CALL_FORM",
     "CALL_KERNEL",
     "CALL_MOST",
     "CALL_NBYTES",
+    "CALL_NCALLS",
     "CALL_NWORDS",
+    "CALL_PAST_NS",
     "CALL_ROOT",
     "CALL_SIGNATURE",
     "CALL_SOURCE_STEP",
@@ -173,6 +189,7 @@ __all__ = [
     "FROM_ROOT",
     "HOME",
     "INPUTS",
+    "IS_PAST_CACHES",
     "LAST",
     "LENGTHS",
     "LINE_NBYTES",
@@ -197,6 +214,8 @@ __all__ = [
     "ROUND",
     "ROW_NWORDS",
     "SAFE",
+    "SCRATCH",
+    "SCRATCH_NBYTES",
     "SEGMENT_NBYTES",
     "SHARED",
     "SIGNATURES",
@@ -211,6 +230,7 @@ __all__ = [
     "STEP",
     "STREAM_NBYTES",
     "SYMMETRIC",
+    "TIME",
     "TOTAL",
     "TO_ROOT",
     "UNDECIDED",

@@ -10,17 +10,13 @@ from typing import Any
 
 from r2ccl.kernels.compiling import inlined
 from r2ccl.shm.atomics import call_kernel, words_at
-from r2ccl.shm.layout import NRANKS, RANK, STREAM_NBYTES
+from r2ccl.shm.layout import BASES, NRANKS, RANK, SCRATCH, SCRATCH_NBYTES, STREAM_NBYTES
 from r2ccl.shm.places import input_of, output_of
 from r2ccl.shm.rounds import copy
 
-#: Number of bytes reduced at a time: the result stays in the first-level cache until it is copied
-#: to all outputs.
-BLOCK_NBYTES = 8192
-
 
 @inlined
-def reduce_share(state: Any, sources: Any, nbytes: Any, kernel: Any, scratch: Any) -> None:
+def reduce_share(state: Any, sources: Any, nbytes: Any, kernel: Any) -> None:
     """Reduce this rank's share of an allreduce, from the inputs to the outputs of all ranks.
 
     Parameters
@@ -32,8 +28,6 @@ def reduce_share(state: Any, sources: Any, nbytes: Any, kernel: Any, scratch: An
         Size of each input in bytes.
     kernel : int64
         Address of a kernel of `r2ccl.kernels.fold`.
-    scratch : int64
-        Address of `BLOCK_NBYTES` bytes that no other rank reads.
 
     Notes
     -----
@@ -41,13 +35,14 @@ def reduce_share(state: Any, sources: Any, nbytes: Any, kernel: Any, scratch: An
     their rank, which has just been read.
     """
     rank, nranks = state[RANK], state[NRANKS]
+    scratch = state[BASES + rank] + SCRATCH
     kernel_sources = words_at(sources)
     share = ((nbytes + nranks - 1) // nranks + 63) & -64
     before = min(nbytes, rank * share)
     after = min(nbytes, before + share)
     is_large = nbytes >= state[STREAM_NBYTES]
-    for at in range(before, after, BLOCK_NBYTES):
-        length = min(BLOCK_NBYTES, after - at)
+    for at in range(before, after, SCRATCH_NBYTES):
+        length = min(SCRATCH_NBYTES, after - at)
         for peer in range(nranks):
             kernel_sources[peer] = input_of(state, peer) + at
         call_kernel(kernel, sources, nranks, scratch, length)
@@ -92,4 +87,4 @@ def copy_inputs(
                 copy(to, at, nbytes, is_streamed)
 
 
-__all__ = ["BLOCK_NBYTES", "copy_inputs", "reduce_inputs", "reduce_share"]
+__all__ = ["copy_inputs", "reduce_inputs", "reduce_share"]

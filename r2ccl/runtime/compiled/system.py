@@ -14,7 +14,6 @@ _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 EAGAIN, EINTR = 11, 4
 _FIONREAD = 0x541B
-_CLOCK_MONOTONIC = 1
 #: MSG_DONTWAIT, MSG_NOSIGNAL
 _RECEIVE_FLAGS, _SEND_FLAGS = 0x40, 0x4040
 
@@ -143,18 +142,6 @@ def errno(typing_context: Any) -> Any:
     return types.int64(), generate
 
 
-@intrinsic
-def read_clock(typing_context: Any, time: Any) -> Any:
-    """Store the monotonic time at `time`, a ``struct timespec``: clock_gettime(2)."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = _libc(builder, "clock_gettime", _I32, [_I32, _I64])
-        builder.call(function, [_I32(_CLOCK_MONOTONIC), args[0]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
 def _libc(builder: Any, name: str, result: Any, arguments: Any, var_arg: bool = False) -> Any:
     kind = ir.FunctionType(result, arguments, var_arg=var_arg)
     return cgutils.get_or_insert_function(builder.module, kind, name)
@@ -169,7 +156,6 @@ __all__ = [
     "load64",
     "move_bytes",
     "poll_until",
-    "read_clock",
     "receive",
     "send_message",
     "store32",

@@ -21,8 +21,7 @@ from r2ccl.runtime.compiled.layout import (
     STEPS,
     TIME,
 )
-from r2ccl.runtime.compiled.system import read_clock
-from r2ccl.shm.atomics import words_at
+from r2ccl.shm.atomics import clock_ns, words_at
 
 
 @inlined
@@ -59,9 +58,7 @@ def size_of(state: Any, step: Any, k: Any) -> Any:
 @inlined
 def now_ns(state: Any) -> Any:
     """Return the monotonic time in nanoseconds."""
-    read_clock(state[TIME])
-    time = words_at(state[TIME])
-    return time[0] * 1_000_000_000 + time[1]
+    return clock_ns(state[TIME])
 
 
 @inlined

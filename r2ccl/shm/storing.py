@@ -1,0 +1,81 @@
+"""Compiled choice between two ways to write slots: to the caches, or past them to memory.
+
+Which way is faster depends on the cores of the ranks. If they share a last-level cache, the peer
+finds the data there. If not, it fetches each line from the other core's cache, which takes several
+times as long as reading memory. The scheduler, or a hypervisor, may move a rank to another core at
+any time. Each prepared call therefore remembers the shortest recent duration with either way, and
+uses the better one, but now and then the other one. Such trials fall on the same calls on all
+ranks, because a way makes a difference only if all ranks use it.
+
+Small calls do not choose, see `LEAST_NBYTES`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from r2ccl.kernels.compiling import inlined
+from r2ccl.shm.atomics import clock_ns
+from r2ccl.shm.layout import (
+    BEGUN_NS,
+    CALL_CACHED_NS,
+    CALL_NCALLS,
+    CALL_PAST_NS,
+    IS_PAST_CACHES,
+    NCALLS,
+    TIME,
+)
+
+#: Smallest part in bytes for which a call chooses.
+LEAST_NBYTES = 1 << 14
+#: One of 2**6 calls is a trial, at irregular intervals, which no loop of a program can match.
+_TRIAL_MASK = (1 << 6) - 1
+_MULTIPLIER, _SHIFT = 0x9E3779B1, 20
+_AGEING_SHIFT = 3
+#: Number of first calls that take turns between the two ways.
+_NFIRST = 5
+
+
+@inlined
+def choose(state: Any, given: Any, nbytes: Any) -> None:
+    """Choose how this rank writes its slots in a call that begins.
+
+    `given` is a pointer to the words of the call, and `nbytes` the size of a part.
+    """
+    state[BEGUN_NS] = 0
+    state[IS_PAST_CACHES] = 0
+    if nbytes >= LEAST_NBYTES:
+        ncalls = given[CALL_NCALLS]
+        given[CALL_NCALLS] = ncalls + 1
+        if ncalls < _NFIRST:
+            state[IS_PAST_CACHES] = ncalls & 1
+        else:
+            is_better = given[CALL_PAST_NS] < given[CALL_CACHED_NS]
+            is_trial = (state[NCALLS] * _MULTIPLIER >> _SHIFT) & _TRIAL_MASK == 0
+            state[IS_PAST_CACHES] = is_better != is_trial
+
+
+@inlined
+def note_begin(state: Any, address: Any, given: Any) -> None:
+    """Note that all ranks have begun the call."""
+    if given[CALL_NCALLS] > 1:  # in its first call, an array may get its memory
+        state[BEGUN_NS] = clock_ns(address + 8 * TIME)
+
+
+@inlined
+def note_end(state: Any, address: Any, given: Any) -> None:
+    """Learn from the duration of a call that has finished.
+
+    A longer duration than the shortest one so far raises it by at most an eighth, because ranks may
+    have been late.
+    """
+    if state[BEGUN_NS]:
+        duration_ns = clock_ns(address + 8 * TIME) - state[BEGUN_NS]
+        at = CALL_PAST_NS if state[IS_PAST_CACHES] else CALL_CACHED_NS
+        shortest = given[at]
+        if shortest:
+            duration_ns = min(duration_ns, shortest + (shortest >> _AGEING_SHIFT) + 1)
+        given[at] = duration_ns
+
+
+__all__ = ["LEAST_NBYTES", "choose", "note_begin", "note_end"]
