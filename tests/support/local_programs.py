@@ -21,7 +21,8 @@ from r2ccl import kernels
 from r2ccl.dtypes import CODES, DTYPES, dtype_name
 from r2ccl.shm import group as group_module
 from r2ccl.shm.group import LocalGroup
-from r2ccl.shm.layout import NSLOTS, SLOT_NBYTES
+from r2ccl.shm.layout import CALL_CACHED_NS, CALL_NCALLS, CALL_PAST_NS, NSLOTS, SLOT_NBYTES
+from r2ccl.shm.local_call import LocalCall
 from r2ccl.types import PREFIXES, CallSignature, Collective, ReduceOp
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -112,13 +113,32 @@ def check_reductions(host: Host, dtypes: list[str]) -> list[str]:
     return wrong
 
 
-def check_matrix(host: Host, dtypes: list[str], cache_nbytes: int | None = None) -> list[str]:
+def durations(host: Host, nbytes: int) -> list[bool]:
+    """Return for either way to write slots whether calls of `nbytes` have measured it."""
+    group = host.connect()
+    x = np.ones(nbytes // 4, np.float32)
+    prepared = group.prepare(CallSignature(Collective.ALLREDUCE, _F32, ReduceOp.SUM, x.size))
+    for _ in range(200):
+        group.run(prepared, x, x)
+        assert (x == host.nranks).all()
+        x[:] = 1
+    group.close()
+    return [bool(prepared.words[at]) for at in (CALL_CACHED_NS, CALL_PAST_NS)]
+
+
+def check_matrix(
+    host: Host, dtypes: list[str], cache_nbytes: int | None = None, is_past_caches: bool = False
+) -> list[str]:
     """Return the cases of all collectives and sizes in which a result is wrong.
 
-    Outputs that exceed a share of `cache_nbytes` are written past the caches.
+    Outputs that exceed a share of `cache_nbytes` are written past the caches, and with
+    `is_past_caches` slots, too.
     """
     if cache_nbytes is not None:
         group_module._cache_nbytes = lambda: cache_nbytes
+    if is_past_caches:
+        make, tried = LocalCall.make, {CALL_CACHED_NS: 1 << 60, CALL_PAST_NS: 1, CALL_NCALLS: 99}
+        LocalCall.make = lambda maker, words, *rest: make(maker, words | tried, *rest)  # type: ignore[method-assign]
     group = host.connect()
     wrong = [
         f"{name} of {size} elements of {dtype_name(code)}"

@@ -21,6 +21,7 @@ from r2ccl.shm import group as group_module
 from r2ccl.shm import passing
 from r2ccl.shm.group import LocalGroup
 from r2ccl.shm.layout import WAITING
+from r2ccl.shm.storing import LEAST_NBYTES
 from r2ccl.shm.symmetric import SymmetricMemory
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -55,6 +56,17 @@ def test_collectives_give_exact_results(nranks, dtypes):
 )
 def test_results_written_past_the_caches_are_exact(dtypes):
     assert _run(3, "check_matrix", dtypes, 1 << 16) == [["value", []]] * 3
+
+
+@pytest.mark.parametrize("nranks", slow_but([2], [2, 3, 5]))
+def test_slots_written_past_the_caches_give_exact_results(nranks):
+    wanted = [["value", []]] * nranks
+    assert _run(nranks, "check_matrix", ["float32", "uint8"], None, True) == wanted
+
+
+def test_only_calls_of_some_size_choose_how_to_write_slots():
+    assert _run(2, "durations", LEAST_NBYTES) == [["value", [True, True]]] * 2
+    assert _run(2, "durations", LEAST_NBYTES // 2) == [["value", [False, False]]] * 2
 
 
 @pytest.mark.parametrize(
