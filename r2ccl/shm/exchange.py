@@ -128,7 +128,8 @@ def make_exchange() -> Loop:
                 for peer in range(nranks):
                     most = max(most, sent_nbytes[peer], put_nbytes[peer])
             begin(state, (most + piece - 1) // piece)
-            choose(state, given, nbytes)
+            # With a root, the duration of a rank that only sends says nothing about the receivers.
+            choose(state, given, nbytes if flags & (FROM_ROOT | TO_ROOT) == 0 else 0)
             state[MODE] = UNDECIDED
         row = LENGTHS + 8 * MAX_NRANKS * (state[NCALLS] & 1)
 
@@ -197,7 +198,8 @@ def make_exchange() -> Loop:
                             place = slot + (peer - rank - 1) % nranks * portion
                             at = source + first_byte + done
                             copy(place, at, min(length - done, piece), state[IS_PAST_CACHES])
-                    stream_fence()
+                    if state[IS_PAST_CACHES]:
+                        stream_fence()
                 if ahead == 0 or (is_sender and ahead < state[TOTAL]):
                     publish(base + POSTED, first + ahead)
                 state[STEP] = _TAKE

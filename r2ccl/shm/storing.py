@@ -7,7 +7,7 @@ any time. Each prepared call therefore remembers the shortest recent duration wi
 uses the better one, but now and then the other one. Such trials fall on the same calls on all
 ranks, because a way makes a difference only if all ranks use it.
 
-Small calls do not choose, see `LEAST_NBYTES`.
+Small calls, see `LEAST_NBYTES`, and those with a root do not choose: they write to the caches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _NFIRST = 5
 def choose(state: Any, given: Any, nbytes: Any) -> None:
     """Choose how this rank writes its slots in a call that begins.
 
-    `given` is a pointer to the words of the call, and `nbytes` the size of a part.
+    `given` is a pointer to the words of the call, and `nbytes` the size of a part, or 0: do not
+    choose.
     """
     state[BEGUN_NS] = 0
     state[IS_PAST_CACHES] = 0
