@@ -171,16 +171,16 @@ def futex_wait(typing_context: Any, address: Any, value: Any, timeout: Any) -> A
     """Sleep until woken, unless the lower 32 bits at `address` differ from those of `value`.
 
     `timeout` is the address of a ``struct timespec``, the longest duration of the sleep. The
-    sleep also ends when the thread receives a signal.
+    sleep also ends when the thread receives a signal. Return 0 if the thread was woken, otherwise
+    -1. A thread may be woken for a change that it has seen before it slept.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         low = builder.zext(builder.trunc(args[1], _I32), _I64)
         arguments = [args[0], _I64(_FUTEX_WAIT), low, args[2], _I64(0), _I64(0)]
-        _call_system(builder, _FUTEX, arguments)
-        return context.get_dummy_value()
+        return _call_system(builder, _FUTEX, arguments)
 
-    return types.void(types.int64, types.int64, types.int64), generate
+    return types.int64(types.int64, types.int64, types.int64), generate
 
 
 @intrinsic

@@ -76,14 +76,15 @@ def enter_sleep(bell: Any) -> Any:
 def wait_for_bell(address: Any, table_at: Any, bell: Any, seen: Any) -> Any:
     """Sleep until a peer rings the bell, but not longer than the state allows (`SLEEP_S`).
 
-    `seen` is the result of `enter_sleep`. Return whether a peer has rung the bell. If a thread of
-    this rank has set WOKEN, clear WOKEN and return False.
+    `seen` is the result of `enter_sleep`. Return whether a peer has rung the bell, or this thread
+    was woken for an earlier ring. If a thread of this rank has set WOKEN, clear WOKEN and return
+    False.
     """
-    futex_wait(bell, seen, address + 8 * SLEEP_S)
+    is_woken = futex_wait(bell, seen, address + 8 * SLEEP_S) == 0
     if load_acquire(table_at + 8 * WOKEN) != 0:
         store_release(table_at + 8 * WOKEN, 0)
         return False
-    return load_acquire(bell) != seen
+    return is_woken or load_acquire(bell) != seen
 
 
 @inlined
