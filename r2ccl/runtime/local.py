@@ -11,7 +11,6 @@ has passed.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from r2ccl.dtypes import CODES, dtype_of
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument
 from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.buffers import Buffer
+from r2ccl.runtime.arrays.libraries import torch_of
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.progress import describe, difference
 from r2ccl.runtime.waits import Missing
@@ -374,7 +374,7 @@ def _array_of(x: Any) -> Any:
 
     A tensor that NumPy cannot view, such as one on a GPU, is returned itself.
     """
-    torch = sys.modules.get("torch")
+    torch = torch_of(x)
     if torch is None or type(x) is not torch.Tensor:
         return x
     try:

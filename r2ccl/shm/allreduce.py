@@ -18,17 +18,17 @@ from typing import Any
 from r2ccl.shm.atomics import call_kernel, stream_fence, words_at
 from r2ccl.shm.layout import (
     BASES,
-    CALL_FORM,
-    CALL_KERNEL,
-    CALL_MOST,
-    CALL_NBYTES,
-    CALL_SIGNATURE,
     CHANGED,
     DIRECT,
     DONE,
     FINISHED,
     IS_PAST_CACHES,
     LAST,
+    LOOP_FORM,
+    LOOP_KERNEL,
+    LOOP_MOST,
+    LOOP_NBYTES,
+    LOOP_SIGNATURE,
     MODE,
     NRANKS,
     NRESULTS,
@@ -65,16 +65,16 @@ def make_allreduce() -> Loop:
     -------
     callable
         ``allreduce(state, source_at, target_at, call, is_resumed)``, a `r2ccl.shm.layout.Loop`.
-        The input and the output, which have `CALL_NBYTES` bytes each, may be the same array. Chunks
-        have at most `CALL_MOST` bytes, a multiple of 64 and at most `SLOT_NBYTES`.
+        The input and the output, which have `LOOP_NBYTES` bytes each, may be the same array. Chunks
+        have at most `LOOP_MOST` bytes, a multiple of 64 and at most `SLOT_NBYTES`.
     """
 
     def allreduce(address: Any, source_at: Any, target_at: Any, call: Any, is_resumed: Any) -> Any:
         given = words_at(call)
-        if is_resumed == 0 and not fits(given[CALL_FORM], source_at, target_at):
+        if is_resumed == 0 and not fits(given[LOOP_FORM], source_at, target_at):
             return CHANGED
-        nbytes, most = given[CALL_NBYTES], given[CALL_MOST]
-        kernel, signature = given[CALL_KERNEL], given[CALL_SIGNATURE]
+        nbytes, most = given[LOOP_NBYTES], given[LOOP_MOST]
+        kernel, signature = given[LOOP_KERNEL], given[LOOP_SIGNATURE]
         state = words_at(address)
         source, target = words_at(source_at)[0], words_at(target_at)[0]
         rank, nranks = state[RANK], state[NRANKS]
@@ -133,7 +133,8 @@ def make_allreduce() -> Loop:
                     if not is_reachable:
                         copy(slot, at, before, state[IS_PAST_CACHES])
                         copy(slot + after, at + after, length - after, state[IS_PAST_CACHES])
-                        stream_fence()
+                        if state[IS_PAST_CACHES]:
+                            stream_fence()
                     publish(base + POSTED, first + ahead)
                 state[STEP] = _REDUCE
             if state[STEP] == _REDUCE:
@@ -174,7 +175,8 @@ def make_allreduce() -> Loop:
                         copy(target + index * chunk + at, block, length, is_streamed)
                         if state[IS_PAST_CACHES]:
                             copy(result + at, block, length, True)
-                    stream_fence()
+                    if state[IS_PAST_CACHES]:
+                        stream_fence()
                     publish(base + DONE, this)
                 state[STEP] = _COLLECT
             if index >= 1:

@@ -252,8 +252,7 @@ def call_kernel(
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_I64, [_I64] * 4)
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        _call_at(builder, *args)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
@@ -266,9 +265,7 @@ def call_loop(
     """Call the loop at address `loop`, from its beginning; see `r2ccl.shm.layout.Loop`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_I64, [_I64] * 5)
-        function = builder.inttoptr(args[0], kind.as_pointer())
-        return builder.call(function, [*args[1:], _I64(0)])
+        return _call_at(builder, *args, _I64(0))
 
     return types.int64(*[types.int64] * 5), generate
 
@@ -280,6 +277,12 @@ def _pointer(builder: Any, address: Any) -> Any:
 def _call_void(builder: Any, name: str) -> None:
     kind = ir.FunctionType(_VOID, [])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+
+
+def _call_at(builder: Any, address: Any, *arguments: Any) -> Any:
+    """Call the function of integers at `address`; return its result."""
+    kind = ir.FunctionType(_I64, [_I64] * len(arguments))
+    return builder.call(builder.inttoptr(address, kind.as_pointer()), arguments)
 
 
 def _call_system(builder: Any, number: int, arguments: Any) -> Any:

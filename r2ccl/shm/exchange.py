@@ -24,15 +24,6 @@ from r2ccl.shm.atomics import call_kernel, load_acquire, store_release, stream_f
 from r2ccl.shm.layout import (
     AWAITED,
     BASES,
-    CALL_FLAGS,
-    CALL_FORM,
-    CALL_KERNEL,
-    CALL_NBYTES,
-    CALL_ROOT,
-    CALL_SIGNATURE,
-    CALL_SOURCE_STEP,
-    CALL_TABLES,
-    CALL_TARGET_STEP,
     CHANGED,
     DIFFERS_IN_SIZE,
     DIRECT,
@@ -42,6 +33,15 @@ from r2ccl.shm.layout import (
     IS_PAST_CACHES,
     LAST,
     LENGTHS,
+    LOOP_FLAGS,
+    LOOP_FORM,
+    LOOP_KERNEL,
+    LOOP_NBYTES,
+    LOOP_ROOT,
+    LOOP_SIGNATURE,
+    LOOP_SOURCE_STEP,
+    LOOP_TABLES,
+    LOOP_TARGET_STEP,
     MAX_NRANKS,
     MODE,
     NCALLS,
@@ -80,25 +80,29 @@ def make_exchange() -> Loop:
     -------
     callable
         ``exchange(state, source_at, target_at, call, is_resumed)``, a `r2ccl.shm.layout.Loop`.
-        `CALL_ROOT` is the index of the root; it is ignored without the flags `FROM_ROOT` and
+        `LOOP_ROOT` is the index of the root; it is ignored without the flags `FROM_ROOT` and
         `TO_ROOT`.
 
-        The part that rank s sends to rank d has `CALL_NBYTES` bytes at
-        ``input + d * CALL_SOURCE_STEP`` of rank s, and is copied to
-        ``output + s * CALL_TARGET_STEP`` of rank d. If the call has a kernel, the parts of all
-        ranks are reduced to ``output`` instead. If parts differ in size, `CALL_TABLES` is the
+        The part that rank s sends to rank d has `LOOP_NBYTES` bytes at
+        ``input + d * LOOP_SOURCE_STEP`` of rank s, and is copied to
+        ``output + s * LOOP_TARGET_STEP`` of rank d. If the call has a kernel, the parts of all
+        ranks are reduced to ``output`` instead. If parts differ in size, `LOOP_TABLES` is the
         address of four rows with one word per rank, otherwise 0. The first two rows have the first
         byte and the number of bytes of each part that this rank sends, the last two those of each
-        part that it receives. With tables, `CALL_NBYTES` is the mean size of the received parts.
+        part that it receives. With tables, `LOOP_NBYTES` is the mean size of the received parts.
     """
 
     def exchange(address: Any, source_at: Any, target_at: Any, call: Any, is_resumed: Any) -> Any:
         given = words_at(call)
-        if is_resumed == 0 and not fits(given[CALL_FORM], source_at, target_at):
+        if is_resumed == 0 and not fits(given[LOOP_FORM], source_at, target_at):
             return CHANGED
-        source_step, target_step = given[CALL_SOURCE_STEP], given[CALL_TARGET_STEP]
-        nbytes, tables, root = given[CALL_NBYTES], given[CALL_TABLES], given[CALL_ROOT]
-        kernel, signature, flags = given[CALL_KERNEL], given[CALL_SIGNATURE], given[CALL_FLAGS]
+        source_step, target_step = given[LOOP_SOURCE_STEP], given[LOOP_TARGET_STEP]
+        nbytes, tables, root = given[LOOP_NBYTES], given[LOOP_TABLES], given[LOOP_ROOT]
+        kernel, signature, flags = (
+            given[LOOP_KERNEL],
+            given[LOOP_SIGNATURE],
+            given[LOOP_FLAGS],
+        )
         state = words_at(address)
         source, target = words_at(source_at)[0], words_at(target_at)[0]
         rank, nranks = state[RANK], state[NRANKS]

@@ -315,17 +315,17 @@ class LocalGroup:
         kernel = self._kernel(call) if call.collective in REDUCTIONS else 0
         nbytes = call.count * itemsize
         words = {
-            layout.CALL_SIGNATURE: signed_word(call.pack()),
-            layout.CALL_KERNEL: kernel,
-            layout.CALL_NBYTES: nbytes,
+            layout.LOOP_SIGNATURE: signed_word(call.pack()),
+            layout.LOOP_KERNEL: kernel,
+            layout.LOOP_NBYTES: nbytes,
         }
         if call.collective in PREFIXES:
             is_exclusive = call.collective == Collective.EXSCAN
-            words[layout.CALL_FLAGS] = EXCLUSIVE if is_exclusive else 0
-            words[layout.CALL_MOST] = _most(nbytes, _NCHUNKS * n)
+            words[layout.LOOP_FLAGS] = EXCLUSIVE if is_exclusive else 0
+            words[layout.LOOP_MOST] = _most(nbytes, _NCHUNKS * n)
             return LocalCall.make(_SCAN, words)
         if call.collective == Collective.ALLREDUCE and nbytes * n > FLAT_NBYTES:
-            words[layout.CALL_MOST] = _most(nbytes, _NCHUNKS)
+            words[layout.LOOP_MOST] = _most(nbytes, _NCHUNKS)
             return LocalCall.make(_PIPELINE, words)
         flags, source_parts, target_parts = _FORMS[call.collective]
         tables = None
@@ -334,17 +334,17 @@ class LocalGroup:
             rows[:, 1] -= rows[:, 0]
             tables = np.ascontiguousarray(rows)
             nbytes = int(rows[1, 1].sum()) // n
-            words[layout.CALL_TABLES] = data_of(tables)
+            words[layout.LOOP_TABLES] = data_of(tables)
         elif source_parts or target_parts:
             nbytes //= n
         if parts is None and nbytes >= _least_reached(call.collective, n):
             flags |= REACHING
         words |= {
-            layout.CALL_FLAGS: flags,
-            layout.CALL_NBYTES: nbytes,
-            layout.CALL_SOURCE_STEP: source_parts * nbytes,
-            layout.CALL_TARGET_STEP: target_parts * nbytes,
-            layout.CALL_ROOT: call.root,
+            layout.LOOP_FLAGS: flags,
+            layout.LOOP_NBYTES: nbytes,
+            layout.LOOP_SOURCE_STEP: source_parts * nbytes,
+            layout.LOOP_TARGET_STEP: target_parts * nbytes,
+            layout.LOOP_ROOT: call.root,
         }
         return LocalCall.make(_EXCHANGE, words, tables)
 
@@ -380,7 +380,7 @@ class LocalGroup:
 
         `result` is neither FINISHED nor CHANGED. Errors: as `run`.
         """
-        signature = int(call.words[layout.CALL_SIGNATURE]) % _WORD
+        signature = int(call.words[layout.LOOP_SIGNATURE]) % _WORD
 
         def resume() -> bool:
             nonlocal result
@@ -495,7 +495,7 @@ class LocalGroup:
         words = (self._own if index == self.rank else self._peers[index]).words
         if result == DIFFERS_IN_SIZE:
             assert call.tables is not None
-            is_shared = call.words[layout.CALL_FLAGS] & SHARED
+            is_shared = call.words[layout.LOOP_FLAGS] & SHARED
             at = layout.LENGTHS // 8 + layout.MAX_NRANKS * row
             sent = int(words[at + (index if is_shared else self.rank)])
             wanted = int(call.tables[1, 1, index])

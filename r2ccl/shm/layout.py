@@ -130,23 +130,24 @@ DIFFERS, DIFFERS_IN_SIZE = 2, 3
 #: The arrays do not have the form of the call, which has not begun.
 CHANGED = 4
 
-# Indices of the words of a prepared call. Only `exchange` uses the steps, the tables and the root.
+# Indices of the words of a prepared call, which its loop reads. Only `exchange` uses the steps, the
+# tables and the root.
 
 #: Address of the form of input and output, or 0; see `r2ccl.shm.rounds.fits`.
-CALL_FORM = 0
+LOOP_FORM = 0
 #: Packed signature of the call, which must be equal on all ranks; flags, see below.
-CALL_SIGNATURE, CALL_FLAGS = 1, 2
+LOOP_SIGNATURE, LOOP_FLAGS = 1, 2
 #: Address of a kernel of `r2ccl.kernels.fold`, or 0.
-CALL_KERNEL = 3
+LOOP_KERNEL = 3
 #: Size of the data in bytes, and maximum size of a chunk or piece; see the loops.
-CALL_NBYTES, CALL_MOST = 4, 5
-CALL_SOURCE_STEP, CALL_TARGET_STEP, CALL_TABLES, CALL_ROOT = 6, 7, 8, 9
+LOOP_NBYTES, LOOP_MOST = 4, 5
+LOOP_SOURCE_STEP, LOOP_TARGET_STEP, LOOP_TABLES, LOOP_ROOT = 6, 7, 8, 9
 #: Shortest recent durations of the call with slots written to the caches, and past them, in
 #: nanoseconds; 0: not measured yet.
-CALL_CACHED_NS, CALL_PAST_NS = 10, 11
+LOOP_CACHED_NS, LOOP_PAST_NS = 10, 11
 #: Number of calls that chose between these two ways.
-CALL_NCALLS = 12
-CALL_NWORDS = 13
+LOOP_NCALLS = 12
+LOOP_NWORDS = 13
 
 # Flags of a prepared call.
 
@@ -163,20 +164,6 @@ __all__ = [
     "AWAITED",
     "BASES",
     "BEGUN_NS",
-    "CALL_CACHED_NS",
-    "CALL_FLAGS",
-    "CALL_FORM",
-    "CALL_KERNEL",
-    "CALL_MOST",
-    "CALL_NBYTES",
-    "CALL_NCALLS",
-    "CALL_NWORDS",
-    "CALL_PAST_NS",
-    "CALL_ROOT",
-    "CALL_SIGNATURE",
-    "CALL_SOURCE_STEP",
-    "CALL_TABLES",
-    "CALL_TARGET_STEP",
     "CHANGED",
     "CPU",
     "CPU_SET_NBYTES",
@@ -193,6 +180,20 @@ __all__ = [
     "LAST",
     "LENGTHS",
     "LINE_NBYTES",
+    "LOOP_CACHED_NS",
+    "LOOP_FLAGS",
+    "LOOP_FORM",
+    "LOOP_KERNEL",
+    "LOOP_MOST",
+    "LOOP_NBYTES",
+    "LOOP_NCALLS",
+    "LOOP_NWORDS",
+    "LOOP_PAST_NS",
+    "LOOP_ROOT",
+    "LOOP_SIGNATURE",
+    "LOOP_SOURCE_STEP",
+    "LOOP_TABLES",
+    "LOOP_TARGET_STEP",
     "MAX_NRANKS",
     "MISSES",
     "MODE",

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from r2ccl.kernels.arrays import data_of
 from r2ccl.kernels.native import address_of, callable_of
 from r2ccl.shm.arrays import form_of
-from r2ccl.shm.layout import CALL_FORM, CALL_NWORDS, CALL_SIGNATURE, Loop
+from r2ccl.shm.layout import LOOP_FORM, LOOP_NWORDS, LOOP_SIGNATURE, Loop
 from r2ccl.types import signed_word
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -40,7 +40,7 @@ class LocalCall(NamedTuple):
 
         All other words are 0. Errors: as `r2ccl.kernels.native.callable_of`.
         """
-        made = np.zeros(CALL_NWORDS, np.int64)
+        made = np.zeros(LOOP_NWORDS, np.int64)
         made[list(words)] = list(words.values())
         return cls(callable_of(maker), address_of(maker), made, data_of(made), tables)
 
@@ -51,12 +51,12 @@ class LocalCall(NamedTuple):
         `r2ccl.shm.group.LocalGroup.run` does nothing and returns False.
         """
         form = form_of(source, output)
-        made = self._with(CALL_FORM, data_of(form))
+        made = self._with(LOOP_FORM, data_of(form))
         return made._replace(form=form, dtypes=(source.dtype, output.dtype))
 
     def signed(self, signature: int) -> LocalCall:
         """Return the call with another packed signature, which all ranks compare."""
-        return self._with(CALL_SIGNATURE, signed_word(signature))
+        return self._with(LOOP_SIGNATURE, signed_word(signature))
 
     def _with(self, index: int, value: int) -> LocalCall:
         words = self.words.copy()

@@ -16,17 +16,17 @@ from r2ccl.shm.atomics import call_kernel, stream_fence, words_at
 from r2ccl.shm.layout import (
     AWAITED,
     BASES,
-    CALL_FLAGS,
-    CALL_FORM,
-    CALL_KERNEL,
-    CALL_MOST,
-    CALL_NBYTES,
-    CALL_SIGNATURE,
     CHANGED,
     DONE,
     EXCLUSIVE,
     FINISHED,
     LAST,
+    LOOP_FLAGS,
+    LOOP_FORM,
+    LOOP_KERNEL,
+    LOOP_MOST,
+    LOOP_NBYTES,
+    LOOP_SIGNATURE,
     NRANKS,
     NSLOTS,
     POSTED,
@@ -54,19 +54,19 @@ def make_scan() -> Loop:
     -------
     callable
         ``scan(state, source_at, target_at, call, is_resumed)``, a `r2ccl.shm.layout.Loop`. The
-        input and the output, which have `CALL_NBYTES` bytes each, may be the same array. Pieces
-        have at most `CALL_MOST` bytes, a multiple of 64 and at most `SLOT_NBYTES`. With the flag
+        input and the output, which have `LOOP_NBYTES` bytes each, may be the same array. Pieces
+        have at most `LOOP_MOST` bytes, a multiple of 64 and at most `SLOT_NBYTES`. With the flag
         `EXCLUSIVE`, the call is an exscan: a rank's input is not part of its output, and the output
         of rank 0 keeps its values.
     """
 
     def scan(address: Any, source_at: Any, target_at: Any, call: Any, is_resumed: Any) -> Any:
         given = words_at(call)
-        if is_resumed == 0 and not fits(given[CALL_FORM], source_at, target_at):
+        if is_resumed == 0 and not fits(given[LOOP_FORM], source_at, target_at):
             return CHANGED
-        nbytes, piece = given[CALL_NBYTES], given[CALL_MOST]
-        kernel, signature = given[CALL_KERNEL], given[CALL_SIGNATURE]
-        is_exclusive = (given[CALL_FLAGS] & EXCLUSIVE) != 0
+        nbytes, piece = given[LOOP_NBYTES], given[LOOP_MOST]
+        kernel, signature = given[LOOP_KERNEL], given[LOOP_SIGNATURE]
+        is_exclusive = (given[LOOP_FLAGS] & EXCLUSIVE) != 0
         state = words_at(address)
         source, target = words_at(source_at)[0], words_at(target_at)[0]
         rank, nranks = state[RANK], state[NRANKS]

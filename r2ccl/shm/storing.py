@@ -18,10 +18,10 @@ from r2ccl.kernels.compiling import inlined
 from r2ccl.shm.atomics import clock_ns
 from r2ccl.shm.layout import (
     BEGUN_NS,
-    CALL_CACHED_NS,
-    CALL_NCALLS,
-    CALL_PAST_NS,
     IS_PAST_CACHES,
+    LOOP_CACHED_NS,
+    LOOP_NCALLS,
+    LOOP_PAST_NS,
     NCALLS,
     TIME,
 )
@@ -46,12 +46,12 @@ def choose(state: Any, given: Any, nbytes: Any) -> None:
     state[BEGUN_NS] = 0
     state[IS_PAST_CACHES] = 0
     if nbytes >= LEAST_NBYTES:
-        ncalls = given[CALL_NCALLS]
-        given[CALL_NCALLS] = ncalls + 1
+        ncalls = given[LOOP_NCALLS]
+        given[LOOP_NCALLS] = ncalls + 1
         if ncalls < _NFIRST:
             state[IS_PAST_CACHES] = ncalls & 1
         else:
-            is_better = given[CALL_PAST_NS] < given[CALL_CACHED_NS]
+            is_better = given[LOOP_PAST_NS] < given[LOOP_CACHED_NS]
             is_trial = (state[NCALLS] * _MULTIPLIER >> _SHIFT) & _TRIAL_MASK == 0
             state[IS_PAST_CACHES] = is_better != is_trial
 
@@ -59,7 +59,7 @@ def choose(state: Any, given: Any, nbytes: Any) -> None:
 @inlined
 def note_begin(state: Any, address: Any, given: Any) -> None:
     """Note that all ranks have begun the call."""
-    if given[CALL_NCALLS] > 1:  # in its first call, an array may get its memory
+    if given[LOOP_NCALLS] > 1:  # in its first call, an array may get its memory
         state[BEGUN_NS] = clock_ns(address + 8 * TIME)
 
 
@@ -72,7 +72,7 @@ def note_end(state: Any, address: Any, given: Any) -> None:
     """
     if state[BEGUN_NS]:
         duration_ns = clock_ns(address + 8 * TIME) - state[BEGUN_NS]
-        at = CALL_PAST_NS if state[IS_PAST_CACHES] else CALL_CACHED_NS
+        at = LOOP_PAST_NS if state[IS_PAST_CACHES] else LOOP_CACHED_NS
         shortest = given[at]
         if shortest:
             duration_ns = min(duration_ns, shortest + (shortest >> _AGEING_SHIFT) + 1)

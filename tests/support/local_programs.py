@@ -21,7 +21,13 @@ from r2ccl import kernels
 from r2ccl.dtypes import CODES, DTYPES, dtype_name
 from r2ccl.shm import group as group_module
 from r2ccl.shm.group import LocalGroup
-from r2ccl.shm.layout import CALL_CACHED_NS, CALL_NCALLS, CALL_PAST_NS, NSLOTS, SLOT_NBYTES
+from r2ccl.shm.layout import (
+    LOOP_CACHED_NS,
+    LOOP_NCALLS,
+    LOOP_PAST_NS,
+    NSLOTS,
+    SLOT_NBYTES,
+)
 from r2ccl.shm.local_call import LocalCall
 from r2ccl.types import PREFIXES, CallSignature, Collective, ReduceOp
 
@@ -123,7 +129,7 @@ def durations(host: Host, nbytes: int) -> list[bool]:
         assert (x == host.nranks).all()
         x[:] = 1
     group.close()
-    return [bool(prepared.words[at]) for at in (CALL_CACHED_NS, CALL_PAST_NS)]
+    return [bool(prepared.words[at]) for at in (LOOP_CACHED_NS, LOOP_PAST_NS)]
 
 
 def check_matrix(
@@ -137,7 +143,10 @@ def check_matrix(
     if cache_nbytes is not None:
         group_module._cache_nbytes = lambda: cache_nbytes
     if is_past_caches:
-        make, tried = LocalCall.make, {CALL_CACHED_NS: 1 << 60, CALL_PAST_NS: 1, CALL_NCALLS: 99}
+        make, tried = (
+            LocalCall.make,
+            {LOOP_CACHED_NS: 1 << 60, LOOP_PAST_NS: 1, LOOP_NCALLS: 99},
+        )
         LocalCall.make = lambda maker, words, *rest: make(maker, words | tried, *rest)  # type: ignore[method-assign]
     group = host.connect()
     wrong = [

@@ -88,7 +88,7 @@ def test_arrays_that_nics_do_not_reach_are_copied(
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_an_array_of_two_allocations_is_copied_but_no_other(is_told: bool) -> None:
-    """Of 200 elements of rank 0, the first 80 are in one allocation, the others in another one.
+    """The first 80 of 200 elements of rank 0 are in one allocation, the others in another one.
 
     If the driver gives both the same number, all arrays in them may be copied.
     """
