@@ -46,8 +46,9 @@ from r2ccl.runtime.async_work import Task, Work, Worker
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import HostLanes, LandingPool
 from r2ccl.runtime.grouping import Group, batches, joined
-from r2ccl.runtime.local import BARRIER, LocalCalls, Make, connect
+from r2ccl.runtime.local import BARRIER, LocalCalls, connect
 from r2ccl.runtime.messages.messenger import MessageRequest
+from r2ccl.runtime.repeats import Make, NetworkRepeats, Repeats
 from r2ccl.runtime.two_level import TwoLevelCalls
 from r2ccl.runtime.two_level import connect as connect_nodes
 from r2ccl.schedule.chunks import Parts
@@ -114,6 +115,9 @@ class Collectives:
         self._run_kernel = partial(run_quietly, _apply)
         #: Calls in memory that all ranks share; None if the ranks share none.
         self._local: LocalCalls | None = None
+        self._network = NetworkRepeats(engine, pool)
+        #: Calls that can be run again: those of `_local` or, without it, `_network`.
+        self._repeats: Repeats = self._network
         #: Calls in shared memory within nodes and over the network between them; None if no call
         #: runs in two levels.
         self._two_level: TwoLevelCalls | None = None
@@ -214,16 +218,16 @@ class Collectives:
         if self._groups and (group := self.group_here()) is not None:
             return self._add_to(group, make(x, out, *rest), stream, is_async, out is None)
         try:
-            local = self._local
+            local, repeats = self._local, self._repeats
             is_plain = stream is None and not is_async
-            if local is not None and is_plain and worker.is_idle and make in local.repeats:
+            if is_plain and make in repeats.last and worker.is_idle:
                 if not self._turn.acquire(False):
                     raise self._concurrent()
                 try:
                     # Only with the turn: the memory that the function uses may be freed before.
-                    result = local.repeats.get(make, _miss)(x, out, rest)
+                    result = repeats.last.get(make, _miss)(x, out, rest)
                     if result is NotImplemented:
-                        result = local.repeat_other(make, x, out, rest)
+                        result = repeats.run_other(make, x, out, rest)
                 finally:
                     self._turn.release()
                 if result is not NotImplemented:
@@ -252,6 +256,7 @@ class Collectives:
                             partial(self._plans, request.signature, own=request.schedule),
                             HostLanes(self._pool, request.source.array, output.array),
                         )
+                        self._network.note(make, x, out, rest, request)
                     return request.result
                 finally:
                     self._caller = 0
@@ -537,7 +542,7 @@ class Collectives:
         """
         local = connect(self._engine, control, self.allgather_bytes, obstacle, self._as_caller)
         self._engine.messenger.share_memory(local.rings, self._engine)
-        self._local = local
+        self._local, self._repeats = local, local.repeats
 
     def share_memory_in_nodes(
         self, control: ControlPlane, obstacle: str, teams: Sequence[Sequence[int]]
@@ -567,6 +572,7 @@ class Collectives:
             run_engine=self._run_engine,
             scratch=self._scratch_of,
         )
+        self._network.forget()  # all ranks take part in the next call in two levels
 
     @property
     def shares_memory(self) -> bool:
@@ -596,7 +602,7 @@ class Collectives:
                 if not self._engine.messenger.free_memory(timeout_s):
                     return False
                 self._local.close()
-                self._local = None
+                self._local, self._repeats = None, self._network
             if self._two_level is not None:
                 if not self._two_level.close(timeout_s):
                     return False

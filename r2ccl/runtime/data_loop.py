@@ -8,7 +8,9 @@ every tick, so that a rank that is busy in user code still handles failures, rep
 confirms them. Events of the control thread are functions in an inbox. The control thread runs them
 at once if no thread owns the loop; otherwise it wakes the owner, which runs them. Only the owner
 checks whether the calls of other threads are done, because the checks read state that the loop
-changes.
+changes. A call in compiled code may leave state of the links in its tables, so that it can be
+repeated (`r2ccl.runtime.compiled.call`); a thread that becomes the owner for another purpose first
+settles this state.
 
 Invariants: every wait has a deadline. No blocking call ends, by result, error or Ctrl-C, while a
 peer could still write into its memory. If a call could not end properly, which a second Ctrl-C can
@@ -45,6 +47,7 @@ from r2ccl.runtime.compiled.layout import PAUSED
 from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.progress import Progress
 from r2ccl.runtime.status import Pending
+from r2ccl.shm.repeat import Repeat
 from r2ccl.transport.tcp.transport import TcpTransport
 
 _log = logging.getLogger(__name__)
@@ -206,7 +209,7 @@ class DataLoop:
             If the caller is a signal handler that interrupted a call in the loop.
         """
         is_below = self.owner._is_owned()  # type: ignore[attr-defined]
-        if self.owner.acquire(blocking=False):
+        if self._try_to_own():
             if is_below:
                 raise ConcurrentCalls(
                     f"rank {self.rank}: a signal handler called r2ccl after it interrupted "
@@ -219,10 +222,22 @@ class DataLoop:
             while True:
                 if self._sleeping:
                     self._transport.wake()
-                if self.owner.acquire(timeout=_TICK_S):
+                if self._try_to_own(_TICK_S):
                     return
         finally:
             self._newcomers.pop()
+
+    def _try_to_own(self, timeout_s: float = 0.0) -> bool:
+        """Become the owner, unless another thread stays it for `timeout_s`; return the success."""
+        if not self.owner.acquire(blocking=timeout_s > 0, timeout=timeout_s or -1):
+            return False
+        self.settle_repeated()
+        return True
+
+    def settle_repeated(self) -> None:
+        """Bring the links to the state that repeated calls have reached; called by the owner."""
+        if self.compiled is not None and self.compiled.held is not None:
+            self.compiled.settle()
 
     def release(self) -> None:
         """Release the data loop if this thread owns it; wake the threads that stand aside."""
@@ -234,6 +249,15 @@ class DataLoop:
             for follower in self._followers.copy():
                 follower.turn.set()
 
+    def refresh(self) -> None:
+        """Settle repeated calls, unless a thread owns the loop; any thread may call this method."""
+        if self.owner._is_owned():  # type: ignore[attr-defined]
+            return
+        try:
+            self._try_to_own()
+        finally:
+            self.release()
+
     def _stand_aside(self, caller: Caller, is_done: Callable[[], bool], deadline: float) -> None:
         """Let another thread own the loop until the loop is free, or this thread's wait is over.
 
@@ -244,7 +268,7 @@ class DataLoop:
         self._followers.append(follower)
         caller.is_calling = False
         self.release()
-        while self._newcomers or not self.owner.acquire(blocking=False):
+        while self._newcomers or not self._try_to_own():
             follower.turn.wait(_TICK_S)
             follower.turn.clear()
             if follower.is_over or self.error is not None or self._clock() >= deadline:
@@ -273,7 +297,7 @@ class DataLoop:
             if self.owner._is_owned():  # type: ignore[attr-defined]
                 return
             try:
-                if not self.owner.acquire(blocking=False):
+                if not self._try_to_own():
                     if self._sleeping:
                         self._transport.wake()
                     return
@@ -364,7 +388,7 @@ class DataLoop:
         if self.owner._is_owned():  # type: ignore[attr-defined]
             return  # in a signal handler that interrupted a call in the loop
         try:
-            if not self.owner.acquire(blocking=False):
+            if not self._try_to_own():
                 return
             try:
                 for poll in tuple(self.pollers):
@@ -498,6 +522,37 @@ class DataLoop:
             caller.waiting = None
             self._control.is_busy = self._sleeping = False
 
+    def repeat(
+        self, caller: Caller, program: CompiledProgram, repeat: Repeat, x: Any, out: Any, rest: Any
+    ) -> Any:
+        """Return ``repeat(x, out, rest)``, which repeats the held call, the last one of `program`.
+
+        Return NotImplemented, and do nothing, if `program` has no held call or the loop has other
+        work.
+        """
+        owner, compiled = self.owner, self.compiled
+        assert compiled is not None
+        if owner._is_owned():  # type: ignore[attr-defined]
+            return NotImplemented
+        try:
+            held = compiled.held if owner.acquire(blocking=False) else None
+            if held is None or held.program is not program:
+                return NotImplemented
+            if self.inbox or self._newcomers or self._followers:
+                return NotImplemented
+            try:
+                self._sleeping = True
+                return repeat(x, out, rest)
+            except BaseException as exc:
+                self.give_up(caller, exc)
+                raise
+            finally:
+                self._sleeping = False
+        finally:
+            self.release()
+            if self.inbox:
+                self._control.call_soon(self.serve)
+
     def _notify(self) -> None:
         """Wake the threads that stand aside and whose wait is over; called by the owner."""
         for follower in self._followers.copy():
@@ -537,6 +592,7 @@ class DataLoop:
         for _ in range(_MOST_INTERRUPTS):
             try:
                 self._take_back()
+                self.settle_repeated()
                 if isinstance(exc, R2cclError):
                     caller.has_raised = True
                     self.fail(exc)
@@ -602,7 +658,7 @@ class DataLoop:
         give_up_s = self._clock() + _LAST_CALL_S
         while self._clock() < give_up_s:
             try:
-                if self.owner.acquire(timeout=_TICK_S) and not self._followers:
+                if self._try_to_own(_TICK_S) and not self._followers:
                     self._is_closed = True
                     self._transport.close()
                     return

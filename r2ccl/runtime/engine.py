@@ -38,7 +38,9 @@ from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.failover.revocation import Revoke
+from r2ccl.kernels.arrays import data_of
 from r2ccl.planning.plan_cache import Plan, Planning
+from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.contexts import Closing, Context, ContextPost, Contexts, InContext
 from r2ccl.runtime.data_loop import (
     BackgroundControl,
@@ -48,7 +50,7 @@ from r2ccl.runtime.data_loop import (
     without_frames,
 )
 from r2ccl.runtime.desync_check import Calling, DesyncCheck
-from r2ccl.runtime.executor import HostLanes, LaneRun
+from r2ccl.runtime.executor import HostLanes, LaneRun, are_done, begin_lanes
 from r2ccl.runtime.messages.messenger import Messenger
 from r2ccl.runtime.progress import Computer, describe
 from r2ccl.runtime.status import (
@@ -66,6 +68,8 @@ from r2ccl.runtime.status import (
     spelled,
 )
 from r2ccl.runtime.waits import Waits
+from r2ccl.shm.arrays import form_of
+from r2ccl.shm.repeat import Repeat, Role, repeat_of
 from r2ccl.transport.base import Registered
 from r2ccl.types import Nic
 
@@ -249,8 +253,9 @@ class Engine:
     @property
     def op(self) -> int:
         """Number of the running collective, or of the last one."""
-        local = self._local
-        return self._calls.op + (0 if local is None else local.ncalls - self._nlocal)
+        local, compiled = self._local, self._loop.compiled
+        op = self._calls.op if compiled is None else compiled.last_op_of(self._calls)
+        return op + (0 if local is None else local.ncalls - self._nlocal)
 
     @property
     def error(self) -> R2cclError | None:
@@ -284,6 +289,7 @@ class Engine:
 
     def rails(self, nics: Sequence[Nic]) -> tuple[RailHealth, ...]:
         """Return the state of every rail; ``nics[i]`` is the local NIC of rail i."""
+        self._loop.refresh()
         return rails(self._links, self.repairs(), nics, self.excluded_rails())
 
     def excluded_rails(self) -> tuple[int, ...]:
@@ -293,6 +299,7 @@ class Engine:
 
     def memory(self, landing_nbytes: int) -> MemoryReport:
         """Return the memory in use; the landing places take `landing_nbytes` of it."""
+        self._loop.refresh()
         return MemoryReport(
             landing_nbytes, self._links.eager_nbytes(), *self._transport.memory_use()
         )
@@ -532,12 +539,15 @@ class Engine:
             owner = self._owner
             if owner._is_owned() or not owner.acquire(blocking=False):  # type: ignore[attr-defined]
                 loop.acquire()
+            elif loop.compiled is not None and loop.compiled.held is not None:
+                loop.compiled.settle()
             if self._revocation.error is not None:
                 self.check()
             if self._local is not None:
                 self._count_local()
+            agreement, health = self._agreement, None
             if not isinstance(plan, Plan):
-                agreement, health = self._agreement, self.whole_health
+                health = self.whole_health
                 if agreement is not None:
                     op, steady = calls.op + 1, agreement.steady
                     if steady is None:
@@ -558,29 +568,23 @@ class Engine:
                 if self._revocation.error is not None:
                     self.check()
                 runs: Sequence[LaneRun] | None = None
-                if loop.compiled is not None and type(make) is HostLanes:
+                compiled = loop.compiled
+                if compiled is not None and type(make) is HostLanes:
                     if loop.inbox:
                         loop.serve_inbox()
-                    runs = loop.compiled.run(plan, make, calls, self._run_compiled)
+                    # A repeated call does not ask again for the health and for `asked_op`.
+                    is_steady = health is not None and calls.op >= self._desync.asked_op
+                    if agreement is not None:
+                        is_steady = is_steady and agreement.steady is health
+                    note = self._note if is_steady else None
+                    runs = compiled.run(plan, make, calls, self._run_compiled, note)
                 if runs is None:
                     runs = make(plan, links)
-                consumers: dict[int, Consumer] = {}
-                for run in runs:
-                    for at in run.channels:
-                        consumers[at] = run
-                calls.consumers = consumers
-                self._runs = runs
-                for run in runs:
-                    run.advance()
-                progress.advance()
-
-                def is_done() -> bool:
-                    for run in runs:  # noqa: SIM110 - `all` of a generator makes a frame a run
-                        if run.remaining:
-                            return False
-                    return True
-
-                loop.wait(self, is_done, self._call)
+                if compiled is None or compiled.held is None:
+                    self._runs = runs
+                    begin_lanes(runs, calls)
+                    progress.advance()
+                    loop.wait(self, partial(are_done, runs), self._call)
                 is_calling = False
             except BaseException as exc:
                 loop.give_up(self, exc)
@@ -595,6 +599,78 @@ class Engine:
         if loop.inbox:
             self._control.call_soon(loop.serve)
         loop.send_rest()
+
+    # Repeated calls in compiled code
+
+    @property
+    def held_program(self) -> CompiledProgram | None:
+        """Program of the last call, if the call is held; see `r2ccl.runtime.compiled.call`."""
+        compiled = self._loop.compiled
+        held = None if compiled is None else compiled.held
+        return None if held is None or held.calls is not self._calls else held.program
+
+    def repeat_of(
+        self,
+        program: CompiledProgram,
+        x: npt.NDArray[Any],
+        out: npt.NDArray[Any],
+        *,
+        rest: tuple[Any, ...],
+        uses_input: bool,
+        role: Role,
+        lanes: Callable[[Any, Any], HostLanes],
+    ) -> Repeat:
+        """Return a function that repeats the call of `program` on arrays of the form of `x`, `out`.
+
+        For the other parameters, and errors, see `r2ccl.shm.repeat.repeat_of`. ``lanes(x, out)``
+        returns the operands of a call.
+        """
+        loop = self._loop
+        assert loop.compiled is not None
+        form = form_of(x, out)
+        words = np.array([data_of(form)], np.int64)
+
+        def proceed(x: Any, out: Any, result: int) -> None:
+            self._proceed(program, lanes(x, out), result)
+
+        repeat = repeat_of(
+            loop.compiled.repeated,
+            program.address,
+            data_of(words),
+            rest,
+            uses_input=uses_input,
+            output=role,
+            proceed=proceed,
+            kept=(program, form, words, x.dtype, out.dtype),
+        )
+        return partial(loop.repeat, self, program, repeat)
+
+    def _proceed(self, program: CompiledProgram, lanes: HostLanes, result: int) -> None:
+        """Continue a repeated call whose compiled loop has returned `result`."""
+        loop = self._loop
+        assert loop.compiled is not None
+        self.peers = program.layout.peers
+        self.is_calling = is_calling = True
+        try:
+            self._runs = runs = loop.compiled.proceed(lanes, result, self._run_compiled)
+            begin_lanes(runs, self._calls)
+            self._progress.advance()
+            loop.wait(self, partial(are_done, runs), self._call)
+            is_calling = False
+        except BaseException as exc:
+            loop.give_up(self, exc)
+            raise
+        finally:
+            self._runs = ()
+            self._progress.finish(self._calls)
+            self.peers = frozenset()
+            self.is_calling = is_calling and not loop.is_settled
+        loop.send_rest()
+
+    def _note(self, op: int) -> None:
+        """Note that `op` is the last collective that was started."""
+        if self._agreement is not None:
+            self._agreement.last_started = op
 
     # Calls in shared memory
 

@@ -32,8 +32,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from r2ccl.failover.migration.calls import Calls
 from r2ccl.failover.migration.link import Landing, RecvLink, SendLink
-from r2ccl.failover.migration.links import Links
+from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.planning.lowering import Lane, Layout, Step
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.schedule.ir import OpKind
@@ -531,6 +532,25 @@ class HostLanes(msgspec.Struct):
         return [LaneRun(lane, call, links, self.pool) for lane in plan.layout.lanes]
 
 
+def begin_lanes(runs: Sequence[LaneRun], calls: Calls[Consumer]) -> None:
+    """Pass the slices of the current call to its lanes; post what is possible now."""
+    consumers: dict[int, Consumer] = {}
+    for run in runs:
+        for channel in run.channels:
+            consumers[channel] = run
+    calls.consumers = consumers
+    for run in runs:
+        run.advance()
+
+
+def are_done(runs: Sequence[LaneRun]) -> bool:
+    """Return whether all lanes have ended."""
+    for run in runs:  # noqa: SIM110 - `all` of a generator makes a frame a run
+        if run.remaining:
+            return False
+    return True
+
+
 def _bytes_of(array: Array) -> memoryview:
     return memoryview(array.view(np.uint8))  # type: ignore[arg-type]
 
@@ -539,4 +559,13 @@ _NO_BYTES = memoryview(b"")
 #: Kinds of the steps whose memory the transport reads or writes.
 _MOVES = frozenset((OpKind.SEND, OpKind.RECV))
 
-__all__ = ["HostCall", "HostLanes", "LandingPool", "LaneRun", "Operands", "Place"]
+__all__ = [
+    "HostCall",
+    "HostLanes",
+    "LandingPool",
+    "LaneRun",
+    "Operands",
+    "Place",
+    "are_done",
+    "begin_lanes",
+]

@@ -11,7 +11,7 @@ has passed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,9 @@ from r2ccl.dtypes import CODES, dtype_of
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument
 from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.buffers import Buffer
-from r2ccl.runtime.arrays.libraries import torch_of
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.progress import describe, difference
+from r2ccl.runtime.repeats import Make, Repeats, is_copied
 from r2ccl.runtime.waits import Missing
 from r2ccl.schedule.chunks import Range
 from r2ccl.shm.local_call import LocalCall
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
-#: Function of `r2ccl.runtime.arguments` that makes a request.
-Make = Callable[..., Request]
 #: Signature of a barrier.
 BARRIER = CallSignature(Collective.BARRIER, CODES[np.dtype(np.uint8)], ReduceOp.SUM, 0)
 #: Maximum number of communicators of a rank that share memory; each takes 3 MiB per rank, and up
@@ -80,11 +78,8 @@ class LocalCalls:
         #: True if calls run in shared memory, by collective, dtype and op.
         self._taken: dict[tuple[int, int, int], bool] = {}
         self._as_caller = as_caller
-        #: Functions that run the last calls again, by the function that makes the request. They
-        #: need the turn. Empty once the communicator has ended.
-        self.repeats: dict[Make, Repeat] = {}
-        #: The same functions, and those of earlier calls, by the result of `_key`.
-        self._repeats_by_key: dict[Hashable, Repeat] = {}
+        #: Calls that can be run again; empty once the communicator has ended.
+        self.repeats = Repeats(_NREPEATS)
         self._repeat_barrier: Repeat | None = None
         engine.attach(self)
 
@@ -143,7 +138,7 @@ class LocalCalls:
         parts = _parts_of(request, self._engine.rank)
         call = self._group.prepare(signature, parts)
         x = source.array
-        if _is_copied(request):
+        if is_copied(request):
             x = x.copy()
         self._guarded(
             self._group.run, call, x, output.array if isinstance(output, Buffer) else x[:0]
@@ -173,7 +168,7 @@ class LocalCalls:
                 call,
                 _NOTHING,
                 _NOTHING,
-                (),
+                rest=(),
                 uses_input=False,
                 role=Role.NONE,
                 proceed=self._proceed,
@@ -202,7 +197,7 @@ class LocalCalls:
         if isinstance(error, CallsDiffer):
             error = self._difference(error)
         self._has_ended = True
-        self._forget()
+        self.repeats.forget()
         self._engine.fail_local(error)
         return error
 
@@ -218,59 +213,11 @@ class LocalCalls:
     def remember(
         self, make: Make, x: Any, out: Any, rest: tuple[Any, ...], request: Request, call: LocalCall
     ) -> None:
-        """Remember a call that `run` has run, so that ``repeats[make]`` can run it again.
-
-        ``make(x, out, *rest)`` made `request`. The call is remembered only if it used the arrays
-        themselves (C-contiguous arrays of NumPy or torch, no copies), if a new output is an array
-        of NumPy, and if the first of `rest` has a type in `_FIXED`.
-        """
-        source, output, result = request.source, request.output, request.result
-        uses_input, uses_output = source.owner is x, output is not None
-        array = _array_of(x) if uses_input else _NOTHING
-        target = _array_of(result) if uses_output else _NOTHING
-        is_plain = type(array) is type(target) is np.ndarray and array.flags.c_contiguous
-        is_new = uses_output and out is None and result is not x
-        if not is_plain or type(rest[0]) not in _FIXED or _is_copied(request):
-            return
-        if is_new and result is not target:
-            return
-        key = _key(make, x, array if uses_input else x, out, rest[0])
-        role = Role.NONE
-        if uses_output:
-            role = Role.ARRAY if is_new or out is not None else Role.INPUT
-        repeat = self._group.repeat_of(
-            call, array, target, rest, uses_input=uses_input, role=role, proceed=self._proceed
-        )
-        if is_new:
-            repeat = _with_new_output(repeat, array, target)
-        if len(self._repeats_by_key) >= _NREPEATS:
-            self._repeats_by_key.clear()
-        self.repeats[make] = self._repeats_by_key[key] = repeat
+        """Remember a call that `run` has run; see `Repeats.remember`."""
+        repeat_of = partial(self._group.repeat_of, call, rest=rest, proceed=self._proceed)
+        self.repeats.remember(make, x, out, rest, request, call, repeat_of)
         if self._has_ended:  # in another thread meanwhile
-            self._forget()
-
-    def repeat_other(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
-        """Run again an earlier call of `make` with these arguments, not the last one.
-
-        Return its result, or NotImplemented if none is remembered. Errors: as `run`.
-        """
-        array, target = _array_of(x), _array_of(out)
-        repeat = self._repeats_by_key.get(_key(make, x, array, out, rest[0]))
-        if repeat is None:
-            return NotImplemented
-        if repeat is self.repeats.get(make) and array is x and target is out:
-            return NotImplemented
-        result = repeat(array, target, rest)
-        if result is NotImplemented:
-            return NotImplemented
-        self.repeats[make] = repeat
-        if result is array:
-            return x
-        return out if result is target else result
-
-    def _forget(self) -> None:
-        self.repeats.clear()
-        self._repeats_by_key.clear()
+            self.repeats.forget()
 
     def _proceed(self, call: LocalCall, x: Array, out: Array, result: int) -> None:
         """Continue a repeated call, which waits for a peer or differs from the call of a peer."""
@@ -290,13 +237,13 @@ class LocalCalls:
     def end(self) -> None:
         """Wake the running call; it and later calls then raise the communicator's error."""
         self._has_ended = True
-        self._forget()
+        self.repeats.forget()
         self._group.wake()
 
     def close(self) -> None:
         """Free the memory; no call may run or follow."""
         self._has_ended = True
-        self._forget()
+        self.repeats.forget()
         self._engine.detach(self)
         self._group.close()
 
@@ -360,49 +307,6 @@ def connect(
     return calls[0]
 
 
-def _key(make: Make, x: Any, array: Any, out: Any, first: Any) -> Hashable:
-    """Return the key of a call, which calls of the same form have, and few others.
-
-    `array` is a view of the input `x`, and `first` the first argument after the output.
-    """
-    form = (array.shape, array.dtype.num) if type(array) is np.ndarray else None
-    return make, type(x), form, out is None, first if type(first) in (int, ReduceOp) else None
-
-
-def _array_of(x: Any) -> Any:
-    """Return a view of `x` as an array of NumPy if `x` is a tensor of torch; otherwise `x` itself.
-
-    A tensor that NumPy cannot view, such as one on a GPU, is returned itself.
-    """
-    torch = torch_of(x)
-    if torch is None or type(x) is not torch.Tensor:
-        return x
-    try:
-        return x.numpy()
-    except (TypeError, RuntimeError):
-        return x
-
-
-def _with_new_output(repeat: Repeat, x: Array, out: Array) -> Repeat:
-    """Return `repeat` for calls without ``out``, whose output is a new array like `out`.
-
-    The input must have the shape of `x`.
-    """
-    shape, new_shape = x.shape, out.shape
-
-    def repeat_with_new_output(x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
-        if out is not None or type(x) is not np.ndarray or x.shape != shape:
-            return NotImplemented
-        return repeat(x, np.empty(new_shape, x.dtype), rest)
-
-    return repeat_with_new_output
-
-
-def _is_copied(request: Request) -> bool:
-    """Return whether the call runs on a copy of its input."""
-    return request.signature.collective == Collective.ALLTOALLV and request.is_in_place
-
-
 def _parts_of(request: Request, rank: int) -> tuple[tuple[Range, ...], tuple[Range, ...]] | None:
     """Return the parts to and from each rank; None if the signature determines them."""
     call, parts = request.signature, request.parts
@@ -433,7 +337,5 @@ _EQUAL = (Collective.GATHER, Collective.SCATTER, Collective.ALLTOALL)
 _NOTHING = np.empty(0, np.uint8)
 #: Maximum number of calls that are remembered.
 _NREPEATS = 512
-#: Types of the first argument after the arrays, for calls that can be repeated.
-_FIXED = (int, tuple, ReduceOp)
 
-__all__ = ["BARRIER", "MOST_GROUPS", "LocalCalls", "Make", "connect"]
+__all__ = ["BARRIER", "MOST_GROUPS", "LocalCalls", "connect"]

@@ -404,8 +404,8 @@ class LocalGroup:
         call: LocalCall,
         source: Array,
         output: Array,
-        rest: tuple[Any, ...],
         *,
+        rest: tuple[Any, ...],
         uses_input: bool,
         role: Role,
         proceed: Callable[[LocalCall, Array, Array, int], None],
@@ -417,12 +417,14 @@ class LocalGroup:
         """
         formed = call.of_form(source, output)
         return repeat_of(
-            formed,
+            formed.loop,
             self._state,
+            formed.at,
             rest,
             uses_input=uses_input,
             output=role,
             proceed=functools.partial(proceed, formed),
+            kept=formed,
         )
 
     def has_kernel(self, code: int, op: int) -> bool:

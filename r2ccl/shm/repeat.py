@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.kernels.native import method_of
-from r2ccl.shm.local_call import LocalCall
 
 _REPEAT = "r2ccl.shm.repeat_loop:make_repeat"
 
@@ -50,22 +49,24 @@ class Role(enum.IntEnum):
 
 
 def repeat_of(
-    call: LocalCall,
+    loop: int,
     state: int,
+    call: int,
     rest: tuple[Any, ...],
     *,
     uses_input: bool,
     output: Role,
     proceed: Callable[[Array, Array, int], None],
+    kept: object,
 ) -> Repeat:
-    """Return a function that runs `call` again, with arrays of the same form.
+    """Return a function that runs a call again, with arrays of the same form.
 
     Parameters
     ----------
-    call : LocalCall
-        Prepared call with a form.
-    state : int
-        Address of the state.
+    loop : int
+        Address of the call's loop, an `r2ccl.shm.layout.Loop`, as a C function.
+    state, call : int
+        Address of the state, and of the words of the prepared call, which has a form.
     rest : tuple
         Arguments of the call besides the arrays: numbers, tuples or None. The types of the first
         arguments must be the same; all others only need to be equal.
@@ -76,6 +77,8 @@ def repeat_of(
     proceed : callable
         ``proceed(source, target, result)`` continues a call whose loop returned `result`, neither
         FINISHED nor CHANGED, until it has finished; it raises an error if the call cannot finish.
+    kept : object
+        What must live as long as the function.
 
     Returns
     -------
@@ -101,15 +104,15 @@ def repeat_of(
         NONE: None,
     }
     numbers = {
-        LOOP: call.loop,
+        LOOP: loop,
         STATE: state,
-        CALL: call.at,
+        CALL: call,
         OUTPUT: int(output),
         USES_INPUT: int(uses_input),
     }
     at = {index: id(each) for index, each in objects.items()} | numbers
     words = np.array([at.get(index, 0) for index in range(_NWORDS)], np.int64)
-    return method_of(_REPEAT, (words, call, rest, proceed_with))
+    return method_of(_REPEAT, (words, kept, rest, proceed_with))
 
 
 def preload_repeat() -> None:

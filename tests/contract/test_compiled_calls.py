@@ -34,6 +34,16 @@ def test_results_are_exact_wherever_a_call_leaves(limit, nranks, is_small, ncall
         assert sum(nleft for _, _, nleft in found) > 0
 
 
+@pytest.mark.parametrize(("limit", "nranks", "is_small", "ncalls"), slow_but(QUICK, QUICK + CASES))
+def test_results_are_exact_wherever_a_repeated_call_leaves(limit, nranks, is_small, ncalls):
+    program = functools.partial(programs.repeated, limit, ncalls, SMALL if is_small else {})
+    found = launch(program, nranks, timeout_s=100.0)
+    assert [nwrong for nwrong, _, _ in found] == [0] * nranks
+    assert sum(nrepeated for _, nrepeated, _ in found) > 0
+    if limit and limit <= 3:
+        assert sum(nleft for _, _, nleft in found) > 0
+
+
 def test_bandwidth_is_measured_as_in_python():
     program = functools.partial(programs.mixture, 0, 5, {"balance": "1", "algo": "ring"})
     assert [nwrong for nwrong, _, _ in launch(program, 3, timeout_s=100.0)] == [0, 0, 0]

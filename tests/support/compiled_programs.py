@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import time
 from typing import Any
@@ -96,3 +97,50 @@ def refused() -> tuple[int, int]:
         programs = [program for _, program in compiled._programs.values() if program is not None]
         kept = [program for program in programs if program.call is not None]
         return sum(each.layout.uses_scratch for each in programs), len(kept)
+
+
+def repeated(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, int, int]:
+    """Repeat calls; return the number of wrong ones, of repetitions, and of calls that left it.
+
+    Each call is repeated some times in succession, with other data, other arrays of the same form,
+    late ranks, and, now and then, reports of the status and calls of another communicator between.
+    """
+    nwrong = nrepeated = 0
+    with r2ccl.init(shm="0", compiled="1", **settings) as comm, comm.dup() as other:
+        compiled = compiled_of(comm)
+        compiled.limit = limit
+        loop: Any = comm._engine._loop
+        run = loop.repeat
+
+        def counted(*given: Any) -> Any:
+            nonlocal nrepeated
+            result = run(*given)
+            nrepeated += result is not NotImplemented
+            return result
+
+        loop.repeat = counted
+        n, rank = comm.nranks, comm.rank
+        chance = random.Random(limit)  # equal on all ranks
+        for number in range(ncalls):
+            count = COUNTS[number % (len(COUNTS) - 1)]
+            for again in range(chance.randrange(3, 25)):
+                parts = [_data(again + 25 * number, each, count) for each in range(n)]
+                late, root = chance.randrange(40), chance.randrange(n)
+                if late == rank:
+                    time.sleep(0.01)
+                x, out = parts[rank].copy(), np.empty(count, np.float32)
+                if number % 3 == 0:
+                    result = comm.allreduce(x, out)
+                    nwrong += result is not out or not np.array_equal(x, parts[rank])
+                    expected = sum(parts)
+                elif number % 3 == 1:
+                    result, expected = comm.allreduce(x, op=r2ccl.MAX), np.max(parts, axis=0)
+                else:
+                    root = number % n
+                    result, expected = comm.broadcast(x, root=root), parts[root]
+                nwrong += not np.array_equal(result, expected)
+                if chance.random() < 0.05:
+                    nwrong += not np.array_equal(other.allreduce(np.ones(3)), np.full(3, n))
+                if chance.random() < 0.05:
+                    comm.health()
+        return nwrong, nrepeated, compiled.nleft

@@ -77,6 +77,14 @@ class Calls(Generic[_C]):
         while self.signatures and next(iter(self.signatures)) <= self.op - HISTORY:
             del self.signatures[next(iter(self.signatures))]
 
+    def repeat_to(self, op: int) -> None:
+        """Count the calls up to number `op`, all with the signature of the current one."""
+        for number in range(max(self.op, op - HISTORY) + 1, op + 1):
+            self.signatures[number] = self.signature
+        self.op = op
+        while next(iter(self.signatures)) <= op - HISTORY:
+            del self.signatures[next(iter(self.signatures))]
+
     def skip_to(self, op: int) -> None:
         """Set the number of the next call to `op` + 1, for a new communicator with this context id.
 

@@ -5,6 +5,12 @@ from eager slices that await their confirmation. Frames of the call may have arr
 the call ends in compiled code, only the counts of the links change, and copies of its unconfirmed
 eager slices are kept. Otherwise `r2ccl.runtime.compiled.replay` brings links and lanes to the state
 that compiled code has reached.
+
+A call that ended in compiled code may be *held*: the counts stay in its tables, and its connections
+stay lent, so that the same call can be repeated (`r2ccl.runtime.compiled.repeated`). `settle` then
+brings the links to the state after all these calls. It must be called before anything else uses
+links or transport, so whoever becomes the owner of the data loop calls it, except to repeat the
+call.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +27,7 @@ from r2ccl.failover.migration.calls import Calls
 from r2ccl.failover.migration.link import Slice, SliceState
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.kernels.arrays import DATA, word_at
-from r2ccl.kernels.native import callable_of
+from r2ccl.kernels.native import address_of, callable_of
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
 from r2ccl.runtime.compiled.program import CompiledProgram, LinkPair, is_supported
@@ -31,6 +38,7 @@ from r2ccl.transport.tcp.connection import Connection
 from r2ccl.transport.tcp.transport import TcpTransport
 
 _LOOP = "r2ccl.runtime.compiled.loop:make_loop"
+_REPEATED = "r2ccl.runtime.compiled.repeated:make_repeated"
 #: Maximum number of plans whose programs are kept.
 _KEPT = 64
 #: Maximum size in bytes of the memory for copies of eager slices and landing places. A call that
@@ -43,6 +51,29 @@ class _Ended:
     """`Consumer` of eager slices whose call has ended; has no methods, because none is called."""
 
     is_bandwidth_sample = False
+
+
+class HeldCall(NamedTuple):
+    """Call that has ended, and whose tables hold the state of its links.
+
+    Attributes
+    ----------
+    program : CompiledProgram
+    calls : Calls
+        Calls of its communicator.
+    conns : list of Connection
+        Connections that are lent.
+    ncalls : int
+        `Links.ncalls` when the call began.
+    note : callable
+        ``note(op)``: notes that `op` is the last call that was started.
+    """
+
+    program: CompiledProgram
+    calls: Calls[Consumer]
+    conns: list[Connection]
+    ncalls: int
+    note: Callable[[int], None]
 
 
 class CompiledCalls:
@@ -69,11 +100,16 @@ class CompiledCalls:
         self._config = config
         self._programs: OrderedDict[int, tuple[Plan, CompiledProgram | None]] = OrderedDict()
         self._loop: Callable[[int], int] = callable_of(_LOOP)
+        self._loop_address = address_of(_LOOP)
+        #: Address of the loop of a repeated call, see `r2ccl.runtime.compiled.repeated`.
+        self.repeated = address_of(_REPEATED)
         #: Memory for landing places and copies of eager slices; all calls use it.
         self._arena = np.empty(0, np.uint8)
         #: Connections that the running call has borrowed from the transport.
         self._conns: list[Connection] = []
         self._running: tuple[CompiledProgram, Calls[Consumer]] | None = None
+        #: The held call; None if there is none.
+        self.held: HeldCall | None = None
         #: Number of events after which a call leaves compiled code; 0: no limit. For tests.
         self.limit = 0
         #: Number of calls that ended in compiled code; number of calls that left compiled code, so
@@ -87,8 +123,11 @@ class CompiledCalls:
         lanes: HostLanes,
         calls: Calls[Consumer],
         repeat: Callable[[Callable[[], int]], int],
+        note: Callable[[int], None] | None = None,
     ) -> Sequence[LaneRun] | None:
         """Run a call that `Links.begin` has started, until it ends or leaves compiled code.
+
+        Afterwards, it may be held; then nothing is left to do.
 
         Parameters
         ----------
@@ -100,6 +139,8 @@ class CompiledCalls:
         repeat : callable
             ``repeat(loop)`` calls ``loop()`` until its result is not PAUSED, and returns this
             result. It returns PAUSED as soon as the data loop has other work.
+        note : callable, optional
+            As `HeldCall.note`. None: the call must not be held.
 
         Returns
         -------
@@ -119,10 +160,82 @@ class CompiledCalls:
             result = repeat(partial(self._loop, program.address))
         finally:
             # Also after Ctrl-C: a slice that was confirmed early must be read to its end.
-            runs = self._end(program, lanes, calls, conns, result)
+            runs = self._end(program, lanes, calls, conns, result, note)
             # Both refer to the caller's arrays.
             program.call, self._conns, self._running = None, [], None
         return runs
+
+    # Repeated calls
+
+    def last_op_of(self, calls: Calls[Consumer]) -> int:
+        """Return the number of the last call of a communicator; any thread may call this method."""
+        held = self.held
+        return calls.op if held is None or held.calls is not calls else held.program.view[at.OP]
+
+    def settle(self) -> None:
+        """Bring the links to the state after the repetitions of the held call, if there is one.
+
+        If Ctrl-C interrupts this method, it has to be called again.
+        """
+        held = self.held
+        if held is None:
+            return
+        words = held.program.view
+        # A call is running only if Ctrl-C has interrupted it, which ends the communicator.
+        is_running = words[at.REMAINING] != 0
+        ncalls, op = words[at.NREPEATS] + 1 - is_running, words[at.OP] - is_running
+        self._settle_held(held, ncalls, op, is_running=is_running)
+        start = held.program.conns_at
+        for conn in held.conns:
+            restore_bytes(conn, words, start)
+            self._transport.take_back(conn)
+            start += at.CONN_NWORDS
+        self.held = None
+
+    def proceed(
+        self,
+        lanes: HostLanes,
+        result: int,
+        repeat: Callable[[Callable[[], int]], int],
+    ) -> Sequence[LaneRun]:
+        """Continue a repetition of the held call, whose loop has returned `result`.
+
+        The call is not held any more. The other parameters, and the result, are those of `run`.
+        """
+        held = self.held
+        assert held is not None
+        program, calls, conns, _, note = held
+        words = program.view
+        op = words[at.OP]
+        self._settle_held(held, words[at.NREPEATS], op - 1, is_running=True)
+        self.held = None
+        self._links.begin(calls, program.plan.signature, program.plan.pairs)
+        note(op)
+        # `Replay` reads the landing places and copies of the running call.
+        slot = words[at.NREPEATS] % program.nslots
+        program.arena = program.arena[slot * program.arena_nbytes :]
+        words[at.FIRST_SLOT] = words[at.ARENA]
+        self._conns, self._running = conns, (program, calls)
+        ended = at.LEFT
+        try:
+            if result == at.PAUSED:
+                result = repeat(partial(self._loop, program.address))
+            ended = result
+        finally:
+            runs = self._end(program, lanes, calls, conns, ended, None)
+            program.call, self._conns, self._running = None, [], None
+        return runs
+
+    def _settle_held(self, held: HeldCall, ncalls: int, last_op: int, *, is_running: bool) -> None:
+        """Bring links and counts to the state after `ncalls` calls, the last of which is `last_op`.
+
+        If `is_running`, another call has begun since.
+        """
+        held.calls.repeat_to(last_op)
+        held.note(last_op)
+        self._links.ncalls = held.ncalls + ncalls - 1
+        self._settle(held.program, held.calls, ncalls, is_running=is_running)
+        self.nfinished += ncalls - 1
 
     def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
         """Return the program of the call that compiled code runs for a communicator, or None."""
@@ -132,6 +245,7 @@ class CompiledCalls:
     def forget(self) -> None:
         """Drop all references to links and plans; no call may follow."""
         self._programs.clear()
+        self.held = None
 
     def is_interrupted(self) -> bool:
         """Return whether the transport has events that do not concern the running call.
@@ -147,10 +261,14 @@ class CompiledCalls:
         calls: Calls[Consumer],
         conns: list[Connection],
         result: int,
+        note: Callable[[int], None] | None,
     ) -> Sequence[LaneRun]:
         words = program.view
-        if result == at.FINISHED:
+        if result in (at.FINISHED, at.UNSETTLED):
             self.nfinished += 1
+            if result == at.FINISHED and note is not None and self._may_hold(program, calls):
+                self.held = HeldCall(program, calls, conns, self._links.ncalls, note)
+                return ()
             self._settle(program, calls)
             if words[at.IS_MEASURED]:
                 self._measure(program)
@@ -173,6 +291,11 @@ class CompiledCalls:
             self._transport.take_back(conn, error)
         return runs
 
+    def _may_hold(self, program: CompiledProgram, calls: Calls[Consumer]) -> bool:
+        """Return whether a call that has ended may be held: no other work is left."""
+        links = self._links
+        return program.nslots > 1 and not (calls.ahead or links.touched or links.unconfirmed)
+
     def _program_of(self, plan: Plan) -> CompiledProgram | None:
         key = id(plan)
         found = self._programs.get(key)
@@ -181,7 +304,11 @@ class CompiledCalls:
         program = None
         if plan.layout.peers and is_supported(plan):
             program = CompiledProgram(
-                plan, self._transport.wakeup_number, self._links, self._config
+                plan,
+                self._loop_address,
+                self._transport.wakeup_number,
+                self._links,
+                self._config,
             )
             if program.arena_nbytes > _MOST_ARENA_NBYTES:
                 program = None
@@ -210,8 +337,9 @@ class CompiledCalls:
         words = program.view
         program.words[:] = program.initial
         arena = self._arena
-        if arena.nbytes < program.arena_nbytes:
-            self._arena = arena = lanes.pool.reserve(program.arena_nbytes, arena.nbytes)
+        wanted = program.nslots * program.arena_nbytes
+        if arena.nbytes < wanted:
+            self._arena = arena = lanes.pool.reserve(wanted, arena.nbytes)
         program.arena = arena
         for end in program.ends:
             if not self._import(program, end):
@@ -219,7 +347,7 @@ class CompiledCalls:
         call = lanes.call(program.plan) if program.layout.uses_scratch else None
         words[at.OP] = calls.op
         # As `data_of`, without a function call for each array.
-        words[at.ARENA] = word_at(id(arena) + DATA).value
+        words[at.ARENA] = words[at.FIRST_SLOT] = word_at(id(arena) + DATA).value
         words[at.SPACES] = word_at(id(lanes.source) + DATA).value
         words[at.SPACES + 1] = word_at(id(lanes.output) + DATA).value
         if call is not None:
@@ -295,29 +423,41 @@ class CompiledCalls:
 
     # End
 
-    def _settle(self, program: CompiledProgram, calls: Calls[Consumer]) -> None:
-        """Update the counts of links and paths after a call that ended in compiled code."""
-        links, words, ncalls = self._links, program.view, self._links.ncalls
+    def _settle(
+        self,
+        program: CompiledProgram,
+        calls: Calls[Consumer],
+        ncalls: int = 1,
+        *,
+        is_running: bool = False,
+    ) -> None:
+        """Update the counts of links and paths after `ncalls` calls that ended in compiled code.
+
+        If `is_running`, a further call has begun; it is not counted.
+        """
+        links, words = self._links, program.view
         for end in program.ends:
             sender, receiver, row = end.sender, end.receiver, end.row
-            sender.confirmed = words[row + at.CONFIRMED]
+            posted = words[row + at.FIRST_SENT] + (0 if is_running else end.nsends)
+            sender.confirmed = min(words[row + at.CONFIRMED], posted)
             queue = sender.outstanding
             while queue and queue[0].seq < sender.confirmed:
                 queue.popleft()
             if end.nsends:
-                sender.posted = sender.retired_below = sender.posted + end.nsends
-                sender.last_used = ncalls
+                sender.posted = sender.retired_below = posted
+                sender.last_used = links.ncalls
                 if sender.clears:
                     for seq in [seq for seq in sender.clears if seq < sender.posted]:
                         del sender.clears[seq]
-                if sender.is_confirmed and sender.confirmed < sender.posted:
-                    self._keep(program, end, calls.op)
-            receiver.acked = words[row + at.ACKED]
+                if sender.is_confirmed and sender.confirmed < posted:
+                    for back in range(min(ncalls, program.nslots) - 1, -1, -1):
+                        self._keep(program, end, calls.op, back, (ncalls - 1) % program.nslots)
+            posted = words[row + at.FIRST_RECEIVED] + (0 if is_running else end.nreceives)
+            receiver.acked = min(words[row + at.ACKED], posted)
             if end.nreceives:
-                posted = receiver.posted + end.nreceives
                 receiver.posted = receiver.delivered = receiver.consumed = posted
                 receiver.received = max(receiver.received, posted)
-                receiver.last_used = ncalls
+                receiver.last_used = links.ncalls
                 if receiver.arrivals:
                     for seq in [seq for seq in receiver.arrivals if seq < posted]:
                         del receiver.arrivals[seq]
@@ -325,16 +465,16 @@ class CompiledCalls:
                         receiver.received += 1
             if end.nreceives or words[row + at.CLEARED]:
                 calls.seen[sender.peer] = max(calls.seen.get(sender.peer, 0), calls.op)
-            if words[row + at.IS_UNCONFIRMED]:
+            if words[row + at.IS_UNCONFIRMED] and not is_running:
                 links.unconfirmed[receiver] = None
         for key, counts in program.traffic.items():
             path = links.paths[key]
             path.activity += 1
-            path.nslices_sent += counts[0]
-            path.nbytes_sent += counts[1]
-            path.nslices_received += counts[2]
-            path.nbytes_received += counts[3]
-        if words[at.NFOREIGN]:
+            path.nslices_sent += ncalls * counts[0]
+            path.nbytes_sent += ncalls * counts[1]
+            path.nslices_received += ncalls * counts[2]
+            path.nbytes_received += ncalls * counts[3]
+        if words[at.NFOREIGN] and not is_running:
             rows = program.log[: words[at.NLOGGED]].tolist()
             for kind, conn, channel, _, ack, _, number, *_ in rows:
                 if kind == at.CONFIRMED_EVENT and number < 0:
@@ -355,15 +495,23 @@ class CompiledCalls:
             else:
                 balance.confirmed(path.rail, time_ns * 1e-9, nbytes)
 
-    def _keep(self, program: CompiledProgram, end: LinkPair, op: int) -> None:
-        """Keep copies of the eager slices of call `op` that the peer has not confirmed yet."""
-        sender, first = end.sender, end.sender.posted - end.nsends
+    def _keep(
+        self, program: CompiledProgram, end: LinkPair, last_op: int, back: int, last_slot: int
+    ) -> None:
+        """Keep copies of the eager slices of a call that the peer has not confirmed yet.
+
+        The call is the one that began `back` calls before `last_op`, whose slot is `last_slot`.
+        """
+        sender, first = end.sender, end.sender.posted - (back + 1) * end.nsends
         signature = program.signature(end.number, is_sent=True)
-        sends = program.pairs[end.number].sends
-        for ordinal in range(max(0, sender.confirmed - first), end.nsends):
-            view = program.copy_of(end.number, ordinal)
+        sends, slot = program.pairs[end.number].sends, (last_slot - back) % program.nslots
+        least = sender.confirmed
+        if sender.outstanding:  # not again, if Ctrl-C interrupted an earlier `settle`
+            least = max(least, sender.outstanding[-1].seq + 1)
+        for ordinal in range(max(0, least - first), end.nsends):
+            view = program.copy_of(end.number, ordinal, slot)
             index = sends[ordinal][0]
-            item = Slice(first + ordinal, view, True, op, signature, _ENDED, index)
+            item = Slice(first + ordinal, view, True, last_op - back, signature, _ENDED, index)
             item.path, item.state = end.route, SliceState.RETIRED
             sender.outstanding.append(item)
 
@@ -377,6 +525,7 @@ def preload() -> None:
         As `r2ccl.kernels.native.callable_of`.
     """
     callable_of(_LOOP)
+    callable_of(_REPEATED)
 
 
 _ENDED = _Ended()

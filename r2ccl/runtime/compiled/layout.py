@@ -50,8 +50,13 @@ from __future__ import annotations
     IS_MEASURED,
     #: Time at which the current pass of the loop began, for the log.
     PASS_NS,
-) = range(37)  # fmt: skip
-STATE_NWORDS = 40
+    #: Address of the loop, number of steps, and value of `REMAINING` at the start of a call.
+    LOOP, NSTEPS, TOTAL,
+    #: Number of times that the call was repeated, see `r2ccl.runtime.compiled.repeated`. The calls
+    #: use the slots of the arena in turn: their number, size in bytes, and the address of the first.
+    NREPEATS, NSLOTS, SLOT_NBYTES, FIRST_SLOT,
+) = range(44)  # fmt: skip
+STATE_NWORDS = 48
 
 # Connection.
 
@@ -171,6 +176,11 @@ PAUSED = 1
 LEFT = 2
 #: A connection failed.
 FAILED = 3
+#: As in `r2ccl.shm.layout`: the call was not repeated, and nothing was done.
+CHANGED = 4
+#: The call is complete, but it has left work to the data loop: frames to be sent, or confirmations
+#: for links that it does not use.
+UNSETTLED = 5
 
 # Frames.
 

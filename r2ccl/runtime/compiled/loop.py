@@ -23,11 +23,16 @@ from r2ccl.runtime.compiled.layout import (
     IS_FULL,
     IS_READABLE,
     IS_STALLED,
+    IS_UNCONFIRMED,
     LEFT,
     LIMIT,
     MOST_LOGGED,
     NCONNS,
+    NEXT_NBYTES,
+    NFOREIGN,
     NLOGGED,
+    NOW_DONE,
+    NOW_NBYTES,
     NPAIRS,
     PARSED,
     PASS_NS,
@@ -38,6 +43,7 @@ from r2ccl.runtime.compiled.layout import (
     SPIN_NS,
     TARGET_LEFT,
     TIME,
+    UNSETTLED,
 )
 from r2ccl.runtime.compiled.receiving import EVENT, FOREIGN, MORE, parse, read_buffer, read_target
 from r2ccl.runtime.compiled.sending import (
@@ -93,6 +99,21 @@ def has_unsent(state: Any) -> Any:
     for number in range(state[NCONNS]):
         conn = conn_of(state, number)
         if conn[FRAGMENT_NBYTES] or conn[EAGER_TAKEN] < conn[EAGER_ADDED]:
+            return True
+    return False
+
+
+@inlined
+def has_rest(state: Any) -> Any:
+    """Return whether a complete call has left work to the data loop, see UNSETTLED."""
+    if state[NFOREIGN]:
+        return True
+    for number in range(state[NCONNS]):
+        conn = conn_of(state, number)
+        if conn[NOW_DONE] < conn[NOW_NBYTES] or conn[NEXT_NBYTES]:
+            return True
+    for number in range(state[NPAIRS]):
+        if pair_of(state, number)[IS_UNCONFIRMED]:
             return True
     return False
 
@@ -175,7 +196,7 @@ def make_loop() -> Callable[[int], int]:
     -------
     callable
         ``loop(address)`` runs the call whose state is at `address`, without the GIL, and returns
-        FINISHED, PAUSED, LEFT or FAILED, see `layout`.
+        FINISHED, UNSETTLED, PAUSED, LEFT or FAILED, see `layout`.
     """
 
     def loop(address: Any) -> Any:
@@ -191,7 +212,9 @@ def make_loop() -> Callable[[int], int]:
             if result:
                 continue
             if state[REMAINING] == 0:
-                return LEFT if has_unsent(state) else FINISHED
+                if has_unsent(state):
+                    return LEFT
+                return UNSETTLED if has_rest(state) else FINISHED
             if state[PASS_NS] - state[ENTERED] > state[BUSY_NS]:
                 return PAUSED
             if state[NLOGGED] >= state[LIMIT] or state[NLOGGED] > state[MOST_LOGGED]:

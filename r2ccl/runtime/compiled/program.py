@@ -34,6 +34,9 @@ _BUSY_NS = 5_000_000
 #: Spare rows of the log per pair, for confirmations of earlier slices. When these rows are used up,
 #: the call leaves compiled code. As many rows again are for events that are logged meanwhile.
 _SPARE_ROWS = 64
+#: Maximum size in bytes of the memory for calls that are repeated. A larger call takes so long that
+#: nothing is gained.
+_MOST_SLOTS_NBYTES = 4 << 20
 
 
 class Pair:
@@ -92,6 +95,8 @@ class CompiledProgram:
     ----------
     plan : Plan
         Plan for which `is_supported` returns True.
+    loop : int
+        Address of the compiled loop, as a C function.
     wakeup : int
         Descriptor that interrupts a call when it becomes readable; borrowed.
     links : Links
@@ -123,14 +128,18 @@ class CompiledProgram:
     traffic : dict of PathKey to list of int
         By path: slices sent in a call, their bytes, slices received, their bytes.
     arena_nbytes : int
-        Size of the memory for landing places and copies of eager slices.
+        Size of the memory for landing places and copies of eager slices that one call needs.
+    nslots : int
+        Number of calls whose memory is kept, so that the call can be repeated; 1: it cannot be.
     arena : ndarray of uint8
-        That memory, for the running call; borrowed.
+        Memory for the running call, and behind it that for the repeated ones; borrowed.
     call : HostCall or None
         Operands of the running call, if it uses scratch memory.
     """
 
-    def __init__(self, plan: Plan, wakeup: int, links: Links, config: Config) -> None:
+    def __init__(
+        self, plan: Plan, loop: int, wakeup: int, links: Links, config: Config
+    ) -> None:
         self.plan = plan
         self._depth = config.landing_depth
         self._buffer_nbytes = buffer_nbytes(config.inbox_nbytes)
@@ -187,6 +196,9 @@ class CompiledProgram:
         state[at.SLEEP_NS], state[at.BUSY_NS] = _SLEEP_NS, _BUSY_NS
         state[at.LOG], state[at.MOST_LOGGED] = self.log.ctypes.data, rows + spare
         state[at.IS_MEASURED] = links.balance is not None and plan.is_bandwidth_sample
+        state[at.LOOP], state[at.NSTEPS], state[at.TOTAL] = loop, len(steps), state[at.REMAINING]
+        self.nslots = 1 if state[at.IS_MEASURED] else self._count_slots(config)
+        state[at.NSLOTS], state[at.SLOT_NBYTES] = self.nslots, self.arena_nbytes
         state[at.LIMIT] = 1 << 60
         state[at.POLLS] = self.polls.ctypes.data
         state[at.MESSAGE], state[at.TIME] = base + 8 * space, base + 8 * (space + 12)
@@ -311,6 +323,17 @@ class CompiledProgram:
             words[at.ARRIVED],
         ) = places
 
+    def _count_slots(self, config: Config) -> int:
+        """Return the number of calls whose eager slices may be unconfirmed when the next one begins.
+
+        Two suffice if every peer also sends slices, which confirm those that it has consumed.
+        Otherwise a peer confirms only after some slices. 1: the call cannot be repeated.
+        """
+        is_answered = all(pair.receives for pair in self.pairs if pair.sends)
+        nslots = 2 if is_answered else config.eager_slots + 1
+        is_large = nslots * self.arena_nbytes > _MOST_SLOTS_NBYTES
+        return 1 if self.layout.uses_scratch or is_large else nslots
+
     def _fill_conn(self, number: int) -> None:
         words = self.conn(number)
         stages, rings = self._stages[number], self._rings[number]
@@ -385,9 +408,12 @@ class CompiledProgram:
         pairs = self.plan.pairs or {}
         return pairs.get((self.pairs[number].key[0], is_sent), self.plan.signature)
 
-    def copy_of(self, number: int, ordinal: int) -> memoryview:
-        """Return a copy of the data of a posted eager slice of pair `number`."""
-        start = self.copies[number][ordinal]
+    def copy_of(self, number: int, ordinal: int, slot: int = 0) -> memoryview:
+        """Return a copy of the data of a posted eager slice of pair `number`.
+
+        `slot` is the number of the call's slot in ``arena``.
+        """
+        start = slot * self.arena_nbytes + self.copies[number][ordinal]
         nbytes = self.slice_nbytes(number, ordinal, is_sent=True)
         return memoryview(self.arena[start : start + nbytes].tobytes())
 

@@ -1,0 +1,129 @@
+"""Repetition of a call over TCP: the tables of a finished call become those of the next one.
+
+After a call that ended in compiled code, its connections may stay lent, and its tables then *hold*
+the state of its links. A call of the same plan need not import and export that state. Eager slices
+that peers have not confirmed yet must stay in memory, so the calls use the slots of the arena in
+turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from r2ccl.kernels.compiling import inlined
+from r2ccl.runtime.compiled.layout import (
+    ARENA,
+    ARRIVED,
+    ASKED,
+    BULK_ADDED,
+    BULK_TAKEN,
+    CHANGED,
+    CLEARED,
+    CONFIRMED,
+    DELIVERED,
+    DONE,
+    EAGER_ADDED,
+    EAGER_TAKEN,
+    EARLY,
+    FIRST_RECEIVED,
+    FIRST_SENT,
+    FIRST_SLOT,
+    IDLE_SINCE,
+    IS_READABLE,
+    IS_RESILIENT,
+    IS_STALLED,
+    LOOP,
+    NCONNS,
+    NLOGGED,
+    NPAIRS,
+    NRECEIVES,
+    NREPEATS,
+    NSENDS,
+    NSLOTS,
+    NSTEPS,
+    OP,
+    PASSED,
+    POSTED,
+    RELEASED,
+    REMAINING,
+    RETIRED,
+    SLOT_NBYTES,
+    SPACES,
+    TOTAL,
+    USED,
+)
+from r2ccl.runtime.compiled.system import call_function
+from r2ccl.runtime.compiled.tables import conn_of, pair_of, step_of
+from r2ccl.shm.atomics import words_at
+from r2ccl.shm.rounds import fits
+
+
+@inlined
+def is_slot_free(state: Any) -> Any:
+    """Return whether peers have confirmed the slices whose copies the next call overwrites."""
+    nolder = state[NREPEATS] + 2 - state[NSLOTS]
+    if nolder <= 0 or state[IS_RESILIENT] == 0:
+        return True
+    for number in range(state[NPAIRS]):
+        pair = pair_of(state, number)
+        below = pair[FIRST_SENT] - (state[NSLOTS] - 2) * pair[NSENDS]
+        if pair[NSENDS] and pair[CONFIRMED] < below:
+            return False
+    return True
+
+
+@inlined
+def renew(state: Any) -> None:
+    """Change the tables of a finished call into those of the next call."""
+    state[OP] += 1
+    state[NREPEATS] += 1
+    state[REMAINING] = state[TOTAL]
+    state[ARENA] = state[FIRST_SLOT] + state[NREPEATS] % state[NSLOTS] * state[SLOT_NBYTES]
+    state[NLOGGED] = 0
+    state[IDLE_SINCE] = 0
+    for number in range(state[NSTEPS]):
+        step = step_of(state, number)
+        step[DONE] = step[PASSED] = 0
+    for number in range(state[NCONNS]):
+        conn = conn_of(state, number)
+        conn[IS_STALLED] = 0
+        conn[IS_READABLE] = 1
+        conn[BULK_TAKEN] = conn[BULK_ADDED] = conn[EAGER_TAKEN] = conn[EAGER_ADDED] = 0
+    for number in range(state[NPAIRS]):
+        pair = pair_of(state, number)
+        pair[FIRST_SENT] += pair[NSENDS]
+        pair[POSTED] = pair[CLEARED] = pair[RETIRED] = pair[RELEASED] = 0
+        pair[FIRST_RECEIVED] += pair[NRECEIVES]
+        pair[ASKED] = pair[DELIVERED] = pair[USED] = pair[EARLY] = 0
+        arrived = words_at(pair[ARRIVED])
+        for ordinal in range(pair[NRECEIVES]):
+            arrived[ordinal] = 0
+
+
+def make_repeated() -> Callable[[int, int, int, int, int], int]:
+    """Return the loop of a repeated call, for `r2ccl.kernels.native`.
+
+    Returns
+    -------
+    callable
+        ``loop(address, source_at, target_at, call, is_resumed)``, an `r2ccl.shm.layout.Loop` whose
+        state is that of a compiled call. The first word at `call` is the address of the form of
+        the arrays. The loop always begins a new call, whatever `is_resumed`. Returns CHANGED if the
+        arrays have another form or the call cannot be repeated now, otherwise as
+        `r2ccl.runtime.compiled.loop.make_loop`.
+    """
+
+    def loop(address: Any, source_at: Any, target_at: Any, call: Any, is_resumed: Any) -> Any:
+        state = words_at(address)
+        if not fits(words_at(call)[0], source_at, target_at) or not is_slot_free(state):
+            return CHANGED
+        renew(state)
+        state[SPACES] = words_at(source_at)[0]
+        state[SPACES + 1] = words_at(target_at)[0]
+        return call_function(state[LOOP], address)
+
+    return loop
+
+
+__all__ = ["make_repeated"]

@@ -1,0 +1,221 @@
+"""Calls that compiled code can run again, with arrays of the same form, without a new request.
+
+A call that repeats an earlier one need not check its arguments, plan or prepare anything. It is
+found first by the function that makes its request, then by its *form*: the types, shapes and dtypes
+of its arrays and the other arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.runtime.arguments import Request
+from r2ccl.runtime.arrays.buffers import Buffer
+from r2ccl.runtime.arrays.libraries import torch_of
+from r2ccl.runtime.engine import Engine
+from r2ccl.runtime.executor import HostLanes, LandingPool
+from r2ccl.shm.repeat import Repeat, Role
+from r2ccl.types import Collective, ReduceOp
+
+Array = npt.NDArray[Any]
+#: Function of `r2ccl.runtime.arguments` that makes a request.
+Make = Callable[..., Request]
+
+
+class RepeatOf(Protocol):
+    """Maker of a `Repeat`, as `r2ccl.shm.repeat.repeat_of`."""
+
+    def __call__(self, x: Array, out: Array, *, uses_input: bool, role: Role) -> Repeat:
+        """Return a function that runs a call again on arrays of the form of `x` and `out`."""
+        ...
+
+
+class Repeats:
+    """Calls of one communicator that can be run again. The methods need the turn.
+
+    Parameters
+    ----------
+    most : int
+        Maximum number of calls that are remembered.
+
+    Attributes
+    ----------
+    last : dict of callable to Repeat
+        Functions that run the last calls again, by the function that makes the request.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.last: dict[Make, Repeat] = {}
+        #: The same functions, and those of earlier calls, by the result of `_key`, each with the
+        #: prepared call that it repeats.
+        self._by_key: dict[Hashable, tuple[object, Repeat]] = {}
+
+    def remember(
+        self,
+        make: Make,
+        x: Any,
+        out: Any,
+        rest: tuple[Any, ...],
+        request: Request,
+        prepared: object,
+        repeat_of: RepeatOf,
+    ) -> None:
+        """Remember the call `prepared`, so that ``last[make]`` can run it again.
+
+        ``make(x, out, *rest)`` made `request`. The call is remembered only if it used the arrays
+        themselves (C-contiguous arrays of NumPy or torch, no copies), if a new output is an array
+        of NumPy, and if the first of `rest` has a type in `_FIXED`.
+        """
+        source, output, result = request.source, request.output, request.result
+        uses_input, uses_output = source.owner is x, output is not None
+        array = array_of(x) if uses_input else _NOTHING
+        target = array_of(result) if uses_output else _NOTHING
+        is_plain = type(array) is type(target) is np.ndarray and array.flags.c_contiguous
+        is_new = uses_output and out is None and result is not x
+        if not is_plain or type(rest[0]) not in _FIXED or is_copied(request):
+            return
+        if is_new and result is not target:
+            return
+        key = _key(make, x, array if uses_input else x, out, rest[0])
+        found = self._by_key.get(key)
+        if found is not None and found[0] is prepared:
+            self.last[make] = found[1]
+            return
+        role = Role.NONE
+        if uses_output:
+            role = Role.ARRAY if is_new or out is not None else Role.INPUT
+        repeat = repeat_of(array, target, uses_input=uses_input, role=role)
+        if is_new:
+            repeat = _with_new_output(repeat, array, target)
+        if len(self._by_key) >= self._most:
+            self._by_key.clear()
+        self._by_key[key] = prepared, repeat
+        self.last[make] = repeat
+
+    def run_other(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
+        """Run again an earlier call of `make` with these arguments, not the last one.
+
+        Return its result, or NotImplemented if none is remembered. Errors: as the call.
+        """
+        array, target = array_of(x), array_of(out)
+        found = self._by_key.get(_key(make, x, array, out, rest[0]))
+        if found is None:
+            return NotImplemented
+        repeat = found[1]
+        if repeat is self.last.get(make) and array is x and target is out:
+            return NotImplemented
+        result = repeat(array, target, rest)
+        if result is NotImplemented:
+            return NotImplemented
+        self.last[make] = repeat
+        if result is array:
+            return x
+        return out if result is target else result
+
+    def forget(self) -> None:
+        """Forget all calls; any thread may call this method at any time."""
+        self.last.clear()
+        self._by_key.clear()
+
+
+class NetworkRepeats(Repeats):
+    """Calls of one communicator over the network that can be run again.
+
+    Only the last call can be, and only if compiled code holds it (`r2ccl.runtime.compiled.call`).
+
+    Parameters
+    ----------
+    engine : Engine
+    pool : LandingPool
+    """
+
+    def __init__(self, engine: Engine, pool: LandingPool) -> None:
+        super().__init__(_NPROGRAMS)
+        self._engine = engine
+        self._pool = pool
+        self._last_program: object = None
+
+    def note(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...], request: Request) -> None:
+        """Remember the call that has just ended, if it is held and is the second in succession.
+
+        ``make(x, out, *rest)`` made `request`.
+        """
+        program = self._engine.held_program
+        if program is None:
+            return
+        if program is not self._last_program:
+            self._last_program = program
+            return
+
+        def lanes(x: Any, out: Any) -> HostLanes:
+            found = make(x, None if x is out else out, *rest)
+            assert isinstance(found.source, Buffer)
+            assert isinstance(found.output, Buffer)
+            return HostLanes(self._pool, found.source.array, found.output.array)
+
+        repeat_of = partial(self._engine.repeat_of, program, rest=rest, lanes=lanes)
+        self.remember(make, x, out, rest, request, program, repeat_of)
+
+    def run_other(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
+        """Implement `Repeats.run_other`."""
+        if self._engine.held_program is not self._last_program:
+            return NotImplemented
+        return super().run_other(make, x, out, rest)
+
+
+def _key(make: Make, x: Any, array: Any, out: Any, first: Any) -> Hashable:
+    """Return the key of a call, which calls of the same form have, and few others.
+
+    `array` is a view of the input `x`, and `first` the first argument after the output.
+    """
+    form = (array.shape, array.dtype.num) if type(array) is np.ndarray else None
+    return make, type(x), form, out is None, first if type(first) in (int, ReduceOp) else None
+
+
+def array_of(x: Any) -> Any:
+    """Return a view of `x` as an array of NumPy if `x` is a tensor of torch; otherwise `x` itself.
+
+    A tensor that NumPy cannot view, such as one on a GPU, is returned itself.
+    """
+    torch = torch_of(x)
+    if torch is None or type(x) is not torch.Tensor:
+        return x
+    try:
+        return x.numpy()
+    except (TypeError, RuntimeError):
+        return x
+
+
+def _with_new_output(repeat: Repeat, x: Array, out: Array) -> Repeat:
+    """Return `repeat` for calls without ``out``, whose output is a new array like `out`.
+
+    The input must have the shape of `x`.
+    """
+    shape, new_shape = x.shape, out.shape
+
+    def repeat_with_new_output(x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
+        if out is not None or type(x) is not np.ndarray or x.shape != shape:
+            return NotImplemented
+        return repeat(x, np.empty(new_shape, x.dtype), rest)
+
+    return repeat_with_new_output
+
+
+def is_copied(request: Request) -> bool:
+    """Return whether the call runs on a copy of its input."""
+    return request.signature.collective == Collective.ALLTOALLV and request.is_in_place
+
+
+#: Maximum number of calls over the network that are remembered: each keeps the tables of its plan.
+_NPROGRAMS = 64
+_NOTHING = np.empty(0, np.uint8)
+#: Types of the first argument after the arrays, for calls that can be repeated.
+_FIXED = (int, tuple, ReduceOp)
+
+__all__ = ["Make", "NetworkRepeats", "Repeats", "is_copied"]
