@@ -35,7 +35,7 @@ from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.verdict import Verdict
 from r2ccl.failover.health.driver import HealthAgreement, Known
 from r2ccl.failover.health.table import Health
-from r2ccl.failover.migration.links import Consumer, Links
+from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.failover.revocation import Revoke
 from r2ccl.kernels.arrays import data_of

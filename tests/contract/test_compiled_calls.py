@@ -57,3 +57,16 @@ def test_eager_slices_that_sockets_do_not_take_are_sent_later():
 def test_a_call_that_cannot_run_in_it_leaves_no_reference():
     """To the caller's arrays."""
     assert launch(programs.refused, 2, timeout_s=60.0) == [(1, 0), (1, 0)]
+
+
+#: In both of these, copies of finished calls are sent again.
+CUTS = (1, 3)
+
+
+@pytest.mark.parametrize("seed", slow_but(CUTS, range(30)))
+def test_repeated_calls_are_exact_though_a_path_fails(seed: int) -> None:
+    program = functools.partial(programs.repeated_beside_a_cut, seed, 300)
+    found = launch(program, 2 + seed % 3, timeout_s=100.0)
+    assert [nwrong for nwrong, _, _ in found] == [0] * len(found)
+    assert sum(nrepeated for _, nrepeated, _ in found) > 0
+    assert seed not in CUTS or sum(nrepairs for _, _, nrepairs in found) > 0

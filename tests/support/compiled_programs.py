@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -105,20 +108,14 @@ def repeated(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, in
     Each call is repeated some times in succession, with other data, other arrays of the same form,
     late ranks, and, now and then, reports of the status and calls of another communicator between.
     """
-    nwrong = nrepeated = 0
-    with r2ccl.init(shm="0", compiled="1", **settings) as comm, comm.dup() as other:
+    nwrong = 0
+    with (
+        r2ccl.init(shm="0", compiled="1", **settings) as comm,
+        comm.dup() as other,
+        counted_repeats(comm) as repeats,
+    ):
         compiled = compiled_of(comm)
         compiled.limit = limit
-        loop: Any = comm._engine._loop
-        run = loop.repeat
-
-        def counted(*given: Any) -> Any:
-            nonlocal nrepeated
-            result = run(*given)
-            nrepeated += result is not NotImplemented
-            return result
-
-        loop.repeat = counted
         n, rank = comm.nranks, comm.rank
         chance = random.Random(limit)  # equal on all ranks
         for number in range(ncalls):
@@ -143,4 +140,56 @@ def repeated(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, in
                     nwrong += not np.array_equal(other.allreduce(np.ones(3)), np.full(3, n))
                 if chance.random() < 0.05:
                     comm.health()
-        return nwrong, nrepeated, compiled.nleft
+        return nwrong, len(repeats), compiled.nleft
+
+
+def _reset(fd: int) -> None:
+    """Reset a connection; what the kernel has received and not passed on is lost."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.connect(fd, bytes(16), 16):  # address family AF_UNSPEC
+        raise OSError(ctypes.get_errno(), "connect")
+
+
+def repeated_beside_a_cut(seed: int, ncalls: int) -> tuple[int, int, int]:
+    """Repeat calls while a path fails; return the number of wrong ones, repetitions and repairs.
+
+    Before one of the calls, a rank waits until its peers have sent slices, and then resets a
+    connection, so that these slices are lost.
+    """
+    chance = random.Random(seed)  # equal on all ranks
+    is_broadcast, count = chance.random() < 0.5, chance.choice(COUNTS[:4])
+    cut, pick = chance.randrange(10, ncalls - 10), chance.random()
+    nwrong = 0
+    with r2ccl.init(shm="0", compiled="1", rails=2) as comm, counted_repeats(comm) as repeats:
+        n, rank = comm.nranks, comm.rank
+        parts = [_data(seed, each, count) for each in range(n)]
+        expected = parts[0] if is_broadcast else sum(parts)
+        for number in range(ncalls):
+            if number == cut and rank == n - 1:
+                time.sleep(0.005)
+                paths = comm._engine._loop._transport._by_path
+                used = [conn for path, conn in paths.items() if path.rail == 0]
+                _reset(used[int(pick * len(used))].fd)
+            x = parts[rank] + np.float32(number % 7)
+            if is_broadcast:
+                nwrong += not np.array_equal(comm.broadcast(x), expected + number % 7)
+            else:
+                nwrong += not np.array_equal(comm.allreduce(x), expected + n * (number % 7))
+        comm.barrier()
+        return nwrong, len(repeats), len(comm._engine.repairs())
+
+
+@contextmanager
+def counted_repeats(comm: Communicator) -> Iterator[list[object]]:
+    """Yield a list to which each repeated call adds its result."""
+    loop: Any = comm._engine._loop
+    run, results = loop.repeat, []
+
+    def counted(*given: Any) -> Any:
+        result = run(*given)
+        if result is not NotImplemented:
+            results.append(None)
+        return result
+
+    loop.repeat = counted
+    yield results

@@ -8,6 +8,7 @@ failure of a connection, it returns, and the data loop finishes the call. The mo
 - `system` has the system calls, `tables` the access to the tables, `steps` the dependencies and
   reductions, `sending` and `receiving` the frames, and `loop` the loop itself; these modules are
   compiled;
+- `repeated`, compiled too, begins the same call again with the tables that the last one has left;
 - `call` fills in the tables before a call, and updates the links after a call that ended in
   compiled code;
 - `replay` brings links, lanes and connections to the state that compiled code has reached, if the

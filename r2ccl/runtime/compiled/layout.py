@@ -53,7 +53,7 @@ from __future__ import annotations
     #: Address of the loop, number of steps, and value of `REMAINING` at the start of a call.
     LOOP, NSTEPS, TOTAL,
     #: Number of times that the call was repeated, see `r2ccl.runtime.compiled.repeated`. The calls
-    #: use the slots of the arena in turn: their number, size in bytes, and the address of the first.
+    #: use the slots of the arena in turn: number of slots, size in bytes, address of the first.
     NREPEATS, NSLOTS, SLOT_NBYTES, FIRST_SLOT,
 ) = range(44)  # fmt: skip
 STATE_NWORDS = 48

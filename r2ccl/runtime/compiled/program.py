@@ -137,9 +137,7 @@ class CompiledProgram:
         Operands of the running call, if it uses scratch memory.
     """
 
-    def __init__(
-        self, plan: Plan, loop: int, wakeup: int, links: Links, config: Config
-    ) -> None:
+    def __init__(self, plan: Plan, loop: int, wakeup: int, links: Links, config: Config) -> None:
         self.plan = plan
         self._depth = config.landing_depth
         self._buffer_nbytes = buffer_nbytes(config.inbox_nbytes)
@@ -324,7 +322,7 @@ class CompiledProgram:
         ) = places
 
     def _count_slots(self, config: Config) -> int:
-        """Return the number of calls whose eager slices may be unconfirmed when the next one begins.
+        """Return how many successive calls need slots, because their slices may be unconfirmed.
 
         Two suffice if every peer also sends slices, which confirm those that it has consumed.
         Otherwise a peer confirms only after some slices. 1: the call cannot be repeated.
