@@ -47,6 +47,7 @@ from r2ccl.runtime.compiled.layout import PAUSED
 from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.progress import Progress
 from r2ccl.runtime.status import Pending
+from r2ccl.shm.layout import CPU_SET_NBYTES
 from r2ccl.shm.repeat import Repeat
 from r2ccl.transport.tcp.transport import TcpTransport
 
@@ -682,7 +683,7 @@ def _compiled_calls(context: RankContext, links: Links, progress: Progress) -> C
     if context.config.compiled == "0" or not isinstance(context.transport, TcpTransport):
         return None
     try:
-        return CompiledCalls(links, progress, context.transport, context.config)
+        return CompiledCalls(links, progress, context.transport, context.config, _home_of(context))
     except (ImportError, OSError, TransportError) as exc:
         if context.config.compiled == "1":
             raise TransportError(
@@ -695,6 +696,14 @@ def _compiled_calls(context: RankContext, links: Links, progress: Progress) -> C
             "be used: %s", context.rank, exc,
         )  # fmt: skip
         return None
+
+
+def _home_of(context: RankContext) -> int:
+    """Return the CPU for a rank that no other rank of its host has; -1 if there are too few."""
+    own = [rank for rank, host in enumerate(context.hosts) if host == context.hosts[context.rank]]
+    cpus = sorted(os.sched_getaffinity(0))
+    is_known = 1 < len(own) <= len(cpus) and cpus[-1] < 8 * CPU_SET_NBYTES
+    return cpus[own.index(context.rank)] if is_known else -1
 
 
 def without_frames(error: R2cclError) -> R2cclError:

@@ -69,6 +69,21 @@ def publish(word: Any, value: Any) -> None:
 
 
 @inlined
+def move_to_cpu(cpu: Any, sets: Any) -> None:
+    """Move this thread to a CPU, unless it must not run there; later it may move elsewhere.
+
+    `sets` is the address of memory for two sets of CPUs; the second is empty or has only `cpu`.
+    """
+    allowed, only = sets, sets + CPU_SET_NBYTES
+    if read_affinity(allowed, CPU_SET_NBYTES) <= 0:
+        return
+    if words_at(allowed)[cpu >> 6] >> (cpu & 63) & 1:
+        words_at(only)[cpu >> 6] = 1 << (cpu & 63)
+        write_affinity(only, CPU_SET_NBYTES)
+        write_affinity(allowed, CPU_SET_NBYTES)
+
+
+@inlined
 def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
     """Move this thread to the CPU `HOME` if it shares its CPU with the owner of `word`.
 
@@ -86,13 +101,7 @@ def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
     segment = word & -PAGE_NBYTES
     if cpu == home or load_acquire(segment + CPU) != cpu + 1:
         return
-    allowed = address + 8 * (BASES + 2 * state[NRANKS])
-    only_home = allowed + CPU_SET_NBYTES
-    here = words_at(allowed)
-    if read_affinity(allowed, CPU_SET_NBYTES) > 0 and here[home >> 6] >> (home & 63) & 1:
-        words_at(only_home)[home >> 6] = 1 << (home & 63)
-        write_affinity(only_home, CPU_SET_NBYTES)
-        write_affinity(allowed, CPU_SET_NBYTES)
+    move_to_cpu(home, address + 8 * (BASES + 2 * state[NRANKS]))
 
 
 @inlined

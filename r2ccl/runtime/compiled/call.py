@@ -89,15 +89,23 @@ class CompiledCalls:
     transport : TcpTransport
         Lends its connections to a running call.
     config : Config
+    home : int
+        CPU for this rank, which no other rank of the host has; -1: there is none.
     """
 
     def __init__(
-        self, links: Links, progress: Progress, transport: TcpTransport, config: Config
+        self,
+        links: Links,
+        progress: Progress,
+        transport: TcpTransport,
+        config: Config,
+        home: int = -1,
     ) -> None:
         self._links = links
         self._progress = progress
         self._transport = transport
         self._config = config
+        self._home = home
         self._programs: OrderedDict[int, tuple[Plan, CompiledProgram | None]] = OrderedDict()
         self._loop: Callable[[int], int] = callable_of(_LOOP)
         self._loop_address = address_of(_LOOP)
@@ -305,10 +313,11 @@ class CompiledCalls:
         if plan.layout.peers and is_supported(plan):
             program = CompiledProgram(
                 plan,
-                self._loop_address,
-                self._transport.wakeup_number,
                 self._links,
                 self._config,
+                loop=self._loop_address,
+                wakeup=self._transport.wakeup_number,
+                home=self._home,
             )
             if program.arena_nbytes > _MOST_ARENA_NBYTES:
                 program = None
@@ -365,6 +374,7 @@ class CompiledCalls:
             words[at_conn + at.PARSED] = conn.parsed
             words[at_conn + at.FILLED] = conn.filled
             words[at_conn + at.FRAGMENT_MOST] = conn.fragment_nbytes
+            words[at_conn + at.IS_LOOPBACK] = conn.is_loopback
             at_conn += at.CONN_NWORDS
         return conns
 

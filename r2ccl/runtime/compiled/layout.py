@@ -55,7 +55,10 @@ from __future__ import annotations
     #: Number of times that the call was repeated, see `r2ccl.runtime.compiled.repeated`. The calls
     #: use the slots of the arena in turn: number of slots, size in bytes, address of the first.
     NREPEATS, NSLOTS, SLOT_NBYTES, FIRST_SLOT,
-) = range(44)  # fmt: skip
+    #: CPU for this rank, which no other rank of the host has (-1: none), and address of memory for
+    #: two sets of CPUs. Number of passes of the loop that found nothing to do.
+    HOME, CPU_SETS, NIDLE,
+) = range(47)  # fmt: skip
 STATE_NWORDS = 48
 
 # Connection.
@@ -89,7 +92,9 @@ STATE_NWORDS = 48
     IS_FULL,
     #: 1 if the socket may have data.
     IS_READABLE,
-) = range(33)  # fmt: skip
+    #: 1 if the peer is reached by a loopback address.
+    IS_LOOPBACK,
+) = range(34)  # fmt: skip
 CONN_NWORDS = 40
 
 # Pair.

@@ -8,6 +8,7 @@ from typing import Any
 from r2ccl.kernels.compiling import inlined
 from r2ccl.runtime.compiled.layout import (
     BUSY_NS,
+    CPU_SETS,
     EAGER_ADDED,
     EAGER_TAKEN,
     ENTERED,
@@ -19,8 +20,10 @@ from r2ccl.runtime.compiled.layout import (
     FINISHED,
     FRAGMENT_NBYTES,
     HEADER_NBYTES,
+    HOME,
     IDLE_SINCE,
     IS_FULL,
+    IS_LOOPBACK,
     IS_READABLE,
     IS_STALLED,
     IS_UNCONFIRMED,
@@ -30,10 +33,12 @@ from r2ccl.runtime.compiled.layout import (
     NCONNS,
     NEXT_NBYTES,
     NFOREIGN,
+    NIDLE,
     NLOGGED,
     NOW_DONE,
     NOW_NBYTES,
     NPAIRS,
+    OPERANDS,
     PARSED,
     PASS_NS,
     PAUSED,
@@ -53,11 +58,24 @@ from r2ccl.runtime.compiled.sending import (
     write_conn,
 )
 from r2ccl.runtime.compiled.steps import run_locals, use_slices
-from r2ccl.runtime.compiled.system import EAGAIN, EINTR, errno, poll_until
+from r2ccl.runtime.compiled.system import (
+    EAGAIN,
+    EINTR,
+    errno,
+    load32,
+    poll_until,
+    read_option,
+    store64,
+)
 from r2ccl.runtime.compiled.tables import conn_of, now_ns, pair_of
-from r2ccl.shm.atomics import sched_yield, words_at
+from r2ccl.shm.atomics import current_cpu, sched_yield, words_at
+from r2ccl.shm.waiting import move_to_cpu
 
 _POLLIN, _POLLOUT = 1, 4
+#: SO_INCOMING_CPU: the CPU that handled the last packet; on loopback, that of its sender.
+_INCOMING_CPU = 49
+#: Number of idle passes from one look at the CPUs of the peers to the next.
+_LOOK_EVERY = 16
 
 
 @inlined
@@ -189,6 +207,27 @@ def poll(state: Any, timeout_ns: Any) -> Any:
     return n
 
 
+@inlined
+def leave_cpu_of_peer(state: Any) -> None:
+    """Move this thread to the CPU `HOME` if a peer on this host sends from the thread's CPU.
+
+    The scheduler may leave two waiting ranks on one CPU for long, because both yield it. The set of
+    CPUs on which this thread may run is the same afterwards.
+    """
+    cpu = current_cpu()
+    if state[HOME] < 0 or state[HOME] == cpu:
+        return
+    operands = state[OPERANDS]
+    for number in range(state[NCONNS]):
+        conn = conn_of(state, number)
+        store64(operands + 8, 4)
+        if not conn[IS_LOOPBACK] or read_option(conn[FD], _INCOMING_CPU, operands) < 0:
+            continue
+        if load32(operands) == cpu:
+            move_to_cpu(state[HOME], state[CPU_SETS])
+            return
+
+
 def make_loop() -> Callable[[int], int]:
     """Return the loop, for `r2ccl.kernels.native`.
 
@@ -233,6 +272,9 @@ def make_loop() -> Callable[[int], int]:
             if idle < state[SPIN_NS]:
                 result = poll(state, 0)
                 if result == 0:
+                    state[NIDLE] += 1
+                    if state[NIDLE] % _LOOK_EVERY == 0:
+                        leave_cpu_of_peer(state)
                     sched_yield()
             elif idle < state[SLEEP_NS]:
                 result = poll(state, state[SLEEP_NS] - idle)

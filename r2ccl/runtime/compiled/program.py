@@ -19,6 +19,7 @@ from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
 from r2ccl.runtime.executor import HostCall
 from r2ccl.schedule.ir import OpKind
+from r2ccl.shm.layout import CPU_SET_NBYTES
 from r2ccl.transport.tcp.connection import buffer_nbytes
 from r2ccl.types import REDUCTIONS, USER_OP, CallSignature, PathKey, signed_word
 
@@ -95,12 +96,14 @@ class CompiledProgram:
     ----------
     plan : Plan
         Plan for which `is_supported` returns True.
+    links : Links
+    config : Config
     loop : int
         Address of the compiled loop, as a C function.
     wakeup : int
         Descriptor that interrupts a call when it becomes readable; borrowed.
-    links : Links
-    config : Config
+    home : int
+        CPU for this rank, which no other rank of the host has; -1: there is none.
 
     Attributes
     ----------
@@ -137,7 +140,9 @@ class CompiledProgram:
         Operands of the running call, if it uses scratch memory.
     """
 
-    def __init__(self, plan: Plan, loop: int, wakeup: int, links: Links, config: Config) -> None:
+    def __init__(
+        self, plan: Plan, links: Links, config: Config, *, loop: int, wakeup: int, home: int
+    ) -> None:
         self.plan = plan
         self._depth = config.landing_depth
         self._buffer_nbytes = buffer_nbytes(config.inbox_nbytes)
@@ -173,6 +178,7 @@ class CompiledProgram:
         self._stages = np.empty((len(self.pairs), 2, at.STAGE_NBYTES), np.uint8)
         self.polls = np.zeros(len(self.pairs) + 1, np.int64)
         space = tables.add(np.zeros(16, np.int64))
+        sets = tables.add(np.zeros(2 * CPU_SET_NBYTES // 8, np.int64))
         step_tables = [
             self._step_tables(tables, i, lane) for i, lane in enumerate(plan.layout.lanes)
         ]
@@ -194,6 +200,7 @@ class CompiledProgram:
         state[at.SLEEP_NS], state[at.BUSY_NS] = _SLEEP_NS, _BUSY_NS
         state[at.LOG], state[at.MOST_LOGGED] = self.log.ctypes.data, rows + spare
         state[at.IS_MEASURED] = links.balance is not None and plan.is_bandwidth_sample
+        state[at.HOME], state[at.CPU_SETS] = home, base + 8 * sets
         state[at.LOOP], state[at.NSTEPS], state[at.TOTAL] = loop, len(steps), state[at.REMAINING]
         self.nslots = 1 if state[at.IS_MEASURED] else self._count_slots(config)
         state[at.NSLOTS], state[at.SLOT_NBYTES] = self.nslots, self.arena_nbytes

@@ -14,6 +14,7 @@ _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 EAGAIN, EINTR = 11, 4
 _FIONREAD = 0x541B
+_SOL_SOCKET = 1
 #: MSG_DONTWAIT, MSG_NOSIGNAL
 _RECEIVE_FLAGS, _SEND_FLAGS = 0x40, 0x4040
 
@@ -132,6 +133,23 @@ def count_unread(typing_context: Any, fd: Any, address: Any) -> Any:
 
 
 @intrinsic
+def read_option(typing_context: Any, fd: Any, option: Any, address: Any) -> Any:
+    """Store an option of level SOL_SOCKET, 32 bits wide, at `address`: getsockopt(2).
+
+    The 32-bit number 4 must be at ``address + 8``. Returns 0; -1 if the call failed.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = _libc(builder, "getsockopt", _I32, [_I32, _I32, _I32, _I64, _I64])
+        fd, option = (builder.trunc(each, _I32) for each in args[:2])
+        size = builder.add(args[2], _I64(8))
+        found = builder.call(function, [fd, _I32(_SOL_SOCKET), option, args[2], size])
+        return builder.sext(found, _I64)
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
 def call_function(typing_context: Any, function: Any, argument: Any) -> Any:
     """Call the function at an address with one integer; return its result, an integer."""
 
@@ -168,6 +186,7 @@ __all__ = [
     "load64",
     "move_bytes",
     "poll_until",
+    "read_option",
     "receive",
     "send_message",
     "store32",

@@ -68,13 +68,14 @@ class Connection:
 
     __slots__ = (
         "buffer", "buffer_address", "bulk", "fd", "filled", "fragment_nbytes", "frame", "is_dirty",
-        "is_waiting", "parsed", "path", "place", "places", "replays", "sending", "sent", "small",
-        "sock", "target",
+        "is_loopback", "is_waiting", "parsed", "path", "place", "places", "replays", "sending",
+        "sent", "small", "sock", "target",
     )  # fmt: skip
 
     def __init__(
         self, path: PathKey, sock: socket.socket, buffer_nbytes: int, *, is_loopback: bool
     ) -> None:
+        self.is_loopback = is_loopback
         self.fragment_nbytes = _WHOLE if is_loopback else _FRAGMENT_NBYTES
         self.path = path
         self.sock = sock
