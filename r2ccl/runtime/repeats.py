@@ -74,8 +74,8 @@ class Repeats:
         """
         source, output, result = request.source, request.output, request.result
         uses_input, uses_output = source.owner is x, output is not None
-        array = array_of(x) if uses_input else _NOTHING
-        target = array_of(result) if uses_output else _NOTHING
+        array = _array_of(x) if uses_input else _NOTHING
+        target = _array_of(result) if uses_output else _NOTHING
         is_plain = type(array) is type(target) is np.ndarray and array.flags.c_contiguous
         is_new = uses_output and out is None and result is not x
         if not is_plain or type(rest[0]) not in _FIXED or is_copied(request):
@@ -103,7 +103,7 @@ class Repeats:
 
         Return its result, or NotImplemented if none is remembered. Errors: as the call.
         """
-        array, target = array_of(x), array_of(out)
+        array, target = _array_of(x), _array_of(out)
         found = self._by_key.get(_key(make, x, array, out, rest[0]))
         if found is None:
             return NotImplemented
@@ -178,7 +178,7 @@ def _key(make: Make, x: Any, array: Any, out: Any, first: Any) -> Hashable:
     return make, type(x), form, out is None, first if type(first) in (int, ReduceOp) else None
 
 
-def array_of(x: Any) -> Any:
+def _array_of(x: Any) -> Any:
     """Return a view of `x` as an array of NumPy if `x` is a tensor of torch; otherwise `x` itself.
 
     A tensor that NumPy cannot view, such as one on a GPU, is returned itself.

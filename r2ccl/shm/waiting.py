@@ -198,6 +198,7 @@ def make_wake_all() -> Callable[[int], int]:
 __all__ = [
     "leave_cpu_of_peer",
     "make_wake_all",
+    "move_to_cpu",
     "note_pauses",
     "number_of_pauses",
     "publish",
