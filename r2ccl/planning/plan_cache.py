@@ -50,6 +50,9 @@ class Plan(NamedTuple):
         For a collective in `r2ccl.types.PAIRWISE`, by peer and direction (True: to the peer), the
         signature that travels with the slices instead of `signature`; it has the number of elements
         that the pair exchanges in this direction. None for other collectives.
+    is_lasting : bool
+        True if equal calls have this plan, whatever their number, as long as the health does not
+        change. False for a call that must sometimes be a bandwidth sample.
     """
 
     signature: int
@@ -58,6 +61,7 @@ class Plan(NamedTuple):
     finish: kernels.Divider | None
     is_bandwidth_sample: bool
     pairs: dict[tuple[int, bool], int] | None = None
+    is_lasting: bool = False
 
 
 class Planning(msgspec.Struct, frozen=True):
@@ -317,6 +321,8 @@ class PlanCache:
         if found is None:
             begun_s = monotonic()
             found = self._make(call, health, is_bandwidth_sample, own, parts)
+            is_lasting = op is not None and not self._periods.get((health.version, call, None))
+            found = found._replace(is_lasting=own is not None or is_lasting)
             self._note(health.version, monotonic() - begun_s)
             if len(self._plans) >= _KEPT:
                 self._plans.pop(next(iter(self._plans)))

@@ -115,7 +115,7 @@ class Collectives:
         self._run_kernel = partial(run_quietly, _apply)
         #: Calls in memory that all ranks share; None if the ranks share none.
         self._local: LocalCalls | None = None
-        self._network = NetworkRepeats(engine, pool)
+        self._network = NetworkRepeats(engine, pool, run_quietly)
         #: Calls that can be run again: those of `_local` or, without it, `_network`.
         self._repeats: Repeats = self._network
         #: Calls in shared memory within nodes and over the network between them; None if no call
@@ -151,7 +151,9 @@ class Collectives:
 
         False if that collective waits for the worker, which runs it.
         """
-        return self._caller == get_ident()
+        if self._caller == get_ident():
+            return True
+        return self._turn.locked() and self._engine.is_owner  # it interrupted a repeated call
 
     def require_free(self) -> None:
         """Check that the caller may wait for other ranks.
@@ -256,7 +258,7 @@ class Collectives:
                             partial(self._plans, request.signature, own=request.schedule),
                             HostLanes(self._pool, request.source.array, output.array),
                         )
-                        self._network.note(make, x, out, rest, request)
+                        self._network.remember_last(make, x, out, rest, request)
                     return request.result
                 finally:
                     self._caller = 0

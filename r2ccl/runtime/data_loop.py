@@ -209,14 +209,14 @@ class DataLoop:
         ConcurrentCalls
             If the caller is a signal handler that interrupted a call in the loop.
         """
-        is_below = self.owner._is_owned()  # type: ignore[attr-defined]
+        if self.owner._is_owned():  # type: ignore[attr-defined]
+            # The interrupted call may be a repetition, which must not be settled now.
+            self.owner.acquire()
+            raise ConcurrentCalls(
+                f"rank {self.rank}: a signal handler called r2ccl after it interrupted another "
+                "call of the same thread: set a flag in the handler, and call r2ccl later"
+            )
         if self._try_to_own():
-            if is_below:
-                raise ConcurrentCalls(
-                    f"rank {self.rank}: a signal handler called r2ccl after it interrupted "
-                    "another call of the same thread: set a flag in the handler, and call r2ccl "
-                    "later"
-                )
             return
         self._newcomers.append(None)
         try:
@@ -232,11 +232,11 @@ class DataLoop:
         """Become the owner, unless another thread stays it for `timeout_s`; return the success."""
         if not self.owner.acquire(blocking=timeout_s > 0, timeout=timeout_s or -1):
             return False
-        self.settle_repeated()
+        self.settle_held()
         return True
 
-    def settle_repeated(self) -> None:
-        """Bring the links to the state that repeated calls have reached; called by the owner."""
+    def settle_held(self) -> None:
+        """Settle the held call, see `CompiledCalls.settle`; called by the owner."""
         if self.compiled is not None and self.compiled.held is not None:
             self.compiled.settle()
 
@@ -250,14 +250,18 @@ class DataLoop:
             for follower in self._followers.copy():
                 follower.turn.set()
 
-    def refresh(self) -> None:
-        """Settle repeated calls, unless a thread owns the loop; any thread may call this method."""
+    def settle_if_free(self) -> None:
+        """Settle the held call, so that a report shows its counts; any thread may call this method.
+
+        If a thread owns the loop, do nothing; the report may then be some milliseconds old.
+        """
         if self.owner._is_owned():  # type: ignore[attr-defined]
             return
         try:
             self._try_to_own()
         finally:
             self.release()
+        self.serve()
 
     def _stand_aside(self, caller: Caller, is_done: Callable[[], bool], deadline: float) -> None:
         """Let another thread own the loop until the loop is free, or this thread's wait is over.
@@ -539,10 +543,11 @@ class DataLoop:
             held = compiled.held if owner.acquire(blocking=False) else None
             if held is None or held.program is not program:
                 return NotImplemented
-            if self.inbox or self._newcomers or self._followers:
-                return NotImplemented
             try:
+                # As in `run_compiled`, the flag is set before the checks.
                 self._sleeping = True
+                if self.inbox or self._newcomers or self._followers:
+                    return NotImplemented
                 return repeat(x, out, rest)
             except BaseException as exc:
                 self.give_up(caller, exc)
@@ -593,7 +598,7 @@ class DataLoop:
         for _ in range(_MOST_INTERRUPTS):
             try:
                 self._take_back()
-                self.settle_repeated()
+                self.settle_held()
                 if isinstance(exc, R2cclError):
                     caller.has_raised = True
                     self.fail(exc)

@@ -289,7 +289,7 @@ class Engine:
 
     def rails(self, nics: Sequence[Nic]) -> tuple[RailHealth, ...]:
         """Return the state of every rail; ``nics[i]`` is the local NIC of rail i."""
-        self._loop.refresh()
+        self._loop.settle_if_free()
         return rails(self._links, self.repairs(), nics, self.excluded_rails())
 
     def excluded_rails(self) -> tuple[int, ...]:
@@ -299,7 +299,7 @@ class Engine:
 
     def memory(self, landing_nbytes: int) -> MemoryReport:
         """Return the memory in use; the landing places take `landing_nbytes` of it."""
-        self._loop.refresh()
+        self._loop.settle_if_free()
         return MemoryReport(
             landing_nbytes, self._links.eager_nbytes(), *self._transport.memory_use()
         )
@@ -572,12 +572,14 @@ class Engine:
                 if compiled is not None and type(make) is HostLanes:
                     if loop.inbox:
                         loop.serve_inbox()
-                    # A repeated call does not ask again for the health and for `asked_op`.
-                    is_steady = health is not None and calls.op >= self._desync.asked_op
+                    # A repetition asks neither for the health nor for a plan nor for `asked_op`:
+                    # the call is held only if all stay the same while the loop has this owner.
+                    is_steady = health is not None and plan.is_lasting
+                    is_steady = is_steady and calls.op >= self._desync.asked_op
                     if agreement is not None:
                         is_steady = is_steady and agreement.steady is health
-                    note = self._note if is_steady else None
-                    runs = compiled.run(plan, make, calls, self._run_compiled, note)
+                    on_settled = self._note_started if is_steady else None
+                    runs = compiled.run(plan, make, calls, self._run_compiled, on_settled)
                 if runs is None:
                     runs = make(plan, links)
                 if compiled is None or compiled.held is None:
@@ -603,6 +605,11 @@ class Engine:
     # Repeated calls in compiled code
 
     @property
+    def is_owner(self) -> bool:
+        """True if the calling thread owns the data loop."""
+        return self._owner._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    @property
     def held_program(self) -> CompiledProgram | None:
         """Program of the last call, if the call is held; see `r2ccl.runtime.compiled.call`."""
         compiled = self._loop.compiled
@@ -619,11 +626,13 @@ class Engine:
         uses_input: bool,
         role: Role,
         lanes: Callable[[Any, Any], HostLanes],
+        run: Callable[..., None],
     ) -> Repeat:
         """Return a function that repeats the call of `program` on arrays of the form of `x`, `out`.
 
         For the other parameters, and errors, see `r2ccl.shm.repeat.repeat_of`. ``lanes(x, out)``
-        returns the operands of a call.
+        returns the operands of a call; ``run(fn, *args)`` calls ``fn(*args)``, the part of a call
+        in Python.
         """
         loop = self._loop
         assert loop.compiled is not None
@@ -631,7 +640,7 @@ class Engine:
         words = np.array([data_of(form)], np.int64)
 
         def proceed(x: Any, out: Any, result: int) -> None:
-            self._proceed(program, lanes(x, out), result)
+            run(self._proceed, program, lanes(x, out), result)
 
         repeat = repeat_of(
             loop.compiled.repeated,
@@ -667,8 +676,8 @@ class Engine:
             self.is_calling = is_calling and not loop.is_settled
         loop.send_rest()
 
-    def _note(self, op: int) -> None:
-        """Note that `op` is the last collective that was started."""
+    def _note_started(self, op: int) -> None:
+        """Tell the agreement that `op` is the last collective that was started."""
         if self._agreement is not None:
             self._agreement.last_started = op
 
@@ -681,6 +690,7 @@ class Engine:
 
     def detach(self, local: LocalPath) -> None:
         """Undo `attach`: `local` is closed; its calls stay counted."""
+        self._loop.settle_if_free()  # the number of a held call is lower
         self._count_local()
         self._local = None
         self.unwatch_end(local.end)

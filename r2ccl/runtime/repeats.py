@@ -127,21 +127,27 @@ class Repeats:
 class NetworkRepeats(Repeats):
     """Calls of one communicator over the network that can be run again.
 
-    Only the last call can be, and only if compiled code holds it (`r2ccl.runtime.compiled.call`).
+    Only the last call can be run again, and only while compiled code holds it
+    (`r2ccl.runtime.compiled.call`).
 
     Parameters
     ----------
     engine : Engine
     pool : LandingPool
+    run : callable
+        ``run(fn, *args)`` calls ``fn(*args)``, the part of a repeated call that is in Python.
     """
 
-    def __init__(self, engine: Engine, pool: LandingPool) -> None:
+    def __init__(self, engine: Engine, pool: LandingPool, run: Callable[..., None]) -> None:
         super().__init__(_NPROGRAMS)
         self._engine = engine
         self._pool = pool
+        self._run = run
         self._last_program: object = None
 
-    def note(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...], request: Request) -> None:
+    def remember_last(
+        self, make: Make, x: Any, out: Any, rest: tuple[Any, ...], request: Request
+    ) -> None:
         """Remember the call that has just ended, if it is held and is the second in succession.
 
         ``make(x, out, *rest)`` made `request`.
@@ -153,13 +159,13 @@ class NetworkRepeats(Repeats):
             self._last_program = program
             return
 
-        def lanes(x: Any, out: Any) -> HostLanes:
-            found = make(x, None if x is out else out, *rest)
+        def lanes(source: Array, target: Array) -> HostLanes:
+            found = make(source, None if target is source else target, *rest)
             assert isinstance(found.source, Buffer)
             assert isinstance(found.output, Buffer)
             return HostLanes(self._pool, found.source.array, found.output.array)
 
-        repeat_of = partial(self._engine.repeat_of, program, rest=rest, lanes=lanes)
+        repeat_of = partial(self._engine.repeat_of, program, rest=rest, lanes=lanes, run=self._run)
         self.remember(make, x, out, rest, request, program, repeat_of)
 
     def run_other(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
@@ -167,6 +173,11 @@ class NetworkRepeats(Repeats):
         if self._engine.held_program is not self._last_program:
             return NotImplemented
         return super().run_other(make, x, out, rest)
+
+    def forget(self) -> None:
+        """Implement `Repeats.forget`."""
+        super().forget()
+        self._last_program = None
 
 
 def _key(make: Make, x: Any, array: Any, out: Any, first: Any) -> Hashable:

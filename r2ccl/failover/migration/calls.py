@@ -82,7 +82,7 @@ class Calls(Generic[_C]):
         for number in range(max(self.op, op - HISTORY) + 1, op + 1):
             self.signatures[number] = self.signature
         self.op = op
-        while next(iter(self.signatures)) <= op - HISTORY:
+        while self.signatures and next(iter(self.signatures)) <= op - HISTORY:
             del self.signatures[next(iter(self.signatures))]
 
     def skip_to(self, op: int) -> None:

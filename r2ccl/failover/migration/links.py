@@ -197,6 +197,12 @@ class Links:
             calls.finish()
         self.touched.clear()
         self.unconfirmed.clear()
+        # Compiled programs may still refer to the links.
+        for sender in self.senders.values():
+            sender.outstanding.clear()
+        for receiver in self.receivers.values():
+            receiver.landings.clear()
+            receiver.arrivals.clear()
         self.senders.clear()
         self.receivers.clear()
 

@@ -65,15 +65,15 @@ class HeldCall(NamedTuple):
         Connections that are lent.
     ncalls : int
         `Links.ncalls` when the call began.
-    note : callable
-        ``note(op)``: notes that `op` is the last call that was started.
+    on_settled : callable
+        ``on_settled(op)`` is called by `settle` with the number of the last call that was started.
     """
 
     program: CompiledProgram
     calls: Calls[Consumer]
     conns: list[Connection]
     ncalls: int
-    note: Callable[[int], None]
+    on_settled: Callable[[int], None]
 
 
 class CompiledCalls:
@@ -131,7 +131,7 @@ class CompiledCalls:
         lanes: HostLanes,
         calls: Calls[Consumer],
         repeat: Callable[[Callable[[], int]], int],
-        note: Callable[[int], None] | None = None,
+        on_settled: Callable[[int], None] | None = None,
     ) -> Sequence[LaneRun] | None:
         """Run a call that `Links.begin` has started, until it ends or leaves compiled code.
 
@@ -147,8 +147,9 @@ class CompiledCalls:
         repeat : callable
             ``repeat(loop)`` calls ``loop()`` until its result is not PAUSED, and returns this
             result. It returns PAUSED as soon as the data loop has other work.
-        note : callable, optional
-            As `HeldCall.note`. None: the call must not be held.
+        on_settled : callable, optional
+            As in `HeldCall`. None: the call must not be held, because the next one may need another
+            plan.
 
         Returns
         -------
@@ -168,7 +169,7 @@ class CompiledCalls:
             result = repeat(partial(self._loop, program.address))
         finally:
             # Also after Ctrl-C: a slice that was confirmed early must be read to its end.
-            runs = self._end(program, lanes, calls, conns, result, note)
+            runs = self._end(program, lanes, calls, conns, result, on_settled)
             # Both refer to the caller's arrays.
             program.call, self._conns, self._running = None, [], None
         return runs
@@ -178,7 +179,9 @@ class CompiledCalls:
     def last_op_of(self, calls: Calls[Consumer]) -> int:
         """Return the number of the last call of a communicator; any thread may call this method."""
         held = self.held
-        return calls.op if held is None or held.calls is not calls else held.program.view[at.OP]
+        if held is None or held.calls is not calls:
+            return calls.op
+        return max(calls.op, held.program.view[at.OP])  # the tables may be filled in again now
 
     def settle(self) -> None:
         """Bring the links to the state after the repetitions of the held call, if there is one.
@@ -189,15 +192,13 @@ class CompiledCalls:
         if held is None:
             return
         words = held.program.view
-        # A call is running only if Ctrl-C has interrupted it, which ends the communicator.
+        # A repetition that has not ended is here only if an exception prevented `proceed`; the
+        # exception ends the communicator.
         is_running = words[at.REMAINING] != 0
-        ncalls, op = words[at.NREPEATS] + 1 - is_running, words[at.OP] - is_running
-        self._settle_held(held, ncalls, op, is_running=is_running)
-        start = held.program.conns_at
-        for conn in held.conns:
-            restore_bytes(conn, words, start)
-            self._transport.take_back(conn)
-            start += at.CONN_NWORDS
+        ncalls = words[at.NREPEATS] + (0 if is_running else 1)
+        op = words[at.OP] - (1 if is_running else 0)
+        self._update_to(held, ncalls, op, is_running=is_running)
+        self._return_conns(held.program, held.conns)
         self.held = None
 
     def proceed(
@@ -212,14 +213,14 @@ class CompiledCalls:
         """
         held = self.held
         assert held is not None
-        program, calls, conns, _, note = held
+        program, calls, conns, _, on_settled = held
         words = program.view
         op = words[at.OP]
-        self._settle_held(held, words[at.NREPEATS], op - 1, is_running=True)
+        self._update_to(held, words[at.NREPEATS], op - 1, is_running=True)
         self.held = None
         self._links.begin(calls, program.plan.signature, program.plan.pairs)
-        note(op)
-        # `Replay` reads the landing places and copies of the running call.
+        on_settled(op)
+        # From here on the slot of this call is slot 0, as in a call that was not repeated.
         slot = words[at.NREPEATS] % program.nslots
         program.arena = program.arena[slot * program.arena_nbytes :]
         words[at.FIRST_SLOT] = words[at.ARENA]
@@ -234,15 +235,15 @@ class CompiledCalls:
             program.call, self._conns, self._running = None, [], None
         return runs
 
-    def _settle_held(self, held: HeldCall, ncalls: int, last_op: int, *, is_running: bool) -> None:
+    def _update_to(self, held: HeldCall, ncalls: int, last_op: int, *, is_running: bool) -> None:
         """Bring links and counts to the state after `ncalls` calls, the last of which is `last_op`.
 
         If `is_running`, another call has begun since.
         """
         held.calls.repeat_to(last_op)
-        held.note(last_op)
+        held.on_settled(last_op)
         self._links.ncalls = held.ncalls + ncalls - 1
-        self._settle(held.program, held.calls, ncalls, is_running=is_running)
+        self._update_links(held.program, held.calls, ncalls, is_running=is_running)
         self.nfinished += ncalls - 1
 
     def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
@@ -251,7 +252,7 @@ class CompiledCalls:
         return None if running is None or running[1] is not calls else running[0]
 
     def forget(self) -> None:
-        """Drop all references to links and plans; no call may follow."""
+        """Drop this object's references to links and plans; no call may follow."""
         self._programs.clear()
         self.held = None
 
@@ -269,22 +270,18 @@ class CompiledCalls:
         calls: Calls[Consumer],
         conns: list[Connection],
         result: int,
-        note: Callable[[int], None] | None,
+        on_settled: Callable[[int], None] | None,
     ) -> Sequence[LaneRun]:
         words = program.view
         if result in (at.FINISHED, at.UNSETTLED):
             self.nfinished += 1
-            if result == at.FINISHED and note is not None and self._may_hold(program, calls):
-                self.held = HeldCall(program, calls, conns, self._links.ncalls, note)
+            if result == at.FINISHED and on_settled is not None and self._may_hold(program, calls):
+                self.held = HeldCall(program, calls, conns, self._links.ncalls, on_settled)
                 return ()
-            self._settle(program, calls)
+            self._update_links(program, calls)
             if words[at.IS_MEASURED]:
                 self._measure(program)
-            start = program.conns_at
-            for conn in conns:
-                restore_bytes(conn, words, start)
-                self._transport.take_back(conn)
-                start += at.CONN_NWORDS
+            self._return_conns(program, conns)
             return ()
         self.nleft += 1
         replay = Replay(program, conns, self._links, self._progress)
@@ -299,8 +296,19 @@ class CompiledCalls:
             self._transport.take_back(conn, error)
         return runs
 
+    def _return_conns(self, program: CompiledProgram, conns: Sequence[Connection]) -> None:
+        """Give the connections back to the transport after a call that ended in compiled code."""
+        start = program.conns_at
+        for conn in conns:
+            restore_bytes(conn, program.view, start)
+            self._transport.take_back(conn)
+            start += at.CONN_NWORDS
+
     def _may_hold(self, program: CompiledProgram, calls: Calls[Consumer]) -> bool:
-        """Return whether a call that has ended may be held: no other work is left."""
+        """Return whether a call that has ended may be held.
+
+        Its plan can be repeated, and no other work is left.
+        """
         links = self._links
         return program.nslots > 1 and not (calls.ahead or links.touched or links.unconfirmed)
 
@@ -433,7 +441,7 @@ class CompiledCalls:
 
     # End
 
-    def _settle(
+    def _update_links(
         self,
         program: CompiledProgram,
         calls: Calls[Consumer],

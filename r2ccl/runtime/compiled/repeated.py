@@ -75,7 +75,11 @@ def is_slot_free(state: Any) -> Any:
 
 @inlined
 def renew(state: Any) -> None:
-    """Change the tables of a finished call into those of the next call."""
+    """Change the tables of a call that returned FINISHED into those of the next call.
+
+    All other words have their initial values, or hold for the next call: nothing is queued, staged
+    or read in part.
+    """
     state[OP] += 1
     state[NREPEATS] += 1
     state[REMAINING] = state[TOTAL]
