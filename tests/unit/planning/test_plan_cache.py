@@ -51,6 +51,16 @@ def test_rails_are_measured_oftener_while_one_is_slow() -> None:
     assert gauges(make(algo="packed_trees"), health(r1n0=0)) == [], "what is named runs always"
 
 
+def test_a_plan_lasts_unless_some_calls_are_samples() -> None:
+    plans, lost, small = make(), health(r1n0=0), replace(CALL, count=8)
+    assert gauges(plans, lost)
+    assert not any(plans(CALL, lost, op).is_lasting for op in range(96))
+    assert plans(CALL, health(), 5).is_lasting, "a ring is always a sample"
+    assert plans(small, lost, 5).is_lasting
+    assert plans(CALL, lost, 5, leaf_ring.allreduce([3, 4, 4, 4], 4, 4)).is_lasting
+    assert not plans(small, health(), None).is_lasting, "the number of the call is not known"
+
+
 @pytest.mark.parametrize("collective", sorted(COLLECTIVES))
 def test_a_plan_can_be_asked_to_be_a_sample(collective: Collective) -> None:
     plan = make()(replace(CALL, collective=collective), health(r1n0=0), is_bandwidth_sample=True)

@@ -1,0 +1,34 @@
+"""Calls over TCP that repeat the last one behave as those that do not."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from support import repeated_programs as programs
+from support.jobs import launch
+
+
+@pytest.mark.parametrize("what", ["empty", "exclude", "send"])
+def test_a_handler_in_a_repeated_call_is_refused(what: str) -> None:
+    found = launch(functools.partial(programs.handler_calls, what), 2, timeout_s=60.0)
+    assert found[0][0] == "ConcurrentCalls"
+    assert [is_exact for _, is_exact, _ in found] == [True, True]
+    assert found[0][2] > 0
+
+
+def test_sums_that_overflow_raise_no_error() -> None:
+    for total, nleft in launch(programs.overflows, 2, timeout_s=60.0):
+        assert total == float("inf")
+        assert nleft > 0
+
+
+def test_a_failed_repetition_leaves_no_reference_to_its_arrays() -> None:
+    assert launch(programs.times_out, 2, timeout_s=60.0) == [[False, False]] * 2
+
+
+@pytest.mark.parametrize("nlocal", [10, 100])
+def test_calls_in_shared_memory_after_a_held_one_are_counted(nlocal: int) -> None:
+    program = functools.partial(programs.held_until_close, nlocal)
+    for found in launch(program, 2, timeout_s=60.0):
+        assert [passed_on for _, passed_on in found] == [said for said, _ in found]

@@ -1,0 +1,108 @@
+"""Programs of ranks that repeat a call over TCP, and do something unusual beside it."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+from support.compiled_programs import compiled_of, counted_repeats
+
+import r2ccl
+from r2ccl.algos import ring
+
+#: Time after which a signal arrives in a call, and time after which the peer makes the call.
+_SIGNAL_S, _LATE_S = 0.004, 0.1
+
+
+def handler_calls(what: str) -> tuple[str, bool, int]:
+    """Call a method in a signal handler that interrupts a repeated call of rank 0.
+
+    Return the error of the method, whether the result of the call is exact, and the number of
+    repetitions.
+    """
+    said = ""
+    with r2ccl.init(shm="0", compiled="1") as comm, counted_repeats(comm) as repeats:
+        x, out = np.ones(100, np.float32), np.zeros(100, np.float32)
+        does = {
+            "empty": lambda: comm.empty(10, np.float32),
+            "exclude": lambda: comm.exclude(0, 0),
+            "send": lambda: comm.send(np.ones(3), 1, async_op=True),
+        }[what]
+
+        def handle(*_: object) -> None:
+            nonlocal said
+            try:
+                does()
+            except Exception as exc:
+                said = type(exc).__name__
+
+        for _ in range(5):
+            comm.allreduce(x, out)
+        signal.signal(signal.SIGALRM, handle)
+        if comm.rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, _SIGNAL_S)
+        else:
+            time.sleep(_LATE_S)
+        comm.allreduce(x, out)
+        return said, bool((out == comm.nranks).all()), len(repeats)
+
+
+def overflows() -> tuple[float, int]:
+    """Repeat sums that overflow where NumPy raises; return one, and how many left the code."""
+    np.seterr(all="raise")
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        compiled = compiled_of(comm)
+        compiled.limit = 1
+        x, out = np.full(500, 3e38, np.float32), np.empty(500, np.float32)
+        for number in range(20):
+            if number % 5 == comm.rank:
+                time.sleep(0.02)
+            comm.allreduce(x, out)
+        return float(out[0]), compiled.nleft
+
+
+def times_out() -> list[bool]:
+    """Let a repeated call fail; return whether its arrays are still referred to."""
+    comm = r2ccl.init(shm="0", compiled="1", timeout_s=0.5)
+    for _ in range(5):
+        comm.allreduce(np.ones(300_000, np.float32), np.empty(300_000, np.float32))
+    x, out = np.ones(300_000, np.float32), np.empty(300_000, np.float32)
+    kept = [weakref.ref(x), weakref.ref(out)]
+    if comm.rank:
+        time.sleep(1.0)
+    else:
+        try:
+            comm.allreduce(x, out)
+        except r2ccl.TransportTimeout:
+            pass
+        else:
+            raise AssertionError("the call did not fail")
+    del x, out
+    gc.collect()
+    found = [each() is not None for each in kept]
+    comm.abort()
+    return found
+
+
+def held_until_close(nlocal: int) -> list[tuple[int, int]]:
+    """Close communicators in shared memory with a held call, and `nlocal` further calls.
+
+    Return the number of the last call as each communicator reports it, and as it is passed on.
+    """
+    found = []
+    with r2ccl.init(shm="1", compiled="1") as comm:
+        for _ in range(4):
+            other = comm.dup()
+            other.run_schedule(ring.allreduce(other.nranks), np.ones(10, np.float32))
+            for _ in range(nlocal):
+                other.barrier()
+            engine: Any = other._engine
+            op = engine.op
+            other.close()
+            found.append((op, engine._calls.op))
+            comm.allreduce(np.ones(3))
+    return found
