@@ -239,8 +239,11 @@ class Job(Ranks):
 
     def calibrate(self, nbytes: int, loop_s: float, collective: str = "allreduce") -> int:
         """Return the number of calls in a loop of about `loop_s` seconds: 3 to 2,000."""
-        once_s = self.run(nbytes, 3, warmup=1, collective=collective)
-        return min(2000, max(3, round(loop_s / once_s)))
+        count = 3
+        for _ in range(2):  # again, because the first calls of a size are slow
+            once_s = self.run(nbytes, count, warmup=1, collective=collective)
+            count = min(2000, max(3, round(loop_s / once_s)))
+        return count
 
     def _answer(self, rank: socket.socket, deadline: float) -> float:
         rank.settimeout(max(0.001, deadline - time.monotonic()))
