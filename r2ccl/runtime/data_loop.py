@@ -47,7 +47,7 @@ from r2ccl.runtime.compiled.layout import PAUSED
 from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.progress import Progress
 from r2ccl.runtime.status import Pending
-from r2ccl.shm.layout import CPU_SET_NBYTES
+from r2ccl.shm.machine import home_cpu
 from r2ccl.shm.repeat import Repeat
 from r2ccl.transport.tcp.transport import TcpTransport
 
@@ -237,7 +237,7 @@ class DataLoop:
 
     def settle_held(self) -> None:
         """Settle the held call, see `CompiledCalls.settle`; called by the owner."""
-        if self.compiled is not None and self.compiled.held is not None:
+        if self.compiled is not None:
             self.compiled.settle()
 
     def release(self) -> None:
@@ -706,9 +706,7 @@ def _compiled_calls(context: RankContext, links: Links, progress: Progress) -> C
 def _home_of(context: RankContext) -> int:
     """Return the CPU for a rank that no other rank of its host has; -1 if there are too few."""
     own = [rank for rank, host in enumerate(context.hosts) if host == context.hosts[context.rank]]
-    cpus = sorted(os.sched_getaffinity(0))
-    is_known = 1 < len(own) <= len(cpus) and cpus[-1] < 8 * CPU_SET_NBYTES
-    return cpus[own.index(context.rank)] if is_known else -1
+    return home_cpu(own.index(context.rank), len(own)) if len(own) > 1 else -1
 
 
 def without_frames(error: R2cclError) -> R2cclError:

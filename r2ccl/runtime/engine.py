@@ -592,15 +592,19 @@ class Engine:
                 loop.give_up(self, exc)
                 raise
             finally:
-                self._runs = ()
-                progress.finish(calls)
-                self.peers = frozenset()
-                self.is_calling = is_calling and not loop.is_settled
+                self._leave_call(is_calling)
         finally:
             loop.release()
         if loop.inbox:
             self._control.call_soon(loop.serve)
         loop.send_rest()
+
+    def _leave_call(self, is_calling: bool) -> None:
+        """Forget the call; if `is_calling`, it has failed, and its paths may still be in use."""
+        self._runs = ()
+        self._progress.finish(self._calls)
+        self.peers = frozenset()
+        self.is_calling = is_calling and not self._loop.is_settled
 
     # Repeated calls in compiled code
 
@@ -670,10 +674,7 @@ class Engine:
             loop.give_up(self, exc)
             raise
         finally:
-            self._runs = ()
-            self._progress.finish(self._calls)
-            self.peers = frozenset()
-            self.is_calling = is_calling and not loop.is_settled
+            self._leave_call(is_calling)
         loop.send_rest()
 
     def _note_started(self, op: int) -> None:

@@ -270,6 +270,16 @@ def call_loop(
     return types.int64(*[types.int64] * 5), generate
 
 
+@intrinsic
+def call_function(typing_context: Any, function: Any, argument: Any) -> Any:
+    """Call the function at an address with one integer; return its result, an integer."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call_at(builder, *args)
+
+    return types.int64(types.int64, types.int64), generate
+
+
 def _pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _I64.as_pointer())
 
@@ -293,6 +303,7 @@ def _call_system(builder: Any, number: int, arguments: Any) -> Any:
 
 __all__ = [
     "add",
+    "call_function",
     "call_kernel",
     "call_loop",
     "clock_ns",

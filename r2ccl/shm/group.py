@@ -35,7 +35,7 @@ from r2ccl.shm.layout import (
     WAITING,
 )
 from r2ccl.shm.local_call import LocalCall
-from r2ccl.shm.machine import UNSUPPORTED
+from r2ccl.shm.machine import UNSUPPORTED, home_cpu
 from r2ccl.shm.passing import (
     LISTENER_NAME_NBYTES,
     RESULT_NBYTES,
@@ -471,10 +471,8 @@ class LocalGroup:
         state[layout.SLEEP_NS] = _SLEEP_NS
         # Inputs and outputs of all ranks that do not fit into the cache together.
         state[layout.STREAM_NBYTES] = _cache_nbytes() // (2 * self._nranks)
-        cpus = sorted(os.sched_getaffinity(0))
-        is_crowded = self._nranks > len(cpus)
-        is_known = not is_crowded and cpus[-1] < 8 * layout.CPU_SET_NBYTES
-        state[layout.HOME] = cpus[self.rank] if is_known else -1
+        is_crowded = self._nranks > len(os.sched_getaffinity(0))
+        state[layout.HOME] = home_cpu(self.rank, self._nranks)
         state[[layout.SPIN, layout.SPIN_MIN, layout.SPIN_MAX]] = _SPINS[is_crowded]
         state[layout.YIELDS] = _YIELDS[is_crowded]
         for index in range(self._nranks):

@@ -1,8 +1,11 @@
-"""Processor architectures on which ranks can share memory, and numbers of their system calls."""
+"""Processor architectures on which ranks can share memory, their system calls, and their CPUs."""
 
 from __future__ import annotations
 
+import os
 import platform
+
+from r2ccl.shm.layout import CPU_SET_NBYTES
 
 MACHINE = platform.machine()
 #: Numbers of futex(2), sched_setaffinity(2) and sched_getaffinity(2), by machine (asm/unistd.h).
@@ -13,4 +16,15 @@ UNSUPPORTED = ""
 if MACHINE not in _NUMBERS:
     UNSUPPORTED = f"machine {MACHINE!r}: supported are {', '.join(sorted(_NUMBERS))}"
 
-__all__ = ["MACHINE", "SYSTEM_CALLS", "UNSUPPORTED"]
+
+def home_cpu(index: int, nranks: int) -> int:
+    """Return the CPU of rank `index` of the `nranks` ranks of this host, if each can have one.
+
+    -1: there are more ranks than CPUs on which this process may run, or a number is too large for a
+    set of CPUs of compiled code.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    return cpus[index] if nranks <= len(cpus) and cpus[-1] < 8 * CPU_SET_NBYTES else -1
+
+
+__all__ = ["MACHINE", "SYSTEM_CALLS", "UNSUPPORTED", "home_cpu"]

@@ -67,8 +67,9 @@ def note_begin(state: Any, address: Any, given: Any) -> None:
 def note_end(state: Any, address: Any, given: Any) -> None:
     """Learn from the duration of a call that has finished.
 
-    A longer duration than the shortest one so far raises it by at most an eighth, because ranks may
-    have been late.
+    A shorter duration replaces the one remembered for this way of writing. A longer duration raises
+    the remembered one by at most an eighth, because the call may have been slow only because ranks
+    were late.
     """
     if state[BEGUN_NS]:
         duration_ns = clock_ns(address + 8 * TIME) - state[BEGUN_NS]

@@ -74,15 +74,17 @@ class Calls(Generic[_C]):
         """Count `ncalls` further calls, which did not use the links."""
         self.op += ncalls
         # `Links.begin` removes only the oldest signature, and there are gaps now.
-        while self.signatures and next(iter(self.signatures)) <= self.op - HISTORY:
-            del self.signatures[next(iter(self.signatures))]
+        self._drop_old_signatures()
 
     def repeat_to(self, op: int) -> None:
         """Count the calls up to number `op`, all with the signature of the current one."""
         for number in range(max(self.op, op - HISTORY) + 1, op + 1):
             self.signatures[number] = self.signature
         self.op = op
-        while self.signatures and next(iter(self.signatures)) <= op - HISTORY:
+        self._drop_old_signatures()
+
+    def _drop_old_signatures(self) -> None:
+        while self.signatures and next(iter(self.signatures)) <= self.op - HISTORY:
             del self.signatures[next(iter(self.signatures))]
 
     def skip_to(self, op: int) -> None:

@@ -181,10 +181,8 @@ PAUSED = 1
 LEFT = 2
 #: A connection failed.
 FAILED = 3
-#: As in `r2ccl.shm.layout`: the call was not repeated, and nothing was done.
-CHANGED = 4
 #: The call is complete, but it has left work to the data loop: frames to be sent, or confirmations
-#: for links that it does not use.
+#: for links that it does not use. A repeated call may also return `r2ccl.shm.layout.CHANGED`, 4.
 UNSETTLED = 5
 
 # Frames.

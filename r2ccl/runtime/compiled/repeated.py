@@ -18,7 +18,6 @@ from r2ccl.runtime.compiled.layout import (
     ASKED,
     BULK_ADDED,
     BULK_TAKEN,
-    CHANGED,
     CLEARED,
     CONFIRMED,
     DELIVERED,
@@ -53,9 +52,9 @@ from r2ccl.runtime.compiled.layout import (
     TOTAL,
     USED,
 )
-from r2ccl.runtime.compiled.system import call_function
 from r2ccl.runtime.compiled.tables import conn_of, pair_of, step_of
-from r2ccl.shm.atomics import words_at
+from r2ccl.shm.atomics import call_function, words_at
+from r2ccl.shm.layout import CHANGED
 from r2ccl.shm.rounds import fits
 
 

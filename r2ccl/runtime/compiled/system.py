@@ -150,17 +150,6 @@ def read_option(typing_context: Any, fd: Any, option: Any, address: Any) -> Any:
 
 
 @intrinsic
-def call_function(typing_context: Any, function: Any, argument: Any) -> Any:
-    """Call the function at an address with one integer; return its result, an integer."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_I64, [_I64])
-        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
 def errno(typing_context: Any) -> Any:
     """Return the errno of the last failed system call of this thread."""
 
@@ -179,7 +168,6 @@ def _libc(builder: Any, name: str, result: Any, arguments: Any, var_arg: bool = 
 __all__ = [
     "EAGAIN",
     "EINTR",
-    "call_function",
     "count_unread",
     "errno",
     "load32",
