@@ -568,7 +568,7 @@ class Failover:
     def _report_bandwidth(self, agreement: HealthAgreement, balance: Balance) -> None:
         rates = {rail: round(rate / 1e6, 1) for rail, rate in balance.rates().items()}
         _log.info(
-            "rank %d: bandwidth per rail: shares %s (of 16), measured %s MB/s",
+            "rank %d: bandwidth of rails in sixteenths of the full rate: %s; measured: %s MB/s",
             self._rank, balance.weights, rates,
         )  # fmt: skip
         agreement.report_bandwidth(balance.weights, balance.toward)
