@@ -150,7 +150,7 @@ def canonical(form: Form) -> Form:
 
 
 def _roundings(form: Form, op: ReduceOp) -> int:
-    """Return the number of roundings per result element, if a 16-bit form rounds at every step."""
+    """Return the number of times that a form without `is_wide` rounds each result element."""
     combined = form.ninputs - 1 if op in (ReduceOp.SUM, ReduceOp.PROD) else 0
     scaled = form.ninputs - form.is_resumed if form.is_scaled else 0
     return combined + scaled + form.is_divided

@@ -153,7 +153,7 @@ def _transferred(lane: str, registers: Sequence[str]) -> tuple[str, str]:
 
 
 def _registers(lane: str, itemsize: int) -> tuple[str, int, int]:
-    """Return PTX type, size in memory in bytes, and number of an element's registers."""
+    """Return the PTX type, the size in memory in bytes and the number of an element's registers."""
     count = len(_leaves(_TYPES[lane]))
     nbytes = itemsize // count
     return f"{lane[0]}{8 * nbytes}", nbytes, count
