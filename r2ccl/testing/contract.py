@@ -184,10 +184,10 @@ class Talker:
     _AT_ONCE = 40
     _AT_MOST = 100
 
-    def __init__(self, side: Side, salt: int) -> None:
+    def __init__(self, side: Side, seed: int) -> None:
         self.side = side
         self.nqueued = 0
-        self._salt = salt
+        self._seed = seed
         self._nread = 0
         for _ in range(self._AT_ONCE):
             self._queue()
@@ -195,7 +195,7 @@ class Talker:
 
     def slice(self, seq: int) -> bytes:
         """Return the payload of slice `seq`."""
-        return bytes(pattern(64, self._salt + seq))
+        return bytes(random_bytes(64, self._seed + seq))
 
     def turn(self) -> None:
         """Poll, queue one more slice if the previous turn received any, and flush."""
@@ -211,13 +211,9 @@ class Talker:
         self.nqueued += 1
 
 
-def pattern(nbytes: int, salt: int = 0) -> bytearray:
-    """Return `nbytes` test bytes, which depend on `salt`.
-
-    A sequence of 256 bytes repeats only after 64 KiB, so data at a wrong offset is detected.
-    """
-    i = np.arange(nbytes)
-    return bytearray((i * 31 + (i >> 8) * 7 + salt).astype(np.uint8))
+def random_bytes(nbytes: int, seed: int = 0) -> bytearray:
+    """Return `nbytes` random bytes, the same for the same `seed`."""
+    return bytearray(np.random.default_rng(seed).bytes(nbytes))
 
 
 def check_eager(bench: Bench) -> None:
@@ -227,11 +223,11 @@ def check_eager(bench: Bench) -> None:
     """
     pair = JoinedPair(bench)
     for seq, nbytes in enumerate((64, 1, 0, 63)):
-        pair.a.send(seq, pattern(nbytes, seq), ack=seq)
+        pair.a.send(seq, random_bytes(nbytes, seq), ack=seq)
     arrived = pair.until_count(pair.b, Arrived, 4)
     assert [event.frame for event in arrived] == [Frame(3, s, s, 5, 77) for s in range(4)]
     assert all(event.payload is not None for event in arrived)
-    assert pair.b.payloads == [bytes(pattern(n, s)) for s, n in enumerate((64, 1, 0, 63))]
+    assert pair.b.payloads == [bytes(random_bytes(n, s)) for s, n in enumerate((64, 1, 0, 63))]
     assert [event.seq for event in pair.until_count(pair.a, Sent, 4)] == [0, 1, 2, 3]
 
 
@@ -243,19 +239,19 @@ def check_cleared(bench: Bench) -> None:
         token = pair.cleared(region, seq)
         notice = pair.a.of(Cleared)[-1]
         assert (notice.nbytes, notice.frame) == (nbytes, Frame(3, seq, 2, 5, 77))
-        pair.a.send(seq, pattern(nbytes), token)
+        pair.a.send(seq, random_bytes(nbytes), token)
         last = pair.until_count(pair.b, Arrived, seq + 1)[-1]
         assert last.payload is None
         assert last.frame.seq == seq
-        assert region == pattern(nbytes)
+        assert region == random_bytes(nbytes)
 
 
 def check_confirmations_ride_along(bench: Bench) -> None:
     """Check that the ``ack`` in the frame of an eager or cleared slice reaches the peer."""
     pair = JoinedPair(bench)
     token = pair.cleared(bytearray(100))
-    pair.a.send(0, pattern(100), token, ack=5)
-    pair.a.send(1, pattern(10), ack=6)
+    pair.a.send(0, random_bytes(100), token, ack=5)
+    pair.a.send(1, random_bytes(10), ack=6)
 
     def known() -> int:
         events = [*pair.b.of(Confirmed), *(event.frame for event in pair.b.of(Arrived))]
@@ -263,7 +259,7 @@ def check_confirmations_ride_along(bench: Bench) -> None:
 
     pair.until(lambda: known() == 6, "the eager slice's confirmation")
     token = pair.cleared(bytearray(100), 2)
-    pair.a.send(2, pattern(100), token, ack=8)
+    pair.a.send(2, random_bytes(100), token, ack=8)
     pair.until(lambda: known() == 8, "the cleared slice's confirmation")
 
 
@@ -276,7 +272,7 @@ def check_early_confirmation(bench: Bench) -> None:
     region = bytearray(300_000)
     pair.b.want(0, region, ack=1)
     token = pair.until_count(pair.a, Cleared)[0].token
-    pair.a.send(0, pattern(300_000), token)
+    pair.a.send(0, random_bytes(300_000), token)
     pair.until(lambda: bool(pair.a.of(Confirmed) or pair.b.of(Arrived)), "the slice")
     pair.b.fence()
     pair.until_count(pair.b, Fenced)
@@ -284,7 +280,7 @@ def check_early_confirmation(bench: Bench) -> None:
     assert [(event.channel, event.ack) for event in confirmed] in ([], [(3, 1)])
     if confirmed:
         assert [event.is_confirmed for event in arrived] == [True]
-        assert region == pattern(300_000)
+        assert region == random_bytes(300_000)
 
 
 def check_order(bench: Bench) -> None:
@@ -293,10 +289,10 @@ def check_order(bench: Bench) -> None:
     regions = [bytearray(5_000) for _ in range(8)]
     tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
     for seq, token in enumerate(tokens):
-        pair.a.send(seq, pattern(5_000, seq), token)
+        pair.a.send(seq, random_bytes(5_000, seq), token)
     arrived = pair.until_count(pair.b, Arrived, 8)
     assert [event.frame.seq for event in arrived] == list(range(8))
-    assert regions == [pattern(5_000, seq) for seq in range(8)]
+    assert regions == [random_bytes(5_000, seq) for seq in range(8)]
 
 
 def check_both_ways(bench: Bench) -> None:
@@ -308,16 +304,16 @@ def check_both_ways(bench: Bench) -> None:
     region = bytearray(200_000)
     token = pair.cleared(region)
     for seq in range(20):
-        pair.a.send(100 + seq, pattern(60, seq))
-        pair.b.send(200 + seq, pattern(50, seq))
+        pair.a.send(100 + seq, random_bytes(60, seq))
+        pair.b.send(200 + seq, random_bytes(50, seq))
         pair.b.transport.confirm(pair.b.path, 9, seq + 1)
         if seq == 10:
-            pair.a.send(0, pattern(200_000), token)
+            pair.a.send(0, random_bytes(200_000), token)
     pair.until_count(pair.b, Arrived, 21)
     pair.until_count(pair.a, Arrived, 20)
-    assert region == pattern(200_000)
-    assert pair.a.payloads == [bytes(pattern(50, seq)) for seq in range(20)]
-    assert pair.b.payloads == [bytes(pattern(60, seq)) for seq in range(20)]
+    assert region == random_bytes(200_000)
+    assert pair.a.payloads == [bytes(random_bytes(50, seq)) for seq in range(20)]
+    assert pair.b.payloads == [bytes(random_bytes(60, seq)) for seq in range(20)]
     confirmed = pair.until_count(pair.a, Confirmed, 20)
     assert [(e.channel, e.ack) for e in confirmed] == [(9, ack) for ack in range(1, 21)]
 
@@ -325,7 +321,7 @@ def check_both_ways(bench: Bench) -> None:
 def check_both_ways_full(bench: Bench) -> None:
     """Check that no deadlock occurs if both sides keep their send queues full."""
     pair = JoinedPair(bench)
-    talkers = Talker(pair.a, salt=0), Talker(pair.b, salt=100)
+    talkers = Talker(pair.a, seed=0), Talker(pair.b, seed=100)
     give_up = time.monotonic() + bench.patience_s
 
     def has_all(reader: Talker, writer: Talker) -> bool:
@@ -347,13 +343,13 @@ def check_view_is_free_when_sent(bench: Bench) -> None:
     """Check that the sender may overwrite the view of a cleared slice after `Sent`."""
     pair = JoinedPair(bench)
     region = bytearray(300_000)
-    data = pattern(300_000)
+    data = random_bytes(300_000)
     token = pair.cleared(region)
     pair.a.send(0, data, token)
     pair.until_count(pair.a, Sent)
     data[:] = bytes(300_000)
     pair.until_count(pair.b, Arrived)
-    assert region == pattern(300_000)
+    assert region == random_bytes(300_000)
 
 
 def check_replay(bench: Bench) -> None:
@@ -361,13 +357,13 @@ def check_replay(bench: Bench) -> None:
     pair = JoinedPair(bench)
     regions = [bytearray(50_000) for _ in range(3)]
     tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
-    pair.a.send(0, pattern(50_000, 0), tokens[0])
-    pair.a.send(1, pattern(50_000, 1), tokens[1])
-    pair.a.send(2, pattern(50_000, 2), tokens[2], is_replay=True)
+    pair.a.send(0, random_bytes(50_000, 0), tokens[0])
+    pair.a.send(1, random_bytes(50_000, 1), tokens[1])
+    pair.a.send(2, random_bytes(50_000, 2), tokens[2], is_replay=True)
     arrived = pair.until_count(pair.b, Arrived, 3)
     pair.settle()
     assert sorted(event.frame.seq for event in arrived) == [0, 1, 2]
-    assert regions == [pattern(50_000, seq) for seq in range(3)]
+    assert regions == [random_bytes(50_000, seq) for seq in range(3)]
 
 
 def check_paths_are_apart(bench: Bench) -> None:
@@ -376,14 +372,14 @@ def check_paths_are_apart(bench: Bench) -> None:
     # Both pairs use one transport per rank: a poll through either pair returns events of both.
     second.a.events, second.b.events = first.a.events, first.b.events
     second.b.payloads = first.b.payloads
-    first.a.send(0, pattern(10))
-    second.a.send(0, pattern(20))
+    first.a.send(0, random_bytes(10))
+    second.a.send(0, random_bytes(20))
     first.until_count(first.b, Arrived)
     second.until_count(second.b, Arrived)
     first.b.fence()
     first.until_count(first.b, Fenced)
     assert second.b.transport.is_open(second.b.path)
-    second.a.send(1, pattern(30))
+    second.a.send(1, random_bytes(30))
     second.until_count(second.b, Arrived, 2)
     assert not second.b.of(Failed)
 
@@ -394,14 +390,14 @@ def check_break(bench: Bench) -> None:
     Until the fence, ``isend``, ``irecv`` and ``confirm`` on the path must do nothing.
     """
     pair = JoinedPair(bench)
-    pair.a.send(0, pattern(10))
+    pair.a.send(0, random_bytes(10))
     pair.until_count(pair.b, Arrived)
     bench.break_path(0)
     for side in (pair.a, pair.b):
         pair.until_count(side, Failed)
         assert not side.transport.is_open(side.path)
         assert side.of(Failed)[0].status
-        side.send(1, pattern(10))
+        side.send(1, random_bytes(10))
         side.want(2, bytearray(10))
         side.transport.confirm(side.path, 3, 1)
     pair.settle()
@@ -417,11 +413,11 @@ def check_fence_is_last(bench: Bench) -> None:
     """Check that `Fenced` is reported once, as the last event of a path."""
     pair = JoinedPair(bench)
     for seq in range(5):
-        pair.a.send(seq, pattern(60))
-        pair.b.send(seq, pattern(60))
+        pair.a.send(seq, random_bytes(60))
+        pair.b.send(seq, random_bytes(60))
     pair.b.fence()
     pair.until_count(pair.b, Fenced)
-    pair.a.send(9, pattern(60))
+    pair.a.send(9, random_bytes(60))
     pair.settle()
     mine = [event for event in pair.b.events if getattr(event, "path", None) == pair.b.path]
     assert isinstance(mine[-1], Fenced)
@@ -437,12 +433,12 @@ def check_fence_keeps_writes_out(bench: Bench) -> None:
     pair = JoinedPair(bench)
     regions = [bytearray(100_000) for _ in range(2)]
     tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
-    pair.a.send(0, pattern(100_000), tokens[0])
+    pair.a.send(0, random_bytes(100_000), tokens[0])
     pair.b.fence()
     pair.until_count(pair.b, Fenced)
     before = [bytes(region) for region in regions]
     narrived = len(pair.b.of(Arrived))
-    pair.a.send(1, pattern(100_000), tokens[1])
+    pair.a.send(1, random_bytes(100_000), tokens[1])
     pair.settle()
     assert regions == before
     assert len(pair.b.of(Arrived)) == narrived
@@ -452,13 +448,13 @@ def check_fence_frees_the_view(bench: Bench) -> None:
     """Check that the transport does not read a view after the sender reported `Fenced`."""
     pair = JoinedPair(bench)
     region = bytearray(400_000)
-    data = pattern(400_000)
+    data = random_bytes(400_000)
     pair.a.send(0, data, pair.cleared(region))
     pair.a.fence()
     pair.until_count(pair.a, Fenced)
     data[:] = b"\xff" * len(data)
     pair.settle()
-    clean = pattern(400_000)
+    clean = random_bytes(400_000)
     assert all(byte in (0, clean[i]) for i, byte in enumerate(region))
 
 
@@ -473,7 +469,7 @@ def check_reopen(bench: Bench) -> None:
     new = JoinedPair(bench)
     new.b.want(0, bytearray(500))
     assert new.until_count(new.a, Cleared)[0].nbytes == 500
-    new.a.send(7, pattern(40))
+    new.a.send(7, random_bytes(40))
     assert new.until_count(new.b, Arrived)[0].frame.seq == 7
     assert not new.b.of(Fenced)
     assert region == bytearray(1_000)
@@ -494,7 +490,7 @@ def check_unknown_path(bench: Bench) -> None:
     side = Side(bench, 0, 0)
     assert not side.transport.is_open(side.path)
     assert not side.transport.is_stuck(side.path)
-    side.send(0, pattern(10))
+    side.send(0, random_bytes(10))
     side.want(0, bytearray(10))
     side.transport.confirm(side.path, 0, 1)
     bench.run()
@@ -506,7 +502,7 @@ def check_idle_path_is_not_stuck(bench: Bench) -> None:
     """Check that `is_stuck` becomes False after all data of the path has arrived."""
     pair = JoinedPair(bench)
     assert pair.a.transport.is_open(pair.a.path)
-    pair.a.send(0, pattern(64))
+    pair.a.send(0, random_bytes(64))
     pair.until_count(pair.b, Arrived)
     pair.until(lambda: not pair.a.transport.is_stuck(pair.a.path), "an idle path")
 
@@ -532,4 +528,4 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
     check_idle_path_is_not_stuck,
 )
 
-__all__ = ["CHECKS", "Bench", "JoinedPair", "Side", "pattern"]
+__all__ = ["CHECKS", "Bench", "JoinedPair", "Side", "random_bytes"]

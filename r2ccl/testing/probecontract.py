@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from r2ccl.testing.contract import Bench, JoinedPair, pattern
+from r2ccl.testing.contract import Bench, JoinedPair, random_bytes
 from r2ccl.transport.base import Arrived, Failed, Fenced, Probed
 from r2ccl.types import ProbeKey
 
@@ -94,9 +94,9 @@ def check_probes_disturb_nothing(bench: Bench) -> None:
     for seq, token in enumerate(tokens):
         for key in STRAIGHT * 2:
             pair.a.transport.probe(key)
-        pair.a.send(seq, pattern(50_000, seq), token)
+        pair.a.send(seq, random_bytes(50_000, seq), token)
     pair.until_count(pair.b, Arrived, 8)
-    assert regions == [pattern(50_000, seq) for seq in range(8)]
+    assert regions == [random_bytes(50_000, seq) for seq in range(8)]
 
     def probed() -> list[Probed]:
         return [event for event in pair.a.events if isinstance(event, Probed)]

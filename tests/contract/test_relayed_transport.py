@@ -15,7 +15,7 @@ from contract.test_transport import TcpBench as SocketBench
 
 from r2ccl.device.views import address_of, view_of
 from r2ccl.gpu.pxn.transport import PxnTransport
-from r2ccl.testing.contract import CHECKS, Bench, JoinedPair, pattern
+from r2ccl.testing.contract import CHECKS, Bench, JoinedPair, random_bytes
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.probecontract import PROBE_CHECKS
 from r2ccl.testing.simulation.gpus import GpuNetwork
@@ -203,10 +203,10 @@ def test_the_checks_relay() -> None:
     regions = [bytearray(5_000) for _ in range(8)]
     tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
     for seq, token in enumerate(tokens):
-        pair.a.send(seq, pattern(5_000, seq), token)
+        pair.a.send(seq, random_bytes(5_000, seq), token)
     pair.until_count(pair.b, Arrived, 8)
     pair.until_count(pair.a, Sent, 8)
-    assert regions == [pattern(5_000, seq) for seq in range(8)]
+    assert regions == [random_bytes(5_000, seq) for seq in range(8)]
     assert taken == [4, 4]
     assert [relay.nfree for relay in bench.relays] == [4, 4]
     bench.close()
@@ -225,7 +225,7 @@ def test_a_mixed_transport_stays_awake_while_a_slice_is_copied() -> None:
     mixed.irecv(pair.b.path, Frame(3, 0, 0, 5, 77), region)
     mixed.flush()
     token = pair.until_count(pair.a, Cleared)[0].token
-    pair.a.send(0, pattern(1_000), token)
+    pair.a.send(0, random_bytes(1_000), token)
     assert part.limit_s(3.0) == 3.0
     bench.run()
     began = time.monotonic()
@@ -234,7 +234,7 @@ def test_a_mixed_transport_stays_awake_while_a_slice_is_copied() -> None:
     assert [type(event) for event in events] == [Arrived]
     assert time.monotonic() - began < bench.patience_s
     assert part.limit_s(3.0) == 3.0
-    assert bench.network.bytes_of(1, region) == pattern(1_000)
+    assert bench.network.bytes_of(1, region) == random_bytes(1_000)
     mixed.close()
     os.close(silent)
     bench.close()

@@ -13,7 +13,7 @@ from support import interrupted
 from support.slow import sweep
 
 from r2ccl.errors import InternalError
-from r2ccl.testing.contract import CHECKS, Bench, JoinedPair, pattern
+from r2ccl.testing.contract import CHECKS, Bench, JoinedPair, random_bytes
 from r2ccl.testing.fakepyverbs import FakeFabric, installed
 from r2ccl.testing.probecontract import PROBE_CHECKS
 from r2ccl.testing.simulation.network import Cut, End, SimNetwork, Timeline
@@ -259,7 +259,7 @@ def test_a_slice_confirmed_early_survives_a_reset() -> None:
     region = bytearray(300_000)
     pair.b.want(0, region, ack=1)
     token = pair.until_count(pair.a, Cleared)[0].token
-    pair.a.send(0, pattern(300_000), token)
+    pair.a.send(0, random_bytes(300_000), token)
     pair.until_count(pair.a, Sent)
     sock = bench.transports[0]._by_path[pair.a.path].sock  # type: ignore[attr-defined]
     linger = struct.pack("ii", 1, 0)
@@ -268,7 +268,7 @@ def test_a_slice_confirmed_early_survives_a_reset() -> None:
     bench._newest[0].close()
     pair.a.fence()
     pair.until_count(pair.b, Failed)
-    assert region == pattern(300_000)
+    assert region == random_bytes(300_000)
     assert [type(event) for event in pair.b.events] == [Arrived, Failed]
     bench.close()
 
@@ -280,17 +280,17 @@ def test_the_simulator_refuses_the_use_of_a_fenced_path() -> None:
     pair.until_count(pair.a, Fenced)
     pair.settle()
     with pytest.raises(InternalError, match="after it was fenced"):
-        pair.a.send(0, pattern(10))
+        pair.a.send(0, random_bytes(10))
 
 
 def test_the_simulator_overwrites_a_payload_kept_too_long() -> None:
     bench = SimBench()
     pair = JoinedPair(bench)
-    pair.a.transport.isend(pair.a.path, Frame(0, 0, 0, 0, 0), memoryview(pattern(8)), None)
+    pair.a.transport.isend(pair.a.path, Frame(0, 0, 0, 0, 0), memoryview(random_bytes(8)), None)
     pair.a.transport.flush()
     bench.run()
     (event,) = pair.b.transport.poll(0.0)
     kept = event.payload
-    assert bytes(kept) == pattern(8)
+    assert bytes(kept) == random_bytes(8)
     pair.b.transport.poll(0.0)
     assert bytes(kept) == b"\xee" * 8

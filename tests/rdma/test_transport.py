@@ -9,7 +9,7 @@ import pytest
 from rdma.probing import open_transport, silent
 
 from r2ccl.errors import TransportError
-from r2ccl.testing.contract import CHECKS, Bench, Side, pattern
+from r2ccl.testing.contract import CHECKS, Bench, Side, random_bytes
 from r2ccl.testing.contract import JoinedPair as Pair
 from r2ccl.testing.probecontract import PROBE_CHECKS
 from r2ccl.topology.hcas import Hca
@@ -107,10 +107,10 @@ def test_many_small_messages_need_their_credits(bench: VerbsBench) -> None:
     """More than the ring holds, one way, with nothing coming back but credits."""
     pair = Pair(bench)
     for seq in range(1000):
-        pair.a.send(seq, pattern(seq % 64, seq))
+        pair.a.send(seq, random_bytes(seq % 64, seq))
     arrived = pair.until_count(pair.b, Arrived, 1000)
     assert [event.frame.seq for event in arrived] == list(range(1000))
-    assert pair.b.payloads == [bytes(pattern(seq % 64, seq)) for seq in range(1000)]
+    assert pair.b.payloads == [bytes(random_bytes(seq % 64, seq)) for seq in range(1000)]
 
 
 def test_more_landing_places_than_a_path_has_numbers_for(bench: VerbsBench) -> None:
@@ -121,16 +121,16 @@ def test_more_landing_places_than_a_path_has_numbers_for(bench: VerbsBench) -> N
     answered = 0
     while answered < len(regions):
         for event in pair.until_count(pair.a, Cleared, answered + 1)[answered:]:
-            pair.a.send(event.frame.seq, pattern(100, event.frame.seq), event.token)
+            pair.a.send(event.frame.seq, random_bytes(100, event.frame.seq), event.token)
             answered += 1
     pair.until_count(pair.b, Arrived, 300)
-    assert regions == [pattern(100, seq) for seq in range(300)]
+    assert regions == [random_bytes(100, seq) for seq in range(300)]
 
 
 def test_registered_memory_is_used_as_it_is(bench: VerbsBench) -> None:
     pair = Pair(bench)
     source = bench.transports[0].allocate(50_000)
-    source[:] = memoryview(pattern(50_000))
+    source[:] = memoryview(random_bytes(50_000))
     target = bench.transports[1].allocate(50_000)
     target[:] = 0
     token = pair.cleared(memoryview(target), 0)  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def test_registered_memory_is_used_as_it_is(bench: VerbsBench) -> None:
     pair.a.send(0, memoryview(source), token)  # type: ignore[arg-type]
     pair.until_count(pair.b, Arrived)
     pair.until_count(pair.a, Sent)
-    assert target.tobytes() == pattern(50_000)
+    assert target.tobytes() == random_bytes(50_000)
 
 
 def test_fenced_while_slices_are_under_way(bench: VerbsBench) -> None:
@@ -148,7 +148,7 @@ def test_fenced_while_slices_are_under_way(bench: VerbsBench) -> None:
     regions = [bytearray(200_000) for _ in range(4)]
     tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
     for seq, token in enumerate(tokens):
-        pair.a.send(seq, pattern(200_000), token)
+        pair.a.send(seq, random_bytes(200_000), token)
     for side in (pair.a, pair.b):
         side.fence()
     for side in (pair.a, pair.b):
@@ -158,7 +158,7 @@ def test_fenced_while_slices_are_under_way(bench: VerbsBench) -> None:
     pair.settle()
     assert len(pair.b.of(Arrived)) == narrived
     assert [bytes(region) for region in regions] == before
-    assert all(before[seq] == pattern(200_000) for seq in range(narrived))
+    assert all(before[seq] == random_bytes(200_000) for seq in range(narrived))
 
 
 def give_up_unfenced(side: Side) -> None:
@@ -186,7 +186,7 @@ def test_without_the_fence_a_late_write_lands_in_reused_memory(
         give_up_unfenced(pair.b)
     pair.until_count(pair.b, Fenced)
     place[:] = 7  # it holds something else now
-    pair.a.send(0, pattern(8_192), token)
+    pair.a.send(0, random_bytes(8_192), token)
     give_up = time.monotonic() + 5
     while not (pair.a.of(Sent) or pair.a.of(Failed)) and time.monotonic() < give_up:
         pair.settle()
