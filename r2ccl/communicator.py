@@ -1284,7 +1284,7 @@ class Communicator:
         A repair records the evidence of the failure, the new rail of each channel that moved, the
         number of bytes sent again, and the times of these events.
         """
-        return self._engine.repairs()
+        return self._engine.reports.repairs()
 
     def health(self) -> status.HealthReport:
         """Return the state of this rank's rails and their paths to other ranks, and its memory use.
@@ -1300,7 +1300,7 @@ class Communicator:
         ``str()`` of a verdict is a text for people. The result is empty with
         ``R2CC_MODE=failstop``, which does not diagnose failures.
         """
-        return self._engine.verdicts()
+        return self._engine.reports.verdicts()
 
     def known_health(self) -> Known:
         """Return the newest health that this rank has received, and the time of its arrival.

@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from r2ccl.bootstrap.base import ControlPort
 from r2ccl.errors import (
@@ -35,7 +35,6 @@ from r2ccl.errors import (
     InternalError,
     R2cclError,
     TransportError,
-    TransportTimeout,
 )
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.failover import Failover
@@ -45,8 +44,8 @@ from r2ccl.failover.revocation import Revoke
 from r2ccl.runtime.compiled.call import CompiledCalls
 from r2ccl.runtime.compiled.layout import PAUSED
 from r2ccl.runtime.compiled.program import CompiledProgram
+from r2ccl.runtime.patience import Caller, Patience, timed_out, without_frames
 from r2ccl.runtime.progress import Progress
-from r2ccl.runtime.status import Pending
 from r2ccl.shm.machine import home_cpu
 from r2ccl.shm.repeat import Repeat
 from r2ccl.transport.tcp.transport import TcpTransport
@@ -91,47 +90,6 @@ class BackgroundControl(ControlPort, Protocol):
 
     def call_later(self, delay_s: float, fn: Callable[[], object]) -> None:
         """Run `fn` in the control thread after `delay_s` seconds."""
-        ...
-
-
-class Patience(NamedTuple):
-    """Timeout of a wait, the setting it comes from, and a function that describes the wait."""
-
-    timeout_s: float
-    variable: str
-    pending: Callable[[], Pending]
-
-
-class Caller(Protocol):
-    """Calls, or messages, of one communicator, which wait in the data loop.
-
-    Attributes
-    ----------
-    waiting : Patience or None
-        The current wait; None if there is none.
-    since_s : float
-        Time at which the last wait began, in seconds of the loop's clock.
-    is_calling : bool
-        True while a call is in progress in the thread that owns the data loop. Stays True after a
-        call that could not end properly.
-    has_raised : bool
-        True once a call has raised the error that ended the communicator.
-    peers : frozenset of int
-        Ranks of the job that the running call exchanges data with.
-    """
-
-    waiting: Patience | None
-    since_s: float
-    is_calling: bool
-    has_raised: bool
-    peers: frozenset[int]
-
-    def tick(self, now: float) -> None:
-        """Do the periodic work of the communicator; `now` is in seconds."""
-        ...
-
-    def check(self) -> None:
-        """Raise the error of the communicator if it has ended."""
         ...
 
 
@@ -709,26 +667,4 @@ def _home_of(context: RankContext) -> int:
     return home_cpu(own.index(context.rank), len(own)) if len(own) > 1 else -1
 
 
-def without_frames(error: R2cclError) -> R2cclError:
-    """Return a copy of `error` without its traceback, which would keep arrays of callers alive."""
-    copy = type(error).__new__(type(error), *error.args)
-    copy.__dict__.update(error.__dict__)
-    copy.__cause__ = error.__cause__
-    return copy
-
-
-def timed_out(patience: Patience) -> TransportTimeout:
-    """Return the error of a wait that has exceeded its timeout."""
-    pending = patience.pending()
-    awaited = {*pending.absent, *(wait.peer for wait in pending.waits)}
-    advice = f"raise {patience.variable} if the call only needs more time"
-    if awaited:
-        advice = f"check these ranks, or raise {patience.variable} if they are only slow"
-    return TransportTimeout(
-        f"{pending}; gave up after {patience.timeout_s:g} s: {advice}",
-        rank=pending.rank,
-        peer=awaited.pop() if len(awaited) == 1 else None,
-    )
-
-
-__all__ = ["BackgroundControl", "Caller", "DataLoop", "Patience", "timed_out", "without_frames"]
+__all__ = ["BackgroundControl", "DataLoop"]

@@ -14,67 +14,41 @@ same number in both.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from r2ccl.bootstrap.base import Post
-from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.errors import (
     CommunicatorRevoked,
     ConcurrentCalls,
-    InvalidArgument,
     R2cclError,
-    TransportTimeout,
 )
 from r2ccl.failover.context import RankContext
-from r2ccl.failover.diagnosis.verdict import Verdict
 from r2ccl.failover.health.driver import HealthAgreement, Known
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.links import Links
-from r2ccl.failover.migration.repairs import Repair
 from r2ccl.failover.revocation import Revoke
 from r2ccl.kernels.arrays import data_of
-from r2ccl.planning.plan_cache import Plan, Planning
+from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.contexts import Closing, Context, ContextPost, Contexts, InContext
-from r2ccl.runtime.data_loop import (
-    BackgroundControl,
-    Caller,
-    DataLoop,
-    Patience,
-    without_frames,
-)
+from r2ccl.runtime.data_loop import BackgroundControl, DataLoop
 from r2ccl.runtime.desync_check import Calling, DesyncCheck
+from r2ccl.runtime.exclusion import Exclusions
 from r2ccl.runtime.executor import HostLanes, LaneRun, are_done, begin_lanes
 from r2ccl.runtime.messages.messenger import Messenger
+from r2ccl.runtime.patience import Caller, Patience, revoked, without_frames
 from r2ccl.runtime.progress import Computer, describe
-from r2ccl.runtime.status import (
-    HeldPath,
-    MemoryReport,
-    Operation,
-    Pending,
-    RailHealth,
-    RankStatus,
-    agreed,
-    link_entries,
-    path_entries,
-    peer_entries,
-    rails,
-    spelled,
-)
+from r2ccl.runtime.reports import Reports
+from r2ccl.runtime.status import Operation, Pending
 from r2ccl.runtime.waits import Waits
 from r2ccl.shm.arrays import form_of
 from r2ccl.shm.repeat import Repeat, Role, repeat_of
 from r2ccl.transport.base import Registered
-from r2ccl.types import Nic
 
-#: Interval in seconds at which `Engine.exclude` checks whether the job has ended.
-_LOOK_S = 0.02
 #: Time in seconds for which a call waits for all paths to new peers; then one to each is enough.
 STANDBY_S = 0.5
 
@@ -128,8 +102,10 @@ class Engine:
         This rank in the job, which errors name.
     context : Context
     waits : Waits
+    exclusions : Exclusions
+    reports : Reports
     waiting, since_s, is_calling, has_raised, peers
-        As in `r2ccl.runtime.data_loop.Caller`.
+        As in `r2ccl.runtime.patience.Caller`.
     """
 
     def __init__(
@@ -182,6 +158,8 @@ class Engine:
         #: Lanes of the call in progress.
         self._runs: Sequence[LaneRun] = ()
         self.waits = Waits(job, loop, context, self, desync)
+        self.exclusions = Exclusions(job, loop)
+        self.reports = Reports(job, loop, self, self.waits, self.exclusions)
         self._call = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", self._pending_call)
         self._run_compiled = partial(loop.run_compiled, self, self._call)
         self.waiting: Patience | None = None
@@ -267,15 +245,6 @@ class Engine:
         """Communicators of the job at this rank."""
         return self._contexts
 
-    def repairs(self) -> tuple[Repair, ...]:
-        """Return the latest repairs of this rank's paths, oldest first."""
-        return tuple(self._migration.log.repairs.copy())
-
-    def verdicts(self) -> tuple[Verdict, ...]:
-        """Return the last verdict on each diagnosed path; empty if failures are not diagnosed."""
-        diagnosis = self._failover.diagnosis
-        return () if diagnosis is None else diagnosis.verdicts()
-
     def known_health(self) -> Known | None:
         """Return the newest health that this rank has received.
 
@@ -287,67 +256,13 @@ class Engine:
         known = self.known_health()
         return self.whole_health if known is None else known.health
 
-    def rails(self, nics: Sequence[Nic]) -> tuple[RailHealth, ...]:
-        """Return the state of every rail; ``nics[i]`` is the local NIC of rail i."""
-        self._loop.settle_if_free()
-        return rails(self._links, self.repairs(), nics, self.excluded_rails())
-
-    def excluded_rails(self) -> tuple[int, ...]:
-        """Return this rank's rails that are excluded, in ascending order."""
-        own = self._job.rank
-        return tuple(rail for rank, rail in sorted(self._failover.excluded) if rank == own)
-
-    def memory(self, landing_nbytes: int) -> MemoryReport:
-        """Return the memory in use; the landing places take `landing_nbytes` of it."""
-        self._loop.settle_if_free()
-        return MemoryReport(
-            landing_nbytes, self._links.eager_nbytes(), *self._transport.memory_use()
-        )
-
-    def status(
-        self,
-        peers: Iterable[PeerInfo],
-        last_heard: Callable[[int], float | None],
-        planning: Planning,
-        memory: MemoryReport,
-    ) -> RankStatus:
-        """Return the full status of this rank, with the collective of this communicator.
-
-        Parameters
-        ----------
-        peers : iterable of PeerInfo
-            Every other rank of the job.
-        last_heard : callable
-            Maps a rank to the time of its last sign of life, in seconds of the engine's clock; to
-            None if this rank has no session with it.
-        planning : Planning
-        memory : MemoryReport
-        """
-        pending = self.pending()
-        held = self._failover.failback.held()
+    def operation(self) -> Operation | None:
+        """Return the running collective; None if there is none, or if it is in shared memory."""
         op, signature, program = self.op, self._calls.signature, self._loop.program_of(self._calls)
         left = tuple(run.remaining for run in self._runs)
         if program is not None:
             left = (program.remaining,)
-        doing = Operation(op, describe(signature), left)
-        return RankStatus(
-            rank=self._job.rank,
-            nranks=self._job.nranks,
-            now_s=pending.now_s,
-            error="" if self.error is None else str(self.error),
-            nconnects=self.nconnects,
-            planning=planning,
-            memory=memory,
-            pending=pending,
-            operations=(doing,) if left else (),
-            paths=path_entries(self._links),
-            links=link_entries(self._links),
-            peers=peer_entries(peers, last_heard, self.waits.last_ops()),
-            repairs=self.repairs(),
-            health=agreed(self.known_health()),
-            verdicts=spelled(self.verdicts()),
-            held=tuple(HeldPath(*key, hold_s) for key, hold_s in held.items()),
-        )
+        return Operation(op, describe(signature), left) if left else None
 
     # Called in the control thread, for the job
 
@@ -799,54 +714,6 @@ class Engine:
         """
         return self._transport.register_device(address, nbytes)
 
-    def exclude(self, ports: Iterable[tuple[int, int]], *, is_excluded: bool) -> None:
-        """Exclude NICs, or end their exclusion; wait until all ranks have agreed to that.
-
-        Any thread may call this method.
-
-        Parameters
-        ----------
-        ports : iterable of (int, int)
-            Rank (in the job) and rail of each NIC.
-        is_excluded : bool
-            True: exclude the NICs; False: end their exclusion.
-
-        Raises
-        ------
-        InvalidArgument
-            In mode failstop, which has no health agreement; or if a rank would have no rail left,
-            or two ranks no common rail.
-        TransportTimeout
-            If the ranks have not agreed within ``R2CC_TIMEOUT_S``.
-        CommunicatorRevoked
-            If the communicator has ended. The call in progress raises the error that ended it.
-        """
-        agreement, answers = self._failover.agreement, SimpleQueue[str]()
-        if agreement is None:
-            raise InvalidArgument(
-                "with R2CC_MODE=failstop no NIC can be excluded or included while the job runs: "
-                "set R2CC_FAILED_NICS before the job starts, or use another mode"
-            )
-        self.submit(partial(agreement.exclude, ports, answers.put, is_excluded=is_excluded))
-        deadline = self._clock() + self.config.timeout_s
-        while True:
-            if self.error is not None:
-                raise self._revoked(self.error)
-            with suppress(Empty):
-                refusal = answers.get(timeout=_LOOK_S)
-                break
-            if self._clock() >= deadline:
-                raise TransportTimeout(
-                    f"rank {self._job.rank}: ranks {agreement.waits_for()} have not agreed to "
-                    f"exclude or include a NIC within R2CC_TIMEOUT_S={self.config.timeout_s:g}: "
-                    "check that they run",
-                    rank=self._job.rank,
-                )
-        if refusal:
-            raise InvalidArgument(
-                f"the NIC cannot be excluded: {refusal}; first include or repair another NIC"
-            )
-
     def leave(self) -> None:
         """Wait until the slices of all ranks are confirmed and all ranks have called this method.
 
@@ -957,14 +824,7 @@ class Engine:
         if not self.has_raised:
             self.has_raised = True
             raise without_frames(error)
-        raise self._revoked(error)
-
-    def _revoked(self, reason: R2cclError) -> CommunicatorRevoked:
-        error = CommunicatorRevoked(
-            f"rank {self._job.rank}: the communicator was revoked: {reason}", reason=reason
-        )
-        error.__cause__ = reason
-        return error
+        raise revoked(self.rank_in_job, error)
 
     # Descriptions of the current wait; called in any thread
 

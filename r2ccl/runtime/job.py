@@ -347,7 +347,7 @@ class Job:
         self.refuse(self.closed)
         leave_s = _ABORT_S
         try:
-            excluded = self.engine.excluded_rails()
+            excluded = self.engine.exclusions.rails()
             successor = regroup(table, self.event_queue, self.control, make, excluded)
             leave_s = _LEAVE_S
         finally:

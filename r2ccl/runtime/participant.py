@@ -100,6 +100,7 @@ class Participant:
         self._control = control
         self._pool = pool
         self._config = engine.config
+        self._reports = engine.reports
         context_id, _, members = engine.context
         self.hosts = [control.peers[rank].host for rank in members]
         place = in_job(members, first_channel(context_id)) if context_id else None
@@ -223,7 +224,7 @@ class Participant:
         self.collectives.require_free()
         of_job = self.engine.context.members[rank_of(rank, self.engine.nranks, "rank")]
         ports = ports_of(self._control.peers, of_job, nic)
-        self.engine.exclude(ports, is_excluded=is_excluded)
+        self.engine.exclusions.change(ports, is_excluded=is_excluded)
 
     # State; any thread may read it, without waiting
 
@@ -251,15 +252,15 @@ class Participant:
 
     def health(self) -> HealthReport:
         """Return the state of this rank's rails, their paths to other ranks, and its memory use."""
-        rails = self.engine.rails(self.rails)
-        memory = self.engine.memory(self._pool.nbytes)
+        rails = self._reports.rails(self.rails)
+        memory = self._reports.memory(self._pool.nbytes)
         return HealthReport(self._control.rank, monotonic(), rails, memory)
 
     def dump(self) -> str:
         """Return the full status of this rank as one line of JSON."""
         peers = [info for info in self._control.peers if info.rank != self._control.rank]
-        memory = self.engine.memory(self._pool.nbytes)
-        read = self.engine.status(peers, self._control.last_heard, self.plans.planning, memory)
+        memory = self._reports.memory(self._pool.nbytes)
+        read = self._reports.status(peers, self._control.last_heard, self.plans.planning, memory)
         return msgspec.json.encode(read).decode()
 
     @property

@@ -14,9 +14,10 @@ from r2ccl.errors import CommunicatorRevoked, InvalidArgument
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.driver import SAY_AGAIN_S, SlowRecords
 from r2ccl.runtime.contexts import Context
-from r2ccl.runtime.data_loop import Caller, DataLoop, Patience, timed_out
+from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.desync_check import DesyncCheck
 from r2ccl.runtime.executor import LaneRun
+from r2ccl.runtime.patience import Caller, Patience, timed_out
 from r2ccl.runtime.progress import describe, difference
 from r2ccl.runtime.status import Pending, Wait, waits_for_confirmation, waits_of_call
 

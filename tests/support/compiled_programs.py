@@ -176,7 +176,7 @@ def repeated_beside_a_cut(seed: int, ncalls: int) -> tuple[int, int, int]:
             else:
                 nwrong += not np.array_equal(comm.allreduce(x), expected + n * (number % 7))
         comm.barrier()
-        return nwrong, len(repeats), len(comm._engine.repairs())
+        return nwrong, len(repeats), len(comm.repairs())
 
 
 @contextmanager

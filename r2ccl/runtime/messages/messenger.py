@@ -16,13 +16,14 @@ from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import message_context
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.contexts import Context
-from r2ccl.runtime.data_loop import Caller, DataLoop, Patience
+from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.messages.driver import MessageDriver
 from r2ccl.runtime.messages.local import LocalEngine, LocalMessages
 from r2ccl.runtime.messages.local_driver import LocalDriver
 from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.network import NetworkMessages
 from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
+from r2ccl.runtime.patience import Caller, Patience
 from r2ccl.runtime.status import Pending, Wait
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Way(Protocol):
         ...
 
     def connect_to(self, peer: int) -> None:
-        """Connect the paths that messages to `peer`, a rank of the job, need; wait for them."""
+        """Connect paths to `peer`, a rank of the job, if messages to it need paths; await them."""
         ...
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from r2ccl.runtime.data_loop import Caller, DataLoop, Patience
+from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.messages.driver import MessageDriver
+from r2ccl.runtime.patience import Caller, Patience
 
 
 class NetworkMessages:

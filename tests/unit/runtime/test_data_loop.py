@@ -11,7 +11,8 @@ from support.still import make_engine, plan
 
 from r2ccl.clock import monotonic
 from r2ccl.errors import ConcurrentCalls
-from r2ccl.runtime.data_loop import DataLoop, Patience
+from r2ccl.runtime.data_loop import DataLoop
+from r2ccl.runtime.patience import Patience
 
 JOIN_S = 30.0
 

@@ -164,8 +164,8 @@ class World:
 
     def read(self) -> status.RankStatus:
         peers = [PeerInfo(rank, f"host{rank}/boot/7", 100 + rank, (), ()) for rank in (1, 2)]
-        memory = self.engine.memory(0)
-        return self.engine.status(peers, lambda rank: 0.5, Planning(), memory)
+        memory = self.engine.reports.memory(0)
+        return self.engine.reports.status(peers, lambda rank: 0.5, Planning(), memory)
 
 
 def ready(*joined: int) -> World:
@@ -283,7 +283,7 @@ def test_health_shows_each_rail_with_the_evidence() -> None:
     world.timeline.now += 5.0
     key = PathKey(1, 1)
     world.engine.submit(world.engine._migration.on_failed, Failed(key, "ECONNRESET", "reset"))
-    healthy, broken = world.engine.rails(NICS)
+    healthy, broken = world.engine.reports.rails(NICS)
     assert (healthy.name, healthy.speed_mbps, healthy.state) == ("eth0", 100_000, "up")
     assert (broken.state, broken.nrepairs) == ("degraded", 1)
     to_1, to_2 = broken.paths
@@ -291,7 +291,7 @@ def test_health_shows_each_rail_with_the_evidence() -> None:
     assert to_1.since_s == world.timeline.now
     assert (to_2.state, to_2.cause) == ("up", "")
     assert to_2.since_s < 1.0
-    memory = world.engine.memory(4096)
+    memory = world.engine.reports.memory(4096)
     report = str(status.HealthReport(0, world.timeline.now + 2.0, (healthy, broken), memory))
     assert "memory in bytes: landing 4096, eager 0," in report
     assert "rail 0 (eth0): up\n" in report
@@ -301,10 +301,10 @@ def test_health_shows_each_rail_with_the_evidence() -> None:
 def test_paths_closed_as_idle_are_no_failure() -> None:
     world = ready(1, 2)
     world.engine.on_message(1, ClosePaths())
-    rails = world.engine.rails(NICS)
+    rails = world.engine.reports.rails(NICS)
     assert [rail.state for rail in rails] == ["up", "up"]
     assert [(path.state, path.cause) for path in rails[0].paths] == [("closed", ""), ("up", "")]
-    report = str(status.HealthReport(0, 2.0, rails, world.engine.memory(0)))
+    report = str(status.HealthReport(0, 2.0, rails, world.engine.reports.memory(0)))
     assert "to rank 1" not in report
     assert world.read().paths[0].state == "closed"
 
@@ -312,7 +312,7 @@ def test_paths_closed_as_idle_are_no_failure() -> None:
 def test_health_and_status_show_what_is_excluded() -> None:
     world = ready(1, 2)
     world.engine._failover.excluded = frozenset(((0, 1), (2, 0)))
-    own, other = world.engine.rails(NICS)
+    own, other = world.engine.reports.rails(NICS)
     assert (own.state, other.state) == ("up", "excluded")
     health = Health.whole(3, 2, "", [(2, 0)])
     assert status.agreed(Known(health, 1.0)) == status.AgreedHealth(

@@ -1,0 +1,88 @@
+"""Exclusion of NICs while a job runs, by agreement of all its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from r2ccl.errors import InvalidArgument, TransportTimeout
+from r2ccl.failover.context import RankContext
+from r2ccl.runtime.data_loop import DataLoop
+from r2ccl.runtime.patience import revoked
+
+#: Interval in seconds at which `Exclusions.change` checks whether the job has ended.
+_LOOK_S = 0.02
+
+
+class Exclusions:
+    """NICs of a job that are excluded. Any thread may call the methods.
+
+    Parameters
+    ----------
+    job : RankContext
+        This rank in the job.
+    loop : DataLoop
+        Data loop of the job.
+    """
+
+    def __init__(self, job: RankContext, loop: DataLoop) -> None:
+        self._job = job
+        self._loop = loop
+        self._failover = loop.failover
+
+    def rails(self) -> tuple[int, ...]:
+        """Return this rank's rails that are excluded, in ascending order."""
+        own = self._job.rank
+        return tuple(rail for rank, rail in sorted(self._failover.excluded) if rank == own)
+
+    def change(self, ports: Iterable[tuple[int, int]], *, is_excluded: bool) -> None:
+        """Exclude NICs, or end their exclusion; wait until all ranks have agreed to that.
+
+        Parameters
+        ----------
+        ports : iterable of (int, int)
+            Rank (in the job) and rail of each NIC.
+        is_excluded : bool
+            True: exclude the NICs; False: end their exclusion.
+
+        Raises
+        ------
+        InvalidArgument
+            In mode failstop, which has no health agreement; or if a rank would have no rail left,
+            or two ranks no common rail.
+        TransportTimeout
+            If the ranks have not agreed within ``R2CC_TIMEOUT_S``.
+        CommunicatorRevoked
+            If the communicator has ended. The call in progress raises the error that ended it.
+        """
+        job, loop = self._job, self._loop
+        agreement, answers = self._failover.agreement, SimpleQueue[str]()
+        if agreement is None:
+            raise InvalidArgument(
+                "with R2CC_MODE=failstop no NIC can be excluded or included while the job runs: "
+                "set R2CC_FAILED_NICS before the job starts, or use another mode"
+            )
+        loop.submit(partial(agreement.exclude, ports, answers.put, is_excluded=is_excluded))
+        timeout_s = job.config.timeout_s
+        deadline = job.clock() + timeout_s
+        while True:
+            if loop.error is not None:
+                raise revoked(job.rank, loop.error)
+            with suppress(Empty):
+                refusal = answers.get(timeout=_LOOK_S)
+                break
+            if job.clock() >= deadline:
+                raise TransportTimeout(
+                    f"rank {job.rank}: ranks {agreement.waits_for()} have not agreed to exclude or "
+                    f"include a NIC within R2CC_TIMEOUT_S={timeout_s:g}: check that they run",
+                    rank=job.rank,
+                )
+        if refusal:
+            raise InvalidArgument(
+                f"the NIC cannot be excluded: {refusal}; first include or repair another NIC"
+            )
+
+
+__all__ = ["Exclusions"]
