@@ -270,21 +270,21 @@ class CudaDevice:
         attribute = self._cuda.pointer_attribute
         if attribute("IS_MANAGED", address):
             raise TransportError(
-                f"{self._name}: managed memory has no IPC handle, because it migrates; use "
-                "cudaMalloc, or set R2CC_IPC=0",
+                f"{self._name}: managed memory has no IPC handle, because it migrates; allocate it "
+                "with cudaMalloc",
                 status="NO_IPC",
             )
         if int(attribute("MEMPOOL_HANDLE", address)):
             raise TransportError(
-                f"{self._name}: memory of the stream-ordered pool has no IPC handle; use "
-                "cudaMalloc, or set R2CC_IPC=0",
+                f"{self._name}: memory of the stream-ordered pool has no IPC handle; allocate it "
+                "with cudaMalloc",
                 status="NO_IPC",
             )
         if not attribute("IS_LEGACY_CUDA_IPC_CAPABLE", address):
             raise TransportError(
                 f"{self._name}: the allocation has no IPC handle: it was mapped from pieces "
-                "(expandable segments), or belongs to another process; use cudaMalloc, or set "
-                "R2CC_IPC=0",
+                "(expandable segments), or belongs to another process; allocate it with cudaMalloc "
+                "in this process",
                 status="NO_IPC",
             )
 

@@ -250,8 +250,8 @@ class PeerMemory:
         """Map the allocations that other ranks have offered; unmap those freed or replaced.
 
         The worker must be idle, and the device must have finished all earlier calls, because this
-        method may wait for the device. If an allocation cannot be mapped, for example because it
-        was freed after the offer, its owner continues to copy it.
+        method may wait for the device. An allocation that cannot be mapped, for example because it
+        was freed after the offer, is left out: its owner continues to copy any arrays in it.
 
         Raises
         ------

@@ -247,8 +247,8 @@ class Planner:
     def _placed_for(self, call: CallSignature, terms: Terms, health: Health) -> list[Placed]:
         """Return the placed candidates of a collective other than allreduce.
 
-        They are kept per health. If in some of them every two neighbours have a common home rail,
-        only those are returned.
+        Candidates in which two neighbours share no home rail are left out, unless that leaves none.
+        The candidates are cached for each health.
         """
         collective = Collective(call.collective)
         key = (health.version, f"{collective.name} {call.root}", terms.nchannels)
@@ -270,11 +270,12 @@ class Planner:
     def compare(
         self, nbytes: int, health: Health, families: Iterable[str] | None = None
     ) -> list[Choice]:
-        """Return the predictions of the candidates for an allreduce of `nbytes`, by family.
+        """Return the candidates for an allreduce of `nbytes`, each with its predicted time.
 
-        Candidates in which two neighbours share no home rail are left out. If this leaves none, the
-        ring is tried, then the families in `_BRIDGED`; if this leaves none either, the result is
-        the ring.
+        They are in the order of `families`; a family may have several or none. Candidates in which
+        two neighbours share no home rail are left out. If this leaves none, the ring is tried, then
+        the families in `_BRIDGED`. If this leaves none either, the result is the ring, although
+        some neighbours in it share no home rail.
 
         If nodes have several ranks, a schedule can be over nodes (`Choice.is_among_nodes`); `plan`
         expands the one that it chooses.
@@ -429,9 +430,10 @@ def best(found: Sequence[Choice]) -> Choice:
 
 
 def reason(chosen: Choice, found: Sequence[Choice]) -> str:
-    """Return, for people, why `best` chose `chosen` among `found`.
+    """Return a text that says why `best` chose `chosen` among `found`.
 
-    The text has the predicted times of `chosen` and of the fastest other family, if there is one.
+    It has the predicted times of `chosen` and of the fastest other family. If there is no other, it
+    has no times.
     """
     least: dict[str, Choice] = {}
     for each in sorted(found, key=lambda choice: choice.predicted_ns):

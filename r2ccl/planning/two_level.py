@@ -425,9 +425,9 @@ def count_chunks(nbytes: int, npieces: int = 1) -> int:
     """Return the number of chunks, of `npieces` pieces each, of a call of `nbytes`.
 
     The first and the last step of a call, within the nodes, do not overlap with the network; they
-    are shorter with smaller chunks. Between two chunks, the network idles for `_GAP_NS`. If a chunk
-    has more than two pieces, there are fewer chunks, because every piece takes a step within the
-    nodes.
+    are shorter with smaller chunks. Between two chunks, the network idles for `_GAP_NS`. The number
+    of chunks minimises the sum of both times. If a chunk has more than two pieces, there are fewer
+    chunks, because every piece takes a step within the nodes.
     """
     exposed_ns = 2 * nbytes * 10**9 // _LOCAL_BYTES_PER_S
     nchunks = max(1, min(_MOST_CHUNKS, isqrt(exposed_ns // _GAP_NS)))

@@ -40,8 +40,8 @@ _NFIRST = 5
 def choose(state: Any, given: Any, nbytes: Any) -> None:
     """Choose how this rank writes its slots in a call that begins.
 
-    `given` is a pointer to the words of the call, and `nbytes` the size of a part, or 0: do not
-    choose.
+    `given` is a pointer to the words of the prepared call, and `nbytes` the size of a part, or 0:
+    do not choose.
     """
     state[BEGUN_NS] = 0
     state[IS_PAST_CACHES] = 0

@@ -226,9 +226,9 @@ def judge(columns: Columns) -> VerdictKind:
 def arrange(readings: Iterable[Reading], local: Port, remote: Port) -> Columns:
     """Return the columns of `TABLE` that the probe results give.
 
-    An unanswered probe to or from a third port counts only if another answer shows that this third
-    port works. If no port of the rail is known to work, unanswered probes count if a third port
-    neither reaches `remote` nor is reached from `local`.
+    An unanswered probe to or from a third port counts only if an answer to another probe shows that
+    this third port works. If no port of the rail is known to work, unanswered probes count if a
+    third port neither reaches `remote` nor is reached from `local`.
 
     Parameters
     ----------

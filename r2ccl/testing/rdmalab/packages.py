@@ -172,8 +172,8 @@ def _link_pyverbs(say: Callable[[str], None]) -> None:
         link.symlink_to(DISTRIBUTION_PYVERBS)
     except OSError as exc:
         raise RdmaLabError(
-            f"cannot link {DISTRIBUTION_PYVERBS} to {link}: {exc.strerror}; make that link by "
-            "hand, or use a virtual environment that you can write to"
+            f"cannot create {link}, a symbolic link to {DISTRIBUTION_PYVERBS}: {exc.strerror}; "
+            "create it by hand, or use a virtual environment that you can write to"
         ) from exc
 
 
