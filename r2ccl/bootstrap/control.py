@@ -217,7 +217,9 @@ class ControlPlane:
     # -- life -------------------------------------------------------------------------------
 
     def start(self, handler: ControlHandler) -> None:
-        """Connect the sessions, accept connections, and call `handler` from now on. Call it once.
+        """Connect the sessions, accept connections, and report all events to `handler`.
+
+        This method may be called only once.
 
         Raises
         ------

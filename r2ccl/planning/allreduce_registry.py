@@ -128,7 +128,10 @@ class Terms(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """True if `is_joined`, but two nodes share at most half the bandwidth of the poorer one."""
+        """True if `is_joined`, but some two nodes have little bandwidth on common home rails.
+
+        Little is at most half of what the poorer of the two has on all its home rails.
+        """
         if not self.is_joined:
             return False
         return any(

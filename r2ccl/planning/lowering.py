@@ -31,8 +31,9 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 
     1. Index of the other op.
     2. True if slice k waits only for slice k of the other op; False if it waits for all slices.
-    3. Applies if the other op is a send. True if the wait for its slice ends when the transport no
-       longer reads the slice's memory; False if the peer must also have confirmed the slice.
+    3. Applies if the other op sends cleared slices. True if the wait for a slice ends when the
+       transport no longer reads the slice's memory; False if, with `Config.is_resilient`, the peer
+       must also have confirmed the slice.
     """
 
     kind: OpKind

@@ -401,7 +401,8 @@ def rail_weights(rows: Sequence[Sequence[int]]) -> list[int]:
 def slowdown_of(rows: Sequence[Sequence[int]], weights: Sequence[int]) -> Fraction | None:
     """Return the time for which the busiest port is busy, relative to a network without failures.
 
-    `rows` has the shares of each node's ports, in the order of a ring. Rail r carries
+    ``rows[i][r]`` is the share (`r2ccl.failover.health.table`) of the port of node i on rail r; the
+    nodes form a ring in this order. Rail r carries an amount of data proportional to
     ``weights[r]``. Between two neighbours, the load of a rail that is down spreads over those that
     are up, in proportion to their shares. Returns None if two neighbours have no common rail.
     """

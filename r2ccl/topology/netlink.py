@@ -106,7 +106,7 @@ def messages(data: bytes) -> Iterator[NetlinkMessage]:
 
 
 def attributes(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield (type, payload) of each netlink attribute in `data`, the end of a message's body.
+    """Yield (type, payload) of each netlink attribute in `data`, the last part of a message's body.
 
     A truncated attribute ends the iteration.
     """

@@ -300,7 +300,7 @@ def _denied(vouched: Iterable[bool]) -> bool | None:
 def _is_silent_both_ways(silent: list[Reading], local: Port, remote: Port) -> bool:
     """Return whether a third port on the rail is silent in both directions.
 
-    That is, the probes of this port from `local` and of `remote` from this port are unanswered.
+    That is, `local` probed this port, this port probed `remote`, and neither probe was answered.
     """
     unreached = {r.target for r in silent if r.asker == local}
     unreaching = {r.asker for r in silent if r.target == remote}

@@ -36,7 +36,7 @@ class Consumer(Protocol):
     is_bandwidth_sample: bool
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
-        """Handle a slice; slices are passed in link order.
+        """Handle a slice; the slices of each link are passed in the order of their numbers.
 
         Parameters
         ----------

@@ -281,7 +281,7 @@ class AddressSpace:
             raise Misuse.of(f"{owner} has not mapped {span}")
         if span.card not in cards and not span.is_host:
             raise Misuse.of(
-                f"{span} is memory of another GPU: call `reach` for that GPU's device first"
+                f"{span} is memory of another GPU: call `reach` with that GPU's device first"
             )
         if nbytes < 0 or address + nbytes > span.address + span.nbytes:
             raise Misuse.of(f"{nbytes} bytes at {address:#x} reach beyond {span}")
