@@ -167,7 +167,7 @@ class HostCall:
 
 
 class LandingPool:
-    """Pool of landing places for slices to be reduced, which are reused across calls.
+    """Pool of landing places for slices to be reduced; all calls use the same places.
 
     Sizes of places are powers of two, so that calls of many different sizes share them. For each
     size, the pool grows to the largest number of places in use at once: at most `depth` per

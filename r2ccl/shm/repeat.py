@@ -88,7 +88,7 @@ def repeat_of(
     Raises
     ------
     ImportError, TransportError
-        As `r2ccl.kernels.native.callable_of`.
+        As `r2ccl.kernels.native.method_of`.
     """
 
     def proceed_with(source: Array, target: Array) -> None:
@@ -121,7 +121,7 @@ def preload_repeat() -> None:
     Raises
     ------
     ImportError, TransportError
-        As `r2ccl.kernels.native.callable_of`.
+        As `r2ccl.kernels.native.method_of`.
     """
     method_of(_REPEAT, ())
 

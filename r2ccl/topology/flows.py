@@ -1,4 +1,4 @@
-"""Routes of flows from GPUs to NIC ports, and the bandwidth that each link has left.
+"""Routes of flows from GPUs to NIC ports, and the bandwidth that each flow gets on its route.
 
 A flow is the traffic of one channel of one GPU. Flows that share a link are assumed to get equal
 parts of its bandwidth. `affinity` decides which flows exist. Invariant: every choice depends only

@@ -277,8 +277,8 @@ class Transport(Protocol):
         """Make this rank's end of a new connection, for a path or for probes.
 
         A `ProbeKey` is as seen from this rank: ``via`` is the rail of this rank's port, which the
-        end is on, and ``rail`` that of the peer's port. At the rank that is probed, the two rails
-        are therefore exchanged.
+        end is on, and ``rail`` that of the peer's port. The key for the other end of the same
+        connection, at the peer, therefore has ``via`` and ``rail`` swapped.
 
         Raises
         ------

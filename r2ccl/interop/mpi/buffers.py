@@ -113,8 +113,8 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
     def _extents(self) -> Any:
         """Return memory of one extent per element, from which MPI infers the number of elements.
 
-        The last extent may end after the end of the array, but no element does: `message` checks
-        that.
+        The last extent may end after the end of the array, but no element does: `require_room` has
+        checked that.
         """
         nbytes = self.count * self.nblocks * self.datatype.extent
         return MPI.buffer.fromaddress(self.memory.ctypes.data, nbytes)
