@@ -291,12 +291,12 @@ def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca
     if chosen and find_spec("pyverbs") is None:
         if config.hca:
             raise InvalidArgument(
-                "R2CC_HCA selects RDMA NICs, but pyverbs is not installed: install the "
-                "distribution's package (Debian: python3-pyverbs), or set R2CC_HCA=none"
+                "R2CC_HCA selects RDMA NICs, but this Python has no pyverbs: install it as "
+                "`r2ccl doctor` says (Debian: python3-pyverbs), or set R2CC_HCA=none"
             )
         _log.warning(
-            "RDMA NICs were found, but pyverbs is not installed, so data travels over TCP; to use "
-            "RDMA, install the distribution's package (Debian: python3-pyverbs)"
+            "RDMA NICs were found, but this Python has no pyverbs, so data travels over TCP; to "
+            "use RDMA, install pyverbs as `r2ccl doctor` says (Debian: python3-pyverbs)"
         )
         return ()
     if NameFilter(config.hca, variable="R2CC_HCA").is_selection:
@@ -313,8 +313,8 @@ def _has_room(hca: Hca, nranks: int) -> bool:
         return True
     _log.warning(
         "RDMA port %s is not used: its completion queues can serve %d ranks, but the job has %d; "
-        "set R2CC_HCA=none to use no RDMA port and silence this warning",
-        hca.label, npeers + 1, nranks,
+        "to silence this warning, exclude the port with R2CC_HCA=^=%s",
+        hca.label, npeers + 1, nranks, hca.label,
     )  # fmt: skip
     return False
 

@@ -210,8 +210,8 @@ def _outbound_address() -> str:
             probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737): an unassigned address
         except OSError as exc:
             raise InvalidArgument(
-                "there is no IPv4 default route, so the address at which other hosts reach this "
-                "host is unknown: set R2CC_CONTROL_ADDRESS on every rank to such an address"
+                "the host of rank 0 has no IPv4 default route, so the address at which other hosts "
+                "reach it is unknown: set R2CC_CONTROL_ADDRESS on rank 0 to that address"
             ) from exc
         address: str = probe.getsockname()[0]
         return address
@@ -239,7 +239,7 @@ def _from_launcher(config: Config, env: Mapping[str, str], launcher: LauncherVar
         raise InvalidArgument(
             f"{launcher.name} does not tell its jobs apart: set R2CC_PORT to a free port, the same "
             "on all ranks of a job and another one for each job, or install mpi4py for the MPI of "
-            "the launcher"
+            "the launcher and unset MASTER_ADDR"
         )
     return _at(msgspec.structs.replace(place, port=port), config, env)
 
@@ -295,8 +295,8 @@ def _secret_source(config: Config, env: Mapping[str, str], place: RankPlace) -> 
     raise InvalidArgument(
         f"rank {rank}: no secret is set, and the ranks are not known to be on one host: set "
         "R2CC_SECRET to the same 64 hexadecimal digits on every rank, or R2CC_SECRET_FILE to the "
-        "path of a file that contains them (`(umask 077; openssl rand -hex 32 > FILE)`); on one "
-        "host, `r2ccl launch` sets the secret"
+        "path of a file that contains them (`(umask 077; openssl rand -hex 32 > FILE)`), or start "
+        "the job with `r2ccl launch`, which sets the secret"
     )
 
 

@@ -126,7 +126,7 @@ def find_place(launcher: LauncherVariables, env: Mapping[str, str]) -> RankPlace
     if "WORLD_SIZE" in sizes and whole("WORLD_SIZE", env) != nranks:
         raise InvalidArgument(
             f"WORLD_SIZE={env['WORLD_SIZE']}, but {launcher.name} has set {sizes[0]}={nranks}: "
-            "unset WORLD_SIZE, or set RANK, WORLD_SIZE and MASTER_ADDR on every rank"
+            "unset WORLD_SIZE, or set RANK, WORLD_SIZE, MASTER_ADDR and R2CC_PORT on every rank"
         )
     if not 0 <= rank < nranks:
         raise InvalidArgument(
@@ -162,7 +162,7 @@ def first_host(listed: str) -> str:
     if match is None:
         raise InvalidArgument(
             f"the list of hosts {listed!r} is not in Slurm's notation, such as node[003-005,9]: "
-            "set MASTER_ADDR to the host of rank 0"
+            "set RANK, WORLD_SIZE, MASTER_ADDR and R2CC_PORT on every rank"
         )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])
 
@@ -279,9 +279,10 @@ def require_company(nranks: int, library: str, env: Mapping[str, str]) -> None:
     raise InvalidArgument(
         f"an MPI launcher started this process as one of several ranks ({quoted}), but mpi4py, "
         f"which uses {library}, sees only this one: probably launcher and mpi4py belong to "
-        "different MPIs; start the job with the launcher of mpi4py's MPI, install mpi4py for the "
-        "launcher's MPI, use `r2ccl launch` or torchrun, or set MASTER_ADDR to the host of rank 0, "
-        "which makes r2ccl take the ranks from these variables"
+        "different MPIs; start the job with the launcher of mpi4py's MPI, or install mpi4py for "
+        "the launcher's MPI; or call init() without a communicator of MPI, and either use "
+        "`r2ccl launch` or torchrun, or set MASTER_ADDR to the host of rank 0, which makes r2ccl "
+        "take the ranks from the launcher's variables"
     )
 
 

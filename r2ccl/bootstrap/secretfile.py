@@ -158,7 +158,7 @@ def read_secret_file(path: str) -> Secret:
     except OSError as exc:
         raise InvalidArgument(
             f"R2CC_SECRET_FILE={path!r} cannot be read: {exc.strerror}; check the path, or make "
-            f"the file with `(umask 077; openssl rand -hex 32 > {path})`"
+            f"the file with `(umask 077; openssl rand -hex 32 > {path})` and copy it to all hosts"
         ) from exc
 
 

@@ -36,7 +36,8 @@ class Cuda:
             self.api: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError as exc:
             raise TransportError(
-                f"cuda.bindings cannot be imported ({exc}): `pip install r2ccl[gpu]`",
+                f"cuda.bindings cannot be imported ({exc}): pip install 'r2ccl[gpu]', or, with "
+                "CUDA 12, 'r2ccl[gpu12]'",
                 status="NO_CUDA",
             ) from exc
         self._success = self.api.CUresult.CUDA_SUCCESS

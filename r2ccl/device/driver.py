@@ -244,7 +244,7 @@ class CudaDevice:
         if not self._cuda.call("cuDeviceCanAccessPeer", self._device, peer._device):
             raise TransportError(
                 f"{self._name} cannot reach the memory of {peer._name}: check "
-                "`nvidia-smi topo -p2p r`, or let data pass through host memory",
+                "`nvidia-smi topo -p2p r`, which shows why",
                 status="NO_PEER_ACCESS",
             )
         self._context.reach(peer._context)

@@ -69,7 +69,7 @@ class RemoteWrites:
         if self._ordering < _ALL_DEVICES and not self._can_flush:
             raise TransportError(
                 f"other GPUs may miss NIC writes to the memory of {self._name}, and its driver "
-                "supports no flush: let NICs write to the memory of the GPU that reads the data",
+                "supports no flush",
                 status="NO_FLUSH",
             )
         self._are_for_all = True
@@ -94,7 +94,8 @@ class RemoteWrites:
         if not self._can_flush:
             raise TransportError(
                 f"{self._name} reorders NIC writes to its memory, and its driver supports no "
-                "flush: let data pass through host memory, for example with R2CC_HCA=none",
+                "flush: copy the arrays to the host, or set R2CC_HCA=none, which sends all data "
+                "over TCP",
                 status="NO_FLUSH",
             )
         api = self._cuda.api

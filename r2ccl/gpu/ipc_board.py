@@ -277,7 +277,7 @@ class SharedFile:
         except OSError as exc:
             raise TransportError(
                 f"cannot create a file of {nbytes} bytes in {_DIRECTORY}: {exc}; enlarge that file "
-                "system if it is full, otherwise let this user write to it, or set R2CC_IPC=0",
+                "system if it is full, otherwise let this user write to it",
                 status="NO_SHARED_MEMORY",
             ) from exc
 

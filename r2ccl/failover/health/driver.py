@@ -301,15 +301,16 @@ class HealthAgreement:
                     self._version = action.version
                     self._tell_granted()
                     _log.info(
-                        "rank %d: all ranks plan with health version %d from collective %d on; "
-                        "degraded ranks: %s",
+                        "rank %d: all ranks use version %d of the health of the rails from "
+                        "collective %d on; degraded ranks: %s",
                         self._rank, action.version, action.first_op,
                         list(self.known.health.degraded()) or "none",
                     )  # fmt: skip
                 case Late():
                     _log.info(
-                        "rank %d: the agreement on health version %d is delayed; still waiting "
-                        "for ranks %s: check that they run and can be reached",
+                        "rank %d: the agreement on version %d of the health of the rails is "
+                        "delayed; still waiting for ranks %s: check that they run and can be "
+                        "reached",
                         self._rank, action.version, list(action.ranks),
                     )  # fmt: skip
 

@@ -302,7 +302,9 @@ def _ask_dlpack(x: Any) -> _Given:
         from cuda.core.utils import StridedMemoryView  # the import takes 0.5 s; few arrays need it
     except ImportError as exc:
         raise TransportError(
-            f"cuda.core cannot be imported ({exc}): `pip install r2ccl[gpu]`", status="NO_CUDA"
+            f"cuda.core cannot be imported ({exc}): pip install 'r2ccl[gpu]', or, with CUDA 12, "
+            "'r2ccl[gpu12]'",
+            status="NO_CUDA",
         ) from exc
     try:
         view = StridedMemoryView.from_dlpack(_NoCopy(x), LEGACY)

@@ -51,7 +51,7 @@ def test_the_first_host_of_a_compressed_list(listed: str, expected: str) -> None
 
 @pytest.mark.parametrize("listed", ["", "node[", "node[]", "node[1-2", "a b", "node[x]", ",a"])
 def test_a_list_that_is_not_slurms_is_refused(listed: str) -> None:
-    with pytest.raises(InvalidArgument, match="set MASTER_ADDR"):
+    with pytest.raises(InvalidArgument, match="set RANK, WORLD_SIZE, MASTER_ADDR"):
         first_host(listed)
 
 
