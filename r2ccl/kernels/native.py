@@ -217,8 +217,8 @@ def _address_of_symbol(name: str) -> int:
         with suppress(AttributeError):
             return int(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
     raise TransportError(
-        f"neither Python nor libc has the function {name}, which compiled code needs; please "
-        "report this with the versions of Python and libc",
+        f"neither Python nor libc has {name}, which compiled code needs; please report "
+        "this with the versions of Python and libc",
         status="NO_SHARED_MEMORY",
     )
 
