@@ -217,8 +217,8 @@ def _address_of_symbol(name: str) -> int:
         with suppress(AttributeError):
             return int(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
     raise TransportError(
-        f"neither Python nor libc has {name}, which compiled code needs; set R2CC_SHM=0 and "
-        "R2CC_COMPILED=0",
+        f"neither Python nor libc has {name}, which compiled code needs; please report "
+        "this with the versions of Python and libc",
         status="NO_SHARED_MEMORY",
     )
 
@@ -369,7 +369,7 @@ def _read(file: Path, sources: bytes) -> MachineCode | None:
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 _log.warning(
                     "the file %s with compiled code is not used, because it belongs to another "
-                    "user or others can write to it; set NUMBA_CACHE_DIR to a directory of yours",
+                    "user or others can write to it; the code is compiled again and replaces it",
                     file,
                 )
                 return None

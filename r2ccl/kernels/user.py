@@ -238,8 +238,8 @@ def _facts(function: Any, name: str, users: tuple[Any, ...] = ()) -> Iterator[ob
         values += [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:
         raise InvalidArgument(
-            f"user_op({name}): a variable of an enclosing function that the function uses has no "
-            "value yet: assign it first"
+            f"user_op({name}): the function uses a variable of an enclosing function, which has no "
+            "value yet: assign the variable first"
         ) from None
     for value in values:
         yield from _facts_of_value(value, name, (*users, function))

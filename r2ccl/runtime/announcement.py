@@ -38,8 +38,8 @@ def announce(
     if control.rank == 0 and why_not_compiled() and "auto" in (config.shm, config.compiled):
         _log.warning(
             "shared memory and compiled calls are off, so calls are slower, and 16-bit and 8-bit "
-            "floats cannot be reduced: %s; set R2CC_SHM=0 and R2CC_COMPILED=0 to silence this "
-            "warning",
+            "floats in host memory cannot be reduced: %s; or set R2CC_SHM=0 and R2CC_COMPILED=0 to "
+            "silence this warning",
             why_not_compiled(),
         )
     if control.rank == 0 and config.debug.upper() in ("VERSION", "WARN"):

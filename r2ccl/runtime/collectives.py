@@ -366,8 +366,8 @@ class Collectives:
                 if not shares_memory(result, request.result):
                     raise InvalidArgument(
                         f"a group cannot write to a new array of JAX on {result.device}, because "
-                        "JAX copied the memory: pass a NumPy array as out, or make the call "
-                        "outside of the group"
+                        "JAX does not share the array's memory with r2ccl: pass a NumPy array as "
+                        "out, or make the call outside of the group"
                     )
         group.add(request, stream)
         return result

@@ -171,8 +171,8 @@ class DataLoop:
             # The interrupted call may be a repetition, which must not be settled now.
             self.owner.acquire()
             raise ConcurrentCalls(
-                f"rank {self.rank}: a signal handler called r2ccl after it interrupted another "
-                "call of the same thread: set a flag in the handler, and call r2ccl later"
+                f"rank {self.rank}: r2ccl was called within another call of the same thread, by a "
+                "signal handler or a function of user_op: set a flag there, and call r2ccl later"
             )
         if self._try_to_own():
             return

@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 
 from r2ccl.errors import InvalidArgument, TransportTimeout
 from r2ccl.failover.context import RankContext
+from r2ccl.failover.health.protocol import COORDINATOR
 from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.patience import revoked
 
@@ -75,8 +76,9 @@ class Exclusions:
                 break
             if job.clock() >= deadline:
                 raise TransportTimeout(
-                    f"rank {job.rank}: ranks {agreement.waits_for()} have not agreed to exclude or "
-                    f"include a NIC within R2CC_TIMEOUT_S={timeout_s:g}: check that they run",
+                    f"rank {job.rank}: ranks {list(agreement.waits_for()) or [COORDINATOR]} have "
+                    "not agreed to exclude or include a NIC within "
+                    f"R2CC_TIMEOUT_S={timeout_s:g}: check that they run",
                     rank=job.rank,
                 )
         if refusal:

@@ -164,8 +164,9 @@ def agree(
             if any(is_late for _, is_late, _, _ in entries.values()):
                 raise TransportTimeout(
                     f"rank {engine.rank_in_job}: no communicator was made within {timeout_s:g} s, "
-                    "because other threads were making communicators, or all context ids were in "
-                    "use: try again, or close communicators",
+                    "because a rank came late, other threads were making communicators, or all "
+                    "context ids were in use: try again, close communicators, or raise "
+                    "R2CC_TIMEOUT_S",
                     rank=engine.rank_in_job,
                 )
             if not is_first:

@@ -616,8 +616,8 @@ def _check(offers: Sequence[_Offer], ranks: Sequence[int], host: bytes) -> None:
     unable = [rank for rank, each in zip(ranks, offers, strict=True) if each.host != host]
     if unable:
         raise TransportError(
-            f"no shared memory: ranks {unable} run as another user or in other namespaces; run all "
-            "ranks of a host as one user in one container"
+            f"no shared memory: ranks {unable} run as another user or in other namespaces than "
+            "this rank; run all ranks of a host as one user in one container"
         )
 
 

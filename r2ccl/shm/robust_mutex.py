@@ -75,8 +75,8 @@ class HeldMutex:
         try:
             if not self._is_held.wait(_THREAD_S):
                 raise TransportError(
-                    f"a new thread did not lock a robust mutex within {_THREAD_S:g} s; set "
-                    "R2CC_SHM=0 to use the network"
+                    f"a new thread did not lock a robust mutex within {_THREAD_S:g} s, because it "
+                    "got too little CPU time; start fewer processes on this host"
                 )
             _check("lock", self._code)
         except BaseException:

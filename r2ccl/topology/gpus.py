@@ -213,7 +213,8 @@ class BindingsLinks:
             ) from exc
         except RuntimeError as exc:  # the library is not found
             raise TransportError(
-                f"NVML cannot be loaded ({exc}); install NVIDIA's driver, which contains it",
+                f"NVML cannot be loaded ({exc}); install NVIDIA's complete driver or, in a "
+                "container, add utility to NVIDIA_DRIVER_CAPABILITIES",
                 status="NO_NVML",
             ) from exc
 

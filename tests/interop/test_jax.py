@@ -262,7 +262,7 @@ def copied_by_jax() -> None:
         x, host = jnp.ones(4), np.empty(4, np.float32)
         collectives.shares_memory = lambda found, host: False
         with comm.group():
-            with raises(r2ccl.InvalidArgument, match="JAX copied the memory: pass a NumPy array"):
+            with raises(r2ccl.InvalidArgument, match="with r2ccl: pass a NumPy array"):
                 comm.allreduce(x)
             comm.allreduce(x, host)
         assert host.tolist() == comm.allreduce(x).tolist() == [2.0] * 4

@@ -183,8 +183,9 @@ class RayRanks(RankExchange):
             values, missing = ray.get(exchange, timeout=left_s + _REPLY_S)
         except RayActorError as exc:
             raise TransportError(
-                f"rank {self._rank}: rank 0 of the group {self._group_name!r} of Ray actors ended, "
-                "or its join() failed, before all ranks were connected: look at the log of rank 0",
+                f"rank {self._rank}: the actor that connects the group {self._group_name!r} of Ray "
+                "actors ended before all ranks were connected, mostly because rank 0 ended or its "
+                "join() failed: look at the log of rank 0",
                 rank=self._rank,
                 peer=0,
             ) from exc

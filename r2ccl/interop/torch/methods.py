@@ -361,9 +361,10 @@ class GroupMethods:
         limit_s = self.communicator.config.timeout_s
         if not 0 < timeout.total_seconds() <= limit_s:
             raise InvalidArgument(
-                f"timeout={timeout}; allowed are more than 0 s and up to {limit_s:g} s, with which "
-                "the ranks were connected: to raise this limit, pass a longer timeout to "
-                "init_process_group or, if R2CC_TIMEOUT_S is set, raise that"
+                f"timeout={timeout}; allowed are more than 0 s and up to {limit_s:g} s, the "
+                "timeout with which the ranks were connected: to raise this limit, pass a longer "
+                "timeout to init_process_group (to new_group, if the group of all ranks has "
+                "another backend) or, if R2CC_TIMEOUT_S is set, raise that"
             )
         self._state.set_timeout(timeout)
 

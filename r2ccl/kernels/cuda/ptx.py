@@ -68,7 +68,11 @@ def cache_directory(env: Mapping[str, str]) -> Path | None:
     try:
         return Path.home() / ".cache" / "r2ccl" / "ptx"
     except RuntimeError as exc:
-        _log.info("kernels are compiled without a disk cache (%s): set XDG_CACHE_HOME", exc)
+        _log.info(
+            "GPU kernels are compiled without a disk cache (%s): set XDG_CACHE_HOME to the "
+            "absolute path of a directory",
+            exc,
+        )
         return None
 
 

@@ -229,8 +229,8 @@ def is_in_place(
         return True
     raise InvalidArgument(
         f"input and output overlap in part ({written} starts {distance} bytes from {given}, each "
-        f"has {source.nbytes} bytes): pass the same memory for both to work in place, or disjoint "
-        "memory"
+        f"has {source.nbytes} bytes): let these two be the same memory, to work in place, or pass "
+        "disjoint arrays"
     )
 
 

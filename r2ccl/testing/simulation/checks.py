@@ -59,7 +59,7 @@ class Checker:
         expected = self.next_seq.get(key, 0)
         if landing.seq != expected:
             raise Violation(
-                f"rank {rank}: the link from rank {peer} of channel {channel} delivered slice "
+                f"rank {rank}: the link of channel {channel} from rank {peer} delivered slice "
                 f"{landing.seq} instead of {expected}"
             )
         self.next_seq[key] = expected + 1
@@ -67,7 +67,7 @@ class Checker:
         assert found is not None
         if self.bytes_of(rank, found) != self.sent[(*key, landing.seq)]:
             raise Violation(
-                f"rank {rank}: the link from rank {peer} of channel {channel} delivered wrong "
+                f"rank {rank}: the link of channel {channel} from rank {peer} delivered wrong "
                 f"bytes as slice {landing.seq}"
             )
 
