@@ -109,10 +109,10 @@ class Collectives:
         #: Memory for converted inputs, for results that are converted back, and for the joint copy
         #: of a group's arrays; by purpose.
         self._converted: dict[str, Array] = {}
-        #: Runs the engine in a context in which NumPy does not warn of overflow and the like.
+        #: Calls a function in a context in which NumPy does not warn of overflow and the like.
         run_quietly: Callable[..., None] = kernels.quiet_context().run
+        self._run_quietly = run_quietly
         self._run_engine = partial(run_quietly, engine.run)
-        self._run_kernel = partial(run_quietly, _apply)
         #: Calls in memory that all ranks share; None if the ranks share none.
         self._local: LocalCalls | None = None
         self._network = NetworkRepeats(engine, pool, run_quietly)
@@ -746,7 +746,7 @@ class Collectives:
         assert isinstance(source, Buffer)
         code = _FLOAT32 if op.is_wide else call.dtype
         converted = self._reused("converted", source.count, code)
-        self._run_kernel(op.converter(call.dtype), source.array, converted.array)
+        self._run_quietly(op.converter(call.dtype), source.array, converted.array)
         result = output
         if op.is_wide and isinstance(output, Buffer):
             # An exscan needs separate memory.
@@ -765,7 +765,7 @@ class Collectives:
         if result is not output and has_result:
             assert isinstance(output, Buffer)
             assert isinstance(result, Buffer)
-            self._run_kernel(kernels.narrower(call.dtype), result.array, output.array)
+            self._run_quietly(kernels.narrower(call.dtype), result.array, output.array)
 
     def _reused(self, name: str, count: int, code: int) -> Buffer:
         """Return memory for `count` elements; later calls with this name use the memory again."""
@@ -842,10 +842,6 @@ def _converter(request: Request) -> Callable[[Array], Any] | None:
     if isinstance(request.source, JaxBuffer) and request.result is not None:
         return jax_converter(request.source.owner)
     return None
-
-
-def _apply(convert: kernels.Converter, source: Array, out: Array) -> None:
-    convert(source, out)
 
 
 __all__ = ["Collectives", "LoggedCollectives", "StartOnDevice", "collectives_class"]
