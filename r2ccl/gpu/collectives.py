@@ -384,7 +384,7 @@ def device_collectives(
         selector = BackendSelector(
             engine,
             PlanSelector(engine, participant.plans),
-            participant.collectives.run_plan,
+            participant.host_calls.run_plan,
             config=engine.config,
             nodes=list(ranks_on.values()),
             allgather=participant.collectives.allgather_bytes,
@@ -401,7 +401,7 @@ def device_collectives(
         check=engine.check,
         open_device=hardware.open,
         select_backends=select,
-        run=participant.collectives.run,
+        run=participant.host_calls.run,
     )
 
 

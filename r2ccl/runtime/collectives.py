@@ -1,4 +1,4 @@
-"""Start of the collectives of one communicator, and execution of those on host memory.
+"""Start of the collectives of one communicator, and of groups of them.
 
 Collectives run one at a time, in the order of the calls. On host memory, a blocking collective runs
 in the caller's thread, unless an asynchronous one is queued or running. All other collectives on
@@ -17,14 +17,11 @@ from functools import partial
 from threading import Lock, get_ident
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl import kernels
 from r2ccl.bootstrap.control import ControlPlane
-from r2ccl.clock import monotonic
-from r2ccl.dtypes import CODES, dtype_of, raw_dtype
+from r2ccl.dtypes import CODES
 from r2ccl.errors import (
     CommunicatorRevoked,
     ConcurrentCalls,
@@ -33,10 +30,7 @@ from r2ccl.errors import (
     ScheduleError,
     TransportError,
 )
-from r2ccl.failover.health.table import Health
-from r2ccl.planning.calibration import calibrate
-from r2ccl.planning.cost_model import Rates
-from r2ccl.planning.plan_cache import Plan, PlanCache
+from r2ccl.planning.plan_cache import PlanCache
 from r2ccl.runtime import arguments
 from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.buffers import Buffer, JaxBuffer
@@ -44,15 +38,12 @@ from r2ccl.runtime.arrays.cuda import DeviceBuffer
 from r2ccl.runtime.arrays.libraries import jax_converter, shares_memory
 from r2ccl.runtime.async_work import Task, Work, Worker
 from r2ccl.runtime.engine import Engine
-from r2ccl.runtime.executor import HostLanes, LandingPool
-from r2ccl.runtime.grouping import Group, batches, joined
-from r2ccl.runtime.local import BARRIER, LocalCalls, connect
+from r2ccl.runtime.executor import HostLanes
+from r2ccl.runtime.grouping import Group
+from r2ccl.runtime.host_calls import HostCalls
 from r2ccl.runtime.messages.messenger import MessageRequest
-from r2ccl.runtime.repeats import Make, NetworkRepeats, Repeats
-from r2ccl.runtime.two_level import TwoLevelCalls
-from r2ccl.runtime.two_level import connect as connect_nodes
-from r2ccl.schedule.chunks import Parts
-from r2ccl.types import ORDERED_OP, PREFIXES, CallSignature, Collective, ReduceOp
+from r2ccl.runtime.repeats import Make
+from r2ccl.types import ORDERED_OP, CallSignature, Collective, ReduceOp
 
 Array = npt.NDArray[Any]
 #: Function that starts a collective on device memory. It takes the request, the caller's stream,
@@ -61,9 +52,6 @@ StartOnDevice = Callable[[Request, Any, bool], Any]
 
 _log = logging.getLogger(__name__)
 
-_NOTHING = np.empty(0, np.uint8)
-_FLOAT32 = CODES[np.dtype(np.float32)]
-_INT64 = CODES[np.dtype(np.int64)]
 _UINT8 = CODES[np.dtype(np.uint8)]
 
 
@@ -74,7 +62,8 @@ class Collectives:
     ----------
     engine : Engine
     plans : PlanCache
-    pool : LandingPool
+    host : HostCalls
+        Runs calls on host memory.
     worker : Worker
         Runs asynchronous calls.
     turn : Lock
@@ -87,7 +76,7 @@ class Collectives:
         self,
         engine: Engine,
         plans: PlanCache,
-        pool: LandingPool,
+        host: HostCalls,
         *,
         worker: Worker,
         turn: Lock,
@@ -95,32 +84,14 @@ class Collectives:
     ) -> None:
         self._engine = engine
         self._plans = plans
-        self._pool = pool
+        self._host = host
         self._worker = worker
         self._turn = turn
         self._start_on_device = start_on_device
-        self._rank = engine.rank
         #: Identifier of the thread whose blocking call runs; 0 if none does.
         self._caller = 0
         #: Creates the error that refused calls raise; None while calls are accepted.
         self._refusal: Callable[[], R2cclError] | None = None
-        #: Memory that calls need besides the caller's arrays, for example for partial sums.
-        self._scratch = np.empty(0, np.uint8)
-        #: Memory for converted inputs, for results that are converted back, and for the joint copy
-        #: of a group's arrays; by purpose.
-        self._converted: dict[str, Array] = {}
-        #: Runs the engine in a context in which NumPy does not warn of overflow and the like.
-        run_quietly: Callable[..., None] = kernels.quiet_context().run
-        self._run_engine = partial(run_quietly, engine.run)
-        self._run_kernel = partial(run_quietly, _apply)
-        #: Calls in memory that all ranks share; None if the ranks share none.
-        self._local: LocalCalls | None = None
-        self._network = NetworkRepeats(engine, pool, run_quietly)
-        #: Calls that can be run again: those of `_local` or, without it, `_network`.
-        self._repeats: Repeats = self._network
-        #: Calls in shared memory within nodes and over the network between them; None if no call
-        #: runs in two levels.
-        self._two_level: TwoLevelCalls | None = None
         #: Open groups of calls, each of one thread.
         self._groups: list[Group] = []
 
@@ -220,7 +191,8 @@ class Collectives:
         if self._groups and (group := self.group_here()) is not None:
             return self._add_to(group, make(x, out, *rest), stream, is_async, out is None)
         try:
-            local, repeats = self._local, self._repeats
+            host = self._host
+            repeats = host.repeats
             is_plain = stream is None and not is_async
             if is_plain and make in repeats.last and worker.is_idle:
                 if not self._turn.acquire(False):
@@ -238,27 +210,27 @@ class Collectives:
             if is_plain and type(request.source) is Buffer:
                 if not worker.is_idle:
                     self._check(request)
-                    self.in_turn(partial(self.run, request))
+                    self.in_turn(partial(host.run, request))
                     return request.result
                 if not self._turn.acquire(blocking=False):
                     raise self._concurrent()
                 try:
                     self._caller = get_ident()
-                    output = request.output
+                    output, local = request.output, host.local
                     if local is not None:
                         call = None if request.conversion else local.run(request)
                         if call is None:
-                            self.run(request)
+                            host.run(request)
                         else:
                             local.remember(make, x, out, rest, request, call)
-                    elif request.is_staged or self._two_level or type(output) is not Buffer:
-                        self.run(request)
-                    else:  # as `run`, inlined: most calls are small
-                        self._run_engine(
+                    elif request.is_staged or host.two_level or type(output) is not Buffer:
+                        host.run(request)
+                    else:  # as `HostCalls.run`, inlined: most calls are small
+                        host.run_engine(
                             partial(self._plans, request.signature, own=request.schedule),
-                            HostLanes(self._pool, request.source.array, output.array),
+                            HostLanes(host.pool, request.source.array, output.array),
                         )
-                        self._network.remember_last(make, x, out, rest, request)
+                        host.network_repeats.remember_last(make, x, out, rest, request)
                     return request.result
                 finally:
                     self._caller = 0
@@ -270,7 +242,7 @@ class Collectives:
             convert = _converter(request) if out is None else None
             if is_async:
                 return self._submit(request, convert)
-            self.in_turn(partial(self.run, request))
+            self.in_turn(partial(host.run, request))
         except (InvalidArgument, ScheduleError, ConcurrentCalls):
             raise
         except BaseException as exc:
@@ -341,7 +313,7 @@ class Collectives:
             self._groups.remove(group)
         try:
             group.run(
-                lambda requests: self.in_turn(partial(self._run_batches, requests)),
+                lambda requests: self.in_turn(partial(self._host.run_group, requests)),
                 lambda request, stream: self._start_on_device(request, stream, False),
             )
         except (InvalidArgument, ConcurrentCalls, CommunicatorRevoked):
@@ -380,33 +352,6 @@ class Collectives:
                 "apply to: leave it out"
             )
 
-    def _run_batches(self, requests: Sequence[Request]) -> None:
-        for batch in batches(requests):
-            if len(batch) == 1:
-                self.run(batch[0])
-            else:
-                self._run_joined(batch)
-
-    def _run_joined(self, batch: Sequence[Request]) -> None:
-        """Run several allreduces as one, on a joint copy of their arrays."""
-        call = joined(batch)
-        copy = self._reused("joined", call.count, call.dtype).array
-        at = 0
-        for request in batch:
-            source = request.source
-            assert isinstance(source, Buffer)
-            copy[at : at + source.count] = source.array
-            at += source.count
-        run = partial(self._collect, call, copy, copy, None)
-        if self._two_level is None or not self._two_level.run(call, copy, copy, run):
-            run()
-        at = 0
-        for request in batch:
-            output = request.output
-            assert isinstance(output, Buffer)
-            output.array[:] = copy[at : at + output.count]
-            at += output.count
-
     def barrier(self) -> None:
         """Wait until all ranks have called `barrier`.
 
@@ -419,18 +364,12 @@ class Collectives:
             raise self._refusal()
         self.require_seen()
         try:
-            self.in_turn(self._run_barrier)
+            self.in_turn(self._host.barrier)
         except ConcurrentCalls:
             raise
         except BaseException as exc:
             self._engine.fail_call(exc)
             raise
-
-    def _run_barrier(self) -> None:
-        if self._local is None:
-            self._collect(BARRIER, _NOTHING, _NOTHING)
-        else:
-            self._local.barrier()
 
     def in_turn(self, fn: Callable[[], None]) -> None:
         """Run `fn` after all asynchronous calls issued so far; return when it has run.
@@ -473,10 +412,6 @@ class Collectives:
         finally:
             self._caller = 0
 
-    def run_plan(self, plan: Plan, source: Array, output: Array) -> None:
-        """Run `plan` on host memory; `Engine.enter` has been called for the collective."""
-        self._run_engine(plan, HostLanes(self._pool, source, output))
-
     def allgather_bytes(self, mine: bytes) -> list[bytes]:
         """Return the bytes of all ranks, by rank; all ranks must pass equally many.
 
@@ -485,10 +420,10 @@ class Collectives:
         *Collective*: all ranks. Runs after the asynchronous calls issued so far.
         """
         rows = np.zeros((self._engine.nranks, len(mine)), np.uint8)
-        rows[self._rank] = np.frombuffer(mine, np.uint8)
+        rows[self._engine.rank] = np.frombuffer(mine, np.uint8)
         flat = rows.reshape(-1)
         call = CallSignature(Collective.ALLGATHER, _UINT8, ReduceOp.SUM, flat.size)
-        self.in_turn(partial(self._collect, call, flat, flat))
+        self.in_turn(partial(self._host.collect, call, flat, flat))
         return [row.tobytes() for row in rows]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -508,14 +443,15 @@ class Collectives:
         """
         self.require_free()
         self.require_seen()
-        if self._local is None:
+        local = self._host.local
+        if local is None:
             array = np.empty(shape, dtype)
             if array.nbytes:
                 self._engine.register(array.reshape(-1).view(np.uint8))
             return array
         nbytes = math.prod(shape) * dtype.itemsize
         try:
-            memory = self._local.allocate(nbytes, self.allgather_bytes, self.in_turn)
+            memory = local.allocate(nbytes, self.allgather_bytes, self.in_turn)
         except BaseException as exc:
             # These two are raised on all ranks. After any other, the ranks may disagree on what
             # memory there is.
@@ -525,117 +461,31 @@ class Collectives:
         return memory[:nbytes].view(dtype).reshape(shape)
 
     def share_memory(self, control: ControlPlane, obstacle: str) -> None:
-        """Use memory that all ranks of the communicator share, from now on.
-
-        Parameters
-        ----------
-        control : ControlPlane
-        obstacle : str
-            Reason why this rank cannot share memory; empty: it can.
-
-        Raises
-        ------
-        TransportError
-            If any two of the ranks cannot share memory; then no rank does.
-
-        Notes
-        -----
-        *Collective*: all ranks.
-        """
-        local = connect(self._engine, control, self.allgather_bytes, obstacle, self._as_caller)
-        self._engine.messenger.share_memory(local.rings, self._engine)
-        self._local, self._repeats = local, local.repeats
+        """Use memory that all ranks share, from now on; see `HostCalls.share_memory`."""
+        self._host.share_memory(control, self.allgather_bytes, obstacle, self._as_caller)
 
     def share_memory_in_nodes(
         self, control: ControlPlane, obstacle: str, teams: Sequence[Sequence[int]]
     ) -> None:
         """Use memory that the ranks of each node share, from now on.
 
-        `teams` has the ranks of each node, equally many per node, numbered as in the communicator.
-        The other parameters are those of `share_memory`.
-
-        Raises
-        ------
-        TransportError
-            If any two ranks of a node cannot share memory; then no rank does.
-
-        Notes
-        -----
-        *Collective*: all ranks.
+        See `HostCalls.share_memory_in_nodes`.
         """
-        self._two_level = connect_nodes(
-            self._engine,
-            control,
-            self.allgather_bytes,
-            obstacle,
-            teams=teams,
-            one_level=self._plans,
-            pool=self._pool,
-            run_engine=self._run_engine,
-            scratch=self._scratch_of,
-        )
-        self._network.forget()  # all ranks take part in the next call in two levels
-
-    @property
-    def shares_memory(self) -> bool:
-        """True if ranks of the communicator share memory."""
-        return self._local is not None or self._two_level is not None
-
-    @property
-    def is_local(self) -> bool:
-        """True if all ranks of the communicator share memory."""
-        return self._local is not None
-
-    def count_chunks(self, nbytes: int, health: Health) -> int:
-        """Return how many chunks a two-level allreduce of `nbytes` has; 0 if one level is used."""
-        return 0 if self._two_level is None else self._two_level.count_chunks(nbytes, health)
+        self._host.share_memory_in_nodes(control, self.allgather_bytes, obstacle, teams)
 
     def free_memory(self, timeout_s: float) -> bool:
         """Free shared memory; return False if a call, message or thread still uses it.
 
         Wait up to `timeout_s` seconds for each of these.
         """
-        if not self.shares_memory:
+        if not self._host.shares_memory:
             return True
         if not self._turn.acquire(timeout=timeout_s):
             return False
         try:
-            if self._local is not None:
-                if not self._engine.messenger.free_memory(timeout_s):
-                    return False
-                self._local.close()
-                self._local, self._repeats = None, self._network
-            if self._two_level is not None:
-                if not self._two_level.close(timeout_s):
-                    return False
-                self._two_level = None
+            return self._host.free_memory(timeout_s)
         finally:
             self._turn.release()
-        return True
-
-    def calibrate(self) -> Rates:
-        """Measure the latency and the bandwidth of the network; return rates equal on all ranks.
-
-        Notes
-        -----
-        *Collective*: all ranks.
-        """
-        health = self._engine.whole_health
-
-        def time_ns(nbytes: int, ntimes: int) -> int:
-            data = np.zeros(nbytes, np.uint8)
-            call = CallSignature(Collective.ALLREDUCE, _UINT8, ReduceOp.SUM, nbytes)
-            took_ns = []
-            for _ in range(max(2, ntimes)):
-                begun_s = monotonic()
-                self._collect(call, data, data)
-                took_ns.append(int((monotonic() - begun_s) * 1e9))
-            agreed = np.array([min(took_ns[1:])])
-            call = CallSignature(Collective.ALLREDUCE, _INT64, ReduceOp.MAX, 1)
-            self._collect(call, agreed, agreed)
-            return int(agreed[0])
-
-        return calibrate(time_ns, lambda nbytes: self._plans.choose(nbytes, health))
 
     def _check(self, request: Request) -> None:
         """Check the op and the schedule of a call now; later, an error would end the communicator.
@@ -651,7 +501,7 @@ class Collectives:
             self._plans.check_own(request.schedule, is_ordered=is_ordered)
 
     def _submit(self, request: Request, convert: Callable[[Array], Any] | None) -> Work[Any]:
-        task = Task(partial(self.run, request))
+        task = Task(partial(self._host.run, request))
         try:
             self._worker.enqueue(task)
             timeout_s = self._engine.config.timeout_s
@@ -660,133 +510,6 @@ class Collectives:
             self._engine.fail_call(exc)
             self._worker.settle(task)
             raise
-
-    def run(self, request: Request) -> None:
-        """Run a collective on host memory, including the copies before and after it.
-
-        The caller holds the turn.
-        """
-        if request.conversion is not None:
-            self._run_converted(request, request.conversion)
-            return
-        if self._local is not None and self._local.run(request) is not None:
-            return
-        source, output = request.source, request.output
-        assert isinstance(source, Buffer)
-        if (
-            self._two_level is not None
-            and request.schedule is None
-            and self._two_level.run(
-                request.signature,
-                source.array,
-                output.array if isinstance(output, Buffer) else None,
-                partial(self._run_over_network, request),
-                request.parts,
-            )
-        ):
-            return
-        self._run_over_network(request)
-
-    def _run_over_network(self, request: Request, plan: Plan | None = None) -> None:
-        """Run a collective in one level, including the copies before and after it.
-
-        `plan` is the plan of the collective, for which `Engine.enter` has been called; None: the
-        plan is made here.
-        """
-        source, output, call = request.source, request.output, request.signature
-        assert isinstance(source, Buffer)
-        data, parts = source.array, request.parts
-        if output is None:
-            is_gather = call.collective in (Collective.GATHER, Collective.GATHERV)
-            result = data[:0] if is_gather else self._scratch_like(data)
-            self._collect(call, data, result, parts, plan)
-            return
-        assert isinstance(output, Buffer)
-        result = output.array
-        if call.collective == Collective.ALLGATHER:
-            if not request.is_in_place:
-                at = self._rank * source.count if parts is None else parts.inputs[self._rank][0]
-                result[at : at + source.count] = data
-            self._collect(call, result, result, parts, plan)
-        elif call.collective == Collective.REDUCE_SCATTER:
-            sums = self._scratch_like(data)
-            # In rank order, a rank's part comes from an allreduce.
-            self._collect(call, data, sums, None if call.op == ORDERED_OP else parts, plan)
-            at = self._rank * output.count if parts is None else parts.inputs[self._rank][0]
-            result[:] = sums[at : at + output.count]
-        elif request.schedule is None:
-            if request.is_in_place:  # their schedules need separate memory
-                data = self._scratch_like(data)
-                data[:] = source.array
-            self._collect(call, data, result, parts, plan)
-        else:
-            select = partial(self._plans, call, own=request.schedule)
-            self._run_engine(select, HostLanes(self._pool, data, result))
-
-    def _collect(
-        self,
-        call: CallSignature,
-        source: Array,
-        output: Array,
-        parts: Parts | None = None,
-        plan: Plan | None = None,
-    ) -> None:
-        """Run a collective from `source` to `output`, without copies before or after it.
-
-        `plan` as for `_run_over_network`.
-        """
-        if self._local is not None and parts is None and self._local.collect(call, source, output):
-            return
-        select = partial(self._plans, call, parts=parts) if plan is None else plan
-        self._run_engine(select, HostLanes(self._pool, source, output))
-
-    def _run_converted(self, request: Request, op: kernels.ConvertedOp) -> None:
-        """Convert the input, run the collective on it, and round a float32 result if necessary."""
-        source, output, call = request.source, request.output, request.signature
-        assert isinstance(source, Buffer)
-        code = _FLOAT32 if op.is_wide else call.dtype
-        converted = self._reused("converted", source.count, code)
-        self._run_kernel(op.converter(call.dtype), source.array, converted.array)
-        result = output
-        if op.is_wide and isinstance(output, Buffer):
-            # An exscan needs separate memory.
-            is_same = output.count == source.count and call.collective not in PREFIXES
-            result = converted if is_same else self._reused("result", output.count, code)
-        self.run(
-            msgspec.structs.replace(
-                request,
-                signature=msgspec.structs.replace(call, dtype=code),
-                source=converted,
-                output=result,
-                conversion=None,
-            )
-        )
-        has_result = call.collective != Collective.EXSCAN or self._rank > 0
-        if result is not output and has_result:
-            assert isinstance(output, Buffer)
-            assert isinstance(result, Buffer)
-            self._run_kernel(kernels.narrower(call.dtype), result.array, output.array)
-
-    def _reused(self, name: str, count: int, code: int) -> Buffer:
-        """Return memory for `count` elements; later calls with this name use the memory again."""
-        dtype = dtype_of(code)
-        nbytes = count * dtype.itemsize
-        memory = self._converted.get(name)
-        if memory is None or memory.nbytes < nbytes:
-            memory = self._converted[name] = np.empty(nbytes, np.uint8)
-        array = memory[:nbytes].view(dtype if dtype.names is None else raw_dtype(dtype))
-        return Buffer(array, code, count, dtype.itemsize, nbytes, memory)
-
-    def _scratch_like(self, array: Array) -> Array:
-        """Return memory with the size and dtype of `array`; later calls use the memory again."""
-        return self._scratch_of(array.size, array.dtype)
-
-    def _scratch_of(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Return memory for `count` elements of `dtype`; later calls use the memory again."""
-        nbytes = count * dtype.itemsize
-        if self._scratch.nbytes < nbytes:
-            self._scratch = np.empty(nbytes, np.uint8)
-        return self._scratch[:nbytes].view(dtype)
 
     def _is_async_in_group(self) -> InvalidArgument:
         return InvalidArgument(
@@ -842,10 +565,6 @@ def _converter(request: Request) -> Callable[[Array], Any] | None:
     if isinstance(request.source, JaxBuffer) and request.result is not None:
         return jax_converter(request.source.owner)
     return None
-
-
-def _apply(convert: kernels.Converter, source: Array, out: Array) -> None:
-    convert(source, out)
 
 
 __all__ = ["Collectives", "LoggedCollectives", "StartOnDevice", "collectives_class"]
