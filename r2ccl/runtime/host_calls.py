@@ -1,8 +1,8 @@
 """Execution of the collectives of one communicator on host memory.
 
 A collective runs in memory that all ranks share, in two levels (`r2ccl.runtime.two_level`) or over
-the network. All ranks choose alike, from the signature of the call and the presence of a user's
-schedule. The copies that a call needs before and after it are made here, too.
+the network. All ranks choose alike, because the choice depends only on values that are equal on all
+ranks. The copies that a collective needs before and after it are made here, too.
 
 Invariant: one collective runs at a time, because all of them use the same memory for partial sums
 and converted inputs.
