@@ -99,8 +99,14 @@ class Secret:
         self._outer = hashlib.sha256(bytes(byte ^ _OUTER_PAD for byte in block))
 
     @classmethod
-    def from_hex(cls, text: str) -> Secret:
+    def from_hex(cls, text: str, source: str = "the secret") -> Secret:
         """Return the secret given as 64 hexadecimal digits; white space between bytes is ignored.
+
+        Parameters
+        ----------
+        text : str
+        source : str
+            Name of the variable or file that `text` is from, for the message.
 
         Raises
         ------
@@ -108,11 +114,11 @@ class Secret:
             If `text` is anything else. The message does not contain `text`.
         """
         try:
-            return cls(bytes.fromhex(text.strip()))
+            return cls(bytes.fromhex(text))
         except ValueError:
             raise InvalidArgument(
-                f"the secret is not {2 * SECRET_NBYTES} hexadecimal digits: "
-                "make one with `openssl rand -hex 32`"
+                f"{source}: the secret must have {2 * SECRET_NBYTES} hexadecimal digits: make one "
+                "with `openssl rand -hex 32`"
             ) from None
 
     def hex(self) -> str:

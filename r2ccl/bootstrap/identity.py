@@ -96,7 +96,7 @@ def identify(config: Config, comm: RankComm | None, env: Mapping[str, str]) -> I
     InvalidArgument
         If the rank of this process is not defined, or rank, number of ranks, address, port or
         inherited socket are incomplete or invalid; if mpi4py cannot be used, or sees one rank
-        although the MPI launcher started several; if rank 0 cannot listen or has no usable secret
+        although the launcher started several; if rank 0 cannot listen or has no usable secret
         (only with MPI); or if this rank has no usable secret, or a secret is set on only some
         ranks.
     OSError
@@ -302,7 +302,7 @@ def _secret_source(config: Config, env: Mapping[str, str], place: RankPlace) -> 
 
 def _given_secret(config: Config) -> GivenSecret | None:
     if config.secret:
-        return GivenSecret(Secret.from_hex(config.secret))
+        return GivenSecret(Secret.from_hex(config.secret, "R2CC_SECRET"))
     if config.secret_file:
         return GivenSecret(read_secret_file(config.secret_file))
     return None

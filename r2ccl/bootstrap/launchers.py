@@ -140,14 +140,15 @@ def _address(launcher: LauncherVariables, env: Mapping[str, str]) -> tuple[str, 
 
     The address is empty if it is unknown.
     """
-    listed = env.get(launcher.hosts, "")
-    host = first_host(listed) if listed else ""
+    given, listed = env.get("MASTER_ADDR", ""), env.get(launcher.hosts, "")
     if launcher.local:
         is_on_one_host = env.get(launcher.local, "") == env.get(launcher.nranks[0])
     else:
-        is_on_one_host = bool(host) and host == listed
-    derived = "127.0.0.1" if is_on_one_host else host
-    return env.get("MASTER_ADDR") or derived, is_on_one_host
+        is_on_one_host = bool(listed) and not set(listed) & set("[,")
+    if given:
+        return given, is_on_one_host
+    host = first_host(listed) if listed else ""
+    return "127.0.0.1" if is_on_one_host else host, is_on_one_host
 
 
 def first_host(listed: str) -> str:
@@ -162,7 +163,7 @@ def first_host(listed: str) -> str:
     if match is None:
         raise InvalidArgument(
             f"the list of hosts {listed!r} is not in Slurm's notation, such as node[003-005,9]: "
-            "set RANK, WORLD_SIZE, MASTER_ADDR and R2CC_PORT on every rank"
+            "set MASTER_ADDR to the host of rank 0"
         )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])
 
@@ -230,7 +231,8 @@ class LauncherClaim(msgspec.Struct, frozen=True):
 def claims(env: Mapping[str, str]) -> list[LauncherClaim]:
     """Return the rank and job size of each MPI launcher in `env`; several if they are nested.
 
-    Claims without a number of ranks are returned only if no claim has one. A claim whose rank is
+    ``RANK`` and ``WORLD_SIZE``, which other launchers set, are a claim too, if both are set. Claims
+    without a number of ranks are returned only if no claim has one. A claim whose rank is
     not below its number of ranks has the variables of two launchers, and is ignored. PMIx is
     ignored if Open MPI's variables are set: Open MPI also sets PMIx's rank, and the size of the job
     step under Slurm is then the number of hosts, not of ranks.
@@ -244,6 +246,9 @@ def claims(env: Mapping[str, str]) -> list[LauncherClaim]:
         claim = LauncherClaim(*_numbers(each, env), ", ".join(told))
         if claim.nranks < 0 or claim.rank < claim.nranks:
             found.append(claim)
+    if "RANK" in env and "WORLD_SIZE" in env:
+        ranks = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+        found.append(LauncherClaim(*ranks, f"RANK={env['RANK']}, WORLD_SIZE={env['WORLD_SIZE']}"))
     return [claim for claim in found if claim.nranks >= 0] or found
 
 
@@ -262,8 +267,9 @@ def require_company(nranks: int, library: str, env: Mapping[str, str]) -> None:
     Raises
     ------
     InvalidArgument
-        If ``COMM_WORLD`` has one rank, but all MPI launchers in the environment report several. If
-        only some do, a warning is logged, since it is unknown which of them started this process.
+        If ``COMM_WORLD`` has one rank, but all launchers in the environment report several (see
+        `claims`). If only some do, a warning is logged, since it is unknown which of them started
+        this process.
     """
     odd = [claim for claim in claims(env) if not claim.fits(nranks)]
     if nranks > 1 or not odd:
@@ -271,13 +277,13 @@ def require_company(nranks: int, library: str, env: Mapping[str, str]) -> None:
     quoted = "; ".join(claim.told for claim in odd)
     if len(odd) < len(claims(env)):
         logger.warning(
-            "this job has one rank, but an MPI launcher reports more (%s); if those ranks "
+            "this job has one rank, but a launcher reports more (%s); if those ranks "
             "belong to one job, start them only with the launcher of mpi4py's MPI (%s)",
             quoted, library,
         )  # fmt: skip
         return
     raise InvalidArgument(
-        f"an MPI launcher started this process as one of several ranks ({quoted}), but mpi4py, "
+        f"a launcher started this process as one of several ranks ({quoted}), but mpi4py, "
         f"which uses {library}, sees only this one: probably launcher and mpi4py belong to "
         "different MPIs; start the job with the launcher of mpi4py's MPI, or install mpi4py for "
         "the launcher's MPI; or call init() without a communicator of MPI, and either use "

@@ -174,7 +174,7 @@ def _read_secret(path: str, folder: int | None, flags: int) -> Secret:
                 f"this one has owner {status.st_uid}, mode {stat.filemode(status.st_mode)}: "
                 f"`chmod 600 {path}`, or use a regular file that this user owns"
             )
-        return Secret.from_hex(os.read(fd, _MAX_FILE_NBYTES).decode("ascii", "replace"))
+        return Secret.from_hex(os.read(fd, _MAX_FILE_NBYTES).decode("ascii", "replace"), path)
     finally:
         os.close(fd)
 

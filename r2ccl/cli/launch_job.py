@@ -272,7 +272,7 @@ async def _run_share(
 def _shared_secret(nhosts: int) -> str:
     """Return the secret in R2CC_SECRET, else in R2CC_SECRET_FILE, else a new one for one host."""
     if text := os.environ.get("R2CC_SECRET"):
-        return Secret.from_hex(text).hex()
+        return Secret.from_hex(text, "R2CC_SECRET").hex()
     if path := os.environ.get("R2CC_SECRET_FILE"):
         return read_secret_file(path).hex()
     if nhosts == 1:

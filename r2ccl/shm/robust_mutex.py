@@ -177,7 +177,8 @@ def _check(what: str, code: int) -> None:
 
 def _translated(what: str, code: int) -> TransportError:
     return TransportError(
-        f"cannot {what} a robust mutex: {decode_errno(code)}; set R2CC_SHM=0 to use the network"
+        f"cannot {what} a robust mutex: {decode_errno(code)}; if it happens again, report this bug "
+        "with the version of libc, and set R2CC_SHM=0 to use the network meanwhile"
     )
 
 

@@ -154,8 +154,8 @@ def test_a_secret_does_not_show() -> None:
 
 @pytest.mark.parametrize("text", ["", "00" * 31, "00" * 33, "zz" * 32])
 def test_a_bad_secret_is_refused_without_repeating_it(text: str) -> None:
-    with pytest.raises(InvalidArgument, match="openssl rand -hex 32") as caught:
-        Secret.from_hex(text)
+    with pytest.raises(InvalidArgument, match=r"^R2CC_SECRET: .*openssl rand -hex 32") as caught:
+        Secret.from_hex(text, "R2CC_SECRET")
     assert not text or text not in str(caught.value)
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from r2ccl.bootstrap.launchers import DEFAULT_PORT, RankPlace, find_launcher, find_place, first_host
+from r2ccl.bootstrap.launchers import (
+    DEFAULT_PORT,
+    RankPlace,
+    find_launcher,
+    find_place,
+    first_host,
+    require_company,
+)
 from r2ccl.errors import InvalidArgument
 
 SLURM = {
@@ -51,7 +58,7 @@ def test_the_first_host_of_a_compressed_list(listed: str, expected: str) -> None
 
 @pytest.mark.parametrize("listed", ["", "node[", "node[]", "node[1-2", "a b", "node[x]", ",a"])
 def test_a_list_that_is_not_slurms_is_refused(listed: str) -> None:
-    with pytest.raises(InvalidArgument, match="set RANK, WORLD_SIZE, MASTER_ADDR"):
+    with pytest.raises(InvalidArgument, match="set MASTER_ADDR to the host of rank 0"):
         first_host(listed)
 
 
@@ -112,6 +119,25 @@ def test_mpiexec_in_each_task_of_a_step_makes_jobs_of_its_own() -> None:
 @pytest.mark.parametrize("env", [SLURM, OPEN_MPI, MPICH, KUBERNETES])
 def test_master_addr_wins(env: dict[str, str]) -> None:
     assert place({**env, "MASTER_ADDR": "head"}).address == "head"
+
+
+def test_master_addr_wins_over_a_list_that_cannot_be_read() -> None:
+    assert place({**SLURM, "SLURM_STEP_NODELIST": "a b", "MASTER_ADDR": "head"}).address == "head"
+
+
+@pytest.mark.parametrize("env", [OPEN_MPI, {"RANK": "1", "WORLD_SIZE": "4"}])
+def test_a_world_of_one_rank_in_a_larger_job_is_refused(env: dict[str, str]) -> None:
+    require_company(4, "MPI", env)
+    with pytest.raises(InvalidArgument, match=r"4.*sees only this one"):
+        require_company(1, "MPI", env)
+
+
+def test_ranks_of_mpiexec_may_inherit_those_of_a_launcher(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    alone = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    require_company(1, "MPI", {**alone, "RANK": "1", "WORLD_SIZE": "4"})
+    assert "RANK=1, WORLD_SIZE=4" in caplog.text
 
 
 @pytest.mark.parametrize(
