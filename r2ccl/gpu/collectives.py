@@ -384,7 +384,7 @@ def device_collectives(
         selector = BackendSelector(
             engine,
             PlanSelector(engine, participant.plans),
-            participant.host_calls.run_plan,
+            participant.on_host.run_plan,
             config=engine.config,
             nodes=list(ranks_on.values()),
             allgather=participant.collectives.allgather_bytes,
@@ -401,7 +401,7 @@ def device_collectives(
         check=engine.check,
         open_device=hardware.open,
         select_backends=select,
-        run=participant.host_calls.run,
+        run=participant.on_host.run,
     )
 
 

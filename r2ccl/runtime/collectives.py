@@ -40,7 +40,7 @@ from r2ccl.runtime.async_work import Task, Work, Worker
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import HostLanes
 from r2ccl.runtime.grouping import Group
-from r2ccl.runtime.host_calls import HostCalls
+from r2ccl.runtime.host_collectives import HostCollectives
 from r2ccl.runtime.messages.messenger import MessageRequest
 from r2ccl.runtime.repeats import Make
 from r2ccl.types import ORDERED_OP, CallSignature, Collective, ReduceOp
@@ -62,7 +62,7 @@ class Collectives:
     ----------
     engine : Engine
     plans : PlanCache
-    host : HostCalls
+    host : HostCollectives
         Runs calls on host memory.
     worker : Worker
         Runs asynchronous calls.
@@ -76,7 +76,7 @@ class Collectives:
         self,
         engine: Engine,
         plans: PlanCache,
-        host: HostCalls,
+        host: HostCollectives,
         *,
         worker: Worker,
         turn: Lock,
@@ -225,7 +225,7 @@ class Collectives:
                             local.remember(make, x, out, rest, request, call)
                     elif request.is_staged or host.two_level or type(output) is not Buffer:
                         host.run(request)
-                    else:  # as `HostCalls.run`, inlined: most calls are small
+                    else:  # as `HostCollectives.run`, inlined: most calls are small
                         host.run_engine(
                             partial(self._plans, request.signature, own=request.schedule),
                             HostLanes(host.pool, request.source.array, output.array),
@@ -461,7 +461,7 @@ class Collectives:
         return memory[:nbytes].view(dtype).reshape(shape)
 
     def share_memory(self, control: ControlPlane, obstacle: str) -> None:
-        """Use memory that all ranks share, from now on; see `HostCalls.share_memory`."""
+        """Use memory that all ranks share, from now on; see `HostCollectives.share_memory`."""
         self._host.share_memory(control, self.allgather_bytes, obstacle, self._as_caller)
 
     def share_memory_in_nodes(
@@ -469,7 +469,7 @@ class Collectives:
     ) -> None:
         """Use memory that the ranks of each node share, from now on.
 
-        See `HostCalls.share_memory_in_nodes`.
+        See `HostCollectives.share_memory_in_nodes`.
         """
         self._host.share_memory_in_nodes(control, self.allgather_bytes, obstacle, teams)
 

@@ -230,11 +230,11 @@ class Job:
         -----
         *Collective*: all ranks of the communicator.
         """
-        nshared = sum(each.host_calls.shares_memory for each in tuple(self._participants))
+        nshared = sum(each.on_host.shares_memory for each in tuple(self._participants))
         participant.share_memory(nshared, self._sharing_obstacle)
 
     def _announce(self) -> None:
-        is_shared = self._participants[0].host_calls.shares_memory
+        is_shared = self._participants[0].on_host.shares_memory
         is_one_host = self.control.is_on_one_host
         announce(
             self.control,

@@ -27,7 +27,7 @@ from r2ccl.runtime.async_work import Worker
 from r2ccl.runtime.collectives import collectives_class
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LandingPool
-from r2ccl.runtime.host_calls import HostCalls
+from r2ccl.runtime.host_collectives import HostCollectives
 from r2ccl.runtime.local import MOST_GROUPS
 from r2ccl.runtime.status import HealthReport
 from r2ccl.types import Nic
@@ -80,7 +80,7 @@ class Participant:
     plans : PlanCache
     worker : Worker
         Runs asynchronous calls.
-    host_calls : HostCalls
+    on_host : HostCollectives
         Runs collectives on host memory, for `collectives`.
     collectives : Collectives
     hosts : list of str
@@ -112,11 +112,11 @@ class Participant:
         )
         turn = threading.Lock()
         self.worker = Worker(f"r2ccl-worker-{engine.rank}", turn, engine.fail_call)
-        self.host_calls = HostCalls(engine, self.plans, pool)
+        self.on_host = HostCollectives(engine, self.plans, pool)
         self.collectives = collectives_class()(
             engine,
             self.plans,
-            self.host_calls,
+            self.on_host,
             worker=self.worker,
             turn=turn,
             start_on_device=self._start_on_device,
@@ -138,7 +138,7 @@ class Participant:
         fabric, nranks = self.plans.fabric, self.engine.nranks
         nnodes = len(set(fabric.nodes)) or nranks
         if fabric.nwires > 1 and nnodes > 1 and self._config.is_planned:
-            rates = self.host_calls.calibrate()
+            rates = self.on_host.calibrate()
             self.plans.measured(rates)
             if len(set(self.hosts)) == nranks:
                 self.engine.set_nominal_rate(rates.beta)
@@ -244,8 +244,8 @@ class Participant:
             raise InvalidArgument(f"nbytes={nbytes}; allowed is 0 or more")
         health = self.known_health().health
         found = self.plans.explain(nbytes, health)
-        nchunks = self.host_calls.count_chunks(nbytes, health)
-        return found._replace(nchunks=nchunks, is_local=self.host_calls.is_local)
+        nchunks = self.on_host.count_chunks(nbytes, health)
+        return found._replace(nchunks=nchunks, is_local=self.on_host.is_local)
 
     def known_health(self) -> Known:
         """Return the newest health that this rank has received, and the time of its arrival.

@@ -69,7 +69,9 @@ class RunEngine(Protocol):
 
     def __call__(
         self, plan: Plan | SelectPlan, make: Callable[[Plan, Links], Sequence[LaneRun]]
-    ) -> None: ...
+    ) -> None:
+        """Run `plan` as `Engine.run` does."""
+        ...
 
 
 class TwoLevelCalls:
@@ -513,4 +515,4 @@ _NBYTES = 256
 #: thread.
 _LOOK_S = 0.004
 
-__all__ = ["TwoLevelCalls", "connect"]
+__all__ = ["RunEngine", "TwoLevelCalls", "connect"]

@@ -47,7 +47,7 @@ def calls_of_an_allreduce(compiled: str, last: str) -> list[tuple[str, str]]:
             comm.allreduce(x)
         for _ in range(10):
             if last == "run_compiled":
-                comm._participant.host_calls.repeats.forget()  # otherwise the call is only repeated
+                comm._participant.on_host.repeats.forget()  # otherwise the call is only repeated
                 compiled_of(comm).settle()
             called.clear()
             sys.setprofile(note)

@@ -121,7 +121,7 @@ class Rank:
 
     def in_call(self, comm: r2ccl.Communicator) -> None:
         if (self.ending, self.rank) == ("memory", ENDS):
-            comm._participant.host_calls._scratch_like = self.no_memory  # type: ignore[method-assign]
+            comm._participant.on_host._scratch_like = self.no_memory  # type: ignore[method-assign]
             self.sleep(AFTER_S)
         comm.reduce(self.x)
 

@@ -317,7 +317,7 @@ def allreduces_among_some(count: int) -> tuple[bool, int]:
         enter, is_right = PlanSelector(comm._engine, comm._participant.plans).among(group), True
 
         def run(call: CallSignature, x: Any) -> None:
-            comm._participant.host_calls.run_plan(enter(call, None), x, x)
+            comm._participant.on_host.run_plan(enter(call, None), x, x)
 
         for op in (r2ccl.SUM, r2ccl.AVG) * (rounds // 2):
             x = 1000 * values_of(comm.rank, count)

@@ -23,7 +23,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 def is_direct(comm: r2ccl.Communicator) -> bool:
     """Return whether peers reached the arrays of the last call that could do so."""
-    local = comm._participant.host_calls.local
+    local = comm._participant.on_host.local
     assert local is not None
     return bool(local._group._memory[layout.MODE] == layout.DIRECT)
 
@@ -43,7 +43,7 @@ def forms() -> None:
                       {"shape": 3, "dtype": "U4"}, {"shape": 3, "dtype": ">f4"}):  # fmt: skip
             with raises(r2ccl.InvalidArgument):
                 comm.empty(**wrong)
-        if comm._participant.host_calls.shares_memory:
+        if comm._participant.on_host.shares_memory:
             with raises(r2ccl.InvalidArgument, match="equal shape"):
                 comm.empty(10_000 if comm.rank else 1)
         x[:] = comm.rank
@@ -178,7 +178,7 @@ def revoked() -> tuple[str, bool]:
             while comm._engine.error is None:
                 time.sleep(0.001)
             time.sleep(0.5)
-            symmetric = comm._participant.host_calls.local._group.symmetric  # type: ignore[union-attr]
+            symmetric = comm._participant.on_host.local._group.symmetric  # type: ignore[union-attr]
             symmetric._shared[0].peers[0].data[:] = 1
             return "", bool((x == 5).all())
         threading.Timer(0.3, comm.revoke).start()

@@ -30,7 +30,7 @@ def ways_to_call() -> tuple[int, int, int]:
     """
     with r2ccl.init() as comm:
         n, rank = comm.nranks, comm.rank
-        local, before = comm._participant.host_calls.local, comm.ncalls
+        local, before = comm._participant.on_host.local, comm.ncalls
         assert local is not None
         assert comm.explain(1 << 20).is_local
         shared = local.ncalls
@@ -155,7 +155,7 @@ def repeated() -> None:
 def alternated() -> None:
     """Alternate between calls of several sizes, dtypes and shapes: each is repeated, exactly."""
     with r2ccl.init() as comm:
-        n, local = comm.nranks, comm._participant.host_calls.local
+        n, local = comm.nranks, comm._participant.on_host.local
         assert local is not None
         dtypes = (np.float32, np.float64, np.int32)
         arrays = [np.ones(size, dtype) for size in (3, 16, 9000) for dtype in dtypes]
@@ -184,7 +184,7 @@ def repeated_with_tensors() -> None:
     import torch
 
     with r2ccl.init() as comm:
-        n, local = comm.nranks, comm._participant.host_calls.local
+        n, local = comm.nranks, comm._participant.on_host.local
         assert local is not None
         x, out, gathered = torch.ones(2, 3), torch.empty(2, 3), np.empty((2 * n, 3), np.float32)
         graph = torch.ones(2, 3, requires_grad=True)
@@ -238,7 +238,7 @@ def shares(what: str) -> bool:
     faults = FaultPlan([]) if what == "faults" else None
     with r2ccl.init(faults=faults, algo="ring" if what == "ring" else "auto") as comm:
         assert (comm.allreduce(np.ones(1000)) == comm.nranks).all()
-        return comm._participant.host_calls.shares_memory
+        return comm._participant.on_host.shares_memory
 
 
 def repeated_parts(comm: r2ccl.Communicator) -> None:
@@ -328,7 +328,7 @@ def obstructed(what: str, rank: int) -> tuple[bool, float]:
             Segment.create_of_group = refuse  # type: ignore[method-assign]
     with r2ccl.init() as comm:
         total = comm.allreduce(np.ones(3))
-        return comm._participant.host_calls.shares_memory, float(total.sum())
+        return comm._participant.on_host.shares_memory, float(total.sum())
 
 
 def exhausted(rank: int) -> str:
@@ -376,7 +376,7 @@ def beside_the_network() -> tuple[int, float]:
             total = work.wait()
             assert (total == comm.rank + 1).all()
             comm.barrier()
-        assert comm._participant.host_calls.shares_memory
+        assert comm._participant.on_host.shares_memory
         return int(x.sum(dtype=np.int64)), float(total.sum())
 
 
@@ -396,7 +396,7 @@ def many() -> list[bool]:
         assert all((each.allreduce(np.ones(5)) == comm.nranks).all() for each in made)
         made[1].close()
         made.append(comm.dup())
-        return [each._participant.host_calls.shares_memory for each in made]
+        return [each._participant.on_host.shares_memory for each in made]
 
 
 def freed() -> tuple[int, int]:
@@ -426,4 +426,4 @@ def survived(victim: int) -> tuple[str, float, bool]:
         name = f"{type(exc).__name__} of rank {getattr(exc, 'peer', None)}"
     with comm.shrink() as fewer:
         total = fewer.allreduce(np.ones(3))
-        return name, float(total[0]), fewer._participant.host_calls.shares_memory
+        return name, float(total[0]), fewer._participant.on_host.shares_memory

@@ -68,7 +68,7 @@ def exact(sizes: list[int], nchunks: int, has_all_ops: bool) -> tuple[list[str],
                         wrong.append(f"{name} {op} {count}")
                     if not values.same(x, kept):
                         wrong.append(f"{name} {op} {count}: the input has changed")
-        return wrong, comm._participant.host_calls.two_level is not None
+        return wrong, comm._participant.on_host.two_level is not None
 
 
 def others_exact(
@@ -89,7 +89,7 @@ def others_exact(
                     wrong += _scatters(comm, name, [count] * comm.nranks, op)
                     uneven = [count * (rank % 3) for rank in range(comm.nranks)]
                     wrong += _scatters(comm, name, uneven, op)
-        assert comm._participant.host_calls.two_level is not None
+        assert comm._participant.on_host.two_level is not None
     return wrong
 
 
@@ -294,7 +294,7 @@ def obstructed(sizes: list[int], rank: int) -> tuple[bool, float]:
         Segment.create_of_group = refuse  # type: ignore[method-assign]
     with hosts(sizes) as comm:
         total = comm.allreduce(np.ones(3))
-        return comm._participant.host_calls.shares_memory, float(total.sum())
+        return comm._participant.on_host.shares_memory, float(total.sum())
 
 
 def split(sizes: list[int]) -> tuple[list[bool], float]:
@@ -304,7 +304,7 @@ def split(sizes: list[int]) -> tuple[list[bool], float]:
         node, index = divmod(comm.rank, nlocal)
         parts = [comm.split(node), comm.split(index), comm.split(0 if index < 2 else None)]
         sums = [float(each.allreduce(np.ones(3))[0]) for each in parts if each is not None]
-        shared = [each._participant.host_calls.shares_memory for each in parts if each is not None]
+        shared = [each._participant.on_host.shares_memory for each in parts if each is not None]
         for each in parts:
             if each is not None:
                 each.close()

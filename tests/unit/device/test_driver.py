@@ -295,7 +295,7 @@ def test_a_device_says_whether_it_reorders_what_nics_write(
 def test_without_the_bindings_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
 
-    with pytest.raises(TransportError, match=r"pip install r2ccl\[gpu\]") as caught:
+    with pytest.raises(TransportError, match=r"pip install 'r2ccl\[gpu\]'") as caught:
         CudaDevice(0)
     assert caught.value.status == "NO_CUDA"
 

@@ -594,7 +594,7 @@ def test_each_question_is_one_call_of_the_driver(
 def test_without_the_bindings_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
 
-    with pytest.raises(TransportError, match=r"pip install r2ccl\[gpu\]") as caught:
+    with pytest.raises(TransportError, match=r"pip install 'r2ccl\[gpu\]'") as caught:
         BindingsDriver()
 
     assert caught.value.status == "NO_CUDA"

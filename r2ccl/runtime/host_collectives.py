@@ -53,7 +53,7 @@ _INT64 = CODES[np.dtype(np.int64)]
 _UINT8 = CODES[np.dtype(np.uint8)]
 
 
-class HostCalls:
+class HostCollectives:
     """Collectives of one communicator on host memory; the caller of `run` holds the turn.
 
     The turn is the lock that is held while a collective runs, from its first copy to its last.
@@ -387,4 +387,4 @@ class HostCalls:
         return self._scratch[:nbytes].view(dtype)
 
 
-__all__ = ["HostCalls"]
+__all__ = ["HostCollectives"]
