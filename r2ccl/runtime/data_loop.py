@@ -503,7 +503,7 @@ class DataLoop:
                 return NotImplemented
             try:
                 # As in `run_compiled`, the flag is set before the checks.
-                self._sleeping = True
+                self._control.is_busy = self._sleeping = True
                 if self.inbox or self._newcomers or self._followers:
                     return NotImplemented
                 return repeat(x, out, rest)
@@ -511,7 +511,7 @@ class DataLoop:
                 self.give_up(caller, exc)
                 raise
             finally:
-                self._sleeping = False
+                self._control.is_busy = self._sleeping = False
         finally:
             self.release()
             if self.inbox:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,15 @@ class LocalPath(Protocol):
     def end(self) -> None:
         """Wake the running call; it and later calls then raise the communicator's error."""
         ...
+
+
+class _ClosedPath(NamedTuple):
+    """`LocalPath` that is closed."""
+
+    ncalls: int
+
+    def end(self) -> None:
+        """Do nothing: no call can run."""
 
 
 #: Function that returns the plan of the next collective; its arguments are the health to plan with
@@ -606,9 +615,8 @@ class Engine:
 
     def detach(self, local: LocalPath) -> None:
         """Undo `attach`: `local` is closed; its calls stay counted."""
-        self._loop.settle_if_free()  # the number of a held call is lower
-        self._count_local()
-        self._local = None
+        # Only the owner of the data loop may count them, and it does so before the next call.
+        self._local = _ClosedPath(local.ncalls)
         self.unwatch_end(local.end)
 
     def watch_end(self, act: Callable[[], None]) -> None:
@@ -753,6 +761,7 @@ class Engine:
         """
 
         def leave() -> None:
+            self._count_local()
             self._contexts.nclosing += 1
             if self.rank:
                 self._post.send(0, Closing())

@@ -19,6 +19,7 @@ from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.arrays.libraries import torch_of
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import HostLanes, LandingPool
+from r2ccl.shm.arrays import DISTANCE, IS_APART, form_of
 from r2ccl.shm.repeat import Repeat, Role
 from r2ccl.types import Collective, ReduceOp
 
@@ -53,8 +54,8 @@ class Repeats:
         self._most = most
         self.last: dict[Make, Repeat] = {}
         #: The same functions, and those of earlier calls, by the result of `_key`, each with the
-        #: prepared call that it repeats.
-        self._by_key: dict[Hashable, tuple[object, Repeat]] = {}
+        #: prepared call that it repeats and the result of `_form`.
+        self._by_key: dict[Hashable, tuple[object, Repeat, bytes]] = {}
 
     def remember(
         self,
@@ -83,8 +84,8 @@ class Repeats:
         if is_new and result is not target:
             return
         key = _key(make, x, array if uses_input else x, out, rest[0])
-        found = self._by_key.get(key)
-        if found is not None and found[0] is prepared:
+        found, form = self._by_key.get(key), _form(array, target)
+        if found is not None and found[0] is prepared and found[2] == form:
             self.last[make] = found[1]
             return
         role = Role.NONE
@@ -95,7 +96,7 @@ class Repeats:
             repeat = _with_new_output(repeat, array, target)
         if len(self._by_key) >= self._most:
             self._by_key.clear()
-        self._by_key[key] = prepared, repeat
+        self._by_key[key] = prepared, repeat, form
         self.last[make] = repeat
 
     def run_other(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
@@ -187,6 +188,14 @@ def _key(make: Make, x: Any, array: Any, out: Any, first: Any) -> Hashable:
     """
     form = (array.shape, array.dtype.num) if type(array) is np.ndarray else None
     return make, type(x), form, out is None, first if type(first) in (int, ReduceOp) else None
+
+
+def _form(array: Array, target: Array) -> bytes:
+    """Return what must be equal for two pairs of arrays to have the same form."""
+    words = form_of(array, target)
+    if words[IS_APART]:
+        words[DISTANCE] = 0
+    return words.tobytes()
 
 
 def _array_of(x: Any) -> Any:

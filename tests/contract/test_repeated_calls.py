@@ -32,3 +32,23 @@ def test_calls_in_shared_memory_after_a_held_one_are_counted(nlocal: int) -> Non
     program = functools.partial(programs.held_until_close, nlocal)
     for found in launch(program, 2, timeout_s=60.0):
         assert [passed_on for _, passed_on in found] == [said for said, _ in found]
+
+
+def test_slices_that_arrive_before_their_call_are_counted_once() -> None:
+    (sent, _), (_, received) = launch(programs.counts_of_early_slices, 2, timeout_s=60.0)
+    assert sent == received > 0
+
+
+def test_calls_are_repeated_after_calls_of_another_form() -> None:
+    for usual, after in launch(programs.repeats_after_another_form, 2, timeout_s=60.0):
+        assert usual > 10
+        assert after > 10
+
+
+def test_a_call_in_python_does_not_keep_others_from_compiled_code() -> None:
+    assert launch(programs.calls_after_one_in_python, 2, timeout_s=60.0) == [1, 1]
+
+
+def test_timers_run_as_fast_in_repeated_calls_as_in_others() -> None:
+    for found in launch(programs.is_busy_in_repetitions, 2, timeout_s=60.0):
+        assert True in found

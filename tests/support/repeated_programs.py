@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import threading
 import time
 import weakref
 from typing import Any
@@ -106,3 +107,81 @@ def held_until_close(nlocal: int) -> list[tuple[int, int]]:
             found.append((op, engine._calls.op))
             comm.allreduce(np.ones(3))
     return found
+
+
+def counts_of_early_slices() -> tuple[int, int]:
+    """Repeat broadcasts for which rank 1 is late; return slices sent and received by this rank."""
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        x = np.zeros(50, np.int64)
+
+        def counts() -> tuple[int, int]:
+            rails = comm.health().rails
+            paths = [path for rail in rails for path in rail.paths]
+            return sum(p.nslices_sent for p in paths), sum(p.nslices_received for p in paths)
+
+        comm.barrier()
+        time.sleep(_LATE_S)
+        sent, received = counts()
+        for _ in range(3):
+            if comm.rank:
+                time.sleep(2 * _LATE_S)  # slices arrive before their calls
+            for _ in range(10):
+                comm.broadcast(x)
+        time.sleep(_LATE_S)
+        now = counts()
+        comm.barrier()
+        return now[0] - sent, now[1] - received
+
+
+def repeats_after_another_form() -> tuple[int, int]:
+    """Return how many calls are repeated, without and with earlier calls of another form."""
+    with r2ccl.init(shm="0", compiled="1") as comm, counted_repeats(comm) as repeats:
+        out = np.empty(40, np.float32)
+        for _ in range(20):
+            comm.allreduce(np.ones(40, np.float32), out)
+        usual = len(repeats)
+        x, out = np.ones(41, np.float32), np.empty(41, np.float32)
+        for _ in range(5):
+            comm.allreduce(x, x)
+        before = len(repeats)
+        for _ in range(20):
+            comm.allreduce(x, out)
+        return usual, len(repeats) - before
+
+
+def calls_after_one_in_python() -> int:
+    """Return how many calls run in compiled code after one that cannot."""
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        x = np.ones(50, np.float32)
+        for _ in range(5):
+            comm.allreduce(x)
+        compiled = compiled_of(comm)
+        nbefore = 0
+        for _ in range(20):
+            comm.allreduce(x, op=r2ccl.ReduceOp.AVG)
+            comm.health()  # settles
+            nbefore = compiled.nfinished + compiled.nleft
+            comm.broadcast(x)
+            comm.health()
+            nbefore = compiled.nfinished + compiled.nleft - nbefore
+        return nbefore
+
+
+def is_busy_in_repetitions() -> set[bool]:
+    """Return whether the control plane was told, in repeated calls, that a call is running."""
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        engine: Any = comm._engine
+        x, found, is_over = np.ones(100, np.float32), set(), threading.Event()
+
+        def look() -> None:
+            while not is_over.wait(0.001):
+                if engine._loop._sleeping:
+                    found.add(engine._control.is_busy)
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        for _ in range(3000):
+            comm.allreduce(x)
+        is_over.set()
+        looking.join()
+        return found

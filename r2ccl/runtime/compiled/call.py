@@ -160,6 +160,9 @@ class CompiledCalls:
         program = self._program_of(plan)
         if program is None:
             return None
+        if self._transport.has_events:
+            # Those of an earlier call, which ended in Python: nothing is lent while they wait.
+            self._progress.step()
         conns = self._prepare(program, lanes, calls)
         if conns is None:
             return None
@@ -217,9 +220,9 @@ class CompiledCalls:
         words = program.view
         op = words[at.OP]
         self._update_to(held, words[at.NREPEATS], op - 1, is_running=True)
-        self.held = None
         self._links.begin(calls, program.plan.signature, program.plan.pairs)
         on_settled(op)
+        self.held = None
         # From here on the slot of this call is slot 0, as in a call that was not repeated.
         slot = words[at.NREPEATS] % program.nslots
         program.arena = program.arena[slot * program.arena_nbytes :]
@@ -353,6 +356,7 @@ class CompiledCalls:
                 break
         words = program.view
         program.words[:] = program.initial
+        program.imported.clear()
         arena = self._arena
         wanted = program.nslots * program.arena_nbytes
         if arena.nbytes < wanted:
@@ -437,6 +441,8 @@ class CompiledCalls:
                 start = program.places[end.number][ordinal]
                 program.arena[start : start + nbytes] = np.frombuffer(payload, np.uint8)
                 arrived[ordinal] = -1
+                assert end.route is not None
+                program.imported.append((end.route, nbytes))
         return True
 
     # End
@@ -492,6 +498,11 @@ class CompiledCalls:
             path.nbytes_sent += ncalls * counts[1]
             path.nslices_received += ncalls * counts[2]
             path.nbytes_received += ncalls * counts[3]
+        for key, nbytes in program.imported:  # `Progress` has counted these slices
+            path = links.paths[key]
+            path.nslices_received -= 1
+            path.nbytes_received -= nbytes
+        program.imported.clear()
         if words[at.NFOREIGN] and not is_running:
             rows = program.log[: words[at.NLOGGED]].tolist()
             for kind, conn, channel, _, ack, _, number, *_ in rows:

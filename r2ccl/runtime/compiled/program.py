@@ -130,6 +130,8 @@ class CompiledProgram:
         Path of each connection, set by `bind`.
     traffic : dict of PathKey to list of int
         By path: slices sent in a call, their bytes, slices received, their bytes.
+    imported : list of (PathKey, int)
+        Path and size of each slice of the running call that arrived before the call.
     arena_nbytes : int
         Size of the memory for landing places and copies of eager slices that one call needs.
     nslots : int
@@ -150,6 +152,7 @@ class CompiledProgram:
         self.pairs = _pairs_of(plan.layout.lanes)
         self.paths: tuple[PathKey, ...] = ()
         self.traffic: dict[PathKey, list[int]] = {}
+        self.imported: list[tuple[PathKey, int]] = []
         self.arena_nbytes = 0
         self.arena: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.call: HostCall | None = None

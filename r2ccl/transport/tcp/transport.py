@@ -234,6 +234,11 @@ class TcpTransport(PreconnectedTransport):
         """Descriptor that is readable after `wake`."""
         return self._wakeup.number
 
+    @property
+    def has_events(self) -> bool:
+        """True if events are waiting for `poll`."""
+        return bool(self._events)
+
     def lend(self, paths: Sequence[PathKey]) -> list[Connection] | None:
         """Lend the connections of `paths` to compiled code, which reads and writes their sockets.
 
